@@ -1,0 +1,52 @@
+"""atoll: elastic, low-communication training on whatever compute there is.
+
+Names load on first use, so that importing atoll in a rank costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AtollError": "core.errors",
+    "BackendError": "core.errors",
+    "BelowMinimumWorld": "core.errors",
+    "BenchResult": "core.status",
+    "Client": "sdk.client",
+    "Conflict": "core.errors",
+    "DistributedError": "core.errors",
+    "DistributedTraining": "sdk.training",
+    "EKSExecutor": "executors.kubernetes",
+    "KubernetesExecutor": "executors.kubernetes",
+    "LocalProcessExecutor": "executors.replicas",
+    "NotFound": "core.errors",
+    "ObjectStoreAllReduce": "worker.allreduce",
+    "ProviderFilter": "core.spec",
+    "RankExit": "core.status",
+    "RankStatus": "core.status",
+    "ReplicaHandle": "executors.replicas",
+    "UDTerminalState": "core.errors",
+    "ValidationError": "core.errors",
+    "WorldSize": "core.spec",
+    "WorldSizeOutOfBounds": "core.errors",
+    "WorldStatus": "core.status",
+    "mesh_status": "worker.mesh",
+    "mesh_wait": "worker.mesh",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"atoll.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""Makes the world match the spec."""

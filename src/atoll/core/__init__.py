@@ -1,0 +1,1 @@
+"""What a training is. Pure: no I/O, no clock, no threads, no asyncio."""

@@ -1,0 +1,144 @@
+"""Every error atoll raises. Callers branch on type and attributes, never on text.
+
+AtollError
+├── ValidationError(field, value, expected)      also a ValueError
+├── NotFound(kind, name)
+├── Conflict
+├── Gone(oldest)                                 a watch asked for a version no longer kept
+├── Denied                                       no token, or one that may not do this
+├── DistributedError
+│   ├── BelowMinimumWorld(ready, required_min, timeout, rank_exits)
+│   ├── UDTerminalState(phase, requested_target)
+│   └── WorldSizeOutOfBounds(requested, min, max)
+└── BackendError
+    ├── Temporary(retry_after_s)                 try again later
+    └── Permanent                                trying again will not help
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from atoll.core.status import RankExit
+
+
+class AtollError(Exception):
+    """The root of everything raised on purpose."""
+
+
+class ValidationError(AtollError, ValueError):
+    """A value was refused before anything happened."""
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        super().__init__(f"{field}: {_shown(value)} is not valid: {expected}")
+        self.field = field
+        self.value = value
+        self.expected = expected
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.value, self.expected)
+
+
+class NotFound(AtollError):
+    """There is no such thing in this namespace."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        super().__init__(f"{kind} {name!r} not found")
+        self.kind = kind
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.kind, self.name)
+
+
+class Conflict(AtollError):
+    """Somebody else changed it first, or the name is taken."""
+
+
+class Gone(AtollError):
+    """The version asked for is older than the oldest one kept."""
+
+    def __init__(self, asked: int, oldest: int) -> None:
+        super().__init__(
+            f"version {asked} is no longer kept, the oldest is {oldest}: read again and watch from there"
+        )
+        self.asked = asked
+        self.oldest = oldest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.asked, self.oldest)
+
+
+class Denied(AtollError):
+    """No token was given, or it may not do this."""
+
+
+class DistributedError(AtollError):
+    """Something about a training's world."""
+
+
+class BelowMinimumWorld(DistributedError):
+    """The world did not become, or stay, as large as was waited for."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        ready: int = 0,
+        required_min: int = 0,
+        timeout: float | None = None,
+        rank_exits: Sequence[RankExit] = (),
+    ) -> None:
+        waited = "" if timeout is None else f" after {timeout:g} s"
+        super().__init__(message or f"{ready} of {required_min} ranks ready{waited}")
+        self.ready = ready
+        self.required_min = required_min
+        self.timeout = timeout
+        self.rank_exits = list(rank_exits)
+
+
+class UDTerminalState(DistributedError):
+    """The training is over, so this cannot be done to it."""
+
+    def __init__(self, phase: str, requested_target: int | None = None, message: str = "") -> None:
+        wish = "" if requested_target is None else f", cannot scale to {requested_target}"
+        super().__init__(message or f"the training is {phase}{wish}")
+        self.phase = phase
+        self.requested_target = requested_target
+
+
+class WorldSizeOutOfBounds(DistributedError):
+    """A target outside `[min, max]`."""
+
+    def __init__(self, requested: int, min: int, max: int) -> None:
+        super().__init__(f"target {requested} is outside [{min}, {max}]")
+        self.requested = requested
+        self.min = min
+        self.max = max
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.requested, self.min, self.max)
+
+
+class BackendError(AtollError):
+    """What ranks run on, or what trainings are kept in, said no."""
+
+
+class Temporary(BackendError):
+    """It may work later."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Permanent(BackendError):
+    """It will not work, however often it is tried."""
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,114 @@
+"""What the controller needs of the outside: a store to read wishes from, an executor to act with.
+
+`main.py` hands it real ones. Every implementation passes the contract suite under
+`tests/contract/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from atoll.core.model import Model
+from atoll.core.status import Event, LogLine, Seen, Status, Training
+
+Key = tuple[str, str]  # namespace, name
+
+
+class Gang(Model, frozen=True):
+    """What the executor is to keep running: ranks `0..size-1` of this training.
+
+    `size` 0 with `is_stopping` means: stop them all, keep what is known of them.
+    """
+
+    training: Training
+    size: int
+
+    @property
+    def uid(self) -> str:
+        return self.training.uid
+
+
+class Executor(Protocol):
+    """Where ranks run. Every verb may be repeated, and the caller may die between any two."""
+
+    name: str
+
+    async def apply(self, gang: Gang) -> None:
+        """Ranks `0..size-1` are being started or kept; higher ones are being stopped.
+
+        A failed rank is started again until `max_restarts` is used up. Returns once the wish is
+        durable where it will be carried out.
+        """
+
+    async def observe(self, training: Training) -> Seen:
+        """The whole gang, in one question to the backend. Raises Temporary when it cannot tell."""
+
+    async def stop(self, training: Training, grace_s: float) -> None:
+        """Every rank is being stopped, politely for `grace_s`. What is known of them is kept."""
+
+    async def release(self, training: Training) -> None:
+        """Nothing of the training is left with the backend but its logs. Already gone is success."""
+
+    async def purge(self, training: Training) -> None:
+        """The logs are gone too."""
+
+    def changes(self) -> AsyncIterator[Key]:
+        """Trainings that may look different now. May repeat itself, never forgets one."""
+
+    def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: bool = False,
+    ) -> AsyncIterator[LogLine]:
+        """Lines with their true rank; `tail` is per rank; `follow` ends with the training."""
+
+
+class Change(Model, frozen=True):
+    """One write: the training after it, or as it was when it was removed."""
+
+    version: int
+    training: Training
+    is_removed: bool = False
+
+
+class Store(Protocol):
+    """Where trainings are kept. Every write has a version; versions only grow."""
+
+    async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
+        """Stored. A repeated key gives the training it made; a taken name raises Conflict."""
+
+    async def get(self, key: Key) -> Training:
+        """Raises NotFound."""
+
+    async def list(self, namespace: str | None = None) -> Sequence[Training]:
+        """All of them, by name."""
+
+    async def update_spec(self, training: Training) -> Training:
+        """Spec and deletion mark written if nothing else was since `training` was read, else Conflict.
+
+        A changed spec gets a new generation.
+        """
+
+    async def update_status(
+        self, training: Training, status: Status, events: Sequence[Event] = ()
+    ) -> Training:
+        """Status and events written in one step under the same condition."""
+
+    async def remove(self, training: Training) -> None:
+        """Gone, with its events. Already gone is success."""
+
+    async def record(self, key: Key, event: Event) -> None:
+        """An event with no status change."""
+
+    async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
+        """Newest first."""
+
+    def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
+        """Every change after that version, in order, without gaps. Raises Gone if it cannot."""
+
+    async def version(self) -> int:
+        """The newest version."""

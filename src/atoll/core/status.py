@@ -1,0 +1,235 @@
+"""What was seen of a training. Times are seconds since the epoch, durations are seconds."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from atoll.core.model import Model
+from atoll.core.phase import Phase
+from atoll.core.spec import TrainingSpec
+
+RankPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Stopped"]
+ConditionStatus = Literal["True", "False", "Unknown"]
+EventType = Literal["Normal", "Warning"]
+
+
+class Exit(Model, frozen=True):
+    """How one attempt of one rank ended. `code` is None when it could not be learned."""
+
+    code: int | None
+    at: float
+    reason: str
+    signal: str | None = None
+    is_stopped: bool = False  # atoll asked for it: scale-down, cancel, or another rank's failure
+    failed_at: float | None = None  # the rank's own word on when it failed, before it unwound
+    message: str = ""
+    log_tail: list[str] = []
+
+    @property
+    def is_success(self) -> bool:
+        return self.code == 0
+
+    @property
+    def order(self) -> float:
+        """When this failure began, for telling the first from those it caused."""
+        return self.at if self.failed_at is None else min(self.at, self.failed_at)
+
+
+class WorldStatus(Model, frozen=True):
+    """`ready` counts wanted ranks that run or have exited 0, so a finished world keeps it."""
+
+    ready: int = 0
+    target: int = 0
+    min: int = 0
+    max: int = 0
+    below_minimum: bool = True
+
+
+class RankStatus(Model, frozen=True):
+    """One rank now. `message` says what it waits for, or how it ended."""
+
+    rank: int
+    phase: RankPhase = "Pending"
+    pod_name: str = ""
+    node: str | None = None
+    provider: str | None = None
+    region: str | None = None
+    restarts: int = 0
+    message: str = ""
+    attempt: int = 0
+    started_at: float | None = None
+    exit: Exit | None = None
+    metered_s: float = 0.0  # of attempts that have ended
+    missing_since: float | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.started_at is not None and self.exit is None
+
+
+class RankExit(Model, frozen=True):
+    """The final record of one rank that ran. `exit_code` is None when it could not be learned."""
+
+    rank: int
+    exit_code: int | None
+    termination_reason: str
+    restart_count: int = 0
+    signal: str | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    host: str | None = None
+    collateral: bool = False
+    message: str = ""
+    log_tail: list[str] = []
+
+    @property
+    def is_failure(self) -> bool:
+        return self.exit_code != 0
+
+
+class Condition(Model, frozen=True):
+    type: str
+    status: ConditionStatus
+    reason: str = ""
+    message: str = ""
+    last_transition_at: float = 0.0
+
+
+class Resize(Model, frozen=True):
+    from_target: int
+    to_target: int
+    at: float
+
+
+class WorldPoint(Model, frozen=True):
+    at: float
+    target: int
+    ready: int
+
+
+class Usage(Model, frozen=True):
+    """What was used so far; `as_of` is when that was true, `running` grows it from there."""
+
+    rank_seconds: float = 0.0
+    gpu_seconds: float = 0.0
+
+
+class BenchResult(Model, frozen=True):
+    """One measurement of the link between two hosts. Bandwidths in Gbit/s."""
+
+    measured_at: float
+    probe_node_a: str
+    probe_node_b: str
+    size_bytes_swept: list[int] = []
+    busbw_gbps_p10: float | None = None
+    busbw_gbps_p50: float | None = None
+    busbw_gbps_p90: float | None = None
+    algbw_gbps_p50: float | None = None
+    latency_us_at_1mib: float | None = None
+    is_worker_pair: bool = True
+    points: list[tuple[int, float]] = []  # (bytes, Gbit/s), for the plot
+
+
+BenchPhase = Literal["", "Pending", "Running", "Succeeded", "Failed", "TimedOut", "Skipped"]
+
+
+class BenchStatus(Model, frozen=True):
+    phase: BenchPhase = ""
+    message: str = ""
+    result: BenchResult | None = None
+    started_at: float | None = None
+    completed_at: float | None = None
+
+
+class Status(Model, frozen=True):
+    """All that is known of a training. Written by the controller alone, once a pass."""
+
+    phase: Phase = Phase.NONE
+    reason: str = ""
+    message: str = ""
+    observed_generation: int = 0
+    world: WorldStatus = WorldStatus()
+    ranks: list[RankStatus] = []
+    retired: list[RankStatus] = []  # ranks scaled away, kept for their exits
+    rank_exits: list[RankExit] = []
+    root_cause: RankExit | None = None
+    conditions: list[Condition] = []
+    started_at: float | None = None  # first rank running
+    ended_at: float | None = None
+    gate_opened_at: float | None = None
+    failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
+    failing_message: str = ""
+    stop_sent_at: float | None = None
+    usage: Usage = Usage()
+    world_size_history: list[WorldPoint] = []
+    last_resize: Resize | None = None
+    is_released: bool = False  # the executor holds nothing of it any more
+    rendezvous_endpoint: str = ""
+    bench: BenchStatus = BenchStatus()
+
+
+class Training(Model, frozen=True):
+    """The user's object: a wish, and what was seen of it."""
+
+    namespace: str
+    uid: str
+    spec: TrainingSpec
+    status: Status = Status()
+    generation: int = 1  # bumped by every change of the spec
+    resource_version: int = 0  # bumped by every write
+    created_at: float = 0.0
+    deletion_requested_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.namespace, self.spec.name
+
+
+class Event(Model, frozen=True):
+    """Something worth telling, as it happened."""
+
+    type: EventType
+    reason: str
+    message: str
+    at: float
+    count: int = 1
+    id: int = 0
+
+
+RankState = Literal["waiting", "running", "exited"]
+
+
+class SeenRank(Model, frozen=True):
+    """The newest attempt of one rank, as the executor sees it."""
+
+    rank: int
+    state: RankState
+    attempt: int = 0
+    restarts: int = 0  # since this rank was last wanted
+    started_at: float | None = None
+    exit: Exit | None = None
+    pod_name: str = ""
+    host: str | None = None
+    provider: str | None = None
+    region: str | None = None
+    message: str = ""
+
+
+class Seen(Model, frozen=True):
+    """One look at a whole gang. `size` is None while the executor has been asked for nothing."""
+
+    ranks: list[SeenRank] = []
+    size: int | None = None
+    is_supervised: bool = False  # something acts on `size` without being asked again
+    room: int | None = None  # ranks this training may hold now; None is no limit
+    message: str = ""  # what holds it up, for the ranks that are not there
+    rendezvous_endpoint: str = ""
+
+
+class LogLine(Model, frozen=True):
+    rank: int
+    text: str

@@ -1,0 +1,1 @@
+"""Where ranks run. One backend a file; they never import each other."""

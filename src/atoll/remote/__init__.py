@@ -1,0 +1,1 @@
+"""Thin clients for outside systems; they move bytes and decide nothing."""

@@ -1,0 +1,1 @@
+"""The client: every operation once, as a generator of effects, driven by either colour."""

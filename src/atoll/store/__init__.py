@@ -1,0 +1,1 @@
+"""Where trainings are kept."""

@@ -1,0 +1,1 @@
+"""What runs beside or inside a rank. Light: no server code, torch only inside functions."""

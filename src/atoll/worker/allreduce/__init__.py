@@ -1,0 +1,1 @@
+"""All-reduce through an object store."""
