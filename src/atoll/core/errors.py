@@ -63,7 +63,7 @@ class Gone(AtollError):
 
     def __init__(self, asked: int, oldest: int) -> None:
         super().__init__(
-            f"version {asked} is no longer kept, the oldest is {oldest}: read again and watch from there"
+            f"version {asked} is no longer kept (oldest: {oldest}): read again, then watch"
         )
         self.asked = asked
         self.oldest = oldest

@@ -48,7 +48,7 @@ class Executor(Protocol):
         """Every rank is being stopped, politely for `grace_s`. What is known of them is kept."""
 
     async def release(self, training: Training) -> None:
-        """Nothing of the training is left with the backend but its logs. Already gone is success."""
+        """Only logs of the training are left with the backend. Already gone is success."""
 
     async def purge(self, training: Training) -> None:
         """The logs are gone too."""
@@ -88,7 +88,7 @@ class Store(Protocol):
         """All of them, by name."""
 
     async def update_spec(self, training: Training) -> Training:
-        """Spec and deletion mark written if nothing else was since `training` was read, else Conflict.
+        """Spec and deletion mark written, unless something was since `training` was read: Conflict.
 
         A changed spec gets a new generation.
         """
