@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from litestar import Request, Response
@@ -20,7 +20,8 @@ from atoll.core.model import decode, encode, named
 from atoll.core.ports import Executor, Store
 from atoll.server.streams import Streams
 
-T = TypeVar("T")
+Q = TypeVar("Q", bound=msgspec.Struct)
+Method = Literal["GET", "POST", "DELETE", "PUT", "PATCH"]
 
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
@@ -84,7 +85,7 @@ class Said(NamedTuple):
 class Operation:
     """One row of the API."""
 
-    method: str
+    method: Method
     path: str  # with {name} where a training is named
     handler: Handler
     summary: str
@@ -99,9 +100,7 @@ class Operation:
         return "{name}" in self.path
 
 
-def routes(
-    operations: Sequence[Operation], plane: Plane, guard: Guard
-) -> list[HTTPRouteHandler]:
+def routes(operations: Sequence[Operation], plane: Plane, guard: Guard) -> list[HTTPRouteHandler]:
     return [_route(operation, plane, guard) for operation in operations]
 
 
@@ -124,7 +123,7 @@ def _route(operation: Operation, plane: Plane, guard: Guard) -> HTTPRouteHandler
     return handler(run)
 
 
-def read_query(request: Request[Any, Any, Any], kind: type[T]) -> T:
+def read_query(request: Request[Any, Any, Any], kind: type[Q]) -> Q:
     """The query as a `kind`. Only fields that are lists may be given more than once."""
     given: dict[str, Any] = {}
     lists = {f.encode_name for f in msgspec.structs.fields(kind) if "list" in str(f.type)}

@@ -83,10 +83,10 @@ class _Buffer:
             if isinstance(source, AsyncGenerator):
                 await source.aclose()
 
-    async def take(self, timeout: float) -> bytes | None:
-        """What there is; nothing after `timeout`; None at the end."""
+    async def take(self, patience_s: float) -> bytes | None:
+        """What there is; nothing after `patience_s`; None at the end."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(patience_s):
                 await self._filled.wait()
         chunks, self._chunks = self._chunks, []
         self._taken.set()
