@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from atoll.core.metrics import Metrics
 from atoll.core.problem import Problem
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import LogLine, Training, Usage
+from atoll.core.status import LogLine, Training, TrainingList, Usage
 from atoll.server import reports, trainings
 from atoll.server.operations import NDJSON, SSE, Operation, Said
 from atoll.server.problems import MEDIA_TYPE
@@ -48,7 +49,7 @@ NATIVE = (
         ALL,
         trainings.read_many,
         "Trainings by name, a page at a time; or, with `watch`, a stream of their changes.",
-        {200: Said("One page.", trainings.TrainingList), **_COMMON, **_GONE},
+        {200: Said("One page.", TrainingList), **_COMMON, **_GONE},
         query=trainings.ListQuery,
     ),
     Operation(
@@ -102,7 +103,7 @@ NATIVE = (
         f"{ONE}/metrics",
         reports.metrics,
         "The training in numbers.",
-        {200: Said("Numbers.", reports.Metrics), **_NAMED},
+        {200: Said("Numbers.", Metrics), **_NAMED},
     ),
     Operation(
         "GET",

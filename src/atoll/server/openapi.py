@@ -87,7 +87,12 @@ def _parameters(op: Operation) -> list[dict[str, Any]]:
         label = {"type": "string", "pattern": NAME_PATTERN}
         found.append({"name": "name", "in": "path", "required": True, "schema": label})
     for name, what in op.headers.items():
-        schema: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 200, "pattern": "^[!-~]+$"}
+        schema: dict[str, Any] = {
+            "type": "string",
+            "minLength": 1,
+            "maxLength": 200,
+            "pattern": "^[!-~]+$",
+        }
         found.append({"name": name, "in": "header", "description": what, "schema": schema})
     query = msgspec.json.schema(op.query)
     properties = query["$defs"][op.query.__name__]["properties"]

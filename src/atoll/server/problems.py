@@ -54,8 +54,7 @@ def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Resp
     headers = dict(error.headers or {})
     if error.status_code == 413:
         headers["Connection"] = "close"
-    what = f"{request.method} {request.url.path}"
-    detail = error.detail if error.status_code >= 500 else f"{what}: {error.detail}"
+    detail = f"{request.method} {request.url.path}: {error.detail}"
     title = type(error).__name__.removesuffix("Exception")
     return problem_response(
         Problem(title=title, status=error.status_code, detail=detail), **headers

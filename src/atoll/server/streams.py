@@ -31,9 +31,17 @@ class Streams:
             buffer.end()
 
     async def run(
-        self, source: AsyncIterator[bytes], *, beat: bytes, limit_s: float | None = None
+        self,
+        source: AsyncIterator[bytes],
+        *,
+        beat: bytes,
+        cut: bytes = b"",
+        limit_s: float | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """What `source` gives, as much as there is at a time, until it or `limit_s` ends."""
+        """What `source` gives, as much as there is at a time, until it or `limit_s` ends.
+
+        `cut` is the last thing sent when the server goes away before the source has ended.
+        """
         buffer = _Buffer()
         reader = asyncio.create_task(buffer.fill(source))
         self._open.add(buffer)
@@ -50,6 +58,8 @@ class Streams:
                 if chunk is None:
                     break
                 yield chunk or beat
+            if self.is_closed and cut:
+                yield cut
         finally:
             self._open.discard(buffer)
             reader.cancel()

@@ -24,7 +24,7 @@ from atoll.core.errors import (
 from atoll.core.model import Model, SpecModel, encode
 from atoll.core.ports import Change
 from atoll.core.problem import problem_of
-from atoll.core.status import Event, Training
+from atoll.core.status import Event, Training, TrainingList
 from atoll.server.operations import SSE, Answer, Call, Query, json_answer, stream_answer
 from atoll.server.problems import status_of
 
@@ -52,14 +52,6 @@ class ListQuery(OneQuery, frozen=True, rename={"continue_": "continue"}):
 
 class Scale(SpecModel, frozen=True):
     target: int
-
-
-class TrainingList(Model, frozen=True, rename={"continue_": "continue"}):
-    """`continue` is there when there are more; `resource_version` is where to watch from."""
-
-    items: list[Training]
-    resource_version: int
-    continue_: str | None = None
 
 
 class Removal(Model, frozen=True):
