@@ -26,6 +26,17 @@ _QUANTITY = {
     ]
 }
 
+# One server-sent event; `data` is JSON in one line.
+_EVENT = {
+    "type": "object",
+    "properties": {
+        "event": {"enum": ["changed", "removed", "error"]},
+        "id": {"type": "string", "description": "the version to go on from"},
+        "data": {"type": "string", "description": "the training, or for `error` a problem"},
+    },
+    "required": ["event", "data"],
+}
+
 # What core/spec.py checks beyond types, for the reader: schema, field, rules.
 RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("WorldSize", "min", _WORLD),
@@ -76,7 +87,7 @@ def _operation(
     for status, said in sorted(op.answers.items()):
         content = {said.media_type: {"schema": schema_of[id(said.body)]}}
         if op.method == "GET" and status == 200 and op.path in streamed:
-            content[SSE] = {"schema": {"type": "string"}}
+            content[SSE] = {"schema": _EVENT}
         told["responses"][str(status)] = {"description": said.what, "content": content}
     return told
 
