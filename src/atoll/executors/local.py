@@ -137,6 +137,8 @@ class LocalExecutor:
     async def apply(self, training: Training, wish: Wish) -> None:
         gang = self._gang(training)
         async with gang.turn:
+            if wish.size == 0 and not gang.is_asked():
+                return
             if training.status.has_run and not gang.is_asked():
                 raise Permanent(f"{gang.directory} is gone, and with it all record of the ranks")
             if wish.size > self._room(training.uid):
