@@ -152,7 +152,7 @@ class Machine:
         self.starts_at.clear()
         self.stop_at.clear()
         self.is_supervised = False
-        self.remember(now)
+        self.history.clear()  # late answers come from the same memory
 
     def shown_at(self, at: float) -> Seen:
         """What was true then. Times before the first wish show nothing."""
