@@ -59,6 +59,7 @@ class RankStatus(Model, frozen=True):
     attempt: int = -1
     started_at: float | None = None
     exit: Exit | None = None
+    previous: Exit | None = None  # how the attempt before this one ended
     metered_s: float = 0.0  # of attempts that have ended
     missing_since: float | None = None
 
@@ -227,7 +228,8 @@ class SeenRank(Model, frozen=True):
     attempt: int = 0
     restarts: int = 0  # since this rank was last wanted
     started_at: float | None = None
-    earlier_s: float = 0.0  # how long the attempts before this one ran
+    earlier_s: float | None = None  # how long the attempts before this one ran, where known
+    previous: Exit | None = None  # how the one before this ended
     exit: Exit | None = None
     pod_name: str = ""
     host: str | None = None
