@@ -15,16 +15,12 @@ from atoll.server.operations import SSE, Operation
 REF = "#/components/schemas/{name}"
 
 _WORLD = {"minimum": 1, "maximum": MAX_WORLD}
-_SECONDS = {"minimum": 0, "maximum": MAX_SECONDS}
-_WORDS = {"type": "string", "pattern": "^[^\\x00]*$"}
-_LIST = {"type": "array", "items": _WORDS}
-_PROGRAM = {"type": "array", "items": _WORDS, "minItems": 1}
-_QUANTITY = {
-    "anyOf": [
-        {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(m|[kMGTPE]i?)?$"},
-        {"type": "null"},
-    ]
-}
+_QUANTITY = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(m|[kMGTPE]i?)?$"}
+
+
+def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
 
 # One server-sent event; `data` is JSON in one line.
 _EVENT = {
@@ -42,8 +38,16 @@ RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("WorldSize", "min", _WORLD),
     ("WorldSize", "target", _WORLD),
     ("WorldSize", "max", _WORLD),
+    ("Resources", "cpu", _or_null(_QUANTITY)),
+    ("Resources", "memory", _or_null(_QUANTITY)),
+    ("Resources", "gpuCount", {"minimum": 0, "maximum": 1024}),
     ("TrainingSpec", "name", {"pattern": NAME_PATTERN}),
     ("TrainingSpec", "executor", {"pattern": NAME_PATTERN}),
+    ("TrainingSpec", "maxRestarts", {"minimum": 0, "maximum": 1_000_000}),
+    ("TrainingSpec", "startGraceS", {"minimum": 0, "maximum": MAX_SECONDS}),
+    ("TrainingSpec", "stopGraceS", {"minimum": 0, "maximum": 3600}),
+    ("TrainingSpec", "workingDir", _or_null({"type": "string", "pattern": "^/"})),
+    ("Source", "content", {"minLength": 1}),
 )
 
 
