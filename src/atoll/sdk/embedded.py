@@ -143,9 +143,9 @@ class Started:
         self.url = url
 
     def stop(self) -> bool:
-        """For an owned one: closing its input tells it to stop its ranks. False if it died first."""
+        """An owned one stops its ranks when its input ends. False if it died before it had."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(b"end\n")
         with contextlib.suppress(OSError):
             self.process.stdin.close()
