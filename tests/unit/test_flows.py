@@ -26,6 +26,7 @@ from atoll.core.status import RankExit, Status, Training, WorldStatus
 from atoll.sdk import flows
 from atoll.sdk.effects import Effect, Flow, NextChange, Pause, Reply, Send
 from atoll.sdk.flows import Who
+from atoll.sdk.verdict import verdict, world_of
 
 WHO = Who("t", "uid-1")
 
@@ -306,7 +307,7 @@ def test_scale_out_of_bounds_sends_no_scale_request(target: Any) -> None:
 def test_scale_answers_with_what_was_asked() -> None:
     after = training("ready", 4, target=6, generation=2, observed=1)
     script = Script([training("ready", 4), after])
-    world = flows.world_of(script.play(flows.scale(training("ready", 4), 6)))
+    world = world_of(script.play(flows.scale(training("ready", 4), 6)))
     assert (world.target, world.ready, world.below_minimum) == (6, 4, False)
 
 
@@ -365,6 +366,6 @@ def test_the_cause_comes_first_and_brings_its_log() -> None:
     failed = msgspec.structs.replace(
         failed, status=replace(failed.status, rank_exits=[other, cause])
     )
-    text = flows.verdict(failed)
+    text = verdict(failed)
     assert text.index("rank 2: exit_code=1") < text.index("rank 0: exit_code=137")
     assert text.endswith("boom")
