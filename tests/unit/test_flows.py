@@ -13,6 +13,7 @@ from atoll.core.errors import (
     BelowMinimumWorld,
     Conflict,
     NotFound,
+    Permanent,
     Temporary,
     UDTerminalState,
     WorldSizeOutOfBounds,
@@ -218,9 +219,16 @@ def test_a_failure_is_not_waited_out(wait: Any) -> None:
     assert script.now == 0
 
 
-@pytest.mark.parametrize("trouble", [Temporary("lost"), Reply(502, b"<html>"), Reply(500, b"")])
-def test_trouble_is_retried_until_the_deadline(trouble: Any) -> None:
-    script = Script([trouble] * 5 + [training("succeeded", 4)])
+@pytest.mark.parametrize("trouble", ["lost", "502 page", "500 empty", "500 problem", "429"])
+def test_trouble_is_retried_until_the_deadline(trouble: str) -> None:
+    answer = {
+        "lost": Temporary("lost"),
+        "502 page": Reply(502, b"<html>"),
+        "500 empty": Reply(500, b""),
+        "500 problem": refused(Permanent("the store is broken"), 500),
+        "429": Reply(429, b""),
+    }[trouble]
+    script = Script([answer] * 5 + [training("succeeded", 4)])
     assert script.wait(flows.wait_until_complete, 60).ready == 4
     assert 0 < script.now < 60
 
