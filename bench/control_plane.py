@@ -69,8 +69,8 @@ class Bench:
         with self.plane("launch") as plane:
             run(plane, ["true"])
             for _ in range(self.rounds):
-                ours.append(timed(lambda: run(plane, ["true"])))
-                theirs.append(timed(lambda: quietly([*TORCHRUN, "--no-python", "true"])))
+                ours.append(timed(run, plane, ["true"]))
+                theirs.append(timed(quietly, [*TORCHRUN, "--no-python", "true"]))
         return against(ours, theirs, "torchrun")
 
     def overhead(self) -> Result:
@@ -79,21 +79,19 @@ class Bench:
         command = [sys.executable, str(self.gloo)]
         with self.plane("overhead") as plane:
             for _ in range(self.rounds):
-                bare.append(timed(lambda: bare_gloo(command)))
-                ours.append(timed(lambda: run(plane, command, env={"OMP_NUM_THREADS": "1"})))
-                theirs.append(timed(lambda: quietly([*TORCHRUN, str(self.gloo)])))
-        base = statistics.median(bare)
-        added = {
-            "atoll": statistics.median(ours) - base,
-            "torchrun": statistics.median(theirs) - base,
-        }
+                bare.append(timed(bare_gloo, command))
+                ours.append(timed(run, plane, command, env={"OMP_NUM_THREADS": "1"}))
+                theirs.append(timed(quietly, [*TORCHRUN, str(self.gloo)]))
+        # Pairs of one round: the load of the machine moves less within it than over all of them.
+        mine = statistics.median(a - b for a, b in zip(ours, bare, strict=True))
+        other = statistics.median(a - b for a, b in zip(theirs, bare, strict=True))
         return {
-            "bare_s": base,
+            "bare_s": statistics.median(bare),
             "atoll_s": statistics.median(ours),
             "torchrun_s": statistics.median(theirs),
-            "atoll_added_s": added["atoll"],
-            "torchrun_added_s": added["torchrun"],
-            "atoll_added_over_torchrun_added": added["atoll"] / added["torchrun"],
+            "atoll_added_s": mine,
+            "torchrun_added_s": other,
+            "atoll_added_over_torchrun_added": mine / other,
         }
 
     def orphans(self) -> Result:
@@ -106,7 +104,7 @@ class Bench:
                     training = started(plane, SLEEP)
                     keeper, supervisor = plane.shim_pids(training)
                     pids = [plane.pid, supervisor, *([keeper] if "keeper" in who else [])]
-                    took = timed(lambda: kill_together(pids) or gone(plane))
+                    took = timed(kill_together, pids, gone, plane)
                     plane.reap()
                     clean[who] += not plane.left_pids()
                     worst_s = max(worst_s, took)
@@ -134,9 +132,9 @@ class Bench:
             for _ in range(self.rounds):
                 training = started(plane, SLEEP)
                 pid = rank_pids(plane, training)[1]
-                ours.append(timed(lambda: os.kill(pid, 9) or plane.until_over(training.name)))
+                ours.append(timed(kill_together, [pid], plane.until_over, training.name))
                 agent, ranks = torchrun_started(SLEEP)
-                theirs.append(timed(lambda: os.kill(ranks[1], 9) or agent.wait()))
+                theirs.append(timed(kill_together, [ranks[1]], agent.wait))
         return against(ours, theirs, "torchrun")
 
     def deaf_peers(self) -> Result:
@@ -145,9 +143,9 @@ class Bench:
         with self.plane("deaf") as plane:
             for _ in range(self.rounds):
                 training = started(plane, DEAF, stop_grace_s=1.0)
-                wait_for(lambda: len(plane.log_lines(training.name)) == 4)
+                wait_for(lambda name=training.name: len(plane.log_lines(name)) == 4)
                 pid = rank_pids(plane, training)[1]
-                ours.append(timed(lambda: os.kill(pid, 9) or plane.until_over(training.name)))
+                ours.append(timed(kill_together, [pid], plane.until_over, training.name))
         agents = [torchrun_started(DEAF) for _ in range(self.rounds)]
         begun = time.perf_counter()
         for _, ranks in agents:
@@ -161,17 +159,18 @@ class Bench:
 
     def reconcile(self) -> Result:
         """One change among many: asked until observed, 1,000 idle trainings against 10."""
-        took: dict[int, list[float]] = {10: [], 1000: []}
-        for size in took:
-            with self.plane(f"reconcile-{size}", slots=0) as plane:
-                names = [idle(plane) for _ in range(size)]
-                for name in names:
-                    plane.until(name, lambda t: t.status.phase == "pending")
-                for turn in range(max(self.rounds, 50)):
-                    target = 2 + turn % 2
-                    took[size].append(timed(lambda: changed(plane, names[turn % size], target)))
-        few, many = (statistics.median(took[size]) for size in (10, 1000))
-        return {"among_10_s": few, "among_1000_s": many, "ratio": many / few}
+        few, many = [], []
+        with self.plane("few", slots=0) as small, self.plane("many", slots=0) as large:
+            of_few, of_many = filled(small, 10), filled(large, 1000)
+            for turn in range(max(self.rounds, 100)):
+                target = 3 - turn // 10 % 2
+                few.append(timed(changed, small, of_few[turn % 10], target))
+                many.append(timed(changed, large, of_many[turn % 10], target))
+        return {
+            "among_10_s": statistics.median(few),
+            "among_1000_s": statistics.median(many),
+            "ratio": statistics.median(many) / statistics.median(few),
+        }
 
     def finished_memory(self) -> Result:
         """Memory of the control plane before and after many real trainings, all kept."""
@@ -203,8 +202,7 @@ class Bench:
         used = {}
         for size in (0, 1000):
             with self.plane(f"idle-{size}", slots=0) as plane:
-                for name in [idle(plane) for _ in range(size)]:
-                    plane.until(name, lambda t: t.status.phase == "pending")
+                filled(plane, size)
                 time.sleep(1.0)
                 before = cpu_seconds(plane.pid)
                 time.sleep(10.0)
@@ -223,9 +221,9 @@ def against(ours: list[float], theirs: list[float], peer: str) -> Result:
     return {"atoll_s": mine, f"{peer}_s": other, f"{peer}_over_atoll": other / mine}
 
 
-def timed(act: Callable[[], object]) -> float:
+def timed(act: Callable[..., object], *about: Any, **options: Any) -> float:
     begun = time.perf_counter()
-    act()
+    act(*about, **options)
     return time.perf_counter() - begun
 
 
@@ -245,6 +243,13 @@ def idle(plane: ControlPlane) -> str:
     return plane.create(["true"], 2, min=1, start_grace_s=86_400)
 
 
+def filled(plane: ControlPlane, size: int) -> list[str]:
+    names = [idle(plane) for _ in range(size)]
+    for name in names:
+        plane.until(name, lambda t: t.status.phase == "pending")
+    return names
+
+
 def changed(plane: ControlPlane, name: str, target: int) -> None:
     generation = plane.ask(name, target=target).generation
     plane.until(name, lambda t: t.status.observed_generation >= generation)
@@ -255,11 +260,13 @@ def rank_pids(plane: ControlPlane, training: Training) -> list[int]:
     return [r["pid"] for r in map(json.loads, lines) if r["t"] == "start"]
 
 
-def kill_together(pids: list[int]) -> None:
-    for pid in pids:
+def kill_together(pids: list[int], then: Callable[..., object], *about: Any) -> None:
+    """Stopped first, so that none can react to the end of another."""
+    for pid in pids if len(pids) > 1 else ():
         os.kill(pid, signal.SIGSTOP)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    then(*about)
 
 
 def gone(plane: ControlPlane) -> None:
@@ -279,7 +286,7 @@ def bare_gloo(command: list[str]) -> None:
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "4"}
     shared["OMP_NUM_THREADS"] = "1"
     ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(4)]
-    if any([rank.wait() for rank in ranks]):
+    if sum(rank.wait() for rank in ranks):
         raise RuntimeError("a bare rank failed")
 
 
