@@ -1,7 +1,7 @@
-"""Objects in a store: put, create-only put, ranged get, list, delete; on file:// memory:// s3:// gs:// az://.
+"""Objects in a store: put, create-only put, ranged get, find, delete.
 
-Every request is counted, and retried while the failure looks temporary. The store's own
-retries are off, so that the counts are the requests that were really made.
+On file:// memory:// s3:// gs:// az://. Every request is counted, and retried while the failure
+looks temporary. The store's own retries are off: the counts are the requests really made.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class Blobs:
     def put(self, key: str, data: Buffer) -> None:
         """The object is there with `data`, whatever was there before."""
         size = memoryview(data).nbytes
-        parts = {"use_multipart": False}
+        parts: dict[str, Any] = {"use_multipart": False}
         if size > SINGLE_PUT_BYTES:
             parts = {"use_multipart": True, "chunk_size": PART_BYTES}
-        self._ask(lambda: obstore.put(self._store, key, data, **parts), up=size)  # type: ignore[arg-type]
+        self._ask(lambda: obstore.put(self._store, key, data, **parts), up=size)
 
     def create(self, key: str, data: Buffer) -> bool:
         """Put the object unless the key is taken. False: somebody was first.
@@ -138,7 +138,7 @@ class Blobs:
             self._usage.bytes_down += data.nbytes
         return data
 
-    def list(self, prefix: str, after: str | None = None) -> list[Blob]:
+    def find(self, prefix: str, after: str | None = None) -> list[Blob]:
         """Everything under the folder `prefix`, by key; only keys greater than `after`."""
 
         def read() -> list[Blob]:
@@ -200,7 +200,7 @@ class Blobs:
                 problem = e
             if time.monotonic() >= deadline:
                 raise Temporary(
-                    f"{self.name}: no good answer for {self._patience_s:g} s: {_first_line(problem)}"
+                    f"{self.name}: no answer for {self._patience_s:g} s: {_first_line(problem)}"
                 ) from problem
             # Jitter: ranks that failed together should not come back together.
             time.sleep(pause * random.uniform(0.5, 1.0))

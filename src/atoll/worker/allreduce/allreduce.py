@@ -153,14 +153,13 @@ class ObjectStoreAllReduce:
             return layouts.unflatten(mean, arrays)
 
     def save_checkpoint(self, state: bytes | Sequence[Any], round: int | None = None) -> bool:
-        """Store the state after `round` (default: the last one done) for those who join later.
+        """Store the state after `round` (default: the last one done; -1: before the first).
 
         All replicas have the same state then, so anyone may; False: somebody already did.
         """
-        number = round if round is not None else self.last_round and self.last_round.round
-        if number is None:
-            raise ValidationError("round", round, "expected a round, as none has been done yet")
-        return catchup.save(self.blobs, self.keys, number, state)
+        if round is None:
+            round = self.last_round.round if self.last_round else -1
+        return catchup.save(self.blobs, self.keys, round, state)
 
     def load_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, or None."""
@@ -211,22 +210,22 @@ class ObjectStoreAllReduce:
                 roster, mean = self._one_round(number, work)
             except Behind as news:
                 log.warning("round %d is gone: the run is at round %d", number, news.latest)
-                skipped += range(number, news.latest + 1)
-                number = news.latest + 1
-                self._settler.last = None
+                gone, number = number, self._start()
+                skipped += range(gone, number)
                 continue
             if mean is None:  # void by common decision, nobody has its mean
                 number += 1
                 continue
+            self._next = number + 1
             self._finish(roster, work, skipped, started, before)
             return mean
 
     def _one_round(self, number: int, work: _Work) -> tuple[Roster, Vector | None]:
-        self._next = number + 1  # also after an error: a round is never done twice
+        self._next = None  # an error on the way: the store knows what was decided
         settler, clock = self._settler, time.monotonic
         began = clock()
         work.upload = self.keys.upload(
-            number, self.rank, self._me.nonce, work.weight, work.layout.fingerprint
+            number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
         )
         data, work.left_out = build(
             work.upload, self.rank, work.layout, self.codec, work.flat, self._pool

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from atoll.core.errors import Gone, NotFound
+from atoll.core.errors import NotFound
 from atoll.remote.blobs import Blobs
 from atoll.worker.allreduce import layout as layouts
 from atoll.worker.allreduce import wire
@@ -27,7 +27,7 @@ log = logging.getLogger("atoll.allreduce")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """`state` is what was saved: bytes, or a list of arrays."""
+    """The state after `round` (-1: before the first): bytes, or a list of arrays."""
 
     round: int
     state: bytes | list[Any]
@@ -51,25 +51,32 @@ class JoinState:
     means: list[Mean]
 
 
+MakeExchange = Callable[[Roster, Layout], Exchange]
+
+
+class _Outdated(Exception):
+    """A newer checkpoint has replaced the one that was started from."""
+
+
 class _Arrays(msgspec.Struct, frozen=True):
     specs: list[tuple[str, tuple[int, ...]]]
     data: list[bytes]
 
 
 def save(blobs: Blobs, keys: Keys, number: int, state: bytes | Sequence[Any]) -> bool:
-    key = keys.checkpoint(number)
+    key = keys.checkpoint(number + 1)
     return blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), _pack(state)))
 
 
 def load(blobs: Blobs, keys: Keys) -> Checkpoint | None:
-    for blob in reversed(blobs.list(keys.checkpoints())):
+    for blob in reversed(blobs.find(keys.checkpoints())):
         number = parse_round(blob.key)
         if number is None:
             continue
         try:
             data = blobs.get(blob.key)
             body = wire.unseal(wire.CHECKPOINT, wire.fence(blob.key), data)
-            return Checkpoint(number, _unpack(body))
+            return Checkpoint(number - 1, _unpack(body))
         except (NotFound, ValueError) as error:
             log.warning("checkpoint %s cannot be used: %s", blob.key, error)
     return None
@@ -77,65 +84,73 @@ def load(blobs: Blobs, keys: Keys) -> Checkpoint | None:
 
 def latest(blobs: Blobs, keys: Keys, after: int = -1) -> tuple[int, int] | None:
     """Round and attempt of the newest roster."""
-    listing = blobs.list(keys.rosters(), keys.roster(after, 9999) if after >= 0 else None)
+    listing = blobs.find(keys.rosters(), keys.roster(after, 9999) if after >= 0 else None)
     return max(filter(None, (parse_attempt(blob.key) for blob in listing)), default=None)
 
 
-def join(settler: Settler, exchange: Callable[[Roster, Layout], Exchange]) -> JoinState:
-    """Raises Gone if means after the checkpoint are no longer kept."""
+def join(settler: Settler, exchange: MakeExchange) -> JoinState:
+    """Without a checkpoint there is nothing to start from: only the round to go on at."""
     blobs, keys = settler.blobs, settler.keys
-    checkpoint = load(blobs, keys)
-    start = 0 if checkpoint is None else checkpoint.round + 1
-    means: list[Mean] = []
-    number = start
     while True:
-        found = latest(blobs, keys, number - 1)
+        checkpoint = load(blobs, keys)
+        if checkpoint is None:
+            found = latest(blobs, keys)
+            return JoinState(0 if found is None else found[0] + 1, None, [])
+        try:
+            means, following = _read_since(settler, exchange, checkpoint.round + 1)
+        except _Outdated:
+            continue
+        return JoinState(following, checkpoint, means)
+
+
+def _read_since(settler: Settler, exchange: MakeExchange, following: int) -> tuple[list[Mean], int]:
+    means: list[Mean] = []
+    while True:
+        found = latest(settler.blobs, settler.keys, following - 1)
         if found is None:
-            return JoinState(number, checkpoint, means)
-        last = found[0]
-        for number in range(number, last + 1):
-            mean = _read_round(settler, exchange, number, is_last=number == last)
+            return means, following
+        for number in range(following, found[0] + 1):
+            mean = _read_round(settler, exchange, number, is_last=number == found[0])
             if mean is not None:
                 means.append(mean)
-        number = last + 1
+        following = found[0] + 1
 
 
 def _read_round(
-    settler: Settler,
-    exchange: Callable[[Roster, Layout], Exchange],
-    number: int,
-    *,
-    is_last: bool,
+    settler: Settler, exchange: MakeExchange, number: int, *, is_last: bool
 ) -> Mean | None:
-    """The round's mean, None if it is void. One that hangs in the air is made void."""
+    """The round's mean, None if it is void. One that nobody completes any more is made void."""
     attempt, started = 0, time.monotonic()
     while True:
-        roster = settler.read(settler.keys.roster(number, attempt))
-        if roster is None:
-            # Given up, and the next attempt is not decided yet: by the members, or never.
-            if _is_overdue(settler, started) or not is_last:
-                key = settler.keys.roster(number, attempt)
-                roster = settler.write(key, settler.void(number, attempt))
-            else:
-                time.sleep(poll_pause(time.monotonic() - started, 0.0))
-                continue
-        if not roster.members:
+        key = settler.keys.roster(number, attempt)
+        roster = settler.read(key)
+        is_over = not is_last or _is_overdue(settler, started)
+        if roster is None and is_over:
+            roster = settler.write(key, settler.void(number, attempt))
+        if roster is not None and not roster.members:
             return None
-        settler.last = roster
-        layout = Layout.unpack(roster.layout)
-        reader = exchange(roster, layout)
-        try:
-            flat = reader.read_all()
-            if flat is not None:
-                return Mean(number, layout.name, layouts.split(flat, layout))
-            if not is_last:
-                raise Gone(number, number + 1)
-            if _is_overdue(settler, started):
-                reader.abandon_missing()
-        except Abandoned:
-            attempt += 1
-            continue
+        if roster is not None:
+            settler.last = roster
+            layout = Layout.unpack(roster.layout)
+            reader = exchange(roster, layout)
+            try:
+                flat = reader.read_all()
+                if flat is not None:
+                    return Mean(number, layout.name, layouts.split(flat, layout))
+                if is_over:
+                    _fail_if_swept(settler, number)
+                    reader.abandon_missing()
+            except Abandoned:
+                attempt, started = attempt + 1, time.monotonic()
+                continue
         time.sleep(poll_pause(time.monotonic() - started, 0.0))
+
+
+def _fail_if_swept(settler: Settler, number: int) -> None:
+    """Means are deleted only once a newer checkpoint holds them."""
+    saved = settler.blobs.find(settler.keys.checkpoints())
+    if any((parse_round(blob.key) or 0) > number for blob in saved):
+        raise _Outdated
 
 
 def _is_overdue(settler: Settler, started: float) -> bool:

@@ -76,7 +76,7 @@ class Exchange:
         self._damaged: dict[int, str] = {}
 
     def run(self, upload: str, flat: Vector, feedback: Feedback) -> Vector:
-        """The mean of the roster. Raises Abandoned, Behind, or DistributedError after the timeout."""
+        """The roster's mean. Raises Abandoned, Behind, or DistributedError after the timeout."""
         mean = np.empty(self.layout.size, np.float32)
         is_member = self.roster.has(upload)
         mine = [
@@ -223,7 +223,7 @@ class Exchange:
         pending = self._fetch(pending, mean)
         if not pending:
             return []
-        later = self.blobs.list(self.keys.rosters(), self.keys.roster(self.roster.round, 9999))
+        later = self.blobs.find(self.keys.rosters(), self.keys.roster(self.roster.round, 9999))
         if later:
             pending = self._fetch(pending, mean)
             if pending:

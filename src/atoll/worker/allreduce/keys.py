@@ -3,7 +3,7 @@
 roster/ROUND.ATTEMPT            who is in the round: created once, kept as the run's journal
 up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round
 sum/ROUND.ATTEMPT/SHARD         the mean of one shard, or the note that the attempt was given up
-checkpoint/ROUND                the state after that round
+checkpoint/ROUNDS               the state after that many rounds
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Keys:
     def checkpoints(self) -> str:
         return f"{self.run}/checkpoint"
 
-    def checkpoint(self, number: int) -> str:
-        return f"{self.run}/checkpoint/{number:08d}"
+    def checkpoint(self, rounds: int) -> str:
+        return f"{self.run}/checkpoint/{rounds:08d}"
 
 
 def parse_upload(key: str, size: int = 0) -> UploadName | None:

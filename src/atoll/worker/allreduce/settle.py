@@ -180,7 +180,7 @@ class Settler:
         after = self.keys.uploads(ballot.number - 1) if ballot.number else None
         listing = [
             (blob.key, blob.modified, name)
-            for blob in self.blobs.list(self.keys.uploads(), after)
+            for blob in self.blobs.find(self.keys.uploads(), after)
             if (name := parse_upload(blob.key, blob.size))
         ]
         ballot.seen = rosters.look(listing, ballot.number, ballot.blamed)

@@ -19,11 +19,11 @@ KEPT_CHECKPOINTS = 2
 def collect(blobs: Blobs, keys: Keys, oldest: int) -> None:
     """Uploads of rounds before `oldest` go; means only if a checkpoint makes up for them."""
     try:
-        saved = [b.key for b in blobs.list(keys.checkpoints())]
-        rounds = [number for key in saved if (number := parse_round(key)) is not None]
-        spent = min(oldest, rounds[-1] + 1) if rounds else oldest
-        uploads = [b.key for b in blobs.list(keys.uploads()) if _is_before(b.key, oldest)]
-        means = [b.key for b in blobs.list(keys.sums()) if _is_before(b.key, spent)]
+        saved = [b.key for b in blobs.find(keys.checkpoints())]
+        done = max((parse_round(key) or 0 for key in saved), default=oldest)
+        spent = min(oldest, done)
+        uploads = [b.key for b in blobs.find(keys.uploads()) if _is_before(b.key, oldest)]
+        means = [b.key for b in blobs.find(keys.sums()) if _is_before(b.key, spent)]
         doomed = uploads + means + saved[:-KEPT_CHECKPOINTS]
         if doomed:
             blobs.delete(doomed)
