@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -247,6 +248,8 @@ class ObjectStoreAllReduce:
             except Abandoned as news:
                 work.feedback.give_up()
                 ballot = settler.next_ballot(roster, news.blame)
+                if not work.upload or work.upload in ballot.blamed:
+                    ballot.upload_again = partial(self._upload, number, work)
                 continue
             work.seconds |= exchange.seconds
             return roster, mean
@@ -262,7 +265,7 @@ class ObjectStoreAllReduce:
         )
         encoded = time.monotonic()
         self.blobs.put(work.upload, data)
-        work.seconds = {"encode": encoded - began, "upload": time.monotonic() - encoded}
+        work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
 
     def _finish(
         self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Usage
