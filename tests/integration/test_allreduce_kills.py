@@ -8,7 +8,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
 from tests.allreduce.world import World, kill_at, run_threads, seed, stall
 
 ROUNDS = 3
