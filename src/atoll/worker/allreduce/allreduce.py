@@ -99,8 +99,8 @@ class ObjectStoreAllReduce:
         self.codec = get_codec(codec) if isinstance(codec, str) else codec
         down = codec if down_codec is None else down_codec
         self.down_codec = get_codec(down) if isinstance(down, str) else down
-        self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.keys = Keys(_run_id(run_id))
+        self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.last_round: RoundReport | None = None
         self._keep_rounds = keep_rounds
         self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work

@@ -78,7 +78,7 @@ def _checksum(kind: bytes, place: bytes, body: memoryview) -> int:
     whole = body.nbytes - body.nbytes % FOLD_BYTES
     if whole:
         words = np.frombuffer(body[:whole], "<u8").reshape(-1, 64, 1024)
-        first = zlib.crc32(memoryview(np.add.reduce(words, axis=1)).cast("B"), first)  # type: ignore[arg-type]
+        first = zlib.crc32(memoryview(np.add.reduce(words, axis=1)).cast("B"), first)
     return zlib.crc32(body[whole:], first)
 
 
