@@ -116,6 +116,7 @@ class ObjectStoreAllReduce:
         self._me = me
         self._feedback: dict[str, Feedback] = {}
         self._next: int | None = None  # the round to do next; None: ask the store
+        self._may_be_late = False
         self._sweeping: Future[None] | None = None
         self._lock = threading.Lock()
         _refuse_unconditional(self.blobs)
@@ -174,6 +175,7 @@ class ObjectStoreAllReduce:
         with self._lock:
             state = catchup.join(self._settler, self._exchange)
             self._next = state.round
+            self._may_be_late = True
             return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,6 +216,7 @@ class ObjectStoreAllReduce:
                 skipped += range(gone, number)
                 continue
             if mean is None:  # void by common decision, nobody has its mean
+                self._settler.last = None
                 number += 1
                 continue
             self._next = number + 1
@@ -222,24 +225,18 @@ class ObjectStoreAllReduce:
 
     def _one_round(self, number: int, work: _Work) -> tuple[Roster, Vector | None]:
         self._next = None  # an error on the way: the store knows what was decided
-        settler, clock = self._settler, time.monotonic
-        began = clock()
-        work.upload = self.keys.upload(
-            number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
-        )
-        data, work.left_out = build(
-            work.upload, self.rank, work.layout, self.codec, work.flat, self._pool
-        )
-        work.seconds = {"encode": clock() - began}
-        began = clock()
-        self.blobs.put(work.upload, data)
-        del data
-        work.seconds["upload"] = clock() - began
-        began = clock()
+        settler, began = self._settler, time.monotonic()
+        decided = settler.read(self.keys.roster(number, 0)) if self._may_be_late else None
+        if decided is None:
+            self._upload(number, work)
+        else:
+            work.upload, work.left_out = "", None  # too late: nobody would read it
+        began = time.monotonic()
         ballot = settler.first_ballot(number)
         while True:
-            roster = settler.settle(ballot, work.layout, self.codec)
-            work.seconds["roster"] = clock() - began
+            roster = decided or settler.settle(ballot, work.layout, self.codec)
+            decided = None
+            work.seconds["roster"] = time.monotonic() - began
             if roster.error:
                 raise ValidationError("tensors", f"of rank {self.rank}", roster.error)
             if not roster.members:
@@ -254,10 +251,24 @@ class ObjectStoreAllReduce:
             work.seconds |= exchange.seconds
             return roster, mean
 
+    def _upload(self, number: int, work: _Work) -> None:
+        began = time.monotonic()
+        # A name of its own for every upload: what a roster names can never change.
+        work.upload = self.keys.upload(
+            number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
+        )
+        data, work.left_out = build(
+            work.upload, self.rank, work.layout, self.codec, work.flat, self._pool
+        )
+        encoded = time.monotonic()
+        self.blobs.put(work.upload, data)
+        work.seconds = {"encode": encoded - began, "upload": time.monotonic() - encoded}
+
     def _finish(
         self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Usage
     ) -> None:
         is_member = roster.has(work.upload)
+        self._may_be_late = not is_member
         late = work.flat if self._carries else None
         work.feedback.settle(work.left_out if is_member else late)
         if not is_member and roster.member(self.rank):

@@ -91,12 +91,13 @@ class Settler:
         started = time.monotonic()
         what = f"roster {layout.name}" if ballot.attempt == 0 else "next attempt"
         usual = self.history.usual(what)
+        stagger = min(STAGGER_S, self.history.straggler_grace())
         while True:
             elapsed = time.monotonic() - started
-            is_looking = elapsed >= ballot.turn * STAGGER_S + (usual if ballot.turn else 0)
+            is_looking = elapsed >= ballot.turn * stagger + (usual if ballot.turn else 0)
             # The first in the order sees no roster of others unless it was very slow itself.
             roster = None
-            if not is_looking or ballot.turn or elapsed > STAGGER_S:
+            if not is_looking or ballot.turn or elapsed > stagger:
                 roster = self.read(key)
             if roster is None and is_looking:
                 roster = self._propose(key, ballot, layout, codec)
