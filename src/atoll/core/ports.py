@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from atoll.core.model import Model
@@ -51,9 +51,12 @@ class Executor(Protocol):
         *,
         ranks: Sequence[int] | None = None,
         tail: int | None = None,
-        follow: bool = False,
+        follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        """Lines with their true rank; `tail` is per rank; `follow` ends with the training."""
+        """Lines with their true rank; `tail` is per rank.
+
+        With `follow`, new lines are waited for until it says that the training is over.
+        """
 
 
 class Change(Model, frozen=True):
