@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
 from atoll.core.checks import check_choice, check_int, check_name, check_number, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
@@ -40,7 +42,7 @@ class Options(SpecModel, frozen=True):
     runtime_class_name: str | None = None
     is_runtime_class_with_gpu_meant: bool = False
     gpu_resource_key: str = "nvidia.com/gpu"
-    gpu_nodes: dict[str, dict[str, str]] = GPU_NODES
+    gpu_nodes: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: GPU_NODES)
     gpu_memory_label: str = "nvidia.com/gpu.memory"  # MiB, on nodes
     ttl_seconds_after_finished: int | None = 86_400
     image_pull_policy: PullPolicy | None = None

@@ -138,9 +138,7 @@ class Cluster:
             params["force"] = "true"
         path = _path(kind, namespace, name, part)
         headers = {"Content-Type": PATCH_TYPES[type]}
-        answer = await self._send(
-            "patch", kind, path, body=body, params=params, headers=headers
-        )
+        answer = await self._send("patch", kind, path, body=body, params=params, headers=headers)
         return _object(answer)
 
     async def delete(
@@ -182,8 +180,8 @@ class Cluster:
             "resourceVersion": after,
             "timeoutSeconds": str(WATCH_S),
         }
-        timeout = httpx2.Timeout(10.0, read=WATCH_S + 60.0)
-        async with self._stream("watch", kind, _path(kind, namespace), params, timeout) as answer:
+        limits = httpx2.Timeout(10.0, read=WATCH_S + 60.0)
+        async with self._stream("watch", kind, _path(kind, namespace), params, limits) as answer:
             async for line in answer.aiter_lines():
                 event = msgspec.json.decode(line)
                 if event["type"] == "ERROR":
@@ -198,8 +196,8 @@ class Cluster:
         if follow:
             params["follow"] = "true"
         path = _path("pods", namespace, pod, "log")
-        timeout = httpx2.Timeout(10.0, read=None if follow else 30.0)
-        async with self._stream("log", "pods", path, params, timeout) as answer:
+        limits = httpx2.Timeout(10.0, read=None if follow else 30.0)
+        async with self._stream("log", "pods", path, params, limits) as answer:
             async for line in answer.aiter_lines():
                 yield line
 
@@ -231,11 +229,11 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def _stream(
-        self, verb: str, kind: str, path: str, params: Mapping[str, str], timeout: httpx2.Timeout
+        self, verb: str, kind: str, path: str, params: Mapping[str, str], limits: httpx2.Timeout
     ) -> AsyncIterator[httpx2.Response]:
         self.requests[verb, kind] += 1
         try:
-            async with self._http.stream("GET", path, params=params, timeout=timeout) as answer:
+            async with self._http.stream("GET", path, params=params, timeout=limits) as answer:
                 if answer.is_error:
                     await answer.aread()
                     raise _error(_status(answer), answer.status_code, kind)

@@ -139,8 +139,10 @@ class Node:
         self._spawn("containerd", "containerd", "--config", str(config))
         wait_for(
             "containerd answers",
-            lambda: (self.where / "containerd.sock").exists()
-            and "ID" in self._ctr("plugins", "list", is_checked=False),
+            lambda: (
+                (self.where / "containerd.sock").exists()
+                and "ID" in self._ctr("plugins", "list", is_checked=False)
+            ),
         )
 
     def _images(self) -> None:
