@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,30 +19,29 @@ from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, Validati
 from atoll.core.ports import Key
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Seen, Training, Wish
+from atoll.executors.kubernetes_keep import Keeper
 from atoll.executors.kubernetes_logs import read_logs
 from atoll.executors.kubernetes_mirror import Mirror
+from atoll.executors.kubernetes_names import NAMESPACE, TRAINING, UID
 from atoll.executors.kubernetes_options import EKS_GPU_NODES, Options
-from atoll.executors.kubernetes_pod import Pod
-from atoll.executors.kubernetes_read import Look, finished, look, wish_of
-from atoll.executors.kubernetes_render import (
-    FINALIZER,
-    NAMESPACE,
-    SELECTOR,
-    TRAINING,
-    UID,
-    gang_name,
-    render_job,
+from atoll.executors.kubernetes_patch import (
     render_resize,
-    render_service,
-    render_world,
+    render_return,
     render_yield,
     yielded_at,
 )
-from atoll.remote.kubernetes import Cluster, gather
+from atoll.executors.kubernetes_pod import Pod
+from atoll.executors.kubernetes_read import Look, finished, look, wish_of
+from atoll.executors.kubernetes_render import (
+    gang_name,
+    render_job,
+    render_service,
+    render_world,
+)
+from atoll.remote.kubernetes import Cluster
 
 Json = dict[str, Any]
 
-AT_ONCE = 20  # requests under way at a time where every pod needs one
 CATCH_UP_S = 1.0  # how long the copy may take to show our own last write
 TROUBLE_AFTER_S = 3.0  # pods missing for this long: ask the Job controller why
 ALIVE = "status.phase!=Succeeded,status.phase!=Failed"
@@ -74,12 +73,12 @@ class KubernetesExecutor:
         self.cluster = cluster or Cluster.connect(context)
         self._is_owner = is_owner
         self._clock = clock
+        self._keeper = Keeper(self.cluster)
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
         self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
         self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
         self._written: dict[str, int] = {}  # newest version of a Job that we made, by training
         self._timers: dict[Key, asyncio.TimerHandle] = {}
-        self._yielded: dict[str, float] = {}  # half gangs that gave way, and when
         self._troubles: dict[str, tuple[float, str]] = {}
 
     def check(self, spec: TrainingSpec) -> None:
@@ -109,7 +108,11 @@ class KubernetesExecutor:
         seen = look(training, job, pods, self.options, now, trouble)
         await self._follow_up(training, job, seen, now)
         self._wake_later(training, seen, now)
-        return self._with_room(training, job, seen, now)
+        if left := await self._come_back(training, job, now):
+            self._wake(training.key, left)
+            words = f"too few nodes for min ranks at once; gave way, next try in {left:.0f} s"
+            return replace(seen.seen, room=0, message=words)
+        return seen.seen
 
     async def stop(self, training: Training) -> None:
         job = await self._job(training)
@@ -127,14 +130,14 @@ class KubernetesExecutor:
                 await self.cluster.delete(
                     kind, namespace, name, propagation=propagation or "Background"
                 )
-        await self._let_all_go(training)
-        for memory in (self._written, self._yielded, self._troubles):
+        await self._keeper.let_all_go(namespace, _of(training))
+        for memory in (self._written, self._troubles):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
         namespace, _ = self._place(training)
         await self.cluster.delete_all("pods", namespace, labels=_of(training))
-        await self._let_all_go(training)
+        await self._keeper.let_all_go(namespace, _of(training))
 
     async def changes(self) -> AsyncIterator[Key]:
         tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
@@ -169,11 +172,9 @@ class KubernetesExecutor:
 
         return read_logs(self.cluster, training, pods, ranks=ranks, tail=tail, follow=follow)
 
-    async def sweep(self, known: set[str]) -> None:
-        """Pods of trainings that are no more are let go; without this they would never leave."""
-        listed = await self.cluster.list("pods", self.options.namespace, labels=SELECTOR)
-        strays = [p for p in listed.items if p["metadata"]["labels"].get(UID) not in known]
-        await gather(AT_ONCE, [self._let_go(Pod(p)) for p in strays])
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""
+        await self._keeper.sweep(self.options.namespace, known)
 
     def _place(self, training: Training) -> tuple[str, str]:
         return self.options.namespace or training.namespace, gang_name(training)
@@ -257,7 +258,7 @@ class KubernetesExecutor:
         """Why pods are missing (quota, admission), from the events of the Job."""
         if job is None or job["spec"].get("suspend") or finished(job):
             return ""
-        if pods >= job["spec"]["parallelism"]:
+        if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
             self._troubles.pop(training.uid, None)
             return ""
         asked_at, text = self._troubles.get(training.uid, (now, ""))
@@ -276,31 +277,30 @@ class KubernetesExecutor:
         self, training: Training, job: Json | None, seen: Look, now: float
     ) -> None:
         """What a look makes plain: pods that may go, ranks that are lost, a gang to give way."""
-        await gather(AT_ONCE, [self._let_go(pod) for pod in seen.told])
-        await gather(AT_ONCE, [self._give_up(pod) for pod in seen.lost])
+        await self._keeper.let_go(seen.told)
+        await self._keeper.give_up(seen.lost)
         if seen.is_more:
             self._changed.put_nowait(training.key)
-        if job is None or wish_of(job) is None:
-            return
-        if yielded_at(job) is None:
-            if seen.is_half:
-                await self._patch_job(training, render_yield(job, now))
-        elif all(rank.state != "running" for rank in seen.seen.ranks) and not seen.is_more:
-            self._yielded[training.uid] = now
-            with contextlib.suppress(NotFound):
-                await self.cluster.delete("jobs", *self._place(training))
+        if job is not None and seen.half and yielded_at(job) is None:
+            await self._give_way(training, job, seen.half, now)
 
-    def _with_room(self, training: Training, job: Json | None, seen: Look, now: float) -> Seen:
-        """A gang that gave way has no room until its time comes again."""
-        if job is not None and yielded_at(job) is not None:
-            left = self.options.gang_backoff_s
-        else:
-            left = self._yielded.get(training.uid, 0.0) + self.options.gang_backoff_s - now
-        if left <= 0 or (job is not None and yielded_at(job) is None):
-            return seen.seen
-        self._wake(training.key, left)
-        words = f"too few nodes for min ranks at once; gave way, next try in {left:.0f} s"
-        return replace(seen.seen, room=0, message=words)
+    async def _give_way(
+        self, training: Training, job: Json, holding: list[Pod], now: float
+    ) -> None:
+        """The room goes back to the cluster; the ranks' restarts are not touched."""
+        await self._keeper.mark_stopped(holding, now)
+        await self._patch_job(training, render_yield(job, now))
+
+    async def _come_back(self, training: Training, job: Json | None, now: float) -> float:
+        """Seconds until a gang that gave way may try again; 0 if none is to be waited for."""
+        since = None if job is None else yielded_at(job)
+        if job is None or since is None:
+            return 0.0
+        left = since + self.options.gang_backoff_s - now
+        wish = wish_of(job)
+        if left <= 0 and wish is not None and wish.size > 0:
+            await self._patch_job(training, render_return(job))
+        return max(left, 0.0)
 
     def _wake_later(self, training: Training, seen: Look, now: float) -> None:
         """Timeouts are looked at when they pass, though nothing in the cluster changes."""
@@ -323,47 +323,6 @@ class KubernetesExecutor:
     def _fire(self, key: Key) -> None:
         self._timers.pop(key, None)
         self._changed.put_nowait(key)
-
-    async def _let_go(self, pod: Pod) -> None:
-        """Without our finalizer: its exit is stored, or there is none."""
-        metadata = pod.metadata
-        if FINALIZER not in (metadata.get("finalizers") or ()):
-            return
-        at = metadata["finalizers"].index(FINALIZER)
-        path = f"/metadata/finalizers/{at}"
-        patch = [
-            {"op": "test", "path": path, "value": FINALIZER},
-            {"op": "remove", "path": path},
-        ]
-        with contextlib.suppress(NotFound):
-            try:
-                await self.cluster.patch(
-                    "pods", metadata["namespace"], pod.name, patch, type="json"
-                )
-            except Permanent as error:
-                # Another finalizer went first and moved ours: the next look tries again.
-                raise Temporary(f"pod {pod.name}: {error}", retry_after_s=0.1) from error
-
-    async def _let_all_go(self, training: Training) -> None:
-        if not self.options.is_exit_held:
-            return
-        for _ in range(5):
-            namespace, _ = self._place(training)
-            listed = await self.cluster.list("pods", namespace, labels=_of(training))
-            held = [p for p in map(Pod, listed.items) if FINALIZER in _finalizers(p)]
-            if not held:
-                return
-            with contextlib.suppress(Temporary):
-                await gather(AT_ONCE, [self._let_go(p) for p in held])
-        raise Temporary(f"pods of {training.name} still hold their exits")
-
-    async def _give_up(self, pod: Pod) -> None:
-        """Failed on record, as the cluster does once the node is removed; it is then replaced."""
-        namespace = pod.metadata["namespace"]
-        words = f"the node {pod.node} does not answer"
-        status = {"phase": "Failed", "reason": "NodeLost", "message": words}
-        with contextlib.suppress(NotFound):
-            await self.cluster.patch("pods", namespace, pod.name, {"status": status}, part="status")
 
     def _note(self, item: Json) -> None:
         labels = item["metadata"].get("labels") or {}
@@ -390,10 +349,6 @@ def _of(training: Training) -> str:
 
 def _version(item: Json) -> int:
     return int(item["metadata"]["resourceVersion"])
-
-
-def _finalizers(pod: Pod) -> list[str]:
-    return pod.metadata.get("finalizers") or []
 
 
 def _reference(api: str, kind: str, metadata: Json) -> Json:

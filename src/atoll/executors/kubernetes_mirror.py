@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from atoll.core.errors import Denied, Gone, Permanent, Temporary
-from atoll.executors.kubernetes_render import SELECTOR, UID
+from atoll.executors.kubernetes_names import SELECTOR, UID
 from atoll.remote.kubernetes import Cluster
 
 Json = dict[str, Any]

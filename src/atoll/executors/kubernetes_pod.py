@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from atoll.core.status import Exit
-from atoll.executors.kubernetes_render import CONTAINER, INDEX
+from atoll.executors.kubernetes_names import CONTAINER, FINALIZER, INDEX
 
 Json = dict[str, Any]
 
@@ -92,6 +92,11 @@ class Pod:
     def is_owned(self) -> bool:
         """Released pods are kept for their logs alone and have no owner."""
         return any(o.get("kind") == "Job" for o in self.metadata.get("ownerReferences") or ())
+
+    @property
+    def is_held(self) -> bool:
+        """Kept until its exit is stored."""
+        return FINALIZER in (self.metadata.get("finalizers") or ())
 
     @property
     def is_leaving(self) -> bool:

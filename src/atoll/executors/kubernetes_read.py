@@ -14,15 +14,10 @@ import msgspec
 
 from atoll.core.model import decode
 from atoll.core.status import RankStatus, Seen, SeenRank, Training, Wish
+from atoll.executors.kubernetes_names import REGION, SHRINKS, WISH
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod
-from atoll.executors.kubernetes_render import (
-    FINALIZER,
-    REGION,
-    SHRINKS,
-    WISH,
-    rendezvous_endpoint,
-)
+from atoll.executors.kubernetes_render import rendezvous_endpoint
 
 Json = dict[str, Any]
 
@@ -32,7 +27,7 @@ class Look(NamedTuple):
     told: list[Pod]  # leaving, and nothing more to learn of them: they may go
     lost: list[Pod]  # on nodes that do not answer, given up by the cluster
     is_more: bool  # some exits are told in the next look
-    is_half: bool  # holds room for fewer than `min` ranks, for too long
+    half: list[Pod]  # hold room for fewer than `min` ranks, for too long
 
 
 def wish_of(job: Json | None) -> Wish | None:
@@ -73,10 +68,10 @@ def look(
         mine.sort(key=lambda p: (p.created_at, p.restarts))
         asked = {p.name: _is_asked(p, wish, shrinks) for p in mine}
         untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
-        told += [p for p in mine if p not in untold and _may_go(p)]
+        told += [p for p in mine if p not in untold and p.is_held and p.is_leaving]
         lost += [p for p in mine if p.is_lost]
         news = [p for p in untold if not _is_nothing(p)]
-        told += [p for p in untold if _is_nothing(p) and _may_go(p)]
+        told += [p for p in untold if _is_nothing(p) and p.is_held and p.is_leaving]
         ended = [p for p in news if p.is_over or p.is_lost]
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
@@ -95,7 +90,7 @@ def look(
         told=told,
         lost=lost,
         is_more=is_more,
-        is_half=_is_half(training, newest, options, now),
+        half=_half(training, newest, options, now),
     )
 
 
@@ -133,11 +128,6 @@ def _is_recorded(pod: Pod, known: RankStatus | None) -> bool:
 def _is_nothing(pod: Pod) -> bool:
     """Taken away before it ran: there is nothing to tell of it."""
     return pod.is_leaving and not pod.has_run and "terminated" not in pod.state
-
-
-def _may_go(pod: Pod) -> bool:
-    is_held = FINALIZER in (pod.metadata.get("finalizers") or ())
-    return is_held and pod.is_leaving
 
 
 def _shrinks(job: Json | None) -> list[tuple[int, float]]:
@@ -188,12 +178,13 @@ def _fault(training: Training, newest: list[Pod], options: Options, now: float) 
     return f"rank {broken[0].rank}: {broken[0].waits_for}"
 
 
-def _is_half(training: Training, newest: list[Pod], options: Options, now: float) -> bool:
+def _half(training: Training, newest: list[Pod], options: Options, now: float) -> list[Pod]:
     """A plain Job is not gang-scheduled: some ranks may hold nodes that help nobody."""
     waiting = [p for p in newest if p.waiting_reason == "Unschedulable" and not p.is_leaving]
     holding = [p for p in newest if p.node is not None and not p.is_over]
-    if options.gang_timeout_s is None or not waiting or not holding:
-        return False
+    if options.gang_timeout_s is None or not waiting:
+        return []
     if len(holding) >= training.spec.world_size.min:
-        return False
-    return now - min(p.created_at for p in waiting) > options.gang_timeout_s
+        return []
+    since = min(p.created_at for p in waiting)
+    return holding if now - since > options.gang_timeout_s else []

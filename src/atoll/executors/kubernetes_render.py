@@ -12,39 +12,31 @@ import math
 import shlex
 from typing import Any
 
-import msgspec
-
 from atoll.core.errors import Permanent
 from atoll.core.model import encode
 from atoll.core.spec import Resources, TrainingSpec
 from atoll.core.status import Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
+from atoll.executors.kubernetes_names import (
+    CONTAINER,
+    FINALIZER,
+    INDEX,
+    MANAGED,
+    NAMESPACE,
+    QUEUE,
+    STOPPED,
+    TRAINING,
+    UID,
+    WISH,
+)
 from atoll.executors.kubernetes_options import Options
+from atoll.executors.kubernetes_place import affinity, node_selector, spread, tolerations
 
 Json = dict[str, Any]
 
-MANAGED = "app.kubernetes.io/managed-by"
-TRAINING = "atoll.dev/training"
-NAMESPACE = "atoll.dev/namespace"
-UID = "atoll.dev/uid"
-WISH = "atoll.dev/wish"
-SHRINKS = "atoll.dev/shrinks"
-YIELDED = "atoll.dev/yielded"
-FINALIZER = "atoll.dev/exit"
-INDEX = "batch.kubernetes.io/job-completion-index"
-QUEUE = "kueue.x-k8s.io/queue-name"
-PROVIDER = "atoll.dev/provider"
-REGION = "topology.kubernetes.io/region"
-SELECTOR = f"{MANAGED}=atoll"
-
-CONTAINER = "rank"
 SOURCE_DIR = "/atoll/source"
 SOURCE_MAX = 900_000  # a ConfigMap holds 1 MiB with everything in it
 SIZE_VARIABLES = ("WORLD_SIZE", "ATOLL_WORLD_TARGET", "BASILICA_WORLD_TARGET")
-SHRINKS_KEPT = 16
-
-# How ranks lie in the cluster, by `topology_spread`: the node label they keep to or spread over.
-SPREAD = {"provider-aware": PROVIDER, "region-aware": REGION}
 
 
 def gang_name(training: Training) -> str:
@@ -111,6 +103,12 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
         "backoffLimitPerIndex": spec.max_restarts,
         # A rank never runs twice: its successor waits until the last one is gone.
         "podReplacementPolicy": "Failed",
+        # A rank that atoll had to stop, and wants again, has not used up a restart.
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": STOPPED, "status": "True"}]}
+            ]
+        },
         "template": _template(training, options),
     }
     if options.kueue_queue is not None:
@@ -120,35 +118,6 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
     if options.ttl_seconds_after_finished is not None:
         body["ttlSecondsAfterFinished"] = options.ttl_seconds_after_finished
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
-
-
-def render_resize(wish: Wish, before: Json, now: float) -> Json:
-    """A merge patch of the Job. Shrinking is noted, to tell stopped ranks from fallen ones."""
-    annotations = {WISH: encode(wish).decode()}
-    if wish.size < before["spec"]["completions"]:
-        annotations |= _shrunk(before, wish.size, now)
-    # Completions may never be 0, and may change only together with parallelism.
-    spec: Json = {"parallelism": wish.size}
-    if wish.size > 0:
-        spec["completions"] = wish.size
-    return {"metadata": {"annotations": annotations}, "spec": spec}
-
-
-def render_yield(before: Json, now: float) -> Json:
-    """A merge patch that stops half a gang; the Job is made anew once they are gone."""
-    annotations = {YIELDED: str(now), **_shrunk(before, 0, now)}
-    return {"metadata": {"annotations": annotations}, "spec": {"parallelism": 0}}
-
-
-def yielded_at(job: Json) -> float | None:
-    noted = (job["metadata"].get("annotations") or {}).get(YIELDED)
-    return float(noted) if noted else None
-
-
-def _shrunk(before: Json, size: int, now: float) -> dict[str, str]:
-    noted = (before["metadata"].get("annotations") or {}).get(SHRINKS, "[]")
-    shrinks = [*msgspec.json.decode(noted), [size, round(now, 3)]][-SHRINKS_KEPT:]
-    return {SHRINKS: msgspec.json.encode(shrinks).decode()}
 
 
 def _metadata(training: Training, owner: Json | None, options: Options) -> Json:
@@ -169,7 +138,7 @@ def _template(training: Training, options: Options) -> Json:
         "subdomain": name,
         "terminationGracePeriodSeconds": math.ceil(spec.stop_grace_s),
         "containers": [_container(training, options)],
-        "tolerations": _tolerations(spec.resources, options),
+        "tolerations": tolerations(spec.resources, options),
         "enableServiceLinks": False,
     }
     optional = {
@@ -181,9 +150,9 @@ def _template(training: Training, options: Options) -> Json:
         "hostNetwork": options.is_host_network or None,
         # With the host's network, cluster names are looked up only if asked for.
         "dnsPolicy": "ClusterFirstWithHostNet" if options.is_host_network else None,
-        "nodeSelector": _node_selector(spec.resources, options) or None,
-        "affinity": _affinity(training, options),
-        "topologySpreadConstraints": _spread(training),
+        "nodeSelector": node_selector(spec.resources, options) or None,
+        "affinity": affinity(training, options),
+        "topologySpreadConstraints": spread(training),
         "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets] or None,
         "volumes": _volumes(training, options) or None,
     }
@@ -286,97 +255,6 @@ def _resources(needs: Resources, options: Options) -> Json:
     if needs.gpu_count:
         amounts[options.gpu_resource_key] = str(needs.gpu_count)  # quantities travel as strings
     return {"requests": amounts, "limits": amounts} if amounts else {}
-
-
-def _tolerations(needs: Resources, options: Options) -> list[Json]:
-    made: list[Json] = []
-    if options.tolerations is not None:
-        made += options.tolerations
-    elif needs.gpu_count:
-        made.append({"key": options.gpu_resource_key, "operator": "Exists", "effect": "NoSchedule"})
-    given = {t.get("key") for t in made}
-    for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
-        if key not in given:
-            made.append(
-                {
-                    "key": key,
-                    "operator": "Exists",
-                    "effect": "NoExecute",
-                    "tolerationSeconds": options.lost_node_s,
-                }
-            )
-    return made
-
-
-def _node_selector(needs: Resources, options: Options) -> dict[str, str]:
-    """The table's labels under the caller's own."""
-    if len(needs.gpu_models) != 1:
-        return dict(options.node_selector)
-    return {**options.gpu_nodes[needs.gpu_models[0].upper()], **options.node_selector}
-
-
-def _node_rules(training: Training, options: Options) -> list[Json]:
-    needs, providers = training.spec.resources, training.spec.provider_filter
-    rules: list[tuple[str, str, list[str]]] = []
-    if len(needs.gpu_models) > 1:
-        rows = [options.gpu_nodes[model.upper()] for model in needs.gpu_models]
-        (key,) = rows[0]
-        if key not in options.node_selector:
-            rules.append((key, "In", [row[key] for row in rows]))
-    if needs.min_gpu_memory_gb is not None and needs.gpu_count:
-        mib = needs.min_gpu_memory_gb * 10**9 // 2**20
-        rules.append((options.gpu_memory_label, "Gt", [str(mib - 1)]))
-    if providers.include is not None:
-        rules.append((PROVIDER, "In", providers.include))
-    if providers.exclude:
-        rules.append((PROVIDER, "NotIn", providers.exclude))
-    return [{"key": key, "operator": how, "values": values} for key, how, values in rules]
-
-
-def _affinity(training: Training, options: Options) -> Json | None:
-    made: Json = {**(options.affinity or {})}
-    if rules := _node_rules(training, options):
-        node = {**made.get("nodeAffinity", {})}
-        required = "requiredDuringSchedulingIgnoredDuringExecution"
-        # Terms are alternatives: each of the caller's own must meet our rules as well.
-        terms = node.get(required, {}).get("nodeSelectorTerms") or [{}]
-        node[required] = {
-            "nodeSelectorTerms": [
-                {**term, "matchExpressions": [*term.get("matchExpressions", ()), *rules]}
-                for term in terms
-            ]
-        }
-        made["nodeAffinity"] = node
-    if training.spec.topology_spread == "pack" and "podAffinity" not in made:
-        near = [
-            {
-                "weight": weight,
-                "podAffinityTerm": {
-                    "topologyKey": key,
-                    "labelSelector": {"matchLabels": {UID: training.uid}},
-                },
-            }
-            for key, weight in (
-                ("kubernetes.io/hostname", 100),
-                ("topology.kubernetes.io/zone", 50),
-            )
-        ]
-        made["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": near}
-    return made or None
-
-
-def _spread(training: Training) -> list[Json] | None:
-    key = SPREAD.get(training.spec.topology_spread)
-    if key is None:
-        return None
-    return [
-        {
-            "maxSkew": 1,
-            "topologyKey": key,
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": {UID: training.uid}},
-        }
-    ]
 
 
 def _volumes(training: Training, options: Options) -> list[Json]:

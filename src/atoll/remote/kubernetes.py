@@ -23,7 +23,7 @@ from lightkube.core.exceptions import ConfigError
 from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
 
 Json = dict[str, Any]
-PatchType = Literal["merge", "json", "apply"]
+PatchType = Literal["merge", "strategic", "json", "apply"]
 
 FIELD_MANAGER = "atoll"
 KINDS = {
@@ -39,6 +39,7 @@ KINDS = {
 }
 PATCH_TYPES = {
     "merge": "application/merge-patch+json",
+    "strategic": "application/strategic-merge-patch+json",
     "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }

@@ -205,7 +205,7 @@ class ControlPlane:
 
 
 def main() -> None:
-    from nodes import Node
+    from tests.e2e.kubernetes.nodes import Node
 
     binaries = assets()
     if binaries is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from control_plane import ControlPlane
+    from tests.e2e.kubernetes.control_plane import ControlPlane
 
 IMAGE = "atoll.test/busybox:1"
 PAUSE = "atoll.test/pause:1"
@@ -131,7 +131,7 @@ class Node:
         (cni / "10-bridge.conflist").write_text(json.dumps(config))
 
     def _containerd(self) -> None:
-        from control_plane import wait_for
+        from tests.e2e.kubernetes.control_plane import wait_for
 
         config = self.where / "containerd.toml"
         text = CONTAINERD.format(where=self.where, pause=PAUSE, snapshotter="overlayfs")
@@ -151,7 +151,7 @@ class Node:
             self._ctr("images", "import", "-", stdin=archive)
 
     def _kubelet(self) -> None:
-        from control_plane import free_port
+        from tests.e2e.kubernetes.control_plane import free_port
 
         config = {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",

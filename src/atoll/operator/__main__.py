@@ -1,0 +1,64 @@
+"""`python -m atoll.operator run | manifests`: what the operator's image starts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+
+import yaml  # type: ignore[import-untyped]
+
+from atoll.operator.manifests import HOME, render_manifests
+from atoll.operator.run import run_operator
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="atoll operator")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="act on trainings until stopped")
+    run.add_argument("--namespace", help="the one namespace to serve (default: all)")
+    run.add_argument("--home", help="where its lease is (default: its own namespace)")
+    run.add_argument("--image", help="for trainings that name none")
+    run.add_argument("--identity", help="its name in the lease (default: host and a number)")
+    run.add_argument("--lease-duration", type=float, default=15.0, metavar="SECONDS")
+    show = commands.add_parser("manifests", help="print what to apply")
+    show.add_argument("--image", required=True, help="the operator's image")
+    show.add_argument("--home", default=HOME)
+    show.add_argument("--namespace")
+    show.add_argument("--replicas", type=int, default=2)
+    given = parser.parse_args()
+    if given.command == "manifests":
+        made = render_manifests(
+            image=given.image,
+            home=given.home,
+            namespace=given.namespace,
+            replicas=given.replicas,
+        )
+        sys.stdout.write(yaml.safe_dump_all(made, sort_keys=False))
+        return
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    asyncio.run(_run(given))
+
+
+async def _run(given: argparse.Namespace) -> None:
+    task = asyncio.ensure_future(
+        run_operator(
+            namespace=given.namespace,
+            home=given.home,
+            identity=given.identity,
+            lease_duration_s=given.lease_duration,
+            **({"image": given.image} if given.image else {}),
+        )
+    )
+    # A polite end gives the lease back; ranks go on.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+if __name__ == "__main__":
+    main()
