@@ -96,10 +96,12 @@ class KubernetesExecutor:
         except ValidationError as error:
             raise Permanent(str(error)) from error
         job = await self._job(training)
-        if job is None:
-            await self._create(training, wish)
-        else:
+        if job is not None:
             await self._resize(training, wish, job)
+        elif wish.size > 0:
+            if training.status.has_run:
+                raise Permanent(f"the Job {gang_name(training)} is gone, and what its ranks did")
+            await self._create(training, wish)
 
     async def observe(self, training: Training) -> Seen:
         job, pods = await self._find(training)
@@ -114,15 +116,10 @@ class KubernetesExecutor:
             return replace(seen.seen, room=0, message=words)
         return seen.seen
 
-    async def stop(self, training: Training) -> None:
-        job = await self._job(training)
-        if job is not None:
-            with contextlib.suppress(NotFound):
-                await self._patch_job(training, render_resize(Wish(size=0), job, self._clock()))
-
     async def release(self, training: Training) -> None:
-        await self.stop(training)
         namespace, name = self._place(training)
+        with contextlib.suppress(NotFound):  # no pod is made anew while the others go
+            await self.cluster.patch("jobs", namespace, name, {"spec": {"parallelism": 0}})
         await self.cluster.delete_all("pods", namespace, labels=_of(training), fields=ALIVE)
         # The pods that are over stay behind, without an owner: their logs are kept with them.
         for kind, propagation in (("jobs", "Orphan"), ("services", ""), ("configmaps", "")):
@@ -227,9 +224,11 @@ class KubernetesExecutor:
 
     async def _resize(self, training: Training, wish: Wish, job: Json) -> None:
         namespace, name = self._place(training)
-        before = job["spec"]["completions"]
-        if wish_of(job) is None:
+        before, kept = job["spec"]["completions"], wish_of(job)
+        if kept is None:
             raise Temporary(f"the Job {name} is being deleted", retry_after_s=0.5)
+        if wish.version < kept.version:
+            return
         if wish.size > before:
             if reason := finished(job):
                 raise Permanent(
@@ -240,7 +239,10 @@ class KubernetesExecutor:
         # Ranks that start from now on find the new size.
         world = render_world(training, wish, self.options, None)
         await self.cluster.patch("configmaps", namespace, name, {"data": world["data"]})
-        await self._patch_job(training, render_resize(wish, job, self._clock()))
+        try:
+            await self._patch_job(training, render_resize(wish, job, self._clock()))
+        except Conflict:  # its status moved on; the wish in it may have, too
+            await self._resize(training, wish, await self.cluster.get("jobs", namespace, name))
 
     async def _check_room_above(self, training: Training, before: int, size: int) -> None:
         """A rank still being stopped would be counted as failed if it were wanted again now."""

@@ -19,7 +19,10 @@ LET_GO: Json = {"metadata": {"$deleteFromPrimitiveList/finalizers": [FINALIZER]}
 
 
 def render_resize(wish: Wish, before: Json, now: float) -> Json:
-    """A merge patch of the Job. Shrinking is noted, to tell stopped ranks from fallen ones."""
+    """A merge patch of the Job as it was read; refused if it has changed since.
+
+    Shrinking is noted, to tell stopped ranks from fallen ones.
+    """
     annotations = {WISH: encode(wish).decode()}
     if wish.size < before["spec"]["completions"]:
         annotations |= _shrunk(before, wish.size, now)
@@ -27,7 +30,8 @@ def render_resize(wish: Wish, before: Json, now: float) -> Json:
     spec: Json = {"parallelism": wish.size}
     if wish.size > 0:
         spec["completions"] = wish.size
-    return {"metadata": {"annotations": annotations}, "spec": spec}
+    version = before["metadata"]["resourceVersion"]
+    return {"metadata": {"annotations": annotations, "resourceVersion": version}, "spec": spec}
 
 
 def render_yield(before: Json, now: float) -> Json:

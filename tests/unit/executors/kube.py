@@ -45,7 +45,10 @@ def job(size: int = 3, *, annotations: Json | None = None, **spec: Any) -> Json:
         "metadata": {
             "name": "tiny-gpt-0",
             "namespace": "team-a",
-            "annotations": {WISH: encode(Wish(size=size)).decode(), **(annotations or {})},
+            "annotations": {
+                WISH: encode(Wish(version=1, size=size)).decode(),
+                **(annotations or {}),
+            },
         },
         "spec": {"completions": size, "parallelism": size, **spec},
         "status": {},

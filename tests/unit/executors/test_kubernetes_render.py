@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ CASES: dict[str, tuple[Any, Options]] = {
 
 def rendered(name: str) -> list[Json]:
     given, options = CASES[name]
-    wish = Wish(size=given.spec.world_size.target)
+    wish = Wish(version=1, size=given.spec.world_size.target)
     return [
         render_world(given, wish, options, None),
         render_service(given, options, None),
@@ -117,7 +118,7 @@ def test_requests_fit_the_published_schemas(name: str, version: str) -> None:
 
 def job_of(options: Options | None = None, **spec: Any) -> Json:
     given = training(**spec)
-    return render_job(given, Wish(size=3), options or Options())
+    return render_job(given, Wish(version=1, size=3), options or Options())
 
 
 def pod_of(made: Json) -> Json:
@@ -143,7 +144,11 @@ def test_the_gang_is_one_indexed_job_of_the_wished_size() -> None:
 
 def test_every_rank_finds_its_number_and_the_size_of_the_world_now() -> None:
     env = environment(job_of())
-    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    index = {
+        "fieldRef": {
+            "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        }
+    }
     for name in ("RANK", "REPLICA_RANK", "ATOLL_RANK", "BASILICA_RANK"):
         assert env[name] == index
     size = {"configMapKeyRef": {"name": gang_name(training()), "key": "size"}}
@@ -189,9 +194,7 @@ def test_the_callers_node_selector_wins_over_the_gpu_table() -> None:
 def test_eks_has_its_own_gpu_table(model: str) -> None:
     needs = Resources(gpu_count=1, gpu_models=[model])
     made = job_of(Options(gpu_nodes=EKS_GPU_NODES), resources=needs)
-    assert pod_of(made)["nodeSelector"] == {
-        "karpenter.k8s.aws/instance-gpu-name": model.lower()
-    }
+    assert pod_of(made)["nodeSelector"] == {"karpenter.k8s.aws/instance-gpu-name": model.lower()}
 
 
 def test_several_gpu_models_are_alternatives() -> None:
@@ -210,7 +213,9 @@ def test_several_gpu_models_are_alternatives() -> None:
 def test_the_callers_tolerations_replace_the_gpu_one() -> None:
     needs = Resources(gpu_count=1)
     own = [{"key": "mine", "operator": "Exists"}]
-    keys = [t["key"] for t in pod_of(job_of(Options(tolerations=own), resources=needs))["tolerations"]]
+    keys = [
+        t["key"] for t in pod_of(job_of(Options(tolerations=own), resources=needs))["tolerations"]
+    ]
     assert keys[0] == "mine"
     assert "nvidia.com/gpu" not in keys
 
@@ -221,7 +226,10 @@ REACHES: dict[str, tuple[Any, str]] = {
     "service_account": ("sa", "spec.template.spec.serviceAccountName=sa"),
     "node_selector": ({"a": "b"}, "spec.template.spec.nodeSelector.a=b"),
     "tolerations": ([{"key": "k"}], "spec.template.spec.tolerations.0.key=k"),
-    "affinity": ({"podAntiAffinity": {"x": "y"}}, "spec.template.spec.affinity.podAntiAffinity.x=y"),
+    "affinity": (
+        {"podAntiAffinity": {"x": "y"}},
+        "spec.template.spec.affinity.podAntiAffinity.x=y",
+    ),
     "runtime_class_name": ("kata", "spec.template.spec.runtimeClassName=kata"),
     "gpu_resource_key": (
         "amd.com/gpu",
@@ -310,7 +318,7 @@ CLASHES: list[tuple[str, Json, Json]] = [
 
 
 @pytest.mark.parametrize(("field", "options", "spec"), CLASHES)
-async def test_clashes_are_refused_before_anything_is_created(
+def test_clashes_are_refused_before_anything_is_created(
     field: str, options: Json, spec: Json
 ) -> None:
     executor = KubernetesExecutor(cluster=object(), **options)  # any request would fail
@@ -318,7 +326,7 @@ async def test_clashes_are_refused_before_anything_is_created(
         executor.check(training(**spec).spec)
     assert refused.value.field == field
     with pytest.raises(Permanent, match=field):
-        await executor.apply(training(**spec), Wish(size=1))
+        asyncio.run(executor.apply(training(**spec), Wish(version=1, size=1)))
 
 
 BAD_OPTIONS: list[tuple[str, Json]] = [
@@ -354,4 +362,4 @@ def test_a_runtime_class_with_a_gpu_may_be_insisted_on() -> None:
 def test_a_source_that_no_config_map_can_hold_is_refused() -> None:
     big = training(command=None, source=Source(kind="script", content=b"x" * 1_000_000))
     with pytest.raises(Permanent, match="put it into the image"):
-        render_world(big, Wish(size=1), Options(), None)
+        render_world(big, Wish(version=1, size=1), Options(), None)
