@@ -68,10 +68,10 @@ def look(
         mine.sort(key=lambda p: (p.created_at, p.restarts))
         asked = {p.name: _is_asked(p, wish, shrinks) for p in mine}
         untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
-        told += [p for p in mine if p not in untold and p.is_held and p.is_leaving]
+        told += [p for p in mine if p not in untold and _may_go(p)]
         lost += [p for p in mine if p.is_lost]
         news = [p for p in untold if not _is_nothing(p)]
-        told += [p for p in untold if _is_nothing(p) and p.is_held and p.is_leaving]
+        told += [p for p in untold if _is_nothing(p) and _may_go(p)]
         ended = [p for p in news if p.is_over or p.is_lost]
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
@@ -128,6 +128,11 @@ def _is_recorded(pod: Pod, known: RankStatus | None) -> bool:
 def _is_nothing(pod: Pod) -> bool:
     """Taken away before it ran: there is nothing to tell of it."""
     return pod.is_leaving and not pod.has_run and "terminated" not in pod.state
+
+
+def _may_go(pod: Pod) -> bool:
+    is_over = pod.is_over or pod.is_lost or _is_nothing(pod)
+    return pod.is_held and pod.is_leaving and is_over
 
 
 def _shrinks(job: Json | None) -> list[tuple[int, float]]:
