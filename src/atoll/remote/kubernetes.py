@@ -104,10 +104,16 @@ class Cluster:
         return _object(await self._send("get", kind, _path(kind, namespace, name)))
 
     async def list(
-        self, kind: str, namespace: str | None = None, *, labels: str = "", fields: str = ""
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        labels: str = "",
+        fields: str = "",
+        limit: int = 0,
     ) -> Listed:
-        """All of them in one request, whatever their number."""
-        params = _selectors(labels, fields)
+        """All of them in one request, whatever their number; or the first `limit`."""
+        params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
         found = _object(await self._send("list", kind, _path(kind, namespace), params=params))
         return Listed(found.get("items") or [], found["metadata"]["resourceVersion"])
 
@@ -294,7 +300,8 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return NotFound(details.get("kind") or kind, details.get("name", ""))
     if code == 409:
         return Conflict(text)
-    if code == 410:
+    causes = {cause.get("reason") for cause in details.get("causes") or ()}
+    if code == 410 or "ResourceVersionTooLarge" in causes:
         return Gone(0, 0)
     if code in (401, 403):
         return Denied(f"Kubernetes refused: {text}")

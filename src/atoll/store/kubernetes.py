@@ -142,11 +142,10 @@ class KubernetesStore:
             raw = await self._raw(training.key)
             if raw["metadata"]["uid"] != training.uid:
                 return
-            if not is_leaving(raw):
-                with contextlib.suppress(Conflict):
-                    await self._cluster.delete(KIND, *training.key, uid=training.uid)
-                raw = await self._raw(training.key)
             await self._drop_finalizer(raw)
+            if not is_leaving(raw):
+                with contextlib.suppress(Conflict):  # another has its name by now
+                    await self._cluster.delete(KIND, *training.key, uid=training.uid)
 
     async def record(self, key: Key, event: Event) -> None:
         while True:
@@ -169,7 +168,10 @@ class KubernetesStore:
     async def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
         namespace, name = key or (self._namespace, "")
         fields = f"metadata.name={name}" if name else ""
+        if after > (newest := await self.version()):
+            raise Gone(after, newest)  # the API server would wait for it to come
         version = max(after, 1)  # 0 would mean "from anywhere", with gaps
+        told: dict[Key, Training] = {}
         while True:
             try:
                 async for event in self._cluster.watch(
@@ -178,9 +180,11 @@ class KubernetesStore:
                     version = int(event.object["metadata"]["resourceVersion"])
                     if event.type == "BOOKMARK":
                         continue
-                    if (training := self._readable(event.object)) is not None:
-                        is_removed = event.type == "DELETED"
-                        yield Change(version=version, training=training, is_removed=is_removed)
+                    training = self._readable(event.object)
+                    if training is None or _is_known(training, event.type, told):
+                        continue
+                    is_removed = event.type == "DELETED"
+                    yield Change(version=version, training=training, is_removed=is_removed)
             except Gone as error:
                 raise Gone(after, version) from error
             except Temporary as error:
@@ -188,7 +192,7 @@ class KubernetesStore:
                 await asyncio.sleep(RETRY_S)
 
     async def version(self) -> int:
-        return int((await self._cluster.list(KIND, self._namespace)).version)
+        return int((await self._cluster.list(KIND, self._namespace, limit=1)).version)
 
     async def close(self) -> None:
         await asyncio.gather(*self._copies, return_exceptions=True)
@@ -284,6 +288,16 @@ class KubernetesStore:
         task = asyncio.create_task(quietly())
         self._copies.add(task)
         task.add_done_callback(self._copies.discard)
+
+
+def _is_known(training: Training, type: str, told: dict[Key, Training]) -> bool:
+    """Whether only metadata changed that a Training does not show, such as a finalizer."""
+    bare = replace(training, resource_version=0)
+    if type == "DELETED":
+        told.pop(training.key, None)
+        return False
+    before, told[training.key] = told.get(training.key), bare
+    return before == bare
 
 
 def _on_version(training: Training) -> Json:
