@@ -44,7 +44,6 @@ Json = dict[str, Any]
 
 CATCH_UP_S = 1.0  # how long the copy may take to show our own last write
 TROUBLE_AFTER_S = 3.0  # pods missing for this long: ask the Job controller why
-ALIVE = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class KubernetesExecutor:
@@ -120,7 +119,7 @@ class KubernetesExecutor:
         namespace, name = self._place(training)
         with contextlib.suppress(NotFound):  # no pod is made anew while the others go
             await self.cluster.patch("jobs", namespace, name, {"spec": {"parallelism": 0}})
-        await self.cluster.delete_all("pods", namespace, labels=_of(training), fields=ALIVE)
+        await self._keeper.end(namespace, _of(training))
         # The pods that are over stay behind, without an owner: their logs are kept with them.
         for kind, propagation in (("jobs", "Orphan"), ("services", ""), ("configmaps", "")):
             with contextlib.suppress(NotFound):

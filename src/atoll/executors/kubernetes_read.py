@@ -77,6 +77,9 @@ def look(
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown):
             ranks.append(_rank(shown, asked[shown.name], now))
+    for rank in range(wish.size if wish else 0):
+        if rank not in pods and (rank not in known or known[rank].attempt < 0):
+            ranks.append(SeenRank(rank=rank, state="waiting"))
     newest = [mine[-1] for rank, mine in pods.items() if wish is None or rank < wish.size]
     return Look(
         seen=Seen(

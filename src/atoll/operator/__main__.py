@@ -9,8 +9,11 @@ import logging
 import signal
 import sys
 
+import msgspec
 import yaml  # type: ignore[import-untyped]
 
+from atoll.core.model import decode
+from atoll.executors.kubernetes_options import Options
 from atoll.operator.manifests import HOME, render_manifests
 from atoll.operator.run import run_operator
 
@@ -21,7 +24,9 @@ def main() -> None:
     run = commands.add_parser("run", help="act on trainings until stopped")
     run.add_argument("--namespace", help="the one namespace to serve (default: all)")
     run.add_argument("--home", help="where its lease is (default: its own namespace)")
-    run.add_argument("--image", help="for trainings that name none")
+    run.add_argument(
+        "--options", default="{}", metavar="JSON", help='of the executor: \'{"image": "…"}\''
+    )
     run.add_argument("--identity", help="its name in the lease (default: host and a number)")
     run.add_argument("--lease-duration", type=float, default=15.0, metavar="SECONDS")
     show = commands.add_parser("manifests", help="print what to apply")
@@ -45,13 +50,19 @@ def main() -> None:
 
 
 async def _run(given: argparse.Namespace) -> None:
+    options = decode(given.options, Options)
+    asked = {
+        name: value
+        for name, value in msgspec.structs.asdict(options).items()
+        if value != getattr(Options(), name)
+    }
     task = asyncio.ensure_future(
         run_operator(
             namespace=given.namespace,
             home=given.home,
             identity=given.identity,
             lease_duration_s=given.lease_duration,
-            **({"image": given.image} if given.image else {}),
+            **asked,
         )
     )
     # A polite end gives the lease back; ranks go on.

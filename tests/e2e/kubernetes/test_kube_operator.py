@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("pods")
 
 Json = dict[str, Any]
 FOREVER = 'trap "echo stopping; exit 7" TERM; echo rank $RANK of $WORLD_SIZE; sleep 1000 & wait'
-FAIL_ONCE = '[ -n "$(ls /once 2>/dev/null)" ]'
 
 
 def sh(script: str) -> list[str]:
@@ -108,7 +107,7 @@ def test_kubectl_delete_pod_costs_that_rank_one_restart(space: Space, operator: 
     assert told == ["rank 1: exit code 7 (Error)"]
 
 
-OUT_OF_MEMORY = "[ $RANK = 1 ] && { sleep 1; tail /dev/zero; }; sleep 1000 & wait"
+OUT_OF_MEMORY = "[ $RANK = 1 ] && { sleep 1; exec tail /dev/zero; }; sleep 1000 & wait"
 
 
 def test_a_rank_out_of_memory_is_told_as_that(space: Space, operator: Operator) -> None:
