@@ -126,8 +126,7 @@ def _asking(status: Status, seen: Seen, size: int, now: float) -> tuple[Status, 
     wish = status.asked
     if wish is None or (wish.size, wish.redo) != (size, redo):
         wish = Wish(version=wish.version + 1 if wish else 1, size=size, redo=redo)
-    asked_at = now if status.asked_at is None else status.asked_at
-    status = replace(status, asked=wish, asked_at=asked_at)
+    status = replace(status, asked=wish, asked_at=now if seen.wish is None else status.asked_at)
     is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
     is_kept = seen.wish == wish and (seen.is_supervised or not is_work_left)
     return status, () if is_kept else (Apply(wish),)
@@ -248,8 +247,13 @@ def _alive(status: Status, seen: Seen, now: float) -> int:
         return alive + _may_be_late(status, now)
     if seen.wish != status.asked:
         return alive + 1  # what came of the newest wish is not known yet
-    settled = sum(r.rank < seen.wish.size and r.phase != "Pending" for r in ranks)
-    return alive + seen.wish.size - settled
+    return alive + seen.wish.size - sum(_is_settled(r, seen.wish) for r in ranks)
+
+
+def _is_settled(found: RankStatus, wish: Wish) -> bool:
+    """Whether an executor that keeps `wish` will leave the rank, or its end, as it is."""
+    is_redone = found.attempt <= wish.redo.get(found.rank, -1)
+    return found.rank < wish.size and found.phase != "Pending" and not is_redone
 
 
 def _conditions(old: Status, status: Status, now: float) -> list[Condition]:

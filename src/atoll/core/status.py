@@ -59,6 +59,7 @@ class RankStatus(Model, frozen=True):
     attempt: int = -1
     started_at: float | None = None
     exit: Exit | None = None
+    previous: Exit | None = None  # how the attempt before this one ended
     metered_s: float = 0.0  # of attempts that have ended
     missing_since: float | None = None
 
@@ -169,7 +170,7 @@ class Status(Model, frozen=True):
     gate_opened_at: float | None = None
     failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
     failing_message: str = ""
-    asked_at: float | None = None  # when the executor was first asked for ranks
+    asked_at: float | None = None  # when the executor, seen with nothing, was last asked for ranks
     asked: Wish | None = None  # the newest wish
     redo: dict[int, int] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
     world_size_history: list[WorldPoint] = []
@@ -205,6 +206,16 @@ class Training(Model, frozen=True):
         return self.namespace, self.spec.name
 
 
+class TrainingList(
+    Model, frozen=True, rename={"resource_version": "resourceVersion", "continue_": "continue"}
+):
+    """One page. `continue` is there when there are more; watch from `resource_version`."""
+
+    items: list[Training]
+    resource_version: int
+    continue_: str | None = None
+
+
 class Event(Model, frozen=True):
     """Something worth telling, as it happened."""
 
@@ -227,7 +238,8 @@ class SeenRank(Model, frozen=True):
     attempt: int = 0
     restarts: int = 0  # since this rank was last wanted
     started_at: float | None = None
-    earlier_s: float = 0.0  # how long the attempts before this one ran
+    earlier_s: float | None = None  # how long the attempts before this one ran, where known
+    previous: Exit | None = None  # how the one before this ended
     exit: Exit | None = None
     pod_name: str = ""
     host: str | None = None
