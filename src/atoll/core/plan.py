@@ -180,9 +180,10 @@ def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
     """Tear down, then remove the record when it is time. The verdict never changes."""
     status, spec = training.status, training.spec
     if training.generation != status.observed_generation:
+        is_edited = training.deletion_requested_at is None
         return Plan(
             replace(status, observed_generation=training.generation),
-            events=(_refusal(training, now),),
+            events=(_refusal(training, now),) if is_edited else (),
             requeue_after_s=0.0,
         )
     if not status.is_released:

@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
+import time
 
 import msgspec
 import yaml  # type: ignore[import-untyped]
@@ -16,6 +18,9 @@ from atoll.core.model import decode
 from atoll.executors.kubernetes_options import Options
 from atoll.operator.manifests import HOME, render_manifests
 from atoll.operator.run import run_operator
+from atoll.remote.kubernetes import Cluster
+from atoll.server.auth import hashed, new_token
+from atoll.store.kubernetes_tokens import KubernetesTokens
 
 
 def main() -> None:
@@ -29,6 +34,12 @@ def main() -> None:
     )
     run.add_argument("--identity", help="its name in the lease (default: host and a number)")
     run.add_argument("--lease-duration", type=float, default=15.0, metavar="SECONDS")
+    run.add_argument("--host", default="0.0.0.0")
+    run.add_argument("--port", type=int, help="serve the HTTP API there (default: do not)")
+    token = commands.add_parser("token", help="make a token for the HTTP API, said once")
+    token.add_argument("--namespace", required=True, help="the namespace it is good for")
+    token.add_argument("--home", help="the operator's namespace")
+    token.add_argument("--label", default="")
     show = commands.add_parser("manifests", help="print what to apply")
     show.add_argument("--image", required=True, help="the operator's image")
     show.add_argument("--home", default=HOME)
@@ -43,6 +54,9 @@ def main() -> None:
             replicas=given.replicas,
         )
         sys.stdout.write(yaml.safe_dump_all(made, sort_keys=False))
+        return
+    if given.command == "token":
+        sys.stdout.write(asyncio.run(_token(given)) + "\n")
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx2").setLevel(logging.WARNING)
@@ -62,6 +76,8 @@ async def _run(given: argparse.Namespace) -> None:
             home=given.home,
             identity=given.identity,
             lease_duration_s=given.lease_duration,
+            host=given.host,
+            port=given.port,
             **asked,
         )
     )
@@ -69,6 +85,18 @@ async def _run(given: argparse.Namespace) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+async def _token(given: argparse.Namespace) -> str:
+    cluster = Cluster.connect()
+    home = given.home or os.environ.get("POD_NAMESPACE") or cluster.namespace
+    made = new_token()
+    try:
+        tokens = KubernetesTokens(cluster, home)
+        await tokens.add(hashed(made), given.namespace, given.label, time.time())
+    finally:
+        await cluster.close()
+    return made
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from atoll.store.kubernetes_crd import GROUP, render_crd
+from atoll.store.kubernetes_tokens import NAME as TOKENS
 
 Json = dict[str, Any]
 
@@ -27,8 +28,12 @@ RIGHTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("", ("services", "configmaps"), ("create", "patch", "delete")),
     ("", ("events",), ("create", "list")),
 )
-# In the operator's own namespace.
-HOME_RIGHTS = (("coordination.k8s.io", ("leases",), ("get", "create", "update")),)
+# In the operator's own namespace; the last part, where there is one, names the objects.
+HOME_RIGHTS: tuple[tuple[Any, ...], ...] = (
+    ("coordination.k8s.io", ("leases",), ("get", "create", "update")),
+    ("", ("secrets",), ("create",)),  # cannot be held to a name
+    ("", ("secrets",), ("get", "patch"), (TOKENS,)),
+)
 
 # What people of a namespace get with the cluster's own roles.
 USER_ROLES = {
@@ -49,6 +54,7 @@ def render_manifests(
         *_role(home, home, "Role", HOME_RIGHTS, f"{NAME}-home"),
         *(_user_role(name, verbs) for name, verbs in USER_ROLES.items()),
         _deployment(image, home, namespace, replicas),
+        _service(home),
     ]
 
 
@@ -69,7 +75,8 @@ def _role(home: str, namespace: str | None, kind: str, rights: Any, name: str) -
     api = "rbac.authorization.k8s.io/v1"
     rules = [
         {"apiGroups": [group], "resources": list(resources), "verbs": list(verbs)}
-        for group, resources, verbs in rights
+        | ({"resourceNames": list(names[0])} if names else {})
+        for group, resources, verbs, *names in rights
     ]
     role = _named(api, kind, namespace, name) | {"rules": rules}
     binding = _named(api, f"{kind}Binding", namespace, name) | {
@@ -90,7 +97,7 @@ def _user_role(name: str, verbs: tuple[str, ...]) -> Json:
 
 
 def _deployment(image: str, home: str, namespace: str | None, replicas: int) -> Json:
-    command = ["python", "-m", "atoll.operator", "run"]
+    command = ["python", "-m", "atoll.operator", "run", "--port", str(PORT)]
     if namespace is not None:
         command += ["--namespace", namespace]
     by_field = {"POD_NAMESPACE": "metadata.namespace", "POD_NAME": "metadata.name"}
@@ -102,6 +109,9 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int) -> 
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in by_field.items()
         ],
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
+        "livenessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 20},
         "resources": {
             "requests": {"cpu": "100m", "memory": "128Mi"},
             "limits": {"memory": "512Mi"},
@@ -137,3 +147,8 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int) -> 
             "template": {"metadata": {"labels": LABELS}, "spec": pod},
         }
     }
+
+
+def _service(home: str) -> Json:
+    ports = [{"name": "http", "port": 80, "targetPort": "http"}]
+    return _named("v1", "Service", home) | {"spec": {"selector": LABELS, "ports": ports}}

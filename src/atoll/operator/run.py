@@ -17,6 +17,7 @@ from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, Temporary
 from atoll.executors.kubernetes import KubernetesExecutor
 from atoll.operator.lease import Lease
+from atoll.operator.serve import serve_api
 from atoll.remote.kubernetes import Cluster
 from atoll.store.kubernetes import KubernetesStore
 
@@ -35,11 +36,13 @@ async def run_operator(
     identity: str | None = None,
     cluster: Cluster | None = None,
     lease_duration_s: float = 15.0,
+    host: str = "0.0.0.0",
+    port: int | None = None,
     **options: Any,
 ) -> None:
     """Until cancelled. `namespace` is the one served, all of them if None; `home` is its own.
 
-    `options` are those of KubernetesExecutor.
+    With `port`, the HTTP API is served there. `options` are those of KubernetesExecutor.
     """
     cluster = cluster or Cluster.connect()
     home = home or os.environ.get("POD_NAMESPACE") or cluster.namespace
@@ -51,9 +54,14 @@ async def run_operator(
         renew_s=lease_duration_s / 5,
         retry_s=lease_duration_s / 8,
     )
+    options = {**DEFAULTS, **options, "namespace": namespace}
     try:
-        while True:
-            await lease.lead(lambda: _lead(cluster, namespace, options))
+        async with asyncio.TaskGroup() as tasks:
+            if port is not None:
+                store = KubernetesStore(cluster, namespace, home=home)
+                tasks.create_task(serve_api(cluster, store, options, host=host, port=port))
+            while True:
+                await lease.lead(lambda: _lead(cluster, namespace, options))
     finally:
         await cluster.close()
 
@@ -62,12 +70,7 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
     """One controller after another: one that meets an API server that is away starts afresh."""
     while True:
         store = KubernetesStore(cluster, namespace)
-        executor = KubernetesExecutor(
-            **{**DEFAULTS, **options},
-            cluster=cluster,
-            namespace=namespace,
-            is_owner=True,
-        )
+        executor = KubernetesExecutor(**options, cluster=cluster, is_owner=True)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Controller(store, {executor.name: executor}).run())

@@ -34,6 +34,7 @@ KINDS = {
     "leases": "apis/coordination.k8s.io/v1",
     "nodes": "api/v1",
     "pods": "api/v1",
+    "secrets": "api/v1",
     "services": "api/v1",
     "trainings": "apis/atoll.dev/v1",
 }

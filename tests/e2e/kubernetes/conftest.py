@@ -155,7 +155,7 @@ class Operator:
             *("--namespace", space.name, "--home", space.name, "--identity", identity),
             *("--lease-duration", "3", *options),
         ]
-        self._env = {
+        self.environment = {
             **os.environ,
             "KUBECONFIG": str(config),
             "PYTHONPATH": str(REPOSITORY / "src"),
@@ -165,7 +165,11 @@ class Operator:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command, env=self._env, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                self._command,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
             )
 
     def kill(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.plan import plan
-from atoll.core.status import Exit, Status
+from atoll.core.status import Exit, SeenRank, Status
 from atoll.executors.kubernetes_names import SHRINKS
 from atoll.executors.kubernetes_patch import render_resize, render_return, render_yield
 from atoll.executors.kubernetes_pod import WAITING, Pod
@@ -47,6 +47,12 @@ TAINTED = {
 
 def seen(*pods: Json, gang: Json | None = None, **options: Any) -> Look:
     return look(training(), gang or job(), pods, Options(**options), NOW)
+
+
+def only(found: Look) -> SeenRank:
+    """The one rank that has a pod."""
+    (rank,) = [r for r in found.seen.ranks if r.pod_name]
+    return rank
 
 
 # (pod, code, reason, signal, words in the message or log)
@@ -170,7 +176,7 @@ ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
 @pytest.mark.parametrize("what", ENDS)
 def test_an_end_is_told_as_it_was(what: str) -> None:
     gone, code, reason, signal, words = ENDS[what]
-    (rank,) = seen(gone).seen.ranks
+    rank = only(seen(gone))
     assert rank.state == "exited"
     found = rank.exit
     assert isinstance(found, Exit)
@@ -180,7 +186,7 @@ def test_an_end_is_told_as_it_was(what: str) -> None:
 
 
 def test_an_exit_has_its_times_and_the_last_lines() -> None:
-    (rank,) = seen(pod(0, ended(1, message="a\nb\n", at=NOW - 7), phase="Failed")).seen.ranks
+    rank = only(seen(pod(0, ended(1, message="a\nb\n", at=NOW - 7), phase="Failed")))
     assert rank.exit is not None
     assert (rank.started_at, rank.exit.at) == (MADE + 5, NOW - 7)
     assert rank.exit.log_tail == ["a", "b"]
@@ -189,7 +195,7 @@ def test_an_exit_has_its_times_and_the_last_lines() -> None:
 
 def test_a_rank_scaled_away_was_stopped_by_us() -> None:
     gone = pod(2, ended(143), phase="Failed", left_at=NOW - 20)
-    (rank,) = seen(gone, gang=job(2)).seen.ranks
+    rank = only(seen(gone, gang=job(2)))
     assert rank.exit is not None
     assert (rank.exit.is_stopped, rank.exit.reason, rank.exit.code) == (True, "Stopped", 143)
 
@@ -197,14 +203,14 @@ def test_a_rank_scaled_away_was_stopped_by_us() -> None:
 def test_a_rank_scaled_away_and_wanted_again_was_still_stopped_by_us() -> None:
     gone = pod(2, ended(143), phase="Failed", left_at=NOW - 20)
     gang = job(3, annotations={SHRINKS: f"[[2, {NOW - 20}]]"})
-    (rank,) = seen(gone, gang=gang).seen.ranks
+    rank = only(seen(gone, gang=gang))
     assert rank.exit is not None
     assert rank.exit.is_stopped
 
 
 def test_a_rank_that_fell_before_it_was_stopped_fell() -> None:
     gone = pod(2, ended(1, at=NOW - 50), phase="Failed", left_at=NOW - 20)
-    (rank,) = seen(gone, gang=job(2)).seen.ranks
+    rank = only(seen(gone, gang=job(2)))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
@@ -212,7 +218,7 @@ def test_a_rank_that_fell_before_it_was_stopped_fell() -> None:
 def test_a_shrink_long_before_a_pods_time_does_not_excuse_it() -> None:
     gone = pod(2, ended(143), phase="Failed", left_at=NOW - 20)
     gang = job(3, annotations={SHRINKS: f"[[2, {MADE - 60}]]"})
-    (rank,) = seen(gone, gang=gang).seen.ranks
+    rank = only(seen(gone, gang=gang))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
@@ -221,7 +227,7 @@ def test_exits_are_told_one_at_a_time_oldest_first() -> None:
     first = pod(0, ended(1), phase="Failed", made_at=MADE)
     second = pod(0, running(), restarts=1, made_at=MADE + 50)
     found = seen(first, second)
-    (rank,) = found.seen.ranks
+    rank = only(found)
     assert (rank.attempt, rank.state) == (int(MADE), "exited")
     assert found.is_more
 
@@ -231,7 +237,7 @@ def test_the_successor_is_told_once_the_exit_is_stored() -> None:
     second = pod(0, running(), restarts=1, made_at=MADE + 50)
     stored = known(0, attempt=int(MADE), exit=Exit(code=1, at=NOW, reason="Error"))
     found = look(training(status=Status(ranks=[stored])), job(), [first, second], Options(), NOW)
-    (rank,) = found.seen.ranks
+    rank = only(found)
     assert (rank.state, rank.attempt, rank.restarts) == ("running", int(MADE) + 50, 1)
     assert not found.is_more
 
@@ -254,7 +260,7 @@ def test_a_pod_that_ended_and_is_not_leaving_stays_for_its_log() -> None:
 
 def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
     found = seen(pod(0, None, phase="Pending", left_at=NOW - 20, node=None))
-    assert found.seen.ranks == []
+    assert not any(r.pod_name for r in found.seen.ranks)
     assert [p.rank for p in found.told] == [0]
 
 
@@ -267,7 +273,7 @@ def test_pods_kept_for_their_logs_are_no_ranks_any_more() -> None:
 
 def test_a_silent_node_is_spoken_of_before_it_is_given_up() -> None:
     found = seen(pod(0, running(), conditions={"Ready": {"status": "False"}}))
-    (rank,) = found.seen.ranks
+    rank = only(found)
     assert (rank.state, rank.message) == ("running", "its node node-1 does not answer")
     assert found.lost == []
 
@@ -278,7 +284,7 @@ def test_a_rank_on_a_node_given_up_by_the_cluster_is_replaced() -> None:
 
 
 def test_the_scheduler_says_what_a_rank_waits_for() -> None:
-    (rank,) = seen(pod(0, None, phase="Pending", node=None, conditions=NO_ROOM)).seen.ranks
+    rank = only(seen(pod(0, None, phase="Pending", node=None, conditions=NO_ROOM)))
     assert rank.state == "waiting"
     assert rank.message == "no room: 0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 
@@ -286,7 +292,7 @@ def test_the_scheduler_says_what_a_rank_waits_for() -> None:
 @pytest.mark.parametrize("reason", WAITING)
 def test_the_kubelet_says_what_a_rank_waits_for(reason: str) -> None:
     waits = {"waiting": {"reason": reason, "message": "because\n of this"}}
-    (rank,) = seen(pod(0, waits, phase="Pending")).seen.ranks
+    rank = only(seen(pod(0, waits, phase="Pending")))
     assert rank.state == "waiting"
     assert rank.message
     assert "{" not in rank.message
@@ -296,7 +302,7 @@ def test_the_kubelet_says_what_a_rank_waits_for(reason: str) -> None:
 
 def test_an_unknown_reason_is_passed_on_as_it_is() -> None:
     waits = {"waiting": {"reason": "SomethingNew", "message": "of later versions"}}
-    (rank,) = seen(pod(0, waits, phase="Pending")).seen.ranks
+    rank = only(seen(pod(0, waits, phase="Pending")))
     assert rank.message == "SomethingNew of later versions"
 
 
