@@ -57,7 +57,7 @@ class SQLiteStore:
                 self._db = sqlite3.connect(
                     self._path, isolation_level=None, check_same_thread=False
                 )
-                self._prepare()
+                prepare(self._db, self._path)
                 row = self._db.execute("select total(length(body)) from changes").fetchone()
                 self._logged_bytes = int(row[0])
         except BaseException:
@@ -221,20 +221,6 @@ class SQLiteStore:
                 "delete from tokens where substr(hash, 1, length(?1)) = ?1", (hash_prefix,)
             ).rowcount
 
-    def _prepare(self) -> None:
-        self._db.execute("pragma journal_mode = wal")
-        self._db.execute("pragma synchronous = full")
-        found = self._db.execute("pragma user_version").fetchone()[0]
-        if found == 0:
-            self._db.executescript(
-                f"begin; {SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;"
-            )
-        elif found != SCHEMA_VERSION:
-            raise Permanent(
-                f"{self._path} has schema version {found}, this atoll knows {SCHEMA_VERSION}: "
-                "use the atoll that wrote it, or another state directory"
-            )
-
     @contextlib.contextmanager
     def _write(self) -> Iterator[Changes]:
         """One transaction; the changes put into the list are published once it is durable."""
@@ -362,6 +348,29 @@ class SQLiteStore:
             "order by id desc limit 1 offset ?2)",
             (uid, EVENTS_KEPT),
         )
+
+
+def prepare(db: sqlite3.Connection, path: Path) -> None:
+    """The tables are there. Two processes may do it at once."""
+    db.execute("pragma journal_mode = wal")
+    db.execute("pragma synchronous = full")
+    if _schema_version(db) == 0:
+        with db:  # commits, or rolls back
+            db.execute("begin immediate")
+            if _schema_version(db) == 0:
+                for statement in SCHEMA.strip().rstrip(";").split(";"):
+                    db.execute(statement)
+                db.execute(f"pragma user_version = {SCHEMA_VERSION}")
+    found = _schema_version(db)
+    if found != SCHEMA_VERSION:
+        raise Permanent(
+            f"{path} has schema version {found}, this atoll knows {SCHEMA_VERSION}: "
+            "use the atoll that wrote it, or another state directory"
+        )
+
+
+def _schema_version(db: sqlite3.Connection) -> int:
+    return int(db.execute("pragma user_version").fetchone()[0])
 
 
 def _owned(path: Path) -> int:
