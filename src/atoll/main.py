@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -112,6 +113,7 @@ def serve(
     is_owned: bool = False,
 ) -> None:
     """Serve until told to stop. `is_owned`: until standard input ends, and nothing is left then."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     where = where or state_dir()
     listening = _listen(host, port)
     plane = build(where, slots=slots)
