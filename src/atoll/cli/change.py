@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from atoll.cli.options import TrainingName, json_option, name_argument, timeout_option
+from atoll.cli.options import json_option, name_argument, names_argument, timeout_option
 from atoll.core.errors import BelowMinimumWorld, NotFound, ValidationError
 
 GOALS = click.Choice(["min", "target", "complete"])
@@ -74,7 +74,7 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, type=TrainingName())
+@names_argument(is_required=True)
 @json_option
 def cancel(names: tuple[str, ...], is_json: bool) -> None:
     """Stop the ranks of trainings and keep the records."""
@@ -94,7 +94,7 @@ def cancel(names: tuple[str, ...], is_json: bool) -> None:
 
 
 @click.command()
-@click.argument("names", nargs=-1, type=TrainingName())
+@names_argument(is_required=False)
 @click.option("--finished", "is_finished", is_flag=True, help="All that are over.")
 @json_option
 def rm(names: tuple[str, ...], is_finished: bool, is_json: bool) -> None:

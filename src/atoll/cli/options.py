@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
 from atoll.cli import names
 from atoll.core.errors import ValidationError
@@ -16,18 +15,17 @@ from atoll.core.errors import ValidationError
 Body = TypeVar("Body", bound=Callable[..., None])
 
 
-class TrainingName(click.ParamType):
-    """Text that the shell completes to the name of a training."""
-
-    name = "name"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return [CompletionItem(found) for found in names.complete(incomplete)]
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return names.complete(incomplete)
 
 
-name_argument = click.argument("name", type=TrainingName())
+name_argument = click.argument("name", shell_complete=_complete)
+
+
+def names_argument(*, is_required: bool) -> Callable[[Body], Body]:
+    return click.argument("names", nargs=-1, required=is_required, shell_complete=_complete)
+
+
 json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON, for programs.")
 timeout_option = click.option(
     "--timeout", type=click.FloatRange(min=0), help="Seconds to wait; for ever if not given."
