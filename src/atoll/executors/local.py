@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import Temporary
-from atoll.core.journal import Attempt
+from atoll.core.errors import Permanent, Temporary
+from atoll.core.journal import Attempt, GangState
 from atoll.core.ports import Key
 from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
@@ -41,6 +41,7 @@ def render_gang(
     )
     return {
         "uid": training.uid,
+        "version": wish.version,
         "size": wish.size,
         "redo": {str(rank): attempt for rank, attempt in wish.redo.items()},
         "command": render_command(training, directory),
@@ -76,10 +77,17 @@ def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
         attempt=attempt.attempt,
         restarts=attempt.restarts,
         started_at=attempt.started_at,
+        earlier_s=attempt.earlier_s,
         exit=_exit(attempt),
         pod_name=f"{name}-{attempt.rank}",
         host=host,
     )
+
+
+def _wish(state: GangState) -> Wish | None:
+    if state.size is None:
+        return None
+    return Wish(version=state.version, size=state.size, redo=dict(state.redo))
 
 
 def _exit(attempt: Attempt) -> Exit | None:
@@ -131,6 +139,8 @@ class LocalExecutor:
     async def apply(self, training: Training, wish: Wish) -> None:
         gang = self._gang(training)
         async with gang.turn:
+            if training.status.has_run and not gang.is_asked():
+                raise Permanent(f"{gang.directory} is gone, and with it all record of the ranks")
             if wish.size > self._room(training.uid):
                 raise Temporary("the room was taken by another training", retry_after_s=0.1)
             self._held[training.uid] = wish.size
@@ -162,18 +172,12 @@ class LocalExecutor:
             self._waiting[training.uid] = training.key
         return Seen(
             ranks=[seen_rank(training.name, self._host, a) for a in state.attempts.values()],
-            wish=None if state.size is None else Wish(size=state.size, redo=dict(state.redo)),
+            wish=_wish(state),
             is_supervised=is_supervised,
             room=self._shown_room(room),
             message=self._room_message() if self._shown_room(room) is not None else "",
             rendezvous_endpoint=f"127.0.0.1:{gang.gang().get('port', 0)}",
         )
-
-    async def stop(self, training: Training) -> None:
-        gang = self._gang(training)
-        async with gang.turn:
-            if gang.is_asked():
-                await gang.wish({**gang.gang(), "size": 0})
 
     async def release(self, training: Training) -> None:
         gang = self._gang(training)

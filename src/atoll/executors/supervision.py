@@ -61,12 +61,11 @@ class Supervision:
         return data
 
     async def wish(self, gang: dict[str, Any]) -> None:
-        """The gang document is durable and the shim has accepted it."""
+        """The gang document is durable and the shim has accepted it. An older one is ignored."""
         before = self.gang()
-        if before and {**before, "version": 0} == {**gang, "version": 0}:
+        if before.get("version", 0) >= gang["version"]:
             gang = before
         else:
-            gang = {**gang, "version": before.get("version", 0) + 1}
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             (self.directory / "errors").mkdir(exist_ok=True)
             write_durably(self.directory / "gang.json", json.dumps(gang).encode())
@@ -101,7 +100,10 @@ class Supervision:
         if not self.directory.exists():
             return
         if self.is_asked() and self.is_supervised():
-            await self.wish({**self.gang(), "size": 0, "stop_grace_s": 0.0})
+            gang = self.gang()
+            await self.wish(
+                {**gang, "version": gang["version"] + 1, "size": 0, "stop_grace_s": 0.0}
+            )
         while self.is_supervised():
             await self._wait(0.05)
         self._hang_up()
