@@ -12,6 +12,7 @@ import click
 from atoll.cli import names
 from atoll.core.errors import ValidationError
 
+COUNT = click.IntRange(1, 10_000)
 Body = TypeVar("Body", bound=Callable[..., None])
 
 
@@ -93,27 +94,29 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
     click.option("--pip", "pip_packages", multiple=True, help="Package that ranks need.")(run)
     click.option("--env", "-e", multiple=True, help="K=V, or K to pass on its value here.")(run)
     click.option("--name", help="Made from the command if not given.")(run)
-    click.option("--max", "high", type=int, help="Most ranks to scale to; -n if not given.")(run)
-    click.option("--min", "low", type=int, help="Fewest ranks to go on with; -n if not given.")(run)
-    click.option("--ranks", "-n", type=int, default=1, help="Ranks wanted; 1 if not given.")(run)
+    click.option("--max", "high", type=COUNT, help="Most ranks to scale to; -n if not given.")(run)
+    click.option("--min", "low", type=COUNT, help="Fewest ranks to go on with; -n if not given.")(
+        run
+    )
+    click.option("--ranks", "-n", type=COUNT, default=1, help="Ranks wanted; 1 if not given.")(run)
     click.argument("command", nargs=-1, type=click.UNPROCESSED)(run)
     return run
 
 
 def _command(command: Sequence[str]) -> Sequence[str]:
     if not command:
-        raise ValidationError(
-            "command", None, "give it after --: atoll run -n 4 -- python train.py"
-        )
+        raise click.UsageError("nothing to run: atoll run -n 4 -- python train.py")
     return command
 
 
 def _world_size(ranks: int, low: int | None, high: int | None) -> Any:
     from atoll.core.spec import WorldSize
 
-    return WorldSize(
-        min=ranks if low is None else low, target=ranks, max=ranks if high is None else high
-    )
+    low, high = ranks if low is None else low, ranks if high is None else high
+    if not low <= ranks <= high:
+        text = f"expected --min <= -n <= --max, got {low}, {ranks}, {high}"
+        raise click.UsageError(text)
+    return WorldSize(min=low, target=ranks, max=high)
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import time
 from typing import Any, Protocol
 
 from atoll.cli import words
-from atoll.cli.show import duration, print_json, ran_for, says, training_json, world_json
+from atoll.cli.show import counted, duration, print_json, ran_for, says, training_json, world_json
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
 from atoll.core.status import LogLine, Training
 
@@ -128,18 +128,20 @@ class LinePrinter:
 def world_text(training: Training) -> str:
     """`ready 4/4 (min 2), 1 restart`."""
     status, size = training.status, training.spec.world_size
-    text = f"{status.phase.value or 'stored'} {status.world.ready}/{size.target}"
+    is_stopping = bool(status.failing) or status.reason == "Cancelling"
+    phase = "stopping" if is_stopping else status.phase.value or "stored"
+    text = f"{phase} {status.world.ready}/{size.target}"
     if size.min != size.target:
         text += f" (min {size.min})"
     restarts = sum(rank.restarts for rank in status.ranks)
-    if restarts:
-        text += f", {restarts} restart{'s' if restarts > 1 else ''}"
-    waits = next((r.message for r in status.ranks if r.phase == "Pending" and r.message), "")
     lost = [str(r.rank) for r in status.ranks if r.phase == "Failed"]
+    waits = [f"rank {r.rank} {r.message}" for r in status.ranks if r.phase == "Pending"]
+    if restarts:
+        text += f", {counted(restarts, 'restart')}"
     if lost:
         text += f", lost: rank {', '.join(lost)}"
-    if waits and waits != "starting":
-        text += f", {waits}"
+    if waits and not is_stopping and not waits[0].endswith((" ", " starting")):
+        text += f", {waits[0]}"
     return text
 
 

@@ -138,6 +138,10 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def says(text: str) -> None:
     """A remark of ours, apart from what the ranks print."""
     print(f"atoll: {text}", file=sys.stderr, flush=True)

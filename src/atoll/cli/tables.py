@@ -42,8 +42,8 @@ def status_text(training: Training) -> str:
     if status.message and not status.phase.is_terminal:
         lines.append(f"  now       {status.message}")
     for condition in status.conditions:
-        if condition.status == "True":
-            lines.append(f"  condition {condition.type}: {condition.message or condition.reason}")
+        if condition.status == "True" and condition.message:
+            lines.append(f"  condition {condition.type}: {condition.message}")
     if status.phase.is_terminal:
         told, *rest = words.report(training).split("\n")
         lines += [f"  end       {told.removeprefix(training.name + ' ')}"]

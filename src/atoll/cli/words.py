@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from atoll.cli.show import counted
 from atoll.core.phase import Phase
 from atoll.core.status import RankExit, Training
 
@@ -51,7 +52,7 @@ def verdict(training: Training) -> str:
     if status.root_cause is None:
         return f"{name} failed: {status.message or status.reason}"
     cause = status.root_cause
-    restarts = f" after {cause.restart_count} restarts" if cause.restart_count else ""
+    restarts = f" after {counted(cause.restart_count, 'restart')}" if cause.restart_count else ""
     return f"{name} failed: rank {cause.rank} failed first{restarts}: it {exit_in_words(cause)}"
 
 
