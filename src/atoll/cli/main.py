@@ -62,6 +62,7 @@ for command in COMMANDS:
 def main() -> None:
     try:
         code = app(prog_name="atoll", standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as asked:
         asked.show()
         code = USAGE
