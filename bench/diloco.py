@@ -28,7 +28,7 @@ from diloco_gpt import GPT, Text, validate  # noqa: E402
 from atoll.worker.allreduce.codecs import Codec, get_codec  # noqa: E402
 from atoll.worker.outer import Fragment, split  # noqa: E402
 
-SEEDS = (0, 1, 2)
+SEEDS = tuple(map(int, os.environ.get("SEEDS", "0 1 2").split()))
 REPLICAS, SYNC_EVERY, ROUNDS, BATCH = 16, 8, int(os.environ.get("ROUNDS", 120)), 4
 OUTER = {"lr": 0.7, "beta": 0.9}
 INNER_LR = 2e-3
@@ -37,8 +37,8 @@ INNER_LR = 2e-3
 class Exchange:
     """The arithmetic of the all-reduce for replicas of one process, with its error feedback."""
 
-    def __init__(self, codec: Codec, replicas: int, size: int) -> None:
-        self.codec = codec
+    def __init__(self, codec: Codec, down: Codec, replicas: int, size: int) -> None:
+        self.codec, self.down = codec, down
         self.owed = np.zeros((replicas, size), np.float32)
         self.owed_by_owners = np.zeros(size, np.float32)
         self.edges = np.linspace(0, size, replicas + 1).astype(int)
@@ -58,8 +58,8 @@ class Exchange:
         total, out = sent.sum(axis=0) / replicas + self.owed_by_owners, np.empty(rows.shape[1])
         shares = 0
         for start, stop in zip(self.edges, self.edges[1:], strict=False):
-            data = self.codec.encode(total[start:stop])
-            out[start:stop] = self.codec.decode(data, stop - start)
+            data = self.down.encode(total[start:stop])
+            out[start:stop] = self.down.decode(data, stop - start)
             shares += len(data)
         self.owed_by_owners = (total - out).astype(np.float32)
         # An owner leaves its own share out of its upload and writes the mean of it instead.
@@ -75,10 +75,11 @@ def train(codec: str, seed: int, text: Text) -> dict[str, object]:
     models = [GPT(context=64) for _ in range(REPLICAS)]
     inner = [torch.optim.AdamW(model.parameters(), lr=INNER_LR) for model in models]
     dice = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(REPLICAS)]
-    (fragment,) = split([(name, tuple(p.shape)) for name, p in base.named_parameters()], 1)
+    (fragment,) = split([(name, tuple(p.shape)) for name, p in base.named_parameters()], 1, **OUTER)
     parameters = [dict(model.named_parameters()) for model in models]
     fragment.values[:] = read(fragment, dict(base.named_parameters()))
-    exchange = Exchange(get_codec(codec), REPLICAS, fragment.values.size)
+    up, _, down = codec.partition("+")
+    exchange = Exchange(get_codec(up), get_codec(down or up), REPLICAS, fragment.values.size)
     curve = []
     for outer_round in range(ROUNDS):
         rows = np.empty((REPLICAS, fragment.values.size), np.float32)
@@ -89,7 +90,7 @@ def train(codec: str, seed: int, text: Text) -> dict[str, object]:
                 inner[rank].step()
                 inner[rank].zero_grad()
             rows[rank] = fragment.values - read(fragment, parameters[rank])
-        fragment.step(exchange.mean(rows), **OUTER)
+        fragment.step(exchange.mean(rows))
         if (outer_round + 1) % 20 == 0:
             write(fragment, parameters[0])
             curve.append(round(validate(models[0], text, 1024), 4))

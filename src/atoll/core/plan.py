@@ -107,8 +107,8 @@ def _decided(
         reason, message = _reason_to_fail(training, status, seen, now)
         status = replace(status, failing=reason, failing_message=message)
     if is_cancelling or status.failing:
-        is_over = _alive(status, seen, now) == 0
-        return _asking(status, seen, 0, now) if status.asked and not is_over else (status, ())
+        is_held = seen.wish is not None and _alive(status, seen, now) > 0
+        return _asking(status, seen, 0, now) if is_held else (status, ())
     if status.gate_opened_at is None and _may_start(training, seen, now):
         status = replace(status, gate_opened_at=now)
     if status.gate_opened_at is None:

@@ -27,7 +27,8 @@ class Executor(Protocol):
         A wish older than the one in force, by its version, changes nothing.
         A failed rank is started again until `max_restarts` is used up. Returns once the wish is
         durable where it will be carried out. Raises Permanent where it can never be, and where
-        `training.status.has_run` but there is no record of it: it would run twice.
+        `training.status.has_run` but there is no record of it: it would run twice. (Size 0 is
+        then already true.)
         """
 
     async def observe(self, training: Training) -> Seen:

@@ -66,9 +66,12 @@ class Supervision:
         if before.get("version", 0) >= gang["version"]:
             gang = before
         else:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (self.directory / "errors").mkdir(exist_ok=True)
-            write_durably(self.directory / "gang.json", json.dumps(gang).encode())
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                (self.directory / "errors").mkdir(exist_ok=True)
+                write_durably(self.directory / "gang.json", json.dumps(gang).encode())
+            except OSError as error:
+                raise Temporary(f"cannot write to {self.directory}: {error.strerror}") from error
         deadline = time.monotonic() + ACCEPT_TIMEOUT_S
         while not self._is_accepted(gang):
             if time.monotonic() > deadline:
@@ -89,7 +92,7 @@ class Supervision:
             return True
         self._unheard_since = None
         self._reap()
-        if self.state.alive():
+        if self.state.alive() or (self.directory / "keeper").exists():
             self._spawn(lock)
             return True
         os.close(lock)
@@ -107,7 +110,9 @@ class Supervision:
         while self.is_supervised():
             await self._wait(0.05)
         self._hang_up()
-        for name in ("journal", "gang.json", "control", "lock", "keeper", "shim.log"):
+        self._reap()
+        # The wish goes first: were it the last one left, it would count as ranks that hold room.
+        for name in ("gang.json", "journal", "control", "lock", "keeper", "shim.log"):
             (self.directory / name).unlink(missing_ok=True)
         for name in ("errors", "source"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
@@ -203,8 +208,6 @@ class Supervision:
                     start_new_session=True,
                     cwd="/",
                 )
-            pid = self._keeper.pid
-            (self.directory / "keeper").write_text(f"{pid} {processes.born(pid)}")
         except OSError as error:
             raise Temporary(f"cannot start a supervisor: {error}") from error
         finally:

@@ -155,7 +155,7 @@ class DiLoCo:
 
     @property
     def round(self) -> int:
-        """How many outer steps every fragment has taken, those before this replica came included."""
+        """The outer steps every fragment has taken, those before this replica came too."""
         return min(fragment.rounds for fragment in self.fragments)
 
     def count(self, amount: float) -> None:

@@ -1,7 +1,7 @@
 """The global parameters and the outer optimiser: what all replicas hold bit for bit alike.
 
-Everything is fp32 in numpy. Each product and each sum is rounded on its own, never fused, so the
-bits do not depend on the processor, the number of threads or the build of torch.
+Kept as fp32, computed in numpy: every operation is rounded as IEEE 754 says, none is left to a
+compiler, so the bits do not depend on the processor, the threads or the build of torch.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ class Fragment:
         mean of the replicas.
         """
         self.rounds += 1
-        lr32, beta32 = np.float32(self.lr), np.float32(self.beta)
-        spare = np.empty(min(_SLICE, self.values.size), np.float32)
+        lr, beta = np.float32(self.lr), np.float32(self.beta)
+        wide = np.empty(min(_SLICE, self.values.size), np.float64)
         for start in range(0, self.values.size, _SLICE):
             values = self.values[start : start + _SLICE]
             momentum = self.momentum[start : start + _SLICE]
             g = gradient[start : start + _SLICE]
-            change = spare[: g.size]
-            momentum *= beta32
+            change = wide[: g.size]
+            momentum *= beta
             momentum += g
-            np.multiply(momentum, beta32, out=change)
+            # A product of two fp32 is exact in fp64: one rounding each, as torch's fused ones.
+            np.multiply(momentum, beta, out=change, dtype=np.float64)
             change += g
-            change *= lr32
-            values -= change
+            np.multiply(change.astype(np.float32), lr, out=change, dtype=np.float64)
+            np.subtract(values, change, out=values, casting="same_kind")
 
     def rows(self, row: Floats) -> list[Floats]:
         """`row` as one view for each parameter."""

@@ -75,9 +75,6 @@ class ObjectStoreManager:
         """Be where the others are; who takes part is decided round by round."""
         if self._place.uri is None:
             return
-        if self._is_checkpoint_due:
-            self._is_checkpoint_due = False
-            self._healer.save(self._step)
         self._is_healing = False
         if not self._has_joined:
             self._step, self._is_healing = self._healer.join(self._step)
@@ -102,11 +99,13 @@ class ObjectStoreManager:
         return
 
     def disallow_state_dict_read(self) -> None:
-        return
+        """Called before an inner step: the first moment at which a round's outer step is taken."""
+        self._save_if_due()
 
     def shutdown(self, wait: bool = True) -> None:
         if wait and self._batch is not None:
             self._batch.finish()
+        self._save_if_due()
         for reducer in self._reducers.values():
             reducer.close()
 
@@ -145,6 +144,11 @@ class ObjectStoreManager:
         if report is not None and self._step % self._checkpoint_every == 0:
             self._is_checkpoint_due = next(iter(report.roster)) == self._place.rank
         return True
+
+    def _save_if_due(self) -> None:
+        if self._is_checkpoint_due:
+            self._is_checkpoint_due = False
+            self._healer.save(self._step)
 
     def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         import torch

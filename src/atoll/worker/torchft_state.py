@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.errors import Temporary, ValidationError
+from atoll.core.errors import NotFound, Temporary, ValidationError
 from atoll.worker.allreduce import ObjectStoreAllReduce, catchup, wire
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Healer:
         key = f"{self._folder}/{step:010d}"
         blobs = self._reducer(0).blobs
         blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), out.getvalue()))
-        kept = [blob.key for blob in blobs.list(self._folder)]
+        kept = [blob.key for blob in blobs.find(self._folder)]
         blobs.delete(kept[:-_KEPT])
 
     def join(self, step: int) -> tuple[int, bool]:
@@ -91,14 +92,14 @@ class Healer:
         import torch
 
         blobs = self._reducer(0).blobs
-        for blob in reversed(blobs.list(self._folder)):
+        for blob in reversed(blobs.find(self._folder)):
             try:
                 body = wire.unseal(wire.CHECKPOINT, wire.fence(blob.key), blobs.get(blob.key))
                 found: dict[str, Any] = torch.load(
                     io.BytesIO(body), weights_only=True, map_location="cpu"
                 )
                 return found
-            except (LookupError, ValueError, RuntimeError) as error:
+            except (NotFound, ValueError, RuntimeError, pickle.UnpicklingError) as error:
                 log.warning("checkpoint %s cannot be used: %s", blob.key, error)
         return None
 
@@ -112,7 +113,7 @@ class Healer:
             raise ValidationError("state_dict", only, "the run's first replica differs in these")
         for at, number in enumerate(found["rounds"]):
             self._reducer(at).go_on_at(number)
-        is_same = bool(self.fragments()) and found["step"] == 0
+        is_same = found["step"] == 0 and (bool(self.fragments()) or not states)
         for at, key in enumerate(self.fragments()):
             theirs, ours = states[key]["original_parameters"], self.parameters(at)
             is_same = is_same and all(torch.equal(theirs[name], ours[name].cpu()) for name in ours)
