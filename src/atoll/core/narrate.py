@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from atoll.core.phase import Phase
 from atoll.core.ranks import in_words, is_lost
-from atoll.core.status import Event, EventType, RankStatus, Status
+from atoll.core.status import Event, EventType, Exit, RankStatus, Status
 
 
 def narrate(old: Status, new: Status, now: float) -> tuple[Event, ...]:
@@ -26,6 +26,8 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     started = [r.rank for r in after if r.is_alive and _is_new(before.get(r.rank), r)]
     for rank in after:
         was = before.get(rank.rank)
+        if rank.previous is not None and rank.previous not in _told_of(was):
+            yield "Warning", "RankRestarting", f"rank {rank.rank}: {in_words(rank.previous)}"
         if rank.exit is not None and (was is None or was.exit != rank.exit):
             yield _ending(rank)
     if started:
@@ -38,6 +40,10 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if new.phase is not old.phase:
         kind: EventType = "Warning" if new.phase is Phase.FAILED else "Normal"
         yield kind, new.phase.capitalize(), told(new)
+
+
+def _told_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
+    return (None, None) if was is None else (was.exit, was.previous)
 
 
 def _is_new(was: RankStatus | None, rank: RankStatus) -> bool:

@@ -125,8 +125,7 @@ def _asking(status: Status, seen: Seen, size: int, now: float) -> tuple[Status, 
     wish = status.asked
     if wish is None or (wish.size, wish.redo) != (size, redo):
         wish = Wish(version=wish.version + 1 if wish else 1, size=size, redo=redo)
-    asked_at = now if status.asked_at is None else status.asked_at
-    status = replace(status, asked=wish, asked_at=asked_at)
+    status = replace(status, asked=wish, asked_at=now if seen.wish is None else status.asked_at)
     is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
     is_kept = seen.wish == wish and (seen.is_supervised or not is_work_left)
     return status, () if is_kept else (Apply(wish),)

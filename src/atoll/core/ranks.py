@@ -55,7 +55,8 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
         attempt=look.attempt,
         restarts=look.restarts,
         started_at=look.started_at,
-        metered_s=look.earlier_s or after.metered_s,
+        metered_s=after.metered_s if look.earlier_s is None else look.earlier_s,
+        previous=look.previous or (before.exit if look.attempt > before.attempt else None),
         exit=None,
     )
     return after if look.exit is None else _ended(after, look.exit)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import Permanent, Temporary
-from atoll.core.journal import Attempt, GangState
+from atoll.core.journal import Attempt, GangState, Record
 from atoll.core.ports import Key
 from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
@@ -79,7 +79,8 @@ def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
         restarts=attempt.restarts,
         started_at=attempt.started_at,
         earlier_s=attempt.earlier_s,
-        exit=_exit(attempt),
+        previous=_exit(attempt.previous),
+        exit=_exit(attempt.exit),
         pod_name=f"{name}-{attempt.rank}",
         host=host,
     )
@@ -91,8 +92,7 @@ def _wish(state: GangState) -> Wish | None:
     return Wish(version=state.version, size=state.size, redo=dict(state.redo))
 
 
-def _exit(attempt: Attempt) -> Exit | None:
-    record = attempt.exit
+def _exit(record: Record | None) -> Exit | None:
     if record is None:
         return None
     return Exit(
