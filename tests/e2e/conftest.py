@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+SOURCE = str(Path(__file__).parents[2] / "src")
 ATOLL = [sys.executable, "-m", "atoll.cli"]
 PATIENCE_S = 60.0
 WITHHELD = ("ATOLL_URL", "ATOLL_TOKEN", "NO_COLOR", "FORCE_COLOR")
@@ -30,6 +31,8 @@ class Shell:
         self.cwd = cwd
         self.env = {name: value for name, value in os.environ.items() if name not in WITHHELD}
         self.env |= {"ATOLL_STATE_DIR": str(state), "COLUMNS": "120"}
+        paths = [SOURCE, *self.env.get("PYTHONPATH", "").split(os.pathsep)]
+        self.env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
     def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -52,6 +52,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
 ARGUMENTS = {"demo.py": ["2", "3"]}
 
 
+@pytest.mark.timeout(400)  # each loads torch several times over, which a busy machine drags out
 @pytest.mark.parametrize(("name", "command", "told"), TABLE, ids=[row[0] for row in TABLE])
 def test_example(atoll: Any, name: str, command: list[str], told: list[str]) -> None:
     done = subprocess.run(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.model import Model
-from atoll.store.sqlite import prepare
+from atoll.store.schema import prepare
 
 BUSY_S = 10.0
 
