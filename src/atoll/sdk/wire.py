@@ -179,6 +179,8 @@ def _request(effect: Send) -> dict[str, Any]:
         "params": {name: value for name, value in effect.query.items() if value is not None},
         "headers": dict(effect.headers),
     }
+    if effect.timeout is not None:
+        request["timeout"] = effect.timeout
     if effect.body is not None:
         request |= {"content": effect.body, "timeout": UPLOAD_S}
         request["headers"]["Content-Type"] = "application/json"
