@@ -1,0 +1,18 @@
+"""Labels, annotations, finalizers and conditions that say what an object is to atoll."""
+
+MANAGED = "app.kubernetes.io/managed-by"
+TRAINING = "atoll.dev/training"
+NAMESPACE = "atoll.dev/namespace"
+UID = "atoll.dev/uid"
+WISH = "atoll.dev/wish"
+SHRINKS = "atoll.dev/shrinks"
+YIELDED = "atoll.dev/yielded"
+STOPPED = "atoll.dev/Stopped"
+FINALIZER = "atoll.dev/exit"
+INDEX = "batch.kubernetes.io/job-completion-index"
+QUEUE = "kueue.x-k8s.io/queue-name"
+PROVIDER = "atoll.dev/provider"
+REGION = "topology.kubernetes.io/region"
+SELECTOR = f"{MANAGED}=atoll"
+
+CONTAINER = "rank"
