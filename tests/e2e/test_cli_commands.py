@@ -212,6 +212,17 @@ def test_estimate_needs_no_control_plane(lone_atoll: Any) -> None:
     assert not lone_atoll.state.exists()
 
 
+def test_manifests_for_a_cluster_are_printed_as_yaml_and_json(lone_atoll: Any) -> None:
+    words = ("k8s", "manifests", "--image", "registry.example/atoll:1")
+    listed = lone_atoll.json(*words)
+    assert listed["kind"] == "List"
+    kinds = [item["kind"] for item in listed["items"]]
+    assert {"CustomResourceDefinition", "Deployment", "ServiceAccount"} <= set(kinds)
+    told = lone_atoll(*words).stdout
+    assert told.count("\n---\n") == len(kinds) - 1
+    assert "registry.example/atoll:1" in told
+
+
 def test_events_since_takes_ages_and_times(atoll: Any) -> None:
     assert atoll("run", "--name", "recent", "--", "true").returncode == 0
     then = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - 600))

@@ -12,7 +12,7 @@ import sys
 import click
 
 import atoll
-from atoll.cli import change, launch, look, measure, plane, shells
+from atoll.cli import change, cluster, launch, look, measure, plane, shells
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
 
 COMMANDS = (
@@ -31,6 +31,8 @@ COMMANDS = (
     plane.token,
     measure.bench,
     measure.estimate,
+    cluster.operator,
+    cluster.k8s,
     shells.completion,
 )
 # What to do about an error, where its own words do not say it.

@@ -13,14 +13,16 @@ HEAD = """# The `atoll` command
 
 Made from `atoll --help` by `python -m atoll.cli.manual > docs/cli.md`; a test compares them.
 
-- Every command that tells something takes `--json`: one document on one line, or one a line where it
-  streams (`run`, `logs`, `status -w`). Keys are those of the HTTP API, and all of them are always there.
-- What ranks print goes to stdout, what atoll says to stderr. `NO_COLOR` and `FORCE_COLOR` are honoured.
-- Errors are one line on stderr. Exit codes: 0 fine or succeeded, 1 failed or refused, 2 bad usage, 124 timed
-  out, 130 Ctrl-C.
-- `ATOLL_URL` and `ATOLL_TOKEN` name a control plane; without them it is the user's own, started when needed.
-- Completion: `eval "$(atoll completion bash)"` in `~/.bashrc`, `eval "$(atoll completion zsh)"` in `~/.zshrc`,
-  `atoll completion fish > ~/.config/fish/completions/atoll.fish`.
+- Every command that tells something takes `--json`: one document on one line, or one a line where
+  it streams (`run`, `logs`, `status -w`). Keys are those of the HTTP API, and all are always there.
+- What ranks print goes to stdout, what atoll says to stderr. `NO_COLOR` and `FORCE_COLOR` are
+  honoured.
+- Errors are one line on stderr. Exit codes: 0 fine or succeeded, 1 failed or refused, 2 bad usage,
+  124 timed out, 130 Ctrl-C.
+- `ATOLL_URL` and `ATOLL_TOKEN` name a control plane; without them it is the user's own, started
+  when needed.
+- Completion: `eval "$(atoll completion bash)"` in `~/.bashrc`, `eval "$(atoll completion zsh)"` in
+  `~/.zshrc`, `atoll completion fish > ~/.config/fish/completions/atoll.fish`.
 """
 
 
