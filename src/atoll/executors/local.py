@@ -266,6 +266,8 @@ class LocalExecutor:
         return None if self._slots is None else max(room, 0)
 
     def _room_message(self) -> str:
+        if self._slots is None:
+            return ""
         return f"{sum(self._held.values())} of {self._slots} slots of {self._host} are in use"
 
     def _tell_waiting(self) -> None:
