@@ -6,27 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 from atoll.core.model import Model
-from atoll.core.status import Event, LogLine, Seen, Status, Training
+from atoll.core.status import Event, LogLine, Seen, Status, Training, Wish
 
 Key = tuple[str, str]  # namespace, name
-
-
-class Gang(Model, frozen=True):
-    """What the executor is to keep running: ranks `0..size-1` of this training.
-
-    `size` 0 with `is_stopping` means: stop them all, keep what is known of them.
-    """
-
-    training: Training
-    size: int
-
-    @property
-    def uid(self) -> str:
-        return self.training.uid
 
 
 class Executor(Protocol):
@@ -34,7 +20,7 @@ class Executor(Protocol):
 
     name: str
 
-    async def apply(self, gang: Gang) -> None:
+    async def apply(self, training: Training, wish: Wish) -> None:
         """Ranks `0..size-1` are being started or kept; higher ones are being stopped.
 
         A failed rank is started again until `max_restarts` is used up. Returns once the wish is
@@ -44,8 +30,11 @@ class Executor(Protocol):
     async def observe(self, training: Training) -> Seen:
         """The whole gang, in one question to the backend. Raises Temporary when it cannot tell."""
 
-    async def stop(self, training: Training, grace_s: float) -> None:
-        """Every rank is being stopped, politely for `grace_s`. What is known of them is kept."""
+    async def stop(self, training: Training) -> None:
+        """The wish is size 0: every rank is being stopped, politely for the spec's grace.
+
+        Nothing starts any more. What is known of the ranks is kept.
+        """
 
     async def release(self, training: Training) -> None:
         """Only logs of the training are left with the backend. Already gone is success."""
@@ -62,9 +51,12 @@ class Executor(Protocol):
         *,
         ranks: Sequence[int] | None = None,
         tail: int | None = None,
-        follow: bool = False,
+        follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        """Lines with their true rank; `tail` is per rank; `follow` ends with the training."""
+        """Lines with their true rank; `tail` is per rank.
+
+        With `follow`, new lines are waited for until it says that the training is over.
+        """
 
 
 class Change(Model, frozen=True):

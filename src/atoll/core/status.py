@@ -56,7 +56,7 @@ class RankStatus(Model, frozen=True):
     region: str | None = None
     restarts: int = 0
     message: str = ""
-    attempt: int = 0
+    attempt: int = -1
     started_at: float | None = None
     exit: Exit | None = None
     metered_s: float = 0.0  # of attempts that have ended
@@ -108,8 +108,6 @@ class WorldPoint(Model, frozen=True):
 
 
 class Usage(Model, frozen=True):
-    """What was used so far; `as_of` is when that was true, `running` grows it from there."""
-
     rank_seconds: float = 0.0
     gpu_seconds: float = 0.0
 
@@ -159,8 +157,8 @@ class Status(Model, frozen=True):
     gate_opened_at: float | None = None
     failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
     failing_message: str = ""
-    stop_sent_at: float | None = None
-    usage: Usage = Usage()
+    asked_at: float | None = None  # when the executor was first asked for ranks
+    redo: dict[int, int] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
     world_size_history: list[WorldPoint] = []
     last_resize: Resize | None = None
     is_released: bool = False  # the executor holds nothing of it any more
@@ -219,14 +217,25 @@ class SeenRank(Model, frozen=True):
     message: str = ""
 
 
+class Wish(Model, frozen=True):
+    """What an executor keeps: ranks `0..size-1`. Size 0 is: stop them all.
+
+    `redo` names attempts that no longer count: such a rank starts anew, its budget whole.
+    """
+
+    size: int
+    redo: dict[int, int] = {}
+
+
 class Seen(Model, frozen=True):
-    """One look at a whole gang. `size` is None while the executor has been asked for nothing."""
+    """One look at a whole gang. May be late, by less than `plan.STALE_S`."""
 
     ranks: list[SeenRank] = []
-    size: int | None = None
-    is_supervised: bool = False  # something acts on `size` without being asked again
+    wish: Wish | None = None  # the one accepted; None while there is none
+    is_supervised: bool = False  # something acts on the wish without being asked again
     room: int | None = None  # ranks this training may hold now; None is no limit
     message: str = ""  # what holds it up, for the ranks that are not there
+    fault: str = ""  # the executor will never do it, and why
     rendezvous_endpoint: str = ""
 
 

@@ -1,0 +1,102 @@
+"""Runs passes when something changed: a spec in the store, a rank in an executor, a time reached.
+
+There is no periodic scan: idle trainings cost nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from atoll.controller.queue import WorkQueue
+from atoll.controller.reconcile import Reconciler
+from atoll.core.errors import Gone, Temporary
+from atoll.core.ports import Executor, Key, Store
+from atoll.core.status import Training
+
+log = logging.getLogger(__name__)
+
+WORKERS = 16
+
+
+class Controller:
+    """`run()` until cancelled. Cancelling stops no rank."""
+
+    def __init__(
+        self,
+        store: Store,
+        executors: Mapping[str, Executor],
+        *,
+        clock: Callable[[], float] = time.time,
+        on_pass: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self._store = store
+        self._executors = executors
+        self._reconciler = Reconciler(store, executors, clock)
+        self._queue = WorkQueue()
+        self._on_pass = on_pass
+        self.is_started = False
+
+    def poke(self, key: Key) -> None:
+        self._queue.add(key)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_store())
+            for executor in self._executors.values():
+                tasks.create_task(self._follow_executor(executor))
+            for _ in range(WORKERS):
+                tasks.create_task(self._work())
+
+    async def _follow_store(self) -> None:
+        while True:
+            version = await self._store.version()
+            for training in await self._store.list():
+                if not is_settled(training):
+                    self._queue.add(training.key)
+            self.is_started = True
+            try:
+                async for change in self._store.watch(version):
+                    if not change.is_removed and has_news(change.training):
+                        self._queue.add(change.training.key)
+                return
+            except Gone:
+                log.warning("fell behind the store's change log; reading everything again")
+
+    async def _follow_executor(self, executor: Executor) -> None:
+        async for key in executor.changes():
+            self._queue.add(key)
+
+    async def _work(self) -> None:
+        while True:
+            key = await self._queue.get()
+            started = time.perf_counter()
+            try:
+                again = await self._reconciler.reconcile(key)
+            except Temporary as error:
+                log.info("%s/%s: %s; trying again", *key, error)
+                self._queue.retry(key, error.retry_after_s)
+            except Exception:
+                log.exception("%s/%s: the pass failed; trying again", *key)
+                self._queue.retry(key)
+            else:
+                self._queue.forgive(key)
+                if again is not None:
+                    self._queue.add_after(key, again)
+            finally:
+                self._queue.done(key)
+                self._on_pass(time.perf_counter() - started)
+
+
+def has_news(training: Training) -> bool:
+    """Whether somebody other than the controller has changed it."""
+    is_observed = training.status.observed_generation == training.generation
+    return not is_observed or training.deletion_requested_at is not None
+
+
+def is_settled(training: Training) -> bool:
+    """Over, torn down, and kept until somebody deletes it."""
+    is_kept = training.spec.ttl_seconds is None and training.deletion_requested_at is None
+    return training.status.is_released and is_kept

@@ -1,0 +1,82 @@
+"""One pass over one training: observe, plan, write the status once, then act.
+
+It may be killed between any two steps: the next pass starts from what is stored and what is
+really running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from atoll.core.errors import Conflict, NotFound, Permanent
+from atoll.core.plan import Action, Apply, Forget, Plan, Release, Stop, plan
+from atoll.core.ports import Executor, Key, Store
+from atoll.core.status import Seen, Training
+
+Clock = Callable[[], float]
+
+
+class Reconciler:
+    def __init__(self, store: Store, executors: Mapping[str, Executor], clock: Clock) -> None:
+        self._store = store
+        self._executors = executors
+        self._clock = clock
+        self._faults: dict[str, str] = {}  # what an executor will never do, by training
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Seconds until the next look, or None: not until something changes."""
+        try:
+            training = await self._store.get(key)
+        except NotFound:
+            return None
+        made = plan(training, await self._observe(training), self._clock())
+        try:
+            training = await self._write(training, made)
+        except (Conflict, NotFound):
+            return 0.0  # changed under us: what was planned is out of date
+        for action in made.actions:
+            if not await self._perform(training, action):
+                return 0.0
+        return made.requeue_after_s
+
+    async def _observe(self, training: Training) -> Seen:
+        if training.status.is_released:
+            return Seen()
+        executor = self._executors.get(training.spec.executor)
+        if executor is None:
+            known = ", ".join(sorted(self._executors))
+            return Seen(fault=f"no executor named {training.spec.executor!r}: there is {known}")
+        if fault := self._faults.get(training.uid):
+            seen = await executor.observe(training)
+            return Seen(
+                ranks=seen.ranks, wish=seen.wish, is_supervised=seen.is_supervised, fault=fault
+            )
+        return await executor.observe(training)
+
+    async def _write(self, training: Training, made: Plan) -> Training:
+        if made.status == training.status:
+            return training
+        return await self._store.update_status(training, made.status, made.events)
+
+    async def _perform(self, training: Training, action: Action) -> bool:
+        """False when the action will never work; the next pass fails the training."""
+        executor = self._executors.get(training.spec.executor)
+        try:
+            match action:
+                case Apply(wish) if executor:
+                    await executor.apply(training, wish)
+                case Stop() if executor:
+                    await executor.stop(training)
+                case Release() if executor:
+                    await executor.release(training)
+                case Forget():
+                    if executor:
+                        await executor.purge(training)
+                    await self._store.remove(training)
+                    self._faults.pop(training.uid, None)
+        except Permanent as error:
+            if not isinstance(action, Apply):
+                raise
+            self._faults[training.uid] = str(error)
+            return False
+        return True

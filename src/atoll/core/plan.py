@@ -1,0 +1,278 @@
+"""What to do next about one training: `plan(training, seen, now)`, pure.
+
+Restarts, lost ranks, quorum, scaling, cancelling, deadlines and the end are decided here and
+nowhere else. The status is written first, then the actions are performed; all of them may be
+repeated, so the controller may die between any two steps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from atoll.core.narrate import narrate, told
+from atoll.core.phase import Phase, Tally, advance
+from atoll.core.ranks import classify, is_lost, merge_ranks, must_redo, waiting_message
+from atoll.core.status import (
+    Condition,
+    ConditionStatus,
+    Event,
+    RankStatus,
+    Resize,
+    Seen,
+    Status,
+    Training,
+    Wish,
+    WorldPoint,
+    WorldStatus,
+)
+from atoll.core.verdict import final_exits, root_cause_of
+
+STALE_S = 3.0  # how late an observation may be
+HISTORY_KEPT = 100
+
+
+class Apply(NamedTuple):
+    wish: Wish
+
+
+class Stop(NamedTuple):
+    pass
+
+
+class Release(NamedTuple):
+    pass
+
+
+class Forget(NamedTuple):
+    """The logs and the record go too."""
+
+
+Action = Apply | Stop | Release | Forget
+
+
+class Plan(NamedTuple):
+    status: Status
+    actions: tuple[Action, ...] = ()
+    events: tuple[Event, ...] = ()
+    requeue_after_s: float | None = None
+
+
+def plan(training: Training, seen: Seen, now: float) -> Plan:
+    """The status after `seen`, what to do about it, and when to look again unasked."""
+    if training.status.phase.is_terminal:
+        return _after_the_end(training, seen, now)
+    status = _observed(training, seen, now)
+    status, actions = _decided(training, status, seen, now)
+    status = _concluded(training, status, seen, now)
+    if status.phase.is_terminal:
+        actions = ()
+    events = narrate(training.status, status, now)
+    return Plan(status, actions, events, _requeue_after_s(training, status, now))
+
+
+def _observed(training: Training, seen: Seen, now: float) -> Status:
+    """The ranks as they are, merged with what was known of them."""
+    old, world = training.status, training.spec.world_size
+    known = merge_ranks([*old.ranks, *old.retired], seen, training.spec, now)
+    redo = dict(old.redo)
+    ranks, retired = [], []
+    for rank in sorted({*known, *range(world.target)}):
+        found = known.get(rank) or RankStatus(rank=rank)
+        if rank < world.target or found.is_alive:
+            ranks.append(found)
+        else:
+            retired.append(found)
+            redo[rank] = found.attempt
+    is_stopping = bool(old.failing) or _is_cancelling(training)
+    for found in ranks:
+        if found.exit is not None and must_redo(found.exit) and not is_stopping:
+            redo[found.rank] = found.attempt
+    target = world.target
+    started = [r.started_at for r in (*ranks, *retired) if r.started_at is not None]
+    return replace(
+        old,
+        ranks=[classify(r, training.spec, is_redone=_is_redone(r, redo, target)) for r in ranks],
+        retired=[classify(r, training.spec) for r in retired],
+        redo=redo,
+        started_at=old.started_at if old.started_at is not None else min(started, default=None),
+        rendezvous_endpoint=seen.rendezvous_endpoint or old.rendezvous_endpoint,
+    )
+
+
+def _decided(
+    training: Training, status: Status, seen: Seen, now: float
+) -> tuple[Status, tuple[Action, ...]]:
+    """Stop, start or resize, and why the training must fail if it must."""
+    world = training.spec.world_size
+    is_cancelling = _is_cancelling(training)
+    if not is_cancelling and not status.failing:
+        reason, message = _reason_to_fail(training, status, seen, now)
+        status = replace(status, failing=reason, failing_message=message)
+    if is_cancelling or status.failing:
+        must_stop = seen.wish is not None and seen.wish.size > 0
+        return status, (Stop(),) if must_stop else ()
+    if status.gate_opened_at is None and _may_start(training, seen, now):
+        status = replace(status, gate_opened_at=now)
+    if status.gate_opened_at is None:
+        return status, ()
+    size = world.target if seen.room is None else min(world.target, seen.room)
+    wish = Wish(size=size, redo={r: a for r, a in status.redo.items() if r < size})
+    is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
+    if size == 0 or (seen.wish == wish and (seen.is_supervised or not is_work_left)):
+        return status, ()
+    asked_at = now if status.asked_at is None else status.asked_at
+    return replace(status, asked_at=asked_at), (Apply(wish),)
+
+
+def _concluded(training: Training, status: Status, seen: Seen, now: float) -> Status:
+    """Phase, world, messages, conditions; and the exits, once it is over."""
+    old, world = training.status, training.spec.world_size
+    wanted = [r for r in status.ranks if r.rank < world.target and not is_lost(r)]
+    ready = sum(r.phase in ("Running", "Succeeded") for r in wanted)
+    tally = Tally(
+        min=world.min,
+        wanted=len(wanted),
+        ready=ready,
+        succeeded=sum(r.phase == "Succeeded" for r in wanted),
+        alive=_alive(status, seen, now),
+        is_failing=bool(status.failing),
+        is_cancelling=_is_cancelling(training),
+        is_gate_open=status.gate_opened_at is not None,
+    )
+    verdict = advance(old.phase, tally)
+    assert verdict is not None
+    status = replace(
+        status,
+        phase=verdict.phase,
+        reason=status.failing or verdict.reason,
+        observed_generation=training.generation,
+        world=WorldStatus(
+            ready=ready,
+            target=world.target,
+            min=world.min,
+            max=world.max,
+            below_minimum=ready < world.min,
+        ),
+        ranks=[waiting_message(r, status, seen, world) for r in status.ranks],
+    )
+    if verdict.phase.is_terminal:
+        root = root_cause_of(status, world) if verdict.phase is Phase.FAILED else None
+        exits = final_exits(status, root)
+        status = replace(
+            status,
+            ended_at=now,
+            rank_exits=exits,
+            root_cause=next((e for e in exits if root and e.rank == root.rank), None),
+        )
+    status = replace(status, message=told(status), conditions=_conditions(old, status, now))
+    return _with_history(old, status, now)
+
+
+def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
+    """Tear down, then remove the record when it is time. The verdict never changes."""
+    status, spec = training.status, training.spec
+    status = replace(status, observed_generation=training.generation)
+    if not status.is_released:
+        if seen.wish is not None or seen.ranks or seen.is_supervised:
+            return Plan(status, (Release(),), requeue_after_s=0.0)
+        return Plan(replace(status, is_released=True), requeue_after_s=0.0)
+    if training.deletion_requested_at is not None:
+        return Plan(status, (Forget(),))
+    if spec.ttl_seconds is None:
+        return Plan(status)
+    left = (status.ended_at or 0.0) + spec.ttl_seconds - now
+    return Plan(status, (Forget(),)) if left <= 0 else Plan(status, requeue_after_s=left)
+
+
+def _is_cancelling(training: Training) -> bool:
+    return training.spec.cancel or training.deletion_requested_at is not None
+
+
+def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) -> tuple[str, str]:
+    spec, world = training.spec, training.spec.world_size
+    if seen.fault:
+        return "ExecutorRefused", seen.fault
+    lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
+    if lost and world.target - len(lost) < world.min:
+        return "RankFailed", ""
+    opened = status.gate_opened_at
+    if spec.deadline_s is not None and opened is not None and now >= opened + spec.deadline_s:
+        return "DeadlineExceeded", f"still running {spec.deadline_s:g} s after the start"
+    return "", ""
+
+
+def _may_start(training: Training, seen: Seen, now: float) -> bool:
+    """All of them together, or at least `min` once the start grace has passed."""
+    world = training.spec.world_size
+    if seen.room is None or seen.room >= world.target:
+        return True
+    return seen.room >= world.min and now >= training.created_at + training.spec.start_grace_s
+
+
+def _is_redone(found: RankStatus, redo: dict[int, int], target: int) -> bool:
+    return found.rank < target and found.attempt <= redo.get(found.rank, -1)
+
+
+def _alive(status: Status, seen: Seen, now: float) -> int:
+    """Ranks that live, plus those that may still come to life under the accepted wish."""
+    ranks = (*status.ranks, *status.retired)
+    alive = sum(r.is_alive for r in ranks)
+    if seen.wish is None:  # never asked, or too early to believe that nothing came of it
+        return alive + (status.asked_at is not None and now < status.asked_at + STALE_S)
+    settled = sum(r.rank < seen.wish.size and r.phase != "Pending" for r in ranks)
+    return alive + seen.wish.size - settled
+
+
+def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
+    """What is true beside the phase. The time of change is kept while nothing changes."""
+    lost = [str(r.rank) for r in status.ranks if is_lost(r)]
+    wanted: list[tuple[str, bool, str, str]] = [
+        ("Admitted", status.gate_opened_at is not None, "StartGate", ""),
+        ("BelowMinimum", status.world.below_minimum, "RanksReady", _ready_text(status)),
+    ]
+    if lost:
+        wanted.append(("RanksLost", True, "RankFailed", "lost for good: " + ", ".join(lost)))
+    before = {c.type: c for c in old.conditions}
+    made = []
+    for kind, is_true, reason, message in wanted:
+        value: ConditionStatus = "True" if is_true else "False"
+        known = before.pop(kind, None)
+        since = known.last_transition_at if known and known.status == value else now
+        made.append(
+            Condition(
+                type=kind, status=value, reason=reason, message=message, last_transition_at=since
+            )
+        )
+    return [*made, *before.values()]
+
+
+def _ready_text(status: Status) -> str:
+    return f"{status.world.ready} of {status.world.target} ranks ready"
+
+
+def _with_history(old: Status, status: Status, now: float) -> Status:
+    was, world = old.world, status.world
+    if (was.target, was.ready) != (world.target, world.ready):
+        point = WorldPoint(at=now, target=world.target, ready=world.ready)
+        history = [*status.world_size_history, point][-HISTORY_KEPT:]
+        status = replace(status, world_size_history=history)
+    if was.target and was.target != world.target:
+        resize = Resize(from_target=was.target, to_target=world.target, at=now)
+        status = replace(status, last_resize=resize)
+    return status
+
+
+def _requeue_after_s(training: Training, status: Status, now: float) -> float | None:
+    if status.phase.is_terminal:
+        return 0.0
+    spec, times = training.spec, []
+    if status.gate_opened_at is None:
+        times.append(training.created_at + spec.start_grace_s)
+    elif spec.deadline_s is not None and not status.failing:
+        times.append(status.gate_opened_at + spec.deadline_s)
+    if status.asked_at is not None:
+        times.append(status.asked_at + STALE_S)
+    times += [r.missing_since + STALE_S for r in status.ranks if r.missing_since is not None]
+    return min((t - now for t in times if t > now), default=None)

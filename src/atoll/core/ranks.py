@@ -1,0 +1,138 @@
+"""One rank: what is known of it, merged with what was just seen; and what that makes it.
+
+An attempt number only grows, so an older look never undoes a newer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import Exit, RankPhase, RankStatus, Seen, SeenRank, Status
+
+LOST_AFTER_S = 3.0  # a rank that ran and is not seen any more is given up after this
+VANISHED = "Vanished"
+
+
+def merge_ranks(
+    known: Sequence[RankStatus], seen: Seen, spec: TrainingSpec, now: float
+) -> dict[int, RankStatus]:
+    """Every rank ever known, by number, as of `seen`."""
+    merged = {r.rank: r for r in known}
+    found = {s.rank: s for s in seen.ranks}
+    for rank, look in found.items():
+        merged[rank] = _merge(merged.get(rank), look, now)
+    for rank, before in merged.items():
+        if before.is_alive and rank not in found:
+            merged[rank] = _missing(before, now)
+    return merged
+
+
+def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
+    before = before or RankStatus(rank=look.rank)
+    is_older = look.attempt < before.attempt
+    is_undone = look.attempt == before.attempt and before.exit is not None
+    if is_older or is_undone:
+        return replace(before, missing_since=None)
+    if before.is_alive and look.attempt > before.attempt:
+        # Its end was never seen; it cannot have outlived its successor's coming.
+        before = _ended(before, _unlearned(look.started_at or now, "its end was not seen"))
+    after = replace(
+        before,
+        pod_name=look.pod_name or before.pod_name,
+        node=look.host or before.node,
+        provider=look.provider or before.provider,
+        region=look.region or before.region,
+        message=look.message,
+        missing_since=None,
+    )
+    if look.state == "waiting":
+        return after
+    after = replace(
+        after,
+        attempt=look.attempt,
+        restarts=look.restarts,
+        started_at=look.started_at,
+        exit=None,
+    )
+    return after if look.exit is None else _ended(after, look.exit)
+
+
+def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
+    ran_s = 0.0 if rank.started_at is None else max(exit.at - rank.started_at, 0.0)
+    return replace(rank, exit=exit, metered_s=rank.metered_s + ran_s, missing_since=None)
+
+
+def _unlearned(at: float, message: str) -> Exit:
+    return Exit(code=None, at=at, reason=VANISHED, message=message)
+
+
+def _missing(before: RankStatus, now: float) -> RankStatus:
+    since = now if before.missing_since is None else before.missing_since
+    if now < since + LOST_AFTER_S:
+        return replace(before, missing_since=since, message="not seen any more")
+    return _ended(before, _unlearned(since, "it disappeared and its exit code is not known"))
+
+
+def must_redo(exit: Exit) -> bool:
+    """Whether an attempt that ended so is to be forgotten if the rank is wanted: it was stopped
+    by us, or the executor has forgotten it."""
+    return exit.is_stopped or exit.reason == VANISHED
+
+
+def classify(rank: RankStatus, spec: TrainingSpec, *, is_redone: bool = False) -> RankStatus:
+    return replace(rank, phase=_phase(rank, spec, is_redone))
+
+
+def _phase(rank: RankStatus, spec: TrainingSpec, is_redone: bool) -> RankPhase:
+    if rank.is_alive:
+        return "Running"
+    if rank.exit is None:
+        return "Pending"
+    has_budget = rank.restarts < spec.max_restarts
+    if rank.exit.reason == VANISHED and not has_budget:
+        return "Failed"
+    if is_redone:
+        return "Pending"
+    if rank.exit.is_stopped:
+        return "Stopped"
+    if rank.exit.is_success:
+        return "Succeeded"
+    return "Pending" if has_budget else "Failed"
+
+
+def is_lost(rank: RankStatus) -> bool:
+    """Failed, with no restart left."""
+    return rank.phase == "Failed"
+
+
+def waiting_message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> RankStatus:
+    """With one line saying what the rank waits for, or how it ended."""
+    return replace(rank, message=_message(rank, status, seen, world))
+
+
+def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> str:
+    if rank.phase == "Running":
+        return "stopping: scaled down" if rank.rank >= world.target else rank.message
+    if rank.phase != "Pending":
+        return in_words(rank.exit) if rank.exit else ""
+    if status.gate_opened_at is None and seen.room is not None:
+        return f"start gate: room for {seen.room} of {world.target} ranks; {seen.message}"
+    if seen.room is not None and rank.rank >= seen.room:
+        return f"no room: {seen.message}"
+    if rank.exit is not None and not must_redo(rank.exit):
+        return f"restarting after {in_words(rank.exit)}"
+    return rank.message or seen.message or "starting"
+
+
+def in_words(exit: Exit) -> str:
+    """One line on how an attempt ended."""
+    if exit.code is None:
+        text = f"unknown exit code ({exit.reason})"
+    elif exit.signal:
+        text = f"{exit.signal} (exit code {exit.code}, {exit.reason})"
+    else:
+        text = f"exit code {exit.code} ({exit.reason})"
+    return f"{text}: {exit.message}" if exit.message else text

@@ -1,0 +1,13 @@
+"""What a training has used: counted while ranks run, still when they do not."""
+
+from __future__ import annotations
+
+from atoll.core.status import Training, Usage
+
+
+def usage(training: Training, now: float) -> Usage:
+    ranks = (*training.status.ranks, *training.status.retired)
+    running = sum(max(now - (r.started_at or now), 0.0) for r in ranks if r.is_alive)
+    seconds = running + sum(r.metered_s for r in ranks)
+    gpus = training.spec.resources.gpu_count
+    return Usage(rank_seconds=seconds, gpu_seconds=seconds * gpus)

@@ -1,0 +1,277 @@
+"""Ranks as processes of this machine, each training's under a shim of its own.
+
+The shim's journal is the truth; this only reads it, hands over wishes and passes on the word that
+something changed. Ranks share the machine: cpu, memory and gpu requests are not reserved. `slots`
+limits how many ranks may run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import Temporary
+from atoll.core.journal import Attempt
+from atoll.core.ports import Key
+from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
+from atoll.executors.environment import RANK_VARIABLES, gang_environment
+from atoll.executors.supervision import Supervision
+from atoll.remote.ranklog import read_log, tail_offset
+
+# The control plane's own secrets and addresses are none of a rank's business.
+WITHHELD = ("ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
+PORTS = range(20_000, 30_000)  # below the range from which the kernel lends ports to clients
+
+
+def render_gang(
+    training: Training, wish: Wish, *, directory: Path, host: str, port: int, base: dict[str, str]
+) -> dict[str, Any]:
+    """The document a shim works from."""
+    spec = training.spec
+    uri = spec.rendezvous.uri or f"file://{directory}/rendezvous"
+    shared = gang_environment(
+        training, host=host, master="127.0.0.1", port=port, rendezvous_uri=uri
+    )
+    return {
+        "uid": training.uid,
+        "size": wish.size,
+        "redo": {str(rank): attempt for rank, attempt in wish.redo.items()},
+        "command": render_command(training, directory),
+        "env": {**base, **shared},
+        "rank_variables": [*RANK_VARIABLES, "LOCAL_RANK"],
+        "working_dir": spec.working_dir,
+        "max_restarts": spec.max_restarts,
+        "stop_grace_s": spec.stop_grace_s,
+        "port": port,
+    }
+
+
+def render_command(training: Training, directory: Path) -> list[str]:
+    spec = training.spec
+    if spec.source is None:
+        command = [*(spec.command or ()), *spec.args]
+    else:
+        payload = str(directory / "source" / spec.source.filename)
+        entry = [sys.executable, "-m", "atoll.worker.entrypoint"]
+        command = [*entry, spec.source.kind, payload, *spec.args]
+    if spec.pip_packages:
+        prepare = [sys.executable, "-m", "atoll.worker.prepare", str(directory / "packages")]
+        command = [*prepare, *spec.pip_packages, "--", *command]
+    return command
+
+
+def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
+    return SeenRank(
+        rank=attempt.rank,
+        state="running" if attempt.exit is None else "exited",
+        attempt=attempt.attempt,
+        restarts=attempt.restarts,
+        started_at=attempt.started_at,
+        exit=_exit(attempt),
+        pod_name=f"{name}-{attempt.rank}",
+        host=host,
+    )
+
+
+def _exit(attempt: Attempt) -> Exit | None:
+    record = attempt.exit
+    if record is None:
+        return None
+    return Exit(
+        code=record["code"],
+        at=record["at"],
+        reason=record["reason"],
+        signal=record["signal"],
+        is_stopped=record["stopped"],
+        failed_at=record.get("failedAt"),
+        message=record.get("message", ""),
+        log_tail=record.get("tail", []),
+    )
+
+
+class LocalExecutor:
+    """The Executor of `core/ports.py` for this machine."""
+
+    name = "local"
+
+    def __init__(self, root: Path, *, slots: int | None = None) -> None:
+        self._root = root
+        self._slots = slots
+        self._host = socket.gethostname()
+        self._gangs: dict[str, Supervision] = {}
+        self._held: dict[str, int] = {}  # ranks admitted, by training
+        self._waiting: dict[str, Key] = {}  # trainings that found too little room
+        self._changed: asyncio.Queue[Key] = asyncio.Queue()
+
+    async def start(self, known: Iterable[str]) -> None:
+        """Take up what an earlier control plane left; clear away trainings nobody knows."""
+        known = set(known)
+        for uid in os.listdir(self._root) if self._root.is_dir() else ():
+            gang = Supervision(self._root / uid, lambda: None)
+            if uid not in known:
+                await gang.clear()
+                shutil.rmtree(self._root / uid, ignore_errors=True)
+            elif size := gang.gang().get("size"):
+                self._held[uid] = size
+
+    async def close(self) -> None:
+        """Ranks and shims go on; only the lines to them are dropped."""
+        for gang in self._gangs.values():
+            gang.close()
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        gang = self._gang(training)
+        async with gang.turn:
+            if wish.size > self._room(training.uid):
+                raise Temporary("the room was taken by another training", retry_after_s=0.1)
+            self._held[training.uid] = wish.size
+            self._place_source(training, gang.directory)
+            port = gang.gang().get("port") or self._pick_port(training.uid)
+            base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
+            document = render_gang(
+                training,
+                wish,
+                directory=gang.directory,
+                host=self._host,
+                port=port,
+                base=gang.gang().get("env", base) if gang.is_asked() else base,
+            )
+            await gang.wish(document)
+        self._tell_waiting()
+
+    async def observe(self, training: Training) -> Seen:
+        gang = self._gang(training)
+        if not gang.is_asked():
+            room = self._room(training.uid)
+            if self._slots is not None and room < training.spec.world_size.target:
+                self._waiting[training.uid] = training.key
+            return Seen(room=self._shown_room(room), message=self._room_message())
+        is_supervised = gang.is_supervised()
+        state = gang.state
+        room = self._room(training.uid)
+        if self._slots is not None and room < training.spec.world_size.target:
+            self._waiting[training.uid] = training.key
+        return Seen(
+            ranks=[seen_rank(training.name, self._host, a) for a in state.attempts.values()],
+            wish=None if state.size is None else Wish(size=state.size, redo=dict(state.redo)),
+            is_supervised=is_supervised,
+            room=self._shown_room(room),
+            message=self._room_message() if self._shown_room(room) is not None else "",
+            rendezvous_endpoint=f"127.0.0.1:{gang.gang().get('port', 0)}",
+        )
+
+    async def stop(self, training: Training) -> None:
+        gang = self._gang(training)
+        async with gang.turn:
+            if gang.is_asked():
+                await gang.wish({**gang.gang(), "size": 0})
+
+    async def release(self, training: Training) -> None:
+        gang = self._gang(training)
+        async with gang.turn:
+            await gang.clear()
+        self._gangs.pop(training.uid, None)
+        self._held.pop(training.uid, None)
+        self._waiting.pop(training.uid, None)
+        self._tell_waiting()
+
+    async def purge(self, training: Training) -> None:
+        await self.release(training)
+        await asyncio.to_thread(shutil.rmtree, self._root / training.uid, ignore_errors=True)
+
+    async def changes(self) -> AsyncIterator[Key]:
+        while True:
+            yield await self._changed.get()
+
+    async def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        folder = self._root / training.uid / "logs"
+        offsets: dict[int, int] = {}
+        partial: dict[int, bytes] = {}
+        pause_s = 0.02
+        while True:
+            is_last = follow is None or follow()
+            is_new = False
+            for rank in _ranks_in(folder, ranks):
+                if rank not in offsets:
+                    offsets[rank] = 0 if tail is None else tail_offset(folder / str(rank), tail)
+                while True:
+                    data, offsets[rank] = read_log(folder / str(rank), offsets[rank])
+                    if not data:
+                        break
+                    is_new = True
+                    *lines, partial[rank] = (partial.get(rank, b"") + data).split(b"\n")
+                    for line in lines:
+                        yield LogLine(rank=rank, text=line.decode("utf-8", errors="replace"))
+            if is_last:
+                break
+            pause_s = 0.02 if is_new else min(pause_s * 1.5, 0.2)
+            await asyncio.sleep(pause_s)
+        for rank, rest in sorted(partial.items()):
+            if rest:
+                yield LogLine(rank=rank, text=rest.decode("utf-8", errors="replace"))
+
+    def _gang(self, training: Training) -> Supervision:
+        if training.uid not in self._gangs:
+            key = training.key
+            self._gangs[training.uid] = Supervision(
+                self._root / training.uid, lambda: self._changed.put_nowait(key)
+            )
+        return self._gangs[training.uid]
+
+    def _room(self, uid: str) -> int:
+        if self._slots is None:
+            return sys.maxsize
+        return self._slots - sum(held for other, held in self._held.items() if other != uid)
+
+    def _shown_room(self, room: int) -> int | None:
+        return None if self._slots is None else max(room, 0)
+
+    def _room_message(self) -> str:
+        return f"{sum(self._held.values())} of {self._slots} slots of {self._host} are in use"
+
+    def _tell_waiting(self) -> None:
+        for key in self._waiting.values():
+            self._changed.put_nowait(key)
+        self._waiting.clear()
+
+    def _place_source(self, training: Training, directory: Path) -> None:
+        source = training.spec.source
+        if source is None:
+            return
+        path = directory / "source" / source.filename
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            draft = path.with_name(path.name + ".new")
+            draft.write_bytes(source.content)
+            draft.replace(path)
+
+    def _pick_port(self, uid: str) -> int:
+        first = int.from_bytes(uid.encode()[-4:], "big") % len(PORTS)
+        for step in range(len(PORTS)):
+            port = PORTS[(first + step) % len(PORTS)]
+            with contextlib.suppress(OSError), socket.socket() as probe:
+                probe.bind(("0.0.0.0", port))
+                return port
+        raise Temporary("no free port for the rendezvous")
+
+
+def _ranks_in(folder: Path, wanted: Sequence[int] | None) -> list[int]:
+    try:
+        found = sorted(int(name) for name in os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    return found if wanted is None else [rank for rank in found if rank in set(wanted)]

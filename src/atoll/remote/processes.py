@@ -1,0 +1,99 @@
+"""Processes of this machine through /proc and prctl. A pid counts only with its start time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """This process is killed when `parent`, which made it, ends; at once if it already has."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent has ended become children of this process."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def born(pid: int) -> int:
+    """When the process started, in clock ticks since boot; 0 if it is gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def is_running(pid: int, born_at: int) -> bool:
+    """Whether that very process is there and not merely waiting to be reaped."""
+    fields = _stat(pid)
+    return bool(fields) and int(fields[19]) == born_at and fields[0] not in ("Z", "X")
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/pid/stat from the state on: the name before it may hold anything."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent is `pid`, by any of its threads."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def environment_of(pid: int) -> dict[bytes, bytes]:
+    """What the process was started with; empty if that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            pairs = (item.partition(b"=") for item in file.read().split(b"\0") if item)
+            return {name: value for name, _, value in pairs}
+    except OSError:
+        return {}
+
+
+def kill_group(group: int, number: int) -> bool:
+    """Whether there was anyone left in the group to signal."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def oom_kills() -> int:
+    """How often the kernel has killed a process for memory since boot; 0 where it does not say."""
+    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,129 @@
+"""Log files of ranks: segments named by the offset of their first byte, oldest dropped first.
+
+A reader asks by offset, so it can follow across a rotation and knows when it has missed something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+SEGMENT_BYTES = 8 * 2**20
+SEGMENTS_KEPT = 8
+
+
+class LogWriter:
+    """One rank's log. What does not fit on a full disk is dropped, the rank is never held up."""
+
+    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        last = (segments(folder) or [0])[-1]
+        self._start = last
+        self._file = self._open(last)
+        self._size = os.fstat(self._file).st_size
+
+    def write(self, data: bytes) -> None:
+        if self._size >= self._segment_bytes:
+            self._rotate()
+        with contextlib.suppress(OSError):
+            self._size += os.write(self._file, data)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _rotate(self) -> None:
+        start = self._start + self._size
+        try:
+            file = self._open(start)
+        except OSError:
+            return
+        os.close(self._file)
+        self._file, self._start, self._size = file, start, 0
+        for old in segments(self._folder)[:-SEGMENTS_KEPT]:
+            segment_path(self._folder, old).unlink(missing_ok=True)
+
+    def _open(self, start: int) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        return os.open(segment_path(self._folder, start), flags, 0o600)
+
+
+def segment_path(folder: Path, start: int) -> Path:
+    return folder / f"{start:020d}.log"
+
+
+def segments(folder: Path) -> list[int]:
+    """Offsets at which the kept segments start, oldest first."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(name[:-4]) for name in names if name.endswith(".log"))
+
+
+def read_log(folder: Path, offset: int, limit: int = 1 << 20) -> tuple[bytes, int]:
+    """Up to `limit` bytes from `offset` on, or from the oldest byte kept; and the offset after."""
+    starts = segments(folder)
+    if not starts:
+        return b"", offset
+    at = max(offset, starts[0])
+    for start in reversed(starts):
+        if start <= at:
+            break
+    try:
+        with segment_path(folder, start).open("rb") as file:
+            file.seek(at - start)
+            data = file.read(limit)
+    except FileNotFoundError:  # dropped just now
+        return read_log(folder, starts[1] if len(starts) > 1 else at, limit)
+    later = [s for s in starts if s > at]
+    if not data and later:
+        return read_log(folder, later[0], limit)
+    return data, at + len(data)
+
+
+def log_end(folder: Path) -> int:
+    starts = segments(folder)
+    if not starts:
+        return 0
+    with contextlib.suppress(FileNotFoundError):
+        return starts[-1] + segment_path(folder, starts[-1]).stat().st_size
+    return starts[-1]
+
+
+def tail_offset(folder: Path, lines: int) -> int:
+    """The offset from which there are at most `lines` whole lines left."""
+    end = at = log_end(folder)
+    oldest = (segments(folder) or [0])[0]
+    if lines <= 0:
+        return end
+    found, chunk = 0, 64 * 1024
+    while at > oldest:
+        start = max(at - chunk, oldest)
+        data = _read_exactly(folder, start, at - start)
+        position = len(data)
+        while (position := data.rfind(b"\n", 0, position)) >= 0:
+            found += start + position != end - 1  # the last line's own end is not a start
+            if found == lines:
+                return start + position + 1
+        at = start
+    return oldest
+
+
+def last_lines(folder: Path, lines: int, limit_bytes: int = 4096) -> list[str]:
+    end = log_end(folder)
+    start = max(tail_offset(folder, lines), end - limit_bytes)
+    text = _read_exactly(folder, start, end - start).decode("utf-8", errors="replace")
+    return text.splitlines()[-lines:] if lines else []
+
+
+def _read_exactly(folder: Path, start: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more, start = read_log(folder, start, size - len(data))
+        if not more:
+            break
+        data += more
+    return data

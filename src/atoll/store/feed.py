@@ -1,0 +1,76 @@
+"""Hands each change to those who follow it, in the process that wrote it.
+
+A subscriber that falls far behind is told to read the log instead of growing without bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+
+from atoll.core.ports import Change, Key
+
+BACKLOG = 1000
+
+
+class Subscriber:
+    """Changes not yet taken. `next()` is None when the log has to be read again, or at the end."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Change] = []
+        self._is_behind = False
+        self._wake = asyncio.Event()
+        self.is_closed = False
+
+    def push(self, change: Change) -> None:
+        if len(self._waiting) >= BACKLOG:
+            self._waiting.clear()
+            self._is_behind = True
+        elif not self._is_behind:
+            self._waiting.append(change)
+        self._wake.set()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._wake.set()
+
+    async def next(self) -> list[Change] | None:
+        await self._wake.wait()
+        if self.is_closed:
+            return None
+        self._wake.clear()
+        if self._is_behind:
+            self._is_behind = False
+            return None
+        batch, self._waiting = self._waiting, []
+        return batch
+
+
+class Feed:
+    """Who follows what: one training, or all of them (`None`)."""
+
+    def __init__(self) -> None:
+        self._followers: defaultdict[Key | None, set[Subscriber]] = defaultdict(set)
+
+    @contextlib.contextmanager
+    def subscribe(self, key: Key | None) -> Iterator[Subscriber]:
+        subscriber = Subscriber()
+        self._followers[key].add(subscriber)
+        try:
+            yield subscriber
+        finally:
+            self._followers[key].discard(subscriber)
+            if not self._followers[key]:
+                del self._followers[key]
+
+    def publish(self, change: Change) -> None:
+        for key in (change.training.key, None):
+            for subscriber in self._followers.get(key, ()):
+                subscriber.push(change)
+
+    def close(self) -> None:
+        for followers in self._followers.values():
+            for subscriber in followers:
+                subscriber.close()

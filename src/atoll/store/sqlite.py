@@ -1,0 +1,399 @@
+"""Trainings, events and tokens in one SQLite file, owned by one process.
+
+Every write takes a version from one growing counter and is kept in a change log, so a watcher can
+follow from any version still kept. The log is bounded in bytes; older versions raise `Gone`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from atoll.core.errors import Conflict, Gone, NotFound, Permanent, Temporary
+from atoll.core.model import encode
+from atoll.core.ports import Change, Key
+from atoll.core.status import Event, Status, Training
+from atoll.store.feed import Feed
+
+SCHEMA_VERSION = 1
+SCHEMA = """
+create table trainings (
+    namespace text not null, name text not null, uid text not null, version integer not null,
+    phase text not null, idempotency_key text, body blob not null, primary key (namespace, name));
+create unique index by_idempotency on trainings (namespace, idempotency_key);
+create table changes (
+    version integer primary key autoincrement, namespace text not null, name text not null,
+    is_removed integer not null, body blob not null);
+create table events (
+    id integer primary key autoincrement, uid text not null, at real not null, type text not null,
+    reason text not null, message text not null, count integer not null default 1);
+create index events_by_training on events (uid, at);
+create table tokens (
+    hash text primary key, namespace text not null, label text not null, created_at real not null);
+"""
+LOG_BYTES = 32 * 2**20
+EVENTS_KEPT = 1000
+
+Changes = list[Change]
+_training = msgspec.json.Decoder(Training)
+
+
+class SQLiteStore:
+    """The Store of `core/ports.py` on one file, and the tokens of its server."""
+
+    def __init__(self, path: Path | str, *, log_bytes: int = LOG_BYTES) -> None:
+        self._path = Path(path)
+        self._log_bytes = log_bytes
+        self._feed = Feed()
+        self._lock = _owned(self._path)
+        try:
+            with _explained(self._path):
+                self._db = sqlite3.connect(
+                    self._path, isolation_level=None, check_same_thread=False
+                )
+                self._prepare()
+                row = self._db.execute("select total(length(body)) from changes").fetchone()
+                self._logged_bytes = int(row[0])
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        self._feed.close()
+        self._db.close()
+        os.close(self._lock)
+
+    async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
+        with self._write() as changes:
+            made = self._made_by(training, idempotency_key)
+            if made is not None:
+                return made
+            stored = self._log(training, changes)
+            try:
+                self._db.execute(
+                    "insert into trainings values (?, ?, ?, ?, ?, ?, ?)",
+                    (*training.key, training.uid, stored.resource_version, stored.status.phase)
+                    + (idempotency_key, encode(stored)),
+                )
+            except sqlite3.IntegrityError as error:
+                raise Conflict(
+                    f"a training named {training.name!r} exists: choose another name, or delete it"
+                ) from error
+        return stored
+
+    async def get(self, key: Key) -> Training:
+        with _explained(self._path):
+            row = self._db.execute(
+                "select body from trainings where namespace = ? and name = ?", key
+            ).fetchone()
+        if row is None:
+            raise NotFound("training", key[1])
+        return _training.decode(row[0])
+
+    async def list(
+        self,
+        namespace: str | None = None,
+        *,
+        after: str = "",
+        limit: int = -1,
+        phase: str | None = None,
+        prefix: str = "",
+    ) -> Sequence[Training]:
+        with _explained(self._path):
+            rows = self._db.execute(
+                "select body from trainings where (?1 is null or namespace = ?1) and name > ?2 "
+                "and (?3 is null or phase = ?3) and substr(name, 1, length(?4)) = ?4 "
+                "order by name, namespace limit ?5",
+                (namespace, after, phase, prefix, limit),
+            ).fetchall()
+        return [_training.decode(row[0]) for row in rows]
+
+    async def count_by_phase(self) -> dict[str, int]:
+        with _explained(self._path):
+            return dict(self._db.execute("select phase, count(*) from trainings group by phase"))
+
+    async def update_spec(self, training: Training) -> Training:
+        with self._write() as changes:
+            current = self._current(training)
+            grown = current.spec != training.spec
+            return self._replace(
+                msgspec.structs.replace(
+                    current,
+                    spec=training.spec,
+                    deletion_requested_at=training.deletion_requested_at,
+                    generation=current.generation + grown,
+                ),
+                changes,
+            )
+
+    async def update_status(
+        self, training: Training, status: Status, events: Sequence[Event] = ()
+    ) -> Training:
+        with self._write() as changes:
+            current = self._current(training)
+            for event in events:
+                self._add_event(current.uid, event)
+            return self._replace(msgspec.structs.replace(current, status=status), changes)
+
+    async def remove(self, training: Training) -> None:
+        with self._write() as changes:
+            gone = self._db.execute(
+                "delete from trainings where namespace = ? and name = ? and uid = ?",
+                (*training.key, training.uid),
+            ).rowcount
+            if gone:
+                self._log(training, changes, is_removed=True)
+                self._db.execute("delete from events where uid = ?", (training.uid,))
+
+    async def record(self, key: Key, event: Event) -> None:
+        with self._write():
+            row = self._db.execute(
+                "select uid from trainings where namespace = ? and name = ?", key
+            ).fetchone()
+            if row is None:
+                raise NotFound("training", key[1])
+            self._add_event(row[0], event)
+
+    async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
+        training = await self.get(key)
+        with _explained(self._path):
+            rows = self._db.execute(
+                "select id, at, type, reason, message, count from events "
+                "where uid = ? and at >= ? order by at desc, id desc",
+                (training.uid, since or 0.0),
+            ).fetchall()
+        return [
+            Event(id=id, at=at, type=kind, reason=reason, message=message, count=count)
+            for id, at, kind, reason, message, count in rows
+        ]
+
+    async def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
+        self._check_kept(after)
+        with self._feed.subscribe(key) as live:
+            cursor = after
+            while True:
+                for change in self._logged(cursor, key):
+                    cursor = change.version
+                    yield change
+                while (batch := await live.next()) is not None:
+                    for change in batch:
+                        if change.version > cursor:
+                            cursor = change.version
+                            yield change
+                if live.is_closed:
+                    return
+                self._check_kept(cursor)  # fell so far behind that the log must be read again
+
+    async def version(self) -> int:
+        with _explained(self._path):
+            row = self._db.execute(
+                "select seq from sqlite_sequence where name = 'changes'"
+            ).fetchone()
+        return int(row[0]) if row else 0
+
+    async def add_token(self, hashed: str, namespace: str, label: str, now: float) -> None:
+        with self._write():
+            self._db.execute(
+                "insert or replace into tokens values (?, ?, ?, ?)", (hashed, namespace, label, now)
+            )
+
+    async def token_namespace(self, hashed: str) -> str | None:
+        with _explained(self._path):
+            row = self._db.execute(
+                "select namespace from tokens where hash = ?", (hashed,)
+            ).fetchone()
+        return str(row[0]) if row else None
+
+    async def tokens(self) -> Sequence[tuple[str, str, str, float]]:
+        """Hash, namespace, label and time of making, oldest first."""
+        with _explained(self._path):
+            return self._db.execute("select * from tokens order by created_at").fetchall()
+
+    async def remove_token(self, hash_prefix: str) -> int:
+        with self._write():
+            return self._db.execute(
+                "delete from tokens where substr(hash, 1, length(?1)) = ?1", (hash_prefix,)
+            ).rowcount
+
+    def _prepare(self) -> None:
+        self._db.execute("pragma journal_mode = wal")
+        self._db.execute("pragma synchronous = full")
+        found = self._db.execute("pragma user_version").fetchone()[0]
+        if found == 0:
+            self._db.executescript(
+                f"begin; {SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;"
+            )
+        elif found != SCHEMA_VERSION:
+            raise Permanent(
+                f"{self._path} has schema version {found}, this atoll knows {SCHEMA_VERSION}: "
+                "use the atoll that wrote it, or another state directory"
+            )
+
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[Changes]:
+        """One transaction; the changes put into the list are published once it is durable."""
+        changes: Changes = []
+        with _explained(self._path):
+            self._db.execute("begin immediate")
+            try:
+                yield changes
+                self._db.execute("commit")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("rollback")
+                raise
+        for change in changes:
+            self._feed.publish(change)
+        if self._logged_bytes > self._log_bytes:
+            self._trim()
+
+    def _made_by(self, training: Training, idempotency_key: str | None) -> Training | None:
+        if idempotency_key is None:
+            return None
+        row = self._db.execute(
+            "select body from trainings where namespace = ? and idempotency_key = ?",
+            (training.namespace, idempotency_key),
+        ).fetchone()
+        if row is None:
+            return None
+        made = _training.decode(row[0])
+        if made.name != training.name:
+            raise Conflict(
+                f"this idempotency key made the training {made.name!r}, not {training.name!r}"
+            )
+        return made
+
+    def _current(self, training: Training) -> Training:
+        row = self._db.execute(
+            "select body from trainings where namespace = ? and name = ? and uid = ?",
+            (*training.key, training.uid),
+        ).fetchone()
+        if row is None:
+            raise NotFound("training", training.name)
+        current = _training.decode(row[0])
+        if current.resource_version != training.resource_version:
+            raise Conflict(
+                f"training {training.name!r} was changed since version "
+                f"{training.resource_version}: read it again"
+            )
+        return current
+
+    def _replace(self, training: Training, changes: Changes) -> Training:
+        stored = self._log(training, changes)
+        self._db.execute(
+            "update trainings set version = ?, phase = ?, body = ? "
+            "where namespace = ? and name = ?",
+            (stored.resource_version, stored.status.phase, encode(stored), *stored.key),
+        )
+        return stored
+
+    def _log(self, training: Training, changes: Changes, *, is_removed: bool = False) -> Training:
+        """The training with the version that this write is given."""
+        body = encode(training)
+        version = self._db.execute(
+            "insert into changes (namespace, name, is_removed, body) values (?, ?, ?, ?)",
+            (*training.key, is_removed, body),
+        ).lastrowid
+        assert version is not None
+        self._logged_bytes += len(body)
+        stored = msgspec.structs.replace(training, resource_version=version)
+        changes.append(Change(version=version, training=stored, is_removed=is_removed))
+        return stored
+
+    def _logged(self, after: int, key: Key | None) -> Iterator[Change]:
+        namespace, name = key or (None, None)
+        while True:
+            with _explained(self._path):
+                rows = self._db.execute(
+                    "select version, is_removed, body from changes where version > ?1 and "
+                    "(?2 is null or (namespace = ?2 and name = ?3)) order by version limit 100",
+                    (after, namespace, name),
+                ).fetchall()
+            for version, is_removed, body in rows:
+                after = version
+                training = msgspec.structs.replace(_training.decode(body), resource_version=version)
+                yield Change(version=version, training=training, is_removed=bool(is_removed))
+            if len(rows) < 100:
+                return
+
+    def _check_kept(self, after: int) -> None:
+        with _explained(self._path):
+            oldest, newest = self._db.execute(
+                "select min(version), (select seq from sqlite_sequence where name = 'changes') "
+                "from changes"
+            ).fetchone()
+        first = (newest or 0) + 1 if oldest is None else oldest
+        if after < first - 1 or after > (newest or 0):
+            raise Gone(after, first - 1)
+
+    def _trim(self) -> None:
+        """The older half of the log is dropped; what trainings are now is kept elsewhere."""
+        with _explained(self._path):
+            self._db.execute(
+                "delete from changes where version <= (select version from changes "
+                "order by version limit 1 offset (select count(*) / 2 from changes))"
+            )
+            row = self._db.execute("select total(length(body)) from changes").fetchone()
+        self._logged_bytes = int(row[0])
+
+    def _add_event(self, uid: str, event: Event) -> None:
+        """Added, or counted onto the newest one if that says the same."""
+        last = self._db.execute(
+            "select id, type, reason, message from events where uid = ? order by id desc limit 1",
+            (uid,),
+        ).fetchone()
+        if last is not None and last[1:] == (event.type, event.reason, event.message):
+            self._db.execute(
+                "update events set count = count + 1, at = ? where id = ?", (event.at, last[0])
+            )
+            return
+        self._db.execute(
+            "insert into events (uid, at, type, reason, message) values (?, ?, ?, ?, ?)",
+            (uid, event.at, event.type, event.reason, event.message),
+        )
+        self._db.execute(
+            "delete from events where uid = ?1 and id <= (select id from events where uid = ?1 "
+            "order by id desc limit 1 offset ?2)",
+            (uid, EVENTS_KEPT),
+        )
+
+
+def _owned(path: Path) -> int:
+    """A lock that says this process alone uses the file; it ends with the process."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Permanent(f"cannot open {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise Permanent(
+            f"{path} is in use by process {owner}: one control plane a state directory"
+        ) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    return lock
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """SQLite's errors as ours. A full disk passes; a broken file does not."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if "full" in str(error) or "disk I/O" in str(error):
+            raise Temporary(f"cannot write {path}: {error}: free some space") from error
+        raise Permanent(f"cannot use {path}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.IntegrityError):
+            raise
+        raise Permanent(f"{path} is not a sound atoll store: {error}") from error

@@ -1,0 +1,131 @@
+"""One rank as a process: becoming it, and putting into words how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from atoll.core.journal import Attempt, Due, Record
+from atoll.remote import processes
+from atoll.remote.ranklog import LogWriter
+
+GO = b"g"
+SUPERVISOR_LOST = "SupervisorLost"
+
+
+class Process:
+    """A rank's running process: its pidfd, its output pipe, and what is being done to it."""
+
+    def __init__(self, attempt: Attempt, output: int, log: LogWriter) -> None:
+        self.attempt = attempt
+        self.pidfd = os.pidfd_open(attempt.pid)
+        self.output = output
+        self.log = log
+        self.is_stopping = False
+        self.kill_at: float | None = None  # monotonic
+        self.frozen_since: float | None = None  # monotonic
+        self.is_frozen = False
+
+
+def become_rank(
+    directory: Path,
+    gang: dict[str, Any],
+    due: Due,
+    supervisor: int,
+    limits: tuple[int, int],
+    *,
+    go: int,
+    output: int,
+    failures: int,
+) -> NoReturn:
+    """In a forked child: wait for the word, then be the user's command."""
+    reason, what = "CannotRun", ""
+    try:
+        os.setsid()
+        processes.die_with_parent(supervisor)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if os.read(go, 1) != GO:
+            os._exit(0)  # never journalled, so it must never run
+        what = gang["working_dir"] or str(directory)
+        os.chdir(what)
+        reason, what = "CommandNotFound", gang["command"][0]
+        os.execvpe(what, gang["command"], {**gang["env"], **_own(directory, gang, due)})
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            reason = "CannotRun"
+        text = f"{due.rank} {due.attempt} {reason} {what}: {error.strerror}"
+        os.write(failures, text.encode()[:1000] + b"\n")
+    finally:
+        os._exit(126 if reason == "CannotRun" else 127)
+
+
+def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
+    """The environment that differs from rank to rank and attempt to attempt."""
+    return {
+        **{name: str(due.rank) for name in gang["rank_variables"]},
+        "ATOLL_ATTEMPT": str(due.attempt),
+        "ATOLL_RESTARTS": str(due.restarts),
+        # Where torch's @record, and our own entry point, say when and why they failed.
+        "TORCHELASTIC_ERROR_FILE": str(directory / "errors" / f"{due.rank}.{due.attempt}.json"),
+    }
+
+
+def own_word(errors: Path, attempt: Attempt) -> dict[str, Any]:
+    """When and why the rank says it failed: it knows before its peers fall over it."""
+    try:
+        with (errors / f"{attempt.rank}.{attempt.attempt}.json").open("rb") as file:
+            said = json.loads(file.read(1 << 20))["message"]
+        failed_at = float(said["extraInfo"]["timestamp"])
+        return {"failedAt": failed_at, "message": str(said["message"]).splitlines()[-1][:500]}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return {}
+
+
+def start_record(attempt: Attempt) -> Record:
+    return {
+        "t": "start",
+        "rank": attempt.rank,
+        "attempt": attempt.attempt,
+        "restarts": attempt.restarts,
+        "pid": attempt.pid,
+        "born": attempt.born,
+        "at": attempt.started_at,
+    }
+
+
+def lost_record(attempt: Attempt, ended: dict[int, int]) -> Record:
+    record = exit_record(attempt, ended.get(attempt.pid), time.time())
+    if record["code"] in (None, 128 + signal.SIGKILL):
+        record["reason"] = SUPERVISOR_LOST
+        record["message"] = "the process that supervised this rank was killed"
+    return record
+
+
+def exit_record(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
+    """How an attempt ended, from its wait status; unknown where there is none."""
+    code = number = None
+    if status is not None:
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        code = 128 + number if number else os.WEXITSTATUS(status)
+    reason = "Unknown" if code is None else "Completed" if code == 0 else "Error"
+    return {
+        "t": "exit",
+        "rank": attempt.rank,
+        "attempt": attempt.attempt,
+        "code": code,
+        "signal": signal.Signals(number).name if number else None,
+        "reason": "Signal" if number else reason,
+        "stopped": False,
+        "at": at,
+    }
