@@ -13,7 +13,7 @@ from collections.abc import Sequence
 Points = Sequence[tuple[int, float]]  # bytes, Gbit/s
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 90, 24, 44, 56
-MOST_DECADES = 6
+MOST_DECADES, LEAST_RATE = 6, 1e-9
 WHITE, BLACK, GREY, BLUE = range(4)
 PALETTE = bytes([255, 255, 255, 30, 30, 30, 221, 221, 221, 31, 95, 191])
 
@@ -48,7 +48,7 @@ def plot_png(points: Points, title: str = "") -> bytes:
     canvas.text(LEFT, 14, title or "bandwidth against message size")
     canvas.text(LEFT + 180, HEIGHT - 18, "message size")
     canvas.text(8, 14, "Gbit/s")
-    low, high = _decades([rate for _, rate in points if rate > 0])
+    low, high = _decades([rate for _, rate in points if rate > LEAST_RATE])
     sizes = [size for size, _ in points] or [1, 2]
     first, last = math.log2(min(sizes)), max(math.log2(max(sizes)), math.log2(min(sizes)) + 1)
 
@@ -70,7 +70,7 @@ def plot_png(points: Points, title: str = "") -> bytes:
         canvas.text(min(x(size) - 4 * len(label), WIDTH - 8 * len(label)), HEIGHT - 44, label)
     canvas.line(LEFT, TOP, LEFT, HEIGHT - BOTTOM, BLACK)
     canvas.line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, BLACK)
-    dots = [(x(size), y(rate)) for size, rate in points if rate > 0]
+    dots = [(x(size), y(rate)) for size, rate in points if rate > LEAST_RATE]
     for (ax, ay), (bx, by) in zip(dots, dots[1:], strict=False):
         canvas.line(ax, ay, bx, by, BLUE, thick=True)
     for ax, ay in dots:
