@@ -15,8 +15,9 @@ import pytest
 
 from atoll.core.errors import Permanent, Temporary
 from atoll.remote.etcd import EtcdKeys, KeyChange
+from atoll.remote.local_rendezvous import find_etcd
 from atoll.worker import etcd_server
-from atoll.worker.etcd_server import find_etcd, start_etcd, stop_etcd
+from atoll.worker.etcd_server import start_etcd, stop_etcd
 
 SRC = Path(__file__).parents[2] / "src"
 

@@ -8,7 +8,6 @@ limits how many ranks may run at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import socket
@@ -19,37 +18,43 @@ from typing import Any
 
 from atoll.core.errors import Temporary
 from atoll.core.journal import Attempt
+from atoll.core.mesh import READY_DIR
 from atoll.core.ports import Key
+from atoll.core.rendezvous import ETCD_BACKEND, VARIABLES, needs_etcd
 from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
 from atoll.executors.supervision import Supervision
+from atoll.remote.local_rendezvous import find_etcd, read_rendezvous
 from atoll.remote.ranklog import read_log, tail_offset
 
 # The control plane's own secrets and addresses are none of a rank's business.
 WITHHELD = ("ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
-PORTS = range(20_000, 30_000)  # below the range from which the kernel lends ports to clients
 
 
 def render_gang(
-    training: Training, wish: Wish, *, directory: Path, host: str, port: int, base: dict[str, str]
+    training: Training, wish: Wish, *, directory: Path, host: str, etcd: str, base: dict[str, str]
 ) -> dict[str, Any]:
-    """The document a shim works from."""
+    """The document a shim works from. `etcd` is the program to run, if one is needed."""
     spec = training.spec
     uri = spec.rendezvous.uri or f"file://{directory}/rendezvous"
-    shared = gang_environment(
-        training, host=host, master="127.0.0.1", port=port, rendezvous_uri=uri
-    )
+    shared = gang_environment(training, host=host, master="127.0.0.1", port=0, rendezvous_uri=uri)
+    # The shim leases the port and knows the endpoints; what the user has set stays.
+    unset = [name for name in VARIABLES if name not in {**spec.nccl_env, **spec.env}]
     return {
         "uid": training.uid,
         "size": wish.size,
         "redo": {str(rank): attempt for rank, attempt in wish.redo.items()},
         "command": render_command(training, directory),
-        "env": {**base, **shared},
+        "env": {k: v for k, v in {**base, **shared}.items() if k not in unset},
         "rank_variables": [*RANK_VARIABLES, "LOCAL_RANK"],
         "working_dir": spec.working_dir,
         "max_restarts": spec.max_restarts,
         "stop_grace_s": spec.stop_grace_s,
-        "port": port,
+        "rendezvous": {
+            "backend": spec.rendezvous.backend,
+            "etcd": etcd,
+            "keys": [f"{READY_DIR}/{host}"],  # one host reaches all of its own
+        },
     }
 
 
@@ -133,14 +138,15 @@ class LocalExecutor:
                 raise Temporary("the room was taken by another training", retry_after_s=0.1)
             self._held[training.uid] = wish.size
             self._place_source(training, gang.directory)
-            port = gang.gang().get("port") or self._pick_port(training.uid)
+            rendezvous = training.spec.rendezvous.backend
+            needs = needs_etcd(rendezvous, has_mesh=training.spec.mesh)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
             document = render_gang(
                 training,
                 wish,
                 directory=gang.directory,
                 host=self._host,
-                port=port,
+                etcd=find_etcd() if needs else "",
                 base=gang.gang().get("env", base) if gang.is_asked() else base,
             )
             await gang.wish(document)
@@ -164,7 +170,7 @@ class LocalExecutor:
             is_supervised=is_supervised,
             room=self._shown_room(room),
             message=self._room_message() if self._shown_room(room) is not None else "",
-            rendezvous_endpoint=f"127.0.0.1:{gang.gang().get('port', 0)}",
+            rendezvous_endpoint=self._endpoint(training),
         )
 
     async def stop(self, training: Training) -> None:
@@ -259,14 +265,11 @@ class LocalExecutor:
             draft.write_bytes(source.content)
             draft.replace(path)
 
-    def _pick_port(self, uid: str) -> int:
-        first = int.from_bytes(uid.encode()[-4:], "big") % len(PORTS)
-        for step in range(len(PORTS)):
-            port = PORTS[(first + step) % len(PORTS)]
-            with contextlib.suppress(OSError), socket.socket() as probe:
-                probe.bind(("0.0.0.0", port))
-                return port
-        raise Temporary("no free port for the rendezvous")
+    def _endpoint(self, training: Training) -> str:
+        found = read_rendezvous(self._root / training.uid)
+        if training.spec.rendezvous.backend == ETCD_BACKEND:
+            return str(found.get("etcd", ""))
+        return f"127.0.0.1:{found['ports'][0]}" if found.get("ports") else ""
 
 
 def _ranks_in(folder: Path, wanted: Sequence[int] | None) -> list[int]:

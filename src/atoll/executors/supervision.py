@@ -27,6 +27,7 @@ SHIM = (
     "import sys; sys.path.insert(0, sys.argv[1]); from atoll.worker.shim import main; "
     "main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))"
 )
+FILES = ("journal", "gang.json", "control", "lock", "keeper", "shim.log")
 KEEPER_STUCK_S = 3.0
 ACCEPT_TIMEOUT_S = 10.0
 
@@ -105,9 +106,9 @@ class Supervision:
         while self.is_supervised():
             await self._wait(0.05)
         self._hang_up()
-        for name in ("journal", "gang.json", "control", "lock", "keeper", "shim.log"):
+        for name in ("rendezvous.json", "etcd.log", *FILES):
             (self.directory / name).unlink(missing_ok=True)
-        for name in ("errors", "source"):
+        for name in ("errors", "source", "etcd"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def close(self) -> None:
@@ -155,7 +156,9 @@ class Supervision:
     async def _wait(self, seconds: float) -> None:
         self._heard.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._heard.wait(), seconds)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes with the event.
+            async with asyncio.timeout(seconds):
+                await self._heard.wait()
 
     def _hang_up(self) -> None:
         if self._line is not None:

