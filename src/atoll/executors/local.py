@@ -163,7 +163,7 @@ class LocalExecutor:
                 wish,
                 directory=gang.directory,
                 host=self._host,
-                etcd=find_etcd() if _needs_etcd(training) else "",
+                etcd=_etcd_program(training, gang),
                 base=gang.gang().get("env", base) if gang.is_asked() else base,
             )
             await gang.wish(document)
@@ -320,6 +320,14 @@ class LocalExecutor:
 def _needs_etcd(training: Training) -> bool:
     spec = training.spec
     return needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh)
+
+
+def _etcd_program(training: Training, gang: Supervision) -> str:
+    """The one it was started with, for as long as it runs. Raises Permanent if there is none."""
+    if not _needs_etcd(training):
+        return ""
+    known: str = gang.gang().get("rendezvous", {}).get("etcd", "")
+    return known or find_etcd()
 
 
 def _holds(gang: Supervision) -> int:
