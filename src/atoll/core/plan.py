@@ -249,8 +249,13 @@ def _alive(status: Status, seen: Seen, now: float) -> int:
         return alive + _may_be_late(status, now)
     if seen.wish != status.asked:
         return alive + 1  # what came of the newest wish is not known yet
-    settled = sum(r.rank < seen.wish.size and r.phase != "Pending" for r in ranks)
-    return alive + seen.wish.size - settled
+    return alive + seen.wish.size - sum(_is_settled(r, seen.wish) for r in ranks)
+
+
+def _is_settled(found: RankStatus, wish: Wish) -> bool:
+    """Whether an executor that keeps `wish` will leave the rank, or its end, as it is."""
+    is_redone = found.attempt <= wish.redo.get(found.rank, -1)
+    return found.rank < wish.size and found.phase != "Pending" and not is_redone
 
 
 def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
