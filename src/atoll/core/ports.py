@@ -76,8 +76,16 @@ class Store(Protocol):
     async def get(self, key: Key) -> Training:
         """Raises NotFound."""
 
-    async def list(self, namespace: str | None = None) -> Sequence[Training]:
-        """All of them, by name."""
+    async def list(
+        self,
+        namespace: str | None = None,
+        *,
+        after: str = "",
+        limit: int = -1,
+        phase: str | None = None,
+        prefix: str = "",
+    ) -> Sequence[Training]:
+        """By name: those after the name `after`, at most `limit`, in that phase, so beginning."""
 
     async def update_spec(self, training: Training) -> Training:
         """Spec and deletion mark written, unless something was since `training` was read: Conflict.

@@ -131,6 +131,7 @@ class Source(SpecModel, frozen=True):
     kind: SourceKind
     content: bytes
     filename: str = "source.py"
+    directory: str | None = None  # where its modules are, if the rank can see that directory
 
     def __post_init__(self) -> None:
         check_choice("source.kind", self.kind, SourceKind)
@@ -138,6 +139,9 @@ class Source(SpecModel, frozen=True):
             raise ValidationError("source", self.content, "expected code, got nothing")
         if "/" in self.filename or self.filename in ("", ".", "..") or "\0" in self.filename:
             raise ValidationError("source.filename", self.filename, "expected a plain file name")
+        where = self.directory
+        if where is not None and (not where.startswith("/") or "\0" in where):
+            raise ValidationError("source.directory", where, "expected an absolute path")
 
 
 class TrainingSpec(SpecModel, frozen=True):

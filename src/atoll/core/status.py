@@ -187,6 +187,16 @@ class Training(Model, frozen=True):
         return self.namespace, self.spec.name
 
 
+class TrainingList(
+    Model, frozen=True, rename={"resource_version": "resourceVersion", "continue_": "continue"}
+):
+    """One page. `continue` is there when there are more; watch from `resource_version`."""
+
+    items: list[Training]
+    resource_version: int
+    continue_: str | None = None
+
+
 class Event(Model, frozen=True):
     """Something worth telling, as it happened."""
 

@@ -60,6 +60,8 @@ def render_command(training: Training, directory: Path) -> list[str]:
     else:
         payload = str(directory / "source" / spec.source.filename)
         entry = [sys.executable, "-m", "atoll.worker.entrypoint"]
+        if spec.source.directory is not None:
+            entry += ["--from", spec.source.directory]
         command = [*entry, spec.source.kind, payload, *spec.args]
     if spec.pip_packages:
         prepare = [sys.executable, "-m", "atoll.worker.prepare", str(directory / "packages")]

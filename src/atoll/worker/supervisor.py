@@ -337,6 +337,7 @@ class Supervisor:
             client.setblocking(False)
             self._clients[client.fileno()] = client
             self._epoll.register(client.fileno(), select.EPOLLIN)
+            client.send(b"j")  # what was journalled while it waited to be let in
 
     def _hear(self, fd: int) -> None:
         """Any byte means: there is a new wish."""
