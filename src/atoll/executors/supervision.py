@@ -104,6 +104,8 @@ class Supervision:
             await self.wish({**self.gang(), "size": 0, "stop_grace_s": 0.0})
         while self.is_supervised():
             await self._wait(0.05)
+        if self._keeper is not None:
+            self._keeper.wait()  # its lock is free: it is ending
         self._hang_up()
         for name in ("journal", "gang.json", "control", "lock", "keeper", "shim.log"):
             (self.directory / name).unlink(missing_ok=True)
