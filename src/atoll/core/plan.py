@@ -37,10 +37,6 @@ class Apply(NamedTuple):
     wish: Wish
 
 
-class Stop(NamedTuple):
-    pass
-
-
 class Release(NamedTuple):
     pass
 
@@ -49,7 +45,7 @@ class Forget(NamedTuple):
     """The logs and the record go too."""
 
 
-Action = Apply | Stop | Release | Forget
+Action = Apply | Release | Forget
 
 
 class Plan(NamedTuple):
@@ -111,19 +107,29 @@ def _decided(
         reason, message = _reason_to_fail(training, status, seen, now)
         status = replace(status, failing=reason, failing_message=message)
     if is_cancelling or status.failing:
-        must_stop = seen.wish is not None and seen.wish.size > 0
-        return status, (Stop(),) if must_stop else ()
+        is_held = seen.wish is not None and _alive(status, seen, now) > 0
+        return _asking(status, seen, 0, now) if is_held else (status, ())
     if status.gate_opened_at is None and _may_start(training, seen, now):
         status = replace(status, gate_opened_at=now)
     if status.gate_opened_at is None:
         return status, ()
+    if seen.wish is None and status.has_run:
+        return status, ()  # either late or lost; asking again would start ranks twice
     size = world.target if seen.room is None else min(world.target, seen.room)
-    wish = Wish(size=size, redo={r: a for r, a in status.redo.items() if r < size})
-    is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
-    if size == 0 or (seen.wish == wish and (seen.is_supervised or not is_work_left)):
-        return status, ()
+    return _asking(status, seen, size, now) if size else (status, ())
+
+
+def _asking(status: Status, seen: Seen, size: int, now: float) -> tuple[Status, tuple[Action, ...]]:
+    """The wish for `size` ranks, and the asking if it is not already being carried out."""
+    redo = {rank: attempt for rank, attempt in status.redo.items() if rank < size}
+    wish = status.asked
+    if wish is None or (wish.size, wish.redo) != (size, redo):
+        wish = Wish(version=wish.version + 1 if wish else 1, size=size, redo=redo)
     asked_at = now if status.asked_at is None else status.asked_at
-    return replace(status, asked_at=asked_at), (Apply(wish),)
+    status = replace(status, asked=wish, asked_at=asked_at)
+    is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
+    is_kept = seen.wish == wish and (seen.is_supervised or not is_work_left)
+    return status, () if is_kept else (Apply(wish),)
 
 
 def _concluded(training: Training, status: Status, seen: Seen, now: float) -> Status:
@@ -194,6 +200,8 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
     spec, world = training.spec, training.spec.world_size
     if seen.fault:
         return "ExecutorRefused", seen.fault
+    if seen.wish is None and status.has_run and not _may_be_late(status, now):
+        return "ExecutorLost", f"the {spec.executor} executor has lost all record of the ranks"
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
     if lost and world.target - len(lost) < world.min:
         return "RankFailed", ""
@@ -215,12 +223,19 @@ def _is_redone(found: RankStatus, redo: dict[int, int], target: int) -> bool:
     return found.rank < target and found.attempt <= redo.get(found.rank, -1)
 
 
+def _may_be_late(status: Status, now: float) -> bool:
+    """Whether a look that shows nothing may be from before the executor was asked."""
+    return status.asked_at is not None and now < status.asked_at + STALE_S
+
+
 def _alive(status: Status, seen: Seen, now: float) -> int:
     """Ranks that live, plus those that may still come to life under the accepted wish."""
     ranks = (*status.ranks, *status.retired)
     alive = sum(r.is_alive for r in ranks)
-    if seen.wish is None:  # never asked, or too early to believe that nothing came of it
-        return alive + (status.asked_at is not None and now < status.asked_at + STALE_S)
+    if seen.wish is None:
+        return alive + _may_be_late(status, now)
+    if seen.wish != status.asked:
+        return alive + 1  # what came of the newest wish is not known yet
     settled = sum(r.rank < seen.wish.size and r.phase != "Pending" for r in ranks)
     return alive + seen.wish.size - settled
 

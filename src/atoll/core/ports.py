@@ -21,20 +21,18 @@ class Executor(Protocol):
     name: str
 
     async def apply(self, training: Training, wish: Wish) -> None:
-        """Ranks `0..size-1` are being started or kept; higher ones are being stopped.
+        """Ranks `0..size-1` are being started or kept; higher ones are being stopped, politely for
+        the spec's grace. Size 0 stops them all; what is known of them is kept.
 
+        A wish older than the one in force, by its version, changes nothing.
         A failed rank is started again until `max_restarts` is used up. Returns once the wish is
-        durable where it will be carried out.
+        durable where it will be carried out. Raises Permanent where it can never be, and where
+        `training.status.has_run` but there is no record of it: it would run twice. (Size 0 is
+        then already true.)
         """
 
     async def observe(self, training: Training) -> Seen:
         """The whole gang, in one question to the backend. Raises Temporary when it cannot tell."""
-
-    async def stop(self, training: Training) -> None:
-        """The wish is size 0: every rank is being stopped, politely for the spec's grace.
-
-        Nothing starts any more. What is known of the ranks is kept.
-        """
 
     async def release(self, training: Training) -> None:
         """Only logs of the training are left with the backend. Already gone is success."""

@@ -55,6 +55,7 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
         attempt=look.attempt,
         restarts=look.restarts,
         started_at=look.started_at,
+        metered_s=look.earlier_s or after.metered_s,
         exit=None,
     )
     return after if look.exit is None else _ended(after, look.exit)

@@ -139,6 +139,18 @@ class BenchStatus(Model, frozen=True):
     completed_at: float | None = None
 
 
+class Wish(Model, frozen=True):
+    """What an executor keeps: ranks `0..size-1`. Size 0 is: stop them all.
+
+    `redo` names attempts that no longer count: such a rank starts anew, its budget whole.
+    Versions grow, so an older look is told from a newer one.
+    """
+
+    version: int
+    size: int
+    redo: dict[int, int] = {}
+
+
 class Status(Model, frozen=True):
     """All that is known of a training. Written by the controller alone, once a pass."""
 
@@ -158,12 +170,18 @@ class Status(Model, frozen=True):
     failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
     failing_message: str = ""
     asked_at: float | None = None  # when the executor was first asked for ranks
+    asked: Wish | None = None  # the newest wish
     redo: dict[int, int] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
     world_size_history: list[WorldPoint] = []
     last_resize: Resize | None = None
     is_released: bool = False  # the executor holds nothing of it any more
     rendezvous_endpoint: str = ""
     bench: BenchStatus = BenchStatus()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any rank was ever seen to start."""
+        return any(r.attempt >= 0 for r in (*self.ranks, *self.retired))
 
 
 class Training(Model, frozen=True):
@@ -219,22 +237,13 @@ class SeenRank(Model, frozen=True):
     attempt: int = 0
     restarts: int = 0  # since this rank was last wanted
     started_at: float | None = None
+    earlier_s: float = 0.0  # how long the attempts before this one ran
     exit: Exit | None = None
     pod_name: str = ""
     host: str | None = None
     provider: str | None = None
     region: str | None = None
     message: str = ""
-
-
-class Wish(Model, frozen=True):
-    """What an executor keeps: ranks `0..size-1`. Size 0 is: stop them all.
-
-    `redo` names attempts that no longer count: such a rank starts anew, its budget whole.
-    """
-
-    size: int
-    redo: dict[int, int] = {}
 
 
 class Seen(Model, frozen=True):

@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import Temporary
-from atoll.core.journal import Attempt
+from atoll.core.errors import Permanent, Temporary
+from atoll.core.journal import Attempt, GangState
 from atoll.core.ports import Key
 from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
@@ -27,6 +27,7 @@ from atoll.remote.ranklog import read_log, tail_offset
 
 # The control plane's own secrets and addresses are none of a rank's business.
 WITHHELD = ("ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
+LINE_BYTES = 1 << 20  # a longer line comes in pieces
 PORTS = range(20_000, 30_000)  # below the range from which the kernel lends ports to clients
 
 
@@ -41,6 +42,7 @@ def render_gang(
     )
     return {
         "uid": training.uid,
+        "version": wish.version,
         "size": wish.size,
         "redo": {str(rank): attempt for rank, attempt in wish.redo.items()},
         "command": render_command(training, directory),
@@ -76,10 +78,17 @@ def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
         attempt=attempt.attempt,
         restarts=attempt.restarts,
         started_at=attempt.started_at,
+        earlier_s=attempt.earlier_s,
         exit=_exit(attempt),
         pod_name=f"{name}-{attempt.rank}",
         host=host,
     )
+
+
+def _wish(state: GangState) -> Wish | None:
+    if state.size is None:
+        return None
+    return Wish(version=state.version, size=state.size, redo=dict(state.redo))
 
 
 def _exit(attempt: Attempt) -> Exit | None:
@@ -110,6 +119,7 @@ class LocalExecutor:
         self._gangs: dict[str, Supervision] = {}
         self._held: dict[str, int] = {}  # ranks admitted, by training
         self._waiting: dict[str, Key] = {}  # trainings that found too little room
+        self._ports: dict[str, int] = {}  # given to a training, which may not listen there yet
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
 
     async def start(self, known: Iterable[str]) -> None:
@@ -118,10 +128,13 @@ class LocalExecutor:
         for uid in os.listdir(self._root) if self._root.is_dir() else ():
             gang = Supervision(self._root / uid, lambda: None)
             if uid not in known:
-                await gang.clear()
-                shutil.rmtree(self._root / uid, ignore_errors=True)
-            elif size := gang.gang().get("size"):
-                self._held[uid] = size
+                # One that cannot be cleared now is met again at the next start.
+                with contextlib.suppress(Temporary):
+                    await gang.clear()
+                    shutil.rmtree(self._root / uid, ignore_errors=True)
+            elif gang.is_asked():
+                self._held[uid] = _holds(gang)
+                self._ports[uid] = gang.gang()["port"]
 
     async def close(self) -> None:
         """Ranks and shims go on; only the lines to them are dropped."""
@@ -131,11 +144,16 @@ class LocalExecutor:
     async def apply(self, training: Training, wish: Wish) -> None:
         gang = self._gang(training)
         async with gang.turn:
+            if wish.size == 0 and not gang.is_asked():
+                return
+            if training.status.has_run and not gang.is_asked():
+                raise Permanent(f"{gang.directory} is gone, and with it all record of the ranks")
             if wish.size > self._room(training.uid):
                 raise Temporary("the room was taken by another training", retry_after_s=0.1)
-            self._held[training.uid] = wish.size
+            self._held[training.uid] = max(wish.size, _holds(gang))
             self._place_source(training, gang.directory)
             port = gang.gang().get("port") or self._pick_port(training.uid)
+            self._ports[training.uid] = port
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
             document = render_gang(
                 training,
@@ -157,23 +175,18 @@ class LocalExecutor:
             return Seen(room=self._shown_room(room), message=self._room_message())
         is_supervised = gang.is_supervised()
         state = gang.state
+        self._give_back(training.uid, _holds(gang))
         room = self._room(training.uid)
         if self._slots is not None and room < training.spec.world_size.target:
             self._waiting[training.uid] = training.key
         return Seen(
             ranks=[seen_rank(training.name, self._host, a) for a in state.attempts.values()],
-            wish=None if state.size is None else Wish(size=state.size, redo=dict(state.redo)),
+            wish=_wish(state),
             is_supervised=is_supervised,
             room=self._shown_room(room),
             message=self._room_message() if self._shown_room(room) is not None else "",
             rendezvous_endpoint=f"127.0.0.1:{gang.gang().get('port', 0)}",
         )
-
-    async def stop(self, training: Training) -> None:
-        gang = self._gang(training)
-        async with gang.turn:
-            if gang.is_asked():
-                await gang.wish({**gang.gang(), "size": 0})
 
     async def release(self, training: Training) -> None:
         gang = self._gang(training)
@@ -182,6 +195,7 @@ class LocalExecutor:
         self._gangs.pop(training.uid, None)
         self._held.pop(training.uid, None)
         self._waiting.pop(training.uid, None)
+        self._ports.pop(training.uid, None)
         self._tell_waiting()
 
     async def purge(self, training: Training) -> None:
@@ -218,6 +232,9 @@ class LocalExecutor:
                     *lines, partial[rank] = (partial.get(rank, b"") + data).split(b"\n")
                     for line in lines:
                         yield LogLine(rank=rank, text=line.decode("utf-8", errors="replace"))
+                    if len(partial[rank]) >= LINE_BYTES:
+                        text = partial.pop(rank).decode("utf-8", errors="replace")
+                        yield LogLine(rank=rank, text=text)
             if is_last:
                 break
             pause_s = 0.02 if is_new else min(pause_s * 1.5, 0.2)
@@ -238,6 +255,12 @@ class LocalExecutor:
         if self._slots is None:
             return sys.maxsize
         return self._slots - sum(held for other, held in self._held.items() if other != uid)
+
+    def _give_back(self, uid: str, needed: int) -> None:
+        """Room is free only once the ranks that were scaled away are gone."""
+        if needed < self._held.get(uid, 0):
+            self._held[uid] = needed
+            self._tell_waiting()
 
     def _shown_room(self, room: int) -> int | None:
         return None if self._slots is None else max(room, 0)
@@ -263,12 +286,21 @@ class LocalExecutor:
 
     def _pick_port(self, uid: str) -> int:
         first = int.from_bytes(uid.encode()[-4:], "big") % len(PORTS)
+        taken = set(self._ports.values())
         for step in range(len(PORTS)):
             port = PORTS[(first + step) % len(PORTS)]
+            if port in taken:
+                continue
             with contextlib.suppress(OSError), socket.socket() as probe:
                 probe.bind(("0.0.0.0", port))
                 return port
         raise Temporary("no free port for the rendezvous")
+
+
+def _holds(gang: Supervision) -> int:
+    """Ranks that a gang has, or may have under its wish."""
+    wanted: int = gang.gang().get("size", 0)
+    return max([wanted, *(attempt.rank + 1 for attempt in gang.state.alive())])
 
 
 def _ranks_in(folder: Path, wanted: Sequence[int] | None) -> list[int]:

@@ -1,0 +1,158 @@
+"""Store, local executor and controller as a process of their own, for tests that kill it.
+
+Speaks JSON lines on its standard input and output. `ATOLL_TEST_CRASH=call:when:nth` makes it
+SIGKILL itself just before or after the nth such call, as in `update_status:after:2`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atoll.controller.loop import Controller
+from atoll.core.errors import AtollError, Conflict
+from atoll.core.ports import Executor, Store
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import Training
+from atoll.executors.local import LocalExecutor
+from atoll.store.sqlite import SQLiteStore
+
+
+class Crashing:
+    """Passes every call on; at the one named, the process is killed instead of going on."""
+
+    def __init__(self, inner: Any, call: str, when: str, nth: int) -> None:
+        self._inner, self._call, self._when, self._left = inner, call, when, nth
+
+    def __getattr__(self, name: str) -> Any:
+        wrapped = getattr(self._inner, name)
+        if name != self._call:
+            return wrapped
+
+        async def called(*args: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left == 0 and self._when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = await wrapped(*args, **options)
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return called
+
+
+class Plane:
+    def __init__(self, store: Any, executor: Any) -> None:
+        self.store, self.executor = store, executor
+
+    async def ping(self) -> int:
+        return os.getpid()
+
+    async def create(self, spec: Any, key: str) -> Training:
+        training = Training(
+            namespace="default",
+            uid=uuid.uuid4().hex,
+            created_at=time.time(),
+            spec=msgspec.convert(spec, TrainingSpec),
+        )
+        return await self.store.create(training, idempotency_key=key)
+
+    async def get(self, name: str) -> Training:
+        return await self.store.get(("default", name))
+
+    async def names(self) -> list[str]:
+        return [t.name for t in await self.store.list()]
+
+    async def ask(self, name: str, change: dict[str, Any]) -> Training:
+        """Scale or cancel, whatever else is being written meanwhile."""
+        while True:
+            training = await self.get(name)
+            spec = training.spec
+            if "target" in change:
+                world = msgspec.structs.replace(spec.world_size, target=change["target"])
+                spec = msgspec.structs.replace(spec, world_size=world)
+            if change.get("cancel"):
+                spec = msgspec.structs.replace(spec, cancel=True)
+            wanted = msgspec.structs.replace(training, spec=spec)
+            if change.get("delete"):
+                wanted = msgspec.structs.replace(wanted, deletion_requested_at=time.time())
+            try:
+                return await self.store.update_spec(wanted)
+            except Conflict:
+                continue
+
+    async def changed(self, name: str, after: int, within_s: float) -> Training:
+        """The training once it is newer than `after`, or as it is when time is up."""
+        key = ("default", name)
+        training = await self.store.get(key)
+        if training.resource_version > after:
+            return training
+        try:
+            async with asyncio.timeout(within_s):
+                async for change in self.store.watch(training.resource_version, key):
+                    return await self.store.get(change.training.key)
+        except TimeoutError:
+            pass
+        return await self.store.get(key)
+
+    async def events(self, name: str) -> Any:
+        return await self.store.events(("default", name))
+
+    async def log_bytes(self, name: str, rank: int) -> int:
+        training = await self.get(name)
+        return sum(
+            [len(line.text) + 1 async for line in self.executor.logs(training, ranks=[rank])]
+        )
+
+    async def log_lines(self, name: str, tail: int | None = None) -> Any:
+        training = await self.get(name)
+        return [line async for line in self.executor.logs(training, tail=tail)]
+
+
+async def answer(plane: Plane, line: bytes) -> None:
+    request = msgspec.json.decode(line)
+    try:
+        said = {"ok": await getattr(plane, request["op"])(**request["with"])}
+    except AtollError as error:
+        said = {"error": type(error).__name__, "text": str(error)}
+    sys.stdout.buffer.write(msgspec.json.encode({"id": request["id"], **said}) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def main(state: Path, slots: int | None) -> None:
+    store: Store = SQLiteStore(state / "atoll.db")
+    local = LocalExecutor(state / "trainings", slots=slots)
+    await local.start([t.uid for t in await store.list()])
+    executor: Executor = local
+    if crash := os.environ.pop("ATOLL_TEST_CRASH", ""):
+        call, when, nth = crash.split(":")
+        store = Crashing(store, call, when, int(nth))
+        executor = Crashing(executor, call, when, int(nth))
+    running = asyncio.create_task(Controller(store, {"local": executor}).run())
+    running.add_done_callback(lambda task: os._exit(3) if not task.cancelled() else None)
+    plane = Plane(store, executor)
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    answers: set[asyncio.Task[None]] = set()
+    while line := await reader.readline():
+        task = asyncio.create_task(answer(plane, line))
+        answers.add(task)
+        task.add_done_callback(answers.discard)
+    os._exit(0)  # the test is gone; ranks go on, as they would
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None))
+    except AtollError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
