@@ -42,6 +42,8 @@ class Fixed:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValidationError("url", url, "expected http://host:port or https://host")
+        if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
+            raise ValidationError("token", "…", "expected one line of printable characters")
         self._address = Address(url.rstrip("/"), token)
 
     def address(self) -> Address:

@@ -85,16 +85,20 @@ def spec_of(name: str, options: Options) -> TrainingSpec:
 
     if "cpu" in given and isinstance(given["cpu"], int | float):
         given["cpu"] = f"{given['cpu']:g}"
-    resources = Resources(
-        **_listed(take("cpu", "memory", "gpu_count", "gpu_models", "min_gpu_memory_gb"))
-    )
+    sections: dict[str, Any] = {
+        "resources": Resources(
+            **_listed(take("cpu", "memory", "gpu_count", "gpu_models", "min_gpu_memory_gb"))
+        ),
+        "bench": _bench(take("bench", "bench_placement", "bench_require_gbps")),
+        "rendezvous": _rendezvous(take("rendezvous_backend", "rendezvous_uri")),
+    }
+    # A section that says nothing new is not sent at all.
+    changed = {name: part for name, part in sections.items() if part != type(part)()}
     return TrainingSpec(
         name=name,
         world_size=_world_size(given.pop("world_size", 1)),
         source=_source(given.pop("source", None)),
-        resources=resources,
-        bench=_bench(take("bench", "bench_placement", "bench_require_gbps")),
-        rendezvous=_rendezvous(take("rendezvous_backend", "rendezvous_uri")),
+        **changed,
         **_listed(_placed(given)),
     )
 

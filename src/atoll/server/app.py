@@ -45,8 +45,8 @@ def create_app(
     `more` are further rows, documented like the native ones; `handlers` further routes, such as
     files. Call `streams.close()` when shutdown begins, so that open watches end.
     """
-    gauges = gauges or Gauges()
-    plane = Plane(store, executors, streams or Streams())
+    gauges = Gauges() if gauges is None else gauges
+    plane = Plane(store, executors, Streams() if streams is None else streams)
     rows = (*api.NATIVE, *health.operations(gauges), *more)
 
     @cache

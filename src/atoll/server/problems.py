@@ -52,9 +52,12 @@ def on_atoll_error(request: Request[Any, Any, Any], error: errors.AtollError) ->
 def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
     """What the framework refuses by itself: no such path, no such method, too large a body."""
     headers = dict(error.headers or {})
+    detail = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 413:
         headers["Connection"] = "close"
-    detail = f"{request.method} {request.url.path}: {error.detail}"
+        limit = request.app.request_max_body_size
+        size = f"{limit / 2**20:g} MiB" if isinstance(limit, int) else "less"
+        detail = f"the body is too large: expected at most {size}"
     title = type(error).__name__.removesuffix("Exception")
     return problem_response(
         Problem(title=title, status=error.status_code, detail=detail), **headers
