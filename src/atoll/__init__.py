@@ -6,7 +6,10 @@ Names load on first use, so that importing atoll in a rank costs nothing.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # there is a module of that name too, for `python -m`
+    from atoll.worker.mesh import mesh_wait as mesh_wait
 
 __version__ = "0.1.0"
 
