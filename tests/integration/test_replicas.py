@@ -16,7 +16,7 @@ import pytest
 from atoll import LocalProcessExecutor, ReplicaHandle
 from atoll.core.errors import NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import Training
+from atoll.core.status import Training, Wish
 from atoll.executors import replica_guard
 from atoll.executors.local import LocalExecutor
 from atoll.remote import processes
@@ -277,10 +277,10 @@ def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cance
     class Refusing(LocalExecutor):
         is_refusing = True
 
-        async def stop(self, training: Training) -> None:
-            if self.is_refusing:
+        async def apply(self, training: Training, wish: Wish) -> None:
+            if self.is_refusing and wish.size == 0:
                 raise Permanent("403 forbidden")
-            await super().stop(training)
+            await super().apply(training, wish)
 
     class Library(LocalProcessExecutor):
         def make_executor(self) -> Executor:
@@ -291,8 +291,11 @@ def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cance
         until(lambda: executor.poll(handles[0]) == "running")
         with pytest.raises(Permanent, match="403"):
             executor.cancel(handles[0])
-        assert executor.poll(handles[0]) == "running"
+        (report,) = executor.collect(handles, timeout=0)
+        assert report["status"] == "running"
         executor._gangs.executor.is_refusing = False  # type: ignore[attr-defined]
+        executor.cancel(handles[0])
+        assert executor.poll(handles[0]) == "cancelled"
 
 
 def test_one_question_answers_for_the_whole_gang(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, NotFound, Temporary
-from atoll.core.plan import Apply, Release, Stop, plan
+from atoll.core.plan import Apply, Release, plan
 from atoll.core.ports import Executor, Key
 from atoll.core.status import Training
 
@@ -34,6 +34,7 @@ class Gang:
         self.training = training
         self.fault: Exception | None = None  # why the last pass failed
         self.results: dict[int, Any] = {}
+        self.turn = asyncio.Lock()  # one pass at a time
         self.woken = asyncio.Event()
         self.moved = asyncio.Event()
         self.driver: asyncio.Task[None] | None = None
@@ -88,14 +89,18 @@ class Gangs:
         self._loop.close()
 
     async def cancel(self, gang: Gang) -> None:
-        """Stopping; and stopped, if the backend does it within the grace."""
+        """Stopping; and stopped, if the backend does it within the grace.
+
+        Raises when the backend did not take it; that is tried again, unasked.
+        """
         if gang.is_over:
             return
-        with contextlib.suppress(NotFound, Conflict):  # gone, or going
-            await self.executor.stop(gang.training)
-        cancelled = replace(gang.training.spec, cancel=True)
-        gang.move(replace(gang.training, spec=cancelled))
-        gang.woken.set()
+        gang.move(replace(gang.training, spec=replace(gang.training.spec, cancel=True)))
+        try:
+            with contextlib.suppress(NotFound, Conflict):  # gone, or going
+                await self._pass(gang)
+        finally:
+            gang.woken.set()
         grace_s = gang.training.spec.stop_grace_s + AFTER_GRACE_S
         await self.wait([gang], lambda: gang.is_over, time.monotonic() + grace_s)
 
@@ -155,35 +160,37 @@ class Gangs:
                 again = 1.0
             pause_s = LOOK_EVERY_S if again is None else min(again, LOOK_EVERY_S)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(gang.woken.wait(), max(pause_s, 0.0))
+                async with asyncio.timeout(max(pause_s, 0.0)):
+                    await gang.woken.wait()
 
     async def _pass(self, gang: Gang) -> float | None:
-        seen = await self.executor.observe(gang.training)
-        made = plan(gang.training, seen, time.time())
-        gang.move(replace(gang.training, status=made.status))
-        for action in made.actions:
-            match action:
-                case Apply(wish):
-                    await self.executor.apply(gang.training, wish)
-                case Stop():
-                    await self.executor.stop(gang.training)
-                case Release():
-                    await self.executor.release(gang.training)
-        return made.requeue_after_s
+        async with gang.turn:
+            seen = await self.executor.observe(gang.training)
+            made = plan(gang.training, seen, time.time())
+            gang.move(replace(gang.training, status=made.status))
+            for action in made.actions:
+                match action:
+                    case Apply(wish):
+                        await self.executor.apply(gang.training, wish)
+                    case Release():
+                        await self.executor.release(gang.training)
+            return made.requeue_after_s
 
     async def _abandon(self, gang: Gang) -> None:
         if gang.driver is not None:
             gang.driver.cancel()
-        with contextlib.suppress(NotFound, Conflict):
-            await self.executor.stop(gang.training)
-        await self.executor.release(gang.training)
         self._gangs.pop(gang.training.key, None)
+        await self.executor.release(gang.training)
 
     async def _close(self) -> None:
-        for gang in list(self._gangs.values()):
-            if not gang.training.status.is_released:
-                await self._abandon(gang)
+        running = [g for g in self._gangs.values() if not g.training.status.is_released]
+        cancelled = await asyncio.gather(*map(self.cancel, running), return_exceptions=True)
+        gone = await asyncio.gather(*map(self._abandon, running), return_exceptions=True)
         self._listener.cancel()
         close = getattr(self.executor, "close", None)
         if close is not None:
             await close()
+        # What is gone needs no cancelling; what is not was told to stop, or was not.
+        for error in (e for pair in zip(gone, cancelled, strict=True) if pair[0] for e in pair):
+            if isinstance(error, Exception):
+                raise error
