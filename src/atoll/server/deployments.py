@@ -44,6 +44,7 @@ from atoll.server.deployments_wire import (
     Scale,
     deployment,
     event_item,
+    is_settled,
     listed,
     moment,
     spec_of,
@@ -54,6 +55,7 @@ from atoll.server.problems import status_of
 ONE = "/deployments/{name}"
 FOLLOW_LIMIT_S = 1150.0  # the client gives up, and loses all it has read, after 1200
 REMOVAL_S = 60.0
+SETTLE_S = 1.0
 CLOSE = {"Connection": "close"}
 
 # Parts of that platform which have no counterpart here, by the path they live under.
@@ -140,7 +142,8 @@ async def create(call: Call) -> Answer:
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
-    return said(deployment(await _create(call.plane.store, training)), 201)
+    stored = await _create(call.plane.store, training)
+    return said(deployment(await _settled(call.plane.store, stored)), 201)
 
 
 async def _create(store: Store, training: Training) -> Training:
@@ -157,6 +160,21 @@ async def _create(store: Store, training: Training) -> Training:
             if old.deletion_requested_at is None or time.monotonic() > deadline:
                 raise
         await _until_gone(store, training.key, deadline)
+
+
+async def _settled(store: Store, training: Training) -> Training:
+    """As it is when it is as asked for, or a second later: the client looks every 5 s only."""
+    try:
+        async with asyncio.timeout(SETTLE_S):
+            changes = store.watch(training.resource_version, training.key)
+            while not is_settled(training):
+                change = await anext(changes)
+                if change.is_removed:
+                    return training
+                training = change.training
+    except (TimeoutError, Gone):
+        pass
+    return training
 
 
 async def _until_gone(store: Store, key: Key, deadline: float) -> None:
@@ -206,7 +224,8 @@ async def read_all(call: Call) -> Answer:
 
 async def scale(call: Call) -> Answer:
     await trainings.scale(call)
-    return await read(call)
+    store = call.plane.store
+    return said(deployment(await _settled(store, await store.get(call.key))))
 
 
 async def delete(call: Call) -> Answer:

@@ -232,6 +232,13 @@ def world_of(training: Training) -> Json:
     }
 
 
+def is_settled(training: Training) -> bool:
+    """Whether the client's waits would return."""
+    world = world_of(training)
+    is_there: bool = world["ready"] >= world["target"]
+    return training.status.phase.is_terminal or is_there
+
+
 def _is_resizing(training: Training) -> bool:
     status, target = training.status, training.spec.world_size.target
     is_seen = status.observed_generation == training.generation
@@ -386,4 +393,4 @@ def moment(at: float) -> str:
 class Probe(msgspec.Struct):
     """Enough of a create to see what it is."""
 
-    distributed: msgspec.Raw | None = None
+    distributed: Any = None
