@@ -27,13 +27,16 @@ OWN_FILE = (
 INJECTED = " --rdzv-conf=timeout=1500,last_call_timeout=900"
 CONF = "--rdzv-conf=timeout=1500,join_timeout=1500,last_call_timeout=5"
 
-_TORCHRUN = re.compile(r"(?<![\w./=-])((?:[\w./-]*/)?torchrun)(?=\s)")
+# Commands may be megabytes long: every pattern here reads them once.
+_TORCHRUN = re.compile(r"(?<![\w.=-])torchrun(?=\s)")
 _HAS_CONF = re.compile(r"--rdzv[-_]conf[= ]")
 _ETCD = re.compile(r"(--rdzv[-_]backend[= ])etcd(-v2)?(?=\s|$)")
 _ELASTIC_NODES = '--nnodes="$BASILICA_WORLD_MIN":"$BASILICA_WORLD_MAX"'
 _FIXED_NODES = '--nnodes="$BASILICA_WORLD_TARGET" --node-rank="$BASILICA_RANK"'
 _POSITIONAL = re.compile(r"\$\{?[@*#1-9]")
-_WORDS = re.compile(r"[\w./@%+:-]+(\s|$)")
+_FIRST = re.compile(r"[\w./@%+:-]+(?=\s|$)")
+_QUOTED = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.""", re.DOTALL)
+_OPERATOR = re.compile(r"[;&|<>()`#'\"\n]|\$\(")
 _BUILTINS = frozenset(
     "alias bg break case cd command continue eval exec exit export false fg for function if jobs "
     "local read readonly return set shift source test times trap true type ulimit umask unset "
@@ -69,7 +72,7 @@ def with_rendezvous(text: str, backend: str) -> str:
         return text
     text = text.replace(INJECTED, "")
     if not _HAS_CONF.search(text):
-        text = _TORCHRUN.sub(lambda found: f"{found[1]} {CONF}", text, count=1)
+        text = _TORCHRUN.sub(f"torchrun {CONF}", text, count=1)
     if backend == "static":
         return text.replace(_ELASTIC_NODES, _FIXED_NODES)
     return _ETCD.sub(lambda found: found[1] + backend, text)
@@ -77,13 +80,7 @@ def with_rendezvous(text: str, backend: str) -> str:
 
 def is_simple(text: str) -> bool:
     """One program with its arguments, as far as can be told without being a shell."""
-    if "\n" in text or not _WORDS.match(text):
+    first = _FIRST.match(text)
+    if first is None or first[0] in _BUILTINS:
         return False
-    lexer = shlex.shlex(text, posix=False, punctuation_chars=True)
-    lexer.commenters = ""
-    try:
-        words = list(lexer)
-    except ValueError:  # a quote without its partner: the shell will say so
-        return False
-    has_operator = any(set(word) <= set("();<>|&") for word in words)
-    return not has_operator and "`" not in text and words[0] not in _BUILTINS
+    return not _OPERATOR.search(_QUOTED.sub("_", text))

@@ -214,13 +214,16 @@ def world_of(training: Training) -> Json:
 
     It compares `ready` with `min` and `target` and looks at nothing else. So a resize under way
     never shows enough; and what is over shows the ranks that had come up, so that a training that
-    ends before the first look is not waited for.
+    ends before the first look is not waited for. One that failed shows its target only where
+    that cannot be told from its minimum.
     """
     size, status = training.spec.world_size, training.status
     ready = status.world.ready
     if status.phase.is_terminal:
         ready = sum(r.rank < size.target and r.started_at is not None for r in status.ranks)
     below = ready < size.min
+    if status.phase in (Phase.FAILED, Phase.CANCELLED):
+        ready = min(ready, max(size.min, size.target - 1))
     if not status.phase.is_terminal and _is_resizing(training):
         ready = min(ready, size.target - 1)
     return {
