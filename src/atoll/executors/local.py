@@ -71,7 +71,8 @@ def render_command(training: Training, directory: Path) -> list[str]:
         entry = [sys.executable, "-m", "atoll.worker.entrypoint"]
         if spec.source.directory is not None:
             entry += ["--from", spec.source.directory]
-        command = [*entry, spec.source.kind, payload, *spec.args]
+        entry = ["/bin/sh"] if spec.source.kind == "shell" else [*entry, spec.source.kind]
+        command = [*entry, payload, *spec.args]
     if spec.pip_packages:
         prepare = [sys.executable, "-m", "atoll.worker.prepare", str(directory / "packages")]
         command = [*prepare, *spec.pip_packages, "--", *command]
