@@ -29,17 +29,6 @@ START_S = 60.0
 STOP_S = 60.0
 STOP_ATTEMPTS = 3
 
-# Where programs and their parts are: a rank finds what its caller would find.
-SHARED_ENV = (
-    "CONDA_PREFIX",
-    "CUDA_VISIBLE_DEVICES",
-    "LD_LIBRARY_PATH",
-    "OMP_NUM_THREADS",
-    "PATH",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-)
-
 
 def state_dir() -> Path:
     """ATOLL_STATE_DIR, else the user's state directory of the platform."""
@@ -70,8 +59,7 @@ class Embedded:
         self._known = None
 
     def shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        env = {name: os.environ[name] for name in SHARED_ENV if name in os.environ}
-        return {**here(spec), "env": env | spec.env}
+        return here(spec)
 
     def close(self) -> None:
         pass
