@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from datetime import datetime
 from typing import Any
@@ -56,6 +57,7 @@ HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 BROKEN = frozenset(WAITING) - {"ContainerCreating", "PodInitializing"}
 
 
+@functools.lru_cache(maxsize=10_000)
 def when(text: str | None) -> float | None:
     """Seconds since the epoch; Kubernetes writes the epoch itself for never."""
     at = datetime.fromisoformat(text).timestamp() if text else 0.0
@@ -98,21 +100,21 @@ class Pod:
         """Kept until its exit is stored."""
         return FINALIZER in (self.metadata.get("finalizers") or ())
 
-    @property
+    @functools.cached_property
     def is_leaving(self) -> bool:
         return "deletionTimestamp" in self.metadata
 
-    @property
+    @functools.cached_property
     def left_at(self) -> float | None:
         """When its deletion was asked for."""
         at = when(self.metadata.get("deletionTimestamp"))
         return None if at is None else at - self.metadata.get("deletionGracePeriodSeconds", 0)
 
-    @property
+    @functools.cached_property
     def is_over(self) -> bool:
         return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
 
-    @property
+    @functools.cached_property
     def started_at(self) -> float | None:
         state = self.state.get("running") or self.state.get("terminated") or {}
         return when(state.get("startedAt"))
@@ -121,7 +123,7 @@ class Pod:
     def has_run(self) -> bool:
         return self.started_at is not None
 
-    @property
+    @functools.cached_property
     def is_lost(self) -> bool:
         """Given up by the cluster while its node does not answer; it may never report again."""
         is_silent = self.condition("Ready").get("status") != "True"
