@@ -81,6 +81,9 @@ class Pod:
         statuses = self.status.get("containerStatuses") or []
         self.container: Json = next((c for c in statuses if c["name"] == CONTAINER), {})
         self.state: Json = self.container.get("state") or {}
+        self._conditions: dict[str, Json] = {
+            c["type"]: c for c in self.status.get("conditions") or ()
+        }
 
     @property
     def attempt(self) -> int:
@@ -100,21 +103,21 @@ class Pod:
         """Kept until its exit is stored."""
         return FINALIZER in (self.metadata.get("finalizers") or ())
 
-    @functools.cached_property
+    @property
     def is_leaving(self) -> bool:
         return "deletionTimestamp" in self.metadata
 
-    @functools.cached_property
+    @property
     def left_at(self) -> float | None:
         """When its deletion was asked for."""
         at = when(self.metadata.get("deletionTimestamp"))
         return None if at is None else at - self.metadata.get("deletionGracePeriodSeconds", 0)
 
-    @functools.cached_property
+    @property
     def is_over(self) -> bool:
         return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
 
-    @functools.cached_property
+    @property
     def started_at(self) -> float | None:
         state = self.state.get("running") or self.state.get("terminated") or {}
         return when(state.get("startedAt"))
@@ -123,7 +126,7 @@ class Pod:
     def has_run(self) -> bool:
         return self.started_at is not None
 
-    @functools.cached_property
+    @property
     def is_lost(self) -> bool:
         """Given up by the cluster while its node does not answer; it may never report again."""
         is_silent = self.condition("Ready").get("status") != "True"
@@ -137,8 +140,7 @@ class Pod:
         )
 
     def condition(self, kind: str) -> Json:
-        found = self.status.get("conditions") or ()
-        return next((c for c in found if c["type"] == kind), {})
+        return self._conditions.get(kind, {})
 
     @property
     def waiting_reason(self) -> str:
