@@ -327,8 +327,8 @@ class KubernetesExecutor:
         if any(rank.state == "waiting" for rank in seen.seen.ranks):
             limits = (self.options.image_timeout_s, self.options.gang_timeout_s or 1e9)
             self._wake(training.key, min(*limits, 30.0))
-        if seen.lost:
-            self._wake(training.key, 1.0)
+        if seen.lost or seen.leaving:
+            self._wake(training.key, 1.0 if seen.lost else 5.0)
 
     def _wake(self, key: Key, seconds: float) -> None:
         loop = asyncio.get_running_loop()

@@ -78,12 +78,12 @@ def look(
         mine.sort(key=lambda p: (p.created_at, p.restarts))
         asked = {p.name: _is_asked(p, wish, shrinks) for p in mine}
         untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
-        told += [p for p in mine if p not in untold and _may_go(p)]
-        leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost]
-        lost += [p for p in mine if p.is_lost]
+        told += [p for p in mine if p not in untold and _may_go(p, now)]
+        leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
+        lost += [p for p in mine if p.is_lost(now)]
         news = [p for p in untold if not _is_nothing(p)]
-        told += [p for p in untold if _is_nothing(p) and _may_go(p)]
-        ended = [p for p in news if p.is_over or p.is_lost]
+        told += [p for p in untold if _is_nothing(p) and _may_go(p, now)]
+        ended = [p for p in news if p.is_over or p.is_lost(now)]
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown):
@@ -110,7 +110,7 @@ def look(
 
 
 def _rank(pod: Pod, is_asked: bool, now: float) -> SeenRank:
-    is_over = pod.is_over or pod.is_lost
+    is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
     if is_over:
         message = ""
@@ -145,8 +145,8 @@ def _is_nothing(pod: Pod) -> bool:
     return pod.is_leaving and not pod.has_run and "terminated" not in pod.state
 
 
-def _may_go(pod: Pod) -> bool:
-    is_over = pod.is_over or pod.is_lost or _is_nothing(pod)
+def _may_go(pod: Pod, now: float) -> bool:
+    is_over = pod.is_over or pod.is_lost(now) or _is_nothing(pod)
     return pod.is_held and pod.is_leaving and is_over
 
 
