@@ -23,7 +23,8 @@ from atoll.core.status import (
     Training,
     WorldStatus,
 )
-from atoll.server.deployments_wire import Create, deployment, spec_of, world_of
+from atoll.server.deployments_request import Create, spec_of
+from atoll.server.deployments_wire import deployment, world_of
 
 # As version 0.29.0 sends it.
 SENT: dict[str, Any] = {
