@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # there is a module of that name too, for `python -m`
-    from atoll.worker.mesh import mesh_wait as mesh_wait
+if TYPE_CHECKING:  # otherwise type checkers take the module of that name, made for `python -m`
+
+    def mesh_wait(timeout: float = 60) -> None: ...
+
 
 __version__ = "0.1.0"
 

@@ -36,6 +36,13 @@ class Refused(Exception):
         self.kind = kind
 
 
+class Said(msgspec.Struct):
+    id: int
+    ok: msgspec.Raw = msgspec.Raw(b"null")
+    error: str = ""
+    text: str = ""
+
+
 class ControlPlane:
     """One state directory, and the process that serves it now."""
 
@@ -50,20 +57,16 @@ class ControlPlane:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, *, crash: str = "") -> None:
-        """Serving, unless it was to crash before that."""
+    def start(self) -> None:
         command = [sys.executable, str(SERVE), str(self.state)]
-        env = {**os.environ, "ATOLL_TEST_CRASH": crash}
         with (self.state.parent / f"{self.state.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command + ([] if self.slots is None else [str(self.slots)]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=env,
             )
-        with contextlib.suppress(PlaneDied) if crash else contextlib.nullcontext():
-            self.call("ping")
+        self.call("ping")
 
     def start_refused(self) -> str:
         """What it says when it will not start."""
@@ -92,7 +95,7 @@ class ControlPlane:
         self.kill()
         self.start()
 
-    def call(self, op: str, **options: Any) -> Any:
+    def call(self, op: str, kind: Any = Any, **options: Any) -> Any:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -105,11 +108,11 @@ class ControlPlane:
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             raise PlaneDied(op)
-        said = msgspec.json.decode(line)
-        assert said["id"] == request["id"], said
-        if "error" in said:
-            raise Refused(said["error"], said["text"])
-        return said["ok"]
+        said = msgspec.json.decode(line, type=Said)
+        assert said.id == request["id"], said
+        if said.error:
+            raise Refused(said.error, said.text)
+        return msgspec.json.decode(said.ok, type=kind)
 
     def create(self, script: str | list[str], ranks: int = 1, **options: Any) -> str:
         """A training of `ranks` ranks, each running the shell script or the command given."""
@@ -118,19 +121,19 @@ class ControlPlane:
         return spec.name
 
     def get(self, name: str) -> Training:
-        return msgspec.convert(self.call("get", name=name), Training)
+        return self.call("get", Training, name=name)
 
     def ask(self, name: str, **change: Any) -> Training:
-        return msgspec.convert(self.call("ask", name=name, change=change), Training)
+        return self.call("ask", Training, name=name, change=change)
 
     def events(self, name: str) -> list[Event]:
-        return msgspec.convert(self.call("events", name=name), list[Event])
+        return self.call("events", list[Event], name=name)
 
     def reasons(self, name: str) -> list[str]:
         return [event.reason for event in self.events(name)]
 
     def log_lines(self, name: str, tail: int | None = None) -> list[LogLine]:
-        return msgspec.convert(self.call("log_lines", name=name, tail=tail), list[LogLine])
+        return self.call("log_lines", list[LogLine], name=name, tail=tail)
 
     def until(
         self, name: str, holds: Callable[[Training], object], *, timeout: float = WAIT_S
@@ -141,10 +144,10 @@ class ControlPlane:
         while not holds(training):
             left = deadline - time.monotonic()
             assert left > 0, f"not after {timeout:g} s: {training.status}"
-            said = self.call(
-                "changed", name=name, after=training.resource_version, within_s=min(left, 5.0)
+            after = training.resource_version
+            training = self.call(
+                "changed", Training, name=name, after=after, within_s=min(left, 5.0)
             )
-            training = msgspec.convert(said, Training)
         return training
 
     def until_over(self, name: str, *, timeout: float = WAIT_S) -> Training:

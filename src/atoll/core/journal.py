@@ -30,6 +30,7 @@ class Attempt(NamedTuple):
     started_at: float
     exit: Record | None = None
     earlier_s: float = 0.0  # how long the attempts before this one ran
+    previous: Record | None = None  # how the one before this ended
 
     def ran_s(self, now: float) -> float:
         """How long the rank has run in all its attempts."""
@@ -71,6 +72,7 @@ class GangState:
                 record["born"],
                 record["at"],
                 earlier_s=0.0 if last is None else last.ran_s(record["at"]),
+                previous=None if last is None else last.exit,
             )
         elif kind == "exit":
             last = self.attempts.get(record["rank"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
@@ -59,6 +60,7 @@ class RankStatus(Model, frozen=True):
     attempt: int = -1
     started_at: float | None = None
     exit: Exit | None = None
+    previous: Exit | None = None  # how the attempt before this one ended
     metered_s: float = 0.0  # of attempts that have ended
     missing_since: float | None = None
 
@@ -139,6 +141,22 @@ class BenchStatus(Model, frozen=True):
     completed_at: float | None = None
 
 
+class BenchSeen(Model, frozen=True):
+    """The bench as the executor sees it. `waiting`: it cannot be run yet; `message` says why."""
+
+    state: Literal["idle", "waiting", "running", "done", "failed"]
+    message: str = ""
+    result: BenchResult | None = None
+
+
+class MeshStatus(Model, frozen=True):
+    """Whether the hosts of a training can reach each other; `message` names pairs that cannot."""
+
+    state: MeshState
+    message: str = ""
+    hosts: int = 1
+
+
 class Wish(Model, frozen=True):
     """What an executor keeps: ranks `0..size-1`. Size 0 is: stop them all.
 
@@ -169,13 +187,14 @@ class Status(Model, frozen=True):
     gate_opened_at: float | None = None
     failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
     failing_message: str = ""
-    asked_at: float | None = None  # when the executor was first asked for ranks
+    asked_at: float | None = None  # when the executor, seen with nothing, was last asked for ranks
     asked: Wish | None = None  # the newest wish
     redo: dict[int, int] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
     world_size_history: list[WorldPoint] = []
     last_resize: Resize | None = None
     is_released: bool = False  # the executor holds nothing of it any more
     rendezvous_endpoint: str = ""
+    mesh: MeshStatus | None = None  # None for a training without a gate
     bench: BenchStatus = BenchStatus()
 
     @property
@@ -237,7 +256,8 @@ class SeenRank(Model, frozen=True):
     attempt: int = 0
     restarts: int = 0  # since this rank was last wanted
     started_at: float | None = None
-    earlier_s: float = 0.0  # how long the attempts before this one ran
+    earlier_s: float | None = None  # how long the attempts before this one ran, where known
+    previous: Exit | None = None  # how the one before this ended
     exit: Exit | None = None
     pod_name: str = ""
     host: str | None = None
@@ -256,6 +276,8 @@ class Seen(Model, frozen=True):
     message: str = ""  # what holds it up, for the ranks that are not there
     fault: str = ""  # the executor will never do it, and why
     rendezvous_endpoint: str = ""
+    mesh: MeshStatus | None = None
+    bench: BenchSeen | None = None  # None: this executor cannot measure links
 
 
 class LogLine(Model, frozen=True):

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import Permanent, Temporary
-from atoll.core.journal import Attempt, GangState
-from atoll.core.mesh import READY_DIR
+from atoll.core.journal import Attempt, GangState, Record
+from atoll.core.mesh import READY_DIR, MeshState
 from atoll.core.ports import Key
 from atoll.core.rendezvous import ETCD_BACKEND, VARIABLES, needs_etcd
-from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
+from atoll.core.status import BenchSeen, Exit, LogLine, MeshStatus, Seen, SeenRank, Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
+from atoll.executors.local_bench import LocalBench
 from atoll.executors.supervision import Supervision
 from atoll.remote.local_rendezvous import find_etcd, read_rendezvous
 from atoll.remote.ranklog import read_log, tail_offset
@@ -86,7 +87,8 @@ def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
         restarts=attempt.restarts,
         started_at=attempt.started_at,
         earlier_s=attempt.earlier_s,
-        exit=_exit(attempt),
+        previous=_exit(attempt.previous),
+        exit=_exit(attempt.exit),
         pod_name=f"{name}-{attempt.rank}",
         host=host,
     )
@@ -98,8 +100,7 @@ def _wish(state: GangState) -> Wish | None:
     return Wish(version=state.version, size=state.size, redo=dict(state.redo))
 
 
-def _exit(attempt: Attempt) -> Exit | None:
-    record = attempt.exit
+def _exit(record: Record | None) -> Exit | None:
     if record is None:
         return None
     return Exit(
@@ -127,6 +128,7 @@ class LocalExecutor:
         self._held: dict[str, int] = {}  # ranks admitted, by training
         self._waiting: dict[str, Key] = {}  # trainings that found too little room
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
+        self._bench = LocalBench(root, self._host)
 
     async def start(self, known: Iterable[str]) -> None:
         """Take up what an earlier control plane left; clear away trainings nobody knows."""
@@ -143,6 +145,7 @@ class LocalExecutor:
 
     async def close(self) -> None:
         """Ranks and shims go on; only the lines to them are dropped."""
+        await self._bench.close()
         for gang in self._gangs.values():
             gang.close()
 
@@ -157,15 +160,13 @@ class LocalExecutor:
                 raise Temporary("the room was taken by another training", retry_after_s=0.1)
             self._held[training.uid] = max(wish.size, _holds(gang))
             self._place_source(training, gang.directory)
-            rendezvous = training.spec.rendezvous.backend
-            needs = needs_etcd(rendezvous, has_mesh=training.spec.mesh)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
             document = render_gang(
                 training,
                 wish,
                 directory=gang.directory,
                 host=self._host,
-                etcd=find_etcd() if needs else "",
+                etcd=_etcd_program(training, gang),
                 base=gang.gang().get("env", base) if gang.is_asked() else base,
             )
             await gang.wish(document)
@@ -177,7 +178,8 @@ class LocalExecutor:
             room = self._room(training.uid)
             if self._slots is not None and room < training.spec.world_size.target:
                 self._waiting[training.uid] = training.key
-            return Seen(room=self._shown_room(room), message=self._room_message())
+            bench = self._bench_seen(training)
+            return Seen(room=self._shown_room(room), message=self._room_message(), bench=bench)
         is_supervised = gang.is_supervised()
         state = gang.state
         self._give_back(training.uid, _holds(gang))
@@ -189,12 +191,19 @@ class LocalExecutor:
             wish=_wish(state),
             is_supervised=is_supervised,
             room=self._shown_room(room),
-            message=self._room_message() if self._shown_room(room) is not None else "",
+            message=self._message(training, room),
             rendezvous_endpoint=self._endpoint(training),
+            mesh=self._mesh(training),
+            bench=self._bench_seen(training),
         )
+
+    async def measure(self, training: Training) -> None:
+        key = training.key
+        self._bench.start(training.uid, lambda: self._changed.put_nowait(key))
 
     async def release(self, training: Training) -> None:
         gang = self._gang(training)
+        await self._bench.stop(training.uid)
         async with gang.turn:
             await gang.clear()
         self._gangs.pop(training.uid, None)
@@ -270,6 +279,8 @@ class LocalExecutor:
         return None if self._slots is None else max(room, 0)
 
     def _room_message(self) -> str:
+        if self._slots is None:
+            return ""
         return f"{sum(self._held.values())} of {self._slots} slots of {self._host} are in use"
 
     def _tell_waiting(self) -> None:
@@ -288,11 +299,40 @@ class LocalExecutor:
             draft.write_bytes(source.content)
             draft.replace(path)
 
+    def _message(self, training: Training, room: int) -> str:
+        """What holds ranks up: their rendezvous, or the room."""
+        if error := read_rendezvous(self._root / training.uid).get("error"):
+            return str(error)
+        return self._room_message() if self._shown_room(room) is not None else ""
+
+    def _bench_seen(self, training: Training) -> BenchSeen | None:
+        return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)
+
+    def _mesh(self, training: Training) -> MeshStatus | None:
+        """All ranks share this host, so its mesh is whole as soon as it has said so."""
+        if not _needs_etcd(training):
+            return None
+        is_up = bool(read_rendezvous(self._root / training.uid).get("etcd"))
+        return MeshStatus(state=MeshState.READY if is_up else MeshState.PENDING)
+
     def _endpoint(self, training: Training) -> str:
         found = read_rendezvous(self._root / training.uid)
         if training.spec.rendezvous.backend == ETCD_BACKEND:
             return str(found.get("etcd", ""))
         return f"127.0.0.1:{found['ports'][0]}" if found.get("ports") else ""
+
+
+def _needs_etcd(training: Training) -> bool:
+    spec = training.spec
+    return needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh)
+
+
+def _etcd_program(training: Training, gang: Supervision) -> str:
+    """The one it was started with, for as long as it runs. Raises Permanent if there is none."""
+    if not _needs_etcd(training):
+        return ""
+    known: str = gang.gang().get("rendezvous", {}).get("etcd", "")
+    return known or find_etcd()
 
 
 def _holds(gang: Supervision) -> int:

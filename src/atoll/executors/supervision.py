@@ -98,7 +98,7 @@ class Supervision:
         self._reap()
         if self.state.alive() or (self.directory / "keeper").exists():
             self._spawn(lock)
-            return True
+            return self._connected()  # so that its word, and its end, are heard
         os.close(lock)
         return False
 

@@ -32,6 +32,8 @@ T = TypeVar("T")
 Clock = Callable[[], float]
 
 PATIENCE_S = 5.0  # how long one request is retried over a server that is not there
+READ_S = 10.0
+LAST_READ_S = 2.0  # for the read after a deadline
 ALL = "/v1/trainings"
 
 
@@ -96,7 +98,8 @@ def create(spec: TrainingSpec, key: str, *, clock: Clock = time.monotonic) -> Fl
 def get(
     name: str, *, patience_s: float = PATIENCE_S, clock: Clock = time.monotonic
 ) -> Flow[Training]:
-    effect = Send("GET", f"{ALL}/{name}")
+    # A line that has gone silent must not hold a wait much longer than it was to last.
+    effect = Send("GET", f"{ALL}/{name}", timeout=min(max(patience_s, LAST_READ_S), READ_S))
     return decode((yield from send(effect, patience_s=patience_s, clock=clock)), Training)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -73,6 +72,8 @@ def lines(wire: Wire, position: Position) -> Iterator[LogLine]:
 
 
 async def alines(wire: Wire, position: Position) -> AsyncIterator[LogLine]:
+    import asyncio
+
     while True:
         try:
             with translated(wire.endpoint):

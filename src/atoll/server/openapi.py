@@ -15,15 +15,22 @@ from atoll.server.operations import SSE, Operation
 REF = "#/components/schemas/{name}"
 
 _WORLD = {"minimum": 1, "maximum": MAX_WORLD}
-_SECONDS = {"minimum": 0, "maximum": MAX_SECONDS}
-_WORDS = {"type": "string", "pattern": "^[^\\x00]*$"}
-_LIST = {"type": "array", "items": _WORDS}
-_PROGRAM = {"type": "array", "items": _WORDS, "minItems": 1}
-_QUANTITY = {
-    "anyOf": [
-        {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(m|[kMGTPE]i?)?$"},
-        {"type": "null"},
-    ]
+_QUANTITY = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(m|[kMGTPE]i?)?$"}
+
+
+def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+# One server-sent event; `data` is JSON in one line.
+_EVENT = {
+    "type": "object",
+    "properties": {
+        "event": {"enum": ["changed", "removed", "error"]},
+        "id": {"type": "string", "description": "the version to go on from"},
+        "data": {"type": "string", "description": "the training, or for `error` a problem"},
+    },
+    "required": ["event", "data"],
 }
 
 # What core/spec.py checks beyond types, for the reader: schema, field, rules.
@@ -31,8 +38,16 @@ RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("WorldSize", "min", _WORLD),
     ("WorldSize", "target", _WORLD),
     ("WorldSize", "max", _WORLD),
+    ("Resources", "cpu", _or_null(_QUANTITY)),
+    ("Resources", "memory", _or_null(_QUANTITY)),
+    ("Resources", "gpuCount", {"minimum": 0, "maximum": 1024}),
     ("TrainingSpec", "name", {"pattern": NAME_PATTERN}),
     ("TrainingSpec", "executor", {"pattern": NAME_PATTERN}),
+    ("TrainingSpec", "maxRestarts", {"minimum": 0, "maximum": 1_000_000}),
+    ("TrainingSpec", "startGraceS", {"minimum": 0, "maximum": MAX_SECONDS}),
+    ("TrainingSpec", "stopGraceS", {"minimum": 0, "maximum": 3600}),
+    ("TrainingSpec", "workingDir", _or_null({"type": "string", "pattern": "^/"})),
+    ("Source", "content", {"minLength": 1}),
 )
 
 
@@ -76,7 +91,7 @@ def _operation(
     for status, said in sorted(op.answers.items()):
         content = {said.media_type: {"schema": schema_of[id(said.body)]}}
         if op.method == "GET" and status == 200 and op.path in streamed:
-            content[SSE] = {"schema": {"type": "string"}}
+            content[SSE] = {"schema": _EVENT}
         told["responses"][str(status)] = {"description": said.what, "content": content}
     return told
 

@@ -126,7 +126,9 @@ def _route(operation: Operation, plane: Plane, guard: Guard) -> HTTPRouteHandler
 def read_query(request: Request[Any, Any, Any], kind: type[Q]) -> Q:
     """The query as a `kind`. Only fields that are lists may be given more than once."""
     given: dict[str, Any] = {}
-    lists = {f.encode_name for f in msgspec.structs.fields(kind) if "list" in str(f.type)}
+    fields = msgspec.structs.fields(kind)
+    lists = {f.encode_name for f in fields if "list" in str(f.type)}
+    switches = {f.encode_name for f in fields if f.type is bool}
     for name, value in request.query_params.multi_items():
         if name in lists:
             given.setdefault(name, []).append(value)
@@ -134,11 +136,15 @@ def read_query(request: Request[Any, Any, Any], kind: type[Q]) -> Q:
             raise ValidationError(name, value, "expected this option once")
         else:
             # `?watch` alone means yes, as in the Kubernetes API.
-            given[name] = value if value != "" else "true"
+            given[name] = "true" if name in switches and value == "" else value
     try:
-        return msgspec.convert(given, kind, strict=False)
+        query = msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise named(error, given) from error
+    for name, value in given.items():
+        if value == "null" and name not in lists:  # which msgspec takes for None
+            raise ValidationError(name, value, "expected a value, or leave the option out")
+    return query
 
 
 def json_answer(value: Any, status: int = 200, **headers: str) -> Answer:

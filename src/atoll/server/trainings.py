@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -22,7 +23,7 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.model import Model, SpecModel, encode
-from atoll.core.ports import Change
+from atoll.core.ports import Change, Key, Store
 from atoll.core.problem import problem_of
 from atoll.core.status import Event, Training, TrainingList
 from atoll.server.operations import SSE, Answer, Call, Query, json_answer, stream_answer
@@ -141,14 +142,20 @@ async def watch(call: Call, name: str | None) -> Answer:
         training = change.training
         return training.namespace == call.namespace and training.name.startswith(prefix)
 
-    # The first step is taken here, so that a version no longer kept is an answer, not a stream.
-    changes = plane.store.watch(after, call.key if name else None)
-    first = asyncio.ensure_future(anext(changes))
-    await asyncio.wait({first}, timeout=0)
-    if first.done() and isinstance(first.exception(), Gone):
-        raise first.exception() or AssertionError
-    source = _changes(now, first, changes, is_wanted)
+    key = call.key if name else None
+    await _check_kept(plane.store, after, key)
+    source = _changes(now, plane.store.watch(after, key), is_wanted)
     return stream_answer(plane.streams.run(source, beat=BEAT, limit_s=query.timeout), SSE)
+
+
+async def _check_kept(store: Store, after: int, key: Key | None) -> None:
+    """The first step of a watch, tried: a version that is gone is an answer, not a stream."""
+    probe = store.watch(after, key)
+    first = asyncio.ensure_future(anext(probe))
+    await asyncio.wait({first}, timeout=0)
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+        await first
 
 
 async def _check_known(call: Call, after: int) -> None:
@@ -169,30 +176,20 @@ async def _all(call: Call) -> list[Training]:
 
 
 async def _changes(
-    now: list[Change],
-    first: asyncio.Future[Change],
-    rest: AsyncIterator[Change],
-    is_wanted: Callable[[Change], bool],
+    now: list[Change], rest: AsyncIterator[Change], is_wanted: Callable[[Change], bool]
 ) -> AsyncIterator[bytes]:
+    yield BEAT  # headers alone may be held back until there is a body
+    for change in now:
+        yield event_bytes(change)
     try:
-        yield BEAT  # headers alone may be held back until there is a body
-        for change in now:
-            yield event_bytes(change)
-        try:
-            change = await first
+        async for change in rest:
             if is_wanted(change):
                 yield event_bytes(change)
-            async for change in rest:
-                if is_wanted(change):
-                    yield event_bytes(change)
-        except StopAsyncIteration:
-            return
-        except Gone as error:
-            problem = encode(problem_of(error, status_of(error)))
-            yield b"event: error\ndata: " + problem + b"\n\n"
+    except Gone as error:
+        problem = encode(problem_of(error, status_of(error)))
+        yield b"event: error\ndata: " + problem + b"\n\n"
     finally:
-        first.cancel()
-        if hasattr(rest, "aclose"):
+        if isinstance(rest, AsyncGenerator):
             await rest.aclose()
 
 

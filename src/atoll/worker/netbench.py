@@ -23,10 +23,10 @@ from atoll.core.errors import Temporary
 
 SIZES = tuple(4096 * 4**power for power in range(8))  # 4 KiB to 64 MiB
 MIB = 1 << 20
-SWEEP_S = 0.3  # for each size
+SWEEP_S = 0.2  # for each size
 NEXT_S = 1.0  # a size that would take longer than this, there and back, is not tried
-STREAM_S = 2.0  # for each direction
-WINDOW_S = 0.05
+STREAM_S = 1.5  # for each direction
+WINDOW_S = 0.03
 WARM_SHARE = 0.25  # of a stream, left out: TCP is still opening its window
 LEAST_CHUNK, MOST_CHUNK, CHUNK_S = 1 << 12, 1 << 17, 0.01  # 128 KiB stay in the cache
 LIMIT_S = 60.0  # for all of it
