@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -29,8 +30,9 @@ from atoll.worker.allreduce.codecs import Codec, get_codec  # noqa: E402
 from atoll.worker.outer import Fragment, split  # noqa: E402
 
 SEEDS = tuple(map(int, os.environ.get("SEEDS", "0 1 2").split()))
-REPLICAS, SYNC_EVERY, ROUNDS, BATCH = 16, 8, int(os.environ.get("ROUNDS", 120)), 4
-OUTER = {"lr": 0.7, "beta": 0.9}
+REPLICAS, SYNC_EVERY, ROUNDS, BATCH = 16, 10, int(os.environ.get("ROUNDS", 120)), 2
+MODEL = {"width": 48, "depth": 2, "heads": 2, "context": 32}
+OUTER = {"lr": 0.7, "beta": float(os.environ.get("BETA", 0.5))}
 INNER_LR = 2e-3
 
 
@@ -70,54 +72,58 @@ class Exchange:
 
 
 def train(codec: str, seed: int, text: Text) -> dict[str, object]:
+    """All replicas at once: their parameters are stacked, and one call trains each on its own."""
     torch.manual_seed(seed)
-    base = GPT(context=64)
-    models = [GPT(context=64) for _ in range(REPLICAS)]
-    inner = [torch.optim.AdamW(model.parameters(), lr=INNER_LR) for model in models]
+    base = GPT(**MODEL)
+    shapes = [(name, tuple(value.shape)) for name, value in base.named_parameters()]
+    (fragment,) = split(shapes, 1, **OUTER)
+    fragment.values[:] = np.concatenate(
+        [value.detach().numpy().reshape(-1) for _, value in base.named_parameters()]
+    )
+    stacked = {name: torch.nn.Parameter(torch.empty(REPLICAS, *shape)) for name, shape in shapes}
+    inner = torch.optim.AdamW(stacked.values(), lr=INNER_LR)
+
+    def loss(parameters: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+        logits = torch.func.functional_call(base, parameters, (tokens[:, :-1],))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    losses = torch.func.vmap(loss)
     dice = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(REPLICAS)]
-    (fragment,) = split([(name, tuple(p.shape)) for name, p in base.named_parameters()], 1, **OUTER)
-    parameters = [dict(model.named_parameters()) for model in models]
-    fragment.values[:] = read(fragment, dict(base.named_parameters()))
     up, _, down = codec.partition("+")
     exchange = Exchange(get_codec(up), get_codec(down or up), REPLICAS, fragment.values.size)
     curve = []
     for outer_round in range(ROUNDS):
-        rows = np.empty((REPLICAS, fragment.values.size), np.float32)
-        for rank, model in enumerate(models):
-            write(fragment, parameters[rank])
-            for _ in range(SYNC_EVERY):
-                model.loss(text.batch(text.train, BATCH, dice[rank])).backward()
-                inner[rank].step()
-                inner[rank].zero_grad()
-            rows[rank] = fragment.values - read(fragment, parameters[rank])
-        fragment.step(exchange.mean(rows))
+        take(fragment, stacked)
+        # To a twentieth at the end: what is left then is the codec's doing, not the batches'.
+        inner.param_groups[0]["lr"] = INNER_LR * (1 - 0.95 * outer_round / ROUNDS)
+        for _ in range(SYNC_EVERY):
+            tokens = torch.stack([text.batch(text.train, BATCH, each) for each in dice])
+            losses(stacked, tokens).sum().backward()
+            inner.step()
+            inner.zero_grad()
+        rows = [value.detach().reshape(REPLICAS, -1) for value in stacked.values()]
+        fragment.step(exchange.mean(fragment.values - torch.cat(rows, 1).numpy()))
         if (outer_round + 1) % 20 == 0:
-            write(fragment, parameters[0])
-            curve.append(round(validate(models[0], text, 1024), 4))
+            take(fragment, dict(base.named_parameters()))
+            curve.append(round(validate(base, text, 2048), 4))
             print(f"  {codec} seed {seed} round {outer_round + 1}: {curve[-1]}", flush=True)
     return {"loss": curve[-1], "curve": curve, "bits": statistics.median(exchange.bits)}
 
 
-def read(fragment: Fragment, parameters: dict[str, torch.nn.Parameter]) -> np.ndarray:
-    return np.concatenate(
-        [parameters[slot.name].detach().numpy().reshape(-1) for slot in fragment.slots]
-    )
-
-
 @torch.no_grad()
-def write(fragment: Fragment, parameters: dict[str, torch.nn.Parameter]) -> None:
+def take(fragment: Fragment, parameters: dict[str, torch.nn.Parameter]) -> None:
     for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True):
         parameters[slot.name].copy_(torch.from_numpy(row))
 
 
 def quality() -> dict[str, object]:
-    text = Text(64)
+    text = Text(MODEL["context"])
     runs = {
         codec: [train(codec, seed, text) for seed in SEEDS]
         for codec in os.environ.get("CODECS", "fp32 e3m0").split()
     }
     losses = {codec: [run["loss"] for run in found] for codec, found in runs.items()}
-    size = sum(p.numel() for p in GPT(context=64).parameters())
+    size = sum(p.numel() for p in GPT(**MODEL).parameters())
     return {
         "model": f"byte GPT, {size} parameters",
         "replicas": REPLICAS,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,7 +32,11 @@ class FaultyBlobs(Blobs):
     """`fault(index, is_after)` runs around every request; it may raise, sleep or do anything."""
 
     def __init__(
-        self, store: Any, fault: Callable[[int, bool], None] | None = None, *, patience_s: float = 20
+        self,
+        store: Any,
+        fault: Callable[[int, bool], None] | None = None,
+        *,
+        patience_s: float = 20,
     ) -> None:
         super().__init__(store, "faulty", patience_s=patience_s)
         self.fault = fault
@@ -60,6 +66,19 @@ def kill_at(point: int, is_after: bool) -> Callable[[int, bool], None]:
         if dead.is_set() or (index >= point and (after or not is_after)):
             dead.set()
             raise Killed
+
+    return fault
+
+
+def stall(chance: random.Random, share: float, longest_s: float) -> Callable[[int, bool], None]:
+    """Some requests, or their answers, take a while: alive, but slower than the grace."""
+    lock = threading.Lock()
+
+    def fault(index: int, after: bool) -> None:
+        with lock:
+            is_slow, seconds = chance.random() < share, chance.uniform(0, longest_s)
+        if is_slow:
+            time.sleep(seconds)
 
     return fault
 
@@ -95,7 +114,12 @@ class World:
         self, rank: int, fault: Callable[[int, bool], None] | None = None, **options: Any
     ) -> ObjectStoreAllReduce:
         # A world of one may go on, so that no replica is left waiting when the others are done.
-        usual: dict[str, Any] = {"grace_s": 0.2, "timeout": 60, "keep_rounds": 1000, "min_replicas": 1}
+        usual: dict[str, Any] = {
+            "grace_s": 0.2,
+            "timeout": 60,
+            "keep_rounds": 1000,
+            "min_replicas": 1,
+        }
         usual |= {"codec": self.codec}
         options = {**usual, **options}
         blobs = FaultyBlobs(self.store, fault)

@@ -8,8 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-
-from tests.allreduce.world import World, kill_at, run_threads, seed
+from tests.allreduce.world import World, kill_at, run_threads, seed, stall
 
 ROUNDS = 3
 REQUESTS = 16  # what a rank of three makes in the first two rounds, about
@@ -88,6 +87,25 @@ def test_killed_at_random_requests_again_and_again(batch: int, codec: str) -> No
     with ThreadPoolExecutor(4) as pool:
         worlds = [pool.submit(random_kills, 10 * batch + i, 15, codec=codec) for i in range(4)]
         assert sum(world.result() for world in worlds) == 60
+
+
+def random_stalls(number: int, rounds: int, size: int = 3, codec: str = "fp32") -> None:
+    """Replicas that sleep through the grace at any request: given up on, yet still there."""
+    world = World(size, codec=codec)
+
+    def live(rank: int) -> None:
+        fault = stall(random.Random(seed(number, rank)), 0.08, 0.25)
+        world.take_part(rank, lambda done: done >= rounds, fault, grace_s=0.05)
+
+    run_threads(*(lambda r=r: live(r) for r in range(size)))
+    world.judge()
+
+
+@pytest.mark.parametrize("codec", ["fp32", "sparse"])
+def test_replicas_that_hang_for_longer_than_the_grace_stay_in_agreement(codec: str) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(random_stalls, i, 25, codec=codec) for i in range(8)]:
+            done.result()
 
 
 @pytest.mark.soak

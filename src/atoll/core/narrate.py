@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from atoll.core.bench import DONE as BENCH_DONE
+from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
 from atoll.core.ranks import in_words, is_lost
 from atoll.core.status import Event, EventType, Exit, RankStatus, Status
@@ -35,6 +37,7 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if old.phase is Phase.READY and new.phase is Phase.PENDING and new.world.below_minimum:
         world = new.world
         yield "Warning", "WorldShrunkBelowMin", f"{world.ready} ranks ready, min is {world.min}"
+    yield from _beside_the_ranks(old, new)
     if new.failing and not old.failing:
         yield "Warning", new.failing, new.message or new.failing_message or "stopping the rest"
     if new.phase is not old.phase:
@@ -44,6 +47,15 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
 
 def _told_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
     return (None, None) if was is None else (was.exit, was.previous)
+
+
+def _beside_the_ranks(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
+    if new.mesh is not None and (old.mesh is None or old.mesh.state != new.mesh.state):
+        kind: EventType = "Warning" if new.mesh.state is MeshState.DEGRADED else "Normal"
+        yield kind, f"Mesh{new.mesh.state}", new.mesh.message or f"{new.mesh.hosts} hosts"
+    if new.bench.phase != old.bench.phase and new.bench.phase in BENCH_DONE:
+        kind = "Normal" if new.bench.phase == "Succeeded" else "Warning"
+        yield kind, f"Bench{new.bench.phase}", new.bench.message
 
 
 def _is_new(was: RankStatus | None, rank: RankStatus) -> bool:

@@ -11,7 +11,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
+from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
 from atoll.core.errors import UDTerminalState
+from atoll.core.mesh import MeshState
 from atoll.core.narrate import narrate, told
 from atoll.core.phase import Phase, Tally, advance
 from atoll.core.ranks import classify, is_lost, merge_ranks, must_redo, waiting_message
@@ -42,11 +45,15 @@ class Release(NamedTuple):
     pass
 
 
+class Measure(NamedTuple):
+    """The link between two hosts, beside the ranks."""
+
+
 class Forget(NamedTuple):
     """The logs and the record go too."""
 
 
-Action = Apply | Release | Forget
+Action = Apply | Measure | Release | Forget
 
 
 class Plan(NamedTuple):
@@ -63,6 +70,8 @@ def plan(training: Training, seen: Seen, now: float) -> Plan:
     status = _observed(training, seen, now)
     status, actions = _decided(training, status, seen, now)
     status = _concluded(training, status, seen, now)
+    if must_measure(training.spec, status, seen):
+        actions = (*actions, Measure())
     if status.phase.is_terminal:
         actions = ()
     events = narrate(training.status, status, now)
@@ -95,6 +104,8 @@ def _observed(training: Training, seen: Seen, now: float) -> Status:
         redo=redo,
         started_at=old.started_at if old.started_at is not None else min(started, default=None),
         rendezvous_endpoint=seen.rendezvous_endpoint or old.rendezvous_endpoint,
+        mesh=seen.mesh or old.mesh,
+        bench=bench_after(training.spec, old.bench, seen, now),
     )
 
 
@@ -110,7 +121,8 @@ def _decided(
     if is_cancelling or status.failing:
         is_held = seen.wish is not None and _alive(status, seen, now) > 0
         return _asking(status, seen, 0, now) if is_held else (status, ())
-    if status.gate_opened_at is None and _may_start(training, seen, now):
+    is_held = holds_start(training.spec, status.bench)
+    if status.gate_opened_at is None and not is_held and _may_start(training, seen, now):
         status = replace(status, gate_opened_at=now)
     if status.gate_opened_at is None:
         return status, ()
@@ -169,6 +181,7 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
         status = replace(
             status,
             ended_at=now,
+            bench=bench_over(training.spec, status.bench, now),
             rank_exits=exits,
             root_cause=next((e for e in exits if root and e.rank == root.rank), None),
         )
@@ -187,7 +200,8 @@ def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
             requeue_after_s=0.0,
         )
     if not status.is_released:
-        if seen.wish is not None or seen.ranks or seen.is_supervised:
+        is_measuring = seen.bench is not None and seen.bench.state == "running"
+        if seen.wish is not None or seen.ranks or seen.is_supervised or is_measuring:
             return Plan(status, (Release(),), requeue_after_s=0.0)
         return Plan(replace(status, is_released=True), requeue_after_s=0.0)
     if training.deletion_requested_at is not None:
@@ -220,7 +234,7 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
     opened = status.gate_opened_at
     if spec.deadline_s is not None and opened is not None and now >= opened + spec.deadline_s:
         return "DeadlineExceeded", f"still running {spec.deadline_s:g} s after the start"
-    return "", ""
+    return why_refused(spec, status)
 
 
 def _may_start(training: Training, seen: Seen, now: float) -> bool:
@@ -266,6 +280,13 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     ]
     if lost:
         wanted.append(("RanksLost", True, "RankFailed", "lost for good: " + ", ".join(lost)))
+    if status.mesh is not None:
+        state, message = status.mesh.state, status.mesh.message
+        is_degraded = state is MeshState.DEGRADED
+        wanted += [
+            ("MeshCapable", state is MeshState.READY, f"Mesh{state}", message),
+            ("DegradedMesh", is_degraded, f"Mesh{state}", message),
+        ]
     before = {c.type: c for c in old.conditions}
     made = []
     for kind, is_true, reason, message in wanted:
@@ -304,6 +325,8 @@ def _requeue_after_s(training: Training, status: Status, now: float) -> float | 
         times.append(training.created_at + spec.start_grace_s)
     elif spec.deadline_s is not None and not status.failing:
         times.append(status.gate_opened_at + spec.deadline_s)
+    if status.bench.phase == "Running" and status.bench.started_at is not None:
+        times.append(status.bench.started_at + BENCH_LIMIT_S)
     if status.asked_at is not None:
         times.append(status.asked_at + STALE_S)
     times += [r.missing_since + STALE_S for r in status.ranks if r.missing_since is not None]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from atoll.core.model import Model
 from atoll.core.status import Event, LogLine, Seen, Status, Training, Wish
@@ -55,6 +55,14 @@ class Executor(Protocol):
 
         With `follow`, new lines are waited for until it says that the training is over.
         """
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """An executor that can measure the link between two hosts of a training."""
+
+    async def measure(self, training: Training) -> None:
+        """The link bench is being run, beside the ranks and in none of their slots."""
 
 
 class Change(Model, frozen=True):

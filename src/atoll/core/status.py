@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
@@ -140,6 +141,22 @@ class BenchStatus(Model, frozen=True):
     completed_at: float | None = None
 
 
+class BenchSeen(Model, frozen=True):
+    """The bench as the executor sees it. `waiting`: it cannot be run yet; `message` says why."""
+
+    state: Literal["idle", "waiting", "running", "done", "failed"]
+    message: str = ""
+    result: BenchResult | None = None
+
+
+class MeshStatus(Model, frozen=True):
+    """Whether the hosts of a training can reach each other; `message` names pairs that cannot."""
+
+    state: MeshState
+    message: str = ""
+    hosts: int = 1
+
+
 class Wish(Model, frozen=True):
     """What an executor keeps: ranks `0..size-1`. Size 0 is: stop them all.
 
@@ -177,6 +194,7 @@ class Status(Model, frozen=True):
     last_resize: Resize | None = None
     is_released: bool = False  # the executor holds nothing of it any more
     rendezvous_endpoint: str = ""
+    mesh: MeshStatus | None = None  # None for a training without a gate
     bench: BenchStatus = BenchStatus()
 
     @property
@@ -258,6 +276,8 @@ class Seen(Model, frozen=True):
     message: str = ""  # what holds it up, for the ranks that are not there
     fault: str = ""  # the executor will never do it, and why
     rendezvous_endpoint: str = ""
+    mesh: MeshStatus | None = None
+    bench: BenchSeen | None = None  # None: this executor cannot measure links
 
 
 class LogLine(Model, frozen=True):

@@ -2,7 +2,7 @@
 
 The Job controller starts, replaces and stops pods; this renders the Job, resizes it, and reads
 what became of each rank. One watch answers for all ranks of all trainings; without it, a look is
-two requests, whatever the number of ranks.
+one request (two when ranks come or go), whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, Validati
 from atoll.core.ports import Key
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Seen, Training, Wish
+from atoll.executors.kubernetes_archive import Archive
 from atoll.executors.kubernetes_keep import Keeper
-from atoll.executors.kubernetes_logs import read_logs
+from atoll.executors.kubernetes_logs import Source, read_logs
 from atoll.executors.kubernetes_mirror import Mirror
 from atoll.executors.kubernetes_names import NAMESPACE, TRAINING, UID
 from atoll.executors.kubernetes_options import EKS_GPU_NODES, Options
@@ -31,7 +32,7 @@ from atoll.executors.kubernetes_patch import (
     yielded_at,
 )
 from atoll.executors.kubernetes_pod import Pod
-from atoll.executors.kubernetes_read import Look, finished, look, wish_of
+from atoll.executors.kubernetes_read import Look, finished, is_told_by_pods, look, wish_of
 from atoll.executors.kubernetes_render import (
     gang_name,
     render_job,
@@ -73,10 +74,12 @@ class KubernetesExecutor:
         self._is_owner = is_owner
         self._clock = clock
         self._keeper = Keeper(self.cluster)
+        self._archive = Archive(self.cluster)
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
         self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
         self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
         self._written: dict[str, int] = {}  # newest version of a Job that we made, by training
+        self._last: dict[str, Json] = {}  # Jobs as last read without the copy
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._troubles: dict[str, tuple[float, str]] = {}
 
@@ -87,6 +90,7 @@ class KubernetesExecutor:
     async def close(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
+        await self._archive.close()
         await self.cluster.close()
 
     async def apply(self, training: Training, wish: Wish) -> None:
@@ -127,12 +131,13 @@ class KubernetesExecutor:
                     kind, namespace, name, propagation=propagation or "Background"
                 )
         await self._keeper.let_all_go(namespace, _of(training))
-        for memory in (self._written, self._troubles):
+        for memory in (self._written, self._last, self._troubles):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
         namespace, _ = self._place(training)
         await self.cluster.delete_all("pods", namespace, labels=_of(training))
+        await self._archive.drop(namespace, training.uid)
         await self._keeper.let_all_go(namespace, _of(training))
 
     async def changes(self) -> AsyncIterator[Key]:
@@ -166,7 +171,11 @@ class KubernetesExecutor:
                 await self.cluster.list("pods", self._place(training)[0], labels=_of(training))
             ).items
 
-        return read_logs(self.cluster, training, pods, ranks=ranks, tail=tail, follow=follow)
+        async def archived(rank: int) -> list[str]:
+            return await self._archive.lines(self._place(training)[0], training.uid, rank)
+
+        source = Source(self.cluster, training, pods, archived)
+        return read_logs(source, ranks=ranks, tail=tail, follow=follow)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""
@@ -179,9 +188,12 @@ class KubernetesExecutor:
         if await self._is_fresh(training):
             return self._jobs.of(training.uid).get(gang_name(training))
         try:
-            return await self.cluster.get("jobs", *self._place(training))
+            found = await self.cluster.get("jobs", *self._place(training))
         except NotFound:
+            self._last.pop(training.uid, None)
             return None
+        self._last[training.uid] = found
+        return found
 
     async def _find(self, training: Training) -> tuple[Json | None, list[Json]]:
         """The Job and its pods, from the copy if that is up to date."""
@@ -189,10 +201,11 @@ class KubernetesExecutor:
             job = self._jobs.of(training.uid).get(gang_name(training))
             return job, list(self._pods.of(training.uid).values())
         namespace, _ = self._place(training)
-        # The Job first: a pod that it has counted is then in the list that follows.
-        job = await self._job(training)
         listed = await self.cluster.list("pods", namespace, labels=_of(training))
-        return job, listed.items
+        before = self._last.get(training.uid)
+        if before is not None and is_told_by_pods(before, listed.items):
+            return before, listed.items
+        return await self._job(training), listed.items
 
     async def _is_fresh(self, training: Training) -> bool:
         return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
@@ -209,7 +222,7 @@ class KubernetesExecutor:
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:
             raise Temporary(f"the Job {name} is there already or still going: {error}") from error
-        self._written[training.uid] = _version(job)
+        self._note_job(training, job)
         if owner is None:
             await self._tie(job)
 
@@ -253,7 +266,11 @@ class KubernetesExecutor:
 
     async def _patch_job(self, training: Training, patch: Json) -> None:
         job = await self.cluster.patch("jobs", *self._place(training), patch)
+        self._note_job(training, job)
+
+    def _note_job(self, training: Training, job: Json) -> None:
         self._written[training.uid] = _version(job)
+        self._last[training.uid] = job
 
     async def _trouble(self, training: Training, job: Json | None, pods: int, now: float) -> str:
         """Why pods are missing (quota, admission), from the events of the Job."""
@@ -278,6 +295,8 @@ class KubernetesExecutor:
         self, training: Training, job: Json | None, seen: Look, now: float
     ) -> None:
         """What a look makes plain: pods that may go, ranks that are lost, a gang to give way."""
+        for pod in seen.leaving:
+            self._archive.capture(pod, len(seen.seen.ranks))
         await self._keeper.let_go(seen.told)
         await self._keeper.give_up(seen.lost)
         if seen.is_more:
@@ -308,8 +327,8 @@ class KubernetesExecutor:
         if any(rank.state == "waiting" for rank in seen.seen.ranks):
             limits = (self.options.image_timeout_s, self.options.gang_timeout_s or 1e9)
             self._wake(training.key, min(*limits, 30.0))
-        if seen.lost:
-            self._wake(training.key, 1.0)
+        if seen.lost or seen.leaving:
+            self._wake(training.key, 1.0 if seen.lost else 5.0)
 
     def _wake(self, key: Key, seconds: float) -> None:
         loop = asyncio.get_running_loop()

@@ -25,6 +25,7 @@ Json = dict[str, Any]
 class Look(NamedTuple):
     seen: Seen
     told: list[Pod]  # leaving, and nothing more to learn of them: they may go
+    leaving: list[Pod]  # taken away while they ran: their logs go with them
     lost: list[Pod]  # on nodes that do not answer, given up by the cluster
     is_more: bool  # some exits are told in the next look
     half: list[Pod]  # hold room for fewer than `min` ranks, for too long
@@ -36,6 +37,15 @@ def wish_of(job: Json | None) -> Wish | None:
         return None
     noted = (job["metadata"].get("annotations") or {}).get(WISH)
     return decode(noted, Wish) if noted else None
+
+
+def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
+    """Whether a Job read earlier must still be as it was: each rank has its pod, and no other."""
+    wish = wish_of(job)
+    if wish is None or job["spec"].get("suspend"):
+        return False
+    there = [p.rank for p in map(Pod, manifests) if p.is_owned and not p.is_leaving]
+    return set(there) == set(range(wish.size))
 
 
 def finished(job: Json) -> str:
@@ -63,16 +73,17 @@ def look(
     known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
     wish = wish_of(job)
     shrinks = _shrinks(job)
-    ranks, told, lost, is_more = [], [], [], False
+    ranks, told, leaving, lost, is_more = [], [], [], [], False
     for rank, mine in sorted(pods.items()):
         mine.sort(key=lambda p: (p.created_at, p.restarts))
         asked = {p.name: _is_asked(p, wish, shrinks) for p in mine}
         untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
-        told += [p for p in mine if p not in untold and _may_go(p)]
-        lost += [p for p in mine if p.is_lost]
+        told += [p for p in mine if p not in untold and _may_go(p, now)]
+        leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
+        lost += [p for p in mine if p.is_lost(now)]
         news = [p for p in untold if not _is_nothing(p)]
-        told += [p for p in untold if _is_nothing(p) and _may_go(p)]
-        ended = [p for p in news if p.is_over or p.is_lost]
+        told += [p for p in untold if _is_nothing(p) and _may_go(p, now)]
+        ended = [p for p in news if p.is_over or p.is_lost(now)]
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown):
@@ -91,6 +102,7 @@ def look(
             rendezvous_endpoint=rendezvous_endpoint(training, options),
         ),
         told=told,
+        leaving=leaving,
         lost=lost,
         is_more=is_more,
         half=_half(training, newest, options, now),
@@ -98,7 +110,7 @@ def look(
 
 
 def _rank(pod: Pod, is_asked: bool, now: float) -> SeenRank:
-    is_over = pod.is_over or pod.is_lost
+    is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
     if is_over:
         message = ""
@@ -133,8 +145,8 @@ def _is_nothing(pod: Pod) -> bool:
     return pod.is_leaving and not pod.has_run and "terminated" not in pod.state
 
 
-def _may_go(pod: Pod) -> bool:
-    is_over = pod.is_over or pod.is_lost or _is_nothing(pod)
+def _may_go(pod: Pod, now: float) -> bool:
+    is_over = pod.is_over or pod.is_lost(now) or _is_nothing(pod)
     return pod.is_held and pod.is_leaving and is_over
 
 

@@ -26,6 +26,7 @@ RIGHTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("", ("pods/status",), ("patch",)),  # ranks on lost nodes, gangs that give way
     ("", ("pods/log",), ("get",)),
     ("", ("services", "configmaps"), ("create", "patch", "delete")),
+    ("", ("configmaps",), ("list", "deletecollection")),  # logs of ranks that are gone
     ("", ("events",), ("create", "list")),
 )
 # In the operator's own namespace; the last part, where there is one, names the objects.

@@ -24,8 +24,8 @@ from atoll.store.kubernetes import KubernetesStore
 log = logging.getLogger(__name__)
 
 SWEEP_S = 300.0
-# Exits are held for the controller, and the Job until it has taken them.
-DEFAULTS = {"is_exit_held": True, "ttl_seconds_after_finished": None}
+# Exits are held for the controller, and the Job until it has taken them; it keeps the deadline.
+DEFAULTS = {"is_exit_held": True, "ttl_seconds_after_finished": None, "deadline_margin_s": 60}
 RETRY_S = 1.0
 
 

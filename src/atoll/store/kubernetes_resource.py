@@ -105,7 +105,8 @@ def _fitting(status: Json) -> Json:
     if len(msgspec.json.encode(status)) <= STATUS_MAX:
         return status
     for rank in (*status.get("ranks", ()), *status.get("retired", ())):
-        rank.get("exit", {}).pop("logTail", None)
+        for ended in ("exit", "previous"):
+            rank.get(ended, {}).pop("logTail", None)
     for record in status.get("rankExits", ()):
         record.pop("logTail", None)
     return status

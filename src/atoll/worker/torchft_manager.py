@@ -63,6 +63,7 @@ class ObjectStoreManager:
         self._step = 0
         self._has_joined = self._is_healing = self._is_checkpoint_due = False
         self._sizes: dict[int, list[int]] = {}
+        self._handed: list[int] = []  # elements of each tensor of this synchronisation so far
         self._batch: _Batch | None = None
         self.last_round: RoundReport | None = None
 
@@ -125,12 +126,14 @@ class ObjectStoreManager:
         if should_quantize and self._options["codec"] == "fp32":
             log.warning("should_quantize is set, but the codec is fp32: nothing is quantised")
         sizes = self._fragment_sizes()
+        self._handed.append(tensor.numel())
+        if sizes:
+            check_handed(sizes, self._handed)
         if self._batch is None or self._batch.is_started:
-            check_buckets(sizes, tensor)
             self._batch = _Batch(self._reduce)
         batch = self._batch
         work = batch.add(tensor)
-        if sizes and sum(each.numel() for each in batch.tensors) >= sum(sizes):
+        if sizes and sum(self._handed) >= sum(sizes):
             batch.start()
         return work
 
@@ -139,6 +142,7 @@ class ObjectStoreManager:
         if self._batch is not None:
             self._batch.finish()
             self._batch = None
+        self._handed.clear()
         self._step += 1
         report = self.last_round
         if report is not None and self._step % self._checkpoint_every == 0:
@@ -253,22 +257,21 @@ class _Work:
         return self._future
 
 
-def check_buckets(sizes: Sequence[int], first: torch.Tensor) -> None:
+def check_handed(sizes: Sequence[int], handed: Sequence[int]) -> None:
     """Refuse torchft's bucketisation where it would leave tensors out without a word.
 
     It cuts `sum(sizes)` elements into buckets as large as the first, but a tensor that does not
     fit the rest of its bucket is in none. Nothing is lost where each parameter comes by itself.
     """
-    total, bucket = sum(sizes), first.numel()
-    if not sizes or bucket == sizes[0] or bucket >= total:
+    if list(handed) == list(sizes[: len(handed)]):
         return
-    packed = sum(_packed(sizes, bucket))
+    total, packed = sum(sizes), sum(_packed(sizes, handed[0]))
     if packed < total:
         raise ValidationError(
             "use_bucketization",
             True,
-            f"torchft would not reduce {total - packed} of {total} elements (buckets of {bucket}); "
-            "turn it off: this manager sends all tensors as one object anyway",
+            f"torchft would not reduce {total - packed} of {total} elements; turn it off: this "
+            "manager sends all tensors as one object anyway",
         )
 
 

@@ -68,6 +68,8 @@ def test_kubectl_scale_up_and_down(space: Space, operator: Operator) -> None:
     assert all(e["isStopped"] for e in ended.values())
     assert ended[3]["logTail"][-1] == "stopping"
     wait_for("their pods leave", lambda: len(space.pods()) == 1)
+    kept = space.json("get", "configmaps", "-l", "atoll.dev/log-of-rank=4")["items"]
+    assert [c["data"]["log"] for c in kept] == ["rank 4 of 5\nstopping\n"]
     space.kubectl("patch", "training", "tiny", "--type=merge", "-p", '{"spec":{"cancel":true}}')
     status = space.until_phase("tiny", "cancelled")
     assert [e["rank"] for e in status["rankExits"]] == [0, 1, 2, 3, 4]
@@ -82,6 +84,10 @@ def test_a_scale_out_of_bounds_is_refused_by_the_api_server(
     assert "world_size.target: expected at most world_size.max" in done.stderr
 
 
+def running_pods(space: Space) -> set[str]:
+    return {p["metadata"]["name"] for p in space.pods() if p["status"]["phase"] == "Running"}
+
+
 def test_scaled_away_and_back_at_once_costs_no_restart(space: Space, operator: Operator) -> None:
     space.submit("tiny", command=sh(FOREVER), worldSize={"min": 1, "target": 4, "max": 6})
     space.until_ready("tiny", 4)
@@ -89,9 +95,9 @@ def test_scaled_away_and_back_at_once_costs_no_restart(space: Space, operator: O
     space.kubectl("scale", "training", "tiny", "--replicas=2")
     space.until("tiny", "observed", lambda s: s["world"]["target"] == 2)
     space.kubectl("scale", "training", "tiny", "--replicas=4")
+    wait_for("two new pods run", lambda: len(running_pods(space) - before) == 2)
     status = space.until_ready("tiny", 4)
-    after = {p["metadata"]["name"] for p in space.pods() if p["status"]["phase"] == "Running"}
-    assert len(before & after) == 2
+    assert len(running_pods(space) & before) == 2
     assert set(restarts(status).values()) == {0}
     assert "RankLost" not in reasons(status)
 

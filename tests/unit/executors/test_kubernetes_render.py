@@ -253,6 +253,8 @@ REACHES: dict[str, tuple[Any, str]] = {
     ),
     "shm_size": ("1Gi", "spec.template.spec.volumes.0.emptyDir.sizeLimit=1Gi"),
     "is_host_network": (True, "spec.template.spec.hostNetwork=True"),
+    "is_process_namespace_shared": (True, "spec.template.spec.shareProcessNamespace=True"),
+    "deadline_margin_s": (7, "spec.activeDeadlineSeconds=17"),
     "security_context": ({"runAsUser": 1}, "spec.template.spec.securityContext.runAsUser=1"),
     "python": ("python3.12", "spec.template.spec.containers.0.command.0=python3.12"),
     "etcd_endpoint": ("e:2379", "BASILICA_RDZV_ENDPOINT=e:2379"),
@@ -287,6 +289,8 @@ def test_every_option_reaches_the_job(option: str) -> None:
         given["is_runtime_class_with_gpu_meant"] = True
     if option == "etcd_endpoint":
         spec["rendezvous"] = RendezvousSpec(backend="etcd-v2")
+    if option == "deadline_margin_s":
+        spec["deadline_s"] = 10
     if option == "python":
         spec |= {"command": None, "source": Source(kind="script", content=b"1")}
     made = job_of(Options(**given), **spec)

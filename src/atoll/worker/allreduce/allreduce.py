@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from atoll.worker.allreduce.layout import Layout, Vector
 from atoll.worker.allreduce.pace import MIN_GRACE_S, History
 from atoll.worker.allreduce.roster import Roster
 from atoll.worker.allreduce.settle import Me, Settler
-from atoll.worker.allreduce.upload import build
+from atoll.worker.allreduce.upload import Cargo
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -98,8 +99,8 @@ class ObjectStoreAllReduce:
         self.codec = get_codec(codec) if isinstance(codec, str) else codec
         down = codec if down_codec is None else down_codec
         self.down_codec = get_codec(down) if isinstance(down, str) else down
-        self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.keys = Keys(_run_id(run_id))
+        self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.last_round: RoundReport | None = None
         self._keep_rounds = keep_rounds
         self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
@@ -115,6 +116,7 @@ class ObjectStoreAllReduce:
         self._settler = Settler(self.blobs, self.keys, me, self._history, self._pool)
         self._me = me
         self._feedback: dict[str, Feedback] = {}
+        self._cargo: dict[str, Cargo] = {}
         self._next: int | None = None  # the round to do next; None: ask the store
         self._may_be_late = False
         self._sweeping: Future[None] | None = None
@@ -152,8 +154,11 @@ class ObjectStoreAllReduce:
                 name=name,
             )
             feedback = self._feedback_for(layout)
-            flat = feedback.added_to(layouts.flatten(arrays, layout))
-            work = _Work(layout, flat, float(weight), feedback)
+            cargo = self._cargo.get(name)
+            if cargo is None or cargo.layout != layout:
+                cargo = self._cargo[name] = Cargo(layout, self.rank, self.codec)
+            cargo.load(arrays, feedback.up)
+            work = _Work(layout, cargo, float(weight), feedback)
             mean = self._until_done(work, started, before)
             return layouts.unflatten(mean, arrays)
 
@@ -247,10 +252,12 @@ class ObjectStoreAllReduce:
                 return roster, None
             exchange = self._exchange(roster, work.layout)
             try:
-                mean = exchange.run(work.upload, work.flat, work.feedback)
+                mean = exchange.run(work.upload, work.cargo.parts, work.feedback)
             except Abandoned as news:
                 work.feedback.give_up()
                 ballot = settler.next_ballot(roster, news.blame)
+                if not work.upload or work.upload in ballot.blamed:
+                    ballot.upload_again = partial(self._upload, number, work)
                 continue
             work.seconds |= exchange.seconds
             return roster, mean
@@ -261,19 +268,17 @@ class ObjectStoreAllReduce:
         work.upload = self.keys.upload(
             number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
         )
-        data, work.left_out = build(
-            work.upload, self.rank, work.layout, self.codec, work.flat, self._pool
-        )
+        data, work.left_out = work.cargo.pack(work.upload, self._pool)
         encoded = time.monotonic()
         self.blobs.put(work.upload, data)
-        work.seconds = {"encode": encoded - began, "upload": time.monotonic() - encoded}
+        work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
 
     def _finish(
         self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Usage
     ) -> None:
         is_member = roster.has(work.upload)
         self._may_be_late = not is_member
-        late = work.flat if self._carries else None
+        late = work.cargo.whole() if self._carries and not is_member else None
         work.feedback.settle(work.left_out if is_member else late)
         if not is_member and roster.member(self.rank):
             log.warning("round %d: another process was taken for rank %d", roster.round, self.rank)
@@ -341,7 +346,7 @@ class ObjectStoreAllReduce:
 @dataclass
 class _Work:
     layout: Layout
-    flat: Vector
+    cargo: Cargo
     weight: float
     feedback: Feedback
     upload: str = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import NoReturn
 
@@ -75,7 +76,7 @@ class Exchange:
         self._started = time.monotonic()
         self._damaged: dict[int, str] = {}
 
-    def run(self, upload: str, flat: Vector, feedback: Feedback) -> Vector:
+    def run(self, upload: str, parts: Sequence[Vector], feedback: Feedback) -> Vector:
         """The roster's mean. Raises Abandoned, Behind, or DistributedError after the timeout."""
         mean = np.empty(self.layout.size, np.float32)
         is_member = self.roster.has(upload)
@@ -84,7 +85,7 @@ class Exchange:
             for shard, owner in enumerate(self.roster.owners)
             if is_member and owner == self.me.rank
         ]
-        self._make(mine, flat, mean, feedback)
+        self._make(mine, parts, mean, feedback)
         made = time.monotonic()
         self.seconds["reduce"] = made - self._started
         # From the neighbour on, so that not all ranks ask for the same object at once.
@@ -110,7 +111,9 @@ class Exchange:
             uploads = blamed_uploads(self.roster, late)
             self._abandon(missing[0], uploads, f"nothing from ranks {late}")
 
-    def _make(self, mine: list[int], flat: Vector, mean: Vector, feedback: Feedback) -> None:
+    def _make(
+        self, mine: list[int], own: Sequence[Vector], mean: Vector, feedback: Feedback
+    ) -> None:
         weights = [m.weight for m in self.roster.members]
         asked = {
             (shard, m.rank): self.pool.submit(
@@ -124,7 +127,7 @@ class Exchange:
             start, end = self.layout.bounds(shard)
             try:
                 parts = [
-                    asked[shard, m.rank].result() if (shard, m.rank) in asked else flat[start:end]
+                    asked[shard, m.rank].result() if (shard, m.rank) in asked else own[shard]
                     for m in self.roster.members
                 ]
             except Blamed as problem:
@@ -241,7 +244,7 @@ class Exchange:
             raise Abandoned(blame)
         self._read(shard)
 
-    def _note(self, shard: int, blame: wire.Blame) -> bytearray:
+    def _note(self, shard: int, blame: wire.Blame) -> bytes:
         return wire.seal(wire.ABANDONED, self._place(shard), msgspec.json.encode(blame))
 
     def _where(self) -> tuple[int, int]:

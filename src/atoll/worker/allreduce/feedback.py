@@ -21,12 +21,6 @@ class Feedback:
     down: dict[int, Vector] = field(default_factory=dict)
     pending: dict[int, Vector] = field(default_factory=dict)
 
-    def added_to(self, flat: Vector) -> Vector:
-        """`flat` with the residual in it; changes `flat`."""
-        if self.up is not None:
-            flat += self.up
-        return flat
-
     def owed(self, shard: int, mean: Vector) -> Vector:
         left = self.down.get(shard)
         return mean if left is None or left.shape != mean.shape else mean + left

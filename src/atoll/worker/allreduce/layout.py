@@ -105,18 +105,22 @@ def as_arrays(tensors: Sequence[Any]) -> list[Any]:
     return [t if hasattr(t, "dtype") and hasattr(t, "shape") else np.asarray(t) for t in tensors]
 
 
-def flatten(tensors: Sequence[Any], layout: Layout) -> Vector:
-    """A new vector, so that the caller may change its tensors at once."""
-    flat = np.empty(layout.size, np.float32)
-    start = 0
-    for tensor, spec in zip(tensors, layout.tensors, strict=True):
-        flat[start : start + spec.size] = _numpy(tensor).reshape(-1)
-        start += spec.size
-    return flat
+def scatter(tensors: Sequence[Any], parts: Sequence[Vector]) -> None:
+    """Write the tensors one after the other into `parts`, which together are as long."""
+    targets = iter(parts)
+    room = next(targets)
+    for tensor in tensors:
+        values = _numpy(tensor).reshape(-1)
+        while len(values):
+            while not len(room):
+                room = next(targets)
+            count = min(len(values), len(room))
+            room[:count] = values[:count]
+            room, values = room[count:], values[count:]
 
 
 def unflatten(flat: Vector, tensors: Sequence[Any]) -> list[Any]:
-    """The vector as tensors of the kind, type, shape and device of `tensors`."""
+    """The vector as tensors of the kind, type, shape and device of `tensors`; may share memory."""
     out: list[Any] = []
     start = 0
     for tensor in tensors:
@@ -126,7 +130,7 @@ def unflatten(flat: Vector, tensors: Sequence[Any]) -> list[Any]:
         if _is_torch(tensor):
             out.append(_torch_like(part, tensor))
         else:
-            out.append(part.reshape(tensor.shape).astype(tensor.dtype, copy=True))
+            out.append(part.reshape(tensor.shape).astype(tensor.dtype, copy=False))
     return out
 
 
@@ -151,8 +155,4 @@ def _numpy(tensor: Any) -> NDArray[Any]:
 def _torch_like(part: Vector, tensor: Any) -> Any:
     import torch
 
-    return (
-        torch.from_numpy(part.copy())
-        .reshape(tensor.shape)
-        .to(dtype=tensor.dtype, device=tensor.device)
-    )
+    return torch.from_numpy(part).reshape(tensor.shape).to(dtype=tensor.dtype, device=tensor.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -50,6 +51,7 @@ class Ballot:
     expected: set[int]
     blamed: list[str] = field(default_factory=list)
     quorum_at: float | None = None
+    upload_again: Callable[[], None] | None = None  # when this rank's upload may not be used
     seen: dict[int, UploadName] = field(default_factory=dict)
 
 
@@ -104,6 +106,10 @@ class Settler:
             if roster is not None:
                 self.history.note_wait(what, time.monotonic() - started)
                 return roster
+            if ballot.upload_again and elapsed > self.history.straggler_grace():
+                # Everybody was given up on, and some are alive after all: this one is.
+                ballot.upload_again()
+                ballot.upload_again = None
             if elapsed > self.me.timeout:
                 raise self._no_quorum(ballot)
             time.sleep(poll_pause(elapsed, usual))

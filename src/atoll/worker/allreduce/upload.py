@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Executor
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atoll.core.errors import NotFound
 from atoll.remote.blobs import Blobs
 from atoll.worker.allreduce import wire
 from atoll.worker.allreduce.codecs import Codec
-from atoll.worker.allreduce.layout import Layout, Vector
+from atoll.worker.allreduce.layout import Layout, Vector, scatter
 from atoll.worker.allreduce.roster import Member
 
 
@@ -23,45 +26,86 @@ class Blamed(Exception):
         self.reason = reason
 
 
-def build(
-    key: str, rank: int, layout: Layout, codec: Codec, flat: Vector, pool: Executor
-) -> tuple[bytearray, Vector | None]:
-    """The object, and what the codec left out of it (None for an exact codec)."""
-    shards = [s for s in range(layout.shards) if s != rank]
-    payloads = dict(
-        zip(shards, pool.map(lambda s: _encode(codec, flat, layout, s), shards), strict=True)
-    )
-    sections = [0] * layout.shards
-    for shard, payload in payloads.items():
-        sections[shard] = wire.SEAL.size + memoryview(payload).nbytes
-    footer = wire.seal_footer(wire.fence(key), wire.Footer(layout.pack(), sections))
-    starts = wire.section_offsets(sections)
-    out = bytearray(starts[-1] + len(footer))
-    out[starts[-1] :] = footer
+class Cargo:
+    """The values one rank brings, shard by shard, and the object made of them.
 
-    def write(shard: int) -> None:
-        place = wire.fence(key, str(shard))
-        wire.seal_into(out, starts[shard], wire.SECTION, place, payloads[shard])
+    With an exact codec the values lie where they are sent from, so nothing is copied. The memory
+    is used again in every round: fresh pages cost more than the arithmetic.
+    """
 
-    list(pool.map(write, shards))
-    return out, None if codec.is_exact else _left_out(codec, flat, layout, payloads)
+    def __init__(self, layout: Layout, rank: int, codec: Codec) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.codec = codec
+        self._buffer: NDArray[np.uint8] | None = None
+        if codec.is_exact:
+            sections = exact_sections(layout, rank)
+            starts = wire.section_offsets(sections)
+            footer = len(wire.seal_footer(bytes(16), wire.Footer(layout.pack(), sections)))
+            self._buffer = np.empty(starts[-1] + footer, np.uint8)
+            self.parts = [
+                np.empty(layout.shard_size(s), np.float32)
+                if s == rank
+                else self._buffer[starts[s] + wire.SEAL.size : starts[s + 1]].view("<f4")
+                for s in range(layout.shards)
+            ]
+        else:
+            flat = np.empty(layout.size, np.float32)
+            bounds = [layout.bounds(s) for s in range(layout.shards)]
+            self.parts = [flat[start:end] for start, end in bounds]
 
+    def load(self, tensors: Sequence[Any], residual: Vector | None) -> None:
+        """Take the values of the tensors, and add what earlier rounds did not get."""
+        scatter(tensors, self.parts)
+        if residual is not None:
+            for shard, part in enumerate(self.parts):
+                start, end = self.layout.bounds(shard)
+                part += residual[start:end]
 
-def _encode(codec: Codec, flat: Vector, layout: Layout, shard: int) -> bytes | memoryview:
-    start, end = layout.bounds(shard)
-    if codec.is_exact and np.little_endian:
-        return memoryview(flat[start:end]).cast("B")  # type: ignore[arg-type]
-    return codec.encode(flat[start:end])
+    def pack(self, key: str, pool: Executor) -> tuple[bytes | memoryview, Vector | None]:
+        """The object to be put at `key`, and what the codec left out (None if it is exact)."""
+        if self._buffer is not None:
+            return self._pack_in_place(key, self._buffer, pool), None
+        shards = [s for s in range(self.layout.shards) if s != self.rank]
+        encoded = list(pool.map(lambda s: self.codec.encode(self.parts[s]), shards))
+        payloads = dict(zip(shards, encoded, strict=True))
+        sections = [
+            wire.SEAL.size + len(payloads[s]) if s in payloads else 0
+            for s in range(self.layout.shards)
+        ]
+        sealed = [
+            wire.seal(wire.SECTION, wire.fence(key, str(s)), payload)
+            for s, payload in payloads.items()
+        ]
+        footer = wire.Footer(self.layout.pack(), sections)
+        data = b"".join([*sealed, wire.seal_footer(wire.fence(key), footer)])
+        return data, self._left_out(payloads)
 
+    def whole(self) -> Vector:
+        """All values as one new vector."""
+        return np.concatenate(self.parts)
 
-def _left_out(
-    codec: Codec, flat: Vector, layout: Layout, payloads: dict[int, bytes | memoryview]
-) -> Vector:
-    left = np.zeros_like(flat)
-    for shard, payload in payloads.items():
-        start, end = layout.bounds(shard)
-        left[start:end] = flat[start:end] - codec.decode(payload, end - start)
-    return left
+    def _pack_in_place(self, key: str, out: NDArray[np.uint8], pool: Executor) -> memoryview:
+        sections = exact_sections(self.layout, self.rank)
+        starts = wire.section_offsets(sections)
+
+        def write(shard: int) -> None:
+            body = memoryview(self.parts[shard]).cast("B")  # type: ignore[arg-type]
+            head = wire.header(wire.SECTION, wire.fence(key, str(shard)), body)
+            start = starts[shard]
+            out[start : start + len(head)] = np.frombuffer(head, np.uint8)
+
+        list(pool.map(write, (s for s in range(self.layout.shards) if s != self.rank)))
+        footer = wire.seal_footer(wire.fence(key), wire.Footer(self.layout.pack(), sections))
+        out[starts[-1] :] = np.frombuffer(footer, np.uint8)
+        return memoryview(out)  # type: ignore[arg-type]
+
+    def _left_out(self, payloads: dict[int, bytes]) -> Vector:
+        left = np.zeros(self.layout.size, np.float32)
+        for shard, payload in payloads.items():
+            start, end = self.layout.bounds(shard)
+            left[start:end] = self.parts[shard] - self.codec.decode(payload, end - start)
+        return left
 
 
 def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Footer:
