@@ -23,9 +23,11 @@ import numpy as np
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
+from atoll.remote.blobs import Blobs
+from atoll.worker.allreduce import ObjectStoreAllReduce
 from atoll.worker.outer import Floats, Fragment, load_bytes, split, to_bytes
-from atoll.worker.place import Place, find_place
-from atoll.worker.rounds import Agreed, Alone, Rounds
+from atoll.worker.place import Place, find_place, fragment_run
+from atoll.worker.stream import Agreed, Alone, StoreStream, Stream
 
 if TYPE_CHECKING:
     import torch
@@ -44,16 +46,17 @@ class RoundReport(NamedTuple):
     weight: float
     bytes_up: int
     bytes_down: int
+    requests: int
     hidden_s: float  # the store worked while the model trained
     blocked_s: float  # the model did not train
 
 
 class _Pending(NamedTuple):
-    """A round on its way: `job` yields what was agreed and the fragments that changed."""
+    """A round on its way: `job` yields what was agreed and how many seconds it took."""
 
     fragment: int
     weight: float
-    job: Future[tuple[Agreed, set[int], float]]
+    job: Future[tuple[Agreed, float]]
     blocked_s: float
 
 
@@ -83,15 +86,22 @@ class DiLoCo:
         overlap_steps: int = 0,
         mix: float = 0.0,
         codec: str = "fp32",
-        uri: str | None = None,
+        uri: str | Blobs | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         min_replicas: int | None = None,
+        run_id: str | None = None,
+        timeout: float = 600.0,
+        grace_s: float | None = None,
         checkpoint_every: int = 10,
-        allreduce: Any = None,
-        rounds: Rounds | None = None,
+        state: dict[str, Any] | None = None,
+        allreduce: ObjectStoreAllReduce | None = None,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:
+        """`state`, of `state_dict`, begins a new run from there; a run in the store wins over it.
+
+        `allreduce` takes the place of the store's arguments, for one fragment only.
+        """
         check_int("sync_every", sync_every, 1, _MANY)
         check_int("fragments", fragments, 1, _MANY)
         check_int("checkpoint_every", checkpoint_every, 1, _MANY)
@@ -101,30 +111,31 @@ class DiLoCo:
         if sync_every % fragments:
             raise ValidationError("sync_every", sync_every, f"expected a multiple of {fragments}")
         check_int("overlap_steps", overlap_steps, 0, sync_every // fragments - 1)
-        self._model = model
+        if allreduce is not None and fragments > 1:
+            raise ValidationError("allreduce", allreduce, "each fragment needs one: pass uri=")
         self._parameters = {
             name: value for name, value in model.named_parameters() if value.requires_grad
         }
         if not self._parameters:
             raise ValidationError("model", model, "expected a parameter with requires_grad")
         shapes = [(name, tuple(value.shape)) for name, value in self._parameters.items()]
-        self.fragments = split(shapes, fragments)
+        self.fragments = split(shapes, fragments, outer_lr, outer_momentum)
         self.place = find_place(uri, rank, world_size, min_replicas)
-        self._rounds = rounds or open_rounds(self.place, codec, allreduce)
+        options = {"codec": codec, "timeout": timeout, "grace_s": grace_s}
+        self._streams = open_streams(
+            self.place, fragments, checkpoint_every, allreduce, run_id, options
+        )
         self._period = sync_every // fragments
-        self._overlap = overlap_steps
-        self._lr, self._momentum, self._mix = outer_lr, outer_momentum, mix
-        self._checkpoint_every = checkpoint_every
+        self._overlap, self._mix = overlap_steps, mix
         self._on_round = on_round
-        self.round = 0
         self.steps = 0
         self._step = 0
-        self._counted: float = 0
+        self._counted = 0.0
         self._sent_at = [0.0] * fragments
         self._pending: _Pending | None = None
         self.reports: deque[RoundReport] = deque(maxlen=10_000)
         self._totals = dict.fromkeys(_TOTALS, 0.0)
-        self._join()
+        self._join(state)
         self._hook = inner_optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def __enter__(self) -> DiLoCo:
@@ -135,10 +146,17 @@ class DiLoCo:
         # After an error the round is left to the others: they finish it without this replica.
         if kind is None:
             self._receive()
+            for stream in self._streams:
+                stream.close()
 
     def close(self) -> None:
-        """Finish the round on its way and let go of the optimiser."""
+        """Finish the round on its way and let go of the optimiser and the store."""
         self.__exit__(None)
+
+    @property
+    def round(self) -> int:
+        """The outer steps every fragment has taken, those before this replica came too."""
+        return min(fragment.rounds for fragment in self.fragments)
 
     def count(self, amount: float) -> None:
         """Say that `amount` more tokens, or samples, were trained on.
@@ -165,35 +183,34 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """All of the outer loop, to be saved with the model and the inner optimiser."""
         self._receive()
-        return {"round": self.round, "steps": self.steps, "state": to_bytes(self.fragments)}
+        return {
+            "steps": self.steps,
+            "fragments": [to_bytes(fragment) for fragment in self.fragments],
+            "feedback": [stream.feedback() for stream in self._streams],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, or from the store if that is further; the model is overwritten."""
+        """Go on from `state` as far as the store allows: a round others have made stays made."""
         self._receive()
-        if state["round"] < self.round:
-            log.info("the store is at round %d, the state at %d", self.round, state["round"])
-            return
-        load_bytes(self.fragments, state["state"])
-        self.round, self.steps, self._step = state["round"], state["steps"], 0
-        self._sent_at = [self._seen()] * len(self.fragments)
-        self._apply(self._replay() | set(range(len(self.fragments))), 0.0)
+        self._join(state)
 
-    def _join(self) -> None:
-        """Take the parameters everyone agrees on: the first replica's, or the store's newest."""
-        for fragment in self.fragments:
-            fragment.values[:] = self._read(fragment)
-        self.round, state = self._rounds.start(lambda: to_bytes(self.fragments))
+    def _join(self, state: dict[str, Any] | None) -> None:
+        """Take the parameters everyone agrees on: the store's newest, or the first replica's."""
+        saved = None if state is None else state["fragments"]
+        if saved is not None and len(saved) != len(self.fragments):
+            raise ValidationError("fragments", len(self.fragments), f"the state has {len(saved)}")
+        for at, (fragment, stream) in enumerate(zip(self.fragments, self._streams, strict=True)):
+            if saved is None:
+                fragment.values[:] = self._read(fragment)
+            else:
+                load_bytes(fragment, saved[at])
+                stream.load_feedback(state["feedback"][at])  # type: ignore[index]
+            stream.join(fragment)
+            self._apply(at, 0.0)
         if state is not None:
-            load_bytes(self.fragments, state)
-        self._replay()
-        self._apply(set(range(len(self.fragments))), 0.0)
-
-    def _replay(self) -> set[int]:
-        """Take the outer steps that were committed without this replica."""
-        changed = set()
-        for agreed in self._rounds.later(self.round):
-            changed.add(self._step_outer(agreed))
-        return changed
+            self.steps = state["steps"]
+        self._step = 0
+        self._sent_at = [self._seen()] * len(self.fragments)
 
     def _after_step(self) -> None:
         self.steps += 1
@@ -208,22 +225,20 @@ class DiLoCo:
         return self._counted or float(self.steps)
 
     def _send(self) -> None:
+        self._receive()
         began = time.monotonic()
-        at = self.round % len(self.fragments)
-        fragment = self.fragments[at]
+        # The one with the fewest rounds is next, so that a replica that joins sends what the
+        # others send.
+        at = min(range(len(self.fragments)), key=lambda at: self.fragments[at].rounds)
+        fragment, stream = self.fragments[at], self._streams[at]
         gradient = self._like(fragment) - self._read(fragment)
         weight = self._seen() - self._sent_at[at]
         self._sent_at[at] = self._seen()
 
-        def work() -> tuple[Agreed, set[int], float]:
+        def work() -> tuple[Agreed, float]:
             started = time.monotonic()
-            agreed = self._rounds.reduce(self.round, fragment.rows(gradient), weight)
-            changed = {self._step_outer(agreed)}
-            if self._rounds.rank not in agreed.roster:
-                changed |= self._replay()
-            if self.round % self._checkpoint_every == 0 and agreed.roster[0] == self._rounds.rank:
-                self._rounds.save(self.round, lambda: to_bytes(self.fragments))
-            return agreed, changed, time.monotonic() - started
+            agreed = stream.advance(fragment, gradient, weight)
+            return agreed, time.monotonic() - started
 
         job = _in_background(work) if self._overlap else _at_once(work)
         self._pending = _Pending(at, weight, job, time.monotonic() - began)
@@ -234,13 +249,9 @@ class DiLoCo:
         if pending is None:
             return
         began = time.monotonic()
-        agreed, changed, took_s = pending.job.result()
-        self._apply(changed, self._mix)
-        for at in changed - {pending.fragment}:
-            self._sent_at[at] = self._seen()  # what was moved there since is gone
+        agreed, took_s = pending.job.result()
+        self._apply(pending.fragment, self._mix)
         waited_s = time.monotonic() - began
-        blocked_s = pending.blocked_s + waited_s
-        hidden_s = max(0.0, took_s - waited_s) if self._overlap else 0.0
         report = RoundReport(
             agreed.round,
             pending.fragment,
@@ -248,8 +259,9 @@ class DiLoCo:
             pending.weight,
             agreed.bytes_up,
             agreed.bytes_down,
-            hidden_s,
-            blocked_s,
+            agreed.requests,
+            hidden_s=max(0.0, took_s - waited_s) if self._overlap else 0.0,
+            blocked_s=pending.blocked_s + waited_s,
         )
         self.reports.append(report)
         self._totals["rounds"] += 1
@@ -258,13 +270,6 @@ class DiLoCo:
         log.info("%s", report)
         if self._on_round:
             self._on_round(report)
-
-    def _step_outer(self, agreed: Agreed) -> int:
-        at = agreed.round % len(self.fragments)
-        mean = np.concatenate([np.asarray(row, np.float32).reshape(-1) for row in agreed.means])
-        self.fragments[at].step(mean, self._lr, self._momentum)
-        self.round = agreed.round + 1
-        return at
 
     def _read(self, fragment: Fragment) -> Floats:
         row = np.empty(fragment.values.size, np.float32)
@@ -285,29 +290,49 @@ class DiLoCo:
                 part.copy_(part.to(dtype))
         return row
 
-    def _apply(self, changed: set[int], mix: float) -> None:
+    def _apply(self, at: int, mix: float) -> None:
         import torch
 
+        fragment = self.fragments[at]
         with torch.no_grad():
-            for at in sorted(changed):
-                fragment = self.fragments[at]
-                for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True):
-                    local = self._parameters[slot.name]
-                    if mix:
-                        local.lerp_(torch.from_numpy(row).to(local), 1 - mix)
-                    else:
-                        local.copy_(torch.from_numpy(row))
+            for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True):
+                local = self._parameters[slot.name]
+                if mix:
+                    local.lerp_(torch.from_numpy(row).to(local), 1 - mix)
+                else:
+                    local.copy_(torch.from_numpy(row))
 
 
-_TOTALS = ("rounds", "bytes_up", "bytes_down", "hidden_s", "blocked_s")
+_TOTALS = ("rounds", "bytes_up", "bytes_down", "requests", "hidden_s", "blocked_s")
 
 
-def open_rounds(place: Place, codec: str, allreduce: Any) -> Rounds:
-    if allreduce is None and place.uri is None:
-        return Alone()
-    from atoll.worker.store_rounds import StoreRounds
-
-    return StoreRounds.open(place, codec, allreduce)
+def open_streams(
+    place: Place,
+    count: int,
+    checkpoint_every: int,
+    allreduce: ObjectStoreAllReduce | None,
+    run_id: str | None,
+    options: dict[str, Any],
+) -> list[Stream]:
+    """One for each fragment, each with rounds of its own."""
+    if allreduce is not None:
+        return [StoreStream(allreduce, checkpoint_every)]
+    if place.uri is None:
+        return [Alone() for _ in range(count)]
+    return [
+        StoreStream(
+            ObjectStoreAllReduce(
+                place.uri,
+                place.rank,
+                place.world_size,
+                min_replicas=place.min_replicas,
+                run_id=fragment_run(run_id, at, count),
+                **options,
+            ),
+            checkpoint_every,
+        )
+        for at in range(count)
+    ]
 
 
 def _at_once(work: Callable[[], Any]) -> Future[Any]:

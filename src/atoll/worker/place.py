@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
+from atoll.remote.blobs import Blobs
 
 _MANY = 10**6
 
 # The first one that is set counts.
 RANK = ("ATOLL_RANK", "REPLICA_RANK", "RANK")
-WORLD = ("ATOLL_WORLD_TARGET", "WORLD_SIZE")
+# The largest the world may get: how tensors are cut into shares must not change with its size.
+WORLD = ("ATOLL_WORLD_MAX", "ATOLL_WORLD_TARGET", "WORLD_SIZE")
 MINIMUM = ("ATOLL_WORLD_MIN",)
 URI = "ATOLL_RENDEZVOUS_URI"
 
@@ -21,11 +23,11 @@ class Place(NamedTuple):
     rank: int
     world_size: int
     min_replicas: int
-    uri: str | None  # None: alone, nothing is sent
+    uri: str | Blobs | None  # None: alone, nothing is sent
 
 
 def find_place(
-    uri: str | None = None,
+    uri: str | Blobs | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     min_replicas: int | None = None,
@@ -39,12 +41,19 @@ def find_place(
     world_size = _number("world_size", world_size, WORLD, 1, 1)
     if rank >= world_size:
         raise ValidationError("rank", rank, f"expected less than world_size, {world_size}")
-    minimum = min(_number("min_replicas", min_replicas, MINIMUM, 1, world_size), world_size)
+    half = (world_size + 1) // 2
+    minimum = min(_number("min_replicas", min_replicas, MINIMUM, 1, half), world_size)
     if uri is None and world_size > 1:
         raise ValidationError(
             "uri", None, f"{world_size} replicas need a store to meet in: pass uri= or set {URI}"
         )
     return Place(rank, world_size, minimum, uri)
+
+
+def fragment_run(run_id: str | None, at: int, count: int) -> str:
+    """The name of a fragment's own run in the store."""
+    name = run_id or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
+    return name if count == 1 else f"{name}.{at}-of-{count}"
 
 
 def _number(field: str, value: int | None, names: tuple[str, ...], low: int, default: int) -> int:

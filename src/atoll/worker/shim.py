@@ -11,6 +11,7 @@ standard library and atoll's light modules are imported: a rank cannot start soo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -33,14 +34,28 @@ def main(directory: str, lock: int, listener: int) -> None:
     os.set_inheritable(lock, False)
     os.set_inheritable(listener, False)
     processes.adopt_orphans()
+    is_heir = _leave_mark(mark_of(Path(directory)))
     supervisor = os.fork()
     if supervisor == 0:
         from atoll.worker.supervisor import supervise
 
-        supervise(Path(directory), listener)
+        supervise(Path(directory), listener, is_heir=is_heir)
         os._exit(0)
     os.close(listener)
     keep(Path(directory), supervisor)
+
+
+def mark_of(directory: Path) -> Path:
+    """Names the keeper; there from its start until all is cleared away."""
+    return directory / "keeper"
+
+
+def _leave_mark(mark: Path) -> bool:
+    """Whether there was one: somebody was killed before all was cleared away."""
+    was_there = mark.exists()
+    with contextlib.suppress(OSError):  # on a full disk, the one that is there will do
+        mark.write_text(f"{os.getpid()} {processes.born(os.getpid())}")
+    return was_there
 
 
 def keep(directory: Path, supervisor: int) -> None:
@@ -51,6 +66,7 @@ def keep(directory: Path, supervisor: int) -> None:
     journal = JournalWriter(directory / "journal")
     records = [lost_record(attempt, ended) for attempt in journal.state.alive()]
     append_persistently(journal, records)
+    mark_of(directory).unlink(missing_ok=True)
 
 
 def _outlive(supervisor: int) -> int:

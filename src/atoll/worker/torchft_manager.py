@@ -6,26 +6,23 @@ synchronisation become one round: as soon as the fragment is complete, or on the
 
 from __future__ import annotations
 
-import io
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.checks import check_int
-from atoll.core.errors import Temporary, ValidationError
-from atoll.worker.diloco import open_rounds
-from atoll.worker.place import find_place
-from atoll.worker.rounds import Agreed, Rounds
+from atoll.core.errors import ValidationError
+from atoll.remote.blobs import Blobs
+from atoll.worker.allreduce import ObjectStoreAllReduce, RoundReport
+from atoll.worker.place import find_place, fragment_run
+from atoll.worker.torchft_state import Healer
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("atoll.diloco")
 
-_POLL_S = 0.2
-_FRAGMENT = "StreamingDiLoCoFragment_"
 _NOTHING = 1e-12  # the weight of a replica that has nothing to add yet
 
 
@@ -33,8 +30,8 @@ class ObjectStoreManager:
     """What torchft's algorithms need of a `Manager`; there is no lighthouse and no process group.
 
     Rank, world and store come from the environment where they are not given. `state_dict` and
-    `load_state_dict` cover the model and the inner optimiser, as in torchft: with them, replicas
-    start from the first one's state, and a later one from the newest checkpoint in the store.
+    `load_state_dict` cover the model and the inner optimiser, as in torchft: all replicas start
+    from the first one's state, and a later one from the newest checkpoint in the store.
     """
 
     _use_async_quorum = False  # torchft's DiLoCo asks for this
@@ -44,46 +41,44 @@ class ObjectStoreManager:
         *,
         state_dict: Callable[[], Any] | None = None,
         load_state_dict: Callable[[Any], None] | None = None,
-        uri: str | None = None,
+        uri: str | Blobs | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         min_replicas: int | None = None,
+        run_id: str | None = None,
         codec: str = "fp32",
+        timeout: float = 600.0,
+        grace_s: float | None = None,
         checkpoint_every: int = 5,
-        join_timeout: float = 600.0,
-        allreduce: Any = None,
-        rounds: Rounds | None = None,
     ) -> None:
         check_int("checkpoint_every", checkpoint_every, 1, 10**9)
-        self._codec = codec
-        self._rounds = rounds or open_rounds(
-            find_place(uri, rank, world_size, min_replicas), codec, allreduce
-        )
+        self._place = find_place(uri, rank, world_size, min_replicas)
+        self._run = fragment_run(run_id, 0, 1)
+        self._options: dict[str, Any] = {"codec": codec, "timeout": timeout, "grace_s": grace_s}
         self._checkpoint_every = checkpoint_every
-        self._join_timeout = join_timeout
-        self._load: dict[str, Callable[[Any], None]] = {}
-        self._save: dict[str, Callable[[], Any]] = {}
+        self._reducers: dict[int, ObjectStoreAllReduce] = {}
+        self._healer = Healer(self._run, self._place.rank, timeout, self._reducer)
         if state_dict is not None and load_state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
-        self._step = self._round = 0
+        self._step = 0
         self._has_joined = self._is_healing = self._is_checkpoint_due = False
         self._sizes: dict[int, list[int]] = {}
+        self._handed: list[int] = []  # elements of each tensor of this synchronisation so far
         self._batch: _Batch | None = None
-        self.reports: list[Agreed] = []
+        self.last_round: RoundReport | None = None
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
-        self._load[key], self._save[key] = load_state_dict, state_dict
+        self._healer.register(key, load_state_dict, state_dict)
 
     def start_quorum(self, *_: Any, **__: Any) -> None:
         """Be where the others are; who takes part is decided round by round."""
-        if self._is_checkpoint_due:
-            self._is_checkpoint_due = False
-            self._rounds.save(self._round, self._state)
+        if self._place.uri is None:
+            return
         self._is_healing = False
         if not self._has_joined:
-            self._join()
+            self._step, self._is_healing = self._healer.join(self._step)
             self._has_joined = True
 
     def wait_quorum(self) -> None:
@@ -93,23 +88,27 @@ class ObjectStoreManager:
         return self._step
 
     def num_participants(self) -> int:
-        return len(self.reports[-1].roster) if self.reports else 0
+        return len(self.last_round.roster) if self.last_round else 1
 
     def participating_rank(self) -> int | None:
-        return self._rounds.rank
+        return self._place.rank
 
     def is_participating(self) -> bool:
-        return True
+        return not self._is_healing
 
     def allow_state_dict_read(self) -> None:
         return
 
     def disallow_state_dict_read(self) -> None:
-        return
+        """Called before an inner step: the first moment at which a round's outer step is taken."""
+        self._save_if_due()
 
     def shutdown(self, wait: bool = True) -> None:
         if wait and self._batch is not None:
             self._batch.finish()
+        self._save_if_due()
+        for reducer in self._reducers.values():
+            reducer.close()
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self._step}
@@ -124,15 +123,17 @@ class ObjectStoreManager:
 
         The codec of this manager decides what travels, whatever `should_quantize` says.
         """
-        if should_quantize and self._codec == "fp32":
+        if should_quantize and self._options["codec"] == "fp32":
             log.warning("should_quantize is set, but the codec is fp32: nothing is quantised")
         sizes = self._fragment_sizes()
+        self._handed.append(tensor.numel())
+        if sizes:
+            check_handed(sizes, self._handed)
         if self._batch is None or self._batch.is_started:
             self._batch = _Batch(self._reduce)
-            check_buckets(sizes, tensor)
         batch = self._batch
         work = batch.add(tensor)
-        if sum(sizes) and sum(each.numel() for each in batch.tensors) >= sum(sizes):
+        if sizes and sum(self._handed) >= sum(sizes):
             batch.start()
         return work
 
@@ -141,76 +142,61 @@ class ObjectStoreManager:
         if self._batch is not None:
             self._batch.finish()
             self._batch = None
+        self._handed.clear()
         self._step += 1
-        agreed = self.reports[-1] if self.reports else None
-        if agreed and agreed.roster[0] == self._rounds.rank:
-            self._is_checkpoint_due = self._step % self._checkpoint_every == 0
+        report = self.last_round
+        if report is not None and self._step % self._checkpoint_every == 0:
+            self._is_checkpoint_due = next(iter(report.roster)) == self._place.rank
         return True
+
+    def _save_if_due(self) -> None:
+        if self._is_checkpoint_due:
+            self._is_checkpoint_due = False
+            self._healer.save(self._step)
 
     def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         import torch
 
-        scale = 0.0 if self._is_healing else 1.0
-        arrays = [(each.detach() * scale).float().cpu().numpy() for each in tensors]
-        agreed = self._rounds.reduce(self._round, arrays, _NOTHING if self._is_healing else 1.0)
+        if self._place.uri is None:
+            return
+        reducer = self._reducer(self._turn())
+        brought = [each.detach() for each in tensors]
+        if self._is_healing:
+            brought = [torch.zeros_like(each) for each in brought]
+        means = reducer.allreduce(brought, weight=_NOTHING if self._is_healing else 1.0)
         with torch.no_grad():
-            for tensor, mean in zip(tensors, agreed.means, strict=True):
-                tensor.copy_(torch.from_numpy(mean.copy()).view_as(tensor))
-        self._round = agreed.round + 1
+            for tensor, mean in zip(tensors, means, strict=True):
+                tensor.copy_(mean)
+        self.last_round = report = reducer.last_round
+        assert report is not None
         # Left out: the others may be further by now, so ask the store before the next round.
-        self._has_joined = self._rounds.rank in agreed.roster
-        self.reports.append(agreed)
+        self._has_joined = report.is_member and not report.skipped
 
-    def _join(self) -> None:
-        """Load the newest checkpoint, unless that is what this replica already has."""
-        deadline = time.monotonic() + self._join_timeout
-        self._is_healing = False
-        while True:
-            round, state = self._rounds.start(self._state)
-            if state is not None and (round > self._round or not self.reports):
-                self._is_healing |= self._take(round, state)
-            if next(iter(self._rounds.later(self._round)), None) is None:
-                return
-            # The outer optimiser is torchft's, so rounds cannot be replayed for it.
-            if time.monotonic() > deadline:
-                raise Temporary(f"no checkpoint as new as round {self._round} in the store")
-            time.sleep(_POLL_S)
+    def _turn(self) -> int:
+        return self._step % max(1, len(self._healer.fragments()))
 
-    def _state(self) -> bytes:
-        import torch
-
-        out = io.BytesIO()
-        states = {key: save() for key, save in self._save.items()}
-        torch.save({"step": self._step, "states": states}, out)
-        return out.getvalue()
-
-    def _take(self, round: int, data: bytes) -> bool:
-        import torch
-
-        found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-        missing = set(self._load) ^ set(found["states"])
-        if missing:
-            raise ValidationError("checkpoint", sorted(missing), "only one side has these states")
-        self._round, self._step = round, found["step"]
-        if not self.reports and all(
-            _same(found["states"][key], save())
-            for key, save in self._save.items()
-            if key.startswith(_FRAGMENT)
-        ):
-            return False
-        for key, load in self._load.items():
-            load(found["states"][key])
-        return True
+    def _reducer(self, at: int) -> ObjectStoreAllReduce:
+        """Each fragment has rounds of its own, so that a replica that lags mixes up none."""
+        if at not in self._reducers:
+            assert self._place.uri is not None
+            self._reducers[at] = ObjectStoreAllReduce(
+                self._place.uri,
+                self._place.rank,
+                self._place.world_size,
+                min_replicas=self._place.min_replicas,
+                run_id=f"{self._run}.torchft-{at}",
+                **self._options,
+            )
+        return self._reducers[at]
 
     def _fragment_sizes(self) -> list[int]:
         """How many elements each parameter of the fragment in turn has; empty if not known."""
-        keys = [key for key in self._save if key.startswith(_FRAGMENT)]
-        if not keys:
+        if not self._healer.fragments():
             return []
-        at = self._step % len(keys)
+        at = self._turn()
         if at not in self._sizes:
-            tensors = self._save[f"{_FRAGMENT}{at}"]()["original_parameters"].values()
-            self._sizes[at] = [each.numel() for each in tensors]
+            tensors = self._healer.parameters(at)
+            self._sizes[at] = [each.numel() for each in tensors.values()]
         return self._sizes[at]
 
 
@@ -271,22 +257,21 @@ class _Work:
         return self._future
 
 
-def check_buckets(sizes: Sequence[int], first: torch.Tensor) -> None:
+def check_handed(sizes: Sequence[int], handed: Sequence[int]) -> None:
     """Refuse torchft's bucketisation where it would leave tensors out without a word.
 
     It cuts `sum(sizes)` elements into buckets as large as the first, but a tensor that does not
     fit the rest of its bucket is in none. Nothing is lost where each parameter comes by itself.
     """
-    total, bucket = sum(sizes), first.numel()
-    if not sizes or bucket == sizes[0] or bucket >= total:
+    if list(handed) == list(sizes[: len(handed)]):
         return
-    packed = sum(_packed(sizes, bucket))
+    total, packed = sum(sizes), sum(_packed(sizes, handed[0]))
     if packed < total:
         raise ValidationError(
             "use_bucketization",
             True,
-            f"torchft would not reduce {total - packed} of {total} elements (buckets of {bucket}); "
-            "turn it off: this manager sends all tensors as one object anyway",
+            f"torchft would not reduce {total - packed} of {total} elements; turn it off: this "
+            "manager sends all tensors as one object anyway",
         )
 
 
@@ -299,12 +284,3 @@ def _packed(sizes: Sequence[int], bucket: int) -> Iterator[int]:
             yield sizes[at]
             at += 1
         left -= capacity
-
-
-def _same(one: Any, other: Any) -> bool:
-    import torch
-
-    mine, theirs = other["original_parameters"], one["original_parameters"]
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(mine[name].cpu(), theirs[name]) for name in mine
-    )

@@ -6,7 +6,7 @@ from atoll.core.errors import ValidationError
 from atoll.worker.place import Place, find_place
 
 NAMES = (
-    "ATOLL_RANK REPLICA_RANK RANK ATOLL_WORLD_TARGET WORLD_SIZE ATOLL_WORLD_MIN "
+    "ATOLL_RANK REPLICA_RANK RANK ATOLL_WORLD_MAX ATOLL_WORLD_TARGET WORLD_SIZE ATOLL_WORLD_MIN "
     "ATOLL_RENDEZVOUS_URI"
 ).split()
 
@@ -35,12 +35,19 @@ def test_a_rank_of_atoll_finds_its_place(monkeypatch: pytest.MonkeyPatch) -> Non
     assert find_place("file:///x", 0, 2, 1) == Place(0, 2, 1, "file:///x")
 
 
+def test_the_world_is_as_large_as_it_may_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_WORLD_MAX", "8")
+    monkeypatch.setenv("ATOLL_WORLD_TARGET", "4")
+    monkeypatch.setenv("ATOLL_RENDEZVOUS_URI", "file:///x")
+    assert find_place().world_size == 8
+
+
 def test_any_executor_that_sets_rank_and_world_size_will_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert find_place("file:///x") == Place(1, 2, 2, "file:///x")
+    assert find_place("file:///x") == Place(1, 2, 1, "file:///x")
 
 
 def test_many_replicas_without_a_store_are_refused() -> None:

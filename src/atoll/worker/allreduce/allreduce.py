@@ -128,6 +128,10 @@ class ObjectStoreAllReduce:
         """The round that the next `allreduce` starts with; None until the store was asked."""
         return self._next
 
+    def go_on_at(self, round: int) -> None:
+        """Do `round` next, for a caller whose state is not from `join()` but as of that round."""
+        self._next = round
+
     def allreduce(
         self, tensors: Sequence[Any], *, weight: float = 1.0, name: str = ""
     ) -> list[Any]:

@@ -22,6 +22,7 @@ from atoll.worker.allreduce.codecs.exact import Bf16, Fp32
 from atoll.worker.allreduce.codecs.frame import Data, Floats
 from atoll.worker.allreduce.codecs.int8 import Int8
 from atoll.worker.allreduce.codecs.sparse import Sparse
+from atoll.worker.allreduce.codecs.uniform import Uniform
 
 __all__ = ["CODECS", "Codec", "get_codec"]
 
@@ -50,7 +51,17 @@ class Codec(Protocol):
 
 
 CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Fp32(), Bf16(), Int8(), E3m0(), Sparse())
+    codec.name: codec
+    for codec in (
+        Fp32(),
+        Bf16(),
+        Int8(),
+        Uniform("int5", 0.125),
+        Uniform("int4", 0.36),
+        E3m0(),
+        Uniform("int3", 0.55),
+        Sparse(),
+    )
 }
 
 
