@@ -298,14 +298,16 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=290)
     parser.add_argument("--no-naive", action="store_true")
     parser.add_argument("--only-goodput", action="store_true")
+    parser.add_argument("--no-goodput", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     lives = {}
-    for share in (0.0, 0.01):
-        lives[f"killed {share:.0%} of rank-rounds"] = found = goodput(16, 20, 8.0, share)
+    for share in () if options.no_goodput else (0.0, 0.01):
+        lives[f"killed {share:.0%} of rank-rounds"] = found = goodput(16, 10, 30.0, share)
         print(f"goodput, {share:.0%} killed: {found}", flush=True)
     if options.only_goodput:
-        save(rows, lives)
+        save(options.results, rows, lives)
         return
     for store in options.store or ["s3", "file"]:
         for size in options.replicas or [2, 4, 8, 16]:
@@ -314,14 +316,14 @@ def main() -> None:
             total = int(options.mb * MB)
             rows.append(compare(store, size, total, options.tensors, not slow))
             show(rows[-1])
-            save(rows, lives)
+            save(options.results, rows, lives)
 
 
-def save(rows: list[dict[str, Any]], lives: dict[str, Any]) -> None:
-    RESULTS.parent.mkdir(exist_ok=True)
+def save(path: Path, rows: list[dict[str, Any]], lives: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
     machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
     found = {"machine": machine, "load": os.getloadavg(), "goodput": lives, "rows": rows}
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
