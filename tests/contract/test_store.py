@@ -210,7 +210,7 @@ def test_a_record_with_the_same_name_is_not_removed_for_the_old_one(
         await store.remove(old)
         new = await store.create(training(uid="new"))
         await store.remove(old)
-        assert (await store.get(new.key)).uid == "new"
+        assert (await store.get(new.key)).uid == new.uid
 
     on_store(check)
 

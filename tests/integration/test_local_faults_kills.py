@@ -97,8 +97,13 @@ def kill_at_random(tmp_path: Path, seed: int, kills: int) -> None:
 
 
 def ran(folder: Path, name: str) -> Counter[tuple[int, int]]:
-    lines = [line.split() for line in (folder / "ran").read_text().splitlines()]
-    return Counter((int(rank), int(attempt)) for found, rank, attempt in lines if found == name)
+    return Counter(said(folder / "ran", name))
+
+
+def said(path: Path, name: str) -> list[tuple[int, int]]:
+    """Rank and attempt of each line that ranks of that training have written."""
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [(int(rank), int(attempt)) for found, rank, attempt in lines if found == name]
 
 
 def attempts_of(counts: list[int]) -> Counter[tuple[int, int]]:
@@ -177,9 +182,7 @@ def strike(plane: ControlPlane, shim: dict[str, int], victims: tuple[str, ...]) 
 def check(folder: Path, training: Training, seed: int) -> None:
     name, status = training.name, training.status
     assert max(ran(folder, name).values(), default=0) <= 1, (seed, name)
-    done = folder / "done"
-    lines = done.read_text().splitlines() if done.exists() else []
-    finished = {tuple(map(int, line.split()[1:])) for line in lines if line.split()[0] == name}
+    finished = said(folder / "done", name)
     assert [e.rank for e in status.rank_exits] == list(range(4)), (seed, name)
     for ended in status.rank_exits:
         if ended.exit_code == 0:

@@ -57,20 +57,16 @@ class ControlPlane:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, *, crash: str = "") -> None:
-        """Serving, unless it was to crash before that."""
+    def start(self) -> None:
         command = [sys.executable, str(SERVE), str(self.state)]
-        env = {**os.environ, "ATOLL_TEST_CRASH": crash}
         with (self.state.parent / f"{self.state.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command + ([] if self.slots is None else [str(self.slots)]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=env,
             )
-        with contextlib.suppress(PlaneDied) if crash else contextlib.nullcontext():
-            self.call("ping")
+        self.call("ping")
 
     def start_refused(self) -> str:
         """What it says when it will not start."""

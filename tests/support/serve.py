@@ -1,7 +1,7 @@
 """Store, local executor and controller as a process of their own, for tests that kill it.
 
-Speaks JSON lines on its standard input and output. `ATOLL_TEST_CRASH=call:when:nth` makes it
-SIGKILL itself just before or after the nth such call, as in `update_status:after:2`.
+Speaks JSON lines on its standard input and output. It can be armed to SIGKILL itself just before
+or after a given call of its controller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import msgspec
 
 from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, Conflict
-from atoll.core.ports import Executor, Store
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
 from atoll.executors.local import LocalExecutor
@@ -27,19 +26,24 @@ from atoll.store.sqlite import SQLiteStore
 
 
 class Crashing:
-    """Passes every call on; at the one named, the process is killed instead of going on."""
+    """Passes every call on; at the one it is armed for, the process is killed instead."""
 
-    def __init__(self, inner: Any, call: str, when: str, nth: int) -> None:
-        self._inner, self._call, self._when, self._left = inner, call, when, nth
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._armed: tuple[str, str] | None = None
+        self._left = 0
+
+    def arm(self, call: str, when: str, nth: int) -> None:
+        self._armed, self._left = (call, when), nth
 
     def __getattr__(self, name: str) -> Any:
         wrapped = getattr(self._inner, name)
-        if name != self._call:
+        if self._armed is None or name != self._armed[0]:
             return wrapped
 
         async def called(*args: Any, **options: Any) -> Any:
             self._left -= 1
-            if self._left == 0 and self._when == "before":
+            if self._left == 0 and self._armed == (name, "before"):
                 os.kill(os.getpid(), signal.SIGKILL)
             result = await wrapped(*args, **options)
             if self._left == 0:
@@ -50,8 +54,13 @@ class Crashing:
 
 
 class Plane:
-    def __init__(self, store: Any, executor: Any) -> None:
-        self.store, self.executor = store, executor
+    def __init__(self, store: Any, executor: Any, crashing: list[Crashing]) -> None:
+        self.store, self.executor, self.crashing = store, executor, crashing
+
+    async def arm(self, call: str, when: str, nth: int) -> None:
+        """SIGKILL itself before or after the nth such call of the controller from now on."""
+        for part in self.crashing:
+            part.arm(call, when, nth)
 
     async def ping(self) -> int:
         return os.getpid()
@@ -128,17 +137,13 @@ async def answer(plane: Plane, line: bytes) -> None:
 
 
 async def main(state: Path, slots: int | None) -> None:
-    store: Store = SQLiteStore(state / "atoll.db")
+    store = SQLiteStore(state / "atoll.db")
     local = LocalExecutor(state / "trainings", slots=slots)
     await local.start([t.uid for t in await store.list()])
-    executor: Executor = local
-    if crash := os.environ.pop("ATOLL_TEST_CRASH", ""):
-        call, when, nth = crash.split(":")
-        store = Crashing(store, call, when, int(nth))
-        executor = Crashing(executor, call, when, int(nth))
-    running = asyncio.create_task(Controller(store, {"local": executor}).run())
+    crashing = [Crashing(store), Crashing(local)]
+    running = asyncio.create_task(Controller(crashing[0], {"local": crashing[1]}).run())
     running.add_done_callback(lambda task: os._exit(3) if not task.cancelled() else None)
-    plane = Plane(store, executor)
+    plane = Plane(store, local, crashing)
     reader = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
 from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
+from atoll.core.errors import UDTerminalState
 from atoll.core.mesh import MeshState
 from atoll.core.narrate import narrate, told
 from atoll.core.phase import Phase, Tally, advance
@@ -191,7 +192,13 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
 def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
     """Tear down, then remove the record when it is time. The verdict never changes."""
     status, spec = training.status, training.spec
-    status = replace(status, observed_generation=training.generation)
+    if training.generation != status.observed_generation:
+        is_edited = training.deletion_requested_at is None
+        return Plan(
+            replace(status, observed_generation=training.generation),
+            events=(_refusal(training, now),) if is_edited else (),
+            requeue_after_s=0.0,
+        )
     if not status.is_released:
         is_measuring = seen.bench is not None and seen.bench.state == "running"
         if seen.wish is not None or seen.ranks or seen.is_supervised or is_measuring:
@@ -203,6 +210,12 @@ def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
         return Plan(status)
     left = (status.ended_at or 0.0) + spec.ttl_seconds - now
     return Plan(status, (Forget(),)) if left <= 0 else Plan(status, requeue_after_s=left)
+
+
+def _refusal(training: Training, now: float) -> Event:
+    """Where a spec can be changed without asking us first, a change after the end is told of."""
+    refused = UDTerminalState(training.status.phase, training.spec.world_size.target)
+    return Event(type="Warning", reason="UDTerminalState", message=str(refused), at=now)
 
 
 def _is_cancelling(training: Training) -> bool:

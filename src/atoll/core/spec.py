@@ -26,7 +26,7 @@ BenchMode = Literal["off", "on-start"]
 BenchPlacement = Literal["preferred", "strict"]
 RendezvousBackend = Literal["etcd-v2", "c10d", "static"]
 TopologySpread = Literal["pack", "provider-aware", "region-aware", "none"]
-SourceKind = Literal["script", "function"]
+SourceKind = Literal["script", "function", "shell"]
 
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _URI = re.compile(r"(file|memory|s3|gs|az)://\S*")
@@ -126,7 +126,8 @@ class RendezvousSpec(SpecModel, frozen=True):
 
 
 class Source(SpecModel, frozen=True):
-    """Code shipped with the training instead of a command: a script, or a pickled function."""
+    """Code shipped with the training instead of a command: a Python or shell script, or a pickled
+    function."""
 
     kind: SourceKind
     content: bytes

@@ -78,7 +78,8 @@ def render_command(training: Training, directory: Path) -> list[str]:
         entry = [sys.executable, "-m", "atoll.worker.entrypoint"]
         if spec.source.directory is not None:
             entry += ["--from", spec.source.directory]
-        command = [*entry, spec.source.kind, payload, *spec.args]
+        entry = ["/bin/sh"] if spec.source.kind == "shell" else [*entry, spec.source.kind]
+        command = [*entry, payload, *spec.args]
     if spec.pip_packages:
         prepare = [sys.executable, "-m", "atoll.worker.prepare", str(directory / "packages")]
         command = [*prepare, *spec.pip_packages, "--", *command]
@@ -291,6 +292,8 @@ class LocalExecutor:
         return None if self._slots is None else max(room, 0)
 
     def _room_message(self) -> str:
+        if self._slots is None:
+            return ""
         return f"{sum(self._held.values())} of {self._slots} slots of {self._host} are in use"
 
     def _tell_waiting(self) -> None:

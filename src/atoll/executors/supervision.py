@@ -113,6 +113,8 @@ class Supervision:
             )
         while self.is_supervised():
             await self._wait(0.05)
+        if self._keeper is not None:
+            self._keeper.wait()  # its lock is free: it is ending
         self._hang_up()
         self._reap()
         # The wish goes first: were it the last one left, it would count as ranks that hold room.

@@ -16,6 +16,7 @@ class Send(NamedTuple):
     query: Mapping[str, Any] = {}
     body: bytes | None = None
     headers: Mapping[str, str] = {}
+    timeout: float | None = None  # for the answer; the driver's own if there is none
 
 
 class Reply(NamedTuple):

@@ -27,17 +27,7 @@ from atoll.sdk.endpoint import Address, here
 
 START_S = 60.0
 STOP_S = 60.0
-
-# Where programs and their parts are: a rank finds what its caller would find.
-SHARED_ENV = (
-    "CONDA_PREFIX",
-    "CUDA_VISIBLE_DEVICES",
-    "LD_LIBRARY_PATH",
-    "OMP_NUM_THREADS",
-    "PATH",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-)
+STOP_ATTEMPTS = 3
 
 
 def state_dir() -> Path:
@@ -69,8 +59,7 @@ class Embedded:
         self._known = None
 
     def shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        env = {name: os.environ[name] for name in SHARED_ENV if name in os.environ}
-        return {**here(spec), "env": env | spec.env}
+        return here(spec)
 
     def close(self) -> None:
         pass
@@ -95,16 +84,14 @@ class Private:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: Started | None = None
-        self._address: Address | None = None
         self._where: Path | None = None
 
     def address(self) -> Address:
         with self._lock:
-            if self._address is None:
+            if self._where is None:
                 self._where = Path(tempfile.mkdtemp(prefix="atoll-"))
-                self._server = start(self._where, is_owned=True)
-                self._address = Address(self._server.url, read_token(self._where))
-            return self._address
+            self._server = self._alive()
+            return Address(self._server.url, read_token(self._where))
 
     def lost(self) -> None:
         pass
@@ -114,12 +101,26 @@ class Private:
 
     def close(self) -> None:
         with self._lock:
-            server, where = self._server, self._where
-            self._server = self._address = self._where = None
-        if server is not None:
-            server.stop()
-        if where is not None:
-            shutil.rmtree(where, ignore_errors=True)
+            where, self._where = self._where, None
+            if where is None:
+                return
+            # A server that was killed has left its ranks: another one clears them away.
+            with contextlib.suppress(Permanent):
+                for _ in range(STOP_ATTEMPTS):
+                    self._server = self._alive(where)
+                    if self._server.stop():
+                        break
+            self._server = None
+        shutil.rmtree(where, ignore_errors=True)
+
+    def _alive(self, where: Path | None = None) -> Started:
+        if self._server is not None:
+            if self._server.process.poll() is None:
+                return self._server
+            self._server.stop()
+        where = where or self._where
+        assert where is not None
+        return start(where, is_owned=True)
 
 
 class Started:
@@ -129,17 +130,19 @@ class Started:
         self.process = process
         self.url = url
 
-    def stop(self) -> None:
-        """For an owned one: closing its input tells it to stop its ranks and to end."""
+    def stop(self) -> bool:
+        """An owned one stops its ranks when its input ends. False if it died before it had."""
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(b"end\n")
+        with contextlib.suppress(OSError):
             self.process.stdin.close()
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        return self.process.returncode == 0
 
 
 def start(where: Path, *, is_owned: bool = False) -> Started:

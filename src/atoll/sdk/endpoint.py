@@ -11,6 +11,18 @@ from atoll.core.spec import TrainingSpec
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+# Where programs and their parts are: a rank finds what its caller would find, whichever shell the
+# control plane was started from.
+SHARED_ENV = (
+    "CONDA_PREFIX",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+    "OMP_NUM_THREADS",
+    "PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+)
+
 
 class Address(NamedTuple):
     url: str
@@ -60,7 +72,9 @@ class Fixed:
 
 
 def here(spec: TrainingSpec) -> dict[str, Any]:
-    return {} if spec.working_dir else {"working_dir": os.getcwd()}
+    """As the caller's shell would run it; what the spec says wins."""
+    env = {name: os.environ[name] for name in SHARED_ENV if name in os.environ}
+    return {"working_dir": spec.working_dir or os.getcwd(), "env": env | spec.env}
 
 
 def chosen(url: str | None, token: str | None) -> Endpoint:

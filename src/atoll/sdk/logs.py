@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -13,7 +12,8 @@ import msgspec
 from atoll.core.errors import Temporary
 from atoll.core.status import LogLine
 from atoll.sdk.effects import Reply, Send
-from atoll.sdk.flows import Who, accepted
+from atoll.sdk.flows import Who
+from atoll.sdk.requests import accepted
 from atoll.sdk.wire import Wire, stream_request, translated
 
 RETRY_S = 0.2
@@ -73,6 +73,8 @@ def lines(wire: Wire, position: Position) -> Iterator[LogLine]:
 
 
 async def alines(wire: Wire, position: Position) -> AsyncIterator[LogLine]:
+    import asyncio
+
     while True:
         try:
             with translated(wire.endpoint):

@@ -5,7 +5,6 @@ A lost connection becomes Temporary here; what to do about it is decided in the 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import ssl
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 5.0
 READ_S = 30.0  # three heartbeats of the server
-UPLOAD_S = 300.0
+SLOWEST = 200_000.0  # bytes a second that an upload may take
 
 
 class Wire:
@@ -104,9 +103,12 @@ class Performer:
 
 
 class AsyncPerformer:
-    """The same on an event loop."""
+    """The same on an event loop. Nobody else pays for the import of asyncio."""
 
     def __init__(self, wire: Wire) -> None:
+        import asyncio
+
+        self._asyncio = asyncio
         self._wire = wire
         self._client: httpx2.AsyncClient | None = None
         self._changes: AsyncIterator[Change] | None = None
@@ -121,7 +123,7 @@ class AsyncPerformer:
 
     async def __call__(self, effect: Effect) -> Any:
         if isinstance(effect, Pause):
-            return await asyncio.sleep(effect.seconds)
+            return await self._asyncio.sleep(effect.seconds)
         if isinstance(effect, NextChange):
             return await self._next(effect)
         with translated(self._wire.endpoint):
@@ -132,14 +134,14 @@ class AsyncPerformer:
     async def _connected(self) -> httpx2.AsyncClient:
         if self._client is None:
             # Finding the control plane may start it, which takes a while.
-            self._client = await asyncio.to_thread(self._wire.async_client)
+            self._client = await self._asyncio.to_thread(self._wire.async_client)
         return self._client
 
     async def _next(self, effect: NextChange) -> Change | None:
         limit = None if effect.timeout == inf else effect.timeout
         try:
             with translated(self._wire.endpoint):
-                async with asyncio.timeout(limit):
+                async with self._asyncio.timeout(limit):
                     if self._changes is None:
                         client = await self._connected()
                         stream = client.stream(**_watch_request(effect))
@@ -179,8 +181,10 @@ def _request(effect: Send) -> dict[str, Any]:
         "params": {name: value for name, value in effect.query.items() if value is not None},
         "headers": dict(effect.headers),
     }
+    if effect.timeout is not None:
+        request["timeout"] = effect.timeout
     if effect.body is not None:
-        request |= {"content": effect.body, "timeout": UPLOAD_S}
+        request |= {"content": effect.body, "timeout": READ_S + len(effect.body) / SLOWEST}
         request["headers"]["Content-Type"] = "application/json"
     return request
 

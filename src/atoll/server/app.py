@@ -16,7 +16,7 @@ from litestar.handlers import BaseRouteHandler
 from atoll.core.errors import AtollError
 from atoll.core.model import encode
 from atoll.core.ports import Executor
-from atoll.server import api, health
+from atoll.server import api, deployments, health
 from atoll.server.auth import caller
 from atoll.server.gauges import Gauges
 from atoll.server.openapi import document
@@ -73,7 +73,7 @@ def create_app(
         Exception: on_any_error,
     }
     return Litestar(
-        [*routes(rows, plane, caller), openapi, *handlers],
+        [*routes(rows, plane, caller), deployments.router(plane), openapi, *handlers],
         exception_handlers=known,
         lifespan=[counted, *lifespan],
         openapi_config=None,
