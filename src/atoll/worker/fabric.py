@@ -22,8 +22,9 @@ from atoll.core.model import decode, encode
 from atoll.remote.etcd import EtcdKeys
 
 PROBE_S = 1.0  # for one probe; a link whose packets vanish answers nothing at all
-RETRY_S = 0.05  # first pause after a failed probe, doubled up to:
-LONGEST_RETRY_S = 1.0
+RETRY_S = 0.05  # pause after a failed probe, and more the more peers are out of reach:
+RETRY_MORE_S = 0.005
+LONGEST_RETRY_S = 1.0  # for etcd
 RECHECK_S = 5.0  # a reached peer is asked again this often
 AT_ONCE = 64  # probes in flight
 SETTLE_S = 0.02  # changes this close together make one report
@@ -107,7 +108,7 @@ class Agent:
         )
 
     async def _watch_peer(self, peer: str, address: str, port: int) -> None:
-        pause, nudge = RETRY_S, self._nudges[peer]
+        nudge = self._nudges[peer]
         while True:
             async with self._slots:
                 is_reached = await probe(self._host, peer, address, port)
@@ -116,12 +117,12 @@ class Agent:
             (self._reached.add if is_reached else self._reached.discard)(peer)
             if is_news:
                 self._changed.set()
-            pause = RECHECK_S if is_reached else min(pause, LONGEST_RETRY_S)
+            unreached = len(self._nudges) - len(self._reached)
+            pause = RECHECK_S if is_reached else RETRY_S + RETRY_MORE_S * unreached
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await nudge.wait()
             nudge.clear()
-            pause = RETRY_S if is_reached else pause * 2
 
     def _nudge(self, peer: str) -> None:
         if peer in self._nudges and peer not in self._reached:
