@@ -120,31 +120,18 @@ class JobExecutor:
         return seen.seen
 
     async def release(self, training: Training) -> None:
+        """The Job is over for good; it and its pods stay for their logs, until they are purged."""
         namespace, name = self._place(training)
-        try:
-            if self._is_owner:
-                await self._orphan(training)
-            else:
-                # The Job is over now, and its own ttl takes it away with the pods and their logs.
-                await self.cluster.patch("jobs", namespace, name, render_released())
-        except NotFound:
-            for kind in ("services", "configmaps"):
-                with contextlib.suppress(NotFound):
-                    await self.cluster.delete(kind, namespace, name)
-        await self._keeper.let_all_go(namespace, _of(training))
-        for memory in (self._written, self._last, self._troubles):
-            memory.pop(training.uid, None)
-
-    async def _orphan(self, training: Training) -> None:
-        """The pods that are over stay behind, without an owner: their logs are kept with them."""
-        namespace, name = self._place(training)
-        # No pod is made anew while the others go.
-        await self.cluster.patch("jobs", namespace, name, {"spec": {"parallelism": 0}})
-        await self._keeper.end(namespace, _of(training))
-        await self.cluster.delete("jobs", namespace, name, propagation="Orphan")
+        with contextlib.suppress(NotFound):
+            job = await self.cluster.patch("jobs", namespace, name, render_released())
+            if job["spec"].get("suspend"):  # it never ran, and would not end by itself
+                await self.cluster.delete("jobs", namespace, name)
         for kind in ("services", "configmaps"):
             with contextlib.suppress(NotFound):
                 await self.cluster.delete(kind, namespace, name)
+        await self._keeper.let_all_go(namespace, _of(training))
+        for memory in (self._written, self._last, self._troubles):
+            memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
         namespace, name = self._place(training)

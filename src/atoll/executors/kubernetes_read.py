@@ -45,7 +45,7 @@ def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
     wish = wish_of(job)
     if wish is None or job["spec"].get("suspend"):
         return False
-    there = [p.rank for p in map(Pod, manifests) if p.is_owned and not p.is_leaving]
+    there = [p.rank for p in map(Pod, manifests) if not p.is_leaving]
     return set(there) == set(range(wish.size))
 
 
@@ -69,7 +69,7 @@ def look(
     pods: defaultdict[int, list[Pod]] = defaultdict(list)
     for manifest in () if is_released(job) else manifests:
         pod = Pod(manifest)
-        if pod.is_owned and pod.rank >= 0:
+        if pod.rank >= 0:
             pods[pod.rank].append(pod)
     known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
     wish = wish_of(job)
