@@ -77,4 +77,5 @@ def test_a_clash_is_refused_and_nothing_is_created(
         executor.launch_replicas(2, str(script), {}, gpu="RTX")
     with pytest.raises(ValueError, match="n_replicas"):
         executor.launch_replicas(0, str(script), {})
-    assert space.json("get", "jobs,services,pods")["items"] == []
+    left = space.json("get", "jobs,services,configmaps,pods", "-l", "atoll.dev/uid")["items"]
+    assert left == []
