@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from atoll.core.errors import Conflict, NotFound, Permanent
-from atoll.core.plan import Action, Apply, Forget, Plan, Release, Stop, plan
-from atoll.core.ports import Executor, Key, Store
+from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
+from atoll.core.ports import Executor, Key, Measuring, Store
 from atoll.core.status import Seen, Training
 
 Clock = Callable[[], float]
@@ -65,8 +65,8 @@ class Reconciler:
             match action:
                 case Apply(wish) if executor:
                     await executor.apply(training, wish)
-                case Stop() if executor:
-                    await executor.stop(training)
+                case Measure() if isinstance(executor, Measuring):
+                    await executor.measure(training)
                 case Release() if executor:
                     await executor.release(training)
                 case Forget():

@@ -26,7 +26,7 @@ BenchMode = Literal["off", "on-start"]
 BenchPlacement = Literal["preferred", "strict"]
 RendezvousBackend = Literal["etcd-v2", "c10d", "static"]
 TopologySpread = Literal["pack", "provider-aware", "region-aware", "none"]
-SourceKind = Literal["script", "function"]
+SourceKind = Literal["script", "function", "shell"]
 
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _URI = re.compile(r"(file|memory|s3|gs|az)://\S*")
@@ -126,11 +126,13 @@ class RendezvousSpec(SpecModel, frozen=True):
 
 
 class Source(SpecModel, frozen=True):
-    """Code shipped with the training instead of a command: a script, or a pickled function."""
+    """Code shipped with the training instead of a command: a Python or shell script, or a pickled
+    function."""
 
     kind: SourceKind
     content: bytes
     filename: str = "source.py"
+    directory: str | None = None  # where its modules are, if the rank can see that directory
 
     def __post_init__(self) -> None:
         check_choice("source.kind", self.kind, SourceKind)
@@ -138,6 +140,9 @@ class Source(SpecModel, frozen=True):
             raise ValidationError("source", self.content, "expected code, got nothing")
         if "/" in self.filename or self.filename in ("", ".", "..") or "\0" in self.filename:
             raise ValidationError("source.filename", self.filename, "expected a plain file name")
+        where = self.directory
+        if where is not None and (not where.startswith("/") or "\0" in where):
+            raise ValidationError("source.directory", where, "expected an absolute path")
 
 
 class TrainingSpec(SpecModel, frozen=True):

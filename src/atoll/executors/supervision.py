@@ -27,6 +27,10 @@ SHIM = (
     "import sys; sys.path.insert(0, sys.argv[1]); from atoll.worker.shim import main; "
     "main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))"
 )
+FILES = (
+    *("gang.json", "journal", "control", "lock", "keeper", "shim.log"),
+    *("rendezvous.json", "etcd.log"),
+)
 KEEPER_STUCK_S = 3.0
 ACCEPT_TIMEOUT_S = 10.0
 
@@ -61,12 +65,11 @@ class Supervision:
         return data
 
     async def wish(self, gang: dict[str, Any]) -> None:
-        """The gang document is durable and the shim has accepted it."""
+        """The gang document is durable and the shim has accepted it. An older one is ignored."""
         before = self.gang()
-        if before and {**before, "version": 0} == {**gang, "version": 0}:
+        if before.get("version", 0) >= gang["version"]:
             gang = before
         else:
-            gang = {**gang, "version": before.get("version", 0) + 1}
             try:
                 self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
                 (self.directory / "errors").mkdir(exist_ok=True)
@@ -104,15 +107,20 @@ class Supervision:
         if not self.directory.exists():
             return
         if self.is_asked() and self.is_supervised():
-            await self.wish({**self.gang(), "size": 0, "stop_grace_s": 0.0})
+            gang = self.gang()
+            await self.wish(
+                {**gang, "version": gang["version"] + 1, "size": 0, "stop_grace_s": 0.0}
+            )
         while self.is_supervised():
             await self._wait(0.05)
+        if self._keeper is not None:
+            self._keeper.wait()  # its lock is free: it is ending
         self._hang_up()
         self._reap()
         # The wish goes first: were it the last one left, it would count as ranks that hold room.
-        for name in ("gang.json", "journal", "control", "lock", "keeper", "shim.log"):
+        for name in FILES:
             (self.directory / name).unlink(missing_ok=True)
-        for name in ("errors", "source"):
+        for name in ("errors", "source", "etcd"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def close(self) -> None:
@@ -160,7 +168,9 @@ class Supervision:
     async def _wait(self, seconds: float) -> None:
         self._heard.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._heard.wait(), seconds)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes with the event.
+            async with asyncio.timeout(seconds):
+                await self._heard.wait()
 
     def _hang_up(self) -> None:
         if self._line is not None:

@@ -30,6 +30,7 @@ from atoll.worker.rankprocess import (
     own_word,
     start_record,
 )
+from atoll.worker.rendezvous import Rendezvous
 from atoll.worker.shim import (
     FROZEN_AFTER_S,
     append_persistently,
@@ -63,6 +64,7 @@ class Supervisor:
         self._exec_errors: dict[tuple[int, int], tuple[str, str]] = {}
         self._oom_kills = processes.oom_kills()
         self._last_at = 0.0
+        self._rendezvous: Rendezvous | None = None
         self._prepare(is_heir)
 
     def _prepare(self, is_heir: bool) -> None:
@@ -126,6 +128,8 @@ class Supervisor:
     def _act(self) -> list[float]:
         """Start, kill and sweep what is due; in how many seconds each other thing will be."""
         now, later = time.monotonic(), self._start_due()
+        if self._rendezvous is not None and (left := self._rendezvous.heal()) is not None:
+            later.append(left)
         for process in list(self._by_pid.values()):
             self._stop_unwanted(process, now)
             if process.kill_at is not None:
@@ -173,6 +177,8 @@ class Supervisor:
 
     def _start(self, ready: list[Due]) -> bool:
         """Fork, journal, then let them run: a rank that runs is always in the journal."""
+        if not self._open_rendezvous():
+            return False
         go_out, go_in = os.pipe2(os.O_CLOEXEC)
         pids: list[int] = []
         outputs: list[int] = []
@@ -201,6 +207,17 @@ class Supervisor:
         os.close(go_in)
         os.close(go_out)
         self._tell_clients()
+        return True
+
+    def _open_rendezvous(self) -> bool:
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(self._directory, self._gang["rendezvous"])
+        try:
+            found = self._rendezvous.open()
+        except OSError:
+            self._tell_clients()  # why is in its file
+            return False
+        self._gang["env"] = {**found, **self._gang["env"]}
         return True
 
     def _fork(self, due: Due, go: tuple[int, int], output: int) -> int:
@@ -347,6 +364,7 @@ class Supervisor:
             client.setblocking(False)
             self._clients[client.fileno()] = client
             self._epoll.register(client.fileno(), select.EPOLLIN)
+            client.send(b"j")  # what was journalled while it waited to be let in
 
     def _hear(self, fd: int) -> None:
         """Any byte means: there is a new wish."""

@@ -1,0 +1,253 @@
+"""The all-reduce against what people do today, and against the store itself.
+
+naive: one object a tensor a rank, everyone reads all of them, one barrier a tensor.
+raw:   the same bytes as ours through the same store, with no reduction and free barriers.
+Every replica is a process; the store is a moto S3 server on loopback, or a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atoll.core.errors import NotFound
+from atoll.remote.blobs import Blobs
+from atoll.worker.allreduce import ObjectStoreAllReduce
+
+RESULTS = Path(__file__).parent / "results" / "allreduce.json"
+MB = 1_000_000
+POLL_S = 0.05  # twenty times as often as what is compared with
+
+
+def tensors(total_bytes: int, count: int) -> list[Any]:
+    size = total_bytes // 4 // count
+    return [np.random.default_rng(i).standard_normal(size, np.float32) for i in range(count)]
+
+
+def ours(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: int) -> list[Any]:
+    out = []
+    with ObjectStoreAllReduce(uri, rank, size) as replica:
+        for _ in range(rounds):
+            start.wait()
+            began, cpu = time.time(), time.process_time()
+            replica.allreduce(data)
+            report = replica.last_round
+            assert report is not None
+            assert len(report.roster) == size, report
+            used = (report.bytes_up + report.bytes_down, report.requests)
+            stages = report.seconds | {"cpu": time.process_time() - cpu}
+            out.append((began, time.time(), *used, stages))
+    return out
+
+
+def naive(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: int) -> list[Any]:
+    blobs, out = Blobs.open(uri), []
+    for number in range(rounds):
+        start.wait()
+        began, before, heads = time.time(), blobs.usage, 0
+        for index, mine in enumerate(data):
+            folder = f"naive/{number:04d}/{index:04d}"
+            blobs.put(f"{folder}/{rank}", mine.tobytes())
+            total = mine.copy()
+            for peer in range(size):
+                if peer == rank:
+                    continue
+                while True:
+                    heads += 1  # opening a file asks for its size first
+                    try:
+                        total += np.frombuffer(blobs.get(f"{folder}/{peer}"), np.float32)
+                        break
+                    except NotFound:
+                        time.sleep(POLL_S)
+            total /= size
+        used = blobs.usage.since(before)
+        out.append((began, time.time(), used.bytes_up + used.bytes_down, used.requests + heads, {}))
+    return out
+
+
+def raw(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: int) -> list[Any]:
+    """PUT (N-1)/N, read N-1 ranges, PUT 1/N, read N-1 objects."""
+    blobs, out = Blobs.open(uri), []
+    whole = sum(t.nbytes for t in data)
+    part = whole // size
+    body = np.concatenate(data).tobytes()[: part * (size - 1)]
+    shard = body[:part]
+    peers = [p % size for p in range(rank + 1, rank + size)]
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(rounds):
+            start.wait()
+            began, cpu, before = time.time(), time.process_time(), blobs.usage
+            blobs.put(f"raw/{number}/up/{rank}", body)
+            start.wait()
+            keys = [f"raw/{number}/up/{p}" for p in peers]
+            list(pool.map(lambda key: blobs.get(key, 0, part), keys))
+            blobs.put(f"raw/{number}/sum/{rank}", shard)
+            start.wait()
+            list(pool.map(blobs.get, [f"raw/{number}/sum/{p}" for p in peers]))
+            used = blobs.usage.since(before)
+            stages = {"cpu": time.process_time() - cpu}
+            moved = used.bytes_up + used.bytes_down
+            out.append((began, time.time(), moved, used.requests, stages))
+            start.wait()
+            if rank == 0:
+                blobs.delete(b.key for b in blobs.find("raw"))
+    return out
+
+
+WAYS: dict[str, Callable[..., list[Any]]] = {"ours": ours, "naive": naive, "raw": raw}
+
+
+def replica(way: str, uri: str, rank: int, size: int, shape: Any, start: Any, out: Any) -> None:
+    total, count, rounds = shape
+    out.put((rank, WAYS[way](uri, rank, size, tensors(total, count), start, rounds)))
+
+
+def measure(way: str, uri: str, size: int, total: int, count: int, rounds: int) -> dict[str, Any]:
+    """Means over ranks and rounds; the first round is warm-up when there are more."""
+    context = mp.get_context("spawn")
+    start, out = context.Barrier(size), context.Queue()
+    shape = (total, count, rounds)
+    args = [(way, f"{uri}/{way}", rank, size, shape, start, out) for rank in range(size)]
+    processes = [context.Process(target=replica, args=a) for a in args]
+    for process in processes:
+        process.start()
+    found = dict(out.get(timeout=3600) for _ in processes)
+    for process in processes:
+        process.join()
+    kept = range(1 if rounds > 1 else 0, rounds)
+    walls = [max(found[r][k][1] for r in found) - min(found[r][k][0] for r in found) for k in kept]
+    bytes_each = statistics.mean(found[r][k][2] for r in found for k in kept)
+    most = max(statistics.mean(found[r][k][2] for k in kept) for r in found)
+    requests = statistics.mean(found[r][k][3] for r in found for k in kept)
+    stages = sorted({s for r in found for k in kept for s in found[r][k][4]})
+    return {
+        "wall_s": statistics.median(walls),
+        "bytes": bytes_each,
+        "bytes_most": most,
+        "requests": requests,
+        "stages_s": {
+            s: round(statistics.median(found[r][k][4][s] for r in found for k in kept), 4)
+            for s in stages
+        },
+    }
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """A moto S3 server of its own; the environment points at it."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.environ |= {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "bench",
+        "AWS_SECRET_ACCESS_KEY": "bench",
+        "AWS_REGION": "us-east-1",
+    }
+    try:
+        for _ in range(200):
+            try:
+                urllib.request.urlopen(url, timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        request = urllib.request.Request(f"{url}/bench", method="PUT")
+        urllib.request.urlopen(request, timeout=5).close()
+        yield "s3://bench"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@contextmanager
+def folder() -> Iterator[str]:
+    path = tempfile.mkdtemp(prefix="atoll-bench-", dir=os.environ.get("BENCH_DIR"))
+    try:
+        yield f"file://{path}"
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+STORES = {"s3": s3_server, "file": folder}
+
+
+def compare(store: str, size: int, total: int, count: int, with_naive: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"store": store, "replicas": size, "MB": total / MB, "tensors": count}
+    bound = (1 + 2 * (size - 1) / size) * (total // 4 // count * 4 * count)
+    for way in ("naive", "raw", "ours"):
+        if way == "naive" and not with_naive:
+            continue
+        with STORES[store]() as uri:
+            row[way] = measure(way, uri, size, total, count, 1 if way == "naive" else 4)
+    row["bytes_over_bound"] = row["ours"]["bytes"] / bound - 1
+    row["wall_vs_raw"] = row["ours"]["wall_s"] / row["raw"]["wall_s"]
+    if with_naive:
+        for what in ("wall_s", "bytes", "requests"):
+            row[f"naive_vs_ours_{what}"] = row["naive"][what] / row["ours"][what]
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    ours = row["ours"]
+    print(
+        f"{row['store']:>5} N={row['replicas']:<3} {row['MB']:6.1f} MB"
+        f" | ours {ours['wall_s']:7.2f} s {ours['bytes'] / MB:8.2f} MB {ours['requests']:6.1f} req"
+        f" | over bound {100 * row['bytes_over_bound']:+.3f} %"
+        f" | vs raw x{row['wall_vs_raw']:.2f}",
+        end="",
+    )
+    if "naive" in row:
+        print(
+            f" | naive: time x{row['naive_vs_ours_wall_s']:.1f}"
+            f" bytes x{row['naive_vs_ours_bytes']:.2f}"
+            f" requests x{row['naive_vs_ours_requests']:.0f}",
+            end="",
+        )
+    print(f"\n      ours {ours['stages_s']} raw {row['raw']['stages_s']}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", choices=STORES, action="append")
+    parser.add_argument("--replicas", type=int, action="append")
+    parser.add_argument("--mb", type=float, default=64.0)
+    parser.add_argument("--tensors", type=int, default=290)
+    parser.add_argument("--no-naive", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for store in options.store or ["s3", "file"]:
+        for size in options.replicas or [2, 4, 8, 16]:
+            # The naive way makes 144,000 requests at 16 replicas: only where they are cheap.
+            slow = options.no_naive or (store == "s3" and size > 8)
+            total = int(options.mb * MB)
+            rows.append(compare(store, size, total, options.tensors, not slow))
+            show(rows[-1])
+    RESULTS.parent.mkdir(exist_ok=True)
+    machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
+    load = os.getloadavg()
+    RESULTS.write_text(json.dumps({"machine": machine, "load": load, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

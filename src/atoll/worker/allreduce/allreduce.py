@@ -1,0 +1,405 @@
+"""ObjectStoreAllReduce: the mean of everybody's tensors, through nothing but an object store."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from atoll.core.errors import AtollError, Permanent, ValidationError
+from atoll.remote.blobs import Blobs, Usage
+from atoll.worker.allreduce import catchup, sweep
+from atoll.worker.allreduce import layout as layouts
+from atoll.worker.allreduce.catchup import Checkpoint, JoinState
+from atoll.worker.allreduce.codecs import Codec, get_codec
+from atoll.worker.allreduce.exchange import Abandoned, Behind, Exchange
+from atoll.worker.allreduce.feedback import Feedback
+from atoll.worker.allreduce.keys import Keys
+from atoll.worker.allreduce.layout import Layout, Vector
+from atoll.worker.allreduce.pace import MIN_GRACE_S, History
+from atoll.worker.allreduce.roster import Roster
+from atoll.worker.allreduce.settle import Me, Settler
+from atoll.worker.allreduce.upload import Cargo
+
+log = logging.getLogger("atoll.allreduce")
+
+THREADS = 8
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+PROBE = "conditional-write-probe"
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """How one round went, as this replica saw it.
+
+    `roster`: rank to weight, of those whose tensors are in the mean. `is_member`: whether this
+    replica's are. `missing`: who was waited for in vain. `skipped`: rounds that were decided
+    without this replica reading their means; its caller has to catch up with `join()`.
+    """
+
+    round: int
+    attempt: int
+    roster: dict[int, float]
+    is_member: bool
+    missing: list[int]
+    skipped: list[int]
+    bytes_up: int
+    bytes_down: int
+    requests: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class ObjectStoreAllReduce:
+    """Averages lists of tensors over the replicas of a run; see docs/decisions/007.
+
+    `allreduce` must be called by every replica, with tensors of the same shapes and types. When
+    a replica is missing, the others wait for the grace and go on, as long as `min_replicas` are
+    there. The default for that is $ATOLL_WORLD_MIN, else half of the world, rounded up: agreement
+    never depends on it, it only says how small a world still makes sense.
+
+    A run is a URI together with `run_id` (default $ATOLL_RUN_ID, $ATOLL_UID, else "run"). A process
+    that comes to a run where rounds have been decided goes on with the next one, so a restarted
+    replica needs nothing but the same arguments. Independent runs need their own URI or id.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str] | Blobs,
+        rank: int,
+        world_size: int,
+        *,
+        min_replicas: int | None = None,
+        run_id: str | None = None,
+        codec: str | Codec = "fp32",
+        down_codec: str | Codec | None = None,
+        timeout: float = 600.0,
+        grace_s: float | None = None,
+        keep_rounds: int = 2,
+        carries_late_work: bool | None = None,
+    ) -> None:
+        """`grace_s`: how long stragglers and owners are waited for; None learns it from the rounds.
+
+        `carries_late_work`: when this replica was too late for a round, its values are added to
+        what it brings to the next one. None: only with a lossy codec, where the same is done with
+        everything that the codec left out.
+        """
+        _check(rank, world_size, min_replicas, timeout, grace_s, keep_rounds)
+        self.rank = rank
+        self.world_size = world_size
+        self.codec = get_codec(codec) if isinstance(codec, str) else codec
+        down = codec if down_codec is None else down_codec
+        self.down_codec = get_codec(down) if isinstance(down, str) else down
+        self.keys = Keys(_run_id(run_id))
+        self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
+        self.last_round: RoundReport | None = None
+        self._keep_rounds = keep_rounds
+        self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
+        me = Me(
+            rank,
+            world_size,
+            _default_min(world_size) if min_replicas is None else min_replicas,
+            secrets.token_hex(8),
+            timeout,
+        )
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{rank}")
+        self._history = History(grace_s)
+        self._settler = Settler(self.blobs, self.keys, me, self._history, self._pool)
+        self._me = me
+        self._feedback: dict[str, Feedback] = {}
+        self._cargo: dict[str, Cargo] = {}
+        self._next: int | None = None  # the round to do next; None: ask the store
+        self._may_be_late = False
+        self._sweeping: Future[None] | None = None
+        self._lock = threading.Lock()
+        _refuse_unconditional(self.blobs)
+
+    @property
+    def round(self) -> int | None:
+        """The round that the next `allreduce` starts with; None until the store was asked."""
+        return self._next
+
+    def go_on_at(self, round: int) -> None:
+        """Do `round` next, for a caller whose state is not from `join()` but as of that round."""
+        self._next = round
+
+    def allreduce(
+        self, tensors: Sequence[Any], *, weight: float = 1.0, name: str = ""
+    ) -> list[Any]:
+        """The weighted mean of the roster, in the order, shapes and types of `tensors`.
+
+        `name` tells apart streams of tensors that take turns (each keeps its own error feedback).
+        Raises BelowMinimumWorld when no quorum came within the timeout, ValidationError when the
+        replicas' tensors differ.
+        """
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValidationError("weight", weight, "expected a number greater than 0")
+        with self._lock:
+            before, started = self.blobs.usage, time.monotonic()
+            arrays = layouts.as_arrays(tensors)
+            layout = layouts.describe(
+                arrays,
+                shards=self.world_size,
+                codec=self.codec.name,
+                down_codec=self.down_codec.name,
+                name=name,
+            )
+            feedback = self._feedback_for(layout)
+            cargo = self._cargo.get(name)
+            if cargo is None or cargo.layout != layout:
+                cargo = self._cargo[name] = Cargo(layout, self.rank, self.codec)
+            cargo.load(arrays, feedback.up)
+            work = _Work(layout, cargo, float(weight), feedback)
+            mean = self._until_done(work, started, before)
+            return layouts.unflatten(mean, arrays)
+
+    def save_checkpoint(self, state: bytes | Sequence[Any], round: int | None = None) -> bool:
+        """Store the state after `round` (default: the last one done; -1: before the first).
+
+        All replicas have the same state then, so anyone may; False: somebody already did.
+        """
+        if round is None:
+            round = self.last_round.round if self.last_round else -1
+        return catchup.save(self.blobs, self.keys, round, state)
+
+    def load_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole, or None."""
+        return catchup.load(self.blobs, self.keys)
+
+    def join(self) -> JoinState:
+        """Everything a new or restarted replica needs, from the store alone.
+
+        Waits for a round that is being exchanged right now. The next `allreduce` goes on at
+        `JoinState.round`.
+        """
+        with self._lock:
+            state = catchup.join(self._settler, self._exchange)
+            self._next = state.round
+            self._may_be_late = True
+            return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The error feedback of this rank, to go on exactly after a planned restart."""
+        return {name: feedback.state() for name, feedback in self._feedback.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._feedback = {
+            name: Feedback(up=part["up"], down=dict(part["down"])) for name, part in state.items()
+        }
+
+    def close(self) -> None:
+        """Let go of the threads. What is in the store stays there."""
+        if self._sweeping is not None:
+            self._sweeping.exception()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _until_done(self, work: _Work, started: float, before: Usage) -> Vector:
+        number = self._start() if self._next is None else self._next
+        skipped: list[int] = []
+        while True:
+            try:
+                roster, mean = self._one_round(number, work)
+            except Behind as news:
+                log.warning("round %d is gone: the run is at round %d", number, news.latest)
+                gone, number = number, self._start()
+                skipped += range(gone, number)
+                continue
+            if mean is None:  # void by common decision, nobody has its mean
+                self._settler.last = None
+                number += 1
+                continue
+            self._next = number + 1
+            self._finish(roster, work, skipped, started, before)
+            return mean
+
+    def _one_round(self, number: int, work: _Work) -> tuple[Roster, Vector | None]:
+        self._next = None  # an error on the way: the store knows what was decided
+        settler, began = self._settler, time.monotonic()
+        decided = settler.read(self.keys.roster(number, 0)) if self._may_be_late else None
+        if decided is None:
+            self._upload(number, work)
+        else:
+            work.upload, work.left_out = "", None  # too late: nobody would read it
+        began = time.monotonic()
+        ballot = settler.first_ballot(number)
+        while True:
+            roster = decided or settler.settle(ballot, work.layout, self.codec)
+            decided = None
+            work.seconds["roster"] = time.monotonic() - began
+            if roster.error:
+                raise ValidationError("tensors", f"of rank {self.rank}", roster.error)
+            if not roster.members:
+                return roster, None
+            exchange = self._exchange(roster, work.layout)
+            try:
+                mean = exchange.run(work.upload, work.cargo.parts, work.feedback)
+            except Abandoned as news:
+                work.feedback.give_up()
+                ballot = settler.next_ballot(roster, news.blame)
+                if not work.upload or work.upload in ballot.blamed:
+                    ballot.upload_again = partial(self._upload, number, work)
+                continue
+            work.seconds |= exchange.seconds
+            return roster, mean
+
+    def _upload(self, number: int, work: _Work) -> None:
+        began = time.monotonic()
+        # A name of its own for every upload: what a roster names can never change.
+        work.upload = self.keys.upload(
+            number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
+        )
+        data, work.left_out = work.cargo.pack(work.upload, self._pool)
+        encoded = time.monotonic()
+        self.blobs.put(work.upload, data)
+        work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
+
+    def _finish(
+        self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Usage
+    ) -> None:
+        is_member = roster.has(work.upload)
+        self._may_be_late = not is_member
+        late = work.cargo.whole() if self._carries and not is_member else None
+        work.feedback.settle(work.left_out if is_member else late)
+        if not is_member and roster.member(self.rank):
+            log.warning("round %d: another process was taken for rank %d", roster.round, self.rank)
+        if not roster.missing:
+            # How far apart processes start says nothing about the rounds that follow.
+            spread = roster.spread_s
+            self._history.note_spread(spread if roster.round else min(spread, MIN_GRACE_S / 4))
+        self._settler.last = roster
+        used = self.blobs.usage.since(before)
+        work.seconds["total"] = time.monotonic() - started
+        self.last_round = RoundReport(
+            round=roster.round,
+            attempt=roster.attempt,
+            roster=roster.weights,
+            is_member=is_member,
+            missing=list(roster.missing),
+            skipped=skipped,
+            bytes_up=used.bytes_up,
+            bytes_down=used.bytes_down,
+            requests=used.requests,
+            seconds=dict(work.seconds),
+        )
+        if roster.by == self._me.nonce:
+            self._sweep(roster.round)
+
+    def _sweep(self, number: int) -> None:
+        """One of the replicas, in the background, deletes what nobody can need any more."""
+        if number % self._keep_rounds or (self._sweeping and not self._sweeping.done()):
+            return
+        oldest = number - self._keep_rounds
+        self._sweeping = self._pool.submit(sweep.collect, self.blobs, self.keys, oldest)
+
+    def _start(self) -> int:
+        """The round after the newest one that was decided."""
+        found = catchup.latest(self.blobs, self.keys)
+        if found is None:
+            return 0
+        self._settler.last = self._settler.read(self.keys.roster(*found))
+        if self._settler.last is not None:
+            self._history.note_spread(min(self._settler.last.spread_s, MIN_GRACE_S / 4))
+        return found[0] + 1
+
+    def _exchange(self, roster: Roster, layout: Layout) -> Exchange:
+        return Exchange(
+            self.blobs,
+            self.keys,
+            self._me,
+            self._history,
+            self._pool,
+            roster,
+            layout,
+            get_codec(layout.codec) if layout.codec != self.codec.name else self.codec,
+            get_codec(layout.down_codec)
+            if layout.down_codec != self.down_codec.name
+            else self.down_codec,
+        )
+
+    def _feedback_for(self, layout: Layout) -> Feedback:
+        feedback = self._feedback.setdefault(layout.name, Feedback())
+        if feedback.up is not None and len(feedback.up) != layout.size:
+            feedback = self._feedback[layout.name] = Feedback()
+        return feedback
+
+
+@dataclass
+class _Work:
+    layout: Layout
+    cargo: Cargo
+    weight: float
+    feedback: Feedback
+    upload: str = ""
+    left_out: Vector | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def _check(
+    rank: int,
+    world_size: int,
+    min_replicas: int | None,
+    timeout: float,
+    grace_s: float | None,
+    keep_rounds: int,
+) -> None:
+    if world_size < 1 or world_size > 99_999:
+        raise ValidationError("world_size", world_size, "expected 1 to 99999")
+    if not 0 <= rank < world_size:
+        raise ValidationError("rank", rank, f"expected 0 to {world_size - 1}")
+    if min_replicas is not None and not 1 <= min_replicas <= world_size:
+        raise ValidationError("min_replicas", min_replicas, f"expected 1 to {world_size}")
+    if not timeout > 0:
+        raise ValidationError("timeout", timeout, "expected seconds, more than 0")
+    if grace_s is not None and not grace_s > 0:
+        raise ValidationError("grace_s", grace_s, "expected seconds, more than 0, or None")
+    if keep_rounds < 1:
+        raise ValidationError("keep_rounds", keep_rounds, "expected at least 1")
+
+
+def _default_min(world_size: int) -> int:
+    given = os.environ.get("ATOLL_WORLD_MIN", "")
+    if given.isdigit() and 1 <= int(given) <= world_size:
+        return int(given)
+    return (world_size + 1) // 2
+
+
+def _run_id(given: str | None) -> str:
+    name = given or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
+    if not RUN_ID.fullmatch(name):
+        raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
+    return name
+
+
+def _refuse_unconditional(blobs: Blobs) -> None:
+    """Raises Permanent if the store overwrites what a create-only put must leave alone."""
+    try:
+        if not blobs.create(PROBE, b"atoll") or not blobs.create(PROBE, b"atoll"):
+            return
+    except AtollError as error:
+        if not isinstance(error, Permanent):
+            raise
+        raise Permanent(f"{blobs.name}: the store refuses a conditional write: {error}") from error
+    raise Permanent(
+        f"{blobs.name}: the store ignores conditional writes (If-None-Match: *), without which "
+        "replicas cannot agree; use one that honours them, such as S3, GCS, Azure, R2 or MinIO"
+    )

@@ -1,0 +1,179 @@
+"""Joining from the store alone: the newest checkpoint, and the means of the rounds after it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from atoll.core.errors import NotFound
+from atoll.remote.blobs import Blobs
+from atoll.worker.allreduce import layout as layouts
+from atoll.worker.allreduce import wire
+from atoll.worker.allreduce.exchange import Abandoned, Exchange
+from atoll.worker.allreduce.keys import Keys, parse_attempt, parse_round
+from atoll.worker.allreduce.layout import Layout, Vector
+from atoll.worker.allreduce.pace import poll_pause
+from atoll.worker.allreduce.roster import Roster
+from atoll.worker.allreduce.settle import Settler
+
+log = logging.getLogger("atoll.allreduce")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state after `round` (-1: before the first): bytes, or a list of arrays."""
+
+    round: int
+    state: bytes | list[Any]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What a committed round gave, as float32 arrays of its tensors' shapes."""
+
+    round: int
+    name: str
+    tensors: list[Vector]
+
+
+@dataclass(frozen=True)
+class JoinState:
+    """Apply `means` in order to `checkpoint`, then go on at `round`."""
+
+    round: int
+    checkpoint: Checkpoint | None
+    means: list[Mean]
+
+
+MakeExchange = Callable[[Roster, Layout], Exchange]
+
+
+class _Outdated(Exception):
+    """A newer checkpoint has replaced the one that was started from."""
+
+
+class _Arrays(msgspec.Struct, frozen=True):
+    specs: list[tuple[str, tuple[int, ...]]]
+    data: list[bytes]
+
+
+def save(blobs: Blobs, keys: Keys, number: int, state: bytes | Sequence[Any]) -> bool:
+    key = keys.checkpoint(number + 1)
+    return blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), _pack(state)))
+
+
+def load(blobs: Blobs, keys: Keys) -> Checkpoint | None:
+    for blob in reversed(blobs.find(keys.checkpoints())):
+        number = parse_round(blob.key)
+        if number is None:
+            continue
+        try:
+            data = blobs.get(blob.key)
+            body = wire.unseal(wire.CHECKPOINT, wire.fence(blob.key), data)
+            return Checkpoint(number - 1, _unpack(body))
+        except (NotFound, ValueError) as error:
+            log.warning("checkpoint %s cannot be used: %s", blob.key, error)
+    return None
+
+
+def latest(blobs: Blobs, keys: Keys, after: int = -1) -> tuple[int, int] | None:
+    """Round and attempt of the newest roster."""
+    listing = blobs.find(keys.rosters(), keys.roster(after, 9999) if after >= 0 else None)
+    return max(filter(None, (parse_attempt(blob.key) for blob in listing)), default=None)
+
+
+def join(settler: Settler, exchange: MakeExchange) -> JoinState:
+    """Without a checkpoint there is nothing to start from: only the round to go on at."""
+    blobs, keys = settler.blobs, settler.keys
+    while True:
+        checkpoint = load(blobs, keys)
+        if checkpoint is None:
+            found = latest(blobs, keys)
+            return JoinState(0 if found is None else found[0] + 1, None, [])
+        try:
+            means, following = _read_since(settler, exchange, checkpoint.round + 1)
+        except _Outdated:
+            continue
+        return JoinState(following, checkpoint, means)
+
+
+def _read_since(settler: Settler, exchange: MakeExchange, following: int) -> tuple[list[Mean], int]:
+    means: list[Mean] = []
+    while True:
+        found = latest(settler.blobs, settler.keys, following - 1)
+        if found is None:
+            return means, following
+        for number in range(following, found[0] + 1):
+            mean = _read_round(settler, exchange, number, is_last=number == found[0])
+            if mean is not None:
+                means.append(mean)
+        following = found[0] + 1
+
+
+def _read_round(
+    settler: Settler, exchange: MakeExchange, number: int, *, is_last: bool
+) -> Mean | None:
+    """The round's mean, None if it is void. One that nobody completes any more is made void."""
+    attempt, started = 0, time.monotonic()
+    while True:
+        key = settler.keys.roster(number, attempt)
+        roster = settler.read(key)
+        is_over = not is_last or _is_overdue(settler, started)
+        if roster is None and is_over:
+            roster = settler.write(key, settler.void(number, attempt))
+        if roster is not None and not roster.members:
+            return None
+        if roster is not None:
+            settler.last = roster
+            layout = Layout.unpack(roster.layout)
+            reader = exchange(roster, layout)
+            try:
+                flat = reader.read_all()
+                if flat is not None:
+                    return Mean(number, layout.name, layouts.split(flat, layout))
+                if is_over:
+                    _fail_if_swept(settler, number)
+                    reader.abandon_missing()
+            except Abandoned:
+                attempt, started = attempt + 1, time.monotonic()
+                continue
+        time.sleep(poll_pause(time.monotonic() - started, 0.0))
+
+
+def _fail_if_swept(settler: Settler, number: int) -> None:
+    """Means are deleted only once a newer checkpoint holds them."""
+    saved = settler.blobs.find(settler.keys.checkpoints())
+    if any((parse_round(blob.key) or 0) > number for blob in saved):
+        raise _Outdated
+
+
+def _is_overdue(settler: Settler, started: float) -> bool:
+    return time.monotonic() - started > 2 * settler.history.owner_grace(0.0)
+
+
+def _pack(state: bytes | Sequence[Any]) -> bytes:
+    if isinstance(state, bytes | bytearray | memoryview):
+        return msgspec.msgpack.encode(bytes(state))
+    arrays = [np.asarray(a.detach().cpu() if hasattr(a, "detach") else a) for a in state]
+    return msgspec.msgpack.encode(
+        _Arrays([(a.dtype.str, a.shape) for a in arrays], [a.tobytes() for a in arrays])
+    )
+
+
+def _unpack(body: memoryview) -> bytes | list[Any]:
+    try:
+        found = msgspec.msgpack.decode(body, type=bytes | _Arrays)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not a checkpoint: {error}") from error
+    if isinstance(found, bytes):
+        return found
+    return [
+        np.frombuffer(data, dtype).reshape(shape).copy()
+        for (dtype, shape), data in zip(found.specs, found.data, strict=True)
+    ]

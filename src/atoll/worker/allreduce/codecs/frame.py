@@ -1,0 +1,109 @@
+"""The envelope of an encoded array, and the entropy coder every lossy codec ends with.
+
+An array becomes a header (which codec, how many values, how long each part is) and a few parts.
+Parts are Huffman coded by zlib: its C coder runs at some hundred MB/s without the interpreter
+lock, and restarts its table every 32 KiB, so it follows the data. Values decode to the same bits
+everywhere; the compressed bytes may differ between builds of zlib.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core.errors import ValidationError
+
+Data = bytes | memoryview
+Floats = NDArray[np.float32]
+Number = TypeVar("Number", np.float32, np.uint32, np.uint8, np.int8)
+
+# Arrays go through the codecs in slices that stay in the cache; a multiple of every block size.
+SLICE = 1 << 17
+
+_HEADER = struct.Struct("<4sQ")
+_LENGTH = struct.Struct("<Q")
+
+
+def pack(tag: bytes, size: int, parts: Sequence[bytes]) -> bytes:
+    lengths = (_LENGTH.pack(len(part)) for part in parts)
+    return b"".join([_HEADER.pack(tag, size), *lengths, *parts])
+
+
+def unpack(tag: bytes, data: Data, size: int, parts: int) -> list[memoryview]:
+    """The parts again; raises ValueError unless this is a `tag` array of exactly `size` values."""
+    view = memoryview(data).cast("B")
+    start = _HEADER.size + parts * _LENGTH.size
+    if len(view) < start:
+        raise ValueError(f"{len(view)} bytes are too few for an encoded array")
+    found_tag, found_size = _HEADER.unpack_from(view)
+    if found_tag != tag:
+        raise ValueError(f"expected an array encoded as {tag!r}, found {found_tag!r}")
+    if found_size != size:
+        raise ValueError(f"expected {size} values, the encoded array has {found_size}")
+    lengths = [_LENGTH.unpack_from(view, _HEADER.size + 8 * at)[0] for at in range(parts)]
+    if start + sum(lengths) != len(view):
+        raise ValueError(f"expected {start + sum(lengths)} bytes, found {len(view)}")
+    found = []
+    for length in lengths:
+        found.append(view[start : start + length])
+        start += length
+    return found
+
+
+def squeeze(values: NDArray[np.uint8]) -> bytes:
+    """Bytes, Huffman coded; no search for repeats, as there are none in gradients."""
+    coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_HUFFMAN_ONLY)
+    return coder.compress(np.ascontiguousarray(values).data) + coder.flush()
+
+
+def unsqueeze(data: Data, limit: int) -> NDArray[np.uint8]:
+    """What `squeeze` was given; raises ValueError for anything else or more than `limit` bytes."""
+    decoder = zlib.decompressobj(15)
+    try:
+        plain = decoder.decompress(data, limit + 1)  # one more, or 0 would mean no limit
+    except zlib.error as error:
+        raise ValueError(f"not a Huffman coded part: {error}") from error
+    if len(plain) > limit:
+        raise ValueError(f"a coded part holds more than the {limit} bytes there can be")
+    if not decoder.eof or decoder.unused_data:
+        raise ValueError("a coded part ends too early or too late")
+    return np.frombuffer(plain, np.uint8)
+
+
+def unsqueeze_exactly(data: Data, size: int) -> NDArray[np.uint8]:
+    plain = unsqueeze(data, size)
+    if plain.size != size:
+        raise ValueError(f"a coded part holds {plain.size} bytes where {size} are needed")
+    return plain
+
+
+def check_values(values: Floats, codec: str) -> Floats:
+    """Finite float32 values in one contiguous row, or a ValidationError naming the first bad one.
+
+    A lossy codec has no code for NaN or infinity, and one such value would spoil a whole block.
+    """
+    row = as_row(values)
+    # NaN and infinity both survive into one of the two ends, so no mask of the whole is needed.
+    if row.size and not (np.isfinite(row.min()) and np.isfinite(row.max())):
+        at = int(np.flatnonzero(~np.isfinite(row))[0])
+        raise ValidationError(
+            f"values[{at}]", float(row[at]), f"the codec {codec!r} needs finite numbers"
+        )
+    return row
+
+
+def as_row(values: Floats) -> Floats:
+    return np.ascontiguousarray(values, np.float32).reshape(-1)
+
+
+def blocks(row: NDArray[Number], block: int) -> NDArray[Number]:
+    """`row` as rows of `block` values, the last one filled up with zeros."""
+    missing = -row.size % block
+    if missing:
+        row = np.concatenate([row, np.zeros(missing, row.dtype)])
+    return row.reshape(-1, block)

@@ -1,0 +1,91 @@
+"""Where things are in the store, for one run.
+
+roster/ROUND.ATTEMPT            who is in the round: created once, kept as the run's journal
+up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round
+sum/ROUND.ATTEMPT/SHARD         the mean of one shard, or the note that the attempt was given up
+checkpoint/ROUNDS               the state after that many rounds
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+UPLOAD = re.compile(r"(\d{5})\.([0-9a-f]{16})\.([^/]+)\.([0-9a-f]{16})")
+ATTEMPT = re.compile(r"(\d{8})\.(\d{4})")
+
+
+class UploadName(NamedTuple):
+    key: str
+    round: int
+    rank: int
+    nonce: str
+    weight: float
+    layout: str
+    size: int = 0
+
+
+class Keys:
+    def __init__(self, run: str) -> None:
+        self.run = run
+
+    def roster(self, number: int, attempt: int) -> str:
+        return f"{self.run}/roster/{number:08d}.{attempt:04d}"
+
+    def rosters(self) -> str:
+        return f"{self.run}/roster"
+
+    def uploads(self, number: int | None = None) -> str:
+        return f"{self.run}/up" if number is None else f"{self.run}/up/{number:08d}"
+
+    def upload(self, number: int, rank: int, nonce: str, weight: float, layout: str) -> str:
+        # The weight travels in the name, exactly: one LIST tells all there is to decide on.
+        shown = weight.hex().replace(".", "_")
+        return f"{self.uploads(number)}/{rank:05d}.{nonce}.{shown}.{layout}"
+
+    def sums(self, number: int | None = None, attempt: int = 0) -> str:
+        return f"{self.run}/sum" if number is None else f"{self.run}/sum/{number:08d}.{attempt:04d}"
+
+    def shard(self, number: int, attempt: int, shard: int) -> str:
+        return f"{self.sums(number, attempt)}/{shard:05d}"
+
+    def checkpoints(self) -> str:
+        return f"{self.run}/checkpoint"
+
+    def checkpoint(self, rounds: int) -> str:
+        return f"{self.run}/checkpoint/{rounds:08d}"
+
+
+def parse_upload(key: str, size: int = 0) -> UploadName | None:
+    """None for a name that no rank would have chosen."""
+    folder, _, name = key.rpartition("/")
+    match = UPLOAD.fullmatch(name)
+    number = folder.rpartition("/")[2]
+    if match is None or not number.isdigit():
+        return None
+    try:
+        weight = float.fromhex(match[3].replace("_", "."))
+    except ValueError:
+        return None
+    if not (math.isfinite(weight) and weight > 0):
+        return None
+    return UploadName(key, int(number), int(match[1]), match[2], weight, match[4], size)
+
+
+def parse_attempt(key: str) -> tuple[int, int] | None:
+    """Round and attempt of a roster or shard key."""
+    for part in reversed(key.split("/")):
+        match = ATTEMPT.fullmatch(part)
+        if match:
+            return int(match[1]), int(match[2])
+    return None
+
+
+def parse_round(key: str) -> int | None:
+    """The round of a roster, upload, shard or checkpoint key."""
+    for part in reversed(key.split("/")[1:]):
+        head = part.partition(".")[0]
+        if len(head) == 8 and head.isdigit():
+            return int(head)
+    return None

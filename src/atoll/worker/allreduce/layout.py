@@ -1,0 +1,158 @@
+"""The shape of what is averaged: a list of tensors as one float32 vector, cut into shards.
+
+All replicas of a round must have the same layout; its fingerprint is in every object's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core.errors import ValidationError
+
+Vector = NDArray[np.float32]
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """`name` tells apart streams of tensors that take turns, such as DiLoCo's fragments."""
+
+    tensors: tuple[TensorSpec, ...]
+    shards: int
+    codec: str
+    down_codec: str
+    name: str = ""
+
+    @property
+    def size(self) -> int:
+        return sum(spec.size for spec in self.tensors)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
+
+    def bounds(self, shard: int) -> tuple[int, int]:
+        """Where the shard lies in the vector."""
+        size = self.size
+        return size * shard // self.shards, size * (shard + 1) // self.shards
+
+    def shard_size(self, shard: int) -> int:
+        start, end = self.bounds(shard)
+        return end - start
+
+    def pack(self) -> bytes:
+        return zlib.compress(msgspec.json.encode(self))
+
+    @staticmethod
+    def unpack(data: bytes) -> Layout:
+        """Raises ValueError on anything that `pack` did not make."""
+        try:
+            return msgspec.json.decode(zlib.decompress(data), type=Layout)
+        except (zlib.error, msgspec.MsgspecError) as error:
+            raise ValueError(f"not a layout: {error}") from error
+
+
+def describe(
+    tensors: Sequence[Any], *, shards: int, codec: str, down_codec: str, name: str
+) -> Layout:
+    """Raises ValidationError for a tensor that is not of a float type."""
+    specs = []
+    for index, tensor in enumerate(tensors):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if not dtype.startswith(("float", "bfloat")):
+            raise ValidationError(f"tensors[{index}]", dtype, "expected a float type")
+        specs.append(TensorSpec(dtype, tuple(int(n) for n in tensor.shape)))
+    return Layout(tuple(specs), shards, codec, down_codec, name)
+
+
+def difference(mine: Layout, theirs: Layout) -> str:
+    """One sentence on the first thing that differs, the tensor's index first of all."""
+    for index, (ours, other) in enumerate(zip(mine.tensors, theirs.tensors, strict=False)):
+        if ours != other:
+            return f"tensor {index} is {other} there and {ours} here"
+    if len(mine.tensors) != len(theirs.tensors):
+        index = min(len(mine.tensors), len(theirs.tensors))
+        extra, where = (mine, "here") if len(mine.tensors) > index else (theirs, "there")
+        return f"tensor {index} ({extra.tensors[index]}) exists only {where}"
+    for field in ("shards", "codec", "down_codec", "name"):
+        ours, other = getattr(mine, field), getattr(theirs, field)
+        if ours != other:
+            label = "world_size" if field == "shards" else field
+            return f"{label} is {other!r} there and {ours!r} here"
+    return "nothing differs"
+
+
+def as_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Torch tensors and arrays as they are; numbers and lists become arrays."""
+    return [t if hasattr(t, "dtype") and hasattr(t, "shape") else np.asarray(t) for t in tensors]
+
+
+def scatter(tensors: Sequence[Any], parts: Sequence[Vector]) -> None:
+    """Write the tensors one after the other into `parts`, which together are as long."""
+    targets = iter(parts)
+    room = next(targets)
+    for tensor in tensors:
+        values = _numpy(tensor).reshape(-1)
+        while len(values):
+            while not len(room):
+                room = next(targets)
+            count = min(len(values), len(room))
+            room[:count] = values[:count]
+            room, values = room[count:], values[count:]
+
+
+def unflatten(flat: Vector, tensors: Sequence[Any]) -> list[Any]:
+    """The vector as tensors of the kind, type, shape and device of `tensors`; may share memory."""
+    out: list[Any] = []
+    start = 0
+    for tensor in tensors:
+        size = math.prod(tensor.shape)
+        part = flat[start : start + size]
+        start += size
+        if _is_torch(tensor):
+            out.append(_torch_like(part, tensor))
+        else:
+            out.append(part.reshape(tensor.shape).astype(tensor.dtype, copy=False))
+    return out
+
+
+def split(flat: Vector, layout: Layout) -> list[Vector]:
+    """The vector as float32 arrays of the layout's shapes."""
+    ends = np.cumsum([spec.size for spec in layout.tensors])
+    parts = np.split(flat, ends[:-1]) if layout.tensors else []
+    return [part.reshape(spec.shape) for part, spec in zip(parts, layout.tensors, strict=True)]
+
+
+def _is_torch(tensor: Any) -> bool:
+    return str(tensor.dtype).startswith("torch.")
+
+
+def _numpy(tensor: Any) -> NDArray[Any]:
+    if _is_torch(tensor):
+        # numpy has no bfloat16, so the cast is torch's.
+        tensor = tensor.detach().cpu().float().numpy()
+    return np.asarray(tensor)
+
+
+def _torch_like(part: Vector, tensor: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(part).reshape(tensor.shape).to(dtype=tensor.dtype, device=tensor.device)

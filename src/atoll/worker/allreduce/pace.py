@@ -1,0 +1,76 @@
+"""How long to wait: for the next look, for a straggler, for an owner. Pure, fed with seconds.
+
+A look costs a request, so the first one comes when the wait is usually over, and the pauses
+grow with the time already waited.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+FIRST_GRACE_S = 30.0  # the first round: processes start seconds apart
+MIN_GRACE_S = 3.0
+MAX_GRACE_S = 120.0
+FIRST_OWNER_GRACE_S = 10.0
+MEMORY = 8  # rounds
+
+
+def poll_pause(elapsed_s: float, usual_s: float) -> float:
+    """Seconds until the next look."""
+    if elapsed_s < 0.9 * usual_s:
+        return min(0.9 * usual_s - elapsed_s, 2.0)
+    late = elapsed_s - 0.9 * usual_s
+    return min(max(0.01, min(0.5 * late, 0.2), 0.05 * elapsed_s), 2.0)
+
+
+class History:
+    """What the last rounds were like, as this replica saw them."""
+
+    def __init__(self, grace_s: float | None = None) -> None:
+        """`grace_s`: use this for stragglers and owners instead of learning it."""
+        self._fixed = grace_s
+        self._waits: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=3))
+        self._spreads: deque[float] = deque(maxlen=MEMORY)
+        self._reduces: deque[float] = deque(maxlen=MEMORY)
+        self._late_round = -1
+        self.slowest_owner = -1
+
+    def note_wait(self, what: str, seconds: float) -> None:
+        self._waits[what].append(seconds)
+
+    def usual(self, what: str) -> float:
+        """The shortest of the last waits: sleeping longer would slow everybody down."""
+        return min(self._waits[what], default=0.0)
+
+    def note_spread(self, seconds: float) -> None:
+        """How long a complete roster was waited for after its quorum was there."""
+        self._spreads.append(seconds)
+
+    def note_late(self, number: int, seconds: float) -> None:
+        """A rank came `seconds` after the last one that was in round `number`."""
+        if number > self._late_round and seconds > 0:
+            self._late_round = number
+            self._spreads.append(seconds / 2)  # the grace becomes twice as long as it was late
+
+    def note_reduce(self, seconds: float) -> None:
+        """From the roster to the last owner's shard."""
+        self._reduces.append(seconds)
+
+    def straggler_grace(self) -> float:
+        """From quorum on, how long the ranks of the last round are waited for."""
+        if self._fixed is not None:
+            return self._fixed
+        if not self._spreads:
+            return FIRST_GRACE_S
+        return _clamp(4 * max(self._spreads), MIN_GRACE_S, MAX_GRACE_S)
+
+    def owner_grace(self, own_s: float) -> float:
+        """How long an owner may take after this replica is done, which took it `own_s`."""
+        if self._fixed is not None:
+            return max(self._fixed, own_s)
+        floor = MIN_GRACE_S if self._reduces else FIRST_OWNER_GRACE_S
+        return _clamp(4 * max(self._reduces, default=own_s), max(floor, 2 * own_s), MAX_GRACE_S)
+
+
+def _clamp(value: float, low: float, high: float) -> float:
+    return max(low, min(value, high))

@@ -1,0 +1,173 @@
+"""The global parameters and the outer optimiser: what all replicas hold bit for bit alike.
+
+Kept as fp32, computed in numpy: every operation is rounded as IEEE 754 says, none is left to a
+compiler, so the bits do not depend on the processor, the threads or the build of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core.errors import ValidationError
+
+Floats = NDArray[np.float32]
+
+# Values per pass of the optimiser: three rows of this stay in the cache.
+_SLICE = 1 << 16
+_LENGTH = struct.Struct("<Q")
+
+
+class Slot(NamedTuple):
+    """Where one parameter lies in the row of its fragment."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Fragment:
+    """Some parameters that are synchronised together, as one row, and their outer optimiser."""
+
+    def __init__(self, slots: Sequence[Slot], lr: float = 0.7, beta: float = 0.9) -> None:
+        self.slots = tuple(slots)
+        self.lr, self.beta = lr, beta
+        self.rounds = 0
+        size = slots[-1].stop
+        self.values = np.zeros(size, np.float32)
+        self.momentum = np.zeros(size, np.float32)
+
+    def step(self, gradient: Floats) -> None:
+        """One step of `torch.optim.SGD(nesterov=True)`: m = beta m + g; x -= lr (g + beta m).
+
+        The gradient is where we were minus where we are, so lr 1 without momentum lands on the
+        mean of the replicas.
+        """
+        self.rounds += 1
+        lr, beta = np.float32(self.lr), np.float32(self.beta)
+        wide = np.empty(min(_SLICE, self.values.size), np.float64)
+        for start in range(0, self.values.size, _SLICE):
+            values = self.values[start : start + _SLICE]
+            momentum = self.momentum[start : start + _SLICE]
+            g = gradient[start : start + _SLICE]
+            change = wide[: g.size]
+            momentum *= beta
+            momentum += g
+            # A product of two fp32 is exact in fp64: one rounding each, as torch's fused ones.
+            np.multiply(momentum, beta, out=change, dtype=np.float64)
+            change += g
+            np.multiply(change.astype(np.float32), lr, out=change, dtype=np.float64)
+            np.subtract(values, change, out=values, casting="same_kind")
+
+    def rows(self, row: Floats) -> list[Floats]:
+        """`row` as one view for each parameter."""
+        return [row[slot.start : slot.stop].reshape(slot.shape) for slot in self.slots]
+
+
+def split(
+    shapes: Sequence[tuple[str, tuple[int, ...]]], parts: int, lr: float = 0.7, beta: float = 0.9
+) -> list[Fragment]:
+    """Fragments of about equal size; every parameter is in exactly one of them."""
+    sizes = [int(np.prod(shape)) for _, shape in shapes]
+    members: list[list[int]] = [[] for _ in range(parts)]
+    loads = [0] * parts
+    # Largest first to the emptiest: within a few percent of even for real models.
+    for at in sorted(range(len(shapes)), key=lambda at: (-sizes[at], at)):
+        emptiest = loads.index(min(loads))
+        members[emptiest].append(at)
+        loads[emptiest] += sizes[at]
+    if not all(members):
+        raise ValidationError(
+            "fragments", parts, f"expected at most {len(shapes)}, one for each parameter"
+        )
+    return [Fragment(_slots(shapes, sorted(chosen)), lr, beta) for chosen in members]
+
+
+def _slots(shapes: Sequence[tuple[str, tuple[int, ...]]], chosen: Sequence[int]) -> list[Slot]:
+    slots, start = [], 0
+    for at in chosen:
+        name, shape = shapes[at]
+        stop = start + int(np.prod(shape))
+        slots.append(Slot(name, tuple(shape), start, stop))
+        start = stop
+    return slots
+
+
+class _Header(msgspec.Struct, frozen=True):
+    slots: list[Slot]
+    rounds: int
+    lr: float
+    beta: float
+    digest: str
+    has_momentum: bool
+
+
+def to_bytes(fragment: Fragment) -> bytes:
+    """All of the fragment, in one object that says what it holds."""
+    rows = [fragment.values]
+    # At the start there is none, and that is what every replica uploads or compares.
+    if has_momentum := bool(fragment.momentum.any()):
+        rows.append(fragment.momentum)
+    body = b"".join(row.astype("<f4", copy=False).tobytes() for row in rows)
+    header = msgspec.json.encode(
+        _Header(
+            list(fragment.slots),
+            fragment.rounds,
+            fragment.lr,
+            fragment.beta,
+            hashlib.sha256(body).hexdigest(),
+            has_momentum,
+        )
+    )
+    return b"".join([_LENGTH.pack(len(header)), header, body])
+
+
+def load_bytes(fragment: Fragment, data: bytes | memoryview) -> None:
+    """Take over what `to_bytes` made; if it does not fit, nothing is changed.
+
+    Raises ValidationError for another model or other settings, ValueError for damaged bytes.
+    """
+    view = memoryview(data).cast("B")
+    try:
+        (length,) = _LENGTH.unpack_from(view)
+        header = msgspec.json.decode(view[8 : 8 + length], type=_Header)
+    except (struct.error, msgspec.MsgspecError) as error:
+        raise ValueError(f"not a checkpoint of global parameters: {error}") from error
+    _check_same(header, fragment)
+    body = view[8 + length :]
+    size = fragment.values.size
+    if len(body) != 4 * size * (2 if header.has_momentum else 1):
+        raise ValueError(f"a checkpoint with {len(body)} bytes of parameters is cut short")
+    if hashlib.sha256(body).hexdigest() != header.digest:
+        raise ValueError("a checkpoint's bytes do not match its digest")
+    row = np.frombuffer(body, "<f4")
+    fragment.values[:] = row[:size]
+    fragment.momentum[:] = row[size:] if header.has_momentum else 0
+    fragment.rounds = header.rounds
+
+
+def _check_same(header: _Header, fragment: Fragment) -> None:
+    for their, our in zip(header.slots, fragment.slots, strict=False):
+        if their != our:
+            raise ValidationError("model", _shown(our), f"the run has {_shown(their)} there")
+    if len(header.slots) != len(fragment.slots):
+        count = len(fragment.slots)
+        raise ValidationError("model", count, f"the run has {len(header.slots)} parameters")
+    # Other settings would make other steps of the same means: replicas would drift apart.
+    for name, theirs, ours in (
+        ("outer_lr", header.lr, fragment.lr),
+        ("outer_momentum", header.beta, fragment.beta),
+    ):
+        if theirs != ours:
+            raise ValidationError(name, ours, f"the run began with {theirs:g}")
+
+
+def _shown(slot: Slot) -> str:
+    return f"{slot.name} {list(slot.shape)}"

@@ -1,0 +1,34 @@
+"""A replica as a process: `python -m tests.allreduce.replica URI RANK WORLD ROUNDS`.
+
+Does rounds until the run has `ROUNDS` of them and prints one line for each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+import numpy as np
+
+import atoll
+
+
+def main() -> None:
+    uri, rank, world, rounds = sys.argv[1], *map(int, sys.argv[2:5])
+    with atoll.ObjectStoreAllReduce(
+        uri, rank, world, min_replicas=1, grace_s=1.0, keep_rounds=1000
+    ) as replica:
+        report = None
+        while report is None or report.round < rounds:
+            (mean,) = replica.allreduce([np.full(300_000, rank + 1.0, np.float32)])
+            report = replica.last_round
+            assert report is not None
+            want = np.float32(np.mean([r + 1.0 for r in report.roster]))
+            assert (mean == want).all(), (mean, want, report.roster)
+            digest = hashlib.sha1(mean.tobytes()).hexdigest()
+            members = ",".join(map(str, report.roster))
+            print(report.round, digest, members, int(report.is_member), flush=True)
+
+
+if __name__ == "__main__":
+    main()
