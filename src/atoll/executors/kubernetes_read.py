@@ -16,6 +16,7 @@ from atoll.core.model import decode
 from atoll.core.status import RankStatus, Seen, SeenRank, Training, Wish
 from atoll.executors.kubernetes_names import REGION, SHRINKS, WISH
 from atoll.executors.kubernetes_options import Options
+from atoll.executors.kubernetes_patch import is_released
 from atoll.executors.kubernetes_pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod
 from atoll.executors.kubernetes_render import rendezvous_endpoint
 
@@ -33,7 +34,7 @@ class Look(NamedTuple):
 
 def wish_of(job: Json | None) -> Wish | None:
     """The wish a Job carries out, or None where there is no such Job, or it is going."""
-    if job is None or "deletionTimestamp" in job["metadata"]:
+    if job is None or "deletionTimestamp" in job["metadata"] or is_released(job):
         return None
     noted = (job["metadata"].get("annotations") or {}).get(WISH)
     return decode(noted, Wish) if noted else None
@@ -44,7 +45,7 @@ def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
     wish = wish_of(job)
     if wish is None or job["spec"].get("suspend"):
         return False
-    there = [p.rank for p in map(Pod, manifests) if p.is_owned and not p.is_leaving]
+    there = [p.rank for p in map(Pod, manifests) if not p.is_leaving]
     return set(there) == set(range(wish.size))
 
 
@@ -66,9 +67,9 @@ def look(
 ) -> Look:
     """`trouble` is what the Job controller says when it cannot make pods."""
     pods: defaultdict[int, list[Pod]] = defaultdict(list)
-    for manifest in manifests:
+    for manifest in () if is_released(job) else manifests:
         pod = Pod(manifest)
-        if pod.is_owned and pod.rank >= 0:
+        if pod.rank >= 0:
             pods[pod.rank].append(pod)
     known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
     wish = wish_of(job)
@@ -78,12 +79,12 @@ def look(
         mine.sort(key=lambda p: (p.created_at, p.restarts))
         asked = {p.name: _is_asked(p, wish, shrinks) for p in mine}
         untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
-        told += [p for p in mine if p not in untold and _may_go(p)]
-        leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost]
-        lost += [p for p in mine if p.is_lost]
+        told += [p for p in mine if p not in untold and _may_go(p, now)]
+        leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
+        lost += [p for p in mine if p.is_lost(now)]
         news = [p for p in untold if not _is_nothing(p)]
-        told += [p for p in untold if _is_nothing(p) and _may_go(p)]
-        ended = [p for p in news if p.is_over or p.is_lost]
+        told += [p for p in untold if _is_nothing(p) and _may_go(p, now)]
+        ended = [p for p in news if p.is_over or p.is_lost(now)]
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown):
@@ -110,7 +111,7 @@ def look(
 
 
 def _rank(pod: Pod, is_asked: bool, now: float) -> SeenRank:
-    is_over = pod.is_over or pod.is_lost
+    is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
     if is_over:
         message = ""
@@ -145,8 +146,8 @@ def _is_nothing(pod: Pod) -> bool:
     return pod.is_leaving and not pod.has_run and "terminated" not in pod.state
 
 
-def _may_go(pod: Pod) -> bool:
-    is_over = pod.is_over or pod.is_lost or _is_nothing(pod)
+def _may_go(pod: Pod, now: float) -> bool:
+    is_over = pod.is_over or pod.is_lost(now) or _is_nothing(pod)
     return pod.is_held and pod.is_leaving and is_over
 
 

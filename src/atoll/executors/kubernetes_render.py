@@ -19,6 +19,7 @@ from atoll.core.status import Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
 from atoll.executors.kubernetes_names import (
     CONTAINER,
+    FAILURES,
     FINALIZER,
     INDEX,
     MANAGED,
@@ -114,7 +115,7 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
     if options.kueue_queue is not None:
         body["suspend"] = True  # Kueue lets it go once the whole gang fits
     if spec.deadline_s is not None:
-        body["activeDeadlineSeconds"] = math.ceil(spec.deadline_s)
+        body["activeDeadlineSeconds"] = math.ceil(spec.deadline_s) + options.deadline_margin_s
     if options.ttl_seconds_after_finished is not None:
         body["ttlSecondsAfterFinished"] = options.ttl_seconds_after_finished
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
@@ -148,6 +149,7 @@ def _template(training: Training, options: Options) -> Json:
         "schedulerName": options.scheduler_name,
         "securityContext": options.security_context,
         "hostNetwork": options.is_host_network or None,
+        "shareProcessNamespace": options.is_process_namespace_shared or None,
         # With the host's network, cluster names are looked up only if asked for.
         "dnsPolicy": "ClusterFirstWithHostNet" if options.is_host_network else None,
         "nodeSelector": node_selector(spec.resources, options) or None,
@@ -228,6 +230,7 @@ def _environment(training: Training, options: Options) -> list[Json]:
         shared["BASILICA_RDZV_ENDPOINT"] = endpoint
     by_field = dict.fromkeys(RANK_VARIABLES, f"metadata.annotations['{INDEX}']")
     by_field["NODE_NAME"] = "spec.nodeName"
+    by_field["ATOLL_ATTEMPT"] = f"metadata.annotations['{FAILURES}']"
     made: list[Json] = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
         for name, path in by_field.items()

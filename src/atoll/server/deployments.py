@@ -6,16 +6,16 @@ Its clients never retry and keep no idle connection safely, so every answer clos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
-import logging
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-from litestar import Request, Response, Router, route
+from litestar import Request, Router, route
 from litestar.exceptions import HTTPException
 from litestar.handlers import HTTPRouteHandler
 from litestar.response import Stream
@@ -23,7 +23,6 @@ from msgspec import Meta
 
 import atoll
 from atoll.core.errors import (
-    AtollError,
     BackendError,
     Conflict,
     Gone,
@@ -31,45 +30,22 @@ from atoll.core.errors import (
     Temporary,
     ValidationError,
 )
-from atoll.core.model import decode, encode
+from atoll.core.model import decode
 from atoll.core.ports import Key, Store
 from atoll.core.status import LogLine, Training
 from atoll.remote.local_rendezvous import find_etcd
 from atoll.server import reports, trainings
 from atoll.server.auth import caller
-from atoll.server.deployments_wire import (
-    Create,
-    Json,
-    Probe,
-    Scale,
-    deployment,
-    event_item,
-    is_settled,
-    listed,
-    moment,
-    spec_of,
-)
+from atoll.server.deployments_answers import CLOSE, ON_ERROR, UNSUPPORTED, Unsupported, said
+from atoll.server.deployments_request import Create, Probe, Scale, spec_of
+from atoll.server.deployments_wire import deployment, event_item, is_settled, listed, moment
 from atoll.server.operations import Answer, Call, Operation, Plane, Query, Said, routes
-from atoll.server.problems import status_of
 
 ONE = "/deployments/{name}"
 FOLLOW_LIMIT_S = 1150.0  # the client gives up, and loses all it has read, after 1200
 REMOVAL_S = 60.0
 SETTLE_S = 1.0
-CLOSE = {"Connection": "close"}
-
-# Parts of that platform which have no counterpart here, by the path they live under.
-UNSUPPORTED: dict[str, str] = {
-    "/rentals": "rentals: atoll runs trainings on machines you have, it does not rent any",
-    "/nodes": "nodes: atoll runs trainings on machines you have, it does not rent any",
-    "/v2/secure-cloud": "rentals: atoll runs trainings on machines you have, it rents none",
-    "/secure-cloud": "rentals: atoll runs trainings on machines you have, it rents none",
-    "/ssh-keys": "SSH keys: there is no rented machine to log in to",
-    "/billing": "billing: nothing is charged; `atoll status` shows what a training has used",
-    "/rl": "reinforcement-learning clusters",
-}
-
-log = logging.getLogger(__name__)
+DRAIN_S = 20.0
 
 
 class LogQuery(Query, frozen=True):
@@ -81,20 +57,12 @@ class EventQuery(Query, frozen=True):
     limit: Annotated[int, Meta(ge=0, le=2**31)] | None = None
 
 
-class Unsupported(AtollError):
-    """That platform has it, atoll does not."""
-
-
 def router(plane: Plane) -> Router:
     rows = routes(ROWS, plane, caller)
     return Router(
         "/",
         route_handlers=[*rows, *map(_refusing, UNSUPPORTED)],
-        exception_handlers={
-            AtollError: _on_atoll_error,
-            HTTPException: _on_http_error,
-            Exception: _on_any_error,
-        },
+        exception_handlers=ON_ERROR,
     )
 
 
@@ -123,7 +91,7 @@ async def health(call: Call) -> Answer:
 
 
 async def create(call: Call) -> Answer:
-    body = await call.request.body()
+    body = await _body(call.request)
     if decode(body, Probe).distributed is None:
         raise Unsupported(
             "atoll does not support inference deployments: it runs distributed trainings "
@@ -144,6 +112,20 @@ async def create(call: Call) -> Answer:
     )
     stored = await _create(call.plane.store, training)
     return said(deployment(await _settled(call.plane.store, stored)), 201)
+
+
+async def _body(request: Request[Any, Any, Any]) -> bytes:
+    """The body. One that is too large is read all the same: a client that is still sending
+    when the connection closes never sees why."""
+    try:
+        return await request.body()
+    except HTTPException as error:
+        if error.status_code == 413:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    while (await request.receive()).get("more_body"):
+                        pass
+        raise
 
 
 async def _create(store: Store, training: Training) -> Training:
@@ -289,54 +271,6 @@ async def _text(
         finally:
             if hasattr(lines, "aclose"):
                 await lines.aclose()
-
-
-def said(body: Json, status: int = 200) -> Answer:
-    return Response(
-        encode(body), status_code=status, media_type="application/json", headers=dict(CLOSE)
-    )
-
-
-class Shown(NamedTuple):
-    code: str
-    is_retryable: bool = False
-
-
-CODES: Mapping[int, Shown] = {
-    400: Shown("BASILICA_API_BAD_REQUEST"),
-    401: Shown("BASILICA_API_AUTH_FAILED"),
-    404: Shown("BASILICA_API_NOT_FOUND"),
-    409: Shown("BASILICA_API_CONFLICT"),
-    413: Shown("BASILICA_API_TOO_LARGE"),
-    501: Shown("BASILICA_API_NOT_SUPPORTED"),
-    503: Shown("BASILICA_API_UNAVAILABLE", is_retryable=True),
-}
-
-
-def refused(status: int, message: str) -> Answer:
-    shown = CODES.get(status, Shown("BASILICA_API_ERROR"))
-    error = {
-        "code": shown.code,
-        "message": message,
-        "timestamp": moment(time.time()),
-        "retryable": shown.is_retryable,
-    }
-    return said({"error": error}, status)
-
-
-def _on_atoll_error(request: Request[Any, Any, Any], error: AtollError) -> Answer:
-    if isinstance(error, Unsupported):
-        return refused(501, str(error))
-    return refused(status_of(error), str(error))
-
-
-def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Answer:
-    return refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
-def _on_any_error(request: Request[Any, Any, Any], error: Exception) -> Answer:
-    log.error("%s %s", request.method, request.url.path, exc_info=error)
-    return refused(500, "atoll made a mistake; the server's log has the details")
 
 
 _OK = {200: Said("Done.")}

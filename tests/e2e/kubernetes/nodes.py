@@ -92,6 +92,15 @@ class Node:
             kubelet.wait()
             self._ctr_all()
 
+    def kill_container(self, container: str, signal_name: str) -> None:
+        """To its first process alone, from outside the container."""
+        for line in self._ctr("tasks", "list").splitlines()[1:]:
+            task, pid, _ = line.split()
+            if task == container:
+                os.kill(int(pid), signal.Signals[signal_name])
+                return
+        raise LookupError(f"no container {container} on {self.name}")
+
     def _ctr_all(self) -> None:
         for task in self._ctr("tasks", "list", "-q", is_checked=False).split():
             self._ctr("tasks", "delete", "-f", task, is_checked=False)

@@ -8,9 +8,8 @@ from typing import Any
 from atoll.core.model import encode
 from atoll.core.spec import Resources, Source, TrainingSpec, WorldSize
 from atoll.core.status import RankStatus, Status, Training, Wish
-from atoll.executors.kubernetes_names import FINALIZER, INDEX, WISH
+from atoll.executors.kubernetes_names import FAILURES, FINALIZER, INDEX, WISH
 from atoll.executors.kubernetes_options import Options
-from atoll.executors.kubernetes_pod import FAILURES
 
 Json = dict[str, Any]
 NOW = 1_800_000_000.0
