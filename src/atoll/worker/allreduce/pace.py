@@ -17,11 +17,11 @@ MEMORY = 8  # rounds
 
 
 def poll_pause(elapsed_s: float, usual_s: float) -> float:
-    """Seconds until the next look: doubling, but never less than a fifth of the usual wait."""
+    """Seconds until the next look: doubling, but never less than 0.3 of the usual wait."""
     due_s = 0.9 * usual_s
     if elapsed_s < due_s:
         return min(due_s - elapsed_s, 2.0)
-    step_s = max(0.2 * usual_s, 0.02)
+    step_s = max(0.3 * usual_s, 0.02)
     longest_s = max(step_s, 0.2, 0.05 * elapsed_s)
     return min(max(step_s, elapsed_s - due_s), longest_s, 2.0)
 
