@@ -24,8 +24,9 @@ from atoll.executors.kubernetes_keep import Keeper
 from atoll.executors.kubernetes_logs import Source, read_logs
 from atoll.executors.kubernetes_mirror import Mirror
 from atoll.executors.kubernetes_names import NAMESPACE, TRAINING, UID
-from atoll.executors.kubernetes_options import EKS_GPU_NODES, Options
+from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_patch import (
+    render_released,
     render_resize,
     render_return,
     render_yield,
@@ -47,7 +48,7 @@ CATCH_UP_S = 1.0  # how long the copy may take to show our own last write
 TROUBLE_AFTER_S = 3.0  # pods missing for this long: ask the Job controller why
 
 
-class KubernetesExecutor:
+class JobExecutor:
     """The Executor of `core/ports.py` for a cluster. Options are those of `Options`.
 
     `is_owner` gives the Job to a Training object of the same cluster, which then takes the Job
@@ -55,7 +56,6 @@ class KubernetesExecutor:
     """
 
     name = "kubernetes"
-    supports_inter_replica_network = True
 
     def __init__(
         self,
@@ -120,22 +120,23 @@ class KubernetesExecutor:
         return seen.seen
 
     async def release(self, training: Training) -> None:
+        """The Job is over for good; it and its pods stay for their logs, until they are purged."""
         namespace, name = self._place(training)
-        with contextlib.suppress(NotFound):  # no pod is made anew while the others go
-            await self.cluster.patch("jobs", namespace, name, {"spec": {"parallelism": 0}})
-        await self._keeper.end(namespace, _of(training))
-        # The pods that are over stay behind, without an owner: their logs are kept with them.
-        for kind, propagation in (("jobs", "Orphan"), ("services", ""), ("configmaps", "")):
+        with contextlib.suppress(NotFound):
+            job = await self.cluster.patch("jobs", namespace, name, render_released())
+            if job["spec"].get("suspend"):  # it never ran, and would not end by itself
+                await self.cluster.delete("jobs", namespace, name)
+        for kind in ("services", "configmaps"):
             with contextlib.suppress(NotFound):
-                await self.cluster.delete(
-                    kind, namespace, name, propagation=propagation or "Background"
-                )
+                await self.cluster.delete(kind, namespace, name)
         await self._keeper.let_all_go(namespace, _of(training))
         for memory in (self._written, self._last, self._troubles):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
-        namespace, _ = self._place(training)
+        namespace, name = self._place(training)
+        with contextlib.suppress(NotFound):
+            await self.cluster.delete("jobs", namespace, name)
         await self.cluster.delete_all("pods", namespace, labels=_of(training))
         await self._archive.drop(namespace, training.uid)
         await self._keeper.let_all_go(namespace, _of(training))
@@ -352,15 +353,6 @@ class KubernetesExecutor:
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
             self._changed.put_nowait(error)
-
-
-class EKSExecutor(KubernetesExecutor):
-    """KubernetesExecutor with EKS's node labels in the GPU table."""
-
-    name = "eks"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"gpu_nodes": EKS_GPU_NODES} | options)
 
 
 def _of(training: Training) -> str:

@@ -94,11 +94,6 @@ class Pod:
         return int(self.created_at)
 
     @property
-    def is_owned(self) -> bool:
-        """Released pods are kept for their logs alone and have no owner."""
-        return any(o.get("kind") == "Job" for o in self.metadata.get("ownerReferences") or ())
-
-    @property
     def is_held(self) -> bool:
         """Kept until its exit is stored."""
         return FINALIZER in (self.metadata.get("finalizers") or ())

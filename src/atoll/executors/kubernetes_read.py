@@ -16,6 +16,7 @@ from atoll.core.model import decode
 from atoll.core.status import RankStatus, Seen, SeenRank, Training, Wish
 from atoll.executors.kubernetes_names import REGION, SHRINKS, WISH
 from atoll.executors.kubernetes_options import Options
+from atoll.executors.kubernetes_patch import is_released
 from atoll.executors.kubernetes_pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod
 from atoll.executors.kubernetes_render import rendezvous_endpoint
 
@@ -33,7 +34,7 @@ class Look(NamedTuple):
 
 def wish_of(job: Json | None) -> Wish | None:
     """The wish a Job carries out, or None where there is no such Job, or it is going."""
-    if job is None or "deletionTimestamp" in job["metadata"]:
+    if job is None or "deletionTimestamp" in job["metadata"] or is_released(job):
         return None
     noted = (job["metadata"].get("annotations") or {}).get(WISH)
     return decode(noted, Wish) if noted else None
@@ -44,7 +45,7 @@ def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
     wish = wish_of(job)
     if wish is None or job["spec"].get("suspend"):
         return False
-    there = [p.rank for p in map(Pod, manifests) if p.is_owned and not p.is_leaving]
+    there = [p.rank for p in map(Pod, manifests) if not p.is_leaving]
     return set(there) == set(range(wish.size))
 
 
@@ -66,9 +67,9 @@ def look(
 ) -> Look:
     """`trouble` is what the Job controller says when it cannot make pods."""
     pods: defaultdict[int, list[Pod]] = defaultdict(list)
-    for manifest in manifests:
+    for manifest in () if is_released(job) else manifests:
         pod = Pod(manifest)
-        if pod.is_owned and pod.rank >= 0:
+        if pod.rank >= 0:
             pods[pod.rank].append(pod)
     known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
     wish = wish_of(job)

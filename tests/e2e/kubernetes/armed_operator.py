@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.controller.loop import Controller
-from atoll.executors.kubernetes import KubernetesExecutor
+from atoll.executors.kubernetes import JobExecutor
 from atoll.operator.run import DEFAULTS
 from atoll.remote.kubernetes import Cluster
 from atoll.store.kubernetes import KubernetesStore
@@ -37,7 +37,7 @@ class Armed(Crashing):
 async def main(namespace: str, options: dict[str, Any], file: Path) -> None:
     cluster = Cluster.connect()
     store = KubernetesStore(cluster, namespace)
-    executor = KubernetesExecutor(
+    executor = JobExecutor(
         cluster=cluster, is_owner=True, namespace=namespace, **{**DEFAULTS, **options}
     )
     armed = Armed(executor, file)

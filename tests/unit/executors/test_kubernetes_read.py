@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from atoll.core.plan import plan
 from atoll.core.status import Exit, SeenRank, Status
 from atoll.executors.kubernetes_names import SHRINKS
-from atoll.executors.kubernetes_patch import render_resize, render_return, render_yield
+from atoll.executors.kubernetes_patch import (
+    render_released,
+    render_resize,
+    render_return,
+    render_yield,
+)
 from atoll.executors.kubernetes_pod import WAITING, Pod
 from atoll.executors.kubernetes_read import Look, finished, look, wish_of
 from tests.unit.executors.kube import (
@@ -266,8 +271,8 @@ def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
 
 def test_pods_kept_for_their_logs_are_no_ranks_any_more() -> None:
     over = pod(0, ended(0, "Completed"), phase="Succeeded")
-    over["metadata"]["ownerReferences"] = []
-    found = look(training(), None, [over], Options(), NOW)
+    done = job(annotations=render_released()["metadata"]["annotations"])
+    found = look(training(), done, [over], Options(), NOW)
     assert (found.seen.ranks, found.seen.wish) == ([], None)
 
 

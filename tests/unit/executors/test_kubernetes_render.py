@@ -13,7 +13,7 @@ import pytest
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.spec import BenchSpec, ProviderFilter, RendezvousSpec
 from atoll.core.status import Wish
-from atoll.executors.kubernetes import EKSExecutor, KubernetesExecutor
+from atoll.executors.kubernetes import JobExecutor
 from atoll.executors.kubernetes_options import EKS_GPU_NODES
 from atoll.executors.kubernetes_render import (
     gang_name,
@@ -21,6 +21,7 @@ from atoll.executors.kubernetes_render import (
     render_service,
     render_world,
 )
+from atoll.executors.kubernetes_replicas import EKSExecutor, KubernetesExecutor
 from tests.unit.executors.kube import Json, Options, Resources, Source, training
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kubernetes"
@@ -307,9 +308,9 @@ def test_every_option_reaches_the_job(option: str) -> None:
 
 
 def test_the_namespace_option_decides_where_the_job_is_made() -> None:
-    executor = KubernetesExecutor(cluster=object(), namespace="jobs")
+    executor = JobExecutor(cluster=object(), namespace="jobs")
     assert executor._place(training())[0] == "jobs"
-    assert KubernetesExecutor(cluster=object())._place(training())[0] == "team-a"
+    assert JobExecutor(cluster=object())._place(training())[0] == "team-a"
 
 
 CLASHES: list[tuple[str, Json, Json]] = [
@@ -325,7 +326,7 @@ CLASHES: list[tuple[str, Json, Json]] = [
 def test_clashes_are_refused_before_anything_is_created(
     field: str, options: Json, spec: Json
 ) -> None:
-    executor = KubernetesExecutor(cluster=object(), **options)  # any request would fail
+    executor = JobExecutor(cluster=object(), **options)  # any request would fail
     with pytest.raises(ValidationError) as refused:
         executor.check(training(**spec).spec)
     assert refused.value.field == field
@@ -354,8 +355,14 @@ BAD_OPTIONS: list[tuple[str, Json]] = [
 @pytest.mark.parametrize(("field", "options"), BAD_OPTIONS)
 def test_bad_options_are_refused_by_name(field: str, options: Json) -> None:
     with pytest.raises(ValidationError) as refused:
-        EKSExecutor(cluster=object(), **options)
+        EKSExecutor(**options)
     assert refused.value.field == field
+
+
+def test_a_launch_that_clashes_is_a_value_error() -> None:
+    executor = KubernetesExecutor(image="train:1", runtime_class_name="kata")
+    with pytest.raises(ValueError, match="runtime_class_name"):
+        executor.check_launch(training(resources=Resources(gpu_count=1)).spec)
 
 
 def test_a_runtime_class_with_a_gpu_may_be_insisted_on() -> None:
