@@ -59,7 +59,7 @@ STEPS = [
     for nth in range(1, times + 1)
     for when in ("before", "after")
 ]
-LAST_STEPS = [f"{when} {call} 1" for call in ("stop", "release") for when in ("before", "after")]
+LAST_STEPS = [f"{when} {call} 1" for call in ("apply", "release") for when in ("before", "after")]
 
 ROWS = (
     Row("none", "succeeded", GOOD, GOOD, None, "none", False, end="after"),
