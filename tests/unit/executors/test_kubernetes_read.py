@@ -43,24 +43,30 @@ def test_an_exit_has_its_times_and_the_last_lines() -> None:
     assert rank.host == "node-1"
 
 
-def test_a_rank_scaled_away_was_stopped_by_us() -> None:
-    gone = pod(2, ended(143), phase="Failed", left_at=NOW - 20)
-    rank = only(seen(gone, gang=job(2)))
+def shrunk(size: int, to: int, at: float) -> Json:
+    return job(size, annotations={SHRINKS: f"[[{to}, {at}]]"})
+
+
+@pytest.mark.parametrize("grace", [10, 0])
+def test_a_rank_scaled_away_was_stopped_by_us(grace: int) -> None:
+    """Also once the kubelet has set the grace to 0, which moves the time of deletion to then."""
+    gone = pod(2, ended(7, at=NOW - 15), phase="Failed", left_at=NOW - 20 if grace else NOW - 5)
+    gone["metadata"]["deletionGracePeriodSeconds"] = grace
+    rank = only(seen(gone, gang=shrunk(2, 2, NOW - 20)))
     assert rank.exit is not None
-    assert (rank.exit.is_stopped, rank.exit.reason, rank.exit.code) == (True, "Stopped", 143)
+    assert (rank.exit.is_stopped, rank.exit.reason, rank.exit.code) == (True, "Stopped", 7)
 
 
 def test_a_rank_scaled_away_and_wanted_again_was_still_stopped_by_us() -> None:
-    gone = pod(2, ended(143), phase="Failed", left_at=NOW - 20)
-    gang = job(3, annotations={SHRINKS: f"[[2, {NOW - 20}]]"})
-    rank = only(seen(gone, gang=gang))
+    gone = pod(2, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 20)
+    rank = only(seen(gone, gang=shrunk(3, 2, NOW - 20)))
     assert rank.exit is not None
     assert rank.exit.is_stopped
 
 
 def test_a_rank_that_fell_before_it_was_stopped_fell() -> None:
     gone = pod(2, ended(1, at=NOW - 50), phase="Failed", left_at=NOW - 20)
-    rank = only(seen(gone, gang=job(2)))
+    rank = only(seen(gone, gang=shrunk(2, 2, NOW - 20)))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
