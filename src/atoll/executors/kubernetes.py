@@ -45,6 +45,8 @@ from atoll.remote.kubernetes import Cluster
 Json = dict[str, Any]
 
 CATCH_UP_S = 1.0  # how long the copy may take to show our own last write
+FEW = 16
+PAUSE_A_RANK_S = 0.002
 TROUBLE_AFTER_S = 3.0  # pods missing for this long: ask the Job controller why
 
 
@@ -346,9 +348,16 @@ class JobExecutor:
         self._changed.put_nowait(key)
 
     def _note(self, item: Json) -> None:
+        """A large gang is looked at less often than its pods change: each look writes a status."""
         labels = item["metadata"].get("labels") or {}
-        if NAMESPACE in labels and TRAINING in labels:
-            self._changed.put_nowait((labels[NAMESPACE], labels[TRAINING]))
+        if NAMESPACE not in labels or TRAINING not in labels:
+            return
+        key = (labels[NAMESPACE], labels[TRAINING])
+        ranks = len(self._pods.of(labels.get(UID, "")))
+        if ranks <= FEW:
+            self._changed.put_nowait(key)
+        else:
+            self._wake(key, min(ranks * PAUSE_A_RANK_S, 1.0))
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):

@@ -9,6 +9,7 @@ import msgspec
 from atoll.core.checks import check_choice, check_int, check_name, check_number, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
+from atoll.core.rendezvous import needs_etcd
 from atoll.core.spec import MAX_SECONDS, TrainingSpec
 
 Json = dict[str, Any]
@@ -126,7 +127,6 @@ class Options(SpecModel, frozen=True):
             raise ValidationError(
                 "gpu_models", needs.gpu_models, "expected models told apart by one node label"
             )
-        if spec.rendezvous.backend == "etcd-v2" and self.etcd_endpoint is None:
-            raise ValidationError(
-                "rendezvous_backend", "etcd-v2", "expected the executor option etcd_endpoint too"
-            )
+        if needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh) and self.etcd_endpoint is None:
+            field, value = ("mesh", True) if spec.mesh else ("rendezvous_backend", "etcd-v2")
+            raise ValidationError(field, value, "expected the executor option etcd_endpoint too")

@@ -77,7 +77,6 @@ def look(
     ranks, told, leaving, lost, is_more = [], [], [], [], False
     for rank, mine in sorted(pods.items()):
         mine.sort(key=lambda p: (p.created_at, p.restarts))
-        asked = {p.name: _is_asked(p, wish, shrinks) for p in mine}
         untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
         told += [p for p in mine if p not in untold and _may_go(p, now)]
         leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
@@ -88,7 +87,7 @@ def look(
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown):
-            ranks.append(_rank(shown, asked[shown.name], now))
+            ranks.append(_rank(shown, _is_asked(shown, shrinks, now), now))
     for rank in range(wish.size if wish else 0):
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
@@ -156,18 +155,18 @@ def _shrinks(job: Json | None) -> list[tuple[int, float]]:
     return [(size, at) for size, at in msgspec.json.decode(noted)]
 
 
-def _is_asked(pod: Pod, wish: Wish | None, shrinks: list[tuple[int, float]]) -> bool:
-    """Whether atoll had it stopped, and it did not end on its own before that."""
-    left_at = pod.left_at
-    if left_at is None:
+def _is_asked(pod: Pod, shrinks: list[tuple[int, float]], now: float) -> bool:
+    """Whether atoll had it stopped, and it did not end on its own before that.
+
+    The pod does not tell when: its deletion time is moved to the kubelet's last word.
+    """
+    if not pod.is_leaving or not pod.is_over:
         return False
-    ended_at = pod.exit(is_stopped=False, now=left_at).at if pod.is_over else left_at
-    if ended_at < left_at - 1.0:  # stamps have whole seconds
-        return False
-    if wish is not None and pod.rank >= wish.size:
-        return True
+    ended = pod.exit(is_stopped=False, now=now)
+    # Clocks differ a little. One that died of a signal while leaving is not to blame.
+    slack_s = CLOCK_SKEW_S if ended.signal in ("SIGTERM", "SIGKILL") else 2.0
     return any(
-        pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and left_at >= at - CLOCK_SKEW_S
+        pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and ended.at >= at - slack_s
         for size, at in shrinks
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from atoll.core.errors import Permanent
 from atoll.core.model import encode
+from atoll.core.rendezvous import needs_etcd, rendezvous_environment
 from atoll.core.spec import Resources, TrainingSpec
 from atoll.core.status import Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
@@ -196,10 +197,13 @@ def render_command(spec: TrainingSpec, options: Options) -> list[str]:
     if spec.source is None:
         command = [*(spec.command or ()), *spec.args]
     else:
+        starts = {
+            "script": [options.python],
+            "shell": ["sh"],
+            "function": [options.python, "-m", "atoll.worker.entrypoint", "function"],
+        }
         path = f"{SOURCE_DIR}/{spec.source.filename}"
-        entry = [] if spec.source.kind == "script" else ["-m", "atoll.worker.entrypoint"]
-        kind = [] if spec.source.kind == "script" else [spec.source.kind]
-        command = [options.python, *entry, *kind, path, *spec.args]
+        command = [*starts[spec.source.kind], path, *spec.args]
     if not spec.pip_packages:
         return command
     install = shlex.join([options.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
@@ -213,9 +217,14 @@ def rank_zero(training: Training) -> str:
 
 
 def rendezvous_endpoint(training: Training, options: Options) -> str:
-    if training.spec.rendezvous.backend == "etcd-v2" or training.spec.mesh:
-        return options.etcd_endpoint or ""
-    return f"{rank_zero(training)}:{options.master_port}"
+    return _rendezvous(training, options)["BASILICA_RDZV_ENDPOINT"]
+
+
+def _rendezvous(training: Training, options: Options) -> dict[str, str]:
+    spec = training.spec
+    backend = spec.rendezvous.backend
+    etcd = options.etcd_endpoint if needs_etcd(backend, has_mesh=spec.mesh) else None
+    return rendezvous_environment(backend, rank_zero(training), options.master_port, etcd or "")
 
 
 def _environment(training: Training, options: Options) -> list[Json]:
@@ -226,8 +235,7 @@ def _environment(training: Training, options: Options) -> list[Json]:
         port=options.master_port,
         rendezvous_uri=training.spec.rendezvous.uri or "",
     )
-    if endpoint := rendezvous_endpoint(training, options):
-        shared["BASILICA_RDZV_ENDPOINT"] = endpoint
+    shared |= _rendezvous(training, options)
     by_field = dict.fromkeys(RANK_VARIABLES, f"metadata.annotations['{INDEX}']")
     by_field["NODE_NAME"] = "spec.nodeName"
     by_field["ATOLL_ATTEMPT"] = f"metadata.annotations['{FAILURES}']"

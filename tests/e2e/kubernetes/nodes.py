@@ -6,6 +6,7 @@ can be killed. Nothing listens outside this machine.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -83,6 +84,10 @@ class Node:
             if target.startswith(str(self.where)):
                 subprocess.run(["umount", "-l", target], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self._bridge], check=False, capture_output=True)
+        for controller in Path("/sys/fs/cgroup").iterdir():
+            for folder, _, _ in os.walk(controller / self._bridge, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
 
     def kill_kubelet(self) -> None:
         """The node falls silent, as when its machine loses power; its containers are killed too."""

@@ -75,6 +75,22 @@ def test_kubectl_scale_up_and_down(space: Space, operator: Operator) -> None:
     assert [e["rank"] for e in status["rankExits"]] == [0, 1, 2, 3, 4]
 
 
+def test_ranks_have_names_that_stay(space: Space, operator: Operator) -> None:
+    """What a cluster's DNS serves: the headless Service knows each rank by its own name."""
+    space.submit("tiny", command=sh('echo "$MASTER_ADDR $BASILICA_RDZV_ENDPOINT"; ' + FOREVER))
+    space.until_ready("tiny", 2)
+    (service,) = space.json("get", "services", "-l", "atoll.dev/training=tiny")["items"]
+    gang = service["metadata"]["name"]
+
+    def names() -> set[str]:
+        slices = space.json("get", "endpointslices", "-l", f"kubernetes.io/service-name={gang}")
+        return {e.get("hostname", "") for s in slices["items"] for e in s["endpoints"] or ()}
+
+    wait_for("both are named", lambda: names() == {f"{gang}-0", f"{gang}-1"})
+    logs = space.kubectl("logs", space.pods(1)[0]["metadata"]["name"]).stdout
+    assert logs.splitlines()[0] == f"{gang}-0.{gang} {gang}-0.{gang}:29500"
+
+
 def test_a_scale_out_of_bounds_is_refused_by_the_api_server(
     space: Space, operator: Operator
 ) -> None:

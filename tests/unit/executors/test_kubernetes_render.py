@@ -169,6 +169,20 @@ def test_dollars_reach_the_rank_as_they_were_written() -> None:
     assert environment(made)["A"] == "$$(RANK)"
 
 
+KINDS = {
+    "script": ["python", "/atoll/source/code"],
+    "shell": ["sh", "/atoll/source/code"],
+    "function": ["python", "-m", "atoll.worker.entrypoint", "function", "/atoll/source/code"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shipped_code_is_run_by_its_kind(kind: Any) -> None:
+    source = Source(kind=kind, content=b"x", filename="code")
+    made = job_of(command=None, source=source, args=["a"])
+    assert container_of(made)["command"] == [*KINDS[kind], "a"]
+
+
 def test_names_leave_room_for_the_index_and_differ_by_uid() -> None:
     long = training(name="a" * 63)
     assert len(f"{gang_name(long)}-9999") <= 63
@@ -319,6 +333,7 @@ CLASHES: list[tuple[str, Json, Json]] = [
     ("gpu_models", {}, {"resources": Resources(gpu_models=["A100"])}),
     ("gpu_models", {}, {"resources": Resources(gpu_count=1, gpu_models=["RTX"])}),
     ("rendezvous_backend", {}, {"rendezvous": RendezvousSpec(backend="etcd-v2")}),
+    ("mesh", {}, {"mesh": True}),
 ]
 
 
