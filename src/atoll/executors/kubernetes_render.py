@@ -195,9 +195,12 @@ def render_command(spec: TrainingSpec, options: Options) -> list[str]:
         command = [*(spec.command or ()), *spec.args]
     else:
         path = f"{SOURCE_DIR}/{spec.source.filename}"
-        entry = [] if spec.source.kind == "script" else ["-m", "atoll.worker.entrypoint"]
-        kind = [] if spec.source.kind == "script" else [spec.source.kind]
-        command = [options.python, *entry, *kind, path, *spec.args]
+        launchers = {
+            "script": [options.python],
+            "shell": ["/bin/sh"],
+            "function": [options.python, "-m", "atoll.worker.entrypoint", "function"],
+        }
+        command = [*launchers[spec.source.kind], path, *spec.args]
     if not spec.pip_packages:
         return command
     install = shlex.join([options.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
