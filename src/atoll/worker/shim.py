@@ -27,16 +27,15 @@ from atoll.remote.journal import JournalWriter
 from atoll.worker.rankprocess import lost_record
 
 FROZEN_AFTER_S = 3.0
-GUARDS: set[int] = set()  # children that are not part of the training
 
 
 def main(directory: str, lock: int, listener: int) -> None:
     """Runs as the keeper; returns when no process of the training is left."""
     os.set_inheritable(lock, False)
     os.set_inheritable(listener, False)
+    dismiss = _post_guard()
     processes.adopt_orphans()
     is_heir = _leave_mark(mark_of(Path(directory)))
-    dismiss = _post_guard(read_gang(Path(directory))["uid"])
     supervisor = os.fork()
     if supervisor == 0:
         from atoll.worker.supervisor import supervise
@@ -50,31 +49,33 @@ def main(directory: str, lock: int, listener: int) -> None:
 
 
 # Reads until it is dismissed, or until keeper and supervisor are both gone without a word; then
-# kills whatever carries the training's uid. A shell, so that what kills atoll by name spares it.
+# kills what they started. A shell, so that what kills atoll by name spares it.
 GUARD = """
 read word && exit
-while found=$(grep -ls "ATOLL_UID=$1" /proc/[0-9]*/environ); do
+while found=$(grep -ls "ATOLL_SUPERVISOR=$1" /proc/[0-9]*/environ); [ -n "$found" ]; do
     for file in $found; do pid=${file#/proc/}; kill -9 "${pid%/environ}" 2>/dev/null; done
 done
 """
 
 
-def _post_guard(uid: str) -> int:
-    """The last resort against orphans: its end of a pipe that keeper and supervisor hold."""
+def _post_guard() -> int:
+    """The last resort against orphans. Dismissed by a line into the pipe whose end this is.
+
+    It is no child of the keeper, which kills all of its own.
+    """
     orders, dismiss = os.pipe2(os.O_CLOEXEC)
-    environment = {"PATH": os.environ.get("PATH", os.defpath)}
-    try:
-        guard = os.posix_spawnp(
-            "sh",
-            ["sh", "-c", GUARD, "guard", uid],
-            environment,
-            file_actions=[(os.POSIX_SPAWN_DUP2, orders, 0)],
-            setsid=True,
-        )
-    except (OSError, NotImplementedError):
-        guard = 0  # no shell: the next control plane will clear up
+    # Every rank carries this, so the guard never takes a successor's ranks for its own.
+    os.environ["ATOLL_SUPERVISOR"] = f"{os.getpid()}.{processes.born(os.getpid())}."
+    between = os.fork()
+    if between == 0:
+        with contextlib.suppress(OSError):  # no shell: the next control plane will clear up
+            words = ["sh", "-c", GUARD, "guard", os.environ["ATOLL_SUPERVISOR"]]
+            place = [(os.POSIX_SPAWN_DUP2, orders, 0)]
+            path = {"PATH": os.environ.get("PATH", os.defpath)}
+            os.posix_spawnp("sh", words, path, file_actions=place, setsid=True)
+        os._exit(0)
+    os.waitpid(between, 0)
     os.close(orders)
-    GUARDS.add(guard)
     return dismiss
 
 
