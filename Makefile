@@ -1,11 +1,13 @@
 PY := .venv/bin/python
+PIP := $(PY) -m pip install -q --disable-pip-version-check
 .PHONY: check test demo bench soak clean
 
-# The stamp makes set-up run once, and again when pyproject.toml changes.
+# The stamp makes set-up run once, and again when pyproject.toml changes. torch comes first, as
+# exactly this version: anything that asks for a range would fetch gigabytes of CUDA.
 .venv/.ready: pyproject.toml
 	python3 -m venv .venv
-	$(PY) -m pip install -q --disable-pip-version-check "torch==2.13.0"
-	$(PY) -m pip install -q --disable-pip-version-check -e ".[dev]"
+	$(PIP) "torch==2.13.0"
+	$(PIP) -e ".[dev]"
 	touch $@
 
 check: .venv/.ready
@@ -15,7 +17,19 @@ check: .venv/.ready
 	.venv/bin/lint-imports
 
 test: .venv/.ready
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m pytest -n 2 --dist worksteal -m "not soak"
+
+# A training that loses a rank, gets it back, and grows while it runs.
+demo: .venv/.ready
+	$(PY) examples/demo.py
+
+# Figures beside their peers, into bench/results/. One after another: they must not disturb
+# each other.
+bench: .venv/.ready
+	set -e; for script in bench/*.py; do echo "== $$script"; $(PY) $$script; done
+
+soak: .venv/.ready
+	$(PY) -m pytest -n 2 -m soak --timeout 3600
 
 clean:
 	rm -rf .venv

@@ -6,7 +6,12 @@ Names load on first use, so that importing atoll in a rank costs nothing.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # otherwise type checkers take the module of that name, made for `python -m`
+
+    def mesh_wait(timeout: float = 60) -> None: ...
+
 
 __version__ = "0.1.0"
 
@@ -19,8 +24,8 @@ _HOME = {
     "Conflict": "core.errors",
     "DistributedError": "core.errors",
     "DistributedTraining": "sdk.training",
-    "EKSExecutor": "executors.kubernetes",
-    "KubernetesExecutor": "executors.kubernetes",
+    "EKSExecutor": "executors.kubernetes_replicas",
+    "KubernetesExecutor": "executors.kubernetes_replicas",
     "LocalProcessExecutor": "executors.replicas",
     "NotFound": "core.errors",
     "ObjectStoreAllReduce": "worker.allreduce",

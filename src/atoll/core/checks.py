@@ -11,7 +11,8 @@ from atoll.core.errors import ValidationError
 RESERVED_ENV = frozenset({"RANK", "REPLICA_RANK", "WORLD_SIZE", "NODE_NAME"})
 RESERVED_ENV_PREFIXES = ("ATOLL_", "BASILICA_")
 
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+_NAME = re.compile(NAME_PATTERN)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

@@ -33,7 +33,7 @@ class ValidationError(AtollError, ValueError):
     """A value was refused before anything happened."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        super().__init__(f"{field}: {_shown(value)} is not valid: {expected}")
+        super().__init__(f"{field}: {shown(value)} is not valid: {expected}")
         self.field = field
         self.value = value
         self.expected = expected
@@ -139,6 +139,6 @@ class Permanent(BackendError):
     """It will not work, however often it is tried."""
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -29,6 +29,13 @@ class Attempt(NamedTuple):
     born: int
     started_at: float
     exit: Record | None = None
+    earlier_s: float = 0.0  # how long the attempts before this one ran
+    previous: Record | None = None  # how the one before this ended
+
+    def ran_s(self, now: float) -> float:
+        """How long the rank has run in all its attempts."""
+        until = now if self.exit is None else self.exit["at"]
+        return self.earlier_s + max(until - self.started_at, 0.0)
 
 
 class Due(NamedTuple):
@@ -56,6 +63,7 @@ class GangState:
             self.size = record["size"]
             self.redo = {int(rank): attempt for rank, attempt in record["redo"].items()}
         elif kind == "start":
+            last = self.attempts.get(record["rank"])
             self.attempts[record["rank"]] = Attempt(
                 record["rank"],
                 record["attempt"],
@@ -63,6 +71,8 @@ class GangState:
                 record["pid"],
                 record["born"],
                 record["at"],
+                earlier_s=0.0 if last is None else last.ran_s(record["at"]),
+                previous=None if last is None else last.exit,
             )
         elif kind == "exit":
             last = self.attempts.get(record["rank"])

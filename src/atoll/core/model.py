@@ -41,7 +41,7 @@ def decode(data: bytes | str, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _named(error) from error
+        raise named(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValidationError("body", data[:40], f"expected JSON ({error})") from error
 
@@ -50,7 +50,8 @@ def encode(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
-def _named(error: msgspec.ValidationError) -> ValidationError:
+def named(error: msgspec.ValidationError, given: Any = None) -> ValidationError:
+    """The same refusal with its field, and the value where it is at the top of `given`."""
     if isinstance(error.__cause__, ValidationError):
         return error.__cause__
     found = _WHERE.match(str(error))
@@ -63,4 +64,5 @@ def _named(error: msgspec.ValidationError) -> ValidationError:
     if missing := _MISSING.search(what):
         field = f"{prefix}.{missing['name']}".strip(".")
         return ValidationError(field, None, "this field is required")
-    return ValidationError(prefix or "body", None, what[0].lower() + what[1:])
+    value = given.get(prefix) if isinstance(given, dict) else None
+    return ValidationError(prefix or "body", value, what[0].lower() + what[1:])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from atoll.core.bench import DONE as BENCH_DONE
+from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
 from atoll.core.ranks import in_words, is_lost
-from atoll.core.status import Event, EventType, RankStatus, Status
+from atoll.core.status import Event, EventType, Exit, RankStatus, Status
 
 
 def narrate(old: Status, new: Status, now: float) -> tuple[Event, ...]:
@@ -26,6 +28,8 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     started = [r.rank for r in after if r.is_alive and _is_new(before.get(r.rank), r)]
     for rank in after:
         was = before.get(rank.rank)
+        if rank.previous is not None and rank.previous not in _told_of(was):
+            yield "Warning", "RankRestarting", f"rank {rank.rank}: {in_words(rank.previous)}"
         if rank.exit is not None and (was is None or was.exit != rank.exit):
             yield _ending(rank)
     if started:
@@ -33,11 +37,26 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if old.phase is Phase.READY and new.phase is Phase.PENDING and new.world.below_minimum:
         world = new.world
         yield "Warning", "WorldShrunkBelowMin", f"{world.ready} ranks ready, min is {world.min}"
+    yield from _beside_the_ranks(old, new)
     if new.failing and not old.failing:
         yield "Warning", new.failing, new.message or new.failing_message or "stopping the rest"
     if new.phase is not old.phase:
         kind: EventType = "Warning" if new.phase is Phase.FAILED else "Normal"
         yield kind, new.phase.capitalize(), told(new)
+
+
+def _told_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
+    return (None, None) if was is None else (was.exit, was.previous)
+
+
+def _beside_the_ranks(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
+    was, mesh = old.mesh.state if old.mesh else MeshState.PENDING, new.mesh
+    if mesh is not None and mesh.state not in (was, MeshState.PENDING):
+        kind: EventType = "Warning" if mesh.state is MeshState.DEGRADED else "Normal"
+        yield kind, f"Mesh{mesh.state}", mesh.message or f"hosts: {mesh.hosts}"
+    if new.bench.phase != old.bench.phase and new.bench.phase in BENCH_DONE:
+        kind = "Normal" if new.bench.phase == "Succeeded" else "Warning"
+        yield kind, f"Bench{new.bench.phase}", new.bench.message
 
 
 def _is_new(was: RankStatus | None, rank: RankStatus) -> bool:

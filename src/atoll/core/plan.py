@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
+from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
+from atoll.core.errors import UDTerminalState
+from atoll.core.mesh import MeshState
 from atoll.core.narrate import narrate, told
 from atoll.core.phase import Phase, Tally, advance
 from atoll.core.ranks import classify, is_lost, merge_ranks, must_redo, waiting_message
@@ -37,19 +41,19 @@ class Apply(NamedTuple):
     wish: Wish
 
 
-class Stop(NamedTuple):
-    pass
-
-
 class Release(NamedTuple):
     pass
+
+
+class Measure(NamedTuple):
+    """The link between two hosts, beside the ranks."""
 
 
 class Forget(NamedTuple):
     """The logs and the record go too."""
 
 
-Action = Apply | Stop | Release | Forget
+Action = Apply | Measure | Release | Forget
 
 
 class Plan(NamedTuple):
@@ -66,6 +70,8 @@ def plan(training: Training, seen: Seen, now: float) -> Plan:
     status = _observed(training, seen, now)
     status, actions = _decided(training, status, seen, now)
     status = _concluded(training, status, seen, now)
+    if must_measure(training.spec, status, seen):
+        actions = (*actions, Measure())
     if status.phase.is_terminal:
         actions = ()
     events = narrate(training.status, status, now)
@@ -98,6 +104,8 @@ def _observed(training: Training, seen: Seen, now: float) -> Status:
         redo=redo,
         started_at=old.started_at if old.started_at is not None else min(started, default=None),
         rendezvous_endpoint=seen.rendezvous_endpoint or old.rendezvous_endpoint,
+        mesh=seen.mesh or old.mesh,
+        bench=bench_after(training.spec, old.bench, seen, now),
     )
 
 
@@ -111,19 +119,29 @@ def _decided(
         reason, message = _reason_to_fail(training, status, seen, now)
         status = replace(status, failing=reason, failing_message=message)
     if is_cancelling or status.failing:
-        must_stop = seen.wish is not None and seen.wish.size > 0
-        return status, (Stop(),) if must_stop else ()
-    if status.gate_opened_at is None and _may_start(training, seen, now):
+        is_held = seen.wish is not None and _alive(status, seen, now) > 0
+        return _asking(status, seen, 0, now) if is_held else (status, ())
+    is_held = holds_start(training.spec, status.bench)
+    if status.gate_opened_at is None and not is_held and _may_start(training, seen, now):
         status = replace(status, gate_opened_at=now)
     if status.gate_opened_at is None:
         return status, ()
+    if seen.wish is None and status.has_run:
+        return status, ()  # either late or lost; asking again would start ranks twice
     size = world.target if seen.room is None else min(world.target, seen.room)
-    wish = Wish(size=size, redo={r: a for r, a in status.redo.items() if r < size})
+    return _asking(status, seen, size, now) if size else (status, ())
+
+
+def _asking(status: Status, seen: Seen, size: int, now: float) -> tuple[Status, tuple[Action, ...]]:
+    """The wish for `size` ranks, and the asking if it is not already being carried out."""
+    redo = {rank: attempt for rank, attempt in status.redo.items() if rank < size}
+    wish = status.asked
+    if wish is None or (wish.size, wish.redo) != (size, redo):
+        wish = Wish(version=wish.version + 1 if wish else 1, size=size, redo=redo)
+    status = replace(status, asked=wish, asked_at=now if seen.wish is None else status.asked_at)
     is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
-    if size == 0 or (seen.wish == wish and (seen.is_supervised or not is_work_left)):
-        return status, ()
-    asked_at = now if status.asked_at is None else status.asked_at
-    return replace(status, asked_at=asked_at), (Apply(wish),)
+    is_kept = seen.wish == wish and (seen.is_supervised or not is_work_left)
+    return status, () if is_kept else (Apply(wish),)
 
 
 def _concluded(training: Training, status: Status, seen: Seen, now: float) -> Status:
@@ -163,6 +181,7 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
         status = replace(
             status,
             ended_at=now,
+            bench=bench_over(training.spec, status.bench, now),
             rank_exits=exits,
             root_cause=next((e for e in exits if root and e.rank == root.rank), None),
         )
@@ -173,9 +192,16 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
 def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
     """Tear down, then remove the record when it is time. The verdict never changes."""
     status, spec = training.status, training.spec
-    status = replace(status, observed_generation=training.generation)
+    if training.generation != status.observed_generation:
+        is_edited = training.deletion_requested_at is None
+        return Plan(
+            replace(status, observed_generation=training.generation),
+            events=(_refusal(training, now),) if is_edited else (),
+            requeue_after_s=0.0,
+        )
     if not status.is_released:
-        if seen.wish is not None or seen.ranks or seen.is_supervised:
+        is_measuring = seen.bench is not None and seen.bench.state == "running"
+        if seen.wish is not None or seen.ranks or seen.is_supervised or is_measuring:
             return Plan(status, (Release(),), requeue_after_s=0.0)
         return Plan(replace(status, is_released=True), requeue_after_s=0.0)
     if training.deletion_requested_at is not None:
@@ -186,6 +212,12 @@ def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
     return Plan(status, (Forget(),)) if left <= 0 else Plan(status, requeue_after_s=left)
 
 
+def _refusal(training: Training, now: float) -> Event:
+    """Where a spec can be changed without asking us first, a change after the end is told of."""
+    refused = UDTerminalState(training.status.phase, training.spec.world_size.target)
+    return Event(type="Warning", reason="UDTerminalState", message=str(refused), at=now)
+
+
 def _is_cancelling(training: Training) -> bool:
     return training.spec.cancel or training.deletion_requested_at is not None
 
@@ -194,13 +226,16 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
     spec, world = training.spec, training.spec.world_size
     if seen.fault:
         return "ExecutorRefused", seen.fault
+    is_told_nothing = seen.wish is None and not seen.is_supervised
+    if is_told_nothing and status.has_run and not _may_be_late(status, now):
+        return "ExecutorLost", f"the {spec.executor} executor has lost all record of the ranks"
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
     if lost and world.target - len(lost) < world.min:
         return "RankFailed", ""
     opened = status.gate_opened_at
     if spec.deadline_s is not None and opened is not None and now >= opened + spec.deadline_s:
         return "DeadlineExceeded", f"still running {spec.deadline_s:g} s after the start"
-    return "", ""
+    return why_refused(spec, status)
 
 
 def _may_start(training: Training, seen: Seen, now: float) -> bool:
@@ -215,14 +250,26 @@ def _is_redone(found: RankStatus, redo: dict[int, int], target: int) -> bool:
     return found.rank < target and found.attempt <= redo.get(found.rank, -1)
 
 
+def _may_be_late(status: Status, now: float) -> bool:
+    """Whether a look that shows nothing may be from before the executor was asked."""
+    return status.asked_at is not None and now < status.asked_at + STALE_S
+
+
 def _alive(status: Status, seen: Seen, now: float) -> int:
     """Ranks that live, plus those that may still come to life under the accepted wish."""
     ranks = (*status.ranks, *status.retired)
     alive = sum(r.is_alive for r in ranks)
-    if seen.wish is None:  # never asked, or too early to believe that nothing came of it
-        return alive + (status.asked_at is not None and now < status.asked_at + STALE_S)
-    settled = sum(r.rank < seen.wish.size and r.phase != "Pending" for r in ranks)
-    return alive + seen.wish.size - settled
+    if seen.wish is None:
+        return alive + (seen.is_supervised or _may_be_late(status, now))
+    if seen.wish != status.asked:
+        return alive + 1  # what came of the newest wish is not known yet
+    return alive + seen.wish.size - sum(_is_settled(r, seen.wish) for r in ranks)
+
+
+def _is_settled(found: RankStatus, wish: Wish) -> bool:
+    """Whether an executor that keeps `wish` will leave the rank, or its end, as it is."""
+    is_redone = found.attempt <= wish.redo.get(found.rank, -1)
+    return found.rank < wish.size and found.phase != "Pending" and not is_redone
 
 
 def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
@@ -234,6 +281,13 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     ]
     if lost:
         wanted.append(("RanksLost", True, "RankFailed", "lost for good: " + ", ".join(lost)))
+    if status.mesh is not None:
+        state, message = status.mesh.state, status.mesh.message
+        is_degraded = state is MeshState.DEGRADED
+        wanted += [
+            ("MeshCapable", state is MeshState.READY, f"Mesh{state}", message),
+            ("DegradedMesh", is_degraded, f"Mesh{state}", message),
+        ]
     before = {c.type: c for c in old.conditions}
     made = []
     for kind, is_true, reason, message in wanted:
@@ -272,6 +326,8 @@ def _requeue_after_s(training: Training, status: Status, now: float) -> float | 
         times.append(training.created_at + spec.start_grace_s)
     elif spec.deadline_s is not None and not status.failing:
         times.append(status.gate_opened_at + spec.deadline_s)
+    if status.bench.phase == "Running" and status.bench.started_at is not None:
+        times.append(status.bench.started_at + BENCH_LIMIT_S)
     if status.asked_at is not None:
         times.append(status.asked_at + STALE_S)
     times += [r.missing_since + STALE_S for r in status.ranks if r.missing_since is not None]

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from atoll.core.model import Model
 from atoll.core.status import Event, LogLine, Seen, Status, Training, Wish
@@ -21,20 +21,18 @@ class Executor(Protocol):
     name: str
 
     async def apply(self, training: Training, wish: Wish) -> None:
-        """Ranks `0..size-1` are being started or kept; higher ones are being stopped.
+        """Ranks `0..size-1` are being started or kept; higher ones are being stopped, politely for
+        the spec's grace. Size 0 stops them all; what is known of them is kept.
 
+        A wish older than the one in force, by its version, changes nothing.
         A failed rank is started again until `max_restarts` is used up. Returns once the wish is
-        durable where it will be carried out.
+        durable where it will be carried out. Raises Permanent where it can never be, and where
+        `training.status.has_run` but there is no record of it: it would run twice. (Size 0 is
+        then already true.)
         """
 
     async def observe(self, training: Training) -> Seen:
         """The whole gang, in one question to the backend. Raises Temporary when it cannot tell."""
-
-    async def stop(self, training: Training) -> None:
-        """The wish is size 0: every rank is being stopped, politely for the spec's grace.
-
-        Nothing starts any more. What is known of the ranks is kept.
-        """
 
     async def release(self, training: Training) -> None:
         """Only logs of the training are left with the backend. Already gone is success."""
@@ -59,6 +57,14 @@ class Executor(Protocol):
         """
 
 
+@runtime_checkable
+class Measuring(Protocol):
+    """An executor that can measure the link between two hosts of a training."""
+
+    async def measure(self, training: Training) -> None:
+        """The link bench is being run, beside the ranks and in none of their slots."""
+
+
 class Change(Model, frozen=True):
     """One write: the training after it, or as it was when it was removed."""
 
@@ -76,8 +82,16 @@ class Store(Protocol):
     async def get(self, key: Key) -> Training:
         """Raises NotFound."""
 
-    async def list(self, namespace: str | None = None) -> Sequence[Training]:
-        """All of them, by name."""
+    async def list(
+        self,
+        namespace: str | None = None,
+        *,
+        after: str = "",
+        limit: int = -1,
+        phase: str | None = None,
+        prefix: str = "",
+    ) -> Sequence[Training]:
+        """By name: those after the name `after`, at most `limit`, in that phase, so beginning."""
 
     async def update_spec(self, training: Training) -> Training:
         """Spec and deletion mark written, unless something was since `training` was read: Conflict.
@@ -101,6 +115,9 @@ class Store(Protocol):
 
     def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
         """Every change after that version, in order, without gaps. Raises Gone if it cannot."""
+
+    async def source(self, training: Training) -> bytes:
+        """The code shipped with it. A store may keep it apart and show only its digest."""
 
     async def version(self) -> int:
         """The newest version."""

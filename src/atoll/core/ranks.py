@@ -55,6 +55,8 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
         attempt=look.attempt,
         restarts=look.restarts,
         started_at=look.started_at,
+        metered_s=after.metered_s if look.earlier_s is None else look.earlier_s,
+        previous=look.previous or (before.exit if look.attempt > before.attempt else None),
         exit=None,
     )
     return after if look.exit is None else _ended(after, look.exit)
@@ -118,6 +120,8 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
         return "stopping: scaled down" if rank.rank >= world.target else rank.message
     if rank.phase != "Pending":
         return in_words(rank.exit) if rank.exit else ""
+    if status.gate_opened_at is None and status.bench.phase in ("Pending", "Running"):
+        return f"start gate: the link must be measured first; {status.bench.message}"
     if status.gate_opened_at is None and seen.room is not None:
         return f"start gate: room for {seen.room} of {world.target} ranks; {seen.message}"
     if seen.room is not None and rank.rank >= seen.room:

@@ -5,8 +5,11 @@ Field names in errors are the ones the user wrote, in snake case: `world_size.mi
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Literal
+
+import msgspec
 
 from atoll.core.checks import (
     check_choice,
@@ -19,6 +22,7 @@ from atoll.core.checks import (
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 
+DIGEST = b"sha256:"
 MAX_WORLD = 10_000
 MAX_SECONDS = 10 * 365 * 86_400
 
@@ -26,7 +30,7 @@ BenchMode = Literal["off", "on-start"]
 BenchPlacement = Literal["preferred", "strict"]
 RendezvousBackend = Literal["etcd-v2", "c10d", "static"]
 TopologySpread = Literal["pack", "provider-aware", "region-aware", "none"]
-SourceKind = Literal["script", "function"]
+SourceKind = Literal["script", "function", "shell"]
 
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
 _URI = re.compile(r"(file|memory|s3|gs|az)://\S*")
@@ -126,11 +130,13 @@ class RendezvousSpec(SpecModel, frozen=True):
 
 
 class Source(SpecModel, frozen=True):
-    """Code shipped with the training instead of a command: a script, or a pickled function."""
+    """Code shipped with the training instead of a command: a Python or shell script, or a pickled
+    function."""
 
     kind: SourceKind
     content: bytes
     filename: str = "source.py"
+    directory: str | None = None  # where its modules are, if the rank can see that directory
 
     def __post_init__(self) -> None:
         check_choice("source.kind", self.kind, SourceKind)
@@ -138,6 +144,20 @@ class Source(SpecModel, frozen=True):
             raise ValidationError("source", self.content, "expected code, got nothing")
         if "/" in self.filename or self.filename in ("", ".", "..") or "\0" in self.filename:
             raise ValidationError("source.filename", self.filename, "expected a plain file name")
+        where = self.directory
+        if where is not None and (not where.startswith("/") or "\0" in where):
+            raise ValidationError("source.directory", where, "expected an absolute path")
+
+    @property
+    def is_digest(self) -> bool:
+        return self.content.startswith(DIGEST) and len(self.content) == len(DIGEST) + 64
+
+    def by_digest(self) -> Source:
+        """With its digest in place of the code, for where it is only talked about."""
+        if self.is_digest:
+            return self
+        digest = hashlib.sha256(self.content).hexdigest().encode()
+        return msgspec.structs.replace(self, content=DIGEST + digest)
 
 
 class TrainingSpec(SpecModel, frozen=True):

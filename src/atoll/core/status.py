@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
+from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
+
+SILENT_S = 1.0  # how much later than it happened a death by signal may be noticed
 
 RankPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Stopped"]
 ConditionStatus = Literal["True", "False", "Unknown"]
@@ -31,8 +34,14 @@ class Exit(Model, frozen=True):
 
     @property
     def order(self) -> float:
-        """When this failure began, for telling the first from those it caused."""
-        return self.at if self.failed_at is None else min(self.at, self.failed_at)
+        """When this failure began, for telling the first from those it caused.
+
+        A rank killed by a signal says nothing, and its end is noticed late on a busy machine;
+        its peers date their own failures exactly.
+        """
+        if self.failed_at is not None:
+            return min(self.at, self.failed_at)
+        return self.at - SILENT_S if self.signal and not self.is_stopped else self.at
 
 
 class WorldStatus(Model, frozen=True):
@@ -59,6 +68,7 @@ class RankStatus(Model, frozen=True):
     attempt: int = -1
     started_at: float | None = None
     exit: Exit | None = None
+    previous: Exit | None = None  # how the attempt before this one ended
     metered_s: float = 0.0  # of attempts that have ended
     missing_since: float | None = None
 
@@ -139,6 +149,34 @@ class BenchStatus(Model, frozen=True):
     completed_at: float | None = None
 
 
+class BenchSeen(Model, frozen=True):
+    """The bench as the executor sees it. `waiting`: it cannot be run yet; `message` says why."""
+
+    state: Literal["idle", "waiting", "running", "done", "failed"]
+    message: str = ""
+    result: BenchResult | None = None
+
+
+class MeshStatus(Model, frozen=True):
+    """Whether the hosts of a training can reach each other; `message` names pairs that cannot."""
+
+    state: MeshState
+    message: str = ""
+    hosts: int = 1
+
+
+class Wish(Model, frozen=True):
+    """What an executor keeps: ranks `0..size-1`. Size 0 is: stop them all.
+
+    `redo` names attempts that no longer count: such a rank starts anew, its budget whole.
+    Versions grow, so an older look is told from a newer one.
+    """
+
+    version: int
+    size: int
+    redo: dict[int, int] = {}
+
+
 class Status(Model, frozen=True):
     """All that is known of a training. Written by the controller alone, once a pass."""
 
@@ -157,13 +195,20 @@ class Status(Model, frozen=True):
     gate_opened_at: float | None = None
     failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
     failing_message: str = ""
-    asked_at: float | None = None  # when the executor was first asked for ranks
+    asked_at: float | None = None  # when the executor, seen with nothing, was last asked for ranks
+    asked: Wish | None = None  # the newest wish
     redo: dict[int, int] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
     world_size_history: list[WorldPoint] = []
     last_resize: Resize | None = None
     is_released: bool = False  # the executor holds nothing of it any more
     rendezvous_endpoint: str = ""
+    mesh: MeshStatus | None = None  # None for a training without a gate
     bench: BenchStatus = BenchStatus()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any rank was ever seen to start."""
+        return any(r.attempt >= 0 for r in (*self.ranks, *self.retired))
 
 
 class Training(Model, frozen=True):
@@ -185,6 +230,16 @@ class Training(Model, frozen=True):
     @property
     def key(self) -> tuple[str, str]:
         return self.namespace, self.spec.name
+
+
+class TrainingList(
+    Model, frozen=True, rename={"resource_version": "resourceVersion", "continue_": "continue"}
+):
+    """One page. `continue` is there when there are more; watch from `resource_version`."""
+
+    items: list[Training]
+    resource_version: int
+    continue_: str | None = None
 
 
 class Event(Model, frozen=True):
@@ -209,22 +264,14 @@ class SeenRank(Model, frozen=True):
     attempt: int = 0
     restarts: int = 0  # since this rank was last wanted
     started_at: float | None = None
+    earlier_s: float | None = None  # how long the attempts before this one ran, where known
+    previous: Exit | None = None  # how the one before this ended
     exit: Exit | None = None
     pod_name: str = ""
     host: str | None = None
     provider: str | None = None
     region: str | None = None
     message: str = ""
-
-
-class Wish(Model, frozen=True):
-    """What an executor keeps: ranks `0..size-1`. Size 0 is: stop them all.
-
-    `redo` names attempts that no longer count: such a rank starts anew, its budget whole.
-    """
-
-    size: int
-    redo: dict[int, int] = {}
 
 
 class Seen(Model, frozen=True):
@@ -237,6 +284,8 @@ class Seen(Model, frozen=True):
     message: str = ""  # what holds it up, for the ranks that are not there
     fault: str = ""  # the executor will never do it, and why
     rendezvous_endpoint: str = ""
+    mesh: MeshStatus | None = None
+    bench: BenchSeen | None = None  # None: this executor cannot measure links
 
 
 class LogLine(Model, frozen=True):

@@ -17,39 +17,55 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import Temporary
-from atoll.core.journal import Attempt
+from atoll.core.errors import BackendError, Permanent, Temporary
+from atoll.core.journal import Attempt, GangState, Record
 from atoll.core.ports import Key
-from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
+from atoll.core.rendezvous import VARIABLES
+from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
+from atoll.executors.local_bench import LocalBench
+from atoll.executors.local_rendezvous import (
+    seen_endpoint,
+    seen_mesh,
+    wanted_rendezvous,
+    withdraw,
+)
 from atoll.executors.supervision import Supervision
+from atoll.remote.local_rendezvous import read_rendezvous
 from atoll.remote.ranklog import read_log, tail_offset
 
 # The control plane's own secrets and addresses are none of a rank's business.
 WITHHELD = ("ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
-PORTS = range(20_000, 30_000)  # below the range from which the kernel lends ports to clients
+LINE_BYTES = 1 << 20  # a longer line comes in pieces
 
 
 def render_gang(
-    training: Training, wish: Wish, *, directory: Path, host: str, port: int, base: dict[str, str]
+    training: Training,
+    wish: Wish,
+    *,
+    directory: Path,
+    host: str,
+    rendezvous: dict[str, Any],
+    base: dict[str, str],
 ) -> dict[str, Any]:
     """The document a shim works from."""
     spec = training.spec
     uri = spec.rendezvous.uri or f"file://{directory}/rendezvous"
-    shared = gang_environment(
-        training, host=host, master="127.0.0.1", port=port, rendezvous_uri=uri
-    )
+    shared = gang_environment(training, host=host, master="127.0.0.1", port=0, rendezvous_uri=uri)
+    # The shim leases the port and knows the endpoints; what the user has set stays.
+    unset = [name for name in VARIABLES if name not in {**spec.nccl_env, **spec.env}]
     return {
         "uid": training.uid,
+        "version": wish.version,
         "size": wish.size,
         "redo": {str(rank): attempt for rank, attempt in wish.redo.items()},
         "command": render_command(training, directory),
-        "env": {**base, **shared},
+        "env": {k: v for k, v in {**base, **shared}.items() if k not in unset},
         "rank_variables": [*RANK_VARIABLES, "LOCAL_RANK"],
         "working_dir": spec.working_dir,
         "max_restarts": spec.max_restarts,
         "stop_grace_s": spec.stop_grace_s,
-        "port": port,
+        "rendezvous": rendezvous,
     }
 
 
@@ -60,7 +76,10 @@ def render_command(training: Training, directory: Path) -> list[str]:
     else:
         payload = str(directory / "source" / spec.source.filename)
         entry = [sys.executable, "-m", "atoll.worker.entrypoint"]
-        command = [*entry, spec.source.kind, payload, *spec.args]
+        if spec.source.directory is not None:
+            entry += ["--from", spec.source.directory]
+        entry = ["/bin/sh"] if spec.source.kind == "shell" else [*entry, spec.source.kind]
+        command = [*entry, payload, *spec.args]
     if spec.pip_packages:
         prepare = [sys.executable, "-m", "atoll.worker.prepare", str(directory / "packages")]
         command = [*prepare, *spec.pip_packages, "--", *command]
@@ -74,14 +93,21 @@ def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
         attempt=attempt.attempt,
         restarts=attempt.restarts,
         started_at=attempt.started_at,
-        exit=_exit(attempt),
+        earlier_s=attempt.earlier_s,
+        previous=_exit(attempt.previous),
+        exit=_exit(attempt.exit),
         pod_name=f"{name}-{attempt.rank}",
         host=host,
     )
 
 
-def _exit(attempt: Attempt) -> Exit | None:
-    record = attempt.exit
+def _wish(state: GangState) -> Wish | None:
+    if state.size is None:
+        return None
+    return Wish(version=state.version, size=state.size, redo=dict(state.redo))
+
+
+def _exit(record: Record | None) -> Exit | None:
     if record is None:
         return None
     return Exit(
@@ -109,6 +135,7 @@ class LocalExecutor:
         self._held: dict[str, int] = {}  # ranks admitted, by training
         self._waiting: dict[str, Key] = {}  # trainings that found too little room
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
+        self._bench = LocalBench(root, self._host)
 
     async def start(self, known: Iterable[str]) -> None:
         """Take up what an earlier control plane left; clear away trainings nobody knows."""
@@ -116,31 +143,39 @@ class LocalExecutor:
         for uid in os.listdir(self._root) if self._root.is_dir() else ():
             gang = Supervision(self._root / uid, lambda: None)
             if uid not in known:
-                await gang.clear()
-                shutil.rmtree(self._root / uid, ignore_errors=True)
-            elif size := gang.gang().get("size"):
-                self._held[uid] = size
+                # One that cannot be cleared now is met again at the next start.
+                with contextlib.suppress(Temporary):
+                    await gang.clear()
+                    shutil.rmtree(self._root / uid, ignore_errors=True)
+            elif gang.is_asked():
+                self._held[uid] = _holds(gang)
 
     async def close(self) -> None:
         """Ranks and shims go on; only the lines to them are dropped."""
+        await self._bench.close()
         for gang in self._gangs.values():
             gang.close()
 
     async def apply(self, training: Training, wish: Wish) -> None:
         gang = self._gang(training)
         async with gang.turn:
+            if wish.size == 0 and not gang.is_asked():
+                return
+            if training.status.has_run and not gang.is_asked():
+                raise Permanent(f"{gang.directory} is gone, and with it all record of the ranks")
             if wish.size > self._room(training.uid):
                 raise Temporary("the room was taken by another training", retry_after_s=0.1)
-            self._held[training.uid] = wish.size
+            self._held[training.uid] = max(wish.size, _holds(gang))
             self._place_source(training, gang.directory)
-            port = gang.gang().get("port") or self._pick_port(training.uid)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
             document = render_gang(
                 training,
                 wish,
                 directory=gang.directory,
                 host=self._host,
-                port=port,
+                rendezvous=wanted_rendezvous(
+                    training, self._host, gang.gang().get("rendezvous", {})
+                ),
                 base=gang.gang().get("env", base) if gang.is_asked() else base,
             )
             await gang.wish(document)
@@ -152,35 +187,42 @@ class LocalExecutor:
             room = self._room(training.uid)
             if self._slots is not None and room < training.spec.world_size.target:
                 self._waiting[training.uid] = training.key
-            return Seen(room=self._shown_room(room), message=self._room_message())
+            bench = self._bench_seen(training)
+            return Seen(room=self._shown_room(room), message=self._room_message(), bench=bench)
         is_supervised = gang.is_supervised()
         state = gang.state
+        self._give_back(training.uid, _holds(gang))
         room = self._room(training.uid)
         if self._slots is not None and room < training.spec.world_size.target:
             self._waiting[training.uid] = training.key
         return Seen(
             ranks=[seen_rank(training.name, self._host, a) for a in state.attempts.values()],
-            wish=None if state.size is None else Wish(size=state.size, redo=dict(state.redo)),
+            wish=_wish(state),
             is_supervised=is_supervised,
             room=self._shown_room(room),
-            message=self._room_message() if self._shown_room(room) is not None else "",
-            rendezvous_endpoint=f"127.0.0.1:{gang.gang().get('port', 0)}",
+            message=self._message(training, room),
+            rendezvous_endpoint=seen_endpoint(training, gang.directory),
+            mesh=seen_mesh(training, gang.directory),
+            bench=self._bench_seen(training),
         )
 
-    async def stop(self, training: Training) -> None:
-        gang = self._gang(training)
-        async with gang.turn:
-            if gang.is_asked():
-                await gang.wish({**gang.gang(), "size": 0})
+    async def measure(self, training: Training) -> None:
+        key = training.key
+        self._bench.start(training.uid, lambda: self._changed.put_nowait(key))
 
     async def release(self, training: Training) -> None:
         gang = self._gang(training)
+        await self._bench.stop(training.uid)
         async with gang.turn:
+            rendezvous = gang.gang().get("rendezvous", {})
             await gang.clear()
         self._gangs.pop(training.uid, None)
         self._held.pop(training.uid, None)
         self._waiting.pop(training.uid, None)
         self._tell_waiting()
+        if not self._held:  # others on this host wait for the same keys
+            with contextlib.suppress(BackendError):  # an etcd that is down must not hold us up
+                await withdraw(rendezvous)
 
     async def purge(self, training: Training) -> None:
         await self.release(training)
@@ -216,6 +258,9 @@ class LocalExecutor:
                     *lines, partial[rank] = (partial.get(rank, b"") + data).split(b"\n")
                     for line in lines:
                         yield LogLine(rank=rank, text=line.decode("utf-8", errors="replace"))
+                    if len(partial[rank]) >= LINE_BYTES:
+                        text = partial.pop(rank).decode("utf-8", errors="replace")
+                        yield LogLine(rank=rank, text=text)
             if is_last:
                 break
             pause_s = 0.02 if is_new else min(pause_s * 1.5, 0.2)
@@ -237,10 +282,18 @@ class LocalExecutor:
             return sys.maxsize
         return self._slots - sum(held for other, held in self._held.items() if other != uid)
 
+    def _give_back(self, uid: str, needed: int) -> None:
+        """Room is free only once the ranks that were scaled away are gone."""
+        if needed < self._held.get(uid, 0):
+            self._held[uid] = needed
+            self._tell_waiting()
+
     def _shown_room(self, room: int) -> int | None:
         return None if self._slots is None else max(room, 0)
 
     def _room_message(self) -> str:
+        if self._slots is None:
+            return ""
         return f"{sum(self._held.values())} of {self._slots} slots of {self._host} are in use"
 
     def _tell_waiting(self) -> None:
@@ -259,14 +312,20 @@ class LocalExecutor:
             draft.write_bytes(source.content)
             draft.replace(path)
 
-    def _pick_port(self, uid: str) -> int:
-        first = int.from_bytes(uid.encode()[-4:], "big") % len(PORTS)
-        for step in range(len(PORTS)):
-            port = PORTS[(first + step) % len(PORTS)]
-            with contextlib.suppress(OSError), socket.socket() as probe:
-                probe.bind(("0.0.0.0", port))
-                return port
-        raise Temporary("no free port for the rendezvous")
+    def _message(self, training: Training, room: int) -> str:
+        """What holds ranks up: their rendezvous, or the room."""
+        if error := read_rendezvous(self._root / training.uid).get("error"):
+            return str(error)
+        return self._room_message() if self._shown_room(room) is not None else ""
+
+    def _bench_seen(self, training: Training) -> BenchSeen | None:
+        return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)
+
+
+def _holds(gang: Supervision) -> int:
+    """Ranks that a gang has, or may have under its wish."""
+    wanted: int = gang.gang().get("size", 0)
+    return max([wanted, *(attempt.rank + 1 for attempt in gang.state.alive())])
 
 
 def _ranks_in(folder: Path, wanted: Sequence[int] | None) -> list[int]:

@@ -27,6 +27,10 @@ SHIM = (
     "import sys; sys.path.insert(0, sys.argv[1]); from atoll.worker.shim import main; "
     "main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))"
 )
+FILES = (
+    *("gang.json", "journal", "control", "lock", "keeper", "shim.log"),
+    *("rendezvous.json", "etcd.log"),
+)
 KEEPER_STUCK_S = 3.0
 ACCEPT_TIMEOUT_S = 10.0
 
@@ -61,15 +65,17 @@ class Supervision:
         return data
 
     async def wish(self, gang: dict[str, Any]) -> None:
-        """The gang document is durable and the shim has accepted it."""
+        """The gang document is durable and the shim has accepted it. An older one is ignored."""
         before = self.gang()
-        if before and {**before, "version": 0} == {**gang, "version": 0}:
+        if before.get("version", 0) >= gang["version"]:
             gang = before
         else:
-            gang = {**gang, "version": before.get("version", 0) + 1}
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            (self.directory / "errors").mkdir(exist_ok=True)
-            write_durably(self.directory / "gang.json", json.dumps(gang).encode())
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                (self.directory / "errors").mkdir(exist_ok=True)
+                write_durably(self.directory / "gang.json", json.dumps(gang).encode())
+            except OSError as error:
+                raise Temporary(f"cannot write to {self.directory}: {error.strerror}") from error
         deadline = time.monotonic() + ACCEPT_TIMEOUT_S
         while not self._is_accepted(gang):
             if time.monotonic() > deadline:
@@ -90,9 +96,9 @@ class Supervision:
             return True
         self._unheard_since = None
         self._reap()
-        if self.state.alive():
+        if self.state.alive() or (self.directory / "keeper").exists():
             self._spawn(lock)
-            return True
+            return self._connected()  # so that its word, and its end, are heard
         os.close(lock)
         return False
 
@@ -101,13 +107,18 @@ class Supervision:
         if not self.directory.exists():
             return
         if self.is_asked() and self.is_supervised():
-            await self.wish({**self.gang(), "size": 0, "stop_grace_s": 0.0})
+            gang = self.gang()
+            await self.wish(
+                {**gang, "version": gang["version"] + 1, "size": 0, "stop_grace_s": 0.0}
+            )
         while self.is_supervised():
             await self._wait(0.05)
         self._hang_up()
-        for name in ("journal", "gang.json", "control", "lock", "keeper", "shim.log"):
+        self._reap()
+        # The wish goes first: were it the last one left, it would count as ranks that hold room.
+        for name in FILES:
             (self.directory / name).unlink(missing_ok=True)
-        for name in ("errors", "source"):
+        for name in ("errors", "source", "etcd"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def close(self) -> None:
@@ -155,7 +166,9 @@ class Supervision:
     async def _wait(self, seconds: float) -> None:
         self._heard.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._heard.wait(), seconds)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes with the event.
+            async with asyncio.timeout(seconds):
+                await self._heard.wait()
 
     def _hang_up(self) -> None:
         if self._line is not None:
@@ -201,8 +214,6 @@ class Supervision:
                     start_new_session=True,
                     cwd="/",
                 )
-            pid = self._keeper.pid
-            (self.directory / "keeper").write_text(f"{pid} {processes.born(pid)}")
         except OSError as error:
             raise Temporary(f"cannot start a supervisor: {error}") from error
         finally:
@@ -210,7 +221,9 @@ class Supervision:
             os.close(lock)
 
     def _reap(self) -> None:
-        if self._keeper is not None and self._keeper.poll() is not None:
+        """To be called when the lock was found free: the keeper has ended, or is just ending."""
+        if self._keeper is not None:
+            self._keeper.wait()
             self._keeper = None
 
     def _kill_stuck_keeper(self) -> None:

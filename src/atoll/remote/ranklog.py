@@ -19,28 +19,37 @@ class LogWriter:
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
         self._segment_bytes = segment_bytes
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        last = (segments(folder) or [0])[-1]
-        self._start = last
-        self._file = self._open(last)
-        self._size = os.fstat(self._file).st_size
+        self._file: int | None = None
+        self._start = self._size = 0
+        with contextlib.suppress(OSError):
+            self._begin()
 
     def write(self, data: bytes) -> None:
-        if self._size >= self._segment_bytes:
-            self._rotate()
         with contextlib.suppress(OSError):
-            self._size += os.write(self._file, data)
+            if self._file is None:
+                self._begin()
+            elif self._size >= self._segment_bytes:
+                self._rotate(self._file)
+            if self._file is not None:
+                self._size += os.write(self._file, data)
 
     def close(self) -> None:
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
 
-    def _rotate(self) -> None:
+    def _begin(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._start = (segments(self._folder) or [0])[-1]
+        self._file = self._open(self._start)
+        self._size = os.fstat(self._file).st_size
+
+    def _rotate(self, full: int) -> None:
         start = self._start + self._size
         try:
             file = self._open(start)
         except OSError:
             return
-        os.close(self._file)
+        os.close(full)
         self._file, self._start, self._size = file, start, 0
         for old in segments(self._folder)[:-SEGMENTS_KEPT]:
             segment_path(self._folder, old).unlink(missing_ok=True)
@@ -58,7 +67,7 @@ def segments(folder: Path) -> list[int]:
     """Offsets at which the kept segments start, oldest first."""
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(name[:-4]) for name in names if name.endswith(".log"))
 

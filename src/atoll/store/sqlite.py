@@ -20,23 +20,8 @@ from atoll.core.model import encode
 from atoll.core.ports import Change, Key
 from atoll.core.status import Event, Status, Training
 from atoll.store.feed import Feed
+from atoll.store.schema import prepare
 
-SCHEMA_VERSION = 1
-SCHEMA = """
-create table trainings (
-    namespace text not null, name text not null, uid text not null, version integer not null,
-    phase text not null, idempotency_key text, body blob not null, primary key (namespace, name));
-create unique index by_idempotency on trainings (namespace, idempotency_key);
-create table changes (
-    version integer primary key autoincrement, namespace text not null, name text not null,
-    is_removed integer not null, body blob not null);
-create table events (
-    id integer primary key autoincrement, uid text not null, at real not null, type text not null,
-    reason text not null, message text not null, count integer not null default 1);
-create index events_by_training on events (uid, at);
-create table tokens (
-    hash text primary key, namespace text not null, label text not null, created_at real not null);
-"""
 LOG_BYTES = 32 * 2**20
 EVENTS_KEPT = 1000
 
@@ -57,7 +42,7 @@ class SQLiteStore:
                 self._db = sqlite3.connect(
                     self._path, isolation_level=None, check_same_thread=False
                 )
-                self._prepare()
+                prepare(self._db, self._path)
                 row = self._db.execute("select total(length(body)) from changes").fetchone()
                 self._logged_bytes = int(row[0])
         except BaseException:
@@ -74,7 +59,7 @@ class SQLiteStore:
             made = self._made_by(training, idempotency_key)
             if made is not None:
                 return made
-            stored = self._log(training, changes)
+            stored = self._log(self._without_source(training), changes)
             try:
                 self._db.execute(
                     "insert into trainings values (?, ?, ?, ?, ?, ?, ?)",
@@ -149,7 +134,8 @@ class SQLiteStore:
             ).rowcount
             if gone:
                 self._log(training, changes, is_removed=True)
-                self._db.execute("delete from events where uid = ?", (training.uid,))
+                for table in ("events", "sources"):
+                    self._db.execute(f"delete from {table} where uid = ?", (training.uid,))
 
     async def record(self, key: Key, event: Event) -> None:
         with self._write():
@@ -190,6 +176,15 @@ class SQLiteStore:
                     return
                 self._check_kept(cursor)  # fell so far behind that the log must be read again
 
+    async def source(self, training: Training) -> bytes:
+        with _explained(self._path):
+            row = self._db.execute(
+                "select content from sources where uid = ?", (training.uid,)
+            ).fetchone()
+        if row is None:
+            raise NotFound("source of training", training.name)
+        return bytes(row[0])
+
     async def version(self) -> int:
         with _explained(self._path):
             row = self._db.execute(
@@ -221,20 +216,6 @@ class SQLiteStore:
                 "delete from tokens where substr(hash, 1, length(?1)) = ?1", (hash_prefix,)
             ).rowcount
 
-    def _prepare(self) -> None:
-        self._db.execute("pragma journal_mode = wal")
-        self._db.execute("pragma synchronous = full")
-        found = self._db.execute("pragma user_version").fetchone()[0]
-        if found == 0:
-            self._db.executescript(
-                f"begin; {SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;"
-            )
-        elif found != SCHEMA_VERSION:
-            raise Permanent(
-                f"{self._path} has schema version {found}, this atoll knows {SCHEMA_VERSION}: "
-                "use the atoll that wrote it, or another state directory"
-            )
-
     @contextlib.contextmanager
     def _write(self) -> Iterator[Changes]:
         """One transaction; the changes put into the list are published once it is durable."""
@@ -252,6 +233,15 @@ class SQLiteStore:
             self._feed.publish(change)
         if self._logged_bytes > self._log_bytes:
             self._trim()
+
+    def _without_source(self, training: Training) -> Training:
+        """Code is kept once: every write of a status would otherwise carry it along."""
+        source = training.spec.source
+        if source is None:
+            return training
+        self._db.execute("insert into sources values (?, ?)", (training.uid, source.content))
+        spec = msgspec.structs.replace(training.spec, source=source.by_digest())
+        return msgspec.structs.replace(training, spec=spec)
 
     def _made_by(self, training: Training, idempotency_key: str | None) -> Training | None:
         if idempotency_key is None:

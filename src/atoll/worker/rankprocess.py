@@ -15,17 +15,18 @@ from atoll.remote import processes
 from atoll.remote.ranklog import LogWriter
 
 GO = b"g"
+RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
 SUPERVISOR_LOST = "SupervisorLost"
 
 
 class Process:
     """A rank's running process: its pidfd, its output pipe, and what is being done to it."""
 
-    def __init__(self, attempt: Attempt, output: int, log: LogWriter) -> None:
+    def __init__(self, attempt: Attempt, output: int, logs: Path) -> None:
         self.attempt = attempt
         self.pidfd = os.pidfd_open(attempt.pid)
         self.output = output
-        self.log = log
+        self.log = LogWriter(logs / str(attempt.rank))
         self.is_stopping = False
         self.kill_at: float | None = None  # monotonic
         self.frozen_since: float | None = None  # monotonic
@@ -49,14 +50,15 @@ def become_rank(
         os.setsid()
         processes.die_with_parent(supervisor)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        for number in RESET:
             signal.signal(number, signal.SIG_DFL)
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         if os.read(go, 1) != GO:
-            os._exit(0)  # never journalled, so it must never run
+            # Not to run, and not to end with a code that could be taken for the command's own.
+            os.kill(os.getpid(), signal.SIGKILL)
         what = gang["working_dir"] or str(directory)
         os.chdir(what)
         reason, what = "CommandNotFound", gang["command"][0]
@@ -64,8 +66,8 @@ def become_rank(
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             reason = "CannotRun"
-        text = f"{due.rank} {due.attempt} {reason} {what}: {error.strerror}"
-        os.write(failures, text.encode()[:1000] + b"\n")
+        text = f"{due.rank} {due.attempt} {reason} {what[:200]}: {error.strerror}"
+        os.write(failures, " ".join(text.splitlines()).encode()[:1000] + b"\n")
     finally:
         os._exit(126 if reason == "CannotRun" else 127)
 
@@ -85,10 +87,13 @@ def own_word(errors: Path, attempt: Attempt) -> dict[str, Any]:
     """When and why the rank says it failed: it knows before its peers fall over it."""
     try:
         with (errors / f"{attempt.rank}.{attempt.attempt}.json").open("rb") as file:
+            written_at = os.fstat(file.fileno()).st_mtime
             said = json.loads(file.read(1 << 20))["message"]
         failed_at = float(said["extraInfo"]["timestamp"])
+        if failed_at.is_integer():  # torch rounds down, which would put it before its cause
+            failed_at = max(failed_at, min(written_at, failed_at + 1.0))
         return {"failedAt": failed_at, "message": str(said["message"]).splitlines()[-1][:500]}
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return {}
 
 
@@ -124,8 +129,15 @@ def exit_record(attempt: Attempt, status: int | None, at: float) -> dict[str, An
         "rank": attempt.rank,
         "attempt": attempt.attempt,
         "code": code,
-        "signal": signal.Signals(number).name if number else None,
+        "signal": _signal_name(number) if number else None,
         "reason": "Signal" if number else reason,
         "stopped": False,
         "at": at,
     }
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers, not names
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"

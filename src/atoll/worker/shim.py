@@ -11,6 +11,7 @@ standard library and atoll's light modules are imported: a rank cannot start soo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from atoll.remote.journal import JournalWriter
 from atoll.worker.rankprocess import lost_record
 
 FROZEN_AFTER_S = 3.0
+GUARDS: set[int] = set()  # children that are not part of the training
 
 
 def main(directory: str, lock: int, listener: int) -> None:
@@ -33,14 +35,60 @@ def main(directory: str, lock: int, listener: int) -> None:
     os.set_inheritable(lock, False)
     os.set_inheritable(listener, False)
     processes.adopt_orphans()
+    is_heir = _leave_mark(mark_of(Path(directory)))
+    dismiss = _post_guard(read_gang(Path(directory))["uid"])
     supervisor = os.fork()
     if supervisor == 0:
         from atoll.worker.supervisor import supervise
 
-        supervise(Path(directory), listener)
+        supervise(Path(directory), listener, is_heir=is_heir)
         os._exit(0)
     os.close(listener)
     keep(Path(directory), supervisor)
+    with contextlib.suppress(OSError):
+        os.write(dismiss, b"dismissed\n")
+
+
+# Reads until it is dismissed, or until keeper and supervisor are both gone without a word; then
+# kills whatever carries the training's uid. A shell, so that what kills atoll by name spares it.
+GUARD = """
+read word && exit
+while found=$(grep -ls "ATOLL_UID=$1" /proc/[0-9]*/environ); do
+    for file in $found; do pid=${file#/proc/}; kill -9 "${pid%/environ}" 2>/dev/null; done
+done
+"""
+
+
+def _post_guard(uid: str) -> int:
+    """The last resort against orphans: its end of a pipe that keeper and supervisor hold."""
+    orders, dismiss = os.pipe2(os.O_CLOEXEC)
+    environment = {"PATH": os.environ.get("PATH", os.defpath)}
+    try:
+        guard = os.posix_spawnp(
+            "sh",
+            ["sh", "-c", GUARD, "guard", uid],
+            environment,
+            file_actions=[(os.POSIX_SPAWN_DUP2, orders, 0)],
+            setsid=True,
+        )
+    except (OSError, NotImplementedError):
+        guard = 0  # no shell: the next control plane will clear up
+    os.close(orders)
+    GUARDS.add(guard)
+    return dismiss
+
+
+def mark_of(directory: Path) -> Path:
+    """Names the keeper; there from its start until all is cleared away."""
+    return directory / "keeper"
+
+
+def _leave_mark(mark: Path) -> bool:
+    """Whether there was one: somebody was killed before all was cleared away."""
+    was_there = mark.exists()
+    with contextlib.suppress(OSError):  # on a full disk, the one that is there will do
+        mark.write_text(f"{os.getpid()} {processes.born(os.getpid())}")
+    return was_there
 
 
 def keep(directory: Path, supervisor: int) -> None:
@@ -51,6 +99,7 @@ def keep(directory: Path, supervisor: int) -> None:
     journal = JournalWriter(directory / "journal")
     records = [lost_record(attempt, ended) for attempt in journal.state.alive()]
     append_persistently(journal, records)
+    mark_of(directory).unlink(missing_ok=True)
 
 
 def _outlive(supervisor: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from atoll.core.journal import Attempt, Due, Record
 from atoll.remote import processes
 from atoll.remote.journal import JournalWriter
-from atoll.remote.ranklog import LogWriter, last_lines
+from atoll.remote.ranklog import last_lines
 from atoll.worker.rankprocess import (
     GO,
     Process,
@@ -30,11 +30,13 @@ from atoll.worker.rankprocess import (
     own_word,
     start_record,
 )
+from atoll.worker.rendezvous import Rendezvous
 from atoll.worker.shim import (
     FROZEN_AFTER_S,
     append_persistently,
     bury,
     kill_descendants,
+    mark_of,
     read_gang,
 )
 
@@ -43,12 +45,13 @@ TAIL_LINES = 20
 SWEEP_EVERY_S = 0.05
 
 
-def supervise(directory: Path, listener: int) -> None:
-    Supervisor(directory, listener).run()
+def supervise(directory: Path, listener: int, *, is_heir: bool) -> None:
+    """`is_heir`: the shim before was killed and may have left processes behind."""
+    Supervisor(directory, listener, is_heir=is_heir).run()
 
 
 class Supervisor:
-    def __init__(self, directory: Path, listener: int) -> None:
+    def __init__(self, directory: Path, listener: int, *, is_heir: bool) -> None:
         self._directory = directory
         self._pid = os.getpid()
         self._journal = JournalWriter(directory / "journal")
@@ -61,9 +64,10 @@ class Supervisor:
         self._exec_errors: dict[tuple[int, int], tuple[str, str]] = {}
         self._oom_kills = processes.oom_kills()
         self._last_at = 0.0
-        self._prepare()
+        self._rendezvous: Rendezvous | None = None
+        self._prepare(is_heir)
 
-    def _prepare(self) -> None:
+    def _prepare(self, is_heir: bool) -> None:
         processes.adopt_orphans()
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1], self._limits[1]))
@@ -78,7 +82,7 @@ class Supervisor:
         self._epoll.register(self._woken, select.EPOLLIN)
         self._failures, self._failures_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         left = self._journal.state.alive()
-        if left:  # the last supervisor and its keeper were both killed
+        if left or is_heir:
             bury(left, read_gang(self._directory)["uid"])
             append_persistently(self._journal, [lost_record(a, {}) for a in left])
 
@@ -87,6 +91,7 @@ class Supervisor:
         while self._step():
             pass
         kill_descendants()
+        mark_of(self._directory).unlink(missing_ok=True)
 
     def _step(self) -> bool:
         """One turn of the loop. False when nothing is left to do."""
@@ -123,6 +128,8 @@ class Supervisor:
     def _act(self) -> list[float]:
         """Start, kill and sweep what is due; in how many seconds each other thing will be."""
         now, later = time.monotonic(), self._start_due()
+        if self._rendezvous is not None and (left := self._rendezvous.heal()) is not None:
+            later.append(left)
         for process in list(self._by_pid.values()):
             self._stop_unwanted(process, now)
             if process.kill_at is not None:
@@ -170,29 +177,47 @@ class Supervisor:
 
     def _start(self, ready: list[Due]) -> bool:
         """Fork, journal, then let them run: a rank that runs is always in the journal."""
+        if not self._open_rendezvous():
+            return False
         go_out, go_in = os.pipe2(os.O_CLOEXEC)
-        forked: list[Attempt] = []
+        pids: list[int] = []
         outputs: list[int] = []
+        made: list[Process] = []
         try:
             for due in ready:
                 output, output_in = os.pipe2(os.O_CLOEXEC)
                 outputs.append(output)
                 pid = self._fork(due, (go_out, go_in), output_in)
+                pids.append(pid)
                 born = processes.born(pid)
-                forked.append(Attempt(due.rank, due.attempt, due.restarts, pid, born, self._now()))
-            self._journal.append([start_record(attempt) for attempt in forked])
+                attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, self._now())
+                made.append(Process(attempt, output, self._directory / "logs"))
+            self._journal.append([start_record(process.attempt) for process in made])
         except OSError:  # too many processes or files, or a full disk: nothing ran, try again
-            for fd in (go_in, go_out, *outputs):
+            for fd in (go_in, go_out, *outputs, *(process.pidfd for process in made)):
                 os.close(fd)
-            for attempt in forked:
-                os.waitpid(attempt.pid, 0)
+            for process in made:
+                process.log.close()
+            for pid in pids:
+                os.waitpid(pid, 0)
             return False
-        for attempt, output in zip(forked, outputs, strict=True):
-            self._watch(attempt, output)
-        os.write(go_in, GO * len(forked))
+        for process in made:
+            self._watch(process)
+        os.write(go_in, GO * len(made))
         os.close(go_in)
         os.close(go_out)
         self._tell_clients()
+        return True
+
+    def _open_rendezvous(self) -> bool:
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(self._directory, self._gang["rendezvous"])
+        try:
+            found = self._rendezvous.open()
+        except OSError:
+            self._tell_clients()  # why is in its file
+            return False
+        self._gang["env"] = {**found, **self._gang["env"]}
         return True
 
     def _fork(self, due: Due, go: tuple[int, int], output: int) -> int:
@@ -208,17 +233,15 @@ class Supervisor:
         finally:
             os.close(output)
 
-    def _watch(self, attempt: Attempt, output: int) -> None:
-        os.set_blocking(output, False)
+    def _watch(self, process: Process) -> None:
+        os.set_blocking(process.output, False)
         with contextlib.suppress(OSError):
-            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        log = LogWriter(self._directory / "logs" / str(attempt.rank))
-        process = Process(attempt, output, log)
-        self._by_pid[attempt.pid] = process
+            fcntl.fcntl(process.output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._by_pid[process.attempt.pid] = process
         self._by_fd[process.pidfd] = ("exit", process)
-        self._by_fd[output] = ("output", process)
+        self._by_fd[process.output] = ("output", process)
         self._epoll.register(process.pidfd, select.EPOLLIN)
-        self._epoll.register(output, select.EPOLLIN)
+        self._epoll.register(process.output, select.EPOLLIN)
 
     # Ending
 
@@ -236,11 +259,12 @@ class Supervisor:
             records.append(self._explained(process, status))
         append_persistently(self._journal, records)
         for process in ended:
-            os.waitpid(process.attempt.pid, 0)
+            # Before it is reaped: until then nobody else can have its number.
             processes.kill_group(process.attempt.pid, signal.SIGKILL)
+            os.waitpid(process.attempt.pid, 0)
             self._copy_output(process)
             for fd in (process.pidfd, process.output):
-                self._epoll.unregister(fd)
+                self._ignore(fd)
                 del self._by_fd[fd]
                 os.close(fd)
             process.log.close()
@@ -280,10 +304,10 @@ class Supervisor:
         for pid in processes.children(self._pid):
             if pid in mains:
                 continue
-            rank = int(processes.environment_of(pid).get(b"ATOLL_RANK", b"-1"))
-            if rank in self._swept:
+            said = processes.environment_of(pid).get(b"ATOLL_RANK", b"")
+            if said.isdigit() and int(said) in self._swept:
                 processes.kill(pid)
-                left.add(rank)
+                left.add(int(said))
         self._reap_orphans()
         self._swept = left
 
@@ -311,8 +335,11 @@ class Supervisor:
         if data:
             process.log.write(data)
         else:
-            with contextlib.suppress(OSError):
-                self._epoll.modify(process.output, 0)
+            self._ignore(process.output)  # closed by the rank, which may run on
+
+    def _ignore(self, fd: int) -> None:
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
 
     # The control plane
 
@@ -337,6 +364,7 @@ class Supervisor:
             client.setblocking(False)
             self._clients[client.fileno()] = client
             self._epoll.register(client.fileno(), select.EPOLLIN)
+            client.send(b"j")  # what was journalled while it waited to be let in
 
     def _hear(self, fd: int) -> None:
         """Any byte means: there is a new wish."""

@@ -1,0 +1,120 @@
+"""`scale`, `wait`, `cancel`, `rm`: what is done to trainings."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from atoll.cli.options import json_option, name_argument, names_argument, timeout_option
+from atoll.core.errors import BelowMinimumWorld, NotFound, ValidationError
+
+GOALS = click.Choice(["min", "target", "complete"])
+
+
+@click.command(context_settings={"ignore_unknown_options": True})  # a target of -1 is no option
+@name_argument
+@click.argument("target", type=int)
+@click.option("--wait", "is_waited", is_flag=True, help="Until they are there.")
+@timeout_option
+@json_option
+def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_json: bool) -> None:
+    """Ask for TARGET ranks, while the training runs."""
+    from atoll.cli.show import print_json, world_json
+    from atoll.sdk.client import Client
+
+    training = Client().get(name)
+    before = training.last.spec.world_size.target
+    training.scale(target)
+    if is_waited:
+        training.wait_until_target_world(timeout)
+    if is_json:
+        print_json({"name": name, "previousTarget": before, **world_json(training.last)})
+    else:
+        print(f"{name}: {before} -> {target} ranks wanted{', and there' if is_waited else ''}")
+
+
+@click.command()
+@name_argument
+@click.option("--for", "goal", type=GOALS, default="complete", help="What to wait for.")
+@timeout_option
+@json_option
+def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
+    """Wait until a training has its minimum, its target, or its end (the default).
+
+    Exit code: 0 reached, 1 failed or cancelled, 124 not within --timeout.
+    """
+    from atoll.cli import words
+    from atoll.cli.follow import FAILED, SUCCEEDED, TIMED_OUT
+    from atoll.cli.show import print_json, training_json
+    from atoll.sdk.client import Client
+
+    training = Client().get(name)
+    waits: dict[str, Any] = {
+        "min": training.wait_until_min_world,
+        "target": training.wait_until_target_world,
+        "complete": training.result,
+    }
+    code, late = SUCCEEDED, ""
+    try:
+        waits[goal](timeout)
+    except BelowMinimumWorld as error:
+        is_late = error.timeout is not None
+        code, late = (TIMED_OUT, str(error)) if is_late else (FAILED, "")
+    if is_json:
+        print_json({"goal": goal, "exitCode": code, **training_json(training.last)})
+    elif late:
+        print(f"atoll: {late}", file=sys.stderr)
+    elif code == FAILED or goal == "complete":
+        print(words.report(training.last), file=sys.stderr if code else sys.stdout)
+    else:
+        print(f"{name}: {training.last.status.world.ready} ranks ready")
+    raise SystemExit(code)
+
+
+@click.command()
+@names_argument(is_required=True)
+@json_option
+def cancel(names: tuple[str, ...], is_json: bool) -> None:
+    """Stop the ranks of trainings and keep the records."""
+    from atoll.cli.show import print_json, training_json
+    from atoll.sdk.client import Client
+
+    client = Client()
+    trainings = [client.get(name) for name in names]
+    for training in trainings:
+        training.cancel()
+        phase = training.last.status.phase
+        if not is_json:
+            told = f"was already {phase.value}" if phase.is_terminal else "cancelling"
+            print(f"{training.name}: {told}")
+    if is_json:
+        print_json([training_json(training.last) for training in trainings])
+
+
+@click.command()
+@names_argument(is_required=False)
+@click.option("--finished", "is_finished", is_flag=True, help="All that are over.")
+@json_option
+def rm(names: tuple[str, ...], is_finished: bool, is_json: bool) -> None:
+    """Remove trainings with their ranks, logs and records. What is gone already is fine."""
+    from atoll.cli.show import print_json
+    from atoll.sdk.client import Client
+
+    if bool(names) == is_finished:
+        raise ValidationError("names", list(names) or None, "give names, or --finished")
+    client = Client()
+    found = [t for t in client.list() if t.last.status.phase.is_terminal] if is_finished else []
+    for name in names:
+        try:
+            found.append(client.get(name))
+        except NotFound:
+            if not is_json:
+                print(f"{name}: not there")
+    for training in found:
+        training.delete()
+        if not is_json:
+            print(f"{training.name}: removed")
+    if is_json:
+        print_json({"removed": [training.name for training in found]})

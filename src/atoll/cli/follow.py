@@ -1,0 +1,177 @@
+"""Following one training to its end: logs, its world, Ctrl-C, and the verdict.
+
+Two threads read, logs and states; everything they see goes through one queue to the main thread,
+which alone prints and decides. A signal is one more thing in the queue.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from math import inf
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from atoll.cli.report import Report
+from atoll.core.phase import Phase
+from atoll.core.status import LogLine, Training
+from atoll.sdk import flows
+from atoll.sdk.client import Client
+from atoll.sdk.effects import Flow
+from atoll.sdk.training import DistributedTraining
+
+TICK_S = 0.1
+LOGS_S = 5.0  # how long the last lines may take once the training is over
+SUCCEEDED, FAILED, TIMED_OUT = 0, 1, 124
+
+
+class Signalled(NamedTuple):
+    number: int
+
+
+class Ended(NamedTuple):
+    """One of the two readers is through."""
+
+    reader: str
+    error: BaseException | None = None
+
+
+Item = LogLine | Training | Signalled | Ended
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM as items of the queue; the second one leaves at once."""
+
+    def __init__(self, items: SimpleQueue[Item]) -> None:
+        self._items = items
+        self._is_second = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._is_second:
+            # Nothing may be waited for here, not even threads that are reading.
+            os.write(2, b"\r\natoll: left; the training is being cancelled\n")
+            os._exit(128 + number)
+        self._is_second = True
+        self._items.put(Signalled(number))
+
+
+class Following:
+    """One training, followed. `run` returns the exit code.
+
+    Made before the training is: a Ctrl-C that comes while it is being stored is not lost.
+    """
+
+    def __init__(self, report: Report, timeout: float | None) -> None:
+        self.report = report
+        self._timeout = timeout
+        self._items: SimpleQueue[Item] = SimpleQueue()
+        self._signal: int | None = None
+        self._is_given_up = False
+        Interrupts(self._items)
+
+    def run(self, client: Client, training: DistributedTraining) -> int:
+        self._start("logs", lambda: self._read_logs(training))
+        self._start("states", lambda: client.run(to_the_end(training.last, self._items.put)))
+        last = training.last
+        still_open = {"logs", "states"}
+        while still_open:
+            item = self._next(LOGS_S if "states" not in still_open else self._patience(last))
+            if item is None:
+                if "states" not in still_open:
+                    break
+                self._give_up(training)
+            elif isinstance(item, LogLine):
+                self.report.line(item)
+            elif isinstance(item, Training):
+                last = item
+                self.report.state(last)
+            elif isinstance(item, Signalled):
+                self._cancel(training, item.number)
+            else:
+                still_open.discard(item.reader)
+                self._settle(item)
+        code = self._code(last)
+        self.report.end(last, code)
+        return code
+
+    def _read_logs(self, training: DistributedTraining) -> None:
+        for line in training.stream_logs():
+            self._items.put(line)
+
+    def _start(self, reader: str, read: Callable[[], object]) -> None:
+        def work() -> None:
+            error = None
+            try:
+                read()
+            except Exception as failure:  # handed to the main thread, which judges it
+                error = failure
+            self._items.put(Ended(reader, error))
+
+        threading.Thread(target=work, name=reader, daemon=True).start()
+
+    def _next(self, limit_s: float | None) -> Item | None:
+        """The next item, or None after `limit_s` without one; the last line lives meanwhile."""
+        until = inf if limit_s is None else time.monotonic() + limit_s
+        while True:
+            left = until - time.monotonic()
+            try:
+                return self._items.get(timeout=max(0.0, min(TICK_S, left)))
+            except Empty:
+                if left <= TICK_S:
+                    return None
+                self.report.tick()
+
+    def _patience(self, last: Training) -> float | None:
+        """How long it may still wait to be started; a training that runs has its own deadline."""
+        if self._timeout is None or self._is_given_up or last.status.gate_opened_at is not None:
+            return None
+        return max(0.0, last.created_at + self._timeout - time.time())
+
+    def _give_up(self, training: DistributedTraining) -> None:
+        self._is_given_up = True
+        self.report.says(f"not started within {self._timeout:g} s; cancelling the training")
+        training.cancel()
+
+    def _cancel(self, training: DistributedTraining, number: int) -> None:
+        self._signal = number
+        self.report.says("cancelling the training; once more to leave at once")
+        training.cancel()
+
+    def _settle(self, ended: Ended) -> None:
+        if ended.error is None:
+            return
+        if ended.reader == "states":
+            self.report.close()
+            raise ended.error
+        self.report.says(f"no more log lines: {ended.error}")
+
+    def _code(self, training: Training) -> int:
+        code = verdict_code(training)
+        if code == SUCCEEDED:
+            return code
+        if self._signal is not None:
+            return 128 + self._signal
+        return TIMED_OUT if self._is_given_up else code
+
+
+def to_the_end(training: Training, on_read: Callable[[Training], object]) -> Flow[Training]:
+    """Every state from now to the last one, as the server pushes them."""
+    return flows.wait(
+        flows.Who(training.name, training.uid),
+        lambda now: now if now.status.phase.is_terminal else None,
+        timeout=None,
+        needed=lambda now: now.spec.world_size.target,
+        on_read=on_read,
+    )
+
+
+def verdict_code(training: Training) -> int:
+    """The exit code that tells how a training ended."""
+    if training.status.phase is Phase.SUCCEEDED:
+        return SUCCEEDED
+    return TIMED_OUT if training.status.reason == "DeadlineExceeded" else FAILED

@@ -1,0 +1,48 @@
+"""`atoll run` and `atoll up`: start a training, and stay with it or not."""
+
+from __future__ import annotations
+
+import click
+
+from atoll.cli.options import Launch, json_option, launches
+
+# Everything after the first word that is no option belongs to the ranks.
+WITH_COMMAND = {"allow_interspersed_args": False}
+
+
+@click.command(context_settings=WITH_COMMAND)
+@launches
+@click.option("--rm", "is_removed", is_flag=True, help="Remove the record at the end.")
+@json_option
+def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
+    """Start a training, follow its logs, and exit as it ended.
+
+    Exit code: 0 succeeded, 1 failed, 2 bad usage, 124 --timeout passed, 130 cancelled by Ctrl-C.
+    The first Ctrl-C cancels the training, the second leaves at once.
+    """
+    from atoll.cli.follow import Following
+    from atoll.cli.report import JsonReport, TextReport
+    from atoll.sdk.client import Client
+
+    following = Following(JsonReport() if is_json else TextReport(), launch.timeout)
+    client = Client()
+    training = client.deploy_distributed(launch.name, **launch.options)
+    code = following.run(client, training)
+    if is_removed:
+        training.delete()
+    raise SystemExit(code)
+
+
+@click.command(context_settings=WITH_COMMAND)
+@launches
+@json_option
+def up(launch: Launch, is_json: bool) -> None:
+    """Start a training and return. Prints its name; `atoll logs -f NAME` follows it."""
+    from atoll.cli.show import print_json, training_json
+    from atoll.sdk.client import Client
+
+    training = Client().deploy_distributed(launch.name, **launch.options)
+    if is_json:
+        print_json(training_json(training.last))
+    else:
+        print(training.name)

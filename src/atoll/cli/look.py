@@ -1,0 +1,120 @@
+"""`ps`, `status`, `logs`, `events`, `top`: what is there, and what happened."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from atoll.cli.options import json_option, name_argument
+from atoll.core.errors import ValidationError
+
+PHASES = click.Choice(["pending", "ready", "succeeded", "failed", "cancelled"])
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+@click.command()
+@click.option("--phase", type=PHASES, help="Only those in this phase.")
+@click.option("--prefix", help="Only names that begin so.")
+@json_option
+def ps(phase: str | None, prefix: str | None, is_json: bool) -> None:
+    """List trainings, the newest first."""
+    from atoll.cli.show import print_json, training_json
+    from atoll.cli.tables import ps_table
+    from atoll.sdk.client import Client
+
+    found = [training.last for training in Client().list(phase=phase, prefix=prefix)]
+    found.sort(key=lambda training: training.created_at, reverse=True)
+    print_json([training_json(t) for t in found]) if is_json else print(ps_table(found))
+
+
+@click.command()
+@name_argument
+@click.option("--watch", "-w", "is_watched", is_flag=True, help="Until the training ends.")
+@json_option
+def status(name: str, is_watched: bool, is_json: bool) -> None:
+    """Show one training: its world, its ranks, and how they ended."""
+    from atoll.cli.follow import to_the_end
+    from atoll.cli.show import print_json, training_json
+    from atoll.cli.tables import status_text
+    from atoll.cli.watch import Watched
+    from atoll.sdk.client import Client
+
+    client = Client()
+    training = client.get(name)
+    if is_watched:
+        shown = Watched(is_json=is_json)
+        client.run(to_the_end(training.last, shown.see))
+        shown.close()
+    else:
+        print_json(training_json(training.last)) if is_json else print(status_text(training.last))
+
+
+@click.command()
+@name_argument
+@click.option("--follow", "-f", "is_followed", is_flag=True, help="Until the training ends.")
+@click.option("--rank", type=click.IntRange(min=0), help="Only this rank, without prefixes.")
+@click.option("--tail", type=click.IntRange(min=0), help="Only the last lines of each rank.")
+@json_option
+def logs(name: str, is_followed: bool, rank: int | None, tail: int | None, is_json: bool) -> None:
+    """Print what ranks wrote; also after the end."""
+    from atoll.cli.report import LinePrinter
+    from atoll.cli.show import print_json
+    from atoll.sdk.client import Client
+
+    training = Client().get(name)
+    printer = LinePrinter(is_prefixed=rank is None)
+    printer.width = len(str(training.last.spec.world_size.max - 1))
+    lines = (
+        training.logs(rank=rank, tail=tail, follow=True)
+        if is_followed
+        else training.logs(rank=rank, tail=tail)
+    )
+    for line in lines:
+        print_json(line) if is_json else printer.print(line)
+
+
+@click.command()
+@name_argument
+@click.option("--since", help="10m, 2h, an ISO time, or seconds since the epoch.")
+@json_option
+def events(name: str, since: str | None, is_json: bool) -> None:
+    """Print what happened to a training; the newest is last, in JSON it is first."""
+    from atoll.cli.show import print_json
+    from atoll.cli.tables import events_table
+    from atoll.sdk.client import Client
+
+    after = None if since is None else moment(since, time.time())
+    found = Client().get(name).events(after)
+    print_json(found) if is_json else print(events_table(found[::-1]))
+
+
+@click.command()
+@click.option(
+    "--interval", type=click.FloatRange(0.05, 3600), default=1.0, help="Seconds between two looks."
+)
+@click.option("--count", "-c", type=click.IntRange(min=1), help="Looks, then leave.")
+@json_option
+def top(interval: float, count: int | None, is_json: bool) -> None:
+    """Watch all trainings and their ranks. One look where there is no terminal."""
+    from atoll.cli.watch import look_again
+    from atoll.sdk.client import Client
+
+    look_again(Client(), interval, count, is_json=is_json)
+
+
+def moment(text: str, now: float) -> float:
+    """Seconds since the epoch for `90s`, `10m`, `2026-01-31T12:00`, `1767225600`."""
+    from datetime import datetime
+
+    try:
+        if text[-1:] in UNITS and text[:-1]:
+            return max(0.0, now - float(text[:-1]) * UNITS[text[-1]])
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        expected = "expected 10m, 2h, 2026-01-31T12:00 or seconds since the epoch"
+        raise ValidationError("since", text, expected) from None

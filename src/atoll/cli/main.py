@@ -1,0 +1,96 @@
+"""The `atoll` command: the table of commands, and errors as one line that says what to do.
+
+Command bodies import what they need when they run: `atoll --help` loads nothing but this.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import click
+
+import atoll
+from atoll.cli import change, cluster, launch, look, measure, plane, shells
+from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
+
+COMMANDS = (
+    launch.run,
+    launch.up,
+    look.ps,
+    look.status,
+    look.logs,
+    change.scale,
+    change.wait,
+    change.cancel,
+    change.rm,
+    look.events,
+    look.top,
+    plane.serve,
+    plane.token,
+    measure.bench,
+    measure.estimate,
+    cluster.operator,
+    cluster.k8s,
+    shells.completion,
+)
+# What to do about an error, where its own words do not say it.
+HINTS: dict[type[AtollError], str] = {
+    NotFound: "'atoll ps' lists what is there",
+    Denied: "set ATOLL_TOKEN to a token from 'atoll token create'",
+    Temporary: "is the control plane running? ATOLL_URL says where it is looked for",
+}
+USAGE = 2
+
+
+class Listed(click.Group):
+    """Help in the order of the table above: what is used first comes first."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=Listed, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(atoll.__version__, message="atoll %(version)s")
+def app() -> None:
+    """Elastic, low-communication training on whatever compute there is."""
+
+
+for command in COMMANDS:
+    app.add_command(command)
+
+
+def main() -> None:
+    try:
+        code = app(prog_name="atoll", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as asked:
+        asked.show()
+        code = USAGE
+    except click.ClickException as error:
+        code = misused(error)
+    except AtollError as error:
+        code = refused(error)
+    except (KeyboardInterrupt, click.Abort):
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        # `atoll ps | head`: nothing is wrong, and there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
+
+
+def misused(error: click.ClickException) -> int:
+    ctx = getattr(error, "ctx", None)
+    path = ctx.command_path if ctx else "atoll"
+    text = error.format_message().rstrip(".").replace("\n", " ")
+    print(f"atoll: error: {text}: see '{path} --help'", file=sys.stderr)
+    return USAGE
+
+
+def refused(error: AtollError) -> int:
+    text = str(error).replace("\n", "; ")
+    hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), None)
+    print(f"atoll: error: {text}" + (f": {hint}" if hint else ""), file=sys.stderr)
+    return USAGE if isinstance(error, ValidationError) else 1

@@ -1,0 +1,128 @@
+"""Options that several commands share, and the table of what a training can be started with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from atoll.cli import names
+from atoll.core.errors import ValidationError
+
+COUNT = click.IntRange(1, 10_000)
+Body = TypeVar("Body", bound=Callable[..., None])
+
+
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return names.complete(incomplete)
+
+
+name_argument = click.argument("name", shell_complete=_complete)
+
+
+def names_argument(*, is_required: bool) -> Callable[[Body], Body]:
+    return click.argument("names", nargs=-1, required=is_required, shell_complete=_complete)
+
+
+json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON, for programs.")
+timeout_option = click.option(
+    "--timeout", type=click.FloatRange(min=0), help="Seconds to wait; for ever if not given."
+)
+
+
+class Launch(NamedTuple):
+    """A training as the command line describes it."""
+
+    name: str
+    options: dict[str, Any]
+    timeout: float | None
+
+
+# Flags, the option of `deploy_distributed` they set, type, help.
+SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
+    (("--max-restarts",), "max_restarts", int, "Times a failed rank is started again."),
+    (("--timeout",), "deadline_s", float, "Seconds after which a running training is stopped."),
+    (("--rendezvous",), "rendezvous_backend", str, "How ranks meet: c10d, static, etcd-v2."),
+    (("--uri",), "rendezvous_uri", str, "Object store of the ranks: file://, s3://, gs://, az://."),
+    (("--bench",), "bench", str, "Measure the link between hosts: off, on-start."),
+    (("--bench-placement",), "bench_placement", str, "Where to measure: preferred, strict."),
+    (("--executor",), "executor", str, "Where ranks run: local, kubernetes."),
+    (("--image",), "image", str, "Container image, where ranks have one."),
+    (("--cpu",), "cpu", str, "CPUs of a rank: 2, 500m."),
+    (("--memory",), "memory", str, "Memory of a rank: 4Gi."),
+    (("--gpus",), "gpu_count", int, "GPUs of a rank."),
+    (("--workdir", "-C"), "working_dir", str, "Where ranks start; here if not given."),
+    (("--start-grace",), "start_grace_s", float, "Seconds until fewer than -n ranks may start."),
+    (("--stop-grace",), "stop_grace_s", float, "Seconds from asking a rank to stop to killing it."),
+    (("--ttl",), "ttl_seconds", int, "Seconds to keep the record after the end."),
+)
+
+
+def launches(body: Callable[..., None]) -> Callable[..., None]:
+    """Gives `body(launch, …)` all the options of a training, besides its own."""
+
+    @wraps(body)
+    def run(
+        command: tuple[str, ...],
+        ranks: int,
+        low: int | None,
+        high: int | None,
+        name: str | None,
+        env: tuple[str, ...],
+        pip_packages: tuple[str, ...],
+        mesh: bool,
+        **given: Any,
+    ) -> None:
+        mine = {option: given.pop(option) for option in own if option in given}
+        options = {option: value for option, value in given.items() if value is not None}
+        options |= {"command": list(_command(command)), "env": dict(map(_variable, env))}
+        options["world_size"] = _world_size(ranks, low, high)
+        if mesh:
+            options["mesh"] = True
+        if pip_packages:
+            options["pip_packages"] = list(pip_packages)
+        chosen = names.generated(command) if name is None else name
+        body(Launch(chosen, options, given["deadline_s"]), **mine)
+
+    own = [parameter.name for parameter in getattr(body, "__click_params__", ())]
+    for flags, option, kind, text in reversed(SET):
+        click.option(*flags, option, type=kind, help=text)(run)
+    click.option("--mesh", is_flag=True, help="Gate the start on the network.")(run)
+    click.option("--pip", "pip_packages", multiple=True, help="Package that ranks need.")(run)
+    click.option("--env", "-e", multiple=True, help="K=V, or K to pass on its value here.")(run)
+    click.option("--name", help="Made from the command if not given.")(run)
+    click.option("--max", "high", type=COUNT, help="Most ranks to scale to; -n if not given.")(run)
+    click.option("--min", "low", type=COUNT, help="Fewest ranks to go on with; -n if not given.")(
+        run
+    )
+    click.option("--ranks", "-n", type=COUNT, default=1, help="Ranks wanted; 1 if not given.")(run)
+    click.argument("command", nargs=-1, type=click.UNPROCESSED)(run)
+    return run
+
+
+def _command(command: Sequence[str]) -> Sequence[str]:
+    if not command:
+        raise click.UsageError("nothing to run: atoll run -n 4 -- python train.py")
+    return command
+
+
+def _world_size(ranks: int, low: int | None, high: int | None) -> Any:
+    from atoll.core.spec import WorldSize
+
+    low, high = ranks if low is None else low, ranks if high is None else high
+    if not low <= ranks <= high:
+        text = f"expected --min <= -n <= --max, got {low}, {ranks}, {high}"
+        raise click.UsageError(text)
+    return WorldSize(min=low, target=ranks, max=high)
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, has_value, value = text.partition("=")
+    if not has_value:
+        if name not in os.environ:
+            raise ValidationError("env", text, "expected K=V, or a variable that is set here")
+        value = os.environ[name]
+    return name, value

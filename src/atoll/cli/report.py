@@ -1,0 +1,149 @@
+"""What is said while a training is followed: to a person, or as JSON lines to a program."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Protocol
+
+from atoll.cli import words
+from atoll.cli.show import counted, duration, print_json, ran_for, says, training_json, world_json
+from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
+from atoll.core.status import LogLine, Training
+
+
+class Report(Protocol):
+    def state(self, training: Training) -> None: ...
+    def line(self, line: LogLine) -> None: ...
+    def says(self, text: str) -> None: ...
+    def tick(self) -> None:
+        """Called while nothing happens."""
+
+    def end(self, training: Training, code: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class TextReport:
+    """Log lines on stdout; on stderr the world: a live line on a terminal, else a line a change."""
+
+    def __init__(self) -> None:
+        self._printer = LinePrinter()
+        self._last_line = LastLine(sys.stderr)
+        self._is_live = can_redraw(sys.stderr)
+        self._training: Training | None = None
+        self._said = ""
+
+    def state(self, training: Training) -> None:
+        self._training = training
+        self._printer.width = len(str(training.spec.world_size.max - 1))
+        text = world_text(training)
+        if text == self._said or training.status.phase.is_terminal:
+            return
+        self._said = text
+        if not self._is_live:
+            says(f"{training.name} {text}")
+
+    def line(self, line: LogLine) -> None:
+        self._last_line.hide()
+        self._printer.print(line)
+
+    def says(self, text: str) -> None:
+        self._last_line.hide()
+        says(text)
+
+    def tick(self) -> None:
+        training = self._training
+        if training is None or training.status.phase.is_terminal:
+            return
+        ran = ran_for(training, time.time())
+        age = "" if ran is None else f"  {_whole(ran)}"
+        self._last_line.show(f"── {training.name}  {world_text(training)}{age}")
+
+    def end(self, training: Training, code: int) -> None:
+        self.close()
+        ran = ran_for(training, time.time())
+        took = f" ({duration(ran)})" if ran is not None and code == 0 else ""
+        first, *rest = words.report(training).split("\n")
+        print("\n".join([f"atoll: {first}{took}", *rest]), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._last_line.hide()
+
+
+class JsonReport:
+    """One JSON object a line; `type` is created, log, world, note or result."""
+
+    def __init__(self) -> None:
+        self._world: dict[str, Any] | None = None
+
+    def state(self, training: Training) -> None:
+        phase = training.status.phase.value
+        world = {"type": "world", "name": training.name, "phase": phase, **world_json(training)}
+        if world != self._world:
+            print_json(world)
+        self._world = world
+
+    def line(self, line: LogLine) -> None:
+        print_json({"type": "log", "rank": line.rank, "text": line.text})
+
+    def says(self, text: str) -> None:
+        print_json({"type": "note", "message": text})
+
+    def tick(self) -> None:
+        pass
+
+    def end(self, training: Training, code: int) -> None:
+        print_json({"type": "result", "exitCode": code, **training_json(training)})
+
+    def close(self) -> None:
+        pass
+
+
+class LinePrinter:
+    """Log lines on stdout, each with its rank; goes silent when nobody reads any more."""
+
+    def __init__(self, *, is_prefixed: bool = True) -> None:
+        self.width = 1
+        self._is_prefixed = is_prefixed
+        self._is_coloured = wants_colour(sys.stdout)
+        self._is_terminal = can_redraw(sys.stdout)
+        self._is_open = True
+
+    def print(self, line: LogLine) -> None:
+        if not self._is_open:
+            return
+        text = last_look(line.text) if self._is_terminal else line.text
+        if self._is_prefixed:
+            colour = RANK_COLOURS[line.rank % len(RANK_COLOURS)]
+            text = f"{paint(f'[{line.rank:>{self.width}}]', colour, self._is_coloured)} {text}"
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            # `atoll run … | less`, left with q: the training matters more than the reader.
+            self._is_open = False
+            sys.stdout = open("/dev/null", "w")
+            says("nobody reads the output any more; still following, Ctrl-C cancels")
+
+
+def world_text(training: Training) -> str:
+    """`ready 4/4 (min 2), 1 restart`."""
+    status, size = training.status, training.spec.world_size
+    is_stopping = bool(status.failing) or status.reason == "Cancelling"
+    phase = "stopping" if is_stopping else status.phase.value or "stored"
+    text = f"{phase} {status.world.ready}/{size.target}"
+    if size.min != size.target:
+        text += f" (min {size.min})"
+    restarts = sum(rank.restarts for rank in status.ranks)
+    lost = [str(r.rank) for r in status.ranks if r.phase == "Failed"]
+    waits = [f"rank {r.rank} {r.message}" for r in status.ranks if r.phase == "Pending"]
+    if restarts:
+        text += f", {counted(restarts, 'restart')}"
+    if lost:
+        text += f", lost: rank {', '.join(lost)}"
+    if waits and not is_stopping and not waits[0].endswith((" ", " starting")):
+        text += f", {waits[0]}"
+    return text
+
+
+def _whole(seconds: float) -> str:
+    return duration(seconds) if seconds >= 10 else f"{int(seconds)}s"

@@ -1,0 +1,59 @@
+"""What a terminal can show: colour where it is wanted, and a last line that stays in place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TextIO
+
+RED, GREEN, YELLOW, DIM = 31, 32, 33, 2
+RANK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+PHASE_COLOURS = {"ready": GREEN, "succeeded": GREEN, "failed": RED, "cancelled": YELLOW}
+_ERASE = "\r\x1b[2K"
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """NO_COLOR (https://no-color.org) beats FORCE_COLOR beats what the stream is."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return can_redraw(stream)
+
+
+def can_redraw(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, colour: int, is_on: bool) -> str:
+    return f"\x1b[{colour}m{text}\x1b[0m" if is_on else text
+
+
+def last_look(text: str) -> str:
+    """A line as a terminal leaves it: progress bars overwrite themselves with carriage returns."""
+    return text.rstrip("\r").rpartition("\r")[2]
+
+
+class LastLine:
+    """A line kept at the bottom of a terminal, below everything else that is written to it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_on = can_redraw(stream)
+        self._text = ""
+        self._is_shown = False
+
+    def show(self, text: str) -> None:
+        """Draws only what changed, so it may be called as often as wanted."""
+        if not self._is_on or (self._is_shown and text == self._text):
+            return
+        width = shutil.get_terminal_size().columns - 1
+        self._stream.write(_ERASE + text[:width])
+        self._stream.flush()
+        self._text, self._is_shown = text, True
+
+    def hide(self) -> None:
+        if self._is_shown:
+            self._stream.write(_ERASE)
+            self._stream.flush()
+            self._is_shown = False

@@ -1,0 +1,90 @@
+"""The link bench of one training: when it is run, what became of it, and what that forbids. Pure.
+
+It never holds anything up and never fails a training, unless the user set a floor: then ranks
+start only once the link is known to reach it.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import BenchPhase, BenchResult, BenchStatus, Seen, Status
+
+LIMIT_S = 120.0  # from the start of a measurement
+DONE: frozenset[BenchPhase] = frozenset({"Succeeded", "Failed", "TimedOut", "Skipped"})
+
+
+def bench_after(spec: TrainingSpec, old: BenchStatus, seen: Seen, now: float) -> BenchStatus:
+    """What is known of the bench after a look. A phase in `DONE` is final."""
+    if spec.bench.mode == "off" or old.phase in DONE or seen.fault:
+        return old
+    look = seen.bench
+    if look is None:
+        why = f"executor {spec.executor!r} cannot measure links"
+        return replace(old, phase="Skipped", message=why, completed_at=now)
+    if look.result is not None:
+        message = result_in_words(look.result)
+        return replace(
+            old, phase="Succeeded", message=message, result=look.result, completed_at=now
+        )
+    if look.state == "failed":
+        return replace(old, phase="Failed", message=look.message, completed_at=now)
+    if old.started_at is not None and now >= old.started_at + LIMIT_S:
+        message = f"not measured within {LIMIT_S:g} s of its start"
+        return replace(old, phase="TimedOut", message=message, completed_at=now)
+    if look.state == "running":
+        started_at = now if old.started_at is None else old.started_at
+        return replace(old, phase="Running", message=look.message, started_at=started_at)
+    # Idle after Running: whoever ran it was killed; it is run again within the same limit.
+    return replace(old, phase=old.phase or "Pending", message=look.message)
+
+
+def bench_over(spec: TrainingSpec, bench: BenchStatus, now: float) -> BenchStatus:
+    """As it stays when the training has ended."""
+    if spec.bench.mode == "off" or bench.phase in DONE:
+        return bench
+    why = f"the training ended before the link was measured ({bench.phase or 'Pending'})"
+    return replace(bench, phase="Skipped", message=why, completed_at=now)
+
+
+def must_measure(spec: TrainingSpec, status: Status, seen: Seen) -> bool:
+    """Beside the ranks, once they may start; before them, if they may not without it."""
+    is_idle = seen.bench is not None and seen.bench.state == "idle"
+    if spec.bench.mode == "off" or status.bench.phase in DONE or not is_idle:
+        return False
+    return status.gate_opened_at is not None or has_floor(spec)
+
+
+def holds_start(spec: TrainingSpec, bench: BenchStatus) -> bool:
+    """Whether ranks must wait for it: with a floor, until the link is known to reach it."""
+    return has_floor(spec) and bench.phase != "Succeeded"
+
+
+def why_refused(spec: TrainingSpec, status: Status) -> tuple[str, str]:
+    """Reason and message if the floor is not met, or cannot be known to be; else empty."""
+    floor, bench = spec.bench.require_gbps, status.bench
+    if not has_floor(spec) or bench.phase not in DONE or status.gate_opened_at is not None:
+        return "", ""
+    asked = f"bench_require_gbps={floor:g}"
+    if bench.result is None:
+        return "BenchNotMeasured", f"{asked}, but the link is not known: {bench.message}"
+    if _rate(bench.result) < (floor or 0.0):
+        return "LinkTooSlow", f"{asked}, but {bench.message}"
+    return "", ""
+
+
+def has_floor(spec: TrainingSpec) -> bool:
+    return spec.bench.mode != "off" and spec.bench.require_gbps is not None
+
+
+def result_in_words(result: BenchResult) -> str:
+    """Which hosts, how fast, and that they are not the workers' own if they are not."""
+    a, b = result.probe_node_a, result.probe_node_b
+    pair = f"{a} with itself (loopback: the ranks share it)" if a == b else f"{a} <-> {b}"
+    others = "" if result.is_worker_pair else ", which are not hosts of this training's ranks"
+    return f"{pair}{others}: {_rate(result):.3g} Gbit/s"
+
+
+def _rate(result: BenchResult) -> float:
+    return result.busbw_gbps_p50 or 0.0

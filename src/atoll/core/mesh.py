@@ -1,0 +1,67 @@
+"""The mesh gate as both sides know it: the key names, and what a host's fabric can be.
+
+The keys are the ones existing images already poll, in etcd's v2 space. Kept free of imports that
+cost: every rank that waits at the gate loads this file.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+GATE_DIR = "basilica"
+READY_DIR = f"{GATE_DIR}/mesh-ready"
+DEGRADED_DIR = f"{GATE_DIR}/mesh-degraded"
+DEFAULT_ETCD_PORT = 2379
+
+_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.~")
+
+
+class MeshState(StrEnum):
+    """Whether every host of a training can reach every other."""
+
+    PENDING = "Pending"
+    READY = "Ready"
+    DEGRADED = "Degraded"
+
+
+def key_path(key: str) -> str:
+    """The HTTP path of a v2 key; each part is escaped, so a host name stays one part."""
+    return "/v2/keys/" + "/".join(map(escaped, key.split("/")))
+
+
+def ready_path(host: str) -> str:
+    return f"/v2/keys/{READY_DIR}/{escaped(host)}"
+
+
+def degraded_path(host: str) -> str:
+    return f"/v2/keys/{DEGRADED_DIR}/{escaped(host)}"
+
+
+def escaped(text: str) -> str:
+    """Percent-encoded, '/' included; own code because urllib.parse costs a rank milliseconds."""
+    data = text.encode("utf-8", "surrogateescape")
+    return "".join(chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in data)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int] | None:
+    """Host and port of `host`, `host:port`, `[v6]:port` or a bare v6 address; None if it is none.
+
+    An `http://` in front and a path of `/` behind are tolerated: people paste URLs.
+    """
+    text = endpoint.strip().removeprefix("http://").removesuffix("/")
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            return None
+        port = rest[1:]
+    elif text.count(":") > 1:
+        host, port = text, ""
+    else:
+        host, _, port = text.partition(":")
+    if not host or any(char in host for char in "/@[]?# \t\r\n"):
+        return None
+    if not port:
+        return host, DEFAULT_ETCD_PORT
+    if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        return None
+    return host, int(port)

@@ -1,0 +1,51 @@
+"""A training in numbers, all of them counted from what was seen."""
+
+from __future__ import annotations
+
+from atoll.core.model import Model
+from atoll.core.status import Training
+from atoll.core.usage import usage
+
+
+class Metrics(Model, frozen=True, omit_defaults=False):
+    """Counted from what was seen of the training. Durations in seconds."""
+
+    ready: int
+    target: int
+    ranks_running: int
+    ranks_succeeded: int
+    ranks_failed: int
+    restarts: int
+    resizes: int
+    generation: int
+    observed_generation: int
+    age_s: float
+    running_s: float
+    time_to_first_rank_s: float | None
+    rank_seconds: float
+    gpu_seconds: float
+
+
+def measured(training: Training, now: float) -> Metrics:
+    status = training.status
+    until = now if status.ended_at is None else status.ended_at
+    spent = usage(training, now)
+    started = status.started_at
+    phases = [rank.phase for rank in status.ranks]
+    targets = [point.target for point in status.world_size_history]
+    return Metrics(
+        ready=status.world.ready,
+        target=training.spec.world_size.target,
+        ranks_running=phases.count("Running"),
+        ranks_succeeded=phases.count("Succeeded"),
+        ranks_failed=phases.count("Failed"),
+        restarts=sum(rank.restarts for rank in (*status.ranks, *status.retired)),
+        resizes=sum(a != b for a, b in zip(targets, targets[1:], strict=False)),
+        generation=training.generation,
+        observed_generation=status.observed_generation,
+        age_s=max(0.0, now - training.created_at),
+        running_s=0.0 if started is None else max(0.0, until - started),
+        time_to_first_rank_s=None if started is None else max(0.0, started - training.created_at),
+        rank_seconds=spent.rank_seconds,
+        gpu_seconds=spent.gpu_seconds,
+    )

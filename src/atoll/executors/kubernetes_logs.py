@@ -1,0 +1,145 @@
+"""What ranks wrote, by rank: from their pods while those are there, else what was kept.
+
+A pod that ended on its own stays until the training is removed, and its log with it. Of one that
+was taken away (scaled down, evicted) the archive has the last part; failing that, the few lines
+that came with its exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from atoll.core.errors import NotFound, Permanent, Temporary
+from atoll.core.status import LogLine, RankStatus, Training
+from atoll.executors.kubernetes_pod import Pod
+from atoll.remote.kubernetes import Cluster
+
+Json = dict[str, Any]
+
+LOOK_S = 0.5
+GONE = "[the log went with its pod; these are the last lines of it]"
+
+
+class Source(NamedTuple):
+    """Where the lines of one training come from."""
+
+    cluster: Cluster
+    training: Training
+    pods: Callable[[], Awaitable[list[Json]]]
+    archived: Callable[[int], Awaitable[list[str]]]
+
+
+async def read_logs(
+    source: Source,
+    *,
+    ranks: Sequence[int] | None,
+    tail: int | None,
+    follow: Callable[[], bool] | None,
+) -> AsyncIterator[LogLine]:
+    """Lines of all wanted ranks. Without `follow`, rank by rank in order."""
+    if follow is None:
+        found = _by_rank(await source.pods(), ranks)
+        for rank in sorted({*found, *_gone(source.training, ranks)}):
+            async for line in _whole(source, rank, found.get(rank, []), tail):
+                yield line
+        return
+    async for line in _followed(source, ranks, tail, follow):
+        yield line
+
+
+async def _whole(
+    source: Source, rank: int, mine: list[Pod], tail: int | None
+) -> AsyncIterator[LogLine]:
+    """All attempts of a rank that can still be read, or what is known of the last one."""
+    lines = await source.archived(rank) if _was_taken(source.training, rank, mine) else []
+    for pod in mine:
+        try:
+            async for text in source.cluster.log(pod.metadata["namespace"], pod.name, tail=tail):
+                lines.append(text)
+        except (NotFound, Permanent, Temporary):
+            continue  # not started yet, or gone since
+    last = _known(source.training).get(rank)
+    if not lines and last is not None and last.exit is not None and last.exit.log_tail:
+        lines = [GONE, *last.exit.log_tail]
+    for text in lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]:
+        yield LogLine(rank=rank, text=text)
+
+
+def _was_taken(training: Training, rank: int, mine: list[Pod]) -> bool:
+    """Whether some attempt of the rank has no pod any more."""
+    last = _known(training).get(rank)
+    if last is None or last.attempt < 0:
+        return False
+    return last.previous is not None or all(pod.attempt != last.attempt for pod in mine)
+
+
+async def _followed(
+    source: Source,
+    ranks: Sequence[int] | None,
+    tail: int | None,
+    is_over: Callable[[], bool],
+) -> AsyncIterator[LogLine]:
+    lines: asyncio.Queue[LogLine] = asyncio.Queue(maxsize=10_000)
+    readers: dict[str, asyncio.Task[None]] = {}
+
+    async def read(pod: Pod) -> None:
+        while True:
+            try:
+                async for text in source.cluster.log(
+                    pod.metadata["namespace"], pod.name, tail=tail, follow=True
+                ):
+                    await lines.put(LogLine(rank=pod.rank, text=text))
+                return
+            except NotFound:
+                return
+            except (Permanent, Temporary):  # its container is not there yet
+                await asyncio.sleep(LOOK_S)
+
+    try:
+        while True:
+            is_last = is_over()
+            for mine in _by_rank(await source.pods(), ranks).values():
+                for pod in mine:
+                    if pod.name not in readers and ("running" in pod.state or pod.is_over):
+                        readers[pod.name] = asyncio.create_task(read(pod))
+            if is_last:
+                await _settle(list(readers.values()))
+            try:
+                async with asyncio.timeout(0 if is_last else LOOK_S):
+                    while True:
+                        yield await lines.get()
+            except TimeoutError:
+                pass
+            while not lines.empty():
+                yield lines.get_nowait()
+            if is_last:
+                return
+    finally:
+        for task in readers.values():
+            task.cancel()
+        await asyncio.gather(*readers.values(), return_exceptions=True)
+
+
+async def _settle(readers: list[asyncio.Task[None]]) -> None:
+    """The streams of ended pods end by themselves; none is waited for long."""
+    if readers:
+        await asyncio.wait(readers, timeout=5.0)
+
+
+def _by_rank(manifests: list[Json], ranks: Sequence[int] | None) -> dict[int, list[Pod]]:
+    found: dict[int, list[Pod]] = {}
+    for pod in sorted(map(Pod, manifests), key=lambda p: p.created_at):
+        if pod.rank >= 0 and (ranks is None or pod.rank in ranks):
+            found.setdefault(pod.rank, []).append(pod)
+    return found
+
+
+def _known(training: Training) -> dict[int, RankStatus]:
+    return {r.rank: r for r in (*training.status.retired, *training.status.ranks)}
+
+
+def _gone(training: Training, ranks: Sequence[int] | None) -> set[int]:
+    known = _known(training).values()
+    return {r.rank for r in known if r.exit and (ranks is None or r.rank in ranks)}

@@ -1,0 +1,23 @@
+"""`python -m atoll.mesh_wait [--timeout N]`: the gate for a shell script, before its training.
+
+Always exits 0: the gate fails open. Imported, this module puts the function of the same name in
+its own place, so that `atoll.mesh_wait` is the function whatever was imported first.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from atoll.worker.mesh import mesh_wait
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="python -m atoll.mesh_wait", description="Wait for this host's network."
+    )
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds (60)")
+    mesh_wait(parser.parse_args().timeout)
+else:
+    # The import system binds what it finds here, not what it executed, in the parent package.
+    sys.modules[__name__] = mesh_wait  # type: ignore[assignment]

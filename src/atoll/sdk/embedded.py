@@ -1,0 +1,227 @@
+"""The user's own control plane: found if it runs, started if it does not.
+
+It is a process of its own, so it outlives the program that needed it first, and all programs of
+one user share it. `Private` is one that belongs to one client and ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import atoll
+from atoll.core.errors import Permanent
+from atoll.core.spec import TrainingSpec
+from atoll.sdk.endpoint import Address, here
+
+START_S = 60.0
+STOP_S = 60.0
+STOP_ATTEMPTS = 3
+
+
+def state_dir() -> Path:
+    """ATOLL_STATE_DIR, else the user's state directory of the platform."""
+    given = os.environ.get("ATOLL_STATE_DIR")
+    if given:
+        return Path(given).absolute()
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "atoll"
+
+
+class Embedded:
+    """One a user. Ten programs may start at once: a lock lets one of them start the server."""
+
+    def __init__(self, where: Path | None = None, token: str | None = None) -> None:
+        self._where = where or state_dir()
+        self._token = token
+        self._known: Address | None = None
+        self._lock = threading.Lock()
+
+    def address(self) -> Address:
+        with self._lock:
+            if self._known is None:
+                url = running(self._where) or self._start()
+                self._known = Address(url, self._token or read_token(self._where))
+            return self._known
+
+    def lost(self) -> None:
+        self._known = None
+
+    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
+        return here(spec)
+
+    def close(self) -> None:
+        pass
+
+    def _start(self) -> str:
+        try:
+            self._where.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _only_one(self._where / "start.lock"):
+                return running(self._where) or start(self._where).url
+        except OSError as error:
+            raise Permanent(
+                f"cannot keep state in {self._where}: {error.strerror}; set ATOLL_STATE_DIR"
+            ) from error
+
+
+class Private:
+    """One a client, in a directory of its own. When the client's process dies, so does it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: Started | None = None
+        self._where: Path | None = None
+
+    def address(self) -> Address:
+        with self._lock:
+            if self._where is None:
+                self._where = Path(tempfile.mkdtemp(prefix="atoll-"))
+            self._server = self._alive()
+            return Address(self._server.url, read_token(self._where))
+
+    def lost(self) -> None:
+        pass
+
+    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
+        return here(spec)
+
+    def close(self) -> None:
+        with self._lock:
+            where, self._where = self._where, None
+            if where is None:
+                return
+            # A server that was killed has left its ranks: another one clears them away.
+            with contextlib.suppress(Permanent):
+                for _ in range(STOP_ATTEMPTS):
+                    self._server = self._alive(where)
+                    if self._server.stop():
+                        break
+            self._server = None
+        shutil.rmtree(where, ignore_errors=True)
+
+    def _alive(self, where: Path | None = None) -> Started:
+        if self._server is not None:
+            if self._server.process.poll() is None:
+                return self._server
+            self._server.stop()
+        where = where or self._where
+        assert where is not None
+        return start(where, is_owned=True)
+
+
+class Started:
+    """A server that this process started."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def stop(self) -> bool:
+        """An owned one stops its ranks when its input ends. False if it died before it had."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(b"end\n")
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        return self.process.returncode == 0
+
+
+def start(where: Path, *, is_owned: bool = False) -> Started:
+    """A server on a free loopback port, once it answers. Raises Permanent if it does not."""
+    command = [sys.executable, "-m", "atoll.main", "serve", "--state-dir", str(where)]
+    command += ["--port", "0", "--announce", *(["--owned"] if is_owned else [])]
+    log = where / "server.log"
+    with log.open("ab") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if is_owned else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            cwd=where,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C is for the caller, not for the server
+        )
+    assert process.stdout is not None
+    with process.stdout as announced:
+        ready, _, _ = select.select([announced], [], [], START_S)
+        line = announced.readline() if ready else b""
+    if not line:
+        process.kill()
+        code = process.wait()
+        raise Permanent(
+            f"the local control plane did not start (exit code {code}): {_last_line(log)} ({log})"
+        )
+    if not is_owned:
+        _reap(process)
+    return Started(process, json.loads(line)["url"])
+
+
+def _environment() -> dict[str, str]:
+    """The caller's, with this very atoll first, and without its own place in another training."""
+    home = str(Path(atoll.__file__).resolve().parent.parent)
+    rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    paths = [home, *(os.path.abspath(part) for part in rest)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Waited for in the background: it outlives us, or must not stay a zombie if it does not."""
+    threading.Thread(target=process.wait, daemon=True).start()
+
+
+def running(where: Path) -> str | None:
+    """The address of the server that serves this directory, if it is alive."""
+    try:
+        found = json.loads((where / "endpoint.json").read_bytes())
+        url, pid, started = str(found["url"]), int(found["pid"]), str(found["startTime"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return url if start_time(pid) == started else None
+
+
+def read_token(where: Path) -> str:
+    try:
+        return (where / "token").read_text().strip()
+    except OSError as error:
+        raise Permanent(f"cannot read {where / 'token'}: {error.strerror}") from error
+
+
+def start_time(pid: int) -> str | None:
+    """When a process started, as the kernel counts it; None if it is gone. A pid alone may lie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _last_line(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = log.read_text(errors="replace").strip().splitlines()
+        if lines:
+            return lines[-1]
+    return "it said nothing"

@@ -1,0 +1,97 @@
+"""Where the control plane is. A remote one has a fixed address; the user's own is started."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from atoll.core.errors import ValidationError
+from atoll.core.spec import TrainingSpec
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+# Where programs and their parts are: a rank finds what its caller would find, whichever shell the
+# control plane was started from.
+SHARED_ENV = (
+    "CONDA_PREFIX",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+    "OMP_NUM_THREADS",
+    "PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+)
+
+
+class Address(NamedTuple):
+    url: str
+    token: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return urlsplit(self.url).hostname in LOOPBACK
+
+
+class Endpoint(Protocol):
+    def address(self) -> Address:
+        """Where to send requests now; may start a control plane, and may block while it does."""
+
+    def lost(self) -> None:
+        """Nobody listens there any more: find out again next time."""
+
+    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
+        """Fields of the spec that the caller's machine decides, if ranks run on it."""
+
+    def close(self) -> None:
+        """Whatever was started only for this client is gone."""
+
+
+class Fixed:
+    """An address that was given."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValidationError("url", url, "expected http://host:port or https://host")
+        if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
+            raise ValidationError("token", "…", "expected one line of printable characters")
+        self._address = Address(url.rstrip("/"), token)
+
+    def address(self) -> Address:
+        return self._address
+
+    def lost(self) -> None:
+        pass
+
+    def shared(self, spec: TrainingSpec) -> dict[str, Any]:
+        return here(spec) if self._address.is_local else {}
+
+    def close(self) -> None:
+        pass
+
+
+def here(spec: TrainingSpec) -> dict[str, Any]:
+    """As the caller's shell would run it; what the spec says wins."""
+    env = {name: os.environ[name] for name in SHARED_ENV if name in os.environ}
+    return {"working_dir": spec.working_dir or _current_directory(), "env": env | spec.env}
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise ValidationError(
+            "working_dir", None, "the current directory is gone: name one that is there"
+        ) from error
+
+
+def chosen(url: str | None, token: str | None) -> Endpoint:
+    """What was given, else ATOLL_URL and ATOLL_TOKEN, else the user's own control plane."""
+    url = url or os.environ.get("ATOLL_URL")
+    token = token or os.environ.get("ATOLL_TOKEN")
+    if url:
+        return Fixed(url, token)
+    from atoll.sdk.embedded import Embedded
+
+    return Embedded(token=token)

@@ -1,0 +1,330 @@
+"""Every operation of the SDK once, with no I/O: generators of effects.
+
+Both drivers in `drive.py` run them, so sync and async cannot differ. Waits are here too: read,
+test, then wait for the server to push a change; every state is tested, the last one too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from math import inf
+from typing import NamedTuple, TypeVar
+
+from atoll.core.errors import (
+    BelowMinimumWorld,
+    NotFound,
+    Temporary,
+    UDTerminalState,
+    WorldSizeOutOfBounds,
+)
+from atoll.core.metrics import Metrics
+from atoll.core.model import Model, decode, encode
+from atoll.core.phase import Phase
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import Event, Training, TrainingList, Usage, WorldStatus
+from atoll.sdk.effects import Flow, NextChange, Pause, Send
+from atoll.sdk.requests import PATIENCE_S, Clock, backoff, send
+from atoll.sdk.verdict import late, verdict, world_of
+
+T = TypeVar("T")
+
+READ_S = 10.0
+LAST_READ_S = 2.0  # for the read after a deadline
+ALL = "/v1/trainings"
+
+
+class Who(NamedTuple):
+    """A training of one name may be deleted and another made: the uid tells them apart."""
+
+    name: str
+    uid: str
+
+    @property
+    def path(self) -> str:
+        return f"{ALL}/{self.name}"
+
+
+class EventPage(Model, frozen=True):
+    items: list[Event]
+
+
+def create(spec: TrainingSpec, key: str, *, clock: Clock = time.monotonic) -> Flow[Training]:
+    """Stored once, however often the request has to be repeated."""
+    effect = Send("POST", ALL, body=encode(spec), headers={"Idempotency-Key": key})
+    return decode((yield from send(effect, clock=clock)), Training)
+
+
+def get(name: str) -> Flow[Training]:
+    return decode((yield from send(Send("GET", f"{ALL}/{name}", timeout=READ_S))), Training)
+
+
+def read(
+    who: Who,
+    *,
+    patience_s: float = PATIENCE_S,
+    answer_s: float = READ_S,
+    clock: Clock = time.monotonic,
+) -> Flow[Training]:
+    """As it is now. `answer_s` is for one answer, `patience_s` for all attempts."""
+    effect = Send("GET", who.path, timeout=answer_s)
+    training = decode((yield from send(effect, patience_s=patience_s, clock=clock)), Training)
+    if training.uid != who.uid:
+        raise NotFound("training", who.name)
+    return training
+
+
+def list_all(phase: str | None = None, prefix: str | None = None) -> Flow[list[Training]]:
+    """Every page."""
+    found: list[Training] = []
+    query = {"limit": 500, "phase": phase, "prefix": prefix}
+    while True:
+        page = decode((yield from send(Send("GET", ALL, query))), TrainingList)
+        found += page.items
+        if page.continue_ is None:
+            return found
+        query = {**query, "continue": page.continue_}
+
+
+def scale(last: Training, target: int) -> Flow[Training]:
+    """Asked for, if the training is not over; a training known to be over is not even read."""
+    size = last.spec.world_size
+    if isinstance(target, bool) or not isinstance(target, int) or target < 1:
+        raise WorldSizeOutOfBounds(target, size.min, size.max)
+    who = Who(last.name, last.uid)
+    if not last.status.phase.is_terminal:
+        last = yield from read(who)
+    if last.status.phase.is_terminal:
+        raise UDTerminalState(last.status.phase.value, target)
+    if not size.min <= target <= size.max:
+        raise WorldSizeOutOfBounds(target, size.min, size.max)
+    body = encode({"target": target})
+    return decode((yield from send(Send("POST", f"{who.path}/scale", body=body))), Training)
+
+
+def cancel(who: Who) -> Flow[Training | None]:
+    """Asked for. A training that is gone has nothing left to cancel."""
+    try:
+        yield from read(who)  # never cancel another training of the same name
+        return decode((yield from send(Send("POST", f"{who.path}/cancel"))), Training)
+    except NotFound:
+        return None
+
+
+def delete(who: Who, timeout: float, *, clock: Clock = time.monotonic) -> Flow[None]:
+    """Asked for; then, for `timeout`, until the record is gone. Already gone is success."""
+    deadline = clock() + timeout
+    try:
+        training = yield from read(who, clock=clock)
+        yield from send(Send("DELETE", who.path), clock=clock)
+        while (left := deadline - clock()) > 0:
+            training = yield from _next(who, training, left, clock=clock)
+    except NotFound:
+        return
+
+
+def events(who: Who, since: float | None) -> Flow[list[Event]]:
+    effect = Send("GET", f"{who.path}/events", {"since": since})
+    return decode((yield from send(effect)), EventPage).items
+
+
+def metrics(who: Who) -> Flow[Metrics]:
+    return decode((yield from send(Send("GET", f"{who.path}/metrics"))), Metrics)
+
+
+def usage(who: Who) -> Flow[Usage]:
+    return decode((yield from send(Send("GET", f"{who.path}/usage"))), Usage)
+
+
+# What a state means to a wait: an answer, None for "not yet", or an error raised.
+Settle = Callable[[Training], T | None]
+OnRead = Callable[[Training], object]
+
+
+def ignore(training: Training) -> None:
+    """For those who do not care to see every state."""
+
+
+def wait(
+    who: Who,
+    settle: Settle[T],
+    *,
+    timeout: float | None,
+    needed: Callable[[Training], int],
+    at_entry: OnRead = ignore,
+    on_read: OnRead = ignore,
+    clock: Clock = time.monotonic,
+) -> Flow[T]:
+    """Until `settle` answers. `timeout=0` reads once; a last read follows the deadline.
+
+    `at_entry` sees the state the wait began with, unless the server could not be asked then;
+    `on_read` sees every state.
+    """
+    deadline = inf if timeout is None else clock() + timeout
+    try:
+        training = yield from read(who, patience_s=0, clock=clock)
+        on_read(training)
+        at_entry(training)
+    except Temporary:
+        if deadline - clock() <= 0:
+            raise
+        training = yield from read(who, patience_s=deadline - clock(), clock=clock)
+    while True:
+        on_read(training)
+        answer = settle(training)
+        if answer is not None:
+            return answer
+        left = deadline - clock()
+        if left <= 0:
+            ready = training.status.world.ready
+            raise BelowMinimumWorld(
+                late(training, needed(training), timeout or 0.0),
+                ready=ready,
+                required_min=needed(training),
+                timeout=timeout,
+                rank_exits=training.status.rank_exits,
+            )
+        training = yield from _next(who, training, left, settle, clock=clock)
+
+
+def _next(
+    who: Who,
+    training: Training,
+    left: float,
+    settle: Settle[T] = ignore,
+    *,
+    clock: Clock = time.monotonic,
+) -> Flow[Training]:
+    """The next state there is to know: pushed, or read when nothing can be pushed.
+
+    Once time is up it is read a last time; where even that fails, the old state is all there is.
+    """
+    deadline = clock() + left
+    for delay in backoff():
+        change = yield NextChange(who.path, training.resource_version, deadline - clock())
+        if change is not None:
+            if change.training.uid != who.uid:
+                raise NotFound("training", who.name)
+            if change.is_removed and settle(change.training) is None:
+                raise NotFound("training", who.name)
+            return change.training  # type: ignore[no-any-return]
+        patience_s = max(0.0, deadline - clock())
+        # A line that has gone silent must not hold a wait much longer than it was to last.
+        answer_s = min(max(patience_s, LAST_READ_S), READ_S)
+        try:
+            found = yield from read(who, patience_s=patience_s, answer_s=answer_s, clock=clock)
+        except Temporary:
+            return training
+        if found.resource_version != training.resource_version or clock() >= deadline:
+            return found
+        # Connected, but not for long: a server that drops every watch is not asked in a rush.
+        yield Pause(min(delay, max(0.0, deadline - clock())))
+    raise AssertionError
+
+
+def wait_until_min_world(
+    who: Who,
+    timeout: float | None,
+    *,
+    on_read: OnRead = ignore,
+    clock: Clock = time.monotonic,
+) -> Flow[WorldStatus]:
+    def settle(training: Training) -> WorldStatus | None:
+        _raise_if_lost(training, training.spec.world_size.min)
+        world = world_of(training)
+        return world if _is_won(training) or world.ready >= world.min else None
+
+    return (
+        yield from wait(who, settle, timeout=timeout, needed=_min, on_read=on_read, clock=clock)
+    )
+
+
+def wait_until_target_world(
+    who: Who,
+    timeout: float | None,
+    *,
+    on_read: OnRead = ignore,
+    clock: Clock = time.monotonic,
+) -> Flow[WorldStatus]:
+    def settle(training: Training) -> WorldStatus | None:
+        _raise_if_lost(training, training.spec.world_size.target)
+        world = world_of(training)
+        is_fresh = training.status.observed_generation >= training.generation
+        return world if _is_won(training) or (is_fresh and world.ready >= world.target) else None
+
+    return (
+        yield from wait(who, settle, timeout=timeout, needed=_target, on_read=on_read, clock=clock)
+    )
+
+
+def wait_until_complete(
+    who: Who,
+    timeout: float | None,
+    *,
+    on_read: OnRead = ignore,
+    clock: Clock = time.monotonic,
+) -> Flow[WorldStatus]:
+    def refuse_if_over(training: Training) -> None:
+        if training.status.phase.is_terminal:
+            phase = training.status.phase.value
+            raise UDTerminalState(phase, message=f"the training is already {phase}")
+
+    return (
+        yield from wait(
+            who,
+            _ended,
+            timeout=timeout,
+            needed=_target,
+            at_entry=refuse_if_over,
+            on_read=on_read,
+            clock=clock,
+        )
+    )
+
+
+def result(
+    who: Who,
+    timeout: float | None,
+    *,
+    on_read: OnRead = ignore,
+    clock: Clock = time.monotonic,
+) -> Flow[WorldStatus]:
+    return (
+        yield from wait(who, _ended, timeout=timeout, needed=_target, on_read=on_read, clock=clock)
+    )
+
+
+def _ended(training: Training) -> WorldStatus | None:
+    _raise_if_lost(training, training.spec.world_size.target)
+    return world_of(training) if _is_won(training) else None
+
+
+def ended(training: Training) -> WorldStatus:
+    """The result of a training known to be over."""
+    answer = _ended(training)
+    assert answer is not None
+    return answer
+
+
+def _min(training: Training) -> int:
+    return training.spec.world_size.min
+
+
+def _target(training: Training) -> int:
+    return training.spec.world_size.target
+
+
+def _is_won(training: Training) -> bool:
+    return training.status.phase is Phase.SUCCEEDED
+
+
+def _raise_if_lost(training: Training, required: int) -> None:
+    status = training.status
+    if status.phase not in (Phase.FAILED, Phase.CANCELLED):
+        return
+    raise BelowMinimumWorld(
+        verdict(training),
+        ready=status.world.ready,
+        required_min=required,
+        rank_exits=[rank_exit for rank_exit in status.rank_exits if rank_exit.is_failure],
+    )

@@ -1,0 +1,166 @@
+"""The options of `deploy_distributed`, and the spec they make. Nothing is sent from here."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from atoll.core.errors import ValidationError
+from atoll.core.spec import (
+    BenchSpec,
+    ProviderFilter,
+    RendezvousSpec,
+    Resources,
+    Source,
+    TrainingSpec,
+    WorldSize,
+)
+from atoll.sdk.source import function_source, script_source
+
+Wait = Literal["min", "target"]
+
+
+class Options(TypedDict, total=False):
+    """What `deploy_distributed` takes after the name. Either `command` or `source` is needed."""
+
+    command: Sequence[str]
+    source: str | Path | Callable[..., Any]
+    args: Sequence[str]
+    image: str
+    env: Mapping[str, str]
+    working_dir: str | Path
+    cpu: str | int | float
+    memory: str
+    gpu_count: int
+    gpu_models: Sequence[str]
+    min_gpu_memory_gb: int
+    world_size: WorldSize | int
+    provider_filter: ProviderFilter
+    topology_spread: str
+    nccl_env: Mapping[str, str]
+    bench: str
+    bench_placement: str
+    bench_require_gbps: float
+    rendezvous_backend: str
+    rendezvous_uri: str
+    pip_packages: Sequence[str]
+    max_restarts: int
+    start_grace_s: float
+    stop_grace_s: float
+    deadline_s: float
+    ttl_seconds: int
+    executor: str
+    mesh: bool
+    timeout: float
+    wait: Wait
+
+
+WAIT_TIMEOUT_S = 600.0
+
+
+def wait_of(options: Options) -> tuple[Wait | None, float]:
+    """What to wait for after the create, and how long. Checked before anything is sent."""
+    wait, timeout = options.get("wait"), options.get("timeout")
+    if wait not in (None, "min", "target"):
+        raise ValidationError("wait", wait, "expected 'min' or 'target', or nothing")
+    timeout = WAIT_TIMEOUT_S if timeout is None else timeout
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise ValidationError("timeout", timeout, "expected seconds, 0 or more")
+    return wait, timeout
+
+
+def spec_of(name: str, options: Options) -> TrainingSpec:
+    """The spec; raises ValidationError naming the option that is wrong. `None` is unset."""
+    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    for option in given:
+        _check_known(option, given[option])
+    given.pop("wait", None)
+    given.pop("timeout", None)
+
+    def take(*names: str) -> dict[str, Any]:
+        return {name: given.pop(name) for name in names if name in given}
+
+    if "cpu" in given and isinstance(given["cpu"], int | float):
+        given["cpu"] = f"{given['cpu']:g}"
+    sections: dict[str, Any] = {
+        "resources": Resources(
+            **_listed(take("cpu", "memory", "gpu_count", "gpu_models", "min_gpu_memory_gb"))
+        ),
+        "bench": _bench(take("bench", "bench_placement", "bench_require_gbps")),
+        "rendezvous": _rendezvous(take("rendezvous_backend", "rendezvous_uri")),
+    }
+    # A section that says nothing new is not sent at all.
+    changed = {name: part for name, part in sections.items() if part != type(part)()}
+    return TrainingSpec(
+        name=name,
+        world_size=_world_size(given.pop("world_size", 1)),
+        source=_source(given.pop("source", None)),
+        **changed,
+        **_listed(_placed(given)),
+    )
+
+
+def _check_known(option: str, value: Any) -> None:
+    if option in Options.__annotations__:
+        return
+    near = difflib.get_close_matches(option, Options.__annotations__, n=1)
+    hint = f": did you mean {near[0]!r}?" if near else ""
+    raise ValidationError(option, value, f"there is no such option{hint}")
+
+
+def _listed(given: dict[str, Any]) -> dict[str, Any]:
+    """Tuples and mappings as the lists and dicts that travel."""
+    return {
+        name: list(value)
+        if isinstance(value, tuple)
+        else dict(value)
+        if isinstance(value, Mapping)
+        else value
+        for name, value in given.items()
+    }
+
+
+def _placed(given: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(given.get("working_dir"), str | Path):
+        given["working_dir"] = os.path.abspath(given["working_dir"])
+    kind = given.get("provider_filter")
+    if kind is not None and not isinstance(kind, ProviderFilter):
+        raise ValidationError(
+            "provider_filter", kind, "expected ProviderFilter(include=…, exclude=…)"
+        )
+    return given
+
+
+def _world_size(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return WorldSize(min=value, target=value, max=value)
+    return value
+
+
+def _bench(given: dict[str, Any]) -> BenchSpec:
+    mode = given.get("bench", "off")
+    if mode == "off":
+        return BenchSpec()
+    return BenchSpec(
+        mode=mode,
+        placement=given.get("bench_placement", "preferred"),
+        require_gbps=given.get("bench_require_gbps"),
+    )
+
+
+def _rendezvous(given: dict[str, Any]) -> RendezvousSpec:
+    named = {name.removeprefix("rendezvous_"): value for name, value in given.items()}
+    return RendezvousSpec(**named)
+
+
+def _source(value: Any) -> Source | None:
+    if value is None:
+        return None
+    if isinstance(value, str | Path):
+        return script_source(Path(value))
+    if callable(value):
+        return function_source(value)
+    raise ValidationError("source", value, "expected the path of a script, or a function")

@@ -1,0 +1,260 @@
+"""HTTP for the drivers: performs effects with httpx2, once blocking and once with asyncio.
+
+A lost connection becomes Temporary here; what to do about it is decided in the flows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from math import inf
+from socket import SHUT_RDWR
+from typing import TYPE_CHECKING, Any
+
+from atoll.core.errors import Permanent, Temporary
+from atoll.core.ports import Change
+from atoll.sdk.effects import Effect, NextChange, Pause, Reply, Send
+from atoll.sdk.endpoint import Address, Endpoint
+from atoll.sdk.events import Parser
+
+if TYPE_CHECKING:
+    import httpx2
+
+CONNECT_S = 5.0
+READ_S = 30.0  # three heartbeats of the server
+SLOWEST = 200_000.0  # bytes a second that an upload may take
+
+
+class Wire:
+    """All connections of one Client. Threads and event loops may share it; a fork starts anew."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._made: tuple[int, Address, httpx2.Client] | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            made, self._made = self._made, None
+        if made is not None and made[0] == os.getpid():
+            made[2].close()
+
+    def client(self) -> httpx2.Client:
+        with self._lock:
+            address = self.endpoint.address()
+            if self._made is None or self._made[:2] != (os.getpid(), address):
+                import httpx2
+
+                self._made = os.getpid(), address, httpx2.Client(**_settings(address))
+            return self._made[2]
+
+    def async_client(self) -> httpx2.AsyncClient:
+        """A new one: connections belong to one event loop, and to one operation."""
+        import httpx2
+
+        return httpx2.AsyncClient(**_settings(self.endpoint.address()))
+
+
+class Performer:
+    """Performs the effects of one flow; keeps a watch open between two of them."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._changes: Iterator[Change] | None = None
+        self._exits = contextlib.ExitStack()
+
+    def close(self) -> None:
+        self._exits.close()
+        self._changes = None
+
+    def __call__(self, effect: Effect) -> Any:
+        if isinstance(effect, Pause):
+            return time.sleep(effect.seconds)
+        with translated(self._wire.endpoint):
+            if isinstance(effect, Send):
+                return self._send(effect)
+        return self._next(effect)
+
+    def _send(self, effect: Send) -> Reply:
+        response = self._wire.client().request(**_request(effect))
+        return Reply(response.status_code, response.content)
+
+    def _next(self, effect: NextChange) -> Change | None:
+        try:
+            with translated(self._wire.endpoint):
+                if self._changes is None:
+                    self._changes = self._exits.enter_context(self._watch(effect))
+                change = next(self._changes, None)
+        except Temporary:
+            change = None
+        if change is None:
+            self.close()
+        return change
+
+    @contextlib.contextmanager
+    def _watch(self, effect: NextChange) -> Iterator[Iterator[Change]]:
+        with self._wire.client().stream(**_watch_request(effect)) as response:
+            with _cut_off(response, effect.timeout):
+                yield _parsed(response) if response.status_code == 200 else iter(())
+
+
+class AsyncPerformer:
+    """The same on an event loop. Nobody else pays for the import of asyncio."""
+
+    def __init__(self, wire: Wire) -> None:
+        import asyncio
+
+        self._asyncio = asyncio
+        self._wire = wire
+        self._client: httpx2.AsyncClient | None = None
+        self._changes: AsyncIterator[Change] | None = None
+        self._exits = contextlib.AsyncExitStack()
+
+    async def close(self) -> None:
+        await self._exits.aclose()
+        self._changes = None
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    async def __call__(self, effect: Effect) -> Any:
+        if isinstance(effect, Pause):
+            return await self._asyncio.sleep(effect.seconds)
+        if isinstance(effect, NextChange):
+            return await self._next(effect)
+        with translated(self._wire.endpoint):
+            client = await self._connected()
+            response = await client.request(**_request(effect))
+            return Reply(response.status_code, response.content)
+
+    async def _connected(self) -> httpx2.AsyncClient:
+        if self._client is None:
+            # Finding the control plane may start it, which takes a while.
+            self._client = await self._asyncio.to_thread(self._wire.async_client)
+        return self._client
+
+    async def _next(self, effect: NextChange) -> Change | None:
+        limit = None if effect.timeout == inf else effect.timeout
+        try:
+            with translated(self._wire.endpoint):
+                async with self._asyncio.timeout(limit):
+                    if self._changes is None:
+                        client = await self._connected()
+                        stream = client.stream(**_watch_request(effect))
+                        response = await self._exits.enter_async_context(stream)
+                        self._changes = _aparsed(response)
+                    change = await anext(self._changes, None)
+        except (Temporary, TimeoutError):
+            change = None
+        if change is None:
+            await self._exits.aclose()
+            self._changes = None
+        return change
+
+
+def _settings(address: Address) -> dict[str, Any]:
+    import httpx2
+
+    headers = {"User-Agent": "atoll"}
+    if address.token:
+        headers["Authorization"] = f"Bearer {address.token}"
+    # Reading the system's certificates takes longer than all of a local request.
+    plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return {
+        "base_url": address.url,
+        "headers": headers,
+        "timeout": httpx2.Timeout(READ_S, connect=CONNECT_S),
+        "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=20),
+        "trust_env": not address.is_local,
+        "verify": plain if address.url.startswith("http://") else True,
+    }
+
+
+def _request(effect: Send) -> dict[str, Any]:
+    request: dict[str, Any] = {
+        "method": effect.method,
+        "url": effect.path,
+        "params": {name: value for name, value in effect.query.items() if value is not None},
+        "headers": dict(effect.headers),
+    }
+    if effect.timeout is not None:
+        request["timeout"] = effect.timeout
+    if effect.body is not None:
+        request |= {"content": effect.body, "timeout": READ_S + len(effect.body) / SLOWEST}
+        request["headers"]["Content-Type"] = "application/json"
+    return request
+
+
+def _watch_request(effect: NextChange) -> dict[str, Any]:
+    import httpx2
+
+    params: dict[str, Any] = {"watch": "true", "after": effect.after}
+    if effect.timeout != inf:
+        params["timeout"] = f"{effect.timeout:.3f}"
+    timeout = httpx2.Timeout(min(READ_S, max(0.001, effect.timeout)), pool=None)
+    return {"method": "GET", "url": effect.path, "params": params, "timeout": timeout}
+
+
+def stream_request(effect: Send) -> dict[str, Any]:
+    """For an answer that is read as it comes; heartbeats tell a slow server from a dead one."""
+    import httpx2
+
+    return _request(effect) | {"timeout": httpx2.Timeout(READ_S, connect=CONNECT_S)}
+
+
+def _parsed(response: httpx2.Response) -> Iterator[Change]:
+    parser = Parser()
+    for chunk in response.iter_bytes():
+        yield from parser.feed(chunk)
+
+
+async def _aparsed(response: httpx2.Response) -> AsyncIterator[Change]:
+    if response.status_code != 200:
+        return
+    parser = Parser()
+    async for chunk in response.aiter_bytes():
+        for change in parser.feed(chunk):
+            yield change
+
+
+@contextlib.contextmanager
+def _cut_off(response: httpx2.Response, after_s: float) -> Iterator[None]:
+    """A blocked read ends at the deadline, whatever the other side does."""
+    if after_s == inf:
+        yield
+        return
+    connection = response.extensions["network_stream"].get_extra_info("socket")
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            connection.shutdown(SHUT_RDWR)
+
+    timer = threading.Timer(after_s, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def translated(endpoint: Endpoint) -> Iterator[None]:
+    """Errors of the connection as ours."""
+    import httpx2
+
+    try:
+        yield
+    except httpx2.ConnectError as error:
+        endpoint.lost()
+        raise Temporary(
+            f"cannot reach {error.request.url.host}:{error.request.url.port}: {error}"
+        ) from error
+    except httpx2.TransportError as error:
+        raise Temporary(f"connection lost: {type(error).__name__}: {error}") from error
+    except httpx2.InvalidURL as error:
+        raise Permanent(f"not a usable address: {error}") from error

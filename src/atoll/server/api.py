@@ -1,0 +1,116 @@
+"""The native API: one row for each endpoint."""
+
+from __future__ import annotations
+
+from atoll.core.metrics import Metrics
+from atoll.core.problem import Problem
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import LogLine, Training, TrainingList, Usage
+from atoll.server import reports, trainings
+from atoll.server.operations import NDJSON, SSE, Operation, Said
+from atoll.server.problems import MEDIA_TYPE
+
+ONE = "/v1/trainings/{name}"
+ALL = "/v1/trainings"
+
+
+def _refused(what: str) -> Said:
+    return Said(what, Problem, MEDIA_TYPE)
+
+
+_BAD = {400: _refused("A field or option is not valid; the answer names it.")}
+_DENIED = {401: _refused("No token, or one that is not known.")}
+_MISSING = {404: _refused("There is no such training in this namespace.")}
+_COMMON = _BAD | _DENIED | {503: _refused("It may work later.")}
+_NAMED = _COMMON | _MISSING
+_GONE = {410: _refused("`after` is older than the oldest version kept.")}
+_LARGE = {413: _refused("The body is too large.")}
+_TRAINING = Said("The training.", Training)
+_WATCHED = Said("The training; with `watch`, a stream of its changes.", Training)
+
+NATIVE = (
+    Operation(
+        "POST",
+        ALL,
+        trainings.create,
+        "Store a training; its ranks are started soon after.",
+        {
+            201: Said("Stored.", Training),
+            200: Said("This idempotency key had made it before.", Training),
+            409: _refused("The name is taken, or the key was used for something else."),
+            **_COMMON,
+            **_LARGE,
+        },
+        body=TrainingSpec,
+        headers={"Idempotency-Key": "A create repeated with the same key makes one training."},
+    ),
+    Operation(
+        "GET",
+        ALL,
+        trainings.read_many,
+        "Trainings by name, a page at a time; or, with `watch`, a stream of their changes.",
+        {200: Said("One page.", TrainingList), **_COMMON, **_GONE},
+        query=trainings.ListQuery,
+    ),
+    Operation(
+        "GET",
+        ONE,
+        trainings.read,
+        "One training; or, with `watch`, a stream of its changes after a version.",
+        {200: _WATCHED, **_NAMED, **_GONE},
+        query=trainings.OneQuery,
+    ),
+    Operation(
+        "DELETE",
+        ONE,
+        trainings.delete,
+        "Stop the ranks, then remove the record.",
+        {202: Said("It is being removed.", trainings.Removal), **_NAMED},
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/scale",
+        trainings.scale,
+        "Ask for another number of ranks, within the bounds of the training.",
+        {200: _TRAINING, 409: _refused("The training is over."), **_NAMED, **_LARGE},
+        body=trainings.Scale,
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/cancel",
+        trainings.cancel,
+        "Stop the ranks and keep the record.",
+        {200: _TRAINING, **_NAMED},
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/logs",
+        reports.logs,
+        "Log lines with their rank, as line-delimited JSON.",
+        {200: Said("Lines.", LogLine, NDJSON), **_NAMED},
+        query=reports.LogQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/events",
+        reports.events,
+        "What happened, newest first.",
+        {200: Said("Events.", reports.EventList), **_NAMED},
+        query=reports.EventQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/metrics",
+        reports.metrics,
+        "The training in numbers.",
+        {200: Said("Numbers.", Metrics), **_NAMED},
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/usage",
+        reports.usage,
+        "Seconds that ranks and GPUs were used.",
+        {200: Said("Seconds.", Usage), **_NAMED},
+    ),
+)
+STREAMED = {ALL: SSE, ONE: SSE}

@@ -1,0 +1,82 @@
+"""The server as an ASGI application: rows in, routes, document and error answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import cache
+from typing import Any
+
+from litestar import Litestar, Response, get
+from litestar.exceptions import HTTPException
+from litestar.handlers import BaseRouteHandler
+
+from atoll.core.errors import AtollError
+from atoll.core.model import encode
+from atoll.core.ports import Executor
+from atoll.server import api, deployments, health
+from atoll.server.auth import caller
+from atoll.server.gauges import Gauges
+from atoll.server.openapi import document
+from atoll.server.operations import Operation, Plane, TokenStore, routes
+from atoll.server.problems import on_any_error, on_atoll_error, on_http_error
+from atoll.server.streams import Streams
+
+MAX_BODY_BYTES = 64 * 2**20  # a shipped function travels in the body
+
+Lifespan = Callable[[Litestar], AbstractAsyncContextManager[None]]
+
+
+def create_app(
+    *,
+    store: TokenStore,
+    executors: Mapping[str, Executor],
+    streams: Streams | None = None,
+    gauges: Gauges | None = None,
+    more: Sequence[Operation] = (),
+    handlers: Sequence[BaseRouteHandler] = (),
+    lifespan: Sequence[Lifespan] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> Litestar:
+    """The whole HTTP face of one control plane.
+
+    `more` are further rows, documented like the native ones; `handlers` further routes, such as
+    files. Call `streams.close()` when shutdown begins, so that open watches end.
+    """
+    gauges = Gauges() if gauges is None else gauges
+    plane = Plane(store, executors, Streams() if streams is None else streams)
+    rows = (*api.NATIVE, *health.operations(gauges), *more)
+
+    @cache
+    def text() -> bytes:
+        return encode(document(rows, api.STREAMED))
+
+    @get("/openapi.json")
+    async def openapi() -> Response[bytes]:
+        return Response(text(), media_type="application/json")
+
+    @contextlib.asynccontextmanager
+    async def counted(_: Litestar) -> AsyncIterator[None]:
+        task = asyncio.create_task(gauges.follow(store))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    known: dict[int | type[Exception], Any] = {
+        AtollError: on_atoll_error,
+        HTTPException: on_http_error,
+        Exception: on_any_error,
+    }
+    return Litestar(
+        [*routes(rows, plane, caller), deployments.router(plane), openapi, *handlers],
+        exception_handlers=known,
+        lifespan=[counted, *lifespan],
+        openapi_config=None,
+        logging_config=None,
+        request_max_body_size=max_body_bytes,
+    )

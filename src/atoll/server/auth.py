@@ -1,0 +1,35 @@
+"""Bearer tokens: kept only as hashes, each good for one namespace."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any
+
+from litestar import Request
+
+from atoll.core.errors import Denied
+from atoll.server.operations import Plane
+
+
+def new_token() -> str:
+    """256 bits; said once, never stored."""
+    return f"atoll_{secrets.token_urlsafe(32)}"
+
+
+def hashed(token: str) -> str:
+    # Tokens are long and random, so a plain hash is as good as a slow one.
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+async def caller(plane: Plane, request: Request[Any, Any, Any]) -> str:
+    """The namespace of the token that came with the request. Raises Denied."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if not token.strip():
+        raise Denied("no token: send 'Authorization: Bearer <token>' (atoll token create)")
+    if scheme.lower() != "bearer":
+        raise Denied(f"expected a Bearer token, got {scheme[:20]!r}")
+    namespace = await plane.store.token_namespace(hashed(token.strip()))
+    if namespace is None:
+        raise Denied("this token is not known here: make one with 'atoll token create'")
+    return namespace

@@ -1,0 +1,86 @@
+"""The shell command that a basilica client ships, as the script a rank runs. Pure.
+
+The client writes one line for `/bin/sh -c`, made for pods of its own platform. Here ranks may
+share a machine, start together, and find an etcd or none; what does not fit is put right.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+AUTO = (
+    'exec torchrun --rdzv-backend={backend} --rdzv-endpoint="$BASILICA_RDZV_ENDPOINT" '
+    '--rdzv-id="$BASILICA_RDZV_ID" --nnodes="$BASILICA_WORLD_MIN":"$BASILICA_WORLD_MAX" '
+    '--nproc-per-node="$BASILICA_GPUS_PER_POD" "$@"'
+)
+SHIPPED = "/tmp/__basilica_source.py"
+# Ranks of one machine would write the same file, and run each other's code.
+OWN_FILE = (
+    "ATOLL_SHIPPED=$(mktemp -d ./shipped.XXXXXX 2>/dev/null || mktemp -d) || exit 1\n"
+    "ATOLL_SHIPPED=$ATOLL_SHIPPED/source.py"
+)
+# The client adds this behind the script's name, where torchrun takes it for an argument of the
+# script. Its last call would also make every start wait a quarter of an hour for ranks between
+# target and max, which nobody has asked for.
+INJECTED = " --rdzv-conf=timeout=1500,last_call_timeout=900"
+CONF = "--rdzv-conf=timeout=1500,join_timeout=1500,last_call_timeout=5"
+
+# Commands may be megabytes long: every pattern here reads them once.
+_TORCHRUN = re.compile(r"(?<![\w.=-])torchrun(?=\s)")
+_HAS_CONF = re.compile(r"--rdzv[-_]conf[= ]")
+_ETCD = re.compile(r"(--rdzv[-_]backend[= ])etcd(-v2)?(?=\s|$)")
+_ELASTIC_NODES = '--nnodes="$BASILICA_WORLD_MIN":"$BASILICA_WORLD_MAX"'
+_FIXED_NODES = '--nnodes="$BASILICA_WORLD_TARGET" --node-rank="$BASILICA_RANK"'
+_POSITIONAL = re.compile(r"\$\{?[@*#1-9]")
+_FIRST = re.compile(r"[\w./@%+:-]+(?=\s|$)")
+_QUOTED = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.""", re.DOTALL)
+_OPERATOR = re.compile(r"[;&|<>()`#'\"\n]|\$\(")
+_BUILTINS = frozenset(
+    "alias bg break case cd command continue eval exec exit export false fg for function if jobs "
+    "local read readonly return set shift source test times trap true type ulimit umask unset "
+    "until wait while . : [ {".split()
+)
+
+
+def shell_script(
+    command: str, *, args: Sequence[str], backend: str, path_first: str | None = None
+) -> str:
+    """What `/bin/sh` is given to read, so that a command may be of any length.
+
+    `backend` is the rendezvous there really is; `path_first` is where programs are looked for
+    before PATH.
+    """
+    text = AUTO.format(backend=backend) if command.strip() == "auto" else command
+    text = with_rendezvous(text, backend)
+    if args and not _POSITIONAL.search(text):
+        text = f'{text} "$@"'
+    if is_simple(text):
+        text = f"exec {text}"  # the rank is then the program itself, and its signals are its own
+    lines = [text.replace(SHIPPED, '"$ATOLL_SHIPPED"')]
+    if SHIPPED in text:
+        lines.insert(0, OWN_FILE)
+    if path_first is not None:
+        lines.insert(0, f"PATH={shlex.quote(path_first)}:$PATH; export PATH")
+    return "\n".join(lines) + "\n"
+
+
+def with_rendezvous(text: str, backend: str) -> str:
+    """torchrun's own flags before the script, for the backend there is."""
+    if not _TORCHRUN.search(text):
+        return text
+    text = text.replace(INJECTED, "")
+    if not _HAS_CONF.search(text):
+        text = _TORCHRUN.sub(f"torchrun {CONF}", text, count=1)
+    if backend == "static":
+        return text.replace(_ELASTIC_NODES, _FIXED_NODES)
+    return _ETCD.sub(lambda found: found[1] + backend, text)
+
+
+def is_simple(text: str) -> bool:
+    """One program with its arguments, as far as can be told without being a shell."""
+    first = _FIRST.match(text)
+    if first is None or first[0] in _BUILTINS:
+        return False
+    return not _OPERATOR.search(_QUOTED.sub("_", text))

@@ -1,0 +1,259 @@
+"""A training as the basilica-sdk client reads it. Pure.
+
+The client decodes strictly: a field it requires may be neither missing nor null, and one
+that may be absent may still not be null.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from atoll.core.phase import Phase
+from atoll.core.status import BenchStatus, Event, RankStatus, Training
+
+Json = dict[str, Any]
+
+UNKNOWN_EXIT = -1  # the client takes only whole numbers, and 0 would be a lie
+GBIT_PER_GBYTE = 8.0
+
+STATES: dict[Phase, str] = {
+    Phase.NONE: "Pending",
+    Phase.PENDING: "Pending",
+    Phase.READY: "Active",
+    Phase.SUCCEEDED: "Succeeded",
+    Phase.FAILED: "Failed",
+    Phase.CANCELLED: "Cancelled",
+}
+RANK_PHASES = {"Stopped": "Failed"}  # the client knows no such phase
+CONTAINER_STATES = {"Pending": "waiting", "Running": "running"}
+DEFAULT_PORTS = {"etcd-v2": 2379, "c10d": 29_400, "static": 29_400}
+OUTCOMES = {"Succeeded": "success", "Failed": "error", "TimedOut": "timeout", "Skipped": "skipped"}
+
+
+def deployment(training: Training) -> Json:
+    """The whole answer of create, get, scale and restart."""
+    status = training.status
+    ranks = status.ranks
+    answer = {
+        **listed(training),
+        "userId": training.namespace,
+        "namespace": training.namespace,
+        "phase": phase_of(training),
+        "message": status.message or "accepted",
+        "pods": [_pod(training, rank) for rank in ranks],
+        "containerStatuses": [_container(training, rank) for rank in ranks],
+        "distributed": distributed(training),
+    }
+    if training.spec.image is not None:
+        answer["image"] = training.spec.image
+    if status.ended_at is not None:
+        answer["updatedAt"] = moment(status.ended_at)
+    return answer
+
+
+def listed(training: Training) -> Json:
+    """One item of the list."""
+    world = world_of(training)
+    is_leaving = training.deletion_requested_at is not None
+    return {
+        "instanceName": training.name,
+        "friendlyName": training.name,
+        "state": "Terminating" if is_leaving else STATES[training.status.phase],
+        "url": "",
+        "replicas": {"desired": world["target"], "ready": world["ready"]},
+        "createdAt": moment(training.created_at),
+        "public": False,
+        "publicMetadata": False,
+    }
+
+
+def phase_of(training: Training) -> str:
+    phase = training.status.phase
+    if training.deletion_requested_at is not None and not phase.is_terminal:
+        return "terminating"
+    return phase.value or "pending"
+
+
+def world_of(training: Training) -> Json:
+    """The target as it is wished now, and `ready` so that the client's waits come out right.
+
+    It compares `ready` with `min` and `target` and looks at nothing else. So a resize under way
+    never shows enough; and what is over shows the ranks that had come up, so that a training that
+    ends before the first look is not waited for. One that failed shows its target only where
+    that cannot be told from its minimum.
+    """
+    size, status = training.spec.world_size, training.status
+    ready = status.world.ready
+    if status.phase.is_terminal:
+        ready = sum(r.rank < size.target and r.started_at is not None for r in status.ranks)
+    below = ready < size.min
+    if status.phase in (Phase.FAILED, Phase.CANCELLED):
+        ready = min(ready, max(size.min, size.target - 1))
+    if not status.phase.is_terminal and _is_resizing(training):
+        ready = min(ready, size.target - 1)
+    return {
+        "ready": ready,
+        "target": size.target,
+        "min": size.min,
+        "max": size.max,
+        "belowMinimum": below,
+    }
+
+
+def is_settled(training: Training) -> bool:
+    """Whether the client's waits would return."""
+    world = world_of(training)
+    is_there: bool = world["ready"] >= world["target"]
+    return training.status.phase.is_terminal or is_there
+
+
+def _is_resizing(training: Training) -> bool:
+    status, target = training.status, training.spec.world_size.target
+    is_seen = status.observed_generation == training.generation
+    return not is_seen or any(r.is_alive and r.rank >= target for r in status.ranks)
+
+
+def distributed(training: Training) -> Json:
+    spec, status = training.spec, training.status
+    backend = spec.rendezvous.backend
+    _, _, port = status.rendezvous_endpoint.rpartition(":")
+    is_degraded = any(c.type == "DegradedMesh" and c.status == "True" for c in status.conditions)
+    answer: Json = {
+        "worldSize": world_of(training),
+        "transport": "hub-relay" if is_degraded else "direct-mesh",
+        "ranks": [_rank(training, rank) for rank in status.ranks],
+        "conditions": [
+            {
+                "type": condition.type,
+                "status": condition.status,
+                "reason": condition.reason,
+                "message": condition.message,
+                "lastTransitionTime": moment(condition.last_transition_at),
+            }
+            for condition in status.conditions
+        ],
+        "rendezvous": {
+            "backend": backend,
+            "port": int(port) if port.isdigit() else DEFAULT_PORTS[backend],
+            "restartCount": 0,
+        },
+        "worldSizeHistory": [
+            {"timestamp": moment(point.at), "target": point.target, "ready": point.ready}
+            for point in status.world_size_history
+        ],
+        "milestones": [
+            {"name": name, "timestamp": moment(at)}
+            for name, at in _milestones(training)
+            if at is not None
+        ],
+        "bench": _bench(spec.bench.mode, status.bench),
+        "rankExits": [
+            {
+                "rank": ended.rank,
+                "exitCode": UNKNOWN_EXIT if ended.exit_code is None else ended.exit_code,
+                "restartCount": ended.restart_count,
+                "terminationReason": ended.termination_reason,
+            }
+            for ended in status.rank_exits
+        ],
+    }
+    if (resize := status.last_resize) is not None:
+        answer["lastResize"] = {
+            "fromTarget": resize.from_target,
+            "toTarget": resize.to_target,
+            "timestamp": moment(resize.at),
+            "reason": "ScaleRequested",
+        }
+    return answer
+
+
+def _milestones(training: Training) -> list[tuple[str, float | None]]:
+    status = training.status
+    return [
+        ("Created", training.created_at),
+        ("Admitted", status.gate_opened_at),
+        ("FirstRankStarted", status.started_at),
+        ("Ended", status.ended_at),
+    ]
+
+
+def _rank(training: Training, rank: RankStatus) -> Json:
+    return {
+        "rank": rank.rank,
+        "podName": _pod_name(training, rank),
+        "phase": RANK_PHASES.get(rank.phase, rank.phase),
+        "restarts": rank.restarts,
+        "nodeName": rank.node,
+        "provider": rank.provider,
+        "region": rank.region,
+    }
+
+
+def _pod(training: Training, rank: RankStatus) -> Json:
+    return {"name": _pod_name(training, rank), "status": rank.phase, "node": rank.node}
+
+
+def _container(training: Training, rank: RankStatus) -> Json:
+    ended = rank.exit
+    return {
+        "podName": _pod_name(training, rank),
+        "containerName": "rank",
+        "state": CONTAINER_STATES.get(rank.phase, "terminated"),
+        "restartCount": rank.restarts,
+        "reason": ended.reason if ended else None,
+        "message": rank.message or None,
+    }
+
+
+def _pod_name(training: Training, rank: RankStatus) -> str:
+    return rank.pod_name or f"{training.name}-{rank.rank}"
+
+
+def _bench(mode: str, bench: BenchStatus) -> Json:
+    if mode == "off":
+        return {"mode": mode}
+    answer: Json = {
+        "mode": mode,
+        "phase": bench.phase or "Pending",
+        "message": bench.message or None,
+        "startedAt": None if bench.started_at is None else moment(bench.started_at),
+        "completedAt": None if bench.completed_at is None else moment(bench.completed_at),
+    }
+    if bench.phase in OUTCOMES:
+        answer["lastAttemptOutcome"] = OUTCOMES[bench.phase]
+        answer["lastAttemptAt"] = answer["completedAt"] or answer["startedAt"]
+    if (found := bench.result) is not None:
+        answer["result"] = {
+            "measuredAt": moment(found.measured_at),
+            "probeNodeA": found.probe_node_a,
+            "probeNodeB": found.probe_node_b,
+            "sizeBytesSwept": found.size_bytes_swept,
+            "busbwGbpsP10": _gbytes(found.busbw_gbps_p10),
+            "busbwGbpsP50": _gbytes(found.busbw_gbps_p50),
+            "busbwGbpsP90": _gbytes(found.busbw_gbps_p90),
+            "algbwGbpsP50": _gbytes(found.algbw_gbps_p50),
+            "latencyUsAt1mib": found.latency_us_at_1mib,
+        }
+    return answer
+
+
+def _gbytes(gbits: float | None) -> float | None:
+    """The client means GB/s where its names say Gbps."""
+    return None if gbits is None else gbits / GBIT_PER_GBYTE
+
+
+def event_item(event: Event) -> Json:
+    return {
+        "type": event.type,
+        "reason": event.reason,
+        "message": event.message,
+        "count": event.count,
+        "last_timestamp": moment(event.at),
+    }
+
+
+def moment(at: float) -> str:
+    """Three digits: Python 3.10 reads no other number but 0 and 6."""
+    text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")

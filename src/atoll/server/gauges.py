@@ -1,0 +1,118 @@
+"""What `/metrics` shows, kept up to date by following the store, so that a scrape is cheap.
+
+prometheus_client is imported at the first scrape: most local control planes never have one.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from atoll.core.errors import Gone
+from atoll.core.ports import Store
+from atoll.core.status import Training
+
+BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class Tallied(NamedTuple):
+    phase: str
+    ranks: Counter[str]
+    restarts: int
+
+
+class Gauges:
+    """Trainings by phase, ranks by phase, restarts, and how long reconciling took."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Tallied] = {}
+        self.restarts = 0
+        self._buckets = [0] * (len(BOUNDS_S) + 1)
+        self._sum_s = 0.0
+
+    def reconciled(self, seconds: float) -> None:
+        """For the controller: one pass over one training took so long."""
+        self._buckets[bisect.bisect_left(BOUNDS_S, seconds)] += 1
+        self._sum_s += seconds
+
+    async def follow(self, store: Store) -> None:
+        """Runs until cancelled."""
+        while True:
+            after = await store.version()
+            self._seen = {t.uid: _tallied(t) for t in await store.list()}
+            try:
+                async for change in store.watch(after):
+                    self._take(change.training, is_removed=change.is_removed)
+                return
+            except Gone:
+                continue
+
+    def _take(self, training: Training, *, is_removed: bool) -> None:
+        before = self._seen.pop(training.uid, None)
+        now = _tallied(training)
+        self.restarts += max(0, now.restarts - (before.restarts if before else 0))
+        if not is_removed:
+            self._seen[training.uid] = now
+
+    def exposition(self) -> tuple[bytes, str]:
+        """The text and its content type."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+        from prometheus_client.core import CollectorRegistry
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(self))
+        return generate_latest(registry), CONTENT_TYPE_LATEST
+
+    def families(self) -> Iterator[Any]:
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
+
+        trainings = GaugeMetricFamily("atoll_trainings", "Trainings by phase.", labels=["phase"])
+        phases = Counter(seen.phase or "new" for seen in self._seen.values())
+        _fill(trainings, ("new", "pending", "ready", "succeeded", "failed", "cancelled"), phases)
+        yield trainings
+        ranks = GaugeMetricFamily("atoll_ranks", "Ranks by phase.", labels=["phase"])
+        total = sum((seen.ranks for seen in self._seen.values()), Counter[str]())
+        _fill(ranks, ("Pending", "Running", "Succeeded", "Failed", "Stopped"), total)
+        yield ranks
+        yield CounterMetricFamily(
+            "atoll_rank_restarts", "Ranks started again since the start.", self.restarts
+        )
+        buckets, so_far = [], 0
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._buckets, strict=True):
+            so_far += count
+            buckets.append((bound, so_far))
+        yield HistogramMetricFamily(
+            "atoll_reconcile_seconds",
+            "How long one pass over one training took.",
+            buckets=buckets,
+            sum_value=self._sum_s,
+        )
+
+
+class _Collector:
+    def __init__(self, gauges: Gauges) -> None:
+        self._gauges = gauges
+
+    def collect(self) -> Iterator[Any]:
+        return self._gauges.families()
+
+
+def _fill(family: Any, labels: Iterable[str], counts: Counter[str]) -> None:
+    for label in labels:
+        family.add_metric([label], counts[label])
+
+
+def _tallied(training: Training) -> Tallied:
+    status = training.status
+    every = (*status.ranks, *status.retired)
+    return Tallied(
+        status.phase.value,
+        Counter(rank.phase for rank in status.ranks),
+        sum(rank.restarts for rank in every),
+    )

@@ -1,0 +1,124 @@
+"""The OpenAPI 3.1 document, made from the rows that make the routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from atoll import __version__
+from atoll.core.checks import NAME_PATTERN
+from atoll.core.spec import MAX_SECONDS, MAX_WORLD
+from atoll.server.operations import SSE, Operation
+
+REF = "#/components/schemas/{name}"
+
+_WORLD = {"minimum": 1, "maximum": MAX_WORLD}
+_QUANTITY = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(m|[kMGTPE]i?)?$"}
+
+
+def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+# One server-sent event; `data` is JSON in one line.
+_EVENT = {
+    "type": "object",
+    "properties": {
+        "event": {"enum": ["changed", "removed", "error"]},
+        "id": {"type": "string", "description": "the version to go on from"},
+        "data": {"type": "string", "description": "the training, or for `error` a problem"},
+    },
+    "required": ["event", "data"],
+}
+
+# What core/spec.py checks beyond types, for the reader: schema, field, rules.
+RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("WorldSize", "min", _WORLD),
+    ("WorldSize", "target", _WORLD),
+    ("WorldSize", "max", _WORLD),
+    ("Resources", "cpu", _or_null(_QUANTITY)),
+    ("Resources", "memory", _or_null(_QUANTITY)),
+    ("Resources", "gpuCount", {"minimum": 0, "maximum": 1024}),
+    ("TrainingSpec", "name", {"pattern": NAME_PATTERN}),
+    ("TrainingSpec", "executor", {"pattern": NAME_PATTERN}),
+    ("TrainingSpec", "maxRestarts", {"minimum": 0, "maximum": 1_000_000}),
+    ("TrainingSpec", "startGraceS", {"minimum": 0, "maximum": MAX_SECONDS}),
+    ("TrainingSpec", "stopGraceS", {"minimum": 0, "maximum": 3600}),
+    ("TrainingSpec", "workingDir", _or_null({"type": "string", "pattern": "^/"})),
+    ("Source", "content", {"minLength": 1}),
+)
+
+
+def document(operations: Sequence[Operation], streamed: Mapping[str, str]) -> dict[str, Any]:
+    kinds = [op.body for op in operations if op.body is not None]
+    kinds += [said.body for op in operations for said in op.answers.values() if said.body]
+    unique = list({id(kind): kind for kind in kinds}.values())
+    schemas, components = msgspec.json.schema_components(unique, ref_template=REF)
+    schema_of = dict(zip(map(id, unique), schemas, strict=True))
+    for schema, field, rules in RULES:
+        components[schema]["properties"][field] |= rules
+    paths: dict[str, Any] = {}
+    for op in operations:
+        paths.setdefault(op.path, {})[op.method.lower()] = _operation(op, schema_of, streamed)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "atoll", "version": __version__},
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(
+    op: Operation, schema_of: Mapping[int, Any], streamed: Mapping[str, str]
+) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "operationId": op.handler.__name__ + ("" if op.path.startswith("/v1") else "_server"),
+        "summary": op.summary,
+        "parameters": list(_parameters(op)),
+        "responses": {},
+    }
+    if op.is_open:
+        told["security"] = []
+    if op.body is not None:
+        content = {"application/json": {"schema": schema_of[id(op.body)]}}
+        told["requestBody"] = {"required": True, "content": content}
+    for status, said in sorted(op.answers.items()):
+        content = {said.media_type: {"schema": schema_of[id(said.body)]}}
+        if op.method == "GET" and status == 200 and op.path in streamed:
+            content[SSE] = {"schema": _EVENT}
+        told["responses"][str(status)] = {"description": said.what, "content": content}
+    return told
+
+
+def _parameters(op: Operation) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if op.is_named:
+        label = {"type": "string", "pattern": NAME_PATTERN}
+        found.append({"name": "name", "in": "path", "required": True, "schema": label})
+    for name, what in op.headers.items():
+        schema: dict[str, Any] = {
+            "type": "string",
+            "minLength": 1,
+            "maxLength": 200,
+            "pattern": "^[!-~]+$",
+        }
+        found.append({"name": name, "in": "header", "description": what, "schema": schema})
+    query = msgspec.json.schema(op.query)
+    properties = query["$defs"][op.query.__name__]["properties"]
+    for name, schema in properties.items():
+        found.append({"name": name, "in": "query", "schema": _optional(schema)})
+    return found
+
+
+def _optional(schema: dict[str, Any]) -> dict[str, Any]:
+    """An option is left out, never null."""
+    if "anyOf" not in schema:
+        return schema
+    rest = [choice for choice in schema["anyOf"] if choice != {"type": "null"}]
+    return rest[0] if len(rest) == 1 else {"anyOf": rest}

@@ -1,0 +1,107 @@
+"""Answers without an end: watches and followed logs.
+
+A stream is a source of byte strings with beats in between, so that both sides notice when the
+other is gone. `Streams.close()` ends all of them, so that a shutdown waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+
+HEARTBEAT_S = 10.0
+BATCH = 500
+
+
+class Streams:
+    """All open streams of one server."""
+
+    def __init__(self, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self.heartbeat_s = heartbeat_s
+        self.is_closed = False
+        self._open: set[_Buffer] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        self.is_closed = True
+        for buffer in self._open:
+            buffer.end()
+
+    async def run(
+        self,
+        source: AsyncIterator[bytes],
+        *,
+        beat: bytes,
+        cut: bytes = b"",
+        limit_s: float | None = None,
+    ) -> AsyncGenerator[bytes, None]:
+        """What `source` gives, as much as there is at a time, until it or `limit_s` ends.
+
+        `cut` is the last thing sent when the server goes away before the source has ended.
+        """
+        buffer = _Buffer()
+        reader = asyncio.create_task(buffer.fill(source))
+        self._open.add(buffer)
+        if self.is_closed:
+            buffer.end()
+        now = asyncio.get_running_loop().time
+        ends_at = None if limit_s is None else now() + limit_s
+        try:
+            while True:
+                left = self.heartbeat_s if ends_at is None else ends_at - now()
+                if left <= 0:
+                    return
+                chunk = await buffer.take(min(left, self.heartbeat_s))
+                if chunk is None:
+                    break
+                yield chunk or beat
+            if self.is_closed and cut:
+                yield cut
+        finally:
+            self._open.discard(buffer)
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+
+class _Buffer:
+    """Chunks between a source and a connection, bounded, joined when taken."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._filled = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._is_over = False
+
+    def end(self) -> None:
+        self._is_over = True
+        self._filled.set()
+
+    async def fill(self, source: AsyncIterator[bytes]) -> None:
+        try:
+            async for chunk in source:
+                self._chunks.append(chunk)
+                self._filled.set()
+                while len(self._chunks) >= BATCH:
+                    self._taken.clear()
+                    await self._taken.wait()
+        finally:
+            self.end()
+            if isinstance(source, AsyncGenerator):
+                await source.aclose()
+
+    async def take(self, patience_s: float) -> bytes | None:
+        """What there is; nothing after `patience_s`; None at the end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._filled.wait()
+        chunks, self._chunks = self._chunks, []
+        self._taken.set()
+        if not self._is_over:
+            self._filled.clear()
+        elif not chunks:
+            return None
+        return b"".join(chunks)

@@ -1,0 +1,241 @@
+"""The CustomResourceDefinition `trainings.atoll.dev`, made from the spec that Python checks. Pure.
+
+Types come from the msgspec models; bounds and rules between fields are the tables below, in
+words and limits equal to those of `core/spec.py`. Status is open: a newer controller may add to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from atoll.core.checks import RESERVED_ENV, RESERVED_ENV_PREFIXES
+from atoll.core.spec import MAX_SECONDS, MAX_WORLD, TrainingSpec
+
+Json = dict[str, Any]
+
+GROUP = "atoll.dev"
+VERSION = "v1"
+NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+QUANTITY = r"^\d+(\.\d+)?(m|[kMGTPE]i?)?$"
+WORDS = {"maxItems": 1024, "items": {"type": "string", "maxLength": 65_536}}
+NAMES = {"maxItems": 64, "items": {"type": "string", "maxLength": 253}}
+COUNT = {"minimum": 1, "maximum": MAX_WORLD}
+
+# Bounds by path, merged over what the types say.
+BOUNDS: dict[str, Json] = {
+    "worldSize.min": COUNT,
+    "worldSize.target": COUNT,
+    "worldSize.max": COUNT,
+    "command": {"minItems": 1, **WORDS},
+    "args": WORDS,
+    "pipPackages": NAMES,
+    "image": {"minLength": 1, "maxLength": 1024},
+    "workingDir": {"pattern": "^/", "maxLength": 4096},
+    "env": {"maxProperties": 256},
+    "ncclEnv": {"maxProperties": 256},
+    "resources.cpu": {"pattern": QUANTITY, "maxLength": 32},
+    "resources.memory": {"pattern": QUANTITY, "maxLength": 32},
+    "resources.gpuCount": {"minimum": 0, "maximum": 1024},
+    "resources.gpuModels": NAMES,
+    "resources.minGpuMemoryGb": {"minimum": 1, "maximum": 100_000},
+    "providerFilter.include": {"minItems": 1, **NAMES},
+    "providerFilter.exclude": NAMES,
+    "bench.placement": {"maxLength": 32},
+    "bench.requireGbps": {"minimum": 0, "maximum": 1_000_000},
+    "rendezvous.uri": {"pattern": r"^(file|memory|s3|gs|az)://\S*$", "maxLength": 2048},
+    "source.content": {"minLength": 1, "maxLength": 1_400_000},
+    "source.filename": {"pattern": "^[^/\\x00]+$", "maxLength": 255},
+    "maxRestarts": {"minimum": 0, "maximum": 1_000_000},
+    "startGraceS": {"minimum": 0, "maximum": MAX_SECONDS},
+    "stopGraceS": {"minimum": 0, "maximum": 3600},
+    "deadlineS": {"minimum": 0.001, "maximum": MAX_SECONDS},
+    "ttlSeconds": {"minimum": 0, "maximum": MAX_SECONDS},
+    "executor": {"default": "kubernetes", "maxLength": 63, "pattern": NAME_PATTERN},
+}
+
+_RESERVED = ", ".join(f"'{name}'" for name in sorted(RESERVED_ENV))
+_PREFIXES = " || ".join(f"k.startsWith('{prefix}')" for prefix in RESERVED_ENV_PREFIXES)
+_ENV_RULES = [
+    (
+        "self.all(k, k.matches('^[A-Za-z_][A-Za-z0-9_]*$'))",
+        "expected names of letters, digits and '_', no digit first",
+    ),
+    (f"self.all(k, !(k in [{_RESERVED}] || {_PREFIXES}))", "atoll sets this one for every rank"),
+]
+
+# Rules between fields (CEL), by path. `oldSelf` is the object before the change.
+RULES: dict[str, list[tuple[str, str]]] = {
+    "worldSize": [
+        ("self.min <= self.target", "world_size.min: expected at most world_size.target"),
+        ("self.target <= self.max", "world_size.target: expected at most world_size.max"),
+        (
+            "self.min == oldSelf.min && self.max == oldSelf.max",
+            "world_size: only target may change after the start",
+        ),
+    ],
+    "": [
+        ("has(self.command) != has(self.source)", "command: expected either a command or a source"),
+        (
+            "!(has(oldSelf.cancel) && oldSelf.cancel) || (has(self.cancel) && self.cancel)",
+            "cancel: cannot be taken back",
+        ),
+    ],
+    "bench": [
+        (
+            "!has(self.mode) || self.mode == 'off' || !has(self.placement) || "
+            "self.placement in ['preferred', 'strict']",
+            "bench_placement: expected 'preferred' or 'strict'",
+        )
+    ],
+    "providerFilter": [
+        (
+            "!has(self.include) || !has(self.exclude) || "
+            "!self.exclude.exists(p, p in self.include)",
+            "provider_filter.exclude: expected none of provider_filter.include",
+        )
+    ],
+    "env": _ENV_RULES,
+    "ncclEnv": _ENV_RULES,
+}
+CHANGEABLE = ("worldSize", "cancel")
+
+COLUMNS = [
+    ("Phase", "string", ".status.phase", 0),
+    ("Ready", "integer", ".status.world.ready", 0),
+    ("Target", "integer", ".spec.worldSize.target", 0),
+    ("Min", "integer", ".spec.worldSize.min", 0),
+    ("Max", "integer", ".spec.worldSize.max", 1),
+    ("Message", "string", ".status.message", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+]
+
+
+def render_crd() -> Json:
+    spec = spec_schema()
+    columns = [
+        {"name": name, "type": kind, "jsonPath": path} | ({"priority": wide} if wide else {})
+        for name, kind, path, wide in COLUMNS
+    ]
+    schema = {
+        "type": "object",
+        "description": "One elastic training: a wish, and what was seen of it.",
+        "required": ["spec"],
+        "properties": {"spec": spec, "status": _status_schema()},
+        "x-kubernetes-validations": [
+            {
+                "rule": f"self.metadata.name.matches('{NAME_PATTERN}')",
+                "message": "name: expected 1 to 63 lower-case letters, digits or '-'",
+            }
+        ],
+    }
+    scale = {
+        "specReplicasPath": ".spec.worldSize.target",
+        "statusReplicasPath": ".status.world.ready",
+        "labelSelectorPath": ".status.selector",
+    }
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {"status": {}, "scale": scale},
+        "additionalPrinterColumns": columns,
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"trainings.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": "Training",
+                "listKind": "TrainingList",
+                "plural": "trainings",
+                "singular": "training",
+                "shortNames": ["tr"],
+                "categories": ["all"],
+            },
+            "versions": [version],
+        },
+    }
+
+
+def spec_schema() -> Json:
+    """The spec without its name, which is the object's own."""
+    (root,), parts = msgspec.json.schema_components([TrainingSpec], ref_template="{name}")
+    made = _structural(root, parts)
+    made["properties"].pop("name")
+    made["required"].remove("name")
+    for path, bounds in BOUNDS.items():
+        _at(made, path).update(bounds)
+    for path, rules in RULES.items():
+        _at(made, path)["x-kubernetes-validations"] = [
+            {"rule": rule, "message": message} for rule, message in rules
+        ]
+    made["x-kubernetes-validations"] += [
+        {"rule": _unchanged(field), "message": f"{field}: cannot change after the start"}
+        for field in made["properties"]
+        if field not in CHANGEABLE
+    ]
+    made["description"] = "What is wanted. Only worldSize.target and cancel change later."
+    return made
+
+
+def _unchanged(field: str) -> str:
+    both = f"has(self.{field}) == has(oldSelf.{field})"
+    return f"{both} && (!has(self.{field}) || self.{field} == oldSelf.{field})"
+
+
+def _at(schema: Json, path: str) -> Json:
+    for name in path.split(".") if path else ():
+        schema = schema["properties"][name]
+    return schema
+
+
+def _structural(node: Json, parts: dict[str, Any]) -> Json:
+    """JSON Schema as Kubernetes takes it: no references, no unions with null, no defaults."""
+    if "$ref" in node:
+        return _structural(parts[node["$ref"]], parts)
+    if "anyOf" in node:
+        real = [part for part in node["anyOf"] if part.get("type") != "null"]
+        assert len(real) == 1, f"a union cannot be structural: {node}"
+        return _structural(real[0], parts)
+    made: Json = {key: node[key] for key in ("type", "enum") if key in node}
+    if "enum" in node:
+        made.setdefault("type", "string")
+    if node.get("contentEncoding") == "base64":
+        made["format"] = "byte"
+    if "properties" in node:
+        made["properties"] = {k: _structural(v, parts) for k, v in node["properties"].items()}
+        if required := node.get("required"):
+            made["required"] = list(required)
+    elif isinstance(node.get("additionalProperties"), dict):
+        made["additionalProperties"] = _structural(node["additionalProperties"], parts)
+    if "items" in node and isinstance(node["items"], dict):
+        made["items"] = _structural(node["items"], parts)
+    if "description" in node:
+        made["description"] = node["description"]
+    return made
+
+
+def _status_schema() -> Json:
+    whole = {"type": "integer"}
+    world = dict.fromkeys(("ready", "target", "min", "max"), whole)
+    return {
+        "type": "object",
+        "x-kubernetes-preserve-unknown-fields": True,
+        "properties": {
+            "phase": {"type": "string"},
+            "message": {"type": "string"},
+            "observedGeneration": whole,
+            "selector": {"type": "string"},
+            "world": {
+                "type": "object",
+                "x-kubernetes-preserve-unknown-fields": True,
+                "properties": world,
+            },
+        },
+    }

@@ -1,0 +1,83 @@
+"""The documents say what is: snippets run, links lead somewhere, tables are printed from code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.cli.manual import manual
+from atoll.core.phase import RULES, diagram
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda page: page.as_posix()
+)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if not target.startswith(("https://", "http://", "#")):
+            assert (page.parent / target.partition("#")[0]).exists(), target
+
+
+def test_the_readme_is_short_enough_to_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+def test_the_phase_diagram_is_the_table() -> None:
+    page = ROOT / "docs" / "phases.md"
+    assert blocks(page, "mermaid") == [diagram() + "\n"]
+    for rule in RULES:
+        assert f"`{rule.reason}`" in page.read_text()
+
+
+def test_the_manual_is_the_help() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert page == manual(), "run: python -m atoll.cli.manual > docs/cli.md"
+
+
+def test_every_readme_snippet_is_of_a_kind_that_is_tested() -> None:
+    kinds = {kind for kind, _ in BLOCK.findall((ROOT / "README.md").read_text())}
+    # `text` is output, compared below; `console` is set-up, which `make` does before the tests.
+    assert kinds == {"python", "sh", "text", "console"}
+
+
+def test_readme_python_runs_and_prints_what_it_says(atoll: Any) -> None:
+    (snippet,) = blocks(ROOT / "README.md", "python")
+    done = subprocess.run(
+        [sys.executable, "-c", snippet],
+        cwd=atoll.cwd,
+        env=atoll.env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == blocks(ROOT / "README.md", "text")[0]
+
+
+def test_readme_commands_run_and_print_what_they_say(atoll: Any) -> None:
+    (snippet,) = blocks(ROOT / "README.md", "sh")
+    command = f'atoll() {{ "{sys.executable}" -m atoll.cli "$@"; }}\n{snippet}'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=atoll.cwd, env=atoll.env, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr  # that of the last one, which fails on purpose
+    told = blocks(ROOT / "README.md", "text")[1].splitlines()
+    printed = [line for line in told if line.startswith("[")]
+    assert sorted(done.stdout.splitlines()) == sorted(printed)
+    report = "\n".join(line for line in told if not line.startswith("["))
+    name = re.search(r"sh-\w{5} failed", done.stderr)
+    assert name is not None
+    assert report.replace("sh-k3v9d failed", name[0]) in done.stderr

@@ -1,0 +1,85 @@
+"""The shape of the code: who imports whom, how long files are, what is public."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import atoll
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+MOST_LINES = 400
+LONGER = {"src/atoll/worker/allreduce/allreduce.py": 410}  # to be cut
+
+
+def test_import_contracts_hold() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    assert linter.exists() or shutil.which("lint-imports")
+    done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    everything = [*SOURCES, *(ROOT / "examples").glob("*.py")]
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in everything
+        if (lines := len(path.read_text().splitlines()))
+        > LONGER.get(str(path.relative_to(ROOT)), MOST_LINES)
+    }
+    assert long == {}
+
+
+@pytest.mark.parametrize("name", atoll.__all__)
+def test_public_names_can_be_imported(name: str) -> None:
+    assert getattr(atoll, name) is not None
+    assert name in dir(atoll)
+
+
+def test_importing_atoll_loads_nothing_heavy() -> None:
+    heavy = ("msgspec", "httpx2", "litestar", "uvicorn", "numpy", "torch", "click", "asyncio")
+    code = f"import atoll, sys; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_help_loads_no_client_and_no_server() -> None:
+    heavy = ("httpx2", "litestar", "uvicorn", "numpy", "torch", "asyncio", "sqlite3")
+    code = f"import atoll.cli.main, sys; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_torch_is_never_imported_by_a_module_at_its_top_but_where_it_is_the_point() -> None:
+    """What ranks import must be light: torch comes with `atoll.diloco` alone."""
+    allowed = {"diloco.py", "outer.py", "torchft_manager.py", "torchft_state.py", "stream.py"}
+    at_top = {
+        path.name
+        for path in SOURCES
+        for line in path.read_text().splitlines()
+        if line.startswith(("import torch", "from torch"))
+    }
+    assert at_top <= allowed
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if not (path.read_text().startswith(('"""', 'r"""')))
+    ]
+    assert silent == []
+
+
+def test_every_module_can_be_imported() -> None:
+    for path in SOURCES:
+        if path.name == "__main__.py":
+            continue
+        parts = path.relative_to(ROOT / "src").with_suffix("").parts
+        importlib.import_module(".".join(parts).removesuffix(".__init__"))

@@ -1,0 +1,134 @@
+"""Nodes that fall silent or are removed, and gangs that do not fit: what the cluster does then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.kubernetes.conftest import Operator, Site, Space
+from tests.e2e.kubernetes.nodes import IMAGE, Node
+
+pytestmark = pytest.mark.usefixtures("pods")
+
+Json = dict[str, Any]
+FOREVER = ["sh", "-c", 'trap "exit 7" TERM; echo rank $RANK; sleep 1000 & wait']
+
+
+@pytest.fixture
+def spare(site: Site, spare_node: Callable[[], Node]) -> Iterator[Node]:
+    if not site.is_own:
+        pytest.skip("killing a node of a cluster that others use is no test")
+    node = spare_node()
+    yield node
+    node.stop()
+    site.kubectl("delete", "node", node.name, "--wait=false", is_checked=False)
+
+
+def spread(space: Space) -> None:
+    """Two ranks over the first node and the spare one."""
+    for node in space.site.nodes[1:]:
+        space.site.kubectl("cordon", node.name)
+    try:
+        space.submit("tiny", command=FOREVER, maxRestarts=2)
+        space.until_ready("tiny", 2)
+    finally:
+        for node in space.site.nodes[1:]:
+            space.site.kubectl("uncordon", node.name)
+
+
+def test_a_node_that_falls_silent_costs_its_ranks_one_restart(
+    space: Space, spare: Node, start_operator: Callable[..., Operator]
+) -> None:
+    start_operator("one", "--options", '{"lostNodeS": 2}')
+    spread(space)
+    on_spare = {p["metadata"]["name"] for p in space.pods() if p["spec"]["nodeName"] == spare.name}
+    if not on_spare:
+        pytest.fail("the scheduler put no rank on the spare node")
+    spare.kill_kubelet()
+    status = space.until(
+        "tiny",
+        "all ranks run elsewhere",
+        lambda s: s["world"]["ready"] == 2 and all(r["node"] != spare.name for r in s["ranks"]),
+        timeout=90,
+    )
+    told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
+    assert len(told) == len(on_spare)
+    assert all("HostLost" in text and "does not answer" in text for text in told)
+    others = [r for r in status["ranks"] if r.get("restarts", 0) == 0]
+    assert len(others) == 2 - len(on_spare)
+
+
+def test_a_node_that_is_removed_costs_its_ranks_one_restart(
+    space: Space, spare: Node, start_operator: Callable[..., Operator]
+) -> None:
+    start_operator("one", "--options", '{"lostNodeS": 2}')
+    spread(space)
+    on_spare = [p for p in space.pods() if p["spec"]["nodeName"] == spare.name]
+    assert on_spare
+    spare.kill_kubelet()
+    space.site.kubectl("delete", "node", spare.name)
+    status = space.until(
+        "tiny",
+        "all ranks run elsewhere",
+        lambda s: s["world"]["ready"] == 2 and all(r["node"] != spare.name for r in s["ranks"]),
+        timeout=100,
+    )
+    told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
+    assert len(told) == len(on_spare)
+    assert all("HostLost" in text for text in told)
+
+
+def test_half_a_gang_gives_way_and_comes_back(
+    space: Space, start_operator: Callable[..., Operator]
+) -> None:
+    """Two of four ranks fit. They give way after the timeout, and start once all fit."""
+    options = {"gangTimeoutS": 4, "gangBackoffS": 3}
+    start_operator("one", "--options", json.dumps(options))
+    take_room(space)
+    space.submit(
+        "tiny",
+        command=FOREVER,
+        worldSize={"min": 4, "target": 4, "max": 4},
+        resources={"cpu": f"{cores(space.site) * 450}m"},
+    )
+    status = space.until(
+        "tiny", "two hold room", lambda s: s.get("world", {}).get("ready") == 2, timeout=60
+    )
+    assert status["phase"] == "pending"
+    status = space.until("tiny", "gave way", lambda s: s["world"]["ready"] == 0, timeout=60)
+    space.kubectl("delete", "pod", "squatter", "--wait=false")
+    status = space.until_ready("tiny", 4, timeout=90)
+    assert {r.get("restarts", 0) for r in status["ranks"]} == {0}
+    told = [e["reason"] for e in status["events"]]
+    assert "RankStopped" in told
+    assert "RankLost" not in told
+
+
+def cores(site: Site) -> int:
+    return int(site.json("get", "node", site.nodes[0].name)["status"]["allocatable"]["cpu"])
+
+
+def take_room(space: Space) -> None:
+    """A pod on the second node that leaves no room for ranks there."""
+    container = {
+        "name": "squatter",
+        "image": IMAGE,
+        "command": ["sleep", "1000"],
+        "resources": {"requests": {"cpu": f"{cores(space.site) * 900}m"}},
+    }
+    body = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "squatter"},
+        "spec": {
+            "nodeName": space.site.nodes[1].name,
+            "terminationGracePeriodSeconds": 0,
+            "automountServiceAccountToken": False,
+            "containers": [container],
+        },
+    }
+    space.kubectl("apply", "-f", "-", stdin=body)
+    space.kubectl("wait", "--for=condition=Ready", "pod/squatter", "--timeout=60s")

@@ -1,0 +1,84 @@
+"""The SDK against the server in the cluster: the same calls as on a laptop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import pytest
+
+import atoll
+from tests.e2e.kubernetes.conftest import Operator, Space
+from tests.e2e.kubernetes.control_plane import free_port, wait_for
+from tests.e2e.kubernetes.nodes import IMAGE
+
+pytestmark = pytest.mark.usefixtures("pods")
+
+
+@pytest.fixture
+def client(space: Space, start_operator: Callable[..., Operator]) -> atoll.Client:
+    port = free_port()
+    operator = start_operator("one", "--host", "127.0.0.1", "--port", str(port))
+    made = subprocess.run(
+        [
+            *(sys.executable, "-m", "atoll.operator", "token"),
+            *("--namespace", space.name, "--home", space.name),
+        ],
+        env=operator.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    url = f"http://127.0.0.1:{port}"
+    wait_for("the server is ready", lambda: _is_ready(url))
+    return atoll.Client(url=url, token=made.stdout.strip())
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def test_a_training_runs_scales_and_ends_through_the_sdk(
+    client: atoll.Client, space: Space
+) -> None:
+    training = client.deploy_distributed(
+        name="tiny",
+        command=["sh", "-c", "echo rank $RANK; [ $RANK -lt 3 ] || exit 0; sleep 12"],
+        image=IMAGE,
+        executor="kubernetes",
+        world_size=atoll.WorldSize(min=1, target=2, max=4),
+    )
+    training.wait_until_min_world(timeout=60)
+    assert training.scale(target=3).target == 3
+    assert training.wait_until_target_world(timeout=60).ready == 3
+    assert space.status("tiny")["world"]["ready"] == 3
+    world = training.wait_until_complete(timeout=60)
+    assert (world.ready, training.phase) == (3, "succeeded")
+    assert [e.exit_code for e in training.rank_exits] == [0, 0, 0]
+    lines = {(line.rank, line.text) for line in training.logs()}
+    assert lines == {(0, "rank 0"), (1, "rank 1"), (2, "rank 2")}
+    with pytest.raises(atoll.UDTerminalState):
+        training.scale(target=2)
+    training.delete()
+    wait_for("it is gone", lambda: not space.json("get", "trainings")["items"])
+
+
+def test_a_failure_names_the_rank_and_its_last_words(client: atoll.Client) -> None:
+    training = client.deploy_distributed(
+        name="tiny",
+        command=["sh", "-c", "[ $RANK = 1 ] && { echo no such file; exit 9; }; sleep 100"],
+        image=IMAGE,
+        executor="kubernetes",
+        world_size=atoll.WorldSize(min=2, target=2, max=2),
+    )
+    with pytest.raises(atoll.BelowMinimumWorld, match="rank 1: exit_code=9"):
+        training.wait_until_complete(timeout=60)
+    assert training.root_cause is not None
+    assert training.root_cause.log_tail == ["no such file"]

@@ -1,0 +1,134 @@
+"""Bad input: each gets one line on stderr that says what is wrong and what would be right."""
+
+from __future__ import annotations
+
+import sys
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from atoll.cli.main import main
+
+LONG = "a" * 64
+
+# Words, what the line must say. All of these exit with 2, and nothing was created.
+BAD = [
+    (("run",), "nothing to run: atoll run -n 4 -- python train.py"),
+    (("run", "-n", "4", "--"), "nothing to run"),
+    (("run", "--bogus", "--", "true"), "No such option '--bogus'"),
+    (("frobnicate",), "No such command 'frobnicate'"),
+    (("run", "-n", "0", "--", "true"), "0 is not in the range 1<=x<=10000"),
+    (("run", "-n", "-1", "--", "true"), "-1 is not in the range 1<=x<=10000"),
+    (("run", "-n", "9999999999", "--", "true"), "is not in the range 1<=x<=10000"),
+    (("run", "-n", "many", "--", "true"), "'many' is not a valid integer"),
+    (("run", "-n", "2", "--min", "3", "--", "true"), "--min <= -n <= --max, got 3, 2, 2"),
+    (("run", "-n", "2", "--max", "1", "--", "true"), "--min <= -n <= --max, got 2, 2, 1"),
+    (("run", "--name", "a/b", "--", "true"), "name: 'a/b' is not valid"),
+    (("run", "--name", "..", "--", "true"), "name: '..' is not valid"),
+    (("run", "--name", "Capital", "--", "true"), "expected 1 to 63 lower-case letters"),
+    (("run", "--name", LONG, "--", "true"), "expected 1 to 63 lower-case letters"),
+    (("run", "--name", "", "--", "true"), "name: '' is not valid"),
+    (("run", "--max-restarts", "-1", "--", "true"), "max_restarts: -1 is not valid"),
+    (("run", "--timeout", "-5", "--", "true"), "deadline_s: -5.0 is not valid"),
+    (("run", "--timeout", "nan", "--", "true"), "deadline_s: nan is not valid"),
+    (("run", "--rendezvous", "carrier-pigeon", "--", "true"), "expected 'etcd-v2' or 'c10d'"),
+    (("run", "--uri", "ftp://x", "--", "true"), "rendezvous_uri: 'ftp://x' is not valid"),
+    (("run", "--bench", "always", "--", "true"), "expected 'off' or 'on-start'"),
+    (("run", "--cpu", "lots", "--", "true"), "expected a quantity such as '2', '500m', '4Gi'"),
+    (("run", "-e", "1X=2", "--", "true"), "env: '1X' is not valid"),
+    (("run", "-e", "NOT_SET_HERE", "--", "true"), "expected K=V, or a variable that is set here"),
+    (("run", "-e", "RANK=3", "--", "true"), "atoll sets this one for every rank"),
+    (("status",), "Missing argument 'NAME'"),
+    (("status", "no/such"), "name: 'no/such' is not valid"),
+    (("logs", "x", "--rank", "-1"), "-1 is not in the range x>=0"),
+    (("logs", "x", "--tail", "few"), "'few' is not a valid integer"),
+    (("scale", "x"), "Missing argument 'TARGET'"),
+    (("scale", "x", "more"), "'more' is not a valid integer"),
+    (("wait", "x", "--for", "ever"), "'ever' is not one of 'min', 'target', 'complete'"),
+    (("wait", "x", "--timeout", "-1"), "-1.0 is not in the range x>=0"),
+    (("cancel",), "Missing argument 'NAMES...'"),
+    (("rm",), "give names, or --finished"),
+    (("rm", "x", "--finished"), "give names, or --finished"),
+    (("ps", "--phase", "sleeping"), "'sleeping' is not one of"),
+    (("serve", "--port", "70000"), "70000 is not in the range 0<=x<=65535"),
+    (("serve", "--slots", "0"), "0 is not in the range x>=1"),
+    (("token", "create", "--namespace", "No"), "namespace: 'No' is not valid"),
+    (("estimate", "--parameters", "big", "--step-s", "1", "--link-gbps", "1"), "expected a count"),
+    (("completion", "tcsh"), "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
+    (("top", "--interval", "0"), "0.0 is not in the range"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), BAD, ids=[" ".join(words)[:60] for words, _ in BAD])
+def test_bad_usage_is_one_line_and_2(
+    words: tuple[str, ...], told: str, monkeypatch: Any, capfd: Any, tmp_path: Any
+) -> None:
+    """In this process, for speed; that no state directory appears shows that nothing was asked."""
+    monkeypatch.setattr(sys, "argv", ["atoll", *words])
+    monkeypatch.setenv("ATOLL_STATE_DIR", str(tmp_path / "state"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capfd.readouterr()
+    _check(CompletedProcess(words, ended.value.code, out, err), 2, told)
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("status", "nobody"), "training 'nobody' not found: 'atoll ps' lists what is there"),
+        (("scale", "nobody", "2"), "training 'nobody' not found"),
+        (("cancel", "nobody"), "training 'nobody' not found"),
+        (("logs", "nobody"), "training 'nobody' not found"),
+        (("token", "rm", "feedfacefeed"), "token 'feedfacefeed' not found"),
+        (("serve", "--state-dir", "/proc/nowhere"), "cannot keep state in /proc/nowhere"),
+    ],
+)
+def test_what_is_not_there_is_one_line_and_1(atoll: Any, words: tuple[str, ...], told: str) -> None:
+    _check(atoll(*words), 1, told)
+
+
+def test_what_the_training_refuses_is_one_line_and_1(atoll: Any) -> None:
+    assert atoll("up", "--name", "taken", "-n", "2", "--", "sleep", "60").returncode == 0
+    _check(atoll("up", "--name", "taken", "--", "true"), 1, "a training named 'taken' exists")
+    _check(atoll("scale", "taken", "5"), 1, "target 5 is outside [2, 2]")
+    _check(atoll("scale", "taken", "-1"), 1, "target -1 is outside [2, 2]")
+    assert atoll("cancel", "taken").returncode == 0
+    assert atoll("wait", "taken").returncode == 1
+    _check(atoll("scale", "taken", "2"), 1, "the training is cancelled, cannot scale to 2")
+    assert atoll("rm", "taken").returncode == 0
+
+
+def test_a_control_plane_that_is_not_there_is_one_line(atoll: Any) -> None:
+    done = atoll("ps", ATOLL_URL="http://127.0.0.1:9", ATOLL_TOKEN="x")
+    _check(done, 1, "cannot reach 127.0.0.1:9")
+    assert "ATOLL_URL" in done.stderr
+    _check(atoll("ps", ATOLL_URL="nonsense"), 2, "expected http://host:port or https://host")
+
+
+def test_a_wrong_token_is_refused_with_what_to_do(atoll: Any) -> None:
+    _check(atoll("ps", ATOLL_TOKEN="atoll_wrong"), 1, "'atoll token create'")
+
+
+def test_a_port_in_use_and_a_directory_in_use_are_named(atoll: Any, tmp_path: Any) -> None:
+    assert atoll("ps").returncode == 0
+    _check(atoll("serve", "--port", "0"), 1, "one control plane a state directory", lines=2)
+    url = (atoll.state / "endpoint.json").read_text()
+    port = url.split("127.0.0.1:")[1].split('"')[0]
+    done = atoll("serve", "--port", port, "--state-dir", str(tmp_path / "other"))
+    _check(done, 1, f"cannot listen on 127.0.0.1:{port}", lines=2)
+
+
+def test_no_words_at_all_print_the_help(atoll: Any) -> None:
+    done = atoll()
+    assert done.returncode == 2
+    assert "Commands:" in done.stdout + done.stderr
+
+
+def _check(done: Any, code: int, told: str, *, lines: int = 1) -> None:
+    assert done.returncode == code, done.stdout + done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == lines, done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,89 @@
+"""What only a terminal shows: the live line, colours, Ctrl-C, screens."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from tests.e2e.conftest import is_alive, until
+
+SLEEPER = "echo up $$; sleep 60"
+STUBBORN = "trap '' TERM; echo up $$; while :; do sleep 0.1; done"
+
+
+def test_the_world_is_a_live_line_below_coloured_logs(atoll: Any) -> None:
+    terminal = atoll.in_terminal("run", "-n", "2", "--name", "live", "--", "sh", "-c", SLEEPER)
+    for shown in ("── live  ready 2/2", "\x1b[36m[0]\x1b[0m up", "\x1b[33m[1]\x1b[0m up"):
+        terminal.read_until(shown)
+    terminal.press("\x03")
+    assert terminal.code() == 130
+    assert terminal.text.rstrip().endswith("atoll: live was cancelled")
+
+
+def test_ctrl_c_cancels_and_waits_for_the_ranks(atoll: Any) -> None:
+    terminal = atoll.in_terminal("run", "--name", "stopped", "--", "sh", "-c", SLEEPER)
+    pid = _pid(terminal)
+    terminal.press("\x03")
+    assert terminal.code() == 130
+    assert not is_alive(pid)
+    assert "cancelling the training; once more to leave at once" in terminal.text
+    assert atoll.json("status", "stopped")["phase"] == "cancelled"
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_the_ranks_are_stopped_all_the_same(atoll: Any) -> None:
+    terminal = atoll.in_terminal(
+        "run", "--name", "stubborn", "--stop-grace", "2", "--", "sh", "-c", STUBBORN
+    )
+    pid = _pid(terminal)
+    terminal.press("\x03")
+    terminal.read_until("once more to leave at once")
+    terminal.press("\x03")
+    assert terminal.code() == 128 + signal.SIGINT
+    assert "the training is being cancelled" in terminal.text
+    assert "was cancelled" not in terminal.text
+    assert atoll("wait", "stubborn").returncode == 1
+    until(lambda: not is_alive(pid))
+
+
+def test_no_color_means_no_colour_but_still_the_line(atoll: Any) -> None:
+    terminal = atoll.in_terminal("run", "--name", "plain", "--", "sh", "-c", SLEEPER, NO_COLOR="1")
+    terminal.read_until("── plain  ready 1/1")
+    terminal.read_until("[0] up")
+    assert "\x1b[3" not in terminal.text
+    terminal.press("\x03")
+    assert terminal.code() == 130
+
+
+def test_colour_can_be_forced_where_there_is_no_terminal(atoll: Any) -> None:
+    assert "\x1b[36m[0]\x1b[0m hi" in atoll("run", "--", "echo", "hi", FORCE_COLOR="1").stdout
+    assert "\x1b" not in atoll("run", "--", "echo", "hi").stdout
+
+
+def test_status_w_draws_until_the_end_and_top_draws_until_ctrl_c(atoll: Any) -> None:
+    assert atoll("up", "--name", "watched", "-n", "2", "--", "sleep", "60").returncode == 0
+    top = atoll.in_terminal("top", "--interval", "0.1")
+    top.read_until("watched")
+    status = atoll.in_terminal("status", "-w", "watched")
+    status.read_until("2/2 ready")
+    assert atoll("scale", "watched", "3").returncode == 1  # out of its bounds
+    assert atoll("cancel", "watched").returncode == 0
+    assert status.code() == 0
+    assert "was cancelled" in status.text
+    top.press("\x03")
+    assert top.code() == 130
+
+
+def test_a_progress_bar_shows_as_it_would_have_been_left(atoll: Any) -> None:
+    bar = r"printf '10%%\r50%%\r100%%\n'; sleep 60"
+    terminal = atoll.in_terminal("run", "--name", "bar", "--", "sh", "-c", bar)
+    terminal.read_until("100%")
+    assert "50%" not in terminal.text
+    terminal.press("\x03")
+    assert terminal.code() == 130
+
+
+def _pid(terminal: Any) -> int:
+    """Of the rank, as it said."""
+    terminal.read_until("── ")
+    until(lambda: "up " in terminal._read())
+    return int(terminal.text.split("up ")[1].split()[0])

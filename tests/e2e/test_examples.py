@@ -1,0 +1,71 @@
+"""Every file in examples/, run as its own first lines say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PY = sys.executable
+RUN = [PY, "-m", "atoll.cli", "run"]
+
+# File, the command that runs it, what it must print.
+TABLE: list[tuple[str, list[str], list[str]]] = [
+    (
+        "quickstart.py",
+        [PY],
+        [
+            "WorldStatus(ready=6, target=6, min=2, max=6, below_minimum=False)",
+            "LogLine(rank=5, text='rank 5: step 19')",
+        ],
+    ),
+    (
+        "elastic.py",
+        [PY],
+        ["RankRestarting      rank 1: SIGKILL", "Scaled              target 2 -> 4", "of 60 items"],
+    ),
+    (
+        "torch_distributed.py",
+        [*RUN, "-n", "2", "--", PY],
+        [f"[{rank}] rank {rank} of 2: the sum of all ranks is 1" for rank in range(2)],
+    ),
+    (
+        "diloco_minimal.py",
+        [*RUN, "-n", "2", "--", PY],
+        [f"[{rank}] rank {rank}: loss" for rank in range(2)],
+    ),
+    (
+        "diloco_gpt.py",
+        [*RUN, "-n", "2", "-e", "ROUNDS=2", "--", PY],
+        ["[0] round 1 roster [0, 1]", "[1] round 1 roster [0, 1]", "validation loss"],
+    ),
+    (
+        "demo.py",
+        [PY],
+        ["it is started again", "rank 1 is back", "scaled to 3", "the same on every rank"],
+    ),
+]
+ARGUMENTS = {"demo.py": ["2", "3"]}
+
+
+@pytest.mark.timeout(400)  # each loads torch several times over, which a busy machine drags out
+@pytest.mark.parametrize(("name", "command", "told"), TABLE, ids=[row[0] for row in TABLE])
+def test_example(atoll: Any, name: str, command: list[str], told: list[str]) -> None:
+    done = subprocess.run(
+        [*command, str(EXAMPLES / name), *ARGUMENTS.get(name, [])],
+        cwd=atoll.cwd,
+        env=atoll.env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in told:
+        assert line in done.stdout
+
+
+def test_every_example_is_in_the_table() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {row[0] for row in TABLE}

@@ -1,0 +1,122 @@
+"""The basilica dialect over HTTP, where its clients cannot look: bodies, namespaces, limits."""
+
+from __future__ import annotations
+
+import threading
+from datetime import datetime
+from typing import Any
+
+import pytest
+from tests.integration.face.conftest import Served
+
+from atoll.server import deployments
+
+
+def body(name: str, **distributed: Any) -> dict[str, Any]:
+    world = {"min": 1, "target": 2, "max": 4}
+    block = {"worldSize": world, "command": "true", "rendezvous": {"backend": "c10d"}}
+    return {"instanceName": name, "image": "x", "distributed": {**block, **distributed}}
+
+
+def test_a_followed_log_ends_before_the_client_gives_up(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert deployments.FOLLOW_LIMIT_S < 1200
+    monkeypatch.setattr(deployments, "FOLLOW_LIMIT_S", 0.5)
+    served.create("a")
+    served.see("a", "ready", 2)
+    answer = served.http.get("/deployments/a/logs?follow=true&tail=3")
+    assert answer.status_code == 200
+    assert answer.text.splitlines()[0] == "[rank 0] line 0"
+
+
+def test_an_error_has_the_body_that_the_client_reads(served: Served) -> None:
+    for method, path, status in [
+        ("GET", "/deployments/nobody", 404),
+        ("POST", "/deployments/nobody/scale-distributed", 400),
+        ("POST", "/rentals", 501),
+        ("GET", "/v2/secure-cloud/gpu-prices", 501),
+    ]:
+        answer = served.http.request(method, path)
+        error = answer.json()["error"]
+        assert answer.status_code == status
+        assert set(error) == {"code", "message", "timestamp", "retryable"}
+        assert error["code"].startswith("BASILICA_API_")
+        assert datetime.fromisoformat(error["timestamp"]).utcoffset() is not None
+        assert answer.headers["connection"] == "close"
+
+
+def test_a_namespace_sees_only_its_own_deployments(served: Served) -> None:
+    served.create("mine")
+    with served.client("two") as other:
+        assert other.get("/deployments").json() == {"deployments": [], "total": 0}
+        for path in ("", "/logs", "/events"):
+            assert other.get(f"/deployments/mine{path}").status_code == 404
+        assert other.delete("/deployments/mine").status_code == 404
+    assert served.http.get("/deployments").json()["total"] == 1
+
+
+def test_create_answers_as_soon_as_the_ranks_are_there(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployments, "SETTLE_S", 30.0)
+    answers: list[Any] = []
+
+    def create() -> None:
+        answers.append(served.http.post("/deployments", json=body("a")))
+
+    thread = threading.Thread(target=create)
+    thread.start()
+    served.wait_for(lambda: bool(served.do(served.store.list("one"))))
+    served.see("a", "ready", 2)
+    thread.join(20)
+    assert answers[0].status_code == 201
+    assert answers[0].json()["distributed"]["worldSize"]["ready"] == 2
+
+
+def test_a_name_that_is_being_given_up_is_waited_for(served: Served) -> None:
+    served.create("a")
+    assert served.http.delete("/deployments/a").json()["state"] == "Terminating"
+    timer = threading.Timer(0.3, served.remove, ["a"])
+    timer.start()
+    answer = served.http.post("/deployments", json=body("a"))
+    timer.join()
+    assert answer.status_code == 201
+    assert answer.json()["phase"] == "pending"
+
+
+def test_a_restart_keeps_the_spec_and_starts_anew(served: Served) -> None:
+    served.http.post("/deployments", json=body("a", nccl={"env": {"NCCL_DEBUG": "INFO"}}))
+    before = served.do(served.store.get(("one", "a")))
+    timer = threading.Timer(0.3, served.remove, ["a"])
+    timer.start()
+    assert served.http.post("/deployments/a/restart", json={}).status_code == 200
+    timer.join()
+    after = served.do(served.store.get(("one", "a")))
+    assert after.spec == before.spec
+    assert after.uid != before.uid
+
+
+def test_a_scale_is_in_the_answer_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployments, "SETTLE_S", 0.0)
+    served.create("a")
+    served.see("a", "ready", 2)
+    answer = served.http.post("/deployments/a/scale-distributed", json={"target": 1}).json()
+    assert answer["distributed"]["worldSize"] == {
+        "ready": 0, "target": 1, "min": 1, "max": 4, "belowMinimum": False
+    }  # fmt: skip
+
+
+def test_an_executor_that_is_not_there_may_come_back(served: Served) -> None:
+    served.create("a")
+
+    async def move() -> None:
+        from msgspec.structs import replace
+
+        found = await served.store.get(("one", "a"))
+        await served.store.update_spec(replace(found, spec=replace(found.spec, executor="gone")))
+
+    served.do(move())
+    answer = served.http.get("/deployments/a/logs")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["retryable"] is True

@@ -1,0 +1,221 @@
+"""The user's own control plane: started once, found by all, replaced when it is dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+import atoll
+from atoll.core.errors import Permanent
+from atoll.sdk.embedded import read_token, running, start, state_dir
+
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state directory of our own; whatever serves it afterwards is stopped."""
+    found = tmp_path / "state"
+    monkeypatch.setenv("ATOLL_STATE_DIR", str(found))
+    monkeypatch.delenv("ATOLL_URL", raising=False)
+    monkeypatch.delenv("ATOLL_TOKEN", raising=False)
+    yield found
+    if running(found):
+        with atoll.Client() as client:
+            for training in client.list():
+                training.delete()
+        stop(found)
+
+
+def told(where: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((where / "endpoint.json").read_text())
+    return found
+
+
+def stop(where: Path, how: signal.Signals = signal.SIGTERM) -> None:
+    pid = int(str(told(where)["pid"]))
+    os.kill(pid, how)
+    until(lambda: not running(where))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_first_call_starts_it_and_later_ones_find_it(where: Path) -> None:
+    assert not where.exists()
+    atoll.Client()  # making a client starts nothing
+    assert not where.exists()
+    with atoll.Client() as client:
+        client.deploy_distributed("a", command=["true"]).result(PATIENCE_S)
+    first = told(where)
+    code = "import atoll; print([t.phase for t in atoll.Client().list()])"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (other.stdout.strip(), other.stderr) == ("['succeeded']", "")
+    assert told(where) == first
+
+
+def test_only_the_user_can_use_it(where: Path) -> None:
+    with atoll.Client() as client:
+        client.list()
+    assert stat.S_IMODE(where.stat().st_mode) == 0o700
+    for name in ("token", "endpoint.json"):
+        assert stat.S_IMODE((where / name).stat().st_mode) == 0o600
+    url = str(told(where)["url"])
+    assert url.startswith("http://127.0.0.1:")
+    assert httpx2.get(f"{url}/v1/trainings").status_code == 401
+    token = read_token(where)
+    for file in where.rglob("*"):
+        if file.is_file() and file.name != "token":
+            assert token.encode() not in file.read_bytes()
+
+
+def test_ten_programs_at_once_start_one(where: Path) -> None:
+    code = textwrap.dedent("""
+        import atoll, sys
+        client = atoll.Client()
+        client.deploy_distributed("t-" + sys.argv[1], command=["true"]).result(60)
+        print(client.endpoint.address().url)
+    """)
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(number)], stdout=subprocess.PIPE, text=True
+        )
+        for number in range(10)
+    ]
+    urls = [program.communicate(timeout=100)[0].strip() for program in programs]
+    assert [program.returncode for program in programs] == [0] * 10
+    assert len(set(urls)) == 1
+    with atoll.Client() as client:
+        assert len(client.list(phase="succeeded")) == 10
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_one_that_is_gone_is_replaced_and_its_ranks_were_not_disturbed(
+    where: Path, how: signal.Signals, tmp_path: Path
+) -> None:
+    with atoll.Client() as client:
+        script = f"echo started; while [ ! -e {tmp_path / 'go'} ]; do sleep 0.05; done; echo done"
+        t = client.deploy_distributed("a", command=["sh", "-c", script], world_size=2)
+        t.wait_until_target_world(PATIENCE_S)
+        before = told(where)
+        stop(where, how)
+        (tmp_path / "go").touch()
+        # The same client finds the new one by itself.
+        assert t.result(PATIENCE_S).ready == 2
+        assert told(where)["pid"] != before["pid"]
+        texts = sorted(line.text for line in t.logs())
+        assert texts == ["done", "done", "started", "started"]
+        assert [(e.rank, e.exit_code, e.restart_count) for e in t.rank_exits] == [
+            (0, 0, 0),
+            (1, 0, 0),
+        ]
+
+
+def test_shutdown_is_prompt_with_open_watches_and_follows(where: Path, tmp_path: Path) -> None:
+    with atoll.Client() as client:
+        t = client.deploy_distributed("a", command=["sleep", "600"], wait="min")
+        address = client.endpoint.address()
+        http = httpx2.Client(
+            base_url=address.url, headers={"Authorization": f"Bearer {address.token}"}, timeout=60
+        )
+        paths = (f"/v1/trainings/{t.name}?watch", f"/v1/trainings/{t.name}/logs?follow=true")
+        with http, http.stream("GET", paths[0]) as watch, http.stream("GET", paths[1]) as follow:
+            chunks = watch.iter_raw()
+            next(chunks)
+            os.kill(int(str(told(where)["pid"])), signal.SIGTERM)
+            for stream in (chunks, follow.iter_raw()):
+                list(stream)  # ends, and not by a broken connection
+        until(lambda: not running(where))
+        assert "Traceback" not in (where / "server.log").read_text()
+        assert t.phase == "ready"
+
+
+def test_a_lying_endpoint_file_is_not_believed(where: Path) -> None:
+    where.mkdir(mode=0o700)
+    for text in (
+        "",
+        "rubbish",
+        "[]",
+        '{"url": "http://127.0.0.1:1"}',
+        json.dumps({"url": "http://127.0.0.1:1", "pid": os.getpid(), "startTime": "1"}),
+        json.dumps({"url": "http://127.0.0.1:1", "pid": 2**30, "startTime": "1"}),
+    ):
+        (where / "endpoint.json").write_text(text)
+        assert running(where) is None
+    with atoll.Client() as client:
+        assert client.list() == []
+
+
+def test_two_control_planes_never_share_a_state_directory(where: Path) -> None:
+    with atoll.Client() as client:
+        client.list()
+    with pytest.raises(Permanent, match="one control plane a state directory"):
+        start(where)
+    with atoll.Client() as client:
+        assert client.list() == []
+
+
+def test_a_state_directory_that_cannot_be_made_is_said_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATOLL_STATE_DIR", str(tmp_path / "file" / "state"))
+    monkeypatch.delenv("ATOLL_URL", raising=False)
+    with atoll.Client() as client, pytest.raises(Permanent, match="set ATOLL_STATE_DIR"):
+        client.list()
+
+
+def test_where_state_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATOLL_STATE_DIR", "/a/b")
+    assert state_dir() == Path("/a/b")
+    monkeypatch.delenv("ATOLL_STATE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", "/x")
+    assert state_dir() == Path("/x/atoll")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert state_dir() == tmp_path / ".local/state/atoll"
+
+
+def test_the_environment_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_URL", "http://example.org:1/")
+    monkeypatch.setenv("ATOLL_TOKEN", "secret")
+    assert atoll.Client().endpoint.address() == ("http://example.org:1", "secret")
+    assert atoll.Client("http://other:2", "t").endpoint.address() == ("http://other:2", "t")
+
+
+@pytest.mark.parametrize("url", ["example.org", "ftp://x", "http://", "unix:///x"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(atoll.ValidationError) as caught:
+        atoll.Client(url)
+    assert caught.value.field == "url"
+
+
+def test_ranks_find_the_programs_of_their_caller(
+    where: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with atoll.Client() as client:
+        client.list()  # started before PATH changed
+        tools = tmp_path / "tools"
+        tools.mkdir()
+        (tools / "my-tool").write_text("#!/bin/sh\necho found in $PWD\n")
+        (tools / "my-tool").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+        monkeypatch.chdir(tmp_path)
+        t = client.deploy_distributed("path", command=["my-tool"])
+        t.result(PATIENCE_S)
+        assert [line.text for line in t.logs()] == [f"found in {tmp_path}"]

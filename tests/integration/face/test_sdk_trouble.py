@@ -1,0 +1,198 @@
+"""Waits over a real network that breaks, and servers that go away and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import atoll
+from atoll import BelowMinimumWorld
+from atoll.core.errors import Denied, NotFound, Temporary
+
+from .conftest import Served
+
+
+class Proxy:
+    """A line to the server that can be cut, refused or left silent."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._target = host, int(port)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.is_refusing = False
+        self.is_silent = False
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here, _ = self._listening.accept()
+            except OSError:
+                return
+            self.connections += 1
+            if self.is_refusing:
+                here.close()
+                continue
+            there = socket.create_connection(self._target)
+            self._pairs.append((here, there))
+            for a, b in ((here, there), (there, here)):
+                threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not self.is_silent:
+                    sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
+
+    def close(self) -> None:
+        self._listening.close()
+        self.cut()
+
+
+@pytest.fixture
+def proxy(served: Served) -> Iterator[Proxy]:
+    found = Proxy(served.url)
+    yield found
+    found.close()
+
+
+def waiting(
+    training: atoll.DistributedTraining, is_async: bool, timeout: float
+) -> threading.Thread:
+    """A wait in the background; its outcome is an attribute of the thread."""
+
+    class Wait(threading.Thread):
+        outcome: object = None
+
+        def run(self) -> None:
+            try:
+                if is_async:
+                    self.outcome = asyncio.run(training.wait_until_complete_async(timeout))
+                else:
+                    self.outcome = training.wait_until_complete(timeout)
+            except Exception as error:
+                self.outcome = error
+
+    thread = Wait()
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_wait_survives_cut_connections(served: Served, proxy: Proxy, is_async: bool) -> None:
+    served.create("a")
+    with atoll.Client(proxy.url, "token-one") as client:
+        wait = waiting(client.get("a"), is_async, 60)
+        for _ in range(3):
+            served.wait_for(lambda: len(served.streams) == 1)
+            proxy.is_refusing = True
+            proxy.cut()
+            before = proxy.connections
+            served.wait_for(lambda b=before: proxy.connections > b)  # type: ignore[misc]
+            proxy.is_refusing = False
+            served.wait_for(lambda: len(served.streams) == 1)
+        served.see("a", "succeeded", 2)
+        wait.join(30)
+        assert wait.outcome.ready == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failure_while_the_line_was_cut_is_seen(
+    served: Served, proxy: Proxy, is_async: bool
+) -> None:
+    served.create("a")
+    with atoll.Client(proxy.url, "token-one") as client:
+        wait = waiting(client.get("a"), is_async, 60)
+        served.wait_for(lambda: len(served.streams) == 1)
+        proxy.is_refusing = True
+        proxy.cut()
+        served.see("a", "failed")
+        proxy.is_refusing = False
+        wait.join(30)
+        assert isinstance(wait.outcome, BelowMinimumWorld)  # type: ignore[attr-defined]
+        assert wait.outcome.timeout is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_silent_line_does_not_hold_a_wait_past_its_deadline(
+    served: Served, proxy: Proxy, is_async: bool
+) -> None:
+    """The heartbeats stop in the middle; the last read goes unanswered too."""
+    served.create("a")
+    with atoll.Client(proxy.url, "token-one") as client:
+        wait = waiting(client.get("a"), is_async, 2)
+        served.wait_for(lambda: len(served.streams) == 1)
+        proxy.is_silent = True
+        wait.join(30)
+        assert isinstance(wait.outcome, BelowMinimumWorld)  # type: ignore[attr-defined]
+        assert wait.outcome.timeout == 2  # type: ignore[attr-defined]
+
+
+def test_nobody_there_is_said_plainly() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with atoll.Client(f"http://127.0.0.1:{port}", "t") as client:
+        with pytest.raises(Temporary, match=f"cannot reach 127.0.0.1:{port}"):
+            client.get("a")
+
+
+def test_a_token_that_is_not_known_is_denied(served: Served) -> None:
+    for token in (None, "wrong"):
+        with atoll.Client(served.url, token) as client, pytest.raises(Denied):
+            client.list()
+
+
+def test_a_training_removed_while_waited_for(served: Served) -> None:
+    served.create("a")
+    with served.sdk() as client:
+        wait = waiting(client.get("a"), False, 60)
+        served.wait_for(lambda: len(served.streams) == 1)
+        served.remove("a")
+        wait.join(30)
+        assert isinstance(wait.outcome, NotFound)  # type: ignore[attr-defined]
+
+
+def test_followed_logs_go_on_over_a_restart_without_a_line_lost_or_repeated(
+    served: Served, proxy: Proxy
+) -> None:
+    served.create("a")
+    with atoll.Client(proxy.url, "token-one") as client:
+        lines: list[str] = []
+        reader = threading.Thread(
+            target=lambda: lines.extend(line.text for line in client.get("a").stream_logs())
+        )
+        reader.start()
+        served.wait_for(lambda: len(served.streams) == 1)
+        proxy.cut()
+        served.wait_for(lambda: len(served.streams) == 1)
+        served.see("a", "succeeded", 2)
+        reader.join(30)
+        assert sorted(lines) == sorted(["line 0", "line 1", "line 2"] * 2)
+
+
+def test_a_wait_that_fails_leaves_a_training_that_can_be_found(served: Served) -> None:
+    with served.sdk() as client:
+        with pytest.raises(BelowMinimumWorld) as caught:
+            client.deploy_distributed("f", command=["true"], wait="target", timeout=0.1)
+        assert caught.value.required_min == 1
+        assert "client.get('f')" in caught.value.__notes__[0]
+        assert client.get("f").phase == ""

@@ -1,0 +1,89 @@
+"""The OpenAPI document is true: schemathesis holds the server to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    ignored_auth,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from atoll.server import api, health
+from atoll.server.gauges import Gauges
+from atoll.server.openapi import document
+
+from .conftest import Served
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    ignored_auth,
+    unsupported_method,
+]
+
+
+@pytest.fixture(scope="module")
+def document_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    server = Served(tmp_path_factory.mktemp("openapi"))
+    server.create("there")
+    server.create("over")
+    server.see("over", "failed")
+    yield server
+    server.close()
+
+
+ROWS = (*api.NATIVE, *health.operations(Gauges()))
+schema = schemathesis.openapi.from_dict(document(ROWS, api.STREAMED))
+
+
+schema.config.generation.update(with_security_parameters=False)
+
+
+@schema.parametrize()
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_server_does_what_its_document_says(case: Any, document_server: Served) -> None:
+    if case.query and "watch" in case.query:
+        # An endless answer would be waited for.
+        if isinstance(case.query.get("timeout", 1), int | float):
+            case.query["timeout"] = 0.01
+    if case.query and "follow" in case.query:
+        case.path_parameters["name"] = "over"
+    elif case.meta.generation.mode.is_positive and "name" in (case.path_parameters or {}):
+        name = case.path_parameters["name"]
+        case.path_parameters["name"] = ("there", "over", name)[len(name) % 3]
+    case.call_and_validate(
+        base_url=document_server.url,
+        headers={"Authorization": "Bearer token-one"},
+        checks=CHECKS,
+        timeout=20,
+    )
+
+
+def test_every_row_is_a_route_and_every_route_is_documented(document_server: Served) -> None:
+    told = document_server.http.get("/openapi.json").json()
+    assert told == document(ROWS, api.STREAMED)
+    rows = {(op.method, op.path) for op in ROWS}
+    found = {(method.upper(), path) for path, item in told["paths"].items() for method in item}
+    assert found == rows
+    for method, path in rows:
+        answer = document_server.http.request(method, path.replace("{name}", "missing"))
+        assert answer.status_code not in (405, 500)
+
+
+def test_operation_ids_are_unique(document_server: Served) -> None:
+    told = document_server.http.get("/openapi.json").json()
+    ids = [op["operationId"] for item in told["paths"].values() for op in item.values()]
+    assert len(ids) == len(set(ids))

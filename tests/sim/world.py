@@ -1,0 +1,270 @@
+"""A simulated machine for ranks, with a virtual clock, and faults wherever there is a step.
+
+The executor here is a model of what every real one promises: it accepts wishes durably, restarts
+within the budget by itself, shows itself late, and may lose its supervisor or all its memory.
+What truly happened is kept apart from what is shown, for the invariants to compare with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from atoll.core.errors import Permanent, Temporary
+from atoll.core.journal import Attempt, GangState
+from atoll.core.plan import STALE_S
+from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
+
+
+class Crash(BaseException):
+    """The controller was killed at this step."""
+
+
+@dataclass
+class Run:
+    """One attempt of one rank, as it truly was."""
+
+    rank: int
+    attempt: int
+    restarts: int
+    started_at: float
+    ends_at: float
+    code: int
+    ended_at: float | None = None
+    shown_code: int | None = None  # what can be learned of it
+    is_forgotten: bool = False  # the executor lost its memory of it
+
+
+@dataclass
+class Machine:
+    """The truth about one training's ranks."""
+
+    random: random.Random
+    spec_restarts: int
+    state: GangState = field(default_factory=GangState)
+    runs: list[Run] = field(default_factory=list)
+    is_supervised: bool = False
+    stop_at: dict[int, float] = field(default_factory=dict)
+    starts_at: dict[tuple[int, int], float] = field(default_factory=dict)
+    history: list[tuple[float, Seen]] = field(default_factory=list)
+    fail_chance: float = 0.2
+    is_released: bool = False
+
+    def alive(self) -> list[Run]:
+        return [run for run in self.runs if run.ended_at is None]
+
+    def accept(self, wish: Wish, now: float) -> None:
+        self.is_released = False
+        if wish.version < self.state.version:
+            return
+        redo = {str(rank): attempt for rank, attempt in wish.redo.items()}
+        self.state.fold(
+            {"t": "applied", "version": wish.version, "size": wish.size, "redo": redo, "at": now}
+        )
+        self.is_supervised = True
+        self.remember(now)
+
+    def advance(self, now: float) -> bool:
+        """Everything due by `now` happens. True if anything did."""
+        changed = False
+        for run in self.alive():
+            changed |= self._maybe_end(run, now)
+        if self.is_supervised:
+            changed |= self._start_due(now)
+        if changed:
+            self.remember(now)
+        return changed
+
+    def _maybe_end(self, run: Run, now: float) -> bool:
+        is_wanted = self.is_supervised and run.rank < (self.state.size or 0)
+        if self.is_supervised and not is_wanted and run.rank not in self.stop_at:
+            self.stop_at[run.rank] = now + self.random.choice([0.01, 0.5, 2.0])
+        stop_at = self.stop_at.get(run.rank, float("inf"))
+        if min(run.ends_at, stop_at) > now:
+            return False
+        is_stopped = stop_at < run.ends_at
+        self._end(run, min(run.ends_at, stop_at), 143 if is_stopped else run.code, is_stopped)
+        self.stop_at.pop(run.rank, None)
+        return True
+
+    def _end(self, run: Run, at: float, code: int | None, stopped: bool, reason: str = "") -> None:
+        run.ended_at, run.shown_code = at, code
+        self.state.fold(
+            {
+                "t": "exit",
+                "rank": run.rank,
+                "attempt": run.attempt,
+                "code": code,
+                "stopped": stopped,
+                "at": at,
+                "signal": None,
+                "reason": reason or ("Completed" if code == 0 else "Error"),
+            }
+        )
+
+    def _start_due(self, now: float) -> bool:
+        changed = False
+        for due in list(self.state.due(self.spec_restarts)):
+            name = (due.rank, due.attempt)
+            at = self.starts_at.setdefault(name, max(due.at, now) + self.random.random())
+            if at > now:
+                continue
+            life = self.random.choice([0.05, 1.0, 5.0, 30.0])
+            code = self.random.choice([1, 3, 137]) if self.random.random() < self.fail_chance else 0
+            run = Run(due.rank, due.attempt, due.restarts, at, at + life, code)
+            self.runs.append(run)
+            self.state.fold(
+                {
+                    "t": "start",
+                    "rank": due.rank,
+                    "attempt": due.attempt,
+                    "restarts": due.restarts,
+                    "pid": 1,
+                    "born": 1,
+                    "at": at,
+                }
+            )
+            changed = True
+        return changed
+
+    def next_time(self, now: float) -> float | None:
+        times = [min(r.ends_at, self.stop_at.get(r.rank, r.ends_at)) for r in self.alive()]
+        if self.is_supervised:
+            for due in self.state.due(self.spec_restarts):
+                times.append(self.starts_at.get((due.rank, due.attempt), max(due.at, now)))
+        return min(times, default=None)
+
+    def supervisor_dies(self, now: float) -> None:
+        for run in self.alive():
+            self._end(run, now, self.random.choice([None, 137]), False, "SupervisorLost")
+        self.is_supervised = False
+        self.stop_at.clear()
+        self.remember(now)
+
+    def is_wiped(self, now: float) -> None:
+        """The host is gone with all it knew."""
+        for run in self.alive():
+            run.ended_at, run.shown_code = now, None
+        for run in self.runs:
+            run.is_forgotten = True
+        self.state = GangState()
+        self.starts_at.clear()
+        self.stop_at.clear()
+        self.is_supervised = False
+        self.history.clear()  # late answers come from the same memory
+
+    def shown_at(self, at: float) -> Seen:
+        """What was true then. Times before the first wish show nothing."""
+        return next((seen for when, seen in reversed(self.history) if when <= at), Seen())
+
+    def remember(self, now: float) -> None:
+        self.history.append((now, self.show()))
+
+    def show(self) -> Seen:
+        wish = None
+        if self.state.size is not None:
+            wish = Wish(
+                version=self.state.version, size=self.state.size, redo=dict(self.state.redo)
+            )
+        return Seen(
+            ranks=[_seen(a) for a in self.state.attempts.values()],
+            wish=wish,
+            is_supervised=self.is_supervised,
+        )
+
+
+def _seen(attempt: Attempt) -> SeenRank:
+    ended = attempt.exit
+    return SeenRank(
+        rank=attempt.rank,
+        state="running" if ended is None else "exited",
+        attempt=attempt.attempt,
+        restarts=attempt.restarts,
+        started_at=attempt.started_at,
+        earlier_s=attempt.earlier_s,
+        exit=None
+        if ended is None
+        else Exit(
+            code=ended["code"],
+            at=ended["at"],
+            reason=ended["reason"],
+            is_stopped=ended["stopped"],
+        ),
+    )
+
+
+class SimExecutor:
+    """The Executor port over a Machine, with a fault at any step."""
+
+    name = "local"
+
+    def __init__(self, machine: Machine, clock: Callable[[], float], faults: Faults) -> None:
+        self.machine = machine
+        self._clock = clock
+        self._faults = faults
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        with self._faults.step("apply"):
+            if self.machine.state.size is None:
+                if wish.size == 0:
+                    return
+                if training.status.has_run:
+                    raise Permanent("there is no record of the ranks")
+            self.machine.accept(wish, self._clock())
+
+    async def release(self, training: Training) -> None:
+        with self._faults.step("release"):
+            self.machine.is_wiped(self._clock())
+            self.machine.is_released = True
+
+    async def purge(self, training: Training) -> None:
+        await self.release(training)
+
+    async def observe(self, training: Training) -> Seen:
+        with self._faults.step("observe"):
+            lag = STALE_S * 0.99 * self._faults.lateness()
+            return self.machine.shown_at(self._clock() - lag)
+
+
+@dataclass
+class Faults:
+    """What goes wrong, by chance, until it is calm."""
+
+    random: random.Random
+    crash_chance: float = 0.0
+    lost_chance: float = 0.0
+    late_chance: float = 0.0
+    is_calm: bool = False
+    on_step: Callable[[str], None] = lambda name: None
+
+    def lateness(self) -> float:
+        is_late = not self.is_calm and self.random.random() < self.late_chance
+        return self.random.random() if is_late else 0.0
+
+    def step(self, name: str) -> Step:
+        return Step(self, name)
+
+
+class Step:
+    """Crashes before the effect, after it, or not at all."""
+
+    def __init__(self, faults: Faults, name: str) -> None:
+        self._faults = faults
+        self._name = name
+
+    def __enter__(self) -> None:
+        faults = self._faults
+        faults.on_step(self._name)
+        if faults.is_calm:
+            return
+        if faults.random.random() < faults.crash_chance / 2:
+            raise Crash(f"before {self._name}")
+        if faults.random.random() < faults.lost_chance:
+            raise Temporary(f"{self._name} was not answered")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        faults = self._faults
+        if kind is None and not faults.is_calm:
+            if faults.random.random() < faults.crash_chance / 2:
+                raise Crash(f"after {self._name}")

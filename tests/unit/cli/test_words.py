@@ -1,0 +1,130 @@
+"""Ends, times and tables in words."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from atoll.cli.look import moment
+from atoll.cli.measure import count
+from atoll.cli.show import duration, full, table, training_json
+from atoll.cli.terminal import last_look, paint
+from atoll.cli.words import exit_in_words, report, verdict
+from atoll.core.errors import ValidationError
+from atoll.core.phase import Phase
+from atoll.core.spec import Source, TrainingSpec, WorldSize
+from atoll.core.status import RankExit, Status, Training
+
+SPEC = TrainingSpec(name="t", world_size=WorldSize(min=1, target=1, max=1), command=["true"])
+
+
+def ended(phase: Phase, **status: object) -> Training:
+    return Training(namespace="default", uid="u", spec=SPEC, status=Status(phase=phase, **status))
+
+
+@pytest.mark.parametrize(
+    ("rank_exit", "words"),
+    [
+        (RankExit(rank=0, exit_code=3, termination_reason="Error"), "exited with code 3"),
+        (
+            RankExit(rank=0, exit_code=137, termination_reason="OOMKilled", signal="SIGKILL"),
+            "was killed by SIGKILL (killed), exit code 137: out of memory",
+        ),
+        (
+            RankExit(rank=0, exit_code=None, termination_reason="Vanished"),
+            "ended with an exit code that could not be learned: it disappeared",
+        ),
+        (
+            RankExit(rank=0, exit_code=127, termination_reason="CommandNotFound", message="x: no"),
+            "exited with code 127: no such command (x: no)",
+        ),
+        (
+            RankExit(rank=0, exit_code=200, termination_reason="Signal", signal="SIGNEW"),
+            "was killed by SIGNEW, exit code 200",
+        ),
+    ],
+)
+def test_an_exit_in_words(rank_exit: RankExit, words: str) -> None:
+    assert exit_in_words(rank_exit) == words
+
+
+def test_a_failure_without_a_failing_rank_says_why() -> None:
+    training = ended(Phase.FAILED, reason="DeadlineExceeded", message="still running 5 s after")
+    assert report(training) == "t failed: still running 5 s after"
+
+
+def test_restarts_and_silence_are_told() -> None:
+    cause = RankExit(rank=2, exit_code=1, termination_reason="Error", restart_count=2)
+    text = report(ended(Phase.FAILED, root_cause=cause, rank_exits=[cause]))
+    assert "rank 2 failed first after 2 restarts: it exited with code 1" in text
+    assert "rank 2 printed nothing" in text
+
+
+def test_only_the_last_lines_are_shown() -> None:
+    tail = [f"line {number}" for number in range(50)]
+    cause = RankExit(rank=0, exit_code=1, termination_reason="Error", log_tail=tail)
+    text = report(ended(Phase.FAILED, root_cause=cause, rank_exits=[cause]))
+    assert "line 49" in text
+    assert "line 39" not in text
+
+
+def test_a_cancelled_training_is_no_failure() -> None:
+    assert verdict(ended(Phase.CANCELLED)) == "t was cancelled"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0s"),
+        (9.99, "10.0s"),
+        (59.9, "59s"),
+        (185, "3m05s"),
+        (7800, "2h10m"),
+        (3e5, "3d11h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_moments() -> None:
+    assert moment("10m", 1000.0) == 400.0
+    assert moment("1.5h", 10_000.0) == 4600.0
+    assert moment("9999d", 1000.0) == 0.0
+    assert moment("1767225600", 0.0) == 1767225600.0
+    assert moment("2026-01-31T12:00:00+00:00", 0.0) == 1769860800.0
+    assert moment(time.strftime("%Y-%m-%d"), 0.0) > 1.7e9
+    for wrong in ("", "soon", "m", "tomorrow", "10x"):
+        with pytest.raises(ValidationError, match="since"):
+            moment(wrong, 0.0)
+
+
+def test_counts() -> None:
+    assert (count("7B"), count("350M"), count("1.3e9"), count("12")) == (7e9, 350e6, 1.3e9, 12)
+    for wrong in ("", "B", "many", "inf", "nan"):
+        with pytest.raises(ValidationError, match="parameters"):
+            count(wrong)
+
+
+def test_json_has_every_key_but_not_the_code_that_was_shipped() -> None:
+    source = Source(kind="script", content=b"secret " * 1000)
+    spec = TrainingSpec(name="t", world_size=SPEC.world_size, source=source)
+    told = training_json(Training(namespace="default", uid="u", spec=spec))
+    assert told["spec"]["source"] == {"kind": "script", "filename": "source.py"}
+    assert told["rootCause"] is None
+    assert told["rankExits"] == []
+    assert full(SPEC)["maxRestarts"] == 0
+
+
+def test_columns_line_up_whatever_their_colours() -> None:
+    text = table(["A", "B"], [[paint("long word", 31, True), "1"], ["x", "2"]])
+    lines = text.replace("\x1b[31m", "").replace("\x1b[0m", "").split("\n")
+    assert lines == ["A          B", "long word  1", "x          2"]
+    assert table(["A", "B"], []) == "A  B"
+
+
+def test_a_progress_bar_is_seen_as_it_was_left() -> None:
+    assert last_look("10%\r50%\r100%") == "100%"
+    assert last_look("100%\r") == "100%"
+    assert last_look("plain") == "plain"

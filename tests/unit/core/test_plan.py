@@ -1,0 +1,387 @@
+"""plan(): one decision a test, on worlds written out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from atoll.core.phase import Phase
+from atoll.core.plan import Apply, Forget, Plan, Release, plan
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import Exit, Seen, SeenRank, Training
+from atoll.core.usage import usage
+
+replace = msgspec.structs.replace
+
+
+class Story:
+    """A training and its machine, told step by step."""
+
+    def __init__(self, low: int = 2, target: int = 4, high: int = 8, **changes: Any) -> None:
+        world = WorldSize(min=low, target=target, max=high)
+        spec = TrainingSpec(name="t", command=["x"], world_size=world, **changes)
+        self.training = Training(namespace="n", uid="u", spec=spec, created_at=0.0)
+        self.seen = Seen()
+        self.now = 0.0
+        self.told: list[str] = []
+        self.last: Plan | None = None
+
+    def look(self, after_s: float = 1.0, **changes: Any) -> Plan:
+        """One pass, its status written and its wish accepted."""
+        self.now += after_s
+        self.seen = replace(self.seen, **changes)
+        made = plan(self.training, self.seen, self.now)
+        self.training = replace(self.training, status=made.status)
+        self.told += [event.reason for event in made.events]
+        for action in made.actions:
+            if isinstance(action, Apply):
+                self.seen = replace(self.seen, wish=action.wish, is_supervised=True)
+        self.last = made
+        return made
+
+    def ranks(self, **how: str) -> Plan:
+        """`r0="running", r1="exit 3"`: how each rank is now."""
+        ranks = {r.rank: r for r in self.seen.ranks}
+        for name, text in how.items():
+            rank = int(name[1:])
+            ranks[rank] = self._rank(rank, text, ranks.get(rank))
+        return self.look(ranks=list(ranks.values()))
+
+    def _rank(self, rank: int, text: str, before: SeenRank | None) -> SeenRank:
+        word, _, rest = text.partition(" ")
+        attempt = before.attempt if before else 0
+        restarts = before.restarts if before else 0
+        if word == "again":
+            return SeenRank(
+                rank=rank, state="running", attempt=attempt + 1, restarts=restarts + 1,
+                started_at=self.now,
+            )  # fmt: skip
+        started_at = before.started_at if before and before.started_at else self.now
+        ended = None
+        if word in ("exit", "stopped"):
+            code = None if rest == "unknown" else int(rest or 143)
+            ended = Exit(code=code, at=self.now, reason="Error", is_stopped=word == "stopped")
+        return SeenRank(
+            rank=rank,
+            state="exited" if ended else "running",
+            attempt=attempt,
+            restarts=restarts,
+            started_at=started_at,
+            exit=ended,
+        )
+
+    def spec(self, **changes: Any) -> None:
+        spec = replace(self.training.spec, **changes)
+        generation = self.training.generation + 1
+        self.training = replace(self.training, spec=spec, generation=generation)
+
+    def scale(self, target: int) -> None:
+        self.spec(world_size=replace(self.training.spec.world_size, target=target))
+
+    @property
+    def status(self) -> Any:
+        return self.training.status
+
+    @property
+    def wished(self) -> int | None:
+        return self.seen.wish.size if self.seen.wish else None
+
+
+def running(story: Story, count: int = 4) -> Story:
+    story.look()
+    story.ranks(**{f"r{i}": "running" for i in range(count)})
+    return story
+
+
+def test_ranks_are_asked_for_at_once_where_there_is_no_limit() -> None:
+    story = Story()
+    made = story.look()
+    assert [a.wish.size for a in made.actions if isinstance(a, Apply)] == [4]
+    assert story.status.phase is Phase.PENDING
+
+
+def test_nothing_is_asked_twice() -> None:
+    story = running(Story())
+    assert story.look().actions == ()
+    before = story.status
+    assert story.look().status == before
+
+
+def test_ready_at_the_minimum() -> None:
+    story = Story()
+    story.look()
+    story.ranks(r0="running")
+    assert story.status.phase is Phase.PENDING
+    story.ranks(r1="running")
+    assert story.status.phase is Phase.READY
+    assert story.status.world.ready == 2
+
+
+def test_the_gate_waits_for_all_of_them() -> None:
+    story = Story(start_grace_s=30)
+    assert story.look(room=3, message="3 of 3 slots").actions == ()
+    assert "room for 3 of 4" in story.status.ranks[0].message
+    made = story.look(room=4)
+    assert [type(a) for a in made.actions] == [Apply]
+
+
+def test_the_gate_opens_for_the_minimum_after_the_grace() -> None:
+    story = Story(start_grace_s=30)
+    made = story.look(room=3)
+    assert made.requeue_after_s == pytest.approx(29.0)
+    story.look(after_s=29.0)
+    assert story.wished == 3
+    assert story.status.ranks[3].message.startswith("no room")
+
+
+def test_the_gate_stays_shut_below_the_minimum_however_long_it_takes() -> None:
+    story = Story(start_grace_s=30)
+    story.look(after_s=1000.0, room=1)
+    assert story.wished is None
+
+
+def test_a_later_rank_joins_when_there_is_room() -> None:
+    story = Story(start_grace_s=0)
+    story.look(room=2)
+    story.ranks(r0="running", r1="running")
+    story.look(room=4)
+    assert story.wished == 4
+    assert story.status.phase is Phase.READY
+
+
+def test_a_failed_rank_is_awaited_while_it_has_restarts_left() -> None:
+    story = running(Story(low=4, max_restarts=1))
+    story.ranks(r1="exit 1")
+    assert story.status.phase is Phase.PENDING
+    assert "WorldShrunkBelowMin" in story.told
+    assert not story.status.failing
+    story.ranks(r1="again")
+    assert story.status.phase is Phase.READY
+    assert story.status.ranks[1].restarts == 1
+
+
+def test_a_rank_lost_above_the_minimum_is_a_condition() -> None:
+    story = running(Story(low=2))
+    story.ranks(r3="exit 9")
+    assert story.status.phase is Phase.READY
+    lost = next(c for c in story.status.conditions if c.type == "RanksLost")
+    assert "3" in lost.message
+    story.ranks(r0="exit 0", r1="exit 0", r2="exit 0")
+    assert story.status.phase is Phase.SUCCEEDED
+    assert story.status.world.ready == 3
+    assert story.status.root_cause is None
+
+
+def test_below_the_minimum_for_good_the_rest_are_stopped_then_it_fails() -> None:
+    story = running(Story(low=4))
+    story.ranks(r1="exit 3")
+    assert story.wished == 0
+    assert story.status.phase is Phase.PENDING
+    assert story.status.rank_exits == []
+    story.ranks(r0="stopped", r2="stopped", r3="exit 1")
+    assert story.status.phase is Phase.FAILED
+    assert story.status.root_cause.rank == 1
+    assert [e.collateral for e in story.status.rank_exits] == [True, False, True, True]
+    assert [e.exit_code for e in story.status.rank_exits] == [143, 3, 143, 1]
+
+
+def test_the_first_to_fail_is_to_blame_even_if_it_ended_last() -> None:
+    story = running(Story(low=4))
+    at = story.now + 1
+    peers = [
+        SeenRank(rank=r, state="exited", started_at=2.0, exit=Exit(code=1, at=at, reason="Error"))
+        for r in (0, 2, 3)
+    ]
+    slow = Exit(code=1, at=at + 0.5, failed_at=at - 0.2, reason="Error")
+    culprit = SeenRank(rank=1, state="exited", started_at=2.0, exit=slow)
+    story.look(ranks=[*peers, culprit])
+    assert story.status.phase is Phase.FAILED
+    assert story.status.root_cause.rank == 1
+
+
+def test_a_rank_lost_long_ago_is_not_to_blame_for_the_end() -> None:
+    story = running(Story(low=3))
+    story.ranks(r3="exit 1")
+    story.now += 3600
+    story.ranks(r2="exit 7")
+    story.ranks(r0="stopped", r1="stopped")
+    assert story.status.root_cause.rank == 2
+    assert [e.rank for e in story.status.rank_exits if e.collateral] == [0, 1]
+
+
+def test_an_unknown_exit_is_a_failure_and_never_zero() -> None:
+    story = running(Story(low=1, target=1), 1)
+    story.ranks(r0="exit unknown")
+    assert story.status.phase is Phase.FAILED
+    assert story.status.rank_exits[0].exit_code is None
+    assert "exit_code=unknown" in story.status.message
+
+
+def test_scaling_down_stops_the_highest_ranks_and_keeps_their_exits() -> None:
+    story = running(Story())
+    story.scale(2)
+    story.look()
+    assert story.wished == 2
+    assert story.status.observed_generation == 2
+    assert story.status.world.target == story.status.world.ready == 2
+    assert story.status.ranks[3].message == "stopping: scaled down"
+    story.ranks(r2="stopped", r3="stopped 0")
+    assert [r.rank for r in story.status.ranks] == [0, 1]
+    story.ranks(r0="exit 0", r1="exit 0")
+    assert story.status.phase is Phase.SUCCEEDED
+    assert [e.rank for e in story.status.rank_exits] == [0, 1, 2, 3]
+
+
+def test_a_rank_scaled_away_and_wanted_again_starts_anew() -> None:
+    story = running(Story(low=2))
+    story.ranks(r3="exit 1")
+    story.scale(3)
+    story.look()
+    story.scale(4)
+    story.look()
+    assert story.seen.wish is not None
+    assert story.seen.wish.redo == {3: 0}
+    assert story.status.ranks[3].phase == "Pending"
+    story.ranks(r3="again")
+    assert story.status.world.ready == 4
+
+
+def test_a_finished_world_is_not_over_while_a_scaled_away_rank_lives() -> None:
+    story = running(Story(low=2))
+    story.scale(2)
+    story.look()
+    story.ranks(r0="exit 0", r1="exit 0")
+    assert story.status.phase is Phase.READY
+    story.ranks(r2="stopped", r3="stopped")
+    assert story.status.phase is Phase.SUCCEEDED
+
+
+def test_cancel_stops_then_ends_and_keeps_the_record() -> None:
+    story = running(Story())
+    story.spec(cancel=True)
+    story.look()
+    assert story.wished == 0
+    assert story.status.phase is Phase.PENDING
+    story.ranks(r0="stopped", r1="stopped", r2="stopped", r3="exit 0")
+    assert story.status.phase is Phase.CANCELLED
+    assert not any(e.collateral for e in story.status.rank_exits)
+    assert story.status.root_cause is None
+
+
+def test_cancel_before_anything_was_asked_ends_at_once() -> None:
+    story = Story()
+    story.spec(cancel=True)
+    made = story.look()
+    assert made.actions == ()
+    assert story.status.phase is Phase.CANCELLED
+
+
+def test_a_late_look_does_not_end_a_training_that_is_starting() -> None:
+    story = Story()
+    story.look()
+    story.spec(cancel=True)
+    accepted, story.seen = story.seen, Seen()
+    story.look(after_s=0.1)
+    assert story.status.phase is Phase.PENDING
+    story.seen = accepted
+    story.look(after_s=0.1)
+    assert story.wished == 0
+    assert story.status.phase is Phase.PENDING
+    story.look(after_s=0.1)
+    assert story.status.phase is Phase.CANCELLED
+
+
+def test_a_deadline_fails_it_with_nobody_to_blame() -> None:
+    story = running(Story(deadline_s=10))
+    made = story.look()
+    assert made.requeue_after_s is not None
+    story.look(after_s=10)
+    assert story.wished == 0
+    story.ranks(r0="stopped", r1="stopped", r2="stopped", r3="stopped")
+    assert story.status.phase is Phase.FAILED
+    assert story.status.reason == "DeadlineExceeded"
+    assert story.status.root_cause is None
+
+
+def test_an_executor_that_never_will_fails_it_with_its_words() -> None:
+    story = Story()
+    story.look(fault="no such image")
+    assert story.status.phase is Phase.FAILED
+    assert story.status.message == "no such image"
+
+
+def test_a_rank_that_is_not_seen_any_more_is_given_up_within_five_seconds() -> None:
+    story = running(Story(low=4))
+    missing_at = story.now + 1
+    made = story.look(ranks=[r for r in story.seen.ranks if r.rank != 2])
+    assert story.status.ranks[2].message == "not seen any more"
+    while not story.status.failing:
+        assert made.requeue_after_s is not None
+        made = story.look(after_s=made.requeue_after_s)
+    assert story.now - missing_at < 5.0
+    story.ranks(r0="stopped", r1="stopped", r3="stopped")
+    assert story.status.phase is Phase.FAILED
+    assert story.status.root_cause.rank == 2
+    assert story.status.root_cause.exit_code is None
+
+
+def test_a_supervisor_that_died_is_asked_again_for_what_is_left() -> None:
+    story = running(Story(low=4, max_restarts=1))
+    ended = [
+        replace(r, state="exited", exit=Exit(code=137, at=story.now, reason="SupervisorLost"))
+        for r in story.seen.ranks
+    ]
+    made = story.look(ranks=ended, is_supervised=False)
+    assert [type(a) for a in made.actions] == [Apply]
+    assert story.status.phase is Phase.PENDING
+
+
+def test_after_the_end_it_is_released_then_kept() -> None:
+    story = running(Story(low=1, target=1), 1)
+    made = story.ranks(r0="exit 0")
+    assert story.status.phase is Phase.SUCCEEDED
+    assert made.actions == ()
+    assert story.look().actions == (Release(),)
+    story.seen = Seen()
+    assert story.look().actions == ()
+    assert story.status.is_released
+    assert story.look().requeue_after_s is None
+
+
+@pytest.mark.parametrize("way", ["ttl", "delete"])
+def test_the_record_goes_only_after_the_release(way: str) -> None:
+    story = running(Story(low=1, target=1, ttl_seconds=60 if way == "ttl" else None), 1)
+    story.ranks(r0="exit 0")
+    if way == "delete":
+        story.training = replace(story.training, deletion_requested_at=story.now)
+    assert story.look().actions == (Release(),)
+    story.seen = Seen()
+    assert story.look().actions == ()
+    if way == "ttl":
+        made = story.look()
+        assert made.requeue_after_s is not None
+        assert made.actions == ()
+        story.look(after_s=made.requeue_after_s)
+        assert story.last is not None
+        assert story.last.actions == (Forget(),)
+    else:
+        assert story.look().actions == (Forget(),)
+
+
+def test_usage_stops_with_the_ranks() -> None:
+    story = running(Story(low=1, target=1, max_restarts=1), 1)
+    began = story.now
+    story.now = began + 9
+    story.ranks(r0="exit 1")
+    ran = story.status.ranks[0].metered_s
+    assert usage(story.training, story.now + 100).rank_seconds == ran > 0
+
+
+def test_a_finished_world_keeps_its_count() -> None:
+    story = running(Story())
+    story.ranks(r0="exit 0", r1="exit 0", r2="exit 0", r3="exit 0")
+    assert story.status.phase is Phase.SUCCEEDED
+    assert story.status.world.ready == 4
+    assert not story.status.world.below_minimum

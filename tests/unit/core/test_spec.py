@@ -1,0 +1,123 @@
+"""Bad input is refused with the field, the value and what would be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.core.errors import ValidationError
+from atoll.core.model import decode, encode
+from atoll.core.spec import (
+    BenchSpec,
+    ProviderFilter,
+    RendezvousSpec,
+    Resources,
+    Source,
+    TrainingSpec,
+    WorldSize,
+)
+
+WORLD = WorldSize(min=1, target=2, max=3)
+
+
+def spec(**changes: Any) -> TrainingSpec:
+    return TrainingSpec(**{"name": "a", "command": ["true"], "world_size": WORLD, **changes})
+
+
+BAD: list[tuple[str, Any]] = [
+    ("name", lambda: spec(name="A")),
+    ("name", lambda: spec(name="a/b")),
+    ("name", lambda: spec(name="..")),
+    ("name", lambda: spec(name="-a")),
+    ("name", lambda: spec(name="a" * 64)),
+    ("name", lambda: spec(name="")),
+    ("name", lambda: spec(name="a\n")),
+    ("name", lambda: spec(name=7)),
+    ("world_size", lambda: spec(world_size=4)),
+    ("world_size.min", lambda: WorldSize(min=0, target=1, max=1)),
+    ("world_size.min", lambda: WorldSize(min=2, target=1, max=3)),
+    ("world_size.target", lambda: WorldSize(min=1, target=4, max=3)),
+    ("world_size.target", lambda: WorldSize(min=1, target=True, max=3)),
+    ("world_size.max", lambda: WorldSize(min=1, target=1, max=10**9)),
+    ("command", lambda: spec(command=None)),
+    ("command", lambda: spec(command=[])),
+    ("command", lambda: spec(command=[""])),
+    ("command", lambda: spec(command="true")),
+    ("command[1]", lambda: spec(command=["a", 1])),
+    ("command[0]", lambda: spec(command=["a\0"])),
+    ("command", lambda: spec(source=Source(kind="script", content=b"x"))),
+    ("source", lambda: Source(kind="script", content=b"")),
+    ("source.filename", lambda: Source(kind="script", content=b"x", filename="../x")),
+    ("args", lambda: spec(args="x")),
+    ("env", lambda: spec(env={"1A": "x"})),
+    ("env.A", lambda: spec(env={"A": 1})),
+    ("env.RANK", lambda: spec(env={"RANK": "1"})),
+    ("env.ATOLL_X", lambda: spec(env={"ATOLL_X": "1"})),
+    ("nccl_env", lambda: spec(nccl_env=[])),
+    ("working_dir", lambda: spec(working_dir="relative")),
+    ("image", lambda: spec(image="")),
+    ("cpu", lambda: Resources(cpu="lots")),
+    ("memory", lambda: Resources(memory="4 GB")),
+    ("gpu_count", lambda: Resources(gpu_count=-1)),
+    ("min_gpu_memory_gb", lambda: Resources(min_gpu_memory_gb=0)),
+    ("provider_filter.include", lambda: ProviderFilter(include=[])),
+    ("provider_filter.exclude", lambda: ProviderFilter(include=["a"], exclude=["a"])),
+    ("topology_spread", lambda: spec(topology_spread="everywhere")),
+    ("bench", lambda: BenchSpec(mode="always")),
+    ("bench_placement", lambda: BenchSpec(mode="on-start", placement="loose")),
+    ("bench_require_gbps", lambda: BenchSpec(mode="on-start", require_gbps=-1.0)),
+    ("rendezvous_backend", lambda: RendezvousSpec(backend="zookeeper")),
+    ("rendezvous_uri", lambda: RendezvousSpec(uri="ftp://x")),
+    ("max_restarts", lambda: spec(max_restarts=-1)),
+    ("max_restarts", lambda: spec(max_restarts=1.5)),
+    ("start_grace_s", lambda: spec(start_grace_s=float("nan"))),
+    ("stop_grace_s", lambda: spec(stop_grace_s=1e9)),
+    ("deadline_s", lambda: spec(deadline_s=0)),
+    ("ttl_seconds", lambda: spec(ttl_seconds=-1)),
+    ("executor", lambda: spec(executor="a b")),
+    ("mesh", lambda: spec(mesh="yes")),
+]
+
+
+@pytest.mark.parametrize(("field", "make"), BAD, ids=[f"{i}-{f}" for i, (f, _) in enumerate(BAD)])
+def test_bad_values_are_named(field: str, make: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        make()
+    assert caught.value.field == field
+    assert caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"name":"a","worldSize":{"min":1,"target":1,"max":1},"comand":["x"]}', "comand"),
+        (b'{"name":"a","command":["x"]}', "worldSize"),
+        (b'{"name":"a","worldSize":{"min":1,"target":"1","max":1}}', "worldSize.target"),
+        (
+            b'{"name":"a","worldSize":{"min":2,"target":1,"max":1},"command":["x"]}',
+            "world_size.min",
+        ),
+        (b"[1]", "body"),
+        (b"{", "body"),
+    ],
+)
+def test_bad_json_is_named(body: bytes, field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        decode(body, TrainingSpec)
+    assert caught.value.field == field
+
+
+def test_the_wire_is_camel_case_with_defaults_left_out() -> None:
+    assert encode(spec(max_restarts=2)) == (
+        b'{"name":"a","worldSize":{"min":1,"target":2,"max":3},"command":["true"],"maxRestarts":2}'
+    )
+
+
+def test_a_placement_is_not_looked_at_while_bench_is_off() -> None:
+    assert BenchSpec(mode="off", placement="anything").mode == "off"
+
+
+def test_only_a_strict_placement_is_on_the_wire() -> None:
+    assert b"placement" not in encode(BenchSpec(mode="on-start"))
+    assert b'"placement":"strict"' in encode(BenchSpec(mode="on-start", placement="strict"))

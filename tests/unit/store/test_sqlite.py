@@ -1,0 +1,156 @@
+"""What is the SQLite store's own: its file, its owner, its bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.core.errors import Gone, NotFound, Permanent, Temporary
+from atoll.core.status import Status
+from atoll.store.sqlite import SQLiteStore
+from tests.contract.test_store import take, training
+
+
+def test_a_second_owner_is_told_who_has_it(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "a.db")
+    with pytest.raises(Permanent, match=f"in use by process {os.getpid()}"):
+        SQLiteStore(tmp_path / "a.db")
+    store.close()
+    SQLiteStore(tmp_path / "a.db").close()
+
+
+def test_a_file_that_is_no_store_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    path.write_bytes(b"these are my notes, do not touch " * 100)
+    before = path.read_bytes()
+    with pytest.raises(Permanent, match="not a sound atoll store"):
+        SQLiteStore(path)
+    assert path.read_bytes() == before
+
+
+def test_a_store_of_a_later_atoll_is_refused(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "a.db")
+    store._db.execute("pragma user_version = 99")
+    store.close()
+    with pytest.raises(Permanent, match="schema version 99"):
+        SQLiteStore(tmp_path / "a.db")
+
+
+def test_a_full_disk_is_said_and_what_was_stored_stays(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = SQLiteStore(tmp_path / "a.db")
+        made = await store.create(training())
+        pages = store._db.execute("pragma page_count").fetchone()[0]
+        store._db.execute(f"pragma max_page_count = {pages}")
+        refused = None
+        while refused is None:
+            try:
+                made = await store.update_status(made, Status(message="x" * 10_000))
+            except Temporary as error:
+                refused = error
+        assert "free some space" in str(refused)
+        assert await store.get(made.key) == made
+        store._db.execute("pragma max_page_count = 100000")
+        await store.update_status(made, Status(message="room again"))
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_the_change_log_is_bounded_and_says_what_is_gone(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = SQLiteStore(tmp_path / "a.db", log_bytes=100_000)
+        made = await store.create(training())
+        for _ in range(100):
+            made = await store.update_status(made, Status(message="x" * 10_000))
+        kept = store._db.execute("select total(length(body)) from changes").fetchone()[0]
+        assert kept <= 120_000
+        with pytest.raises(Gone) as caught:
+            await take(store.watch(1), 1)
+        oldest = caught.value.oldest
+        assert (await take(store.watch(oldest), 1))[0].version == oldest + 1
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_a_watcher_that_falls_behind_still_misses_nothing(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = SQLiteStore(tmp_path / "a.db")
+        made = await store.create(training())
+        first = made.resource_version
+        watch = store.watch(first)
+        made = await store.update_status(made, Status(message="start"))
+        versions = [(await anext(watch)).version]
+        for n in range(1500):
+            made = await store.update_status(made, Status(message=str(n)))
+        while versions[-1] < made.resource_version:
+            versions.append((await anext(watch)).version)
+        assert versions == list(range(first + 1, made.resource_version + 1))
+        store.close()
+
+    asyncio.run(check())
+
+
+WRITER = """
+import asyncio, sys
+from atoll.store.sqlite import SQLiteStore
+from tests.contract.test_store import training
+async def main():
+    store = SQLiteStore(sys.argv[1])
+    for n in range(10**6):
+        await store.create(training(f"t{n}"))
+        print(n, flush=True)
+asyncio.run(main())
+"""
+
+
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as writer:
+        assert writer.stdout is not None
+        acknowledged = [int(writer.stdout.readline()) for _ in range(50)]
+        writer.send_signal(signal.SIGKILL)
+        acknowledged += [int(line) for line in writer.stdout.read().split()]
+
+    async def check() -> None:
+        store = SQLiteStore(path)
+        names = {t.name for t in await store.list()}
+        assert {f"t{n}" for n in acknowledged} <= names
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_tokens_are_found_by_hash_and_removed_by_prefix(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = SQLiteStore(tmp_path / "a.db")
+        await store.add_token("abc123", "team", "laptop", 1.0)
+        assert await store.token_namespace("abc123") == "team"
+        assert await store.token_namespace("abc") is None
+        assert await store.remove_token("abc") == 1
+        assert await store.token_namespace("abc123") is None
+        store.close()
+
+    asyncio.run(check())
+
+
+def test_removing_what_is_not_there_changes_nothing(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = SQLiteStore(tmp_path / "a.db")
+        before = await store.version()
+        await store.remove(training())
+        assert await store.version() == before
+        with pytest.raises(NotFound):
+            await store.get(("default", "a"))
+        store.close()
+
+    asyncio.run(check())

@@ -1,0 +1,379 @@
+"""Waits and operations with scripted answers and a scripted clock: no server, no sleeping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from atoll.core.errors import (
+    BelowMinimumWorld,
+    Conflict,
+    NotFound,
+    Permanent,
+    Temporary,
+    UDTerminalState,
+    WorldSizeOutOfBounds,
+)
+from atoll.core.model import encode
+from atoll.core.phase import Phase
+from atoll.core.ports import Change
+from atoll.core.problem import problem_of
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import RankExit, Status, Training, WorldStatus
+from atoll.sdk import flows
+from atoll.sdk.effects import Effect, Flow, NextChange, Pause, Reply, Send
+from atoll.sdk.flows import Who
+from atoll.sdk.verdict import verdict, world_of
+
+WHO = Who("t", "uid-1")
+
+
+def training(
+    phase: str = "pending",
+    ready: int = 0,
+    *,
+    target: int = 4,
+    generation: int = 1,
+    observed: int | None = None,
+    version: int = 1,
+    uid: str = "uid-1",
+    exits: list[RankExit] | None = None,
+) -> Training:
+    world = WorldStatus(ready=ready, target=target, min=2, max=8, below_minimum=ready < 2)
+    return Training(
+        namespace="default",
+        uid=uid,
+        spec=TrainingSpec(
+            name="t", world_size=WorldSize(min=2, target=target, max=8), command=["x"]
+        ),
+        status=Status(
+            phase=Phase(phase),
+            world=world,
+            observed_generation=generation if observed is None else observed,
+            rank_exits=exits or [],
+            root_cause=(exits or [None])[0],
+        ),
+        generation=generation,
+        resource_version=version,
+    )
+
+
+class Script:
+    """Answers effects from two lists. A callable answer is called when its turn comes."""
+
+    def __init__(self, reads: list[Any], changes: list[Any] | None = None) -> None:
+        self.reads = reads
+        self.changes = changes or []
+        self.sent: list[Effect] = []
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def perform(self, effect: Effect) -> Any:
+        self.sent.append(effect)
+        if isinstance(effect, Pause):
+            self.now += effect.seconds
+            return None
+        if isinstance(effect, NextChange):
+            answer = self.changes.pop(0) if self.changes else None
+            if answer is None:
+                self.now += effect.timeout
+            if isinstance(answer, Training):
+                return Change(version=answer.resource_version, training=answer)
+            return None if answer == "dropped" else answer
+        answer = self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, Training):
+            return Reply(200, encode(answer))
+        return answer
+
+    def play(self, flow: Flow[Any]) -> Any:
+        try:
+            effect = next(flow)
+            while True:
+                try:
+                    answer = self.perform(effect)
+                except Exception as error:
+                    effect = flow.throw(error)
+                else:
+                    effect = flow.send(answer)
+        except StopIteration as done:
+            return done.value
+
+    def requests(self) -> list[str]:
+        return [f"{e.method} {e.path}" for e in self.sent if isinstance(e, Send)]
+
+    def wait(self, flow: Callable[..., Flow[Any]], timeout: float | None) -> Any:
+        return self.play(flow(WHO, timeout, clock=self.clock))
+
+
+def refused(error: Any, status: int) -> Reply:
+    return Reply(status, encode(problem_of(error, status)))
+
+
+KILLED = RankExit(rank=1, exit_code=137, termination_reason="OOMKilled")
+WAITS = [
+    flows.wait_until_min_world,
+    flows.wait_until_target_world,
+    flows.wait_until_complete,
+    flows.result,
+]
+
+
+def test_scale_up_is_not_met_by_the_status_of_the_old_spec() -> None:
+    stale = training("ready", 4, target=4, generation=2, observed=1)
+    fresh = training("ready", 4, target=4, generation=2, version=2)
+    script = Script([stale], [fresh])
+    assert script.wait(flows.wait_until_target_world, 10).ready == 4
+    assert len(script.sent) == 2
+
+
+def test_scale_down_is_not_met_by_the_status_of_the_old_spec() -> None:
+    stale = training("ready", 6, target=3, generation=5, observed=4)
+    fresh = training("ready", 3, target=3, generation=5, version=9)
+    script = Script([stale], ["dropped", fresh])
+    script.reads.append(stale)
+    assert script.wait(flows.wait_until_target_world, 10) == WorldStatus(
+        ready=3, target=3, min=2, max=8, below_minimum=False
+    )
+
+
+def test_a_world_that_is_stale_to_the_end_is_a_timeout() -> None:
+    script = Script([training("ready", 8, target=4, generation=2, observed=1)])
+    with pytest.raises(BelowMinimumWorld) as caught:
+        script.wait(flows.wait_until_target_world, 10)
+    assert (caught.value.required_min, caught.value.timeout) == (4, 10)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("phase", ["failed", "cancelled"])
+def test_a_failure_on_the_last_read_is_a_failure_not_a_timeout(wait: Any, phase: str) -> None:
+    script = Script([training("pending"), training(phase, exits=[KILLED], version=2)])
+    with pytest.raises(BelowMinimumWorld) as caught:
+        script.wait(wait, 10)
+    assert caught.value.timeout is None
+    assert "rank 1: exit_code=137 reason=OOMKilled" in str(caught.value)
+    assert caught.value.rank_exits == [KILLED]
+
+
+@pytest.mark.parametrize("wait", [flows.wait_until_complete, flows.result])
+def test_success_on_the_last_read_is_success(wait: Any) -> None:
+    script = Script([training("ready", 4), training("succeeded", 4, version=2)])
+    assert script.wait(wait, 10).ready == 4
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_timeout_0_reads_once(wait: Any) -> None:
+    script = Script([training("pending", 1)])
+    with pytest.raises(BelowMinimumWorld) as caught:
+        script.wait(wait, 0)
+    assert script.requests() == ["GET /v1/trainings/t"]
+    assert len(script.sent) == 1
+    assert (caught.value.ready, caught.value.timeout) == (1, 0)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_timeout_0_of_an_unreachable_server_is_not_retried(wait: Any) -> None:
+    script = Script([Temporary("gone")])
+    with pytest.raises(Temporary):
+        script.wait(wait, 0)
+    assert len(script.sent) == 1
+
+
+def test_timeout_0_returns_what_is_already_so() -> None:
+    assert Script([training("ready", 4)]).wait(flows.wait_until_target_world, 0).ready == 4
+    assert Script([training("succeeded", 4)]).wait(flows.result, 0).ready == 4
+
+
+@pytest.mark.parametrize("phase", ["succeeded", "failed", "cancelled"])
+def test_wait_until_complete_refuses_a_training_that_is_already_over(phase: str) -> None:
+    with pytest.raises(UDTerminalState) as caught:
+        Script([training(phase, 4)]).wait(flows.wait_until_complete, 10)
+    assert caught.value.phase == phase
+
+
+def test_result_is_the_same_after_the_end() -> None:
+    assert Script([training("succeeded", 4)]).wait(flows.result, None).ready == 4
+    with pytest.raises(BelowMinimumWorld):
+        Script([training("failed", exits=[KILLED])]).wait(flows.result, None)
+
+
+@pytest.mark.parametrize(
+    "wait", [flows.wait_until_min_world, flows.wait_until_target_world, flows.result]
+)
+def test_a_training_that_ended_well_counts_as_there(wait: Any) -> None:
+    assert Script([training("succeeded", 4)]).wait(wait, 10).ready == 4
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_failure_is_not_waited_out(wait: Any) -> None:
+    script = Script([training("ready", 1)], [training("failed", exits=[KILLED], version=2)])
+    with pytest.raises(BelowMinimumWorld):
+        script.wait(wait, 600)
+    assert script.now == 0
+
+
+@pytest.mark.parametrize("trouble", ["lost", "502 page", "500 empty", "500 problem", "429"])
+def test_trouble_is_retried_until_the_deadline(trouble: str) -> None:
+    answer = {
+        "lost": Temporary("lost"),
+        "502 page": Reply(502, b"<html>"),
+        "500 empty": Reply(500, b""),
+        "500 problem": refused(Permanent("the store is broken"), 500),
+        "429": Reply(429, b""),
+    }[trouble]
+    script = Script([answer] * 5 + [training("succeeded", 4)])
+    assert script.wait(flows.wait_until_complete, 60).ready == 4
+    assert 0 < script.now < 60
+
+
+def test_trouble_to_the_end_says_so() -> None:
+    script = Script([Temporary("cannot reach host:1")])
+    with pytest.raises(Temporary, match="cannot reach"):
+        script.wait(flows.wait_until_complete, 7)
+    assert script.now == pytest.approx(7)
+
+
+def test_trouble_after_a_good_read_is_a_timeout_with_what_was_known() -> None:
+    script = Script([training("pending", 1), Temporary("lost")])
+    with pytest.raises(BelowMinimumWorld) as caught:
+        script.wait(flows.wait_until_min_world, 7)
+    assert (caught.value.ready, caught.value.required_min, caught.value.timeout) == (1, 2, 7)
+    assert script.now == pytest.approx(7)
+
+
+def test_a_server_that_drops_every_watch_is_not_asked_in_a_rush() -> None:
+    script = Script([training("pending")], ["dropped"] * 1000)
+    with pytest.raises(BelowMinimumWorld):
+        script.wait(flows.wait_until_min_world, 30)
+    assert len(script.requests()) < 60
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_training_deleted_while_waited_for_is_not_found(wait: Any) -> None:
+    gone = Change(version=2, training=training("pending", version=2), is_removed=True)
+    with pytest.raises(NotFound):
+        Script([training("pending")], [gone]).wait(wait, 600)
+    missing = refused(NotFound("training", "t"), 404)
+    with pytest.raises(NotFound):
+        Script([training("pending"), missing], ["dropped"]).wait(wait, 600)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_the_last_word_of_a_removed_training_counts(wait: Any) -> None:
+    gone = Change(version=2, training=training("succeeded", 4, version=2), is_removed=True)
+    assert Script([training("ready", 1)], [gone]).wait(wait, 600).ready == 4
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_another_training_of_the_same_name_is_not_this_one(wait: Any) -> None:
+    with pytest.raises(NotFound):
+        Script([training("succeeded", 4, uid="uid-2")]).wait(wait, 10)
+
+
+def test_every_state_is_seen_by_the_handle() -> None:
+    seen: list[int] = []
+    script = Script([training(version=1)], [training("ready", 4, version=5)])
+    script.play(
+        flows.wait_until_min_world(
+            WHO, 9, on_read=lambda t: seen.append(t.resource_version), clock=script.clock
+        )
+    )
+    assert seen[-1] == 5
+
+
+def test_scale_of_a_training_known_to_be_over_sends_nothing() -> None:
+    script = Script([])
+    with pytest.raises(UDTerminalState) as caught:
+        script.play(flows.scale(training("failed"), 3))
+    assert script.sent == []
+    assert (caught.value.phase, caught.value.requested_target) == ("failed", 3)
+
+
+def test_scale_of_a_training_that_has_ended_since_sends_no_scale_request() -> None:
+    script = Script([training("succeeded", 4)])
+    with pytest.raises(UDTerminalState):
+        script.play(flows.scale(training("ready", 4), 3))
+    assert script.requests() == ["GET /v1/trainings/t"]
+
+
+@pytest.mark.parametrize("target", [-1, 0, 1, 9, 10**9, True, 2.5, "3", None])
+def test_scale_out_of_bounds_sends_no_scale_request(target: Any) -> None:
+    script = Script([training("ready", 4)])
+    with pytest.raises(WorldSizeOutOfBounds) as caught:
+        script.play(flows.scale(training("ready", 4), target))
+    assert (caught.value.requested, caught.value.min, caught.value.max) == (target, 2, 8)
+    assert not any(request.startswith("POST") for request in script.requests())
+
+
+def test_scale_answers_with_what_was_asked() -> None:
+    after = training("ready", 4, target=6, generation=2, observed=1)
+    script = Script([training("ready", 4), after])
+    world = world_of(script.play(flows.scale(training("ready", 4), 6)))
+    assert (world.target, world.ready, world.below_minimum) == (6, 4, False)
+
+
+def test_the_servers_refusal_to_scale_is_the_same_error() -> None:
+    script = Script([training("ready", 4), refused(UDTerminalState("failed", 6), 409)])
+    with pytest.raises(UDTerminalState) as caught:
+        script.play(flows.scale(training("ready", 4), 6))
+    assert (caught.value.phase, caught.value.requested_target) == ("failed", 6)
+
+
+def test_a_create_that_is_retried_keeps_its_key() -> None:
+    script = Script([Temporary("lost"), Reply(503, b""), training()])
+    script.play(flows.create(training().spec, "key-1", clock=script.clock))
+    keys = [e.headers["Idempotency-Key"] for e in script.sent if isinstance(e, Send)]
+    assert keys == ["key-1"] * 3
+
+
+def test_what_is_refused_is_not_retried() -> None:
+    script = Script([refused(Conflict("taken"), 409)])
+    with pytest.raises(Conflict, match="taken"):
+        script.play(flows.create(training().spec, "k", clock=script.clock))
+    assert len(script.sent) == 1
+
+
+def test_delete_of_what_is_gone_is_success() -> None:
+    missing = refused(NotFound("training", "t"), 404)
+    assert Script([missing]).play(flows.delete(WHO, 10)) is None
+    gone = Change(version=2, training=training(version=2), is_removed=True)
+    script = Script([training(), Reply(202, b"{}")], [gone])
+    assert script.play(flows.delete(WHO, 10, clock=script.clock)) is None
+
+
+def test_delete_and_cancel_never_touch_another_training_of_the_same_name() -> None:
+    other = training(uid="uid-2")
+    for flow in (flows.delete(WHO, 10), flows.cancel(WHO)):
+        script = Script([other])
+        try:
+            script.play(flow)
+        except NotFound:
+            pass
+        assert script.requests() == ["GET /v1/trainings/t"]
+
+
+def test_an_unknown_exit_code_is_never_shown_as_0() -> None:
+    lost = RankExit(rank=3, exit_code=None, termination_reason="Lost")
+    with pytest.raises(BelowMinimumWorld, match="rank 3: exit_code=unknown reason=Lost"):
+        Script([training("failed", exits=[lost])]).wait(flows.result, 1)
+
+
+def test_the_cause_comes_first_and_brings_its_log() -> None:
+    cause = RankExit(
+        rank=2, exit_code=1, termination_reason="Error", log_tail=["Traceback", "boom"]
+    )
+    other = replace(KILLED, rank=0, collateral=True)
+    failed = training("failed", exits=[cause, other])
+    failed = msgspec.structs.replace(
+        failed, status=replace(failed.status, rank_exits=[other, cause])
+    )
+    text = verdict(failed)
+    assert text.index("rank 2: exit_code=1") < text.index("rank 0: exit_code=137")
+    assert text.endswith("boom")
