@@ -93,6 +93,7 @@ ROWS = (
     Row("preempted", "failed", end(None, 137, 143, reason="Preempted Evicted"), STOPPED),
     Row(
         "deadline", "failed", STOPPED, STOPPED, None, "none", options={"deadline_s": 1.0},
+        others_are_collateral=False,
         reason="DeadlineExceeded",
     ),
     Row("cancel", "cancelled", STOPPED, STOPPED, None, "none", False),

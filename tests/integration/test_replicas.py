@@ -380,7 +380,7 @@ def test_the_next_script_clears_up_when_the_guard_was_killed_too(tmp_path: Path)
     assert root.exists()
     assert marked(str(tmp_path))
     with LocalProcessExecutor() as executor:
-        executor.collect(executor.launch_replicas(1, lambda: None), timeout=60)
+        executor.collect(executor.launch_replicas(1, script(tmp_path, "")), timeout=60)
         assert not root.exists()
         assert not marked(str(tmp_path))
 

@@ -35,6 +35,7 @@ class MeshWatch:
         self._deadline_s = deadline_s
         self._folder = folder
         self._wanted: frozenset[str] = frozenset()
+        self._ever: set[str] = set()  # wanted now or before: their keys are ours to remove
         self._places: dict[str, tuple[str, int]] = {}
         self._fabric = Fabric()
         self._is_overdue = False
@@ -48,6 +49,7 @@ class MeshWatch:
         `already_s` of the deadline were used up by a predecessor.
         """
         self._wanted = frozenset(hosts)
+        self._ever |= self._wanted
         self._places, self._marked = {}, set()
         self._is_overdue = self._was_ready = False
         async with asyncio.TaskGroup() as tasks:
@@ -57,7 +59,7 @@ class MeshWatch:
     async def clear(self) -> None:
         """No key of these hosts is left, neither the gate's nor the agents'."""
         for directory in (READY_DIR, DEGRADED_DIR):
-            for host in self._wanted:
+            for host in sorted(self._ever):
                 await self._keys.delete(f"{directory}/{host}")
         await self._keys.delete_all(self._folder)
 
@@ -74,7 +76,7 @@ class MeshWatch:
         while True:
             with contextlib.suppress(BackendError):
                 gate, _ = await self._keys.list(GATE_DIR)
-                self._marked = {key for key in gate if key.rpartition("/")[2] in self._wanted}
+                self._marked = {key for key in gate if key.rpartition("/")[2] in self._ever}
                 found, index = await self._keys.list(self._folder)
                 for key, value in sorted(found.items(), key=lambda item: "/reports/" in item[0]):
                     self._note(key, value)

@@ -167,7 +167,8 @@ def table(result: Estimate) -> str:
 
 def _requests(replicas: int, fragments: int) -> tuple[int, int, int]:
     puts = 2 * replicas + 1
-    gets = 2 * replicas * (replicas - 1) + replicas
+    # The shares, and some looks at what is not there yet: about five a replica were counted.
+    gets = 2 * replicas * (replicas - 1) + 5 * replicas
     return fragments * puts, fragments * gets, fragments * replicas
 
 

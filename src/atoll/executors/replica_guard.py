@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import select
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import atoll
@@ -51,17 +53,28 @@ def main(root: str) -> None:
         owner = os.pidfd_open(pid)
         if processes.is_running(pid, born):
             select.select([owner], [], [])
-    asyncio.run(clear(Path(root)))
+    clear(Path(root))
 
 
-async def clear(root: Path) -> None:
-    """No process of the gangs under `root` is left, and nothing of their files."""
-    await LocalExecutor(root / "gangs").start(())
-    shutil.rmtree(root, ignore_errors=True)
+def clear(root: Path) -> None:
+    """No process of the gangs under `root` is left, and nothing of their files.
+
+    Two may try at once, a guard and the next script: one waits for the other.
+    """
+    try:
+        held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        asyncio.run(LocalExecutor(root / "gangs").start(()))
+        shutil.rmtree(root, ignore_errors=True)
+    finally:
+        os.close(held)
 
 
 def clear_abandoned() -> None:
-    """What a script left whose guard was killed too. Not to be called from an event loop."""
+    """What a script left whose guard was killed too. Whatever thread or event loop calls."""
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*"):
         try:
             is_ours = root.stat().st_uid == os.geteuid() and not root.is_symlink()
@@ -69,7 +82,9 @@ def clear_abandoned() -> None:
         except (OSError, ValueError):
             continue
         if is_ours and not is_alive:
-            asyncio.run(clear(root))
+            thread = threading.Thread(target=clear, args=[root])
+            thread.start()
+            thread.join()
 
 
 def owner_of(root: Path) -> tuple[int, int]:

@@ -113,8 +113,6 @@ class Supervision:
             )
         while self.is_supervised():
             await self._wait(0.05)
-        if self._keeper is not None:
-            self._keeper.wait()  # its lock is free: it is ending
         self._hang_up()
         self._reap()
         # The wish goes first: were it the last one left, it would count as ranks that hold room.
@@ -223,7 +221,9 @@ class Supervision:
             os.close(lock)
 
     def _reap(self) -> None:
-        if self._keeper is not None and self._keeper.poll() is not None:
+        """To be called when the lock was found free: the keeper has ended, or is just ending."""
+        if self._keeper is not None:
+            self._keeper.wait()
             self._keeper = None
 
     def _kill_stuck_keeper(self) -> None:

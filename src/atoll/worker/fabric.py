@@ -21,7 +21,8 @@ from atoll.core.mesh import split_endpoint
 from atoll.core.model import decode, encode
 from atoll.remote.etcd import EtcdKeys
 
-PROBE_S = 1.0  # for one probe; a link whose packets vanish answers nothing at all
+PROBE_S = 1.0  # for answering one
+PATIENCE_S = (0.2, 0.3, 0.5)  # with the first try, the second and the third of a probe
 RETRY_S = 0.05  # pause after a failed probe, and more the more peers are out of reach:
 RETRY_MORE_S = 0.005
 LONGEST_RETRY_S = 1.0  # for etcd
@@ -130,14 +131,33 @@ class Agent:
 
 
 async def probe(host: str, peer: str, address: str, port: int) -> bool:
-    """Whether that very peer answers there: another program on its port does not count."""
+    """Whether that very peer answers there: another program on its port does not count.
+
+    A lost packet is sent again by the kernel after a second only, so a try that hangs is given
+    company before that.
+    """
+    pending: set[asyncio.Task[bool]] = set()
+    try:
+        for patience in PATIENCE_S:
+            pending.add(asyncio.create_task(_greet(host, peer, address, port)))
+            done, pending = await asyncio.wait(
+                pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                return any(task.result() for task in done)
+        return False
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+async def _greet(host: str, peer: str, address: str, port: int) -> bool:
     writer = None
     try:
-        async with asyncio.timeout(PROBE_S):
-            reader, writer = await asyncio.open_connection(address, port)
-            writer.write(HELLO + host.encode() + b"\n")
-            return await reader.readuntil(b"\n") == HELLO + peer.encode() + b"\n"
-    except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        reader, writer = await asyncio.open_connection(address, port)
+        writer.write(HELLO + host.encode() + b"\n")
+        return await reader.readuntil(b"\n") == HELLO + peer.encode() + b"\n"
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         return False
     finally:
         if writer is not None:

@@ -27,6 +27,7 @@ from atoll.remote.journal import JournalWriter
 from atoll.worker.rankprocess import lost_record
 
 FROZEN_AFTER_S = 3.0
+GUARDS: set[int] = set()  # children that are not part of the training
 
 
 def main(directory: str, lock: int, listener: int) -> None:
@@ -35,6 +36,7 @@ def main(directory: str, lock: int, listener: int) -> None:
     os.set_inheritable(listener, False)
     processes.adopt_orphans()
     is_heir = _leave_mark(mark_of(Path(directory)))
+    dismiss = _post_guard(read_gang(Path(directory))["uid"])
     supervisor = os.fork()
     if supervisor == 0:
         from atoll.worker.supervisor import supervise
@@ -43,6 +45,37 @@ def main(directory: str, lock: int, listener: int) -> None:
         os._exit(0)
     os.close(listener)
     keep(Path(directory), supervisor)
+    with contextlib.suppress(OSError):
+        os.write(dismiss, b"dismissed\n")
+
+
+# Reads until it is dismissed, or until keeper and supervisor are both gone without a word; then
+# kills whatever carries the training's uid. A shell, so that what kills atoll by name spares it.
+GUARD = """
+read word && exit
+while found=$(grep -ls "ATOLL_UID=$1" /proc/[0-9]*/environ); do
+    for file in $found; do pid=${file#/proc/}; kill -9 "${pid%/environ}" 2>/dev/null; done
+done
+"""
+
+
+def _post_guard(uid: str) -> int:
+    """The last resort against orphans: its end of a pipe that keeper and supervisor hold."""
+    orders, dismiss = os.pipe2(os.O_CLOEXEC)
+    environment = {"PATH": os.environ.get("PATH", os.defpath)}
+    try:
+        guard = os.posix_spawnp(
+            "sh",
+            ["sh", "-c", GUARD, "guard", uid],
+            environment,
+            file_actions=[(os.POSIX_SPAWN_DUP2, orders, 0)],
+            setsid=True,
+        )
+    except (OSError, NotImplementedError):
+        guard = 0  # no shell: the next control plane will clear up
+    os.close(orders)
+    GUARDS.add(guard)
+    return dismiss
 
 
 def mark_of(directory: Path) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from atoll.core.errors import NotFound
 from atoll.core.phase import Phase
 from atoll.core.status import Status, Training, WorldStatus
 from atoll.server.app import MAX_BODY_BYTES
@@ -304,7 +305,24 @@ def test_shipped_code_is_answered_by_its_digest(served: Served) -> None:
     made = served.create("a", command=None, source=source)
     assert len(made["spec"]["source"]["content"]) < 200
     kept = served.do(served.store.get(("one", "a")))
-    assert len(kept.spec.source.content) > 50_000
+    assert len(kept.spec.source.content) < 100  # a status write does not carry it along
+    assert len(served.do(served.store.source(kept))) == 60_000
+    served.remove("a")
+    with pytest.raises(NotFound):
+        served.do(served.store.source(kept))
+
+
+def test_a_repeated_create_is_compared_by_its_code_too(served: Served) -> None:
+    def send(code: str) -> int:
+        source = {"kind": "script", "content": code}
+        answer = served.http.post(
+            "/v1/trainings",
+            json=body(command=None, source=source),
+            headers={"Idempotency-Key": "k"},
+        )
+        return answer.status_code
+
+    assert [send("cHJpbnQo"), send("cHJpbnQo"), send("cHJpbnQp")] == [201, 200, 409]
 
 
 def test_events_since(served: Served) -> None:
