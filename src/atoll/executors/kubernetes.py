@@ -82,6 +82,7 @@ class JobExecutor:
         self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
         self._written: dict[str, int] = {}  # newest version of a Job that we made, by training
         self._last: dict[str, Json] = {}  # Jobs as last read without the copy
+        self._watching: list[asyncio.Task[None]] = []
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._troubles: dict[str, tuple[float, str]] = {}
 
@@ -92,6 +93,10 @@ class JobExecutor:
     async def close(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
+        for task in self._watching:
+            task.remove_done_callback(self._note_end)
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         await self._archive.close()
         await self.cluster.close()
 
@@ -145,6 +150,7 @@ class JobExecutor:
 
     async def changes(self) -> AsyncIterator[Key]:
         tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
+        self._watching = tasks
         for task in tasks:
             task.add_done_callback(self._note_end)
         try:
