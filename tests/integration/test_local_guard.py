@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.control_plane import serving
 
 from atoll.remote import processes
-from tests.support.control_plane import serving
 
 MARK = b"TIDE_MARK"
 
@@ -30,15 +31,19 @@ def test_nothing_is_left_when_all_of_atoll_is_killed(tmp_path: Path, command: st
     with serving(tmp_path / "state") as plane:
         name = plane.create(["sh", "-c", command], ranks=2, env={MARK.decode(): value})
         plane.until_ready(name, 2)
-        assert len(carriers(value)) >= 4
+        until(lambda: len(carriers(value)) >= 4)
         plane.kill()
         for pid in processes.all_pids():
             if str(tmp_path).encode() in words_of(pid):
                 processes.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while carriers(value) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert carriers(value) == []
+        until(lambda: not carriers(value))
+
+
+def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def words_of(pid: int) -> bytes:
