@@ -244,6 +244,16 @@ def test_an_edit_after_the_end_is_an_event_and_changes_nothing(
     assert "Warning  UDTerminalState" in described
 
 
+def test_a_spec_that_only_python_refuses_is_told(space: Space, operator: Operator) -> None:
+    space.submit("odd", command=sh("true"), deadlineS=0.0005)
+    space.submit("tiny", command=sh("true"))
+    space.until_phase("tiny", "succeeded")
+    status = space.until_phase("odd", "failed")
+    assert (status["reason"], space.json("get", "jobs")["items"][1:]) == ("InvalidSpec", [])
+    assert "deadline_s" in status["message"]
+    space.kubectl("delete", "training", "odd", "--timeout=30s")
+
+
 def test_a_deleted_training_leaves_no_pod_that_runs(space: Space, operator: Operator) -> None:
     space.submit("tiny", command=sh(FOREVER))
     space.until_ready("tiny", 2)
