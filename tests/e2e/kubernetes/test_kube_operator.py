@@ -32,6 +32,12 @@ def reasons(status: Json) -> list[str]:
     return [event["reason"] for event in status.get("events", ())]
 
 
+def left(space: Space) -> list[Json]:
+    kinds = "pods,jobs,services,configmaps"
+    items: list[Json] = space.json("get", kinds, "-l", "atoll.dev/uid")["items"]
+    return items
+
+
 def restarts(status: Json) -> dict[int, int]:
     return {rank["rank"]: rank.get("restarts", 0) for rank in status["ranks"]}
 
@@ -48,8 +54,7 @@ def test_kubectl_apply_get_and_delete(space: Space, operator: Operator) -> None:
     logs = space.kubectl("logs", "-l", "atoll.dev/training=tiny").stdout
     assert "rank 1 of 2 on node-" in logs
     space.kubectl("delete", "training", "tiny", "--timeout=30s")
-    wait_for("nothing is left", lambda: not space.pods())
-    assert space.json("get", "services,configmaps,jobs", "-l", "atoll.dev/uid")["items"] == []
+    wait_for("nothing is left", lambda: not left(space))
 
 
 def test_kubectl_scale_up_and_down(space: Space, operator: Operator) -> None:
@@ -258,8 +263,7 @@ def test_a_deleted_training_leaves_no_pod_that_runs(space: Space, operator: Oper
     space.submit("tiny", command=sh(FOREVER))
     space.until_ready("tiny", 2)
     space.kubectl("delete", "training", "tiny", "--timeout=60s")
-    wait_for("no pods", lambda: not space.pods())
-    assert space.json("get", "jobs,services,configmaps", "-l", "atoll.dev/uid")["items"] == []
+    wait_for("nothing is left", lambda: not left(space))
 
 
 def test_the_other_operator_takes_over(
