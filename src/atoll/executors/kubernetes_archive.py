@@ -78,11 +78,17 @@ class Archive:
 
     async def _store(self, pod: Pod, text: str) -> None:
         labels = pod.metadata.get("labels") or {}
+        # It goes with the Job, also if the Job is gone by now.
+        owners = [
+            {field: owner[field] for field in ("apiVersion", "kind", "name", "uid")}
+            for owner in pod.metadata.get("ownerReferences") or ()
+        ]
         body: Json = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {
                 "name": pod.name,
+                "ownerReferences": owners,
                 "labels": {
                     MANAGED: "atoll",
                     UID: labels.get(UID, ""),

@@ -50,7 +50,8 @@ BOUNDS: dict[str, Json] = {
     "maxRestarts": {"minimum": 0, "maximum": 1_000_000},
     "startGraceS": {"minimum": 0, "maximum": MAX_SECONDS},
     "stopGraceS": {"minimum": 0, "maximum": 3600},
-    "deadlineS": {"minimum": 0.001, "maximum": MAX_SECONDS},
+    # The API server compares whole numbers with whole bounds: 0 would pass a minimum of 0.001.
+    "deadlineS": {"minimum": 0, "exclusiveMinimum": True, "maximum": MAX_SECONDS},
     "ttlSeconds": {"minimum": 0, "maximum": MAX_SECONDS},
     "executor": {"default": "kubernetes", "maxLength": 63, "pattern": NAME_PATTERN},
 }

@@ -51,9 +51,11 @@ def test_replicas_are_launched_collected_and_removed(
     assert executor.stream_logs(handles[0]) == "rank 0 of 3 with --lr 0.1"
     executor.cancel(handles[0])
     executor.close()
-    wait_for("nothing is left", lambda: not space.pods())
-    left = space.json("get", "jobs,services,configmaps", "-l", "atoll.dev/uid")["items"]
-    assert left == []
+    kinds = "pods,jobs,services,configmaps"
+    wait_for(
+        "nothing is left",
+        lambda: not space.json("get", kinds, "-l", "atoll.dev/uid")["items"],
+    )
 
 
 def test_a_cancelled_gang_is_cancelled(

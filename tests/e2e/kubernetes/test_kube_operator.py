@@ -32,6 +32,12 @@ def reasons(status: Json) -> list[str]:
     return [event["reason"] for event in status.get("events", ())]
 
 
+def left(space: Space) -> list[Json]:
+    kinds = "pods,jobs,services,configmaps"
+    items: list[Json] = space.json("get", kinds, "-l", "atoll.dev/uid")["items"]
+    return items
+
+
 def restarts(status: Json) -> dict[int, int]:
     return {rank["rank"]: rank.get("restarts", 0) for rank in status["ranks"]}
 
@@ -48,8 +54,7 @@ def test_kubectl_apply_get_and_delete(space: Space, operator: Operator) -> None:
     logs = space.kubectl("logs", "-l", "atoll.dev/training=tiny").stdout
     assert "rank 1 of 2 on node-" in logs
     space.kubectl("delete", "training", "tiny", "--timeout=30s")
-    wait_for("nothing is left", lambda: not space.pods())
-    assert space.json("get", "services,configmaps,jobs", "-l", "atoll.dev/uid")["items"] == []
+    wait_for("nothing is left", lambda: not left(space))
 
 
 def test_kubectl_scale_up_and_down(space: Space, operator: Operator) -> None:
@@ -244,12 +249,21 @@ def test_an_edit_after_the_end_is_an_event_and_changes_nothing(
     assert "Warning  UDTerminalState" in described
 
 
+def test_a_spec_that_only_python_refuses_is_told(space: Space, operator: Operator) -> None:
+    space.submit("odd", command=sh("true"), deadlineS=0.0005)
+    space.submit("tiny", command=sh("true"))
+    space.until_phase("tiny", "succeeded")
+    status = space.until_phase("odd", "failed")
+    assert (status["reason"], space.json("get", "jobs")["items"][1:]) == ("InvalidSpec", [])
+    assert "deadline_s" in status["message"]
+    space.kubectl("delete", "training", "odd", "--timeout=30s")
+
+
 def test_a_deleted_training_leaves_no_pod_that_runs(space: Space, operator: Operator) -> None:
     space.submit("tiny", command=sh(FOREVER))
     space.until_ready("tiny", 2)
     space.kubectl("delete", "training", "tiny", "--timeout=60s")
-    wait_for("no pods", lambda: not space.pods())
-    assert space.json("get", "jobs,services,configmaps", "-l", "atoll.dev/uid")["items"] == []
+    wait_for("nothing is left", lambda: not left(space))
 
 
 def test_the_other_operator_takes_over(
