@@ -12,6 +12,8 @@ import json
 import multiprocessing as mp
 import os
 import platform
+import queue
+import random
 import shutil
 import socket
 import statistics
@@ -208,6 +210,67 @@ def compare(store: str, size: int, total: int, count: int, with_naive: bool) -> 
     return row
 
 
+def trainee(uri: str, rank: int, size: int, rounds: int, work_s: float, out: Any) -> None:
+    """Compute, average, compute... A restarted one brings little at first, but comes in time."""
+    with ObjectStoreAllReduce(uri, rank, size) as replica:
+        report = None
+        while report is None or report.round < rounds - 1:
+            is_new = report is None and (Path(uri[7:]) / "run" / "roster").exists()
+            worked = 0.0 if is_new else work_s
+            time.sleep(worked)
+            replica.allreduce(tensors(400_000, 10), weight=max(worked, 0.01))
+            report = replica.last_round
+            assert report is not None
+            out.put((rank, report.round, worked if report.is_member else 0.0, time.time()))
+
+
+def goodput(size: int, rounds: int, work_s: float, share: float) -> dict[str, Any]:
+    """The share of all replica-seconds that ended in a mean, while `share` of the rank-rounds
+    end with SIGKILL at random instants. The killed are started again at once."""
+    context = mp.get_context("spawn")
+    chance = random.Random(1)
+    kills = round(share * size * rounds)
+    with folder() as uri:
+        out = context.Queue()
+
+        def start(rank: int) -> Any:
+            process = context.Process(
+                target=trainee, args=(uri, rank, size, rounds, work_s, out), daemon=True
+            )
+            process.start()
+            return process
+
+        processes = [start(rank) for rank in range(size)]
+        done: dict[tuple[int, int], float] = {}
+        first: float | None = None
+        last, died = 0.0, 0
+        times = sorted(chance.uniform(1.0, rounds - 1.5) * work_s for _ in range(kills))
+        while any(p.is_alive() for p in processes) or not out.empty():
+            try:
+                rank, number, worked, last = out.get(timeout=0.05)
+                done[rank, number] = worked
+                first = first or last  # the end of round 0: everybody has started by then
+            except queue.Empty:
+                pass
+            if first and times and time.time() - first > times[0]:
+                times.pop(0)
+                victim = chance.randrange(size)
+                if processes[victim].is_alive():
+                    processes[victim].kill()
+                    processes[victim].join()
+                    processes[victim] = start(victim)
+                    died += 1
+        worked = sum(w for (_, number), w in done.items() if number > 0)
+        elapsed = last - (first or last)
+        return {
+            "replicas": size,
+            "rounds": len({number for _, number in done}),
+            "killed": died,
+            "elapsed_s": elapsed,
+            "goodput": worked / (size * elapsed),
+        }
+
+
 def show(row: dict[str, Any]) -> None:
     ours = row["ours"]
     print(
@@ -234,8 +297,18 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=64.0)
     parser.add_argument("--tensors", type=int, default=290)
     parser.add_argument("--no-naive", action="store_true")
+    parser.add_argument("--only-goodput", action="store_true")
+    parser.add_argument("--no-goodput", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    lives = {}
+    for share in () if options.no_goodput else (0.0, 0.01):
+        lives[f"killed {share:.0%} of rank-rounds"] = found = goodput(16, 10, 30.0, share)
+        print(f"goodput, {share:.0%} killed: {found}", flush=True)
+    if options.only_goodput:
+        save(options.results, rows, lives)
+        return
     for store in options.store or ["s3", "file"]:
         for size in options.replicas or [2, 4, 8, 16]:
             # The naive way makes 144,000 requests at 16 replicas: only where they are cheap.
@@ -243,10 +316,14 @@ def main() -> None:
             total = int(options.mb * MB)
             rows.append(compare(store, size, total, options.tensors, not slow))
             show(rows[-1])
-    RESULTS.parent.mkdir(exist_ok=True)
+            save(options.results, rows, lives)
+
+
+def save(path: Path, rows: list[dict[str, Any]], lives: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
     machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-    load = os.getloadavg()
-    RESULTS.write_text(json.dumps({"machine": machine, "load": load, "rows": rows}, indent=1))
+    found = {"machine": machine, "load": os.getloadavg(), "goodput": lives, "rows": rows}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 ROUNDS = 9
@@ -75,6 +76,8 @@ def main() -> None:
         ),
         "torchrun --nproc-per-node 4 noop.py": lambda: timed(*torchrun, str(script)),
     }
+    if find_spec("atoll.worker.mesh") is None:
+        del rows["from atoll import mesh_wait"]
     timed(*ATOLL, "ps", **warm)  # the server is up from here on
     times: dict[str, list[float]] = {name: [] for name in rows}
     load = os.getloadavg()

@@ -2,7 +2,7 @@
 
     nice python bench/diloco.py [quality|bits|overlap]      all of them without a name
 
-quality   a byte GPT, 16 replicas, 3 seeds: validation loss with e3m0 against fp32
+quality   a byte GPT, 16 replicas, 3 seeds: validation loss with 4 bits against fp32
 bits      bits per parameter and round at 16 replicas, counted in the objects
 overlap   compute utilisation on a store behind a slow link, blocking against overlapped
 """
@@ -14,26 +14,39 @@ import os
 import platform
 import statistics
 import sys
+import threading
 import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+Result = TypeVar("Result")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 from diloco_gpt import GPT, Text, validate  # noqa: E402
 
+from atoll.core.estimate import estimate  # noqa: E402
+from atoll.diloco import DiLoCo  # noqa: E402
+from atoll.diloco import RoundReport as DiLoCoReport  # noqa: E402
+from atoll.remote.blobs import Blobs  # noqa: E402
+from atoll.worker.allreduce import ObjectStoreAllReduce, RoundReport  # noqa: E402
 from atoll.worker.allreduce.codecs import Codec, get_codec  # noqa: E402
 from atoll.worker.outer import Fragment, split  # noqa: E402
 
 SEEDS = tuple(map(int, os.environ.get("SEEDS", "0 1 2").split()))
-REPLICAS, SYNC_EVERY, ROUNDS, BATCH = 16, 10, int(os.environ.get("ROUNDS", 120)), 2
-MODEL = {"width": 48, "depth": 2, "heads": 2, "context": 32}
+REPLICAS, SYNC_EVERY, ROUNDS, BATCH = 16, 5, int(os.environ.get("ROUNDS", 100)), 4
+MODEL = {"width": 32, "depth": 1, "heads": 2, "context": 32}
 OUTER = {"lr": 0.7, "beta": float(os.environ.get("BETA", 0.5))}
 INNER_LR = 2e-3
+WORKERS = 3
 
 
 class Exchange:
@@ -71,9 +84,11 @@ class Exchange:
         return out.astype(np.float32)
 
 
-def train(codec: str, seed: int, text: Text) -> dict[str, object]:
+def train(codec: str, seed: int) -> dict[str, Any]:
     """All replicas at once: their parameters are stacked, and one call trains each on its own."""
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
+    text = Text(MODEL["context"])
     base = GPT(**MODEL)
     shapes = [(name, tuple(value.shape)) for name, value in base.named_parameters()]
     (fragment,) = split(shapes, 1, **OUTER)
@@ -98,7 +113,8 @@ def train(codec: str, seed: int, text: Text) -> dict[str, object]:
         inner.param_groups[0]["lr"] = INNER_LR * (1 - 0.95 * outer_round / ROUNDS)
         for _ in range(SYNC_EVERY):
             tokens = torch.stack([text.batch(text.train, BATCH, each) for each in dice])
-            losses(stacked, tokens).sum().backward()
+            with sdpa_kernel(SDPBackend.MATH):  # the only one that knows of stacked parameters
+                losses(stacked, tokens).sum().backward()
             inner.step()
             inner.zero_grad()
         rows = [value.detach().reshape(REPLICAS, -1) for value in stacked.values()]
@@ -117,11 +133,11 @@ def take(fragment: Fragment, parameters: dict[str, torch.nn.Parameter]) -> None:
 
 
 def quality() -> dict[str, object]:
-    text = Text(MODEL["context"])
-    runs = {
-        codec: [train(codec, seed, text) for seed in SEEDS]
-        for codec in os.environ.get("CODECS", "fp32 e3m0").split()
-    }
+    codecs = os.environ.get("CODECS", "fp32 int4 e3m0+int4 e3m0").split()
+    jobs = [(codec, seed) for seed in SEEDS for codec in codecs]
+    with ProcessPoolExecutor(WORKERS) as pool:
+        done = dict(zip(jobs, pool.map(train, *zip(*jobs, strict=True)), strict=True))
+    runs = {codec: [done[codec, seed] for seed in SEEDS] for codec in codecs}
     losses = {codec: [run["loss"] for run in found] for codec, found in runs.items()}
     size = sum(p.numel() for p in GPT(**MODEL).parameters())
     return {
@@ -142,7 +158,145 @@ def quality() -> dict[str, object]:
     }
 
 
-PARTS = {"quality": quality}
+def together(count: int, work: Callable[[int], Result]) -> list[Result]:
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, range(count)))
+
+
+def bits() -> dict[str, object]:
+    """The real all-reduce, 16 replicas in threads, a million values that look like gradients."""
+    size, found = 1 << 19, {}
+    for codec in ("fp32", "int8", "e3m0", "int4"):
+        uri = f"memory:///{uuid.uuid4()}"
+
+        def replica(rank: int, codec: str = codec, uri: str = uri) -> RoundReport:
+            dice = np.random.default_rng(rank)
+            with ObjectStoreAllReduce(
+                uri, rank, REPLICAS, min_replicas=REPLICAS, codec=codec
+            ) as it:
+                for _ in range(2):
+                    it.allreduce([dice.standard_normal(size).astype(np.float32) * 1e-3])
+                assert it.last_round is not None
+                return it.last_round
+
+        reports = together(REPLICAS, replica)
+        moved = [(report.bytes_up + report.bytes_down) * 8 / size for report in reports]
+        expected = estimate(
+            parameters=size, replicas=REPLICAS, sync_every=1, step_s=1, link_gbps=1, codec=codec
+        )
+        found[codec] = {
+            "bits_per_parameter_and_round": round(statistics.mean(moved), 3),
+            "estimated": round(expected.bits_per_parameter, 3),
+            "requests_of_all": sum(report.requests for report in reports),
+            "requests_estimated": expected.requests,
+        }
+    return {"replicas": REPLICAS, "parameters": size, "codecs": found}
+
+
+class SlowLink(Blobs):
+    """The store behind a link of one replica's own, used by one request at a time."""
+
+    bytes_s, latency_s = 625e3, 0.02
+
+    def _pass(self, size: int) -> None:
+        self._link = getattr(self, "_link", None) or threading.Lock()
+        time.sleep(self.latency_s)
+        with self._link:
+            time.sleep(size / self.bytes_s)
+
+    def put(self, key: str, data: Any) -> None:
+        self._pass(memoryview(data).nbytes)
+        super().put(key, data)
+
+    def create(self, key: str, data: Any) -> bool:
+        self._pass(memoryview(data).nbytes)
+        return super().create(key, data)
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> memoryview:
+        data = super().get(key, start, end)
+        self._pass(data.nbytes)
+        return data
+
+
+def overlap() -> dict[str, object]:
+    """Steps are 100 ms of a device that leaves the processor alone: here, a sleep."""
+    replicas, sync_every, step_s, rounds = 4, 20, 0.1, 5
+    link_gbps = SlowLink.bytes_s * 8 / 1e9
+    rows = []
+    for codec, overlap_steps in (("fp32", 0), ("fp32", 18), ("int4", 0), ("int4", 18)):
+        uri = f"memory:///{uuid.uuid4()}"
+
+        def replica(
+            rank: int, codec: str = codec, overlap_steps: int = overlap_steps, uri: str = uri
+        ) -> tuple[float, list[DiLoCoReport]]:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(500, 500)
+            inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+            dice = torch.Generator().manual_seed(rank)
+            with DiLoCo(
+                model,
+                inner,
+                sync_every=sync_every,
+                overlap_steps=overlap_steps,
+                codec=codec,
+                uri=SlowLink.open(uri),
+                rank=rank,
+                world_size=replicas,
+                min_replicas=replicas,
+                checkpoint_every=1000,
+            ) as loop:
+                began = 0.0
+                for value in model.parameters():
+                    value.grad = torch.randn(value.shape, generator=dice)
+                for step in range(sync_every * (rounds + 2)):
+                    # The first rounds find out how fast the others are and save a checkpoint.
+                    if step == 2 * sync_every:
+                        began = time.monotonic()
+                    time.sleep(step_s)
+                    inner.step()
+                took_s = time.monotonic() - began
+            reports = list(loop.reports)[2:]
+            return 1 - sum(report.blocked_s for report in reports) / took_s, reports
+
+        found = together(replicas, replica)
+        reports = [report for _, each in found for report in each]
+        expected = estimate(
+            parameters=250_500,
+            replicas=replicas,
+            sync_every=sync_every,
+            step_s=step_s,
+            link_gbps=link_gbps,
+            codec=codec,
+            overlap_steps=overlap_steps,
+            latency_s=SlowLink.latency_s,
+            prices="free",
+        )
+        rows.append(
+            {
+                "codec": codec,
+                "overlap_steps": overlap_steps,
+                "utilisation": round(statistics.median(u for u, _ in found), 3),
+                "estimated_utilisation": round(expected.utilisation, 3),
+                "round_s": round(statistics.median(r.hidden_s + r.blocked_s for r in reports), 3),
+                "estimated_round_s": round(expected.round_s, 3),
+                "megabytes": round(
+                    statistics.mean(r.bytes_up + r.bytes_down for r in reports) / 1e6, 3
+                ),
+                "estimated_megabytes": round((expected.bytes_up + expected.bytes_down) / 1e6, 3),
+            }
+        )
+        print("  ", rows[-1], flush=True)
+    return {
+        "replicas": replicas,
+        "parameters": 250_500,
+        "sync_every": sync_every,
+        "step_s": step_s,
+        "link_mbit_s": link_gbps * 1000,
+        "rows": rows,
+    }
+
+
+PARTS = {"bits": bits, "overlap": overlap, "quality": quality}
 
 
 def main() -> None:

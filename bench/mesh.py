@@ -22,7 +22,7 @@ from bench.netbench import save  # noqa: E402
 from bench.netns import Network  # noqa: E402
 
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-HOSTS, ROUNDS, WAITS = 16, 25, 200
+HOSTS, ROUNDS, WAITS = 16, int(os.environ.get("ROUNDS", "20")), 200
 
 # On the hub: etcd, the controller's side, and the time at which each verdict was written.
 WATCH = """
@@ -50,16 +50,14 @@ def mesh_ready(rounds: int) -> dict[str, list[float]]:
         net = stack.enter_context(Network(HOSTS))
         run = (sys.executable, "-c", WATCH, net.hub_address, f"{folder}/etcd", *net.hosts)
         watch = net.popen("hub", *run, stdout=subprocess.PIPE, env=ENV)
-        stack.callback(watch.communicate)
-        stack.callback(watch.kill)
+        stack.callback(finish, watch)
         assert watch.stdout is not None
         endpoint = watch.stdout.readline().strip()
 
         def agent(host: str) -> subprocess.Popen[str]:
             run = (sys.executable, "-c", AGENT, host, net.address(host), endpoint)
             process = net.popen(host, *run, stdout=subprocess.PIPE, env=ENV)
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
+            stack.callback(finish, process)
             return process
 
         def verdict(state: str) -> float:
@@ -75,8 +73,7 @@ def mesh_ready(rounds: int) -> dict[str, list[float]]:
             process = agent(last)
             came = listens(process)
             joined.append(verdict("Ready") - came)
-            process.kill()
-            process.communicate()
+            finish(process)
             verdict("Degraded")
         listens(agent(last))
         verdict("Ready")
@@ -105,6 +102,13 @@ asyncio.run(fabric.run(*sys.argv[1:]))
 def listens(process: subprocess.Popen[str]) -> float:
     assert process.stdout is not None
     return float(process.stdout.readline())
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
 
 
 def mesh_waits(count: int) -> dict[str, list[float]]:

@@ -5,8 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 _SOURCE = str(Path(__file__).parents[1] / "src")
 if _SOURCE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [_SOURCE, os.environ.get("PYTHONPATH", "")])
+    )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write golden files instead of comparing"
     )

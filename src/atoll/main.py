@@ -265,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--owned", action="store_true", dest="is_owned")
     try:
         serve(**vars(parser.parse_args(arguments)))
-    except AtollError as error:
+    except (AtollError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     return 0

@@ -1,6 +1,6 @@
 """A replica as a process: `python -m tests.allreduce.replica URI RANK WORLD ROUNDS`.
 
-Does rounds until the run has `ROUNDS` of them and prints one line for each.
+Does rounds until the run has `ROUNDS` of them and writes one line for each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def main() -> None:
             assert (mean == want).all(), (mean, want, report.roster)
             digest = hashlib.sha1(mean.tobytes()).hexdigest()
             members = ",".join(map(str, report.roster))
-            print(report.round, digest, members, int(report.is_member), flush=True)
+            sys.stdout.write(f"{report.round} {digest} {members} {int(report.is_member)}\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

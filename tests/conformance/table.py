@@ -59,7 +59,7 @@ STEPS = [
     for nth in range(1, times + 1)
     for when in ("before", "after")
 ]
-LAST_STEPS = [f"{when} {call} 1" for call in ("stop", "release") for when in ("before", "after")]
+LAST_STEPS = [f"{when} {call} 1" for call in ("apply", "release") for when in ("before", "after")]
 
 ROWS = (
     Row("none", "succeeded", GOOD, GOOD, None, "none", False, end="after"),
@@ -93,6 +93,7 @@ ROWS = (
     Row("preempted", "failed", end(None, 137, 143, reason="Preempted Evicted"), STOPPED),
     Row(
         "deadline", "failed", STOPPED, STOPPED, None, "none", options={"deadline_s": 1.0},
+        others_are_collateral=False,
         reason="DeadlineExceeded",
     ),
     Row("cancel", "cancelled", STOPPED, STOPPED, None, "none", False),

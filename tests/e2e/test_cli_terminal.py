@@ -13,9 +13,8 @@ STUBBORN = "trap '' TERM; echo up $$; while :; do sleep 0.1; done"
 
 def test_the_world_is_a_live_line_below_coloured_logs(atoll: Any) -> None:
     terminal = atoll.in_terminal("run", "-n", "2", "--name", "live", "--", "sh", "-c", SLEEPER)
-    text = terminal.read_until("── live  ready 2/2")
-    assert "\x1b[36m[0]\x1b[0m up" in text
-    assert "\x1b[33m[1]\x1b[0m up" in text
+    for shown in ("── live  ready 2/2", "\x1b[36m[0]\x1b[0m up", "\x1b[33m[1]\x1b[0m up"):
+        terminal.read_until(shown)
     terminal.press("\x03")
     assert terminal.code() == 130
     assert terminal.text.rstrip().endswith("atoll: live was cancelled")
@@ -48,7 +47,8 @@ def test_a_second_ctrl_c_leaves_at_once_and_the_ranks_are_stopped_all_the_same(a
 
 def test_no_color_means_no_colour_but_still_the_line(atoll: Any) -> None:
     terminal = atoll.in_terminal("run", "--name", "plain", "--", "sh", "-c", SLEEPER, NO_COLOR="1")
-    assert "[0] up" in terminal.read_until("── plain  ready 1/1")
+    terminal.read_until("── plain  ready 1/1")
+    terminal.read_until("[0] up")
     assert "\x1b[3" not in terminal.text
     terminal.press("\x03")
     assert terminal.code() == 130
@@ -76,8 +76,7 @@ def test_status_w_draws_until_the_end_and_top_draws_until_ctrl_c(atoll: Any) -> 
 def test_a_progress_bar_shows_as_it_would_have_been_left(atoll: Any) -> None:
     bar = r"printf '10%%\r50%%\r100%%\n'; sleep 60"
     terminal = atoll.in_terminal("run", "--name", "bar", "--", "sh", "-c", bar)
-    terminal.read_until("── bar")
-    assert "100%" in terminal.text
+    terminal.read_until("100%")
     assert "50%" not in terminal.text
     terminal.press("\x03")
     assert terminal.code() == 130

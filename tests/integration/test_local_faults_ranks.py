@@ -107,21 +107,29 @@ def test_rank_that_ends_in_its_grace_keeps_its_own_exit_code(shared_plane: Contr
     assert only(shared_plane.until_over(name)) == (7, "Stopped", None)
 
 
+# Each says in a file that it is up, and only then does its rank go on.
 DAEMONS = {
-    "a child": "sleep 1000 & exit 0",
-    "one in its own session": "setsid sleep 1000 & sleep 0.1; exit 0",
-    "a double-forked daemon": "(setsid sh -c 'sleep 1000 & sleep 1000 &' &) ; sleep 0.1; exit 0",
-    "one with no environment": "env -i setsid /bin/sleep 1000 & sleep 0.1; exit 0",
-    "one whose rank is not a number": "ATOLL_RANK=x setsid sleep 1000 & sleep 0.1; exit 0",
-    "one that stays stopped": "setsid sh -c 'kill -STOP $$' & sleep 0.1; exit 0",
+    "a child": "(touch $UP; exec sleep 1000) &",
+    "one in its own session": "setsid sh -c 'touch $UP; exec sleep 1000' &",
+    "a double-forked daemon": "(setsid sh -c 'sleep 1000 & touch $UP; exec sleep 1000' &)",
+    "one with no environment": "env -i UP=$UP setsid /bin/sh -c 'touch $UP; exec sleep 1000' &",
+    "one whose rank is not a number": "ATOLL_RANK=x setsid sh -c 'touch $UP; exec sleep 1000' &",
+    "one that stays stopped": "setsid sh -c 'touch $UP; kill -STOP $$' &",
 }
+
+
+def with_daemon(kind: str, folder: Path) -> str:
+    return f"""export UP={folder}/up.$RANK.$ATOLL_ATTEMPT
+        {DAEMONS[kind]}
+        until [ -e $UP ]; do sleep 0.01; done"""
 
 
 @pytest.mark.parametrize("kind", DAEMONS)
 def test_what_a_rank_leaves_behind_is_gone_when_it_is_over(
-    shared_plane: ControlPlane, kind: str
+    shared_plane: ControlPlane, tmp_path: Path, kind: str
 ) -> None:
-    training = shared_plane.until_over(shared_plane.create(DAEMONS[kind], 2))
+    name = shared_plane.create(f"{with_daemon(kind, tmp_path)}\nexit 0", 2)
+    training = shared_plane.until_over(name)
     assert training.status.phase == "succeeded"
     assert [e.exit_code for e in training.status.rank_exits] == [0, 0]
     assert nothing_is_left(shared_plane, training.name)
@@ -131,9 +139,10 @@ def test_daemon_that_lies_about_its_rank_harms_nobody(
     shared_plane: ControlPlane, tmp_path: Path
 ) -> None:
     script = f"""if [ $RANK = 0 ]; then
-            ATOLL_RANK=me setsid sleep 1000 & touch {tmp_path}/up; exit 0
+            {with_daemon("one whose rank is not a number", tmp_path)}
+            exit 0
         fi
-        while [ ! -e {tmp_path}/end ]; do sleep 0.02; done"""
+        until [ -e {tmp_path}/end ]; do sleep 0.02; done"""
     name = shared_plane.create(script, 2)
     shared_plane.until(name, lambda t: any(r.phase == "Succeeded" for r in t.status.ranks))
     (tmp_path / "end").touch()
@@ -145,7 +154,10 @@ def test_daemon_that_lies_about_its_rank_harms_nobody(
 def test_daemon_of_an_ended_rank_goes_while_the_others_run_on(
     shared_plane: ControlPlane, tmp_path: Path
 ) -> None:
-    script = f"""if [ $RANK = 0 ]; then setsid sleep 1000 & echo $! > {tmp_path}/daemon; exit 0; fi
+    script = f"""if [ $RANK = 0 ]; then
+            {with_daemon("one in its own session", tmp_path)}
+            echo $! > {tmp_path}/daemon; exit 0
+        fi
         {FOREVER}"""
     name = shared_plane.create(script, 2)
     shared_plane.until(name, lambda t: any(r.phase == "Succeeded" for r in t.status.ranks))
@@ -161,7 +173,8 @@ def test_restarted_rank_does_not_meet_what_its_last_attempt_left(
     shared_plane: ControlPlane, tmp_path: Path
 ) -> None:
     script = f"""if [ $ATOLL_ATTEMPT = 0 ]; then
-            setsid sleep 1000 & echo $! > {tmp_path}/daemon; exit 1
+            {with_daemon("one in its own session", tmp_path)}
+            echo $! > {tmp_path}/daemon; exit 1
         fi
         [ -d /proc/$(cat {tmp_path}/daemon) ] && exit 99 || exit 0"""
     training = shared_plane.until_over(shared_plane.create(script, max_restarts=1))
@@ -250,17 +263,18 @@ def test_rank_starved_of_cpu_is_not_taken_for_dead(shared_plane: ControlPlane) -
 
 
 def test_first_to_fall_is_named_though_its_peer_reports_whole_seconds(
-    shared_plane: ControlPlane, tmp_path: Path
+    shared_plane: ControlPlane,
 ) -> None:
     """torch's @record rounds the time of failure down, by up to a second."""
     report = '{"message": {"message": "lost a peer", "extraInfo": {"timestamp": "%s"}}}'
-    script = f"""cd {tmp_path}
-        while [ "$(date +%N | cut -c1)" -lt 5 ]; do sleep 0.02; done
-        if [ $RANK = 1 ]; then touch down; kill -9 $$; fi
-        while [ ! -e down ]; do sleep 0.01; done
-        printf '{report}' $(date +%s) > $TORCHELASTIC_ERROR_FILE
+    script = f"""journal=$(dirname $(dirname $TORCHELASTIC_ERROR_FILE))/journal
+        [ $RANK = 1 ] && kill -9 $$
+        until grep -q SIGKILL $journal; do sleep 0.01; done
+        second=$(sed -n 's/.*SIGKILL.*"at":\\([0-9]*\\).*/\\1/p' $journal)
+        printf '{report}' $second > $TORCHELASTIC_ERROR_FILE
         exit 1"""
-    training = shared_plane.until_over(shared_plane.create(script, 2, min=2))
+    # With a minimum of 1 the loss of rank 1 alone stops nobody: rank 0 ends by itself.
+    training = shared_plane.until_over(shared_plane.create(script, 2, min=1))
     root = training.status.root_cause
     assert root is not None
     assert (root.rank, root.signal) == (1, "SIGKILL")

@@ -135,12 +135,12 @@ def test_room_of_a_rank_scaled_away_is_free_only_when_it_is_gone(tmp_path: Path)
             while [ ! -e {tmp_path}/leave ]; do sleep 0.02; done"""
         first = plane.create(script, 2, min=1, stop_grace_s=600)
         plane.until_ready(first, 2)
-        second = plane.create(FOREVER, 1)
+        second = plane.create(FOREVER, 1, start_grace_s=0)
         plane.ask(first, target=1)
         wait_for((tmp_path / "told").exists)
-        plane.until(first, lambda t: t.status.observed_generation == 2)
-        plane.until(second, lambda t: t.status.phase == "pending")
-        assert not running(plane.get(second))
+        plane.ask(second, target=2)  # so that it is looked at again
+        waiting = plane.until(second, lambda t: t.status.observed_generation == 2)
+        assert "room for 0 of 2" in waiting.status.ranks[0].message
         (tmp_path / "leave").touch()
         plane.until_ready(second, 1)
 

@@ -19,6 +19,7 @@ from atoll.core.spec import RendezvousSpec, WorldSize
 from atoll.remote.etcd import EtcdKeys
 from atoll.remote.local_rendezvous import read_rendezvous
 from atoll.remote.processes import is_running
+from atoll.worker.etcd_server import start_etcd, stop_etcd
 
 SHOW = (
     "import json, os, sys, time\n"
@@ -191,6 +192,31 @@ def test_no_etcd_to_be_found_fails_the_training_with_what_to_do(
     asyncio.run(scene())
 
 
+def test_a_configured_etcd_is_used_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_etcd(tmp_path / "theirs")
+    monkeypatch.setenv("ATOLL_ETCD_ENDPOINT", server.endpoint)
+
+    async def scene() -> None:
+        async with plane(tmp_path) as here, EtcdKeys(server.endpoint) as keys:
+            await keys.put("theirs", "1")
+            training = await here.create(**showing(tmp_path, "t", "etcd-v2"))
+            (env,) = await here.environments(training, 1)
+            assert env["BASILICA_RDZV_ENDPOINT"] == server.endpoint
+            assert env["ATOLL_MESH_ENDPOINT"] == server.endpoint
+            gate = ready_path(here.executor._host).removeprefix("/v2/keys/")
+            assert await keys.get(gate) == "1"
+            (tmp_path / "go").touch()
+            await here.until(training, lambda t: t.status.is_released)
+            assert (await keys.list(""))[0] == {"theirs": "1"}
+
+    try:
+        asyncio.run(scene())
+    finally:
+        stop_etcd(server)
+
+
 TRAIN = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -215,6 +241,7 @@ main(int(sys.argv[1]))
 """
 
 
+@pytest.mark.timeout(300)  # eight times importing torch; 15 s on two idle cores
 @pytest.mark.parametrize("backend", ["c10d", "etcd-v2"])
 def test_torchrun_scales_from_two_nodes_to_three_while_running(
     tmp_path: Path, backend: str
@@ -235,12 +262,12 @@ def test_torchrun_scales_from_two_nodes_to_three_while_running(
             spec["command"] = ["/bin/sh", "-c", launch]
             spec["world_size"] = WorldSize(min=2, target=2, max=3)
             training = await here.create(**spec)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while sum("world 2" in line for line in await here.logs(training)) < 2:
                 assert time.monotonic() < deadline, await here.logs(training)
                 await asyncio.sleep(0.1)
             await here.scale(training, 3)
-            done = await here.until(training, lambda t: t.status.phase.is_terminal)
+            done = await here.until(training, lambda t: t.status.phase.is_terminal, 150)
             lines = await here.logs(training)
             assert done.status.phase == "succeeded", lines
             assert [e.exit_code for e in done.status.rank_exits] == [0, 0, 0]

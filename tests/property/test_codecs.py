@@ -86,6 +86,22 @@ def test_int8_is_off_by_at_most_half_a_step(row: np.ndarray) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(row=rows())
+def test_int4_is_off_by_at_most_half_a_step_unless_127_steps_away(row: np.ndarray) -> None:
+    error = np.abs(row.astype(np.float64) - there_and_back("int4", row))
+    step = 0.36 * block_mean_square(row, 512) ** 0.5
+    is_far = np.abs(row) > 120 * step
+    assert (error <= step * 0.51 + 2.4e-38)[~is_far].all()
+    assert (error <= np.abs(row.astype(np.float64)))[is_far].all()
+
+
+def block_mean_square(row: np.ndarray, block: int) -> np.ndarray:
+    padded = np.zeros(-(-row.size // block) * block)
+    padded[: row.size] = row
+    return np.repeat((padded.reshape(-1, block) ** 2).mean(axis=1), block)[: row.size]
+
+
+@settings(max_examples=120, deadline=None)
+@given(row=rows())
 def test_e3m0_is_off_by_at_most_a_third_or_a_76th_of_the_largest(row: np.ndarray) -> None:
     row = row.clip(-2.5e38, 2.5e38)
     error = np.abs(row.astype(np.float64) - there_and_back("e3m0", row))
@@ -134,7 +150,7 @@ def test_rubbish_is_refused(name: str, rubbish: bytes, size: int) -> None:
         get_codec(name).decode(rubbish, size)
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "e3m0", "sparse"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "e3m0", "sparse"])
 def test_cut_short_at_any_byte_is_refused(name: str) -> None:
     row = np.random.default_rng(0).standard_normal(700).astype(np.float32)
     encoded = get_codec(name).encode(row)

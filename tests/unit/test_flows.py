@@ -13,6 +13,7 @@ from atoll.core.errors import (
     BelowMinimumWorld,
     Conflict,
     NotFound,
+    Permanent,
     Temporary,
     UDTerminalState,
     WorldSizeOutOfBounds,
@@ -26,6 +27,7 @@ from atoll.core.status import RankExit, Status, Training, WorldStatus
 from atoll.sdk import flows
 from atoll.sdk.effects import Effect, Flow, NextChange, Pause, Reply, Send
 from atoll.sdk.flows import Who
+from atoll.sdk.verdict import verdict, world_of
 
 WHO = Who("t", "uid-1")
 
@@ -217,9 +219,16 @@ def test_a_failure_is_not_waited_out(wait: Any) -> None:
     assert script.now == 0
 
 
-@pytest.mark.parametrize("trouble", [Temporary("lost"), Reply(502, b"<html>"), Reply(500, b"")])
-def test_trouble_is_retried_until_the_deadline(trouble: Any) -> None:
-    script = Script([trouble] * 5 + [training("succeeded", 4)])
+@pytest.mark.parametrize("trouble", ["lost", "502 page", "500 empty", "500 problem", "429"])
+def test_trouble_is_retried_until_the_deadline(trouble: str) -> None:
+    answer = {
+        "lost": Temporary("lost"),
+        "502 page": Reply(502, b"<html>"),
+        "500 empty": Reply(500, b""),
+        "500 problem": refused(Permanent("the store is broken"), 500),
+        "429": Reply(429, b""),
+    }[trouble]
+    script = Script([answer] * 5 + [training("succeeded", 4)])
     assert script.wait(flows.wait_until_complete, 60).ready == 4
     assert 0 < script.now < 60
 
@@ -306,7 +315,7 @@ def test_scale_out_of_bounds_sends_no_scale_request(target: Any) -> None:
 def test_scale_answers_with_what_was_asked() -> None:
     after = training("ready", 4, target=6, generation=2, observed=1)
     script = Script([training("ready", 4), after])
-    world = flows.world_of(script.play(flows.scale(training("ready", 4), 6)))
+    world = world_of(script.play(flows.scale(training("ready", 4), 6)))
     assert (world.target, world.ready, world.below_minimum) == (6, 4, False)
 
 
@@ -365,6 +374,6 @@ def test_the_cause_comes_first_and_brings_its_log() -> None:
     failed = msgspec.structs.replace(
         failed, status=replace(failed.status, rank_exits=[other, cause])
     )
-    text = flows.verdict(failed)
+    text = verdict(failed)
     assert text.index("rank 2: exit_code=1") < text.index("rank 0: exit_code=137")
     assert text.endswith("boom")

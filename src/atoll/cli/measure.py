@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,13 +12,17 @@ from atoll.cli.options import json_option, name_argument
 
 @click.command()
 @name_argument
+@click.option("--png", type=click.Path(dir_okay=False), help="Also draw the plot to this file.")
 @json_option
-def bench(name: str, is_json: bool) -> None:
+def bench(name: str, png: str | None, is_json: bool) -> None:
     """Show the link between two hosts of a training, if it was measured at the start."""
     from atoll.cli.show import print_json
+    from atoll.core.plot import plot_png, plot_text
     from atoll.sdk.client import Client
 
     told = Client().get(name).bench_diagnostics
+    if png and told.result is not None:
+        Path(png).write_bytes(plot_png(told.result.points, f"{name}: {told.message}"))
     if is_json:
         print_json(told)
         return
@@ -25,7 +30,7 @@ def bench(name: str, is_json: bool) -> None:
     if result is None:
         print(f"{name}: no result: {told.message or told.phase}")
         return
-    print(f"{name}: {result.probe_node_a} <-> {result.probe_node_b}")
+    print(f"{name}: {told.message}")
     rows = {
         "bus bandwidth, p10": (result.busbw_gbps_p10, "Gbit/s"),
         "bus bandwidth, p50": (result.busbw_gbps_p50, "Gbit/s"),
@@ -35,8 +40,7 @@ def bench(name: str, is_json: bool) -> None:
     }
     for what, (value, unit) in rows.items():
         print(f"  {what:<26}{'not measured' if value is None else f'{value:.3g} {unit}'}")
-    for size, gbps in result.points:
-        print(f"  {size:>12} bytes  {gbps:.3g} Gbit/s")
+    print(plot_text(result.points), end="")
 
 
 @click.command()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from atoll.core.errors import BackendError, ValidationError
 from atoll.core.fabric import DEADLINE_S, FABRIC_DIR, Fabric, MeshVerdict, Report, Roster
-from atoll.core.mesh import DEGRADED_DIR, READY_DIR, MeshState
+from atoll.core.mesh import DEGRADED_DIR, GATE_DIR, READY_DIR, MeshState
 from atoll.core.model import decode, encode
 from atoll.remote.etcd import EtcdKeys
 
@@ -35,11 +35,12 @@ class MeshWatch:
         self._deadline_s = deadline_s
         self._folder = folder
         self._wanted: frozenset[str] = frozenset()
+        self._ever: set[str] = set()  # wanted now or before: their keys are ours to remove
         self._places: dict[str, tuple[str, int]] = {}
         self._fabric = Fabric()
         self._is_overdue = False
         self._was_ready = False
-        self._marked: dict[str, MeshState] = {}
+        self._marked: set[str] = set()  # the gate's keys as they are in etcd
         self.verdict = MeshVerdict(MeshState.PENDING, "not all hosts have come up")
 
     async def run(self, hosts: Iterable[str], already_s: float = 0.0) -> None:
@@ -48,7 +49,8 @@ class MeshWatch:
         `already_s` of the deadline were used up by a predecessor.
         """
         self._wanted = frozenset(hosts)
-        self._places, self._marked = {}, {}
+        self._ever |= self._wanted
+        self._places, self._marked = {}, set()
         self._is_overdue = self._was_ready = False
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._overdue(max(self._deadline_s - already_s, 0.0)))
@@ -57,7 +59,7 @@ class MeshWatch:
     async def clear(self) -> None:
         """No key of these hosts is left, neither the gate's nor the agents'."""
         for directory in (READY_DIR, DEGRADED_DIR):
-            for host in self._wanted:
+            for host in sorted(self._ever):
                 await self._keys.delete(f"{directory}/{host}")
         await self._keys.delete_all(self._folder)
 
@@ -73,8 +75,9 @@ class MeshWatch:
     async def _follow(self) -> None:
         while True:
             with contextlib.suppress(BackendError):
+                gate, _ = await self._keys.list(GATE_DIR)
+                self._marked = {key for key in gate if key.rpartition("/")[2] in self._ever}
                 found, index = await self._keys.list(self._folder)
-                self._marked = {}
                 for key, value in sorted(found.items(), key=lambda item: "/reports/" in item[0]):
                     self._note(key, value)
                 while True:
@@ -118,10 +121,11 @@ class MeshWatch:
     async def _mark(self, state: MeshState) -> None:
         if state is MeshState.PENDING:
             return
-        put, drop = READY_DIR, DEGRADED_DIR
-        if state is MeshState.DEGRADED:
-            put, drop = drop, put
-        hosts = [host for host in sorted(self._wanted) if self._marked.get(host) is not state]
-        await asyncio.gather(*(self._keys.put(f"{put}/{host}", "1") for host in hosts))
-        await asyncio.gather(*(self._keys.delete(f"{drop}/{host}") for host in hosts))
-        self._marked |= dict.fromkeys(hosts, state)
+        folder = READY_DIR if state is MeshState.READY else DEGRADED_DIR
+        wanted = {f"{folder}/{host}" for host in self._wanted}
+        # The new ones first: a rank that looks in between finds one or both, never none.
+        for key in sorted(wanted - self._marked):
+            await self._keys.put(key, "1")
+        for key in sorted(self._marked - wanted):
+            await self._keys.delete(key)
+        self._marked = wanted

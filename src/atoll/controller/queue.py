@@ -43,6 +43,9 @@ class WorkQueue:
             return
         self._due[key] = at
         heapq.heappush(self._heap, (at, key))
+        if len(self._heap) > 2 * len(self._due) + 64:  # most of them are out of date
+            self._heap = [(due, key) for key, due in self._due.items()]
+            heapq.heapify(self._heap)
         self._arm()
 
     def retry(self, key: Key, at_least_s: float = 0.0) -> None:

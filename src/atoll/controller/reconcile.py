@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from msgspec.structs import replace
+
 from atoll.core.errors import Conflict, NotFound, Permanent
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
 from atoll.core.ports import Executor, Key, Measuring, Store
@@ -58,13 +60,21 @@ class Reconciler:
             return training
         return await self._store.update_status(training, made.status, made.events)
 
+    async def _whole(self, training: Training) -> Training:
+        """With the code itself, where the store shows only its digest."""
+        source = training.spec.source
+        if source is None or not source.is_digest:
+            return training
+        source = replace(source, content=await self._store.source(training))
+        return replace(training, spec=replace(training.spec, source=source))
+
     async def _perform(self, training: Training, action: Action) -> bool:
         """False when the action will never work; the next pass fails the training."""
         executor = self._executors.get(training.spec.executor)
         try:
             match action:
                 case Apply(wish) if executor:
-                    await executor.apply(training, wish)
+                    await executor.apply(await self._whole(training), wish)
                 case Measure() if isinstance(executor, Measuring):
                     await executor.measure(training)
                 case Release() if executor:

@@ -27,7 +27,10 @@ CODECS = {
     "fp32": CodecFigures(bits=32.0, encode_mb_s=5000, decode_mb_s=20000),
     "bf16": CodecFigures(bits=10.6, encode_mb_s=360, decode_mb_s=670),
     "int8": CodecFigures(bits=7.6, encode_mb_s=420, decode_mb_s=840),
+    "int5": CodecFigures(bits=5.1, encode_mb_s=400, decode_mb_s=850),
+    "int4": CodecFigures(bits=3.6, encode_mb_s=400, decode_mb_s=850),
     "e3m0": CodecFigures(bits=3.6, encode_mb_s=410, decode_mb_s=870),
+    "int3": CodecFigures(bits=3.0, encode_mb_s=400, decode_mb_s=850),
     "sparse": CodecFigures(bits=0.15, encode_mb_s=400, decode_mb_s=5000),
 }
 
@@ -164,7 +167,8 @@ def table(result: Estimate) -> str:
 
 def _requests(replicas: int, fragments: int) -> tuple[int, int, int]:
     puts = 2 * replicas + 1
-    gets = 2 * replicas * (replicas - 1) + replicas
+    # The shares, and some looks at what is not there yet: about five a replica were counted.
+    gets = 2 * replicas * (replicas - 1) + 5 * replicas
     return fragments * puts, fragments * gets, fragments * replicas
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-READY_DIR = "basilica/mesh-ready"
-DEGRADED_DIR = "basilica/mesh-degraded"
+GATE_DIR = "basilica"
+READY_DIR = f"{GATE_DIR}/mesh-ready"
+DEGRADED_DIR = f"{GATE_DIR}/mesh-degraded"
 DEFAULT_ETCD_PORT = 2379
 
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.~")

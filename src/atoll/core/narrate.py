@@ -50,9 +50,10 @@ def _told_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
 
 
 def _beside_the_ranks(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
-    if new.mesh is not None and (old.mesh is None or old.mesh.state != new.mesh.state):
-        kind: EventType = "Warning" if new.mesh.state is MeshState.DEGRADED else "Normal"
-        yield kind, f"Mesh{new.mesh.state}", new.mesh.message or f"{new.mesh.hosts} hosts"
+    was, mesh = old.mesh.state if old.mesh else MeshState.PENDING, new.mesh
+    if mesh is not None and mesh.state not in (was, MeshState.PENDING):
+        kind: EventType = "Warning" if mesh.state is MeshState.DEGRADED else "Normal"
+        yield kind, f"Mesh{mesh.state}", mesh.message or f"hosts: {mesh.hosts}"
     if new.bench.phase != old.bench.phase and new.bench.phase in BENCH_DONE:
         kind = "Normal" if new.bench.phase == "Succeeded" else "Warning"
         yield kind, f"Bench{new.bench.phase}", new.bench.message

@@ -226,7 +226,8 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
     spec, world = training.spec, training.spec.world_size
     if seen.fault:
         return "ExecutorRefused", seen.fault
-    if seen.wish is None and status.has_run and not _may_be_late(status, now):
+    is_told_nothing = seen.wish is None and not seen.is_supervised
+    if is_told_nothing and status.has_run and not _may_be_late(status, now):
         return "ExecutorLost", f"the {spec.executor} executor has lost all record of the ranks"
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
     if lost and world.target - len(lost) < world.min:
@@ -259,7 +260,7 @@ def _alive(status: Status, seen: Seen, now: float) -> int:
     ranks = (*status.ranks, *status.retired)
     alive = sum(r.is_alive for r in ranks)
     if seen.wish is None:
-        return alive + _may_be_late(status, now)
+        return alive + (seen.is_supervised or _may_be_late(status, now))
     if seen.wish != status.asked:
         return alive + 1  # what came of the newest wish is not known yet
     return alive + seen.wish.size - sum(_is_settled(r, seen.wish) for r in ranks)

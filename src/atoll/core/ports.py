@@ -116,5 +116,8 @@ class Store(Protocol):
     def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
         """Every change after that version, in order, without gaps. Raises Gone if it cannot."""
 
+    async def source(self, training: Training) -> bytes:
+        """The code shipped with it. A store may keep it apart and show only its digest."""
+
     async def version(self) -> int:
         """The newest version."""

@@ -5,8 +5,11 @@ Field names in errors are the ones the user wrote, in snake case: `world_size.mi
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Literal
+
+import msgspec
 
 from atoll.core.checks import (
     check_choice,
@@ -19,6 +22,7 @@ from atoll.core.checks import (
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 
+DIGEST = b"sha256:"
 MAX_WORLD = 10_000
 MAX_SECONDS = 10 * 365 * 86_400
 
@@ -143,6 +147,17 @@ class Source(SpecModel, frozen=True):
         where = self.directory
         if where is not None and (not where.startswith("/") or "\0" in where):
             raise ValidationError("source.directory", where, "expected an absolute path")
+
+    @property
+    def is_digest(self) -> bool:
+        return self.content.startswith(DIGEST) and len(self.content) == len(DIGEST) + 64
+
+    def by_digest(self) -> Source:
+        """With its digest in place of the code, for where it is only talked about."""
+        if self.is_digest:
+            return self
+        digest = hashlib.sha256(self.content).hexdigest().encode()
+        return msgspec.structs.replace(self, content=DIGEST + digest)
 
 
 class TrainingSpec(SpecModel, frozen=True):

@@ -9,6 +9,8 @@ from atoll.core.model import Model
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 
+SILENT_S = 1.0  # how much later than it happened a death by signal may be noticed
+
 RankPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Stopped"]
 ConditionStatus = Literal["True", "False", "Unknown"]
 EventType = Literal["Normal", "Warning"]
@@ -32,8 +34,14 @@ class Exit(Model, frozen=True):
 
     @property
     def order(self) -> float:
-        """When this failure began, for telling the first from those it caused."""
-        return self.at if self.failed_at is None else min(self.at, self.failed_at)
+        """When this failure began, for telling the first from those it caused.
+
+        A rank killed by a signal says nothing, and its end is noticed late on a busy machine;
+        its peers date their own failures exactly.
+        """
+        if self.failed_at is not None:
+            return min(self.at, self.failed_at)
+        return self.at - SILENT_S if self.signal and not self.is_stopped else self.at
 
 
 class WorldStatus(Model, frozen=True):

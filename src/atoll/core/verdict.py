@@ -36,10 +36,10 @@ def _order(rank: RankStatus) -> float:
 def final_exits(status: Status, root: RankStatus | None) -> list[RankExit]:
     """One record for every rank that ever ran."""
     ran = (r for r in (*status.ranks, *status.retired) if r.exit is not None)
-    return [_record(r, root, bool(status.failing)) for r in sorted(ran, key=lambda r: r.rank)]
+    return [_record(r, root) for r in sorted(ran, key=lambda r: r.rank)]
 
 
-def _record(rank: RankStatus, root: RankStatus | None, is_failing: bool) -> RankExit:
+def _record(rank: RankStatus, root: RankStatus | None) -> RankExit:
     ended = rank.exit
     assert ended is not None
     fell_after = root is not None and rank.rank != root.rank and ended.order >= _order(root)
@@ -53,9 +53,7 @@ def _record(rank: RankStatus, root: RankStatus | None, is_failing: bool) -> Rank
         started_at=rank.started_at,
         ended_at=ended.at,
         host=rank.node,
-        collateral=is_failing
-        and was_running
-        and (fell_after or (root is None and ended.is_stopped)),
+        collateral=fell_after and was_running,
         message=ended.message,
         log_tail=ended.log_tail,
     )

@@ -34,7 +34,6 @@ def gang_environment(
         "BASILICA_WORLD_TARGET": str(world.target),
         "BASILICA_WORLD_MAX": str(world.max),
         "BASILICA_GPUS_PER_POD": str(max(spec.resources.gpu_count, 1)),
-        # Otherwise torchrun's agent hosts its store in the port that a joining node connects to,
-        # and a second node that joins a c10d job kills it.
+        # Otherwise a node that joins a running torchrun job kills it: see core/rendezvous.py.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }

@@ -24,8 +24,9 @@ from atoll.executors.kubernetes_keep import Keeper
 from atoll.executors.kubernetes_logs import Source, read_logs
 from atoll.executors.kubernetes_mirror import Mirror
 from atoll.executors.kubernetes_names import NAMESPACE, TRAINING, UID
-from atoll.executors.kubernetes_options import EKS_GPU_NODES, Options
+from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_patch import (
+    render_released,
     render_resize,
     render_return,
     render_yield,
@@ -44,10 +45,12 @@ from atoll.remote.kubernetes import Cluster
 Json = dict[str, Any]
 
 CATCH_UP_S = 1.0  # how long the copy may take to show our own last write
+FEW = 16
+PAUSE_A_RANK_S = 0.002
 TROUBLE_AFTER_S = 3.0  # pods missing for this long: ask the Job controller why
 
 
-class KubernetesExecutor:
+class JobExecutor:
     """The Executor of `core/ports.py` for a cluster. Options are those of `Options`.
 
     `is_owner` gives the Job to a Training object of the same cluster, which then takes the Job
@@ -55,7 +58,6 @@ class KubernetesExecutor:
     """
 
     name = "kubernetes"
-    supports_inter_replica_network = True
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class KubernetesExecutor:
         self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
         self._written: dict[str, int] = {}  # newest version of a Job that we made, by training
         self._last: dict[str, Json] = {}  # Jobs as last read without the copy
+        self._watching: list[asyncio.Task[None]] = []
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._troubles: dict[str, tuple[float, str]] = {}
 
@@ -90,6 +93,10 @@ class KubernetesExecutor:
     async def close(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
+        for task in self._watching:
+            task.remove_done_callback(self._note_end)
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         await self._archive.close()
         await self.cluster.close()
 
@@ -120,28 +127,30 @@ class KubernetesExecutor:
         return seen.seen
 
     async def release(self, training: Training) -> None:
+        """The Job is over for good; it and its pods stay for their logs, until they are purged."""
         namespace, name = self._place(training)
-        with contextlib.suppress(NotFound):  # no pod is made anew while the others go
-            await self.cluster.patch("jobs", namespace, name, {"spec": {"parallelism": 0}})
-        await self._keeper.end(namespace, _of(training))
-        # The pods that are over stay behind, without an owner: their logs are kept with them.
-        for kind, propagation in (("jobs", "Orphan"), ("services", ""), ("configmaps", "")):
+        with contextlib.suppress(NotFound):
+            job = await self.cluster.patch("jobs", namespace, name, render_released())
+            if job["spec"].get("suspend"):  # it never ran, and would not end by itself
+                await self.cluster.delete("jobs", namespace, name)
+        for kind in ("services", "configmaps"):
             with contextlib.suppress(NotFound):
-                await self.cluster.delete(
-                    kind, namespace, name, propagation=propagation or "Background"
-                )
+                await self.cluster.delete(kind, namespace, name)
         await self._keeper.let_all_go(namespace, _of(training))
         for memory in (self._written, self._last, self._troubles):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
-        namespace, _ = self._place(training)
+        namespace, name = self._place(training)
+        with contextlib.suppress(NotFound):
+            await self.cluster.delete("jobs", namespace, name)
         await self.cluster.delete_all("pods", namespace, labels=_of(training))
         await self._archive.drop(namespace, training.uid)
         await self._keeper.let_all_go(namespace, _of(training))
 
     async def changes(self) -> AsyncIterator[Key]:
         tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
+        self._watching = tasks
         for task in tasks:
             task.add_done_callback(self._note_end)
         try:
@@ -327,8 +336,8 @@ class KubernetesExecutor:
         if any(rank.state == "waiting" for rank in seen.seen.ranks):
             limits = (self.options.image_timeout_s, self.options.gang_timeout_s or 1e9)
             self._wake(training.key, min(*limits, 30.0))
-        if seen.lost:
-            self._wake(training.key, 1.0)
+        if seen.lost or seen.leaving:
+            self._wake(training.key, 1.0 if seen.lost else 5.0)
 
     def _wake(self, key: Key, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -345,22 +354,20 @@ class KubernetesExecutor:
         self._changed.put_nowait(key)
 
     def _note(self, item: Json) -> None:
+        """A large gang is looked at less often than its pods change: each look writes a status."""
         labels = item["metadata"].get("labels") or {}
-        if NAMESPACE in labels and TRAINING in labels:
-            self._changed.put_nowait((labels[NAMESPACE], labels[TRAINING]))
+        if NAMESPACE not in labels or TRAINING not in labels:
+            return
+        key = (labels[NAMESPACE], labels[TRAINING])
+        ranks = len(self._pods.of(labels.get(UID, "")))
+        if ranks <= FEW:
+            self._changed.put_nowait(key)
+        else:
+            self._wake(key, min(ranks * PAUSE_A_RANK_S, 1.0))
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
             self._changed.put_nowait(error)
-
-
-class EKSExecutor(KubernetesExecutor):
-    """KubernetesExecutor with EKS's node labels in the GPU table."""
-
-    name = "eks"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"gpu_nodes": EKS_GPU_NODES} | options)
 
 
 def _of(training: Training) -> str:

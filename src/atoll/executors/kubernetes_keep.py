@@ -28,16 +28,6 @@ class Keeper:
         listed = await self._cluster.list("pods", namespace, labels=labels)
         await self.let_go(map(Pod, listed.items))
 
-    async def end(self, namespace: str, labels: str) -> None:
-        """Those that still run are deleted, those that are over stay."""
-        listed = await self._cluster.list("pods", namespace, labels=labels)
-        alive = [pod for pod in map(Pod, listed.items) if not pod.is_over]
-        await gather(AT_ONCE, [self._delete(pod) for pod in alive])
-
-    async def _delete(self, pod: Pod) -> None:
-        with contextlib.suppress(NotFound):
-            await self._cluster.delete("pods", pod.metadata["namespace"], pod.name)
-
     async def sweep(self, namespace: str | None, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods of trainings that are no more are let go; without this they would never leave."""
         listed = await self._cluster.list("pods", namespace, labels=SELECTOR)

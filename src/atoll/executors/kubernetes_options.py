@@ -9,6 +9,7 @@ import msgspec
 from atoll.core.checks import check_choice, check_int, check_name, check_number, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
+from atoll.core.rendezvous import needs_etcd
 from atoll.core.spec import MAX_SECONDS, TrainingSpec
 
 Json = dict[str, Any]
@@ -57,10 +58,13 @@ class Options(SpecModel, frozen=True):
     volume_mounts: list[Json] = []
     shm_size: str | None = None  # /dev/shm in memory, for data loaders and NCCL
     is_host_network: bool = False
+    # The rank is then not process 1, which is deaf to signals it does not handle.
+    is_process_namespace_shared: bool = True
     security_context: Json | None = None
     python: str = "python"  # runs a `source`
     etcd_endpoint: str | None = None  # host:port, for rendezvous_backend="etcd-v2" and the mesh
     master_port: int = 29_500
+    deadline_margin_s: int = 0  # by which the Job's own deadline is later than the training's
     lost_node_s: int = 30  # a node that does not answer loses its ranks after this
     gang_timeout_s: float | None = 600.0  # half a gang gives its room back after this
     gang_backoff_s: float = 60.0  # and asks again after this
@@ -78,6 +82,7 @@ class Options(SpecModel, frozen=True):
         if self.ttl_seconds_after_finished is not None:
             check_int("ttl_seconds_after_finished", self.ttl_seconds_after_finished, 0, MAX_SECONDS)
         check_int("master_port", self.master_port, 1, 65_535)
+        check_int("deadline_margin_s", self.deadline_margin_s, 0, MAX_SECONDS)
         check_int("lost_node_s", self.lost_node_s, 0, MAX_SECONDS)
         if self.gang_timeout_s is not None:
             check_number("gang_timeout_s", self.gang_timeout_s, 1, MAX_SECONDS)
@@ -122,7 +127,6 @@ class Options(SpecModel, frozen=True):
             raise ValidationError(
                 "gpu_models", needs.gpu_models, "expected models told apart by one node label"
             )
-        if spec.rendezvous.backend == "etcd-v2" and self.etcd_endpoint is None:
-            raise ValidationError(
-                "rendezvous_backend", "etcd-v2", "expected the executor option etcd_endpoint too"
-            )
+        if needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh) and self.etcd_endpoint is None:
+            field, value = ("mesh", True) if spec.mesh else ("rendezvous_backend", "etcd-v2")
+            raise ValidationError(field, value, "expected the executor option etcd_endpoint too")

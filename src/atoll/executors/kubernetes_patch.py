@@ -9,7 +9,7 @@ import msgspec
 
 from atoll.core.model import encode
 from atoll.core.status import Wish
-from atoll.executors.kubernetes_names import FINALIZER, SHRINKS, STOPPED, WISH, YIELDED
+from atoll.executors.kubernetes_names import FINALIZER, RELEASED, SHRINKS, STOPPED, WISH, YIELDED
 
 Json = dict[str, Any]
 
@@ -32,6 +32,16 @@ def render_resize(wish: Wish, before: Json, now: float) -> Json:
         spec["completions"] = wish.size
     version = before["metadata"]["resourceVersion"]
     return {"metadata": {"annotations": annotations, "resourceVersion": version}, "spec": spec}
+
+
+def render_released() -> Json:
+    """A merge patch that ends a Job for good, and says that its ranks are no longer asked after."""
+    spec = {"parallelism": 0, "activeDeadlineSeconds": 1}
+    return {"metadata": {"annotations": {RELEASED: "true"}}, "spec": spec}
+
+
+def is_released(job: Json | None) -> bool:
+    return RELEASED in ((job or {}).get("metadata", {}).get("annotations") or {})
 
 
 def render_yield(before: Json, now: float) -> Json:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from datetime import datetime
 from typing import Any
 
 from atoll.core.status import Exit
-from atoll.executors.kubernetes_names import CONTAINER, FINALIZER, INDEX
+from atoll.executors.kubernetes_names import CONTAINER, FAILURES, FINALIZER, INDEX
 
 Json = dict[str, Any]
 
-FAILURES = "batch.kubernetes.io/job-index-failure-count"
-NODE_LOST = "NodeLost"
+HOST_LOST = "HostLost"
 STOPPED = "Stopped"
 TAIL_LINES = 40
 CLOCK_SKEW_S = 5.0
+LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
 
 # Why the cluster took a pod away, by the reason of its DisruptionTarget condition.
 DISRUPTIONS = {
     "PreemptionByScheduler": "Preempted",
     "DeletionByTaintManager": "Evicted",
     "EvictionByEvictionAPI": "Evicted",
-    "DeletionByPodGC": NODE_LOST,
+    "DeletionByPodGC": HOST_LOST,
     "TerminationByKubelet": "Evicted",
 }
 # Reasons of a pod's status that say more than its container's.
 POD_REASONS = {
     "Evicted": "Evicted",
-    "NodeLost": NODE_LOST,
+    "NodeLost": HOST_LOST,
     "NodeShutdown": "Evicted",
     "Terminated": "Evicted",
     "Preempting": "Preempted",
@@ -56,6 +57,7 @@ HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 BROKEN = frozenset(WAITING) - {"ContainerCreating", "PodInitializing"}
 
 
+@functools.lru_cache(maxsize=10_000)
 def when(text: str | None) -> float | None:
     """Seconds since the epoch; Kubernetes writes the epoch itself for never."""
     at = datetime.fromisoformat(text).timestamp() if text else 0.0
@@ -79,6 +81,9 @@ class Pod:
         statuses = self.status.get("containerStatuses") or []
         self.container: Json = next((c for c in statuses if c["name"] == CONTAINER), {})
         self.state: Json = self.container.get("state") or {}
+        self._conditions: dict[str, Json] = {
+            c["type"]: c for c in self.status.get("conditions") or ()
+        }
 
     @property
     def attempt(self) -> int:
@@ -87,11 +92,6 @@ class Pod:
         It grows over restarts, scalings and new Jobs alike, and needs no memory.
         """
         return int(self.created_at)
-
-    @property
-    def is_owned(self) -> bool:
-        """Released pods are kept for their logs alone and have no owner."""
-        return any(o.get("kind") == "Job" for o in self.metadata.get("ownerReferences") or ())
 
     @property
     def is_held(self) -> bool:
@@ -115,28 +115,24 @@ class Pod:
     @property
     def started_at(self) -> float | None:
         state = self.state.get("running") or self.state.get("terminated") or {}
-        return when(state.get("startedAt"))
+        # A command that could not be run has an end and no beginning.
+        return when(state.get("startedAt")) or when(state.get("finishedAt"))
 
     @property
     def has_run(self) -> bool:
         return self.started_at is not None
 
-    @property
-    def is_lost(self) -> bool:
-        """Given up by the cluster while its node does not answer; it may never report again."""
+    def is_lost(self, now: float) -> bool:
+        """To be gone, on a node that does not answer; it may never report again."""
         is_silent = self.condition("Ready").get("status") != "True"
         took = self.condition("DisruptionTarget").get("reason")
-        return (
-            self.is_leaving
-            and not self.is_over
-            and self.has_run
-            and is_silent
-            and (took == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost")
-        )
+        is_given_up = took == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
+        is_late = now > (when(self.metadata.get("deletionTimestamp")) or now) + LATE_S
+        is_running = self.is_leaving and not self.is_over and self.has_run
+        return is_running and is_silent and (is_given_up or is_late)
 
     def condition(self, kind: str) -> Json:
-        found = self.status.get("conditions") or ()
-        return next((c for c in found if c["type"] == kind), {})
+        return self._conditions.get(kind, {})
 
     @property
     def waiting_reason(self) -> str:
@@ -163,9 +159,10 @@ class Pod:
     def exit(self, *, is_stopped: bool, now: float) -> Exit:
         """How it ended. A code that Kubernetes made up for want of a real one is unknown."""
         ended: Json = self.state.get("terminated") or {}
-        reason, words = self._why(ended)
+        is_lost = self.is_lost(now)
+        reason, words = self._why(ended, is_lost)
         code: int | None = ended.get("exitCode")
-        if ended.get("reason") == "ContainerStatusUnknown" or self.is_lost:
+        if ended.get("reason") == "ContainerStatusUnknown" or is_lost:
             code = None
         if reason == "CommandNotFound":
             code = 127  # there was no process; this is what a shell says
@@ -182,11 +179,11 @@ class Pod:
             log_tail=[] if words and words in said else said.splitlines()[-TAIL_LINES:],
         )
 
-    def _why(self, ended: Json) -> tuple[str, str]:
+    def _why(self, ended: Json, is_lost: bool) -> tuple[str, str]:
         took = self.condition("DisruptionTarget")
         pod_reason = self.status.get("reason", "")
-        if self.is_lost:
-            return NODE_LOST, f"its node {self.node} does not answer"
+        if is_lost:
+            return HOST_LOST, f"its node {self.node} does not answer"
         if pod_reason in POD_REASONS:
             return POD_REASONS[pod_reason], str(self.status.get("message", ""))
         if took.get("reason") in DISRUPTIONS:

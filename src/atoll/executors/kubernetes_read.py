@@ -16,6 +16,7 @@ from atoll.core.model import decode
 from atoll.core.status import RankStatus, Seen, SeenRank, Training, Wish
 from atoll.executors.kubernetes_names import REGION, SHRINKS, WISH
 from atoll.executors.kubernetes_options import Options
+from atoll.executors.kubernetes_patch import is_released
 from atoll.executors.kubernetes_pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod
 from atoll.executors.kubernetes_render import rendezvous_endpoint
 
@@ -33,7 +34,7 @@ class Look(NamedTuple):
 
 def wish_of(job: Json | None) -> Wish | None:
     """The wish a Job carries out, or None where there is no such Job, or it is going."""
-    if job is None or "deletionTimestamp" in job["metadata"]:
+    if job is None or "deletionTimestamp" in job["metadata"] or is_released(job):
         return None
     noted = (job["metadata"].get("annotations") or {}).get(WISH)
     return decode(noted, Wish) if noted else None
@@ -44,7 +45,7 @@ def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
     wish = wish_of(job)
     if wish is None or job["spec"].get("suspend"):
         return False
-    there = [p.rank for p in map(Pod, manifests) if p.is_owned and not p.is_leaving]
+    there = [p.rank for p in map(Pod, manifests) if not p.is_leaving]
     return set(there) == set(range(wish.size))
 
 
@@ -66,9 +67,9 @@ def look(
 ) -> Look:
     """`trouble` is what the Job controller says when it cannot make pods."""
     pods: defaultdict[int, list[Pod]] = defaultdict(list)
-    for manifest in manifests:
+    for manifest in () if is_released(job) else manifests:
         pod = Pod(manifest)
-        if pod.is_owned and pod.rank >= 0:
+        if pod.rank >= 0:
             pods[pod.rank].append(pod)
     known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
     wish = wish_of(job)
@@ -76,18 +77,17 @@ def look(
     ranks, told, leaving, lost, is_more = [], [], [], [], False
     for rank, mine in sorted(pods.items()):
         mine.sort(key=lambda p: (p.created_at, p.restarts))
-        asked = {p.name: _is_asked(p, wish, shrinks) for p in mine}
         untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
-        told += [p for p in mine if p not in untold and _may_go(p)]
-        leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost]
-        lost += [p for p in mine if p.is_lost]
+        told += [p for p in mine if p not in untold and _may_go(p, now)]
+        leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
+        lost += [p for p in mine if p.is_lost(now)]
         news = [p for p in untold if not _is_nothing(p)]
-        told += [p for p in untold if _is_nothing(p) and _may_go(p)]
-        ended = [p for p in news if p.is_over or p.is_lost]
+        told += [p for p in untold if _is_nothing(p) and _may_go(p, now)]
+        ended = [p for p in news if p.is_over or p.is_lost(now)]
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown):
-            ranks.append(_rank(shown, asked[shown.name], now))
+            ranks.append(_rank(shown, _is_asked(shown, shrinks, now), now))
     for rank in range(wish.size if wish else 0):
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
@@ -110,7 +110,7 @@ def look(
 
 
 def _rank(pod: Pod, is_asked: bool, now: float) -> SeenRank:
-    is_over = pod.is_over or pod.is_lost
+    is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
     if is_over:
         message = ""
@@ -145,8 +145,8 @@ def _is_nothing(pod: Pod) -> bool:
     return pod.is_leaving and not pod.has_run and "terminated" not in pod.state
 
 
-def _may_go(pod: Pod) -> bool:
-    is_over = pod.is_over or pod.is_lost or _is_nothing(pod)
+def _may_go(pod: Pod, now: float) -> bool:
+    is_over = pod.is_over or pod.is_lost(now) or _is_nothing(pod)
     return pod.is_held and pod.is_leaving and is_over
 
 
@@ -155,18 +155,18 @@ def _shrinks(job: Json | None) -> list[tuple[int, float]]:
     return [(size, at) for size, at in msgspec.json.decode(noted)]
 
 
-def _is_asked(pod: Pod, wish: Wish | None, shrinks: list[tuple[int, float]]) -> bool:
-    """Whether atoll had it stopped, and it did not end on its own before that."""
-    left_at = pod.left_at
-    if left_at is None:
+def _is_asked(pod: Pod, shrinks: list[tuple[int, float]], now: float) -> bool:
+    """Whether atoll had it stopped, and it did not end on its own before that.
+
+    The pod does not tell when: its deletion time is moved to the kubelet's last word.
+    """
+    if not pod.is_leaving or not pod.is_over:
         return False
-    ended_at = pod.exit(is_stopped=False, now=left_at).at if pod.is_over else left_at
-    if ended_at < left_at - 1.0:  # stamps have whole seconds
-        return False
-    if wish is not None and pod.rank >= wish.size:
-        return True
+    ended = pod.exit(is_stopped=False, now=now)
+    # Clocks differ a little. One that died of a signal while leaving is not to blame.
+    slack_s = CLOCK_SKEW_S if ended.signal in ("SIGTERM", "SIGKILL") else 2.0
     return any(
-        pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and left_at >= at - CLOCK_SKEW_S
+        pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and ended.at >= at - slack_s
         for size, at in shrinks
     )
 

@@ -14,11 +14,13 @@ from typing import Any
 
 from atoll.core.errors import Permanent
 from atoll.core.model import encode
+from atoll.core.rendezvous import needs_etcd, rendezvous_environment
 from atoll.core.spec import Resources, TrainingSpec
 from atoll.core.status import Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
 from atoll.executors.kubernetes_names import (
     CONTAINER,
+    FAILURES,
     FINALIZER,
     INDEX,
     MANAGED,
@@ -114,7 +116,7 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
     if options.kueue_queue is not None:
         body["suspend"] = True  # Kueue lets it go once the whole gang fits
     if spec.deadline_s is not None:
-        body["activeDeadlineSeconds"] = math.ceil(spec.deadline_s)
+        body["activeDeadlineSeconds"] = math.ceil(spec.deadline_s) + options.deadline_margin_s
     if options.ttl_seconds_after_finished is not None:
         body["ttlSecondsAfterFinished"] = options.ttl_seconds_after_finished
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
@@ -148,6 +150,7 @@ def _template(training: Training, options: Options) -> Json:
         "schedulerName": options.scheduler_name,
         "securityContext": options.security_context,
         "hostNetwork": options.is_host_network or None,
+        "shareProcessNamespace": options.is_process_namespace_shared or None,
         # With the host's network, cluster names are looked up only if asked for.
         "dnsPolicy": "ClusterFirstWithHostNet" if options.is_host_network else None,
         "nodeSelector": node_selector(spec.resources, options) or None,
@@ -194,13 +197,13 @@ def render_command(spec: TrainingSpec, options: Options) -> list[str]:
     if spec.source is None:
         command = [*(spec.command or ()), *spec.args]
     else:
-        path = f"{SOURCE_DIR}/{spec.source.filename}"
-        launchers = {
+        starts = {
             "script": [options.python],
-            "shell": ["/bin/sh"],
+            "shell": ["sh"],
             "function": [options.python, "-m", "atoll.worker.entrypoint", "function"],
         }
-        command = [*launchers[spec.source.kind], path, *spec.args]
+        path = f"{SOURCE_DIR}/{spec.source.filename}"
+        command = [*starts[spec.source.kind], path, *spec.args]
     if not spec.pip_packages:
         return command
     install = shlex.join([options.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
@@ -214,9 +217,14 @@ def rank_zero(training: Training) -> str:
 
 
 def rendezvous_endpoint(training: Training, options: Options) -> str:
-    if training.spec.rendezvous.backend == "etcd-v2" or training.spec.mesh:
-        return options.etcd_endpoint or ""
-    return f"{rank_zero(training)}:{options.master_port}"
+    return _rendezvous(training, options)["BASILICA_RDZV_ENDPOINT"]
+
+
+def _rendezvous(training: Training, options: Options) -> dict[str, str]:
+    spec = training.spec
+    backend = spec.rendezvous.backend
+    etcd = options.etcd_endpoint if needs_etcd(backend, has_mesh=spec.mesh) else None
+    return rendezvous_environment(backend, rank_zero(training), options.master_port, etcd or "")
 
 
 def _environment(training: Training, options: Options) -> list[Json]:
@@ -227,10 +235,10 @@ def _environment(training: Training, options: Options) -> list[Json]:
         port=options.master_port,
         rendezvous_uri=training.spec.rendezvous.uri or "",
     )
-    if endpoint := rendezvous_endpoint(training, options):
-        shared["BASILICA_RDZV_ENDPOINT"] = endpoint
+    shared |= _rendezvous(training, options)
     by_field = dict.fromkeys(RANK_VARIABLES, f"metadata.annotations['{INDEX}']")
     by_field["NODE_NAME"] = "spec.nodeName"
+    by_field["ATOLL_ATTEMPT"] = f"metadata.annotations['{FAILURES}']"
     made: list[Json] = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
         for name, path in by_field.items()

@@ -17,16 +17,21 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.core.errors import Permanent, Temporary
+from atoll.core.errors import BackendError, Permanent, Temporary
 from atoll.core.journal import Attempt, GangState, Record
-from atoll.core.mesh import READY_DIR, MeshState
 from atoll.core.ports import Key
-from atoll.core.rendezvous import ETCD_BACKEND, VARIABLES, needs_etcd
-from atoll.core.status import BenchSeen, Exit, LogLine, MeshStatus, Seen, SeenRank, Training, Wish
+from atoll.core.rendezvous import VARIABLES
+from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
 from atoll.executors.local_bench import LocalBench
+from atoll.executors.local_rendezvous import (
+    seen_endpoint,
+    seen_mesh,
+    wanted_rendezvous,
+    withdraw,
+)
 from atoll.executors.supervision import Supervision
-from atoll.remote.local_rendezvous import find_etcd, read_rendezvous
+from atoll.remote.local_rendezvous import read_rendezvous
 from atoll.remote.ranklog import read_log, tail_offset
 
 # The control plane's own secrets and addresses are none of a rank's business.
@@ -35,9 +40,15 @@ LINE_BYTES = 1 << 20  # a longer line comes in pieces
 
 
 def render_gang(
-    training: Training, wish: Wish, *, directory: Path, host: str, etcd: str, base: dict[str, str]
+    training: Training,
+    wish: Wish,
+    *,
+    directory: Path,
+    host: str,
+    rendezvous: dict[str, Any],
+    base: dict[str, str],
 ) -> dict[str, Any]:
-    """The document a shim works from. `etcd` is the program to run, if one is needed."""
+    """The document a shim works from."""
     spec = training.spec
     uri = spec.rendezvous.uri or f"file://{directory}/rendezvous"
     shared = gang_environment(training, host=host, master="127.0.0.1", port=0, rendezvous_uri=uri)
@@ -54,11 +65,7 @@ def render_gang(
         "working_dir": spec.working_dir,
         "max_restarts": spec.max_restarts,
         "stop_grace_s": spec.stop_grace_s,
-        "rendezvous": {
-            "backend": spec.rendezvous.backend,
-            "etcd": etcd,
-            "keys": [f"{READY_DIR}/{host}"],  # one host reaches all of its own
-        },
+        "rendezvous": rendezvous,
     }
 
 
@@ -166,7 +173,9 @@ class LocalExecutor:
                 wish,
                 directory=gang.directory,
                 host=self._host,
-                etcd=_etcd_program(training, gang),
+                rendezvous=wanted_rendezvous(
+                    training, self._host, gang.gang().get("rendezvous", {})
+                ),
                 base=gang.gang().get("env", base) if gang.is_asked() else base,
             )
             await gang.wish(document)
@@ -192,8 +201,8 @@ class LocalExecutor:
             is_supervised=is_supervised,
             room=self._shown_room(room),
             message=self._message(training, room),
-            rendezvous_endpoint=self._endpoint(training),
-            mesh=self._mesh(training),
+            rendezvous_endpoint=seen_endpoint(training, gang.directory),
+            mesh=seen_mesh(training, gang.directory),
             bench=self._bench_seen(training),
         )
 
@@ -205,11 +214,15 @@ class LocalExecutor:
         gang = self._gang(training)
         await self._bench.stop(training.uid)
         async with gang.turn:
+            rendezvous = gang.gang().get("rendezvous", {})
             await gang.clear()
         self._gangs.pop(training.uid, None)
         self._held.pop(training.uid, None)
         self._waiting.pop(training.uid, None)
         self._tell_waiting()
+        if not self._held:  # others on this host wait for the same keys
+            with contextlib.suppress(BackendError):  # an etcd that is down must not hold us up
+                await withdraw(rendezvous)
 
     async def purge(self, training: Training) -> None:
         await self.release(training)
@@ -307,32 +320,6 @@ class LocalExecutor:
 
     def _bench_seen(self, training: Training) -> BenchSeen | None:
         return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)
-
-    def _mesh(self, training: Training) -> MeshStatus | None:
-        """All ranks share this host, so its mesh is whole as soon as it has said so."""
-        if not _needs_etcd(training):
-            return None
-        is_up = bool(read_rendezvous(self._root / training.uid).get("etcd"))
-        return MeshStatus(state=MeshState.READY if is_up else MeshState.PENDING)
-
-    def _endpoint(self, training: Training) -> str:
-        found = read_rendezvous(self._root / training.uid)
-        if training.spec.rendezvous.backend == ETCD_BACKEND:
-            return str(found.get("etcd", ""))
-        return f"127.0.0.1:{found['ports'][0]}" if found.get("ports") else ""
-
-
-def _needs_etcd(training: Training) -> bool:
-    spec = training.spec
-    return needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh)
-
-
-def _etcd_program(training: Training, gang: Supervision) -> str:
-    """The one it was started with, for as long as it runs. Raises Permanent if there is none."""
-    if not _needs_etcd(training):
-        return ""
-    known: str = gang.gang().get("rendezvous", {}).get("etcd", "")
-    return known or find_etcd()
 
 
 def _holds(gang: Supervision) -> int:

@@ -22,7 +22,7 @@ RIGHTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (GROUP, ("trainings",), ("get", "list", "watch", "create", "patch", "delete")),
     (GROUP, ("trainings/status",), ("patch",)),
     ("batch", ("jobs",), ("get", "list", "watch", "create", "patch", "delete")),
-    ("", ("pods",), ("list", "watch", "patch", "delete", "deletecollection")),
+    ("", ("pods",), ("list", "watch", "patch", "deletecollection")),
     ("", ("pods/status",), ("patch",)),  # ranks on lost nodes, gangs that give way
     ("", ("pods/log",), ("get",)),
     ("", ("services", "configmaps"), ("create", "patch", "delete")),

@@ -15,7 +15,7 @@ from typing import Any
 
 from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, Temporary
-from atoll.executors.kubernetes import KubernetesExecutor
+from atoll.executors.kubernetes import JobExecutor
 from atoll.operator.lease import Lease
 from atoll.operator.serve import serve_api
 from atoll.remote.kubernetes import Cluster
@@ -24,8 +24,8 @@ from atoll.store.kubernetes import KubernetesStore
 log = logging.getLogger(__name__)
 
 SWEEP_S = 300.0
-# Exits are held for the controller, and the Job until it has taken them.
-DEFAULTS = {"is_exit_held": True, "ttl_seconds_after_finished": None}
+# Exits are held for the controller, and the Job until it has taken them; it keeps the deadline.
+DEFAULTS = {"is_exit_held": True, "ttl_seconds_after_finished": None, "deadline_margin_s": 60}
 RETRY_S = 1.0
 
 
@@ -70,7 +70,7 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
     """One controller after another: one that meets an API server that is away starts afresh."""
     while True:
         store = KubernetesStore(cluster, namespace)
-        executor = KubernetesExecutor(**options, cluster=cluster, is_owner=True)
+        executor = JobExecutor(**options, cluster=cluster, is_owner=True)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Controller(store, {executor.name: executor}).run())
@@ -82,7 +82,7 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
         await asyncio.sleep(RETRY_S)
 
 
-async def _sweep(store: KubernetesStore, executor: KubernetesExecutor) -> None:
+async def _sweep(store: KubernetesStore, executor: JobExecutor) -> None:
     """Pods of trainings that were removed by force would otherwise wait for us for ever."""
 
     async def known() -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import uvicorn
 
-from atoll.executors.kubernetes import KubernetesExecutor
+from atoll.executors.kubernetes import JobExecutor
 from atoll.remote.kubernetes import Cluster
 from atoll.server.app import create_app
 from atoll.server.streams import Streams
@@ -25,7 +25,7 @@ async def serve_api(
     cluster: Cluster, store: KubernetesStore, options: dict[str, Any], *, host: str, port: int
 ) -> None:
     """Until cancelled. Open watches end first, so that clients turn to another replica."""
-    executor = KubernetesExecutor(cluster=cluster, **options)
+    executor = JobExecutor(cluster=cluster, **options)
     streams = Streams()
     app = create_app(store=store, executors={executor.name: executor}, streams=streams)
     server = _Server(

@@ -1,22 +1,28 @@
 """etcd's v2 keys over plain HTTP. Moves keys, decides nothing.
 
-Not found is an answer (None, False), never an error; what may work later is Temporary.
+Not found is an answer (None, False), never an error; what may work later is Temporary. HTTP is
+spoken here directly: an agent in every host loads this file, and a general client would cost it
+a fifth of a second to load and ten times the processor for each key.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import httpx2
 import msgspec
 
-from atoll.core.errors import Permanent, Temporary
-from atoll.core.mesh import key_path
+from atoll.core.errors import Permanent, Temporary, ValidationError
+from atoll.core.mesh import escaped, key_path, split_endpoint
 
 KEY_NOT_FOUND, NOT_A_FILE, INDEX_CLEARED = 100, 102, 401
 REQUEST_S = 5.0
+WATCH_S = 30.0
+MOST_BYTES = 64 << 20  # of one answer
+IDLE_KEPT = 4  # connections
 
 
 class KeyChange(NamedTuple):
@@ -27,15 +33,23 @@ class KeyChange(NamedTuple):
     version: int
 
 
+class _Answer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
 class EtcdKeys:
     """The keys of one etcd. Safe to share among tasks; close it, or use it with `async with`."""
 
     def __init__(self, endpoint: str, request_s: float = REQUEST_S) -> None:
-        # No proxy from the environment: etcd is beside us, and a proxy's answer is not etcd's.
-        self._http = httpx2.AsyncClient(
-            base_url=f"http://{endpoint}", timeout=request_s, trust_env=False
-        )
+        place = split_endpoint(endpoint)
+        if place is None:
+            raise ValidationError("etcd endpoint", endpoint, "expected host:port")
+        self._place = place
         self._endpoint = endpoint
+        self._request_s = request_s
+        self._idle: list[_Connection] = []
 
     async def __aenter__(self) -> EtcdKeys:
         return self
@@ -49,43 +63,42 @@ class EtcdKeys:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        while self._idle:
+            await self._idle.pop().close()
 
     async def put(self, key: str, value: str, ttl_s: int | None = None) -> None:
-        data = {"value": value} | ({} if ttl_s is None else {"ttl": str(ttl_s)})
-        await self._ask("PUT", key, data=data)
+        form = {"value": value} | ({} if ttl_s is None else {"ttl": str(ttl_s)})
+        await self._ask("PUT", key, form=form)
 
     async def get(self, key: str) -> str | None:
         """Its value, or None: no such key, or a directory."""
-        answer = await self._ask("GET", key)
+        answer, _ = await self._ask("GET", key)
         return None if answer is None else answer["node"].get("value")
 
     async def list(self, key: str) -> tuple[dict[str, str], int]:
-        """Every key below, with the index to watch from so that nothing is missed in between."""
-        answer, index = await self._ask_indexed("GET", key, params={"recursive": "true"})
+        """Every key below, with the version to watch from so that nothing is missed."""
+        answer, version = await self._ask("GET", key, {"recursive": "true"})
         found: dict[str, str] = {}
         if answer is not None:
             _collect(answer["node"], found)
-        return found, index
+        return found, version
 
     async def delete(self, key: str) -> bool:
         """True if it was there."""
-        return await self._ask("DELETE", key) is not None
+        return (await self._ask("DELETE", key))[0] is not None
 
     async def delete_all(self, key: str) -> bool:
         """The key and all below it are gone; True if it was there."""
-        params = {"recursive": "true", "dir": "true"}
-        return await self._ask("DELETE", key, params=params) is not None
+        return (await self._ask("DELETE", key, {"recursive": "true", "dir": "true"}))[0] is not None
 
-    async def next_change(self, key: str, after: int, wait_s: float = 30.0) -> KeyChange | None:
-        """The first change at or below `key` after that index; None if none came in `wait_s`.
+    async def next_change(self, key: str, after: int, wait_s: float = WATCH_S) -> KeyChange | None:
+        """The first change at or below `key` after that version; None if none came in `wait_s`.
 
-        Raises Temporary with `retry_after_s` 0 when that index is no longer kept: list again.
+        Raises Temporary with `retry_after_s` 0 when that version is no longer kept: list again.
         """
         params = {"wait": "true", "recursive": "true", "waitIndex": str(after + 1)}
-        limits = httpx2.Timeout(REQUEST_S, read=wait_s)
         try:
-            answer = await self._ask("GET", key, params=params, limits=limits)
+            answer, _ = await self._ask("GET", key, params, within_s=wait_s)
         except _NothingCame:
             return None
         if answer is None:
@@ -95,51 +108,139 @@ class EtcdKeys:
         value = None if is_gone else node.get("value")
         return KeyChange(node["key"].lstrip("/"), value, node["modifiedIndex"])
 
-    async def _ask(self, method: str, key: str, **more: Any) -> dict[str, Any] | None:
-        return (await self._ask_indexed(method, key, **more))[0]
-
-    async def _ask_indexed(
+    async def _ask(
         self,
         method: str,
         key: str,
-        *,
         params: Mapping[str, str] | None = None,
-        data: Mapping[str, str] | None = None,
-        limits: Any = httpx2.USE_CLIENT_DEFAULT,
+        form: Mapping[str, str] | None = None,
+        within_s: float | None = None,
     ) -> tuple[dict[str, Any] | None, int]:
+        """The decoded answer, None for a key that is not there; and etcd's version."""
+        path = key_path(key) + (f"?{_encoded(params)}" if params else "")
         try:
-            answer = await self._http.request(
-                method, key_path(key), params=params, data=data, timeout=limits
-            )
-        except httpx2.ReadTimeout as error:
+            async with asyncio.timeout(self._request_s if within_s is None else within_s):
+                answer = await self._exchange(method, path, _encoded(form or {}).encode())
+        except TimeoutError as error:
             raise _NothingCame(f"etcd at {self._endpoint} did not answer in time") from error
-        except httpx2.HTTPError as error:
-            raise Temporary(f"etcd at {self._endpoint}: {error or type(error).__name__}") from error
-        index = answer.headers.get("x-etcd-index", "0")
-        return self._body(answer), int(index) if index.isdigit() else 0
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            why = str(error) or type(error).__name__
+            raise Temporary(f"etcd at {self._endpoint}: {why}") from error
+        version = answer.headers.get("x-etcd-index", "0")
+        return self._decoded(answer), int(version) if version.isdigit() else 0
 
-    def _body(self, answer: httpx2.Response) -> dict[str, Any] | None:
+    async def _exchange(self, method: str, path: str, body: bytes) -> _Answer:
+        """Over a kept connection if there is one; it may be stale, so a new one is tried after it.
+
+        That asks twice at the most, and all that is asked here may be asked twice.
+        """
+        while self._idle:
+            with contextlib.suppress(OSError, EOFError):
+                return await self._over(self._idle.pop(), method, path, body)
+        return await self._over(await _Connection.open(*self._place), method, path, body)
+
+    async def _over(self, line: _Connection, method: str, path: str, body: bytes) -> _Answer:
+        try:
+            answer = await line.ask(method, path, body)
+        except BaseException:
+            line.drop()
+            raise
+        if line.is_reusable and len(self._idle) < IDLE_KEPT:
+            self._idle.append(line)
+        else:
+            line.drop()
+        return answer
+
+    def _decoded(self, answer: _Answer) -> dict[str, Any] | None:
         where = f"etcd at {self._endpoint}"
-        if answer.status_code >= 500:
-            raise Temporary(f"{where} answered {answer.status_code}")
-        if not answer.content and answer.is_success:
+        is_good = 200 <= answer.status < 300
+        if answer.status >= 500:
+            raise Temporary(f"{where} answered {answer.status}")
+        if not answer.body and is_good:
             raise _NothingCame(f"{where} ended a watch")
         try:
-            body = msgspec.json.decode(answer.content)
-            code = body.get("errorCode", 0) if answer.is_error else 0
+            body = msgspec.json.decode(answer.body)
+            code = 0 if is_good else body.get("errorCode", 0)
         except (msgspec.DecodeError, AttributeError) as error:
             raise Permanent(f"{where} is not an etcd with the v2 API") from error
-        if answer.is_success and isinstance(body.get("node"), dict):
+        if is_good and isinstance(body.get("node"), dict):
             return dict(body)
         if code in (KEY_NOT_FOUND, NOT_A_FILE):
             return None
         if code == INDEX_CLEARED:
             raise Temporary(f"{where}: {body.get('cause')}", retry_after_s=0.0)
-        raise Permanent(f"{where} answered {answer.status_code}: {body.get('message')}")
+        raise Permanent(f"{where} answered {answer.status}: {body.get('message')}")
+
+
+class _Connection:
+    """One HTTP/1.1 connection, one request at a time."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._host = host
+        self.is_reusable = True
+
+    @classmethod
+    async def open(cls, name: str, port: int) -> _Connection:
+        reader, writer = await asyncio.open_connection(name, port)
+        return cls(reader, writer, f"[{name}]:{port}" if ":" in name else f"{name}:{port}")
+
+    def drop(self) -> None:
+        self._writer.close()
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def ask(self, method: str, path: str, body: bytes) -> _Answer:
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}\r\n"
+        if body:
+            head += "Content-Type: application/x-www-form-urlencoded\r\n"
+        self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode("ascii") + body)
+        await self._writer.drain()
+        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        version, code = first.split(" ", 2)[:2]
+        if not version.startswith("HTTP/"):
+            raise ValueError("the answer is not HTTP")
+        pairs = (line.partition(":") for line in lines if line)
+        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        return _Answer(int(code), headers, await self._body(headers))
+
+    async def _body(self, headers: Mapping[str, str]) -> bytes:
+        self.is_reusable = headers.get("connection", "").lower() != "close"
+        if headers.get("transfer-encoding", "").lower() == "chunked":
+            return await self._chunks()
+        if "content-length" in headers:
+            return await self._reader.readexactly(_checked(int(headers["content-length"])))
+        self.is_reusable = False
+        return await self._reader.read(MOST_BYTES)
+
+    async def _chunks(self) -> bytes:
+        parts: list[bytes] = []
+        total = 0
+        while size := int((await self._reader.readline()).split(b";")[0] or b"x", 16):
+            total = _checked(total + size)
+            parts.append((await self._reader.readexactly(size + 2))[:-2])
+        await self._reader.readline()
+        return b"".join(parts)
 
 
 class _NothingCame(Temporary):
     """No answer within the time given; for a watch that is an answer."""
+
+
+def _checked(size: int) -> int:
+    if not 0 <= size <= MOST_BYTES:
+        raise ValueError(f"an answer of {size} bytes was announced")
+    return size
+
+
+def _encoded(form: Mapping[str, str]) -> str:
+    return "&".join(f"{escaped(name)}={escaped(value)}" for name, value in form.items())
 
 
 def _collect(node: Mapping[str, Any], found: dict[str, str]) -> None:

@@ -67,15 +67,12 @@ class Embedded:
     def _start(self) -> str:
         try:
             self._where.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _only_one(self._where / "start.lock"):
+                return running(self._where) or start(self._where).url
         except OSError as error:
             raise Permanent(
                 f"cannot keep state in {self._where}: {error.strerror}; set ATOLL_STATE_DIR"
             ) from error
-        with _only_one(self._where / "start.lock"):
-            found = running(self._where)
-            if found is not None:
-                return found
-            return start(self._where).url
 
 
 class Private:

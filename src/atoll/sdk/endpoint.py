@@ -74,7 +74,16 @@ class Fixed:
 def here(spec: TrainingSpec) -> dict[str, Any]:
     """As the caller's shell would run it; what the spec says wins."""
     env = {name: os.environ[name] for name in SHARED_ENV if name in os.environ}
-    return {"working_dir": spec.working_dir or os.getcwd(), "env": env | spec.env}
+    return {"working_dir": spec.working_dir or _current_directory(), "env": env | spec.env}
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise ValidationError(
+            "working_dir", None, "the current directory is gone: name one that is there"
+        ) from error
 
 
 def chosen(url: str | None, token: str | None) -> Endpoint:

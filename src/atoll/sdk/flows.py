@@ -7,11 +7,9 @@ test, then wait for the server to push a change; every state is tested, the last
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf
 from typing import NamedTuple, TypeVar
-
-from msgspec.structs import replace
 
 from atoll.core.errors import (
     BelowMinimumWorld,
@@ -23,15 +21,14 @@ from atoll.core.errors import (
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model, decode, encode
 from atoll.core.phase import Phase
-from atoll.core.problem import Problem, error_of
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Event, RankExit, Training, TrainingList, Usage, WorldStatus
-from atoll.sdk.effects import Flow, NextChange, Pause, Reply, Send
+from atoll.core.status import Event, Training, TrainingList, Usage, WorldStatus
+from atoll.sdk.effects import Flow, NextChange, Pause, Send
+from atoll.sdk.requests import PATIENCE_S, Clock, backoff, send
+from atoll.sdk.verdict import late, verdict, world_of
 
 T = TypeVar("T")
-Clock = Callable[[], float]
 
-PATIENCE_S = 5.0  # how long one request is retried over a server that is not there
 READ_S = 10.0
 LAST_READ_S = 2.0  # for the read after a deadline
 ALL = "/v1/trainings"
@@ -52,61 +49,26 @@ class EventPage(Model, frozen=True):
     items: list[Event]
 
 
-def send(
-    effect: Send, *, patience_s: float = PATIENCE_S, clock: Clock = time.monotonic
-) -> Flow[bytes]:
-    """The body of a 2xx answer; other answers are raised. What is temporary is retried."""
-    until = clock() + patience_s
-    for delay in _backoff():
-        try:
-            return accepted((yield effect))
-        except Temporary:
-            left = until - clock()
-            if left <= 0:
-                raise
-            yield Pause(min(delay, left))
-    raise AssertionError
-
-
-def accepted(reply: Reply) -> bytes:
-    if 200 <= reply.status < 300:
-        return reply.body
-    try:
-        problem = decode(reply.body, Problem)
-    except ValueError:
-        text = reply.body[:200].decode(errors="replace")
-        problem = Problem(title="HTTP error", status=reply.status, detail=text)
-    error = error_of(problem)
-    if reply.status >= 500 or reply.status == 429:
-        raise Temporary(str(error))
-    raise error
-
-
-def _backoff() -> Iterator[float]:
-    delay = 0.05
-    while True:
-        yield delay
-        delay = min(delay * 2, 1.0)
-
-
 def create(spec: TrainingSpec, key: str, *, clock: Clock = time.monotonic) -> Flow[Training]:
     """Stored once, however often the request has to be repeated."""
     effect = Send("POST", ALL, body=encode(spec), headers={"Idempotency-Key": key})
     return decode((yield from send(effect, clock=clock)), Training)
 
 
-def get(
-    name: str, *, patience_s: float = PATIENCE_S, clock: Clock = time.monotonic
-) -> Flow[Training]:
-    # A line that has gone silent must not hold a wait much longer than it was to last.
-    effect = Send("GET", f"{ALL}/{name}", timeout=min(max(patience_s, LAST_READ_S), READ_S))
-    return decode((yield from send(effect, patience_s=patience_s, clock=clock)), Training)
+def get(name: str) -> Flow[Training]:
+    return decode((yield from send(Send("GET", f"{ALL}/{name}", timeout=READ_S))), Training)
 
 
 def read(
-    who: Who, *, patience_s: float = PATIENCE_S, clock: Clock = time.monotonic
+    who: Who,
+    *,
+    patience_s: float = PATIENCE_S,
+    answer_s: float = READ_S,
+    clock: Clock = time.monotonic,
 ) -> Flow[Training]:
-    training = yield from get(who.name, patience_s=patience_s, clock=clock)
+    """As it is now. `answer_s` is for one answer, `patience_s` for all attempts."""
+    effect = Send("GET", who.path, timeout=answer_s)
+    training = decode((yield from send(effect, patience_s=patience_s, clock=clock)), Training)
     if training.uid != who.uid:
         raise NotFound("training", who.name)
     return training
@@ -140,9 +102,13 @@ def scale(last: Training, target: int) -> Flow[Training]:
     return decode((yield from send(Send("POST", f"{who.path}/scale", body=body))), Training)
 
 
-def cancel(who: Who) -> Flow[Training]:
-    yield from read(who)  # never cancel another training of the same name
-    return decode((yield from send(Send("POST", f"{who.path}/cancel"))), Training)
+def cancel(who: Who) -> Flow[Training | None]:
+    """Asked for. A training that is gone has nothing left to cancel."""
+    try:
+        yield from read(who)  # never cancel another training of the same name
+        return decode((yield from send(Send("POST", f"{who.path}/cancel"))), Training)
+    except NotFound:
+        return None
 
 
 def delete(who: Who, timeout: float, *, clock: Clock = time.monotonic) -> Flow[None]:
@@ -212,7 +178,7 @@ def wait(
         if left <= 0:
             ready = training.status.world.ready
             raise BelowMinimumWorld(
-                _late(training, needed(training), timeout or 0.0),
+                late(training, needed(training), timeout or 0.0),
                 ready=ready,
                 required_min=needed(training),
                 timeout=timeout,
@@ -234,7 +200,7 @@ def _next(
     Once time is up it is read a last time; where even that fails, the old state is all there is.
     """
     deadline = clock() + left
-    for delay in _backoff():
+    for delay in backoff():
         change = yield NextChange(who.path, training.resource_version, deadline - clock())
         if change is not None:
             if change.training.uid != who.uid:
@@ -243,8 +209,10 @@ def _next(
                 raise NotFound("training", who.name)
             return change.training  # type: ignore[no-any-return]
         patience_s = max(0.0, deadline - clock())
+        # A line that has gone silent must not hold a wait much longer than it was to last.
+        answer_s = min(max(patience_s, LAST_READ_S), READ_S)
         try:
-            found = yield from read(who, patience_s=patience_s, clock=clock)
+            found = yield from read(who, patience_s=patience_s, answer_s=answer_s, clock=clock)
         except Temporary:
             return training
         if found.resource_version != training.resource_version or clock() >= deadline:
@@ -359,45 +327,4 @@ def _raise_if_lost(training: Training, required: int) -> None:
         ready=status.world.ready,
         required_min=required,
         rank_exits=[rank_exit for rank_exit in status.rank_exits if rank_exit.is_failure],
-    )
-
-
-def verdict(training: Training) -> str:
-    """Why it failed, the cause first, then each bad rank."""
-    status = training.status
-    bad = [rank_exit for rank_exit in status.rank_exits if rank_exit.is_failure]
-    cause = status.root_cause
-    if cause is not None:
-        bad.sort(key=lambda rank_exit: rank_exit.rank != cause.rank)
-    told = "; ".join(map(_exit_text, bad)) or status.message or status.reason
-    text = f"training {training.name!r} {status.phase.value}" + (f": {told}" if told else "")
-    if cause is not None and cause.log_tail:
-        tail = "\n".join(f"  {line}" for line in cause.log_tail[-10:])
-        text += f"\nlast lines of rank {cause.rank}:\n{tail}"
-    return text
-
-
-def _exit_text(bad: RankExit) -> str:
-    code = "unknown" if bad.exit_code is None else bad.exit_code
-    return f"rank {bad.rank}: exit_code={code} reason={bad.termination_reason}"
-
-
-def _late(training: Training, needed: int, timeout: float) -> str:
-    status = training.status
-    waits = [f"rank {r.rank}: {r.message}" for r in status.ranks if r.phase == "Pending"][:3]
-    text = f"training {training.name!r}: {status.world.ready} of {needed} ranks"
-    text += f" ready after {timeout:g} s (phase {status.phase.value or 'not seen yet'})"
-    return text + "".join(f"; {line}" for line in waits if not line.endswith(": "))
-
-
-def world_of(training: Training) -> WorldStatus:
-    """What was seen, against what is wanted now: a scale shows at once in `target`."""
-    size = training.spec.world_size
-    ready = training.status.world.ready
-    return replace(
-        training.status.world,
-        target=size.target,
-        min=size.min,
-        max=size.max,
-        below_minimum=ready < size.min,
     )

@@ -12,7 +12,8 @@ import msgspec
 from atoll.core.errors import Temporary
 from atoll.core.status import LogLine
 from atoll.sdk.effects import Reply, Send
-from atoll.sdk.flows import Who, accepted
+from atoll.sdk.flows import Who
+from atoll.sdk.requests import accepted
 from atoll.sdk.wire import Wire, stream_request, translated
 
 RETRY_S = 0.2

@@ -30,6 +30,7 @@ from atoll.sdk import flows, logs
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
 from atoll.sdk.logs import Position
+from atoll.sdk.verdict import world_of
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
@@ -51,7 +52,7 @@ class DistributedTraining:
         self.last = training
 
     def __repr__(self) -> str:
-        world = flows.world_of(self.last)
+        world = world_of(self.last)
         phase = self.last.status.phase.value or "new"
         return f"<DistributedTraining {self.name!r} {phase} {world.ready}/{world.target}>"
 
@@ -77,7 +78,7 @@ class DistributedTraining:
 
     @property
     def world(self) -> WorldStatus:
-        return flows.world_of(self._now())
+        return world_of(self._now())
 
     @property
     def ranks(self) -> list[RankStatus]:
@@ -130,10 +131,10 @@ class DistributedTraining:
         Raises WorldSizeOutOfBounds, and UDTerminalState if the training is over; no scale
         request is sent then.
         """
-        return flows.world_of(self._keep(self._run(flows.scale(self.last, target))))
+        return world_of(self._keep(self._run(flows.scale(self.last, target))))
 
     async def scale_async(self, target: int) -> WorldStatus:
-        return flows.world_of(self._keep(await self._arun(flows.scale(self.last, target))))
+        return world_of(self._keep(await self._arun(flows.scale(self.last, target))))
 
     def wait_until_min_world(self, timeout: float | None = 600) -> WorldStatus:
         """Returns when `ready >= min`. Raises BelowMinimumWorld at once if the training failed."""
@@ -172,10 +173,12 @@ class DistributedTraining:
 
     def cancel(self) -> None:
         """The ranks are being stopped, the record is kept. Nothing happens if it is over."""
-        self._keep(self._run(flows.cancel(self._who)))
+        found = self._run(flows.cancel(self._who))
+        self._keep(found or self.last)
 
     async def cancel_async(self) -> None:
-        self._keep(await self._arun(flows.cancel(self._who)))
+        found = await self._arun(flows.cancel(self._who))
+        self._keep(found or self.last)
 
     def delete(self, timeout: float = DELETE_S) -> None:
         """Removed with its ranks and logs. Returns when it is gone, or after `timeout`."""

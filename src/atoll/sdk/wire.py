@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 5.0
 READ_S = 30.0  # three heartbeats of the server
-UPLOAD_S = 300.0
+SLOWEST = 200_000.0  # bytes a second that an upload may take
 
 
 class Wire:
@@ -184,7 +184,7 @@ def _request(effect: Send) -> dict[str, Any]:
     if effect.timeout is not None:
         request["timeout"] = effect.timeout
     if effect.body is not None:
-        request |= {"content": effect.body, "timeout": UPLOAD_S}
+        request |= {"content": effect.body, "timeout": READ_S + len(effect.body) / SLOWEST}
         request["headers"]["Content-Type"] = "application/json"
     return request
 

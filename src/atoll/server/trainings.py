@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -74,7 +73,7 @@ async def create(call: Call) -> Answer:
     )
     made = await call.plane.store.create(wish, idempotency_key=_key(call))
     is_new = made.uid == wish.uid
-    if not is_new and made.generation == 1 and made.spec != spec:
+    if not is_new and made.generation == 1 and shown(made).spec != shown(wish).spec:
         raise Conflict(f"this idempotency key made {made.name!r} from another spec")
     return json_answer(shown(made), 201 if is_new else 200)
 
@@ -262,6 +261,4 @@ def shown(training: Training) -> Training:
     source = training.spec.source
     if source is None:
         return training
-    digest = b"sha256:" + hashlib.sha256(source.content).hexdigest().encode()
-    spec = replace(training.spec, source=replace(source, content=digest))
-    return replace(training, spec=spec)
+    return replace(training, spec=replace(training.spec, source=source.by_digest()))

@@ -195,6 +195,10 @@ class KubernetesStore:
                 log.info("watching trainings: %s; trying again", error)
                 await asyncio.sleep(RETRY_S)
 
+    async def source(self, training: Training) -> bytes:
+        assert training.spec.source is not None
+        return training.spec.source.content
+
     async def version(self) -> int:
         return int((await self._cluster.list(KIND, self._namespace, limit=1)).version)
 

@@ -42,6 +42,7 @@ def prepare(db: sqlite3.Connection, path: Path) -> None:
             f"{path} has schema version {found}, this atoll knows {SCHEMA_VERSION}: "
             "use the atoll that wrote it, or another state directory"
         )
+    db.execute("create table if not exists sources (uid text primary key, content blob not null)")
 
 
 def _schema_version(db: sqlite3.Connection) -> int:

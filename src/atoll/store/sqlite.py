@@ -59,7 +59,7 @@ class SQLiteStore:
             made = self._made_by(training, idempotency_key)
             if made is not None:
                 return made
-            stored = self._log(training, changes)
+            stored = self._log(self._without_source(training), changes)
             try:
                 self._db.execute(
                     "insert into trainings values (?, ?, ?, ?, ?, ?, ?)",
@@ -134,7 +134,8 @@ class SQLiteStore:
             ).rowcount
             if gone:
                 self._log(training, changes, is_removed=True)
-                self._db.execute("delete from events where uid = ?", (training.uid,))
+                for table in ("events", "sources"):
+                    self._db.execute(f"delete from {table} where uid = ?", (training.uid,))
 
     async def record(self, key: Key, event: Event) -> None:
         with self._write():
@@ -174,6 +175,15 @@ class SQLiteStore:
                 if live.is_closed:
                     return
                 self._check_kept(cursor)  # fell so far behind that the log must be read again
+
+    async def source(self, training: Training) -> bytes:
+        with _explained(self._path):
+            row = self._db.execute(
+                "select content from sources where uid = ?", (training.uid,)
+            ).fetchone()
+        if row is None:
+            raise NotFound("source of training", training.name)
+        return bytes(row[0])
 
     async def version(self) -> int:
         with _explained(self._path):
@@ -223,6 +233,15 @@ class SQLiteStore:
             self._feed.publish(change)
         if self._logged_bytes > self._log_bytes:
             self._trim()
+
+    def _without_source(self, training: Training) -> Training:
+        """Code is kept once: every write of a status would otherwise carry it along."""
+        source = training.spec.source
+        if source is None:
+            return training
+        self._db.execute("insert into sources values (?, ?)", (training.uid, source.content))
+        spec = msgspec.structs.replace(training.spec, source=source.by_digest())
+        return msgspec.structs.replace(training, spec=spec)
 
     def _made_by(self, training: Training, idempotency_key: str | None) -> Training | None:
         if idempotency_key is None:

@@ -15,15 +15,17 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from atoll.core.errors import BackendError
+from atoll.core.errors import BackendError, ValidationError
 from atoll.core.fabric import FABRIC_DIR, NAMED, Report, Roster
 from atoll.core.mesh import split_endpoint
 from atoll.core.model import decode, encode
 from atoll.remote.etcd import EtcdKeys
 
-PROBE_S = 1.0  # for one probe; a link whose packets vanish answers nothing at all
-RETRY_S = 0.05  # first pause after a failed probe, doubled up to:
-LONGEST_RETRY_S = 1.0
+PROBE_S = 1.0  # for answering one
+PATIENCE_S = (0.2, 0.3, 0.5)  # with the first try, the second and the third of a probe
+RETRY_S = 0.05  # pause after a failed probe, and more the more peers are out of reach:
+RETRY_MORE_S = 0.005
+LONGEST_RETRY_S = 1.0  # for etcd
 RECHECK_S = 5.0  # a reached peer is asked again this often
 AT_ONCE = 64  # probes in flight
 SETTLE_S = 0.02  # changes this close together make one report
@@ -42,7 +44,7 @@ class Agent:
         self._nudges: dict[str, asyncio.Event] = {}
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._changed = asyncio.Event()
-        self._probes: list[asyncio.Task[None]] = []
+        self._probes: dict[str, asyncio.Task[None]] = {}
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A peer's probe. That it came through is a hint to try the way back now."""
@@ -56,20 +58,24 @@ class Agent:
         writer.close()
 
     def follow(self, roster: Roster) -> None:
-        """Probe these hosts from now on, and report on them."""
+        """Report on these hosts from now on. What is known of those that stayed is kept."""
         if self._roster is not None and roster.version <= self._roster.version:
             return
-        self.close()
-        self._roster, self._reached, self._tried = roster, set(), set()
-        others = [host for host in roster.addresses if host != self._host]
-        self._nudges = {host: asyncio.Event() for host in others}
-        self._probes = [asyncio.create_task(self._watch_peer(host)) for host in others]
+        before = self._roster.addresses if self._roster else {}
+        self._roster = roster
+        others = {host: at for host, at in roster.addresses.items() if host != self._host}
+        for host in [host for host in self._probes if before.get(host) != others.get(host)]:
+            self._probes.pop(host).cancel()
+            self._reached.discard(host)
+            self._tried.discard(host)
+        self._nudges = {host: self._nudges.get(host) or asyncio.Event() for host in others}
+        for host in others.keys() - self._probes.keys():
+            self._probes[host] = asyncio.create_task(self._watch_peer(host, *others[host]))
         self._changed.set()
 
     def close(self) -> None:
-        for probe in self._probes:
+        for probe in self._probes.values():
             probe.cancel()
-        self._probes = []
 
     async def report(self) -> None:
         """For ever: one report when every peer was tried, then one for every change."""
@@ -102,10 +108,8 @@ class Agent:
             named=missing[:NAMED],
         )
 
-    async def _watch_peer(self, peer: str) -> None:
-        assert self._roster is not None
-        address, port = self._roster.addresses[peer]
-        pause = RETRY_S
+    async def _watch_peer(self, peer: str, address: str, port: int) -> None:
+        nudge = self._nudges[peer]
         while True:
             async with self._slots:
                 is_reached = await probe(self._host, peer, address, port)
@@ -114,12 +118,12 @@ class Agent:
             (self._reached.add if is_reached else self._reached.discard)(peer)
             if is_news:
                 self._changed.set()
-            pause = RECHECK_S if is_reached else min(pause, LONGEST_RETRY_S)
+            unreached = len(self._nudges) - len(self._reached)
+            pause = RECHECK_S if is_reached else RETRY_S + RETRY_MORE_S * unreached
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await self._nudges[peer].wait()
-            self._nudges[peer].clear()
-            pause = RETRY_S if is_reached else pause * 2
+                    await nudge.wait()
+            nudge.clear()
 
     def _nudge(self, peer: str) -> None:
         if peer in self._nudges and peer not in self._reached:
@@ -127,14 +131,33 @@ class Agent:
 
 
 async def probe(host: str, peer: str, address: str, port: int) -> bool:
-    """Whether that very peer answers there: another program on its port does not count."""
+    """Whether that very peer answers there: another program on its port does not count.
+
+    A lost packet is sent again by the kernel after a second only, so a try that hangs is given
+    company before that.
+    """
+    pending: set[asyncio.Task[bool]] = set()
+    try:
+        for patience in PATIENCE_S:
+            pending.add(asyncio.create_task(_greet(host, peer, address, port)))
+            done, pending = await asyncio.wait(
+                pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                return any(task.result() for task in done)
+        return False
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+async def _greet(host: str, peer: str, address: str, port: int) -> bool:
     writer = None
     try:
-        async with asyncio.timeout(PROBE_S):
-            reader, writer = await asyncio.open_connection(address, port)
-            writer.write(HELLO + host.encode() + b"\n")
-            return await reader.readuntil(b"\n") == HELLO + peer.encode() + b"\n"
-    except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        reader, writer = await asyncio.open_connection(address, port)
+        writer.write(HELLO + host.encode() + b"\n")
+        return await reader.readuntil(b"\n") == HELLO + peer.encode() + b"\n"
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
         return False
     finally:
         if writer is not None:
@@ -159,7 +182,7 @@ async def run(host: str, address: str, endpoint: str, folder: str = FABRIC_DIR) 
 
 async def _follow_roster(keys: EtcdKeys, key: str, agent: Agent) -> None:
     while True:
-        with contextlib.suppress(BackendError):
+        with contextlib.suppress(BackendError, ValidationError):
             found, index = await keys.list(key)
             value: str | None = found.get(key)
             while True:

@@ -78,6 +78,7 @@ def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
         **{name: str(due.rank) for name in gang["rank_variables"]},
         "ATOLL_ATTEMPT": str(due.attempt),
         "ATOLL_RESTARTS": str(due.restarts),
+        "ATOLL_SUPERVISOR": os.environ.get("ATOLL_SUPERVISOR", ""),
         # Where torch's @record, and our own entry point, say when and why they failed.
         "TORCHELASTIC_ERROR_FILE": str(directory / "errors" / f"{due.rank}.{due.attempt}.json"),
     }

@@ -31,6 +31,7 @@ class Rendezvous:
         self._wanted = wanted
         self._leases: list[PortLease] = []  # for MASTER_PORT, etcd's clients, etcd's peers
         self._etcd: EtcdServer | None = None
+        self._endpoint: str = wanted.get("endpoint", "")  # of an etcd that is not ours
         self._again_at = 0.0
 
     def open(self) -> dict[str, str]:
@@ -38,13 +39,13 @@ class Rendezvous:
         try:
             self._lease()
             self._start_etcd()
+            self._put_keys()
         except (BackendError, OSError) as error:
             self._note(error=f"no rendezvous: {error}")
             raise OSError(str(error)) from error
         self._note()
-        endpoint = self._etcd.endpoint if self._etcd else ""
         port = self._leases[0].port
-        return rendezvous_environment(self._wanted["backend"], ADDRESS, port, endpoint)
+        return rendezvous_environment(self._wanted["backend"], ADDRESS, port, self._endpoint)
 
     def heal(self) -> float | None:
         """An etcd that died is there again, with its keys, where it was. When to call again."""
@@ -69,8 +70,12 @@ class Rendezvous:
         except BackendError:
             del self._leases[1:]  # they were released
             raise
-        for key in self._wanted["keys"]:
-            self._put(self._etcd.endpoint, key)
+        self._endpoint = self._etcd.endpoint
+
+    def _put_keys(self) -> None:
+        if self._endpoint:
+            for key in self._wanted["keys"]:
+                self._put(self._endpoint, key)
 
     def _lease(self) -> None:
         """The ports of a predecessor, so that what was told of them stays true; or new ones."""
@@ -89,7 +94,7 @@ class Rendezvous:
     def _note(self, error: str = "") -> None:
         found = {
             "ports": [lease.port for lease in self._leases],
-            "etcd": self._etcd.endpoint if self._etcd else "",
+            "etcd": self._endpoint,
             "error": error,
         }
         with contextlib.suppress(OSError):  # a full disk: it is there all the same

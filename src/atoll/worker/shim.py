@@ -33,6 +33,7 @@ def main(directory: str, lock: int, listener: int) -> None:
     """Runs as the keeper; returns when no process of the training is left."""
     os.set_inheritable(lock, False)
     os.set_inheritable(listener, False)
+    dismiss = _post_guard()
     processes.adopt_orphans()
     is_heir = _leave_mark(mark_of(Path(directory)))
     supervisor = os.fork()
@@ -43,6 +44,39 @@ def main(directory: str, lock: int, listener: int) -> None:
         os._exit(0)
     os.close(listener)
     keep(Path(directory), supervisor)
+    with contextlib.suppress(OSError):
+        os.write(dismiss, b"dismissed\n")
+
+
+# Reads until it is dismissed, or until keeper and supervisor are both gone without a word; then
+# kills what they started. A shell, so that what kills atoll by name spares it.
+GUARD = """
+read word && exit
+while found=$(grep -ls "ATOLL_SUPERVISOR=$1" /proc/[0-9]*/environ); [ -n "$found" ]; do
+    for file in $found; do pid=${file#/proc/}; kill -9 "${pid%/environ}" 2>/dev/null; done
+done
+"""
+
+
+def _post_guard() -> int:
+    """The last resort against orphans. Dismissed by a line into the pipe whose end this is.
+
+    It is no child of the keeper, which kills all of its own.
+    """
+    orders, dismiss = os.pipe2(os.O_CLOEXEC)
+    # Every rank carries this, so the guard never takes a successor's ranks for its own.
+    os.environ["ATOLL_SUPERVISOR"] = f"{os.getpid()}.{processes.born(os.getpid())}."
+    between = os.fork()
+    if between == 0:
+        with contextlib.suppress(OSError):  # no shell: the next control plane will clear up
+            words = ["sh", "-c", GUARD, "guard", os.environ["ATOLL_SUPERVISOR"]]
+            place = [(os.POSIX_SPAWN_DUP2, orders, 0)]
+            path = {"PATH": os.environ.get("PATH", os.defpath)}
+            os.posix_spawnp("sh", words, path, file_actions=place, setsid=True)
+        os._exit(0)
+    os.waitpid(between, 0)
+    os.close(orders)
+    return dismiss
 
 
 def mark_of(directory: Path) -> Path:

@@ -229,6 +229,12 @@ def _ready_nodes(site: Site) -> int:
 
 @pytest.fixture
 def space(site: Site) -> Iterator[Space]:
+    with make_space(site) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def make_space(site: Site) -> Iterator[Space]:
     name = f"atoll-{uuid.uuid4().hex[:8]}"
     site.kubectl("create", "namespace", name)
     made = Space(site, name)
@@ -238,10 +244,35 @@ def space(site: Site) -> Iterator[Space]:
         if m["kind"] not in ("Deployment", "Namespace", "CustomResourceDefinition")
     ]
     site.apply(*rights)
-    yield made
-    for kind in ("trainings", "pods"):
-        _unhold(made, kind)
-    site.kubectl("delete", "namespace", name, "--wait=false")
+    try:
+        yield made
+    finally:
+        for kind in ("trainings", "pods"):
+            _unhold(made, kind)
+        site.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def spare_node(site: Site) -> Iterator[Callable[[], Node]]:
+    """Starts further nodes, for tests that kill them."""
+    started: list[Node] = []
+
+    def start() -> Node:
+        node = Node(site.nodes[0].plane, len(site.nodes) + len(started))
+        started.append(node)
+        node.start()
+        wait_for("the spare node is ready", lambda: _is_ready(site, node.name))
+        return node
+
+    yield start
+    for node in started:
+        node.stop()
+        site.kubectl("delete", "node", node.name, "--wait=false", is_checked=False)
+
+
+def _is_ready(site: Site, name: str) -> bool:
+    ready = "jsonpath={.status.conditions[?(@.type=='Ready')].status}"
+    return site.kubectl("get", "node", name, "-o", ready, is_checked=False).stdout == "True"
 
 
 def _unhold(space: Space, kind: str) -> None:

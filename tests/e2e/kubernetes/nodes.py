@@ -6,6 +6,7 @@ can be killed. Nothing listens outside this machine.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -83,6 +84,10 @@ class Node:
             if target.startswith(str(self.where)):
                 subprocess.run(["umount", "-l", target], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", self._bridge], check=False, capture_output=True)
+        for controller in Path("/sys/fs/cgroup").iterdir():
+            for folder, _, _ in os.walk(controller / self._bridge, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
 
     def kill_kubelet(self) -> None:
         """The node falls silent, as when its machine loses power; its containers are killed too."""
@@ -91,6 +96,15 @@ class Node:
             kubelet.kill()
             kubelet.wait()
             self._ctr_all()
+
+    def kill_container(self, container: str, signal_name: str) -> None:
+        """To its first process alone, from outside the container."""
+        for line in self._ctr("tasks", "list").splitlines()[1:]:
+            task, pid, _ = line.split()
+            if task == container:
+                os.kill(int(pid), signal.Signals[signal_name])
+                return
+        raise LookupError(f"no container {container} on {self.name}")
 
     def _ctr_all(self) -> None:
         for task in self._ctr("tasks", "list", "-q", is_checked=False).split():

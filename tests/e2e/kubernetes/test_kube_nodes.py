@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.e2e.kubernetes.conftest import Operator, Site, Space
-from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.nodes import IMAGE, Node
 
 pytestmark = pytest.mark.usefixtures("pods")
@@ -20,25 +18,13 @@ FOREVER = ["sh", "-c", 'trap "exit 7" TERM; echo rank $RANK; sleep 1000 & wait']
 
 
 @pytest.fixture
-def spare(site: Site) -> Any:
-    """A node of its own, for a test that kills it."""
+def spare(site: Site, spare_node: Callable[[], Node]) -> Iterator[Node]:
     if not site.is_own:
         pytest.skip("killing a node of a cluster that others use is no test")
-    node = Node(site.nodes[0].plane, len(site.nodes) + uuid.uuid4().int % 40)
-    node.start()
-    wait_for("the spare node is ready", lambda: _is_ready(site, node.name))
+    node = spare_node()
     yield node
     node.stop()
     site.kubectl("delete", "node", node.name, "--wait=false", is_checked=False)
-
-
-def _is_ready(site: Site, name: str) -> bool:
-    found = site.kubectl(
-        *("get", "node", name, "-o"),
-        "jsonpath={.status.conditions[?(@.type=='Ready')].status}",
-        is_checked=False,
-    )
-    return found.stdout == "True"
 
 
 def spread(space: Space) -> None:
@@ -70,7 +56,7 @@ def test_a_node_that_falls_silent_costs_its_ranks_one_restart(
     )
     told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
     assert len(told) == len(on_spare)
-    assert all("NodeLost" in text and "does not answer" in text for text in told)
+    assert all("HostLost" in text and "does not answer" in text for text in told)
     others = [r for r in status["ranks"] if r.get("restarts", 0) == 0]
     assert len(others) == 2 - len(on_spare)
 
@@ -92,7 +78,7 @@ def test_a_node_that_is_removed_costs_its_ranks_one_restart(
     )
     told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
     assert len(told) == len(on_spare)
-    assert all("NodeLost" in text for text in told)
+    assert all("HostLost" in text for text in told)
 
 
 def test_half_a_gang_gives_way_and_comes_back(

@@ -44,7 +44,7 @@ def test_kubectl_apply_get_and_delete(space: Space, operator: Operator) -> None:
     assert shown[0].split() == ["NAME", "PHASE", "READY", "TARGET", "MIN", "AGE"]
     assert shown[1].split()[:5] == ["tiny", "succeeded", "2", "2", "1"]
     assert "Succeeded" in space.kubectl("describe", "training", "tiny").stdout
-    wait_for("the Job is gone", lambda: not space.json("get", "jobs")["items"])
+    space.until("tiny", "torn down", lambda s: s.get("isReleased"))
     logs = space.kubectl("logs", "-l", "atoll.dev/training=tiny").stdout
     assert "rank 1 of 2 on node-" in logs
     space.kubectl("delete", "training", "tiny", "--timeout=30s")
@@ -73,6 +73,22 @@ def test_kubectl_scale_up_and_down(space: Space, operator: Operator) -> None:
     space.kubectl("patch", "training", "tiny", "--type=merge", "-p", '{"spec":{"cancel":true}}')
     status = space.until_phase("tiny", "cancelled")
     assert [e["rank"] for e in status["rankExits"]] == [0, 1, 2, 3, 4]
+
+
+def test_ranks_have_names_that_stay(space: Space, operator: Operator) -> None:
+    """What a cluster's DNS serves: the headless Service knows each rank by its own name."""
+    space.submit("tiny", command=sh('echo "$MASTER_ADDR $BASILICA_RDZV_ENDPOINT"; ' + FOREVER))
+    space.until_ready("tiny", 2)
+    (service,) = space.json("get", "services", "-l", "atoll.dev/training=tiny")["items"]
+    gang = service["metadata"]["name"]
+
+    def names() -> set[str]:
+        slices = space.json("get", "endpointslices", "-l", f"kubernetes.io/service-name={gang}")
+        return {e.get("hostname", "") for s in slices["items"] for e in s["endpoints"] or ()}
+
+    wait_for("both are named", lambda: names() == {f"{gang}-0", f"{gang}-1"})
+    logs = space.kubectl("logs", space.pods(1)[0]["metadata"]["name"]).stdout
+    assert logs.splitlines()[0] == f"{gang}-0.{gang} {gang}-0.{gang}:29500"
 
 
 def test_a_scale_out_of_bounds_is_refused_by_the_api_server(
@@ -223,7 +239,7 @@ def test_an_edit_after_the_end_is_an_event_and_changes_nothing(
     status = space.until("tiny", "told", lambda s: "UDTerminalState" in reasons(s))
     kept = ("phase", "rankExits", "world")
     assert {k: status[k] for k in kept} == {k: before[k] for k in kept}
-    assert space.json("get", "jobs")["items"] == []
+    assert len(space.pods()) == 2
     described = space.kubectl("describe", "training", "tiny").stdout
     assert "Warning  UDTerminalState" in described
 

@@ -9,6 +9,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from atoll.core.errors import NotFound
+from atoll.core.phase import Phase
+from atoll.core.status import Status, Training, WorldStatus
 from atoll.server.app import MAX_BODY_BYTES
 
 from .conftest import Served
@@ -265,23 +268,26 @@ def test_cancel_and_delete_are_idempotent(served: Served) -> None:
     assert [answer.status_code for answer in answers] == [202, 202]
 
 
-def test_changes_made_while_the_controller_writes_are_not_lost(served: Served) -> None:
+def test_changes_made_while_the_controller_writes_are_not_lost(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each of the first three writes somebody else writes: a real conflict each time."""
     served.create("a")
-    stop = threading.Event()
+    write = served.store.update_spec
+    others = [1, 2, 0]
 
-    def busy() -> None:
-        while not stop.is_set():
-            served.see("a", "ready", 1)
+    async def late(training: Training) -> Training:
+        if others:
+            now = await served.store.get(training.key)
+            status = Status(phase=Phase.READY, world=WorldStatus(ready=others.pop()))
+            await served.store.update_status(now, status)
+        return await write(training)
 
-    writer = threading.Thread(target=busy)
-    writer.start()
-    try:
-        for target in [1, 2, 3, 4] * 10:
-            answer = served.http.post("/v1/trainings/a/scale", json={"target": target})
-            assert answer.json()["spec"]["worldSize"]["target"] == target
-    finally:
-        stop.set()
-        writer.join()
+    monkeypatch.setattr(served.store, "update_spec", late)
+    scaled = served.http.post("/v1/trainings/a/scale", json={"target": 4}).json()
+    assert scaled["spec"]["worldSize"]["target"] == 4
+    assert (scaled["generation"], scaled["status"]["world"]["ready"]) == (2, 1)
+    assert others == []
 
 
 def test_logs_are_lines_of_json_with_the_true_rank(served: Served) -> None:
@@ -299,7 +305,24 @@ def test_shipped_code_is_answered_by_its_digest(served: Served) -> None:
     made = served.create("a", command=None, source=source)
     assert len(made["spec"]["source"]["content"]) < 200
     kept = served.do(served.store.get(("one", "a")))
-    assert len(kept.spec.source.content) > 50_000
+    assert len(kept.spec.source.content) < 100  # a status write does not carry it along
+    assert len(served.do(served.store.source(kept))) == 60_000
+    served.remove("a")
+    with pytest.raises(NotFound):
+        served.do(served.store.source(kept))
+
+
+def test_a_repeated_create_is_compared_by_its_code_too(served: Served) -> None:
+    def send(code: str) -> int:
+        source = {"kind": "script", "content": code}
+        answer = served.http.post(
+            "/v1/trainings",
+            json=body(command=None, source=source),
+            headers={"Idempotency-Key": "k"},
+        )
+        return answer.status_code
+
+    assert [send("cHJpbnQo"), send("cHJpbnQo"), send("cHJpbnQp")] == [201, 200, 409]
 
 
 def test_events_since(served: Served) -> None:

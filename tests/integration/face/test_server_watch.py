@@ -130,7 +130,8 @@ def test_an_idle_watch_beats_and_ends_at_its_timeout(served: Served) -> None:
 def test_a_watcher_that_goes_away_is_forgotten(served: Served) -> None:
     served.create("a")
     with served.http.stream("GET", "/v1/trainings/a?watch") as answer:
-        next(answer.iter_bytes())
+        chunks = answer.iter_bytes()  # dropped, it would close the connection
+        next(chunks)
         assert len(served.streams) == 1
     served.wait_for(lambda: len(served.streams) == 0)
 

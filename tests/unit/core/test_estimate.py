@@ -72,7 +72,7 @@ def test_the_codecs_are_those_of_the_all_reduce() -> None:
     [
         ("parameters", 0),
         ("replicas", 0),
-        ("codec", "int4"),
+        ("codec", "int6"),
         ("prices", "gold"),
         ("step_s", 0),
         ("link_gbps", -1),

@@ -7,16 +7,33 @@ from typing import Any
 
 from atoll.core.model import encode
 from atoll.core.spec import Resources, Source, TrainingSpec, WorldSize
-from atoll.core.status import RankStatus, Status, Training, Wish
-from atoll.executors.kubernetes_names import FINALIZER, INDEX, WISH
+from atoll.core.status import RankStatus, SeenRank, Status, Training, Wish
+from atoll.executors.kubernetes_names import FAILURES, FINALIZER, INDEX, WISH
 from atoll.executors.kubernetes_options import Options
-from atoll.executors.kubernetes_pod import FAILURES
+from atoll.executors.kubernetes_read import Look, look
 
 Json = dict[str, Any]
 NOW = 1_800_000_000.0
 MADE = NOW - 100
 
 __all__ = ["MADE", "NOW", "Json", "Options", "Resources", "Source", "job", "pod", "training"]
+
+NO_ROOM = {
+    "PodScheduled": {
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "0/2 nodes are available: 2 Insufficient nvidia.com/gpu. preemption: 0/2 nodes "
+        "are available: 2 No preemption victims found for incoming pod.",
+    }
+}
+TAINTED = {
+    "DisruptionTarget": {
+        "status": "True",
+        "reason": "DeletionByTaintManager",
+        "message": "Taint manager: deleting due to NoExecute taint",
+    },
+    "Ready": {"status": "False"},
+}
 
 
 def training(*, status: Status | None = None, **spec: Any) -> Training:
@@ -110,3 +127,13 @@ def ended(code: int, reason: str = "Error", message: str = "", at: float = NOW -
 
 def known(rank: int, *, attempt: int, **rest: Any) -> RankStatus:
     return RankStatus(rank=rank, attempt=attempt, **rest)
+
+
+def seen(*pods: Json, gang: Json | None = None, **options: Any) -> Look:
+    return look(training(), gang or job(), pods, Options(**options), NOW)
+
+
+def only(found: Look) -> SeenRank:
+    """The one rank that has a pod."""
+    (rank,) = [r for r in found.seen.ranks if r.pod_name]
+    return rank

@@ -2,187 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.plan import plan
-from atoll.core.status import Exit, SeenRank, Status
+from atoll.core.status import Exit, Status
 from atoll.executors.kubernetes_names import SHRINKS
-from atoll.executors.kubernetes_patch import render_resize, render_return, render_yield
+from atoll.executors.kubernetes_patch import (
+    render_released,
+    render_resize,
+    render_return,
+    render_yield,
+)
 from atoll.executors.kubernetes_pod import WAITING, Pod
-from atoll.executors.kubernetes_read import Look, finished, look, wish_of
+from atoll.executors.kubernetes_read import finished, look, wish_of
 from tests.unit.executors.kube import (
     MADE,
+    NO_ROOM,
     NOW,
+    TAINTED,
     Json,
     Options,
     ended,
     job,
     known,
+    only,
     pod,
     running,
+    seen,
     training,
 )
-
-NO_ROOM = {
-    "PodScheduled": {
-        "status": "False",
-        "reason": "Unschedulable",
-        "message": "0/2 nodes are available: 2 Insufficient nvidia.com/gpu. preemption: 0/2 nodes "
-        "are available: 2 No preemption victims found for incoming pod.",
-    }
-}
-TAINTED = {
-    "DisruptionTarget": {
-        "status": "True",
-        "reason": "DeletionByTaintManager",
-        "message": "Taint manager: deleting due to NoExecute taint",
-    },
-    "Ready": {"status": "False"},
-}
-
-
-def seen(*pods: Json, gang: Json | None = None, **options: Any) -> Look:
-    return look(training(), gang or job(), pods, Options(**options), NOW)
-
-
-def only(found: Look) -> SeenRank:
-    """The one rank that has a pod."""
-    (rank,) = [r for r in found.seen.ranks if r.pod_name]
-    return rank
-
-
-# (pod, code, reason, signal, words in the message or log)
-ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
-    "exit 0": (pod(0, ended(0, "Completed"), phase="Succeeded"), 0, "Completed", None, ""),
-    "exit 3": (
-        pod(0, ended(3, message="Traceback\nValueError: no"), phase="Failed"),
-        3,
-        "Error",
-        None,
-        "ValueError: no",
-    ),
-    "SIGSEGV": (pod(0, ended(139), phase="Failed"), 139, "Signal", "SIGSEGV", ""),
-    "out of memory": (
-        pod(0, ended(137, "OOMKilled"), phase="Failed"),
-        137,
-        "OOMKilled",
-        "SIGKILL",
-        "",
-    ),
-    "command not found": (
-        pod(
-            0,
-            ended(128, "StartError", 'exec: "trian": executable file not found in $PATH'),
-            phase="Failed",
-        ),
-        127,
-        "CommandNotFound",
-        None,
-        "executable file not found",
-    ),
-    "not executable": (
-        pod(0, ended(126, "ContainerCannotRun", "permission denied"), phase="Failed"),
-        126,
-        "CannotRun",
-        None,
-        "permission denied",
-    ),
-    "evicted by the kubelet": (
-        pod(0, None, phase="Failed", reason="Evicted", message="low on resource: memory"),
-        None,
-        "Evicted",
-        None,
-        "low on resource: memory",
-    ),
-    "drained": (
-        pod(
-            0,
-            ended(143),
-            phase="Failed",
-            left_at=NOW - 20,
-            conditions={
-                "DisruptionTarget": {
-                    "status": "True",
-                    "reason": "EvictionByEvictionAPI",
-                    "message": "Eviction API: evicting",
-                }
-            },
-        ),
-        143,
-        "Evicted",
-        "SIGTERM",
-        "evicting",
-    ),
-    "preempted": (
-        pod(
-            0,
-            ended(137),
-            phase="Failed",
-            left_at=NOW - 20,
-            conditions={"DisruptionTarget": {"status": "True", "reason": "PreemptionByScheduler"}},
-        ),
-        137,
-        "Preempted",
-        "SIGKILL",
-        "",
-    ),
-    "node removed": (
-        pod(
-            0,
-            running(),
-            phase="Failed",
-            conditions={"DisruptionTarget": {"status": "True", "reason": "DeletionByPodGC"}},
-        ),
-        None,
-        "NodeLost",
-        None,
-        "",
-    ),
-    "node silent": (
-        pod(0, running(), left_at=NOW - 20, conditions=TAINTED),
-        None,
-        "NodeLost",
-        None,
-        "does not answer",
-    ),
-    "a code that the kubelet made up": (
-        pod(0, ended(137, "ContainerStatusUnknown", "could not be located"), phase="Failed"),
-        None,
-        "Unknown",
-        None,
-        "could not be located",
-    ),
-    "turned away by the node": (
-        pod(0, None, phase="Failed", reason="UnexpectedAdmissionError", message="no device"),
-        None,
-        "Rejected",
-        None,
-        "no device",
-    ),
-    "kubectl delete pod": (
-        pod(0, ended(143, at=NOW - 12), phase="Failed", left_at=NOW - 20),
-        143,
-        "Signal",
-        "SIGTERM",
-        "",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", ENDS)
-def test_an_end_is_told_as_it_was(what: str) -> None:
-    gone, code, reason, signal, words = ENDS[what]
-    rank = only(seen(gone))
-    assert rank.state == "exited"
-    found = rank.exit
-    assert isinstance(found, Exit)
-    assert (found.code, found.reason, found.signal) == (code, reason, signal)
-    assert words in "\n".join([found.message, *found.log_tail])
-    assert not found.is_stopped
 
 
 def test_an_exit_has_its_times_and_the_last_lines() -> None:
@@ -193,24 +43,30 @@ def test_an_exit_has_its_times_and_the_last_lines() -> None:
     assert rank.host == "node-1"
 
 
-def test_a_rank_scaled_away_was_stopped_by_us() -> None:
-    gone = pod(2, ended(143), phase="Failed", left_at=NOW - 20)
-    rank = only(seen(gone, gang=job(2)))
+def shrunk(size: int, to: int, at: float) -> Json:
+    return job(size, annotations={SHRINKS: f"[[{to}, {at}]]"})
+
+
+@pytest.mark.parametrize("grace", [10, 0])
+def test_a_rank_scaled_away_was_stopped_by_us(grace: int) -> None:
+    """Also once the kubelet has set the grace to 0, which moves the time of deletion to then."""
+    gone = pod(2, ended(7, at=NOW - 15), phase="Failed", left_at=NOW - 20 if grace else NOW - 5)
+    gone["metadata"]["deletionGracePeriodSeconds"] = grace
+    rank = only(seen(gone, gang=shrunk(2, 2, NOW - 20)))
     assert rank.exit is not None
-    assert (rank.exit.is_stopped, rank.exit.reason, rank.exit.code) == (True, "Stopped", 143)
+    assert (rank.exit.is_stopped, rank.exit.reason, rank.exit.code) == (True, "Stopped", 7)
 
 
 def test_a_rank_scaled_away_and_wanted_again_was_still_stopped_by_us() -> None:
-    gone = pod(2, ended(143), phase="Failed", left_at=NOW - 20)
-    gang = job(3, annotations={SHRINKS: f"[[2, {NOW - 20}]]"})
-    rank = only(seen(gone, gang=gang))
+    gone = pod(2, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 20)
+    rank = only(seen(gone, gang=shrunk(3, 2, NOW - 20)))
     assert rank.exit is not None
     assert rank.exit.is_stopped
 
 
 def test_a_rank_that_fell_before_it_was_stopped_fell() -> None:
     gone = pod(2, ended(1, at=NOW - 50), phase="Failed", left_at=NOW - 20)
-    rank = only(seen(gone, gang=job(2)))
+    rank = only(seen(gone, gang=shrunk(2, 2, NOW - 20)))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
@@ -266,8 +122,8 @@ def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
 
 def test_pods_kept_for_their_logs_are_no_ranks_any_more() -> None:
     over = pod(0, ended(0, "Completed"), phase="Succeeded")
-    over["metadata"]["ownerReferences"] = []
-    found = look(training(), None, [over], Options(), NOW)
+    done = job(annotations=render_released()["metadata"]["annotations"])
+    found = look(training(), done, [over], Options(), NOW)
     assert (found.seen.ranks, found.seen.wish) == ([], None)
 
 

@@ -13,7 +13,7 @@ import pytest
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.spec import BenchSpec, ProviderFilter, RendezvousSpec
 from atoll.core.status import Wish
-from atoll.executors.kubernetes import EKSExecutor, KubernetesExecutor
+from atoll.executors.kubernetes import JobExecutor
 from atoll.executors.kubernetes_options import EKS_GPU_NODES
 from atoll.executors.kubernetes_render import (
     gang_name,
@@ -21,6 +21,7 @@ from atoll.executors.kubernetes_render import (
     render_service,
     render_world,
 )
+from atoll.executors.kubernetes_replicas import EKSExecutor, KubernetesExecutor
 from tests.unit.executors.kube import Json, Options, Resources, Source, training
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kubernetes"
@@ -168,6 +169,20 @@ def test_dollars_reach_the_rank_as_they_were_written() -> None:
     assert environment(made)["A"] == "$$(RANK)"
 
 
+KINDS = {
+    "script": ["python", "/atoll/source/code"],
+    "shell": ["sh", "/atoll/source/code"],
+    "function": ["python", "-m", "atoll.worker.entrypoint", "function", "/atoll/source/code"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shipped_code_is_run_by_its_kind(kind: Any) -> None:
+    source = Source(kind=kind, content=b"x", filename="code")
+    made = job_of(command=None, source=source, args=["a"])
+    assert container_of(made)["command"] == [*KINDS[kind], "a"]
+
+
 def test_names_leave_room_for_the_index_and_differ_by_uid() -> None:
     long = training(name="a" * 63)
     assert len(f"{gang_name(long)}-9999") <= 63
@@ -253,6 +268,8 @@ REACHES: dict[str, tuple[Any, str]] = {
     ),
     "shm_size": ("1Gi", "spec.template.spec.volumes.0.emptyDir.sizeLimit=1Gi"),
     "is_host_network": (True, "spec.template.spec.hostNetwork=True"),
+    "is_process_namespace_shared": (True, "spec.template.spec.shareProcessNamespace=True"),
+    "deadline_margin_s": (7, "spec.activeDeadlineSeconds=17"),
     "security_context": ({"runAsUser": 1}, "spec.template.spec.securityContext.runAsUser=1"),
     "python": ("python3.12", "spec.template.spec.containers.0.command.0=python3.12"),
     "etcd_endpoint": ("e:2379", "BASILICA_RDZV_ENDPOINT=e:2379"),
@@ -287,6 +304,8 @@ def test_every_option_reaches_the_job(option: str) -> None:
         given["is_runtime_class_with_gpu_meant"] = True
     if option == "etcd_endpoint":
         spec["rendezvous"] = RendezvousSpec(backend="etcd-v2")
+    if option == "deadline_margin_s":
+        spec["deadline_s"] = 10
     if option == "python":
         spec |= {"command": None, "source": Source(kind="script", content=b"1")}
     made = job_of(Options(**given), **spec)
@@ -303,9 +322,9 @@ def test_every_option_reaches_the_job(option: str) -> None:
 
 
 def test_the_namespace_option_decides_where_the_job_is_made() -> None:
-    executor = KubernetesExecutor(cluster=object(), namespace="jobs")
+    executor = JobExecutor(cluster=object(), namespace="jobs")
     assert executor._place(training())[0] == "jobs"
-    assert KubernetesExecutor(cluster=object())._place(training())[0] == "team-a"
+    assert JobExecutor(cluster=object())._place(training())[0] == "team-a"
 
 
 CLASHES: list[tuple[str, Json, Json]] = [
@@ -314,6 +333,7 @@ CLASHES: list[tuple[str, Json, Json]] = [
     ("gpu_models", {}, {"resources": Resources(gpu_models=["A100"])}),
     ("gpu_models", {}, {"resources": Resources(gpu_count=1, gpu_models=["RTX"])}),
     ("rendezvous_backend", {}, {"rendezvous": RendezvousSpec(backend="etcd-v2")}),
+    ("mesh", {}, {"mesh": True}),
 ]
 
 
@@ -321,7 +341,7 @@ CLASHES: list[tuple[str, Json, Json]] = [
 def test_clashes_are_refused_before_anything_is_created(
     field: str, options: Json, spec: Json
 ) -> None:
-    executor = KubernetesExecutor(cluster=object(), **options)  # any request would fail
+    executor = JobExecutor(cluster=object(), **options)  # any request would fail
     with pytest.raises(ValidationError) as refused:
         executor.check(training(**spec).spec)
     assert refused.value.field == field
@@ -350,8 +370,14 @@ BAD_OPTIONS: list[tuple[str, Json]] = [
 @pytest.mark.parametrize(("field", "options"), BAD_OPTIONS)
 def test_bad_options_are_refused_by_name(field: str, options: Json) -> None:
     with pytest.raises(ValidationError) as refused:
-        EKSExecutor(cluster=object(), **options)
+        EKSExecutor(**options)
     assert refused.value.field == field
+
+
+def test_a_launch_that_clashes_is_a_value_error() -> None:
+    executor = KubernetesExecutor(image="train:1", runtime_class_name="kata")
+    with pytest.raises(ValueError, match="runtime_class_name"):
+        executor.check_launch(training(resources=Resources(gpu_count=1)).spec)
 
 
 def test_a_runtime_class_with_a_gpu_may_be_insisted_on() -> None:

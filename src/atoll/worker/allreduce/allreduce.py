@@ -214,8 +214,14 @@ class ObjectStoreAllReduce:
         self.close()
 
     def _until_done(self, work: _Work, started: float, before: Usage) -> Vector:
-        number = self._start() if self._next is None else self._next
+        number = self._next
+        if number is None:
+            number = self._start()
         skipped: list[int] = []
+        if self._may_be_late:
+            # Rounds already decided are lost to this replica: take part in the next one instead.
+            begin, number = number, max(number, self._start())
+            skipped += range(begin, number)
         while True:
             try:
                 roster, mean = self._one_round(number, work)
@@ -234,17 +240,12 @@ class ObjectStoreAllReduce:
 
     def _one_round(self, number: int, work: _Work) -> tuple[Roster, Vector | None]:
         self._next = None  # an error on the way: the store knows what was decided
-        settler, began = self._settler, time.monotonic()
-        decided = settler.read(self.keys.roster(number, 0)) if self._may_be_late else None
-        if decided is None:
-            self._upload(number, work)
-        else:
-            work.upload, work.left_out = "", None  # too late: nobody would read it
+        settler = self._settler
+        self._upload(number, work)
         began = time.monotonic()
         ballot = settler.first_ballot(number)
         while True:
-            roster = decided or settler.settle(ballot, work.layout, self.codec)
-            decided = None
+            roster = settler.settle(ballot, work.layout, self.codec)
             work.seconds["roster"] = time.monotonic() - began
             if roster.error:
                 raise ValidationError("tensors", f"of rank {self.rank}", roster.error)
@@ -256,7 +257,7 @@ class ObjectStoreAllReduce:
             except Abandoned as news:
                 work.feedback.give_up()
                 ballot = settler.next_ballot(roster, news.blame)
-                if not work.upload or work.upload in ballot.blamed:
+                if work.upload in ballot.blamed:
                     ballot.upload_again = partial(self._upload, number, work)
                 continue
             work.seconds |= exchange.seconds

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from atoll.core.errors import NotFound
+from atoll.core.errors import Gone, NotFound
 from atoll.remote.blobs import Blobs
 from atoll.worker.allreduce import layout as layouts
 from atoll.worker.allreduce import wire
@@ -89,15 +89,12 @@ def latest(blobs: Blobs, keys: Keys, after: int = -1) -> tuple[int, int] | None:
 
 
 def join(settler: Settler, exchange: MakeExchange) -> JoinState:
-    """Without a checkpoint there is nothing to start from: only the round to go on at."""
-    blobs, keys = settler.blobs, settler.keys
+    """Raises Gone if there is no checkpoint and the first means are no longer kept."""
     while True:
-        checkpoint = load(blobs, keys)
-        if checkpoint is None:
-            found = latest(blobs, keys)
-            return JoinState(0 if found is None else found[0] + 1, None, [])
+        checkpoint = load(settler.blobs, settler.keys)
         try:
-            means, following = _read_since(settler, exchange, checkpoint.round + 1)
+            start = 0 if checkpoint is None else checkpoint.round + 1
+            means, following = _read_since(settler, exchange, start)
         except _Outdated:
             continue
         return JoinState(following, checkpoint, means)
@@ -138,7 +135,7 @@ def _read_round(
                 if flat is not None:
                     return Mean(number, layout.name, layouts.split(flat, layout))
                 if is_over:
-                    _fail_if_swept(settler, number)
+                    _fail_if_swept(settler, number, is_last=is_last)
                     reader.abandon_missing()
             except Abandoned:
                 attempt, started = attempt + 1, time.monotonic()
@@ -146,11 +143,13 @@ def _read_round(
         time.sleep(poll_pause(time.monotonic() - started, 0.0))
 
 
-def _fail_if_swept(settler: Settler, number: int) -> None:
-    """Means are deleted only once a newer checkpoint holds them."""
+def _fail_if_swept(settler: Settler, number: int, *, is_last: bool) -> None:
+    """Once there is a checkpoint, means are deleted only when a newer one holds them."""
     saved = settler.blobs.find(settler.keys.checkpoints())
     if any((parse_round(blob.key) or 0) > number for blob in saved):
         raise _Outdated
+    if not saved and not is_last:
+        raise Gone(number, number + 1)
 
 
 def _is_overdue(settler: Settler, started: float) -> bool:

@@ -7,6 +7,7 @@ grow with the time already waited.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from statistics import median
 
 FIRST_GRACE_S = 30.0  # the first round: processes start seconds apart
 MIN_GRACE_S = 3.0
@@ -16,11 +17,13 @@ MEMORY = 8  # rounds
 
 
 def poll_pause(elapsed_s: float, usual_s: float) -> float:
-    """Seconds until the next look."""
-    if elapsed_s < 0.9 * usual_s:
-        return min(0.9 * usual_s - elapsed_s, 2.0)
-    late = elapsed_s - 0.9 * usual_s
-    return min(max(0.01, min(0.5 * late, 0.2), 0.05 * elapsed_s), 2.0)
+    """Seconds until the next look: doubling, but never less than 0.3 of the usual wait."""
+    due_s = 0.9 * usual_s
+    if elapsed_s < due_s:
+        return min(due_s - elapsed_s, 2.0)
+    step_s = max(0.3 * usual_s, 0.02)
+    longest_s = max(step_s, 0.2, 0.05 * elapsed_s)
+    return min(max(step_s, elapsed_s - due_s), longest_s, 2.0)
 
 
 class History:
@@ -39,8 +42,9 @@ class History:
         self._waits[what].append(seconds)
 
     def usual(self, what: str) -> float:
-        """The shortest of the last waits: sleeping longer would slow everybody down."""
-        return min(self._waits[what], default=0.0)
+        """The median of the last waits."""
+        waits = self._waits[what]
+        return median(waits) if waits else 0.0
 
     def note_spread(self, seconds: float) -> None:
         """How long a complete roster was waited for after its quorum was there."""

@@ -12,12 +12,21 @@ def normal(size: int, seed: int = 0) -> np.ndarray:
 
 
 def test_an_unknown_codec_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ValidationError, match="'fp32' or 'bf16' or 'int8' or 'e3m0' or 'sparse'"):
-        get_codec("int4")
+    with pytest.raises(ValidationError, match="'fp32' or 'bf16' or 'int8' .* or 'sparse'"):
+        get_codec("int6")
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("bf16", 11.0), ("int8", 7.8), ("e3m0", 3.65), ("sparse", 0.155)]
+    ("name", "most"),
+    [
+        ("bf16", 11.0),
+        ("int8", 7.8),
+        ("int5", 5.15),
+        ("int4", 3.65),
+        ("e3m0", 3.65),
+        ("int3", 3.05),
+        ("sparse", 0.155),
+    ],
 )
 def test_bits_a_value_of_a_gaussian(name: str, most: float) -> None:
     row = normal(1 << 20)
@@ -25,7 +34,16 @@ def test_bits_a_value_of_a_gaussian(name: str, most: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("bf16", 0.002), ("int8", 0.008), ("e3m0", 0.2), ("sparse", 0.945)]
+    ("name", "most"),
+    [
+        ("bf16", 0.002),
+        ("int8", 0.008),
+        ("int5", 0.037),
+        ("int4", 0.105),
+        ("e3m0", 0.2),
+        ("int3", 0.16),
+        ("sparse", 0.945),
+    ],
 )
 def test_relative_error_of_a_gaussian(name: str, most: float) -> None:
     row = normal(1 << 18)
@@ -33,7 +51,7 @@ def test_relative_error_of_a_gaussian(name: str, most: float) -> None:
     assert np.linalg.norm(out - row) <= most * np.linalg.norm(row)
 
 
-@pytest.mark.parametrize("name", ["int8", "e3m0", "sparse"])
+@pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "sparse"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_has_no_code_is_refused_by_place(name: str, bad: float) -> None:
     row = normal(1000)
@@ -77,7 +95,7 @@ def test_a_view_of_a_larger_buffer_decodes(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["int8", "e3m0", "sparse"])
+@pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "int3", "sparse"])
 def test_error_feedback_delivers_everything_in_the_end(name: str) -> None:
     codec, row = get_codec(name), normal(8192)
     owed = np.zeros_like(row)
@@ -89,7 +107,7 @@ def test_error_feedback_delivers_everything_in_the_end(name: str) -> None:
         owed = wanted - got
         sent += got
     error = np.linalg.norm(sent / rounds - row) / np.linalg.norm(row)
-    assert error < {"int8": 1e-4, "e3m0": 2e-3, "sparse": 0.2}[name]
+    assert error < {"int8": 1e-4, "sparse": 0.2}.get(name, 2e-3)
 
 
 def test_a_part_that_would_unpack_to_more_than_fits_is_refused() -> None:

@@ -27,7 +27,7 @@ _MOST = 127
 class Uniform:
     """A value is off by at most half a step, unless it is more than 127 steps from zero.
 
-    Steps are powers of two times one of eight fractions, one byte and a bit for each block.
+    A block whose step would be below the smallest normal float becomes zeros.
     """
 
     is_exact = False

@@ -1,0 +1,52 @@
+"""One request: sent, retried while that may help, and its answer or error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from atoll.core.errors import Temporary
+from atoll.core.model import decode
+from atoll.core.problem import Problem, error_of
+from atoll.sdk.effects import Flow, Pause, Reply, Send
+
+Clock = Callable[[], float]
+
+PATIENCE_S = 5.0  # how long one request is retried over a server that is not there
+
+
+def send(
+    effect: Send, *, patience_s: float = PATIENCE_S, clock: Clock = time.monotonic
+) -> Flow[bytes]:
+    """The body of a 2xx answer; other answers are raised. What is temporary is retried."""
+    until = clock() + patience_s
+    for delay in backoff():
+        try:
+            return accepted((yield effect))
+        except Temporary:
+            left = until - clock()
+            if left <= 0:
+                raise
+            yield Pause(min(delay, left))
+    raise AssertionError
+
+
+def accepted(reply: Reply) -> bytes:
+    if 200 <= reply.status < 300:
+        return reply.body
+    try:
+        problem = decode(reply.body, Problem)
+    except ValueError:
+        text = reply.body[:200].decode(errors="replace")
+        problem = Problem(title="HTTP error", status=reply.status, detail=text)
+    error = error_of(problem)
+    if reply.status >= 500 or reply.status == 429:
+        raise Temporary(str(error))
+    raise error
+
+
+def backoff() -> Iterator[float]:
+    delay = 0.05
+    while True:
+        yield delay
+        delay = min(delay * 2, 1.0)

@@ -1,0 +1,50 @@
+"""The operator as a process that can be told to SIGKILL itself at a step of its controller.
+
+    python -m tests.e2e.kubernetes.armed_operator NAMESPACE OPTIONS ARM_FILE
+
+Before each step it looks for the file: `before get 1` in it arms the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from atoll.controller.loop import Controller
+from atoll.executors.kubernetes import JobExecutor
+from atoll.operator.run import DEFAULTS
+from atoll.remote.kubernetes import Cluster
+from atoll.store.kubernetes import KubernetesStore
+from tests.support.serve import Crashing
+
+
+class Armed(Crashing):
+    def __init__(self, inner: Any, file: Path) -> None:
+        super().__init__(inner)
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        if self._armed is None and self._file.exists():
+            when, call, nth = self._file.read_text().split()
+            self.arm(call, when, int(nth))
+        return super().__getattr__(name)
+
+
+async def main(namespace: str, options: dict[str, Any], file: Path) -> None:
+    cluster = Cluster.connect()
+    store = KubernetesStore(cluster, namespace)
+    executor = JobExecutor(
+        cluster=cluster, is_owner=True, namespace=namespace, **{**DEFAULTS, **options}
+    )
+    armed = Armed(executor, file)
+    await Controller(Armed(store, file), {"kubernetes": armed}).run()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    asyncio.run(main(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])))

@@ -1,0 +1,53 @@
+"""With every process of atoll killed at once, nothing that a rank started is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.control_plane import serving
+
+from atoll.remote import processes
+
+MARK = b"TIDE_MARK"
+
+
+def carriers(value: str) -> list[int]:
+    wanted = value.encode()
+    return [p for p in processes.all_pids() if processes.environment_of(p).get(MARK) == wanted]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["sleep 1000; true", "setsid sleep 1000; true", "(sleep 1000 &) ; sleep 1000; true"],
+    ids=["a child", "a child of its own session", "a daemon"],
+)
+def test_nothing_is_left_when_all_of_atoll_is_killed(tmp_path: Path, command: str) -> None:
+    value = f"{os.getpid()}-{time.time_ns()}"
+    with serving(tmp_path / "state") as plane:
+        name = plane.create(["sh", "-c", command], ranks=2, env={MARK.decode(): value})
+        plane.until_ready(name, 2)
+        until(lambda: len(carriers(value)) >= 4)
+        plane.kill()
+        for pid in processes.all_pids():
+            if str(tmp_path).encode() in words_of(pid):
+                processes.kill(pid, signal.SIGKILL)
+        until(lambda: not carriers(value))
+
+
+def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def words_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

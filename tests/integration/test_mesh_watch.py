@@ -1,0 +1,128 @@
+"""The controller's side of the gate with agents on loopback: successors, growth, a lost etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from atoll.controller.mesh import MeshWatch
+from atoll.core.fabric import MeshVerdict
+from atoll.core.mesh import MeshState
+from atoll.remote.etcd import EtcdKeys
+from atoll.worker import fabric
+from atoll.worker.etcd_server import EtcdServer, start_etcd, stop_etcd
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EtcdServer]:
+    made = start_etcd(tmp_path / "etcd")
+    yield made
+    stop_etcd(made)
+
+
+@contextlib.asynccontextmanager
+async def running(*work: object) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(each) for each in work]  # type: ignore[arg-type, var-annotated]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def agents(server: EtcdServer, *hosts: str) -> list[object]:
+    return [fabric.run(host, "127.0.0.1", server.endpoint) for host in hosts]
+
+
+class Heard:
+    """The verdicts of a watch, and waiting for one."""
+
+    def __init__(self) -> None:
+        self._verdicts: asyncio.Queue[MeshVerdict] = asyncio.Queue()
+        self.tell = self._verdicts.put_nowait
+
+    async def until(self, state: MeshState) -> MeshVerdict:
+        async with asyncio.timeout(30):
+            while (verdict := await self._verdicts.get()).state is not state:
+                pass
+        return verdict
+
+
+def test_a_successor_knows_without_a_new_word_from_any_agent(server: EtcdServer) -> None:
+    async def scene() -> None:
+        async with EtcdKeys(server.endpoint) as keys:
+            first, second = Heard(), Heard()
+            watch = MeshWatch(keys, first.tell)
+            async with running(*agents(server, "a", "b"), watch.run(["a", "b"])):
+                await first.until(MeshState.READY)
+            # Both agents and the first controller are gone; what they said is in etcd.
+            successor = MeshWatch(keys, second.tell)
+            async with running(successor.run(["a", "b"])):
+                await second.until(MeshState.READY)
+
+    asyncio.run(scene())
+
+
+def test_a_host_that_joins_gets_its_key_and_the_others_keep_theirs(server: EtcdServer) -> None:
+    async def scene() -> None:
+        async with EtcdKeys(server.endpoint) as keys:
+            heard = Heard()
+            watch = MeshWatch(keys, heard.tell)
+            async with running(*agents(server, "a", "b")):
+                async with running(watch.run(["a", "b"])):
+                    await heard.until(MeshState.READY)
+                async with running(watch.run(["a", "b", "c"])):
+                    verdict = await heard.until(MeshState.PENDING)
+                    assert verdict.message == "not all hosts have come up: no agent on c"
+                    assert set((await keys.list("basilica"))[0]) == {
+                        "basilica/mesh-ready/a",
+                        "basilica/mesh-ready/b",
+                    }
+                    async with running(*agents(server, "c")):
+                        await heard.until(MeshState.READY)
+                        assert await keys.get("basilica/mesh-ready/c") == "1"
+                async with running(watch.run(["a"])):  # and scaled down again
+                    async with asyncio.timeout(20):
+                        await heard.until(MeshState.READY)
+                    assert set((await keys.list("basilica"))[0]) == {"basilica/mesh-ready/a"}
+            await watch.clear()
+            assert (await keys.list("basilica"))[0] == {}
+            assert (await keys.list("atoll"))[0] == {}
+
+    asyncio.run(scene())
+
+
+def test_an_etcd_that_restarts_is_followed_again(server: EtcdServer, tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with EtcdKeys(server.endpoint) as keys:
+            heard = Heard()
+            watch = MeshWatch(keys, heard.tell)
+            async with running(watch.run(["a", "b"]), *agents(server, "a")):
+                server.process.kill()
+                server.process.wait()
+                again = start_etcd(tmp_path / "etcd", leases=server.leases)
+                try:
+                    async with running(*agents(server, "b")):
+                        await heard.until(MeshState.READY)
+                finally:
+                    stop_etcd(again)
+
+    asyncio.run(scene())
+
+
+def test_rubbish_under_its_keys_is_passed_over(server: EtcdServer) -> None:
+    async def scene() -> None:
+        async with EtcdKeys(server.endpoint) as keys:
+            heard = Heard()
+            for key in ("hosts/a", "roster", "reports/a", "hosts/zzz", "other"):
+                await keys.put(f"atoll/fabric/{key}", "<html>")
+            watch = MeshWatch(keys, heard.tell)
+            async with running(watch.run(["a", "b"]), *agents(server, "a", "b")):
+                await heard.until(MeshState.READY)
+
+    asyncio.run(scene())
