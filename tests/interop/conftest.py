@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -31,30 +30,30 @@ class Server:
 
     def start(self) -> None:
         port = self.url.rpartition(":")[2] or "0"
-        command = [sys.executable, "-m", "atoll.main", "serve", "--announce", "--port", port]
+        serve = [sys.executable, "-m", "atoll.main", "serve", "--announce", "--owned"]
         # Without the directory of this Python on PATH: torchrun must be found all the same.
         path = os.pathsep.join(
             entry for entry in os.environ["PATH"].split(os.pathsep)
             if Path(entry) != Path(sys.executable).parent
         )  # fmt: skip
         self.process = subprocess.Popen(
-            [*command, "--state-dir", str(self.where)],
+            [*serve, "--port", port, "--state-dir", str(self.where)],
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PATH": path},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        self.process.stdout.close()
         self.url = json.loads(line)["url"]
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
 
     def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(30)
+        """Its trainings and their ranks go too: it is owned through its standard input."""
+        self.process.communicate(timeout=60)
 
     @property
     def token(self) -> str:
@@ -130,5 +129,4 @@ def own_server(tmp_path: Path) -> Iterator[Server]:
     """For tests that kill it."""
     made = Server(tmp_path / "plane")
     yield made
-    with contextlib.suppress(ProcessLookupError):
-        made.stop()
+    made.stop()

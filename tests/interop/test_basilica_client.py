@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import sys
 import urllib.parse
 import uuid
 from pathlib import Path
@@ -205,7 +204,3 @@ def test_every_answer_closes_its_connection(server: Server) -> None:
         answer.read()
         assert answer.headers["Connection"] == "close", path
         link.close()
-
-
-def test_torchrun_is_found_beside_the_servers_own_python() -> None:
-    assert (Path(sys.executable).parent / "torchrun").exists()

@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,7 @@ from atoll.core.errors import (
     ValidationError,
 )
 from atoll.core.model import decode
-from atoll.core.ports import Key, Store
+from atoll.core.ports import Change, Key, Store
 from atoll.core.status import LogLine, Training
 from atoll.remote.local_rendezvous import find_etcd
 from atoll.server import reports, trainings
@@ -146,17 +146,28 @@ async def _create(store: Store, training: Training) -> Training:
 
 async def _settled(store: Store, training: Training) -> Training:
     """As it is when it is as asked for, or a second later: the client looks every 5 s only."""
+    if is_settled(training):
+        return training
     try:
         async with asyncio.timeout(SETTLE_S):
-            changes = store.watch(training.resource_version, training.key)
-            while not is_settled(training):
-                change = await anext(changes)
-                if change.is_removed:
-                    return training
-                training = change.training
+            async with _watching(store, training.resource_version, training.key) as changes:
+                async for change in changes:
+                    training = change.training
+                    if change.is_removed or is_settled(training):
+                        break
     except (TimeoutError, Gone):
         pass
     return training
+
+
+@contextlib.asynccontextmanager
+async def _watching(store: Store, after: int, key: Key) -> AsyncIterator[AsyncIterator[Change]]:
+    changes = store.watch(after, key)
+    try:
+        yield changes
+    finally:
+        if isinstance(changes, AsyncGenerator):
+            await changes.aclose()
 
 
 async def _until_gone(store: Store, key: Key, deadline: float) -> None:
@@ -166,9 +177,10 @@ async def _until_gone(store: Store, key: Key, deadline: float) -> None:
                 version = await store.version()
                 try:
                     await store.get(key)
-                    async for change in store.watch(version, key):
-                        if change.is_removed:
-                            return
+                    async with _watching(store, version, key) as changes:
+                        async for change in changes:
+                            if change.is_removed:
+                                return
                 except NotFound:
                     return
                 except Gone:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from msgspec.structs import replace
+
 from atoll.core.phase import Phase
 from atoll.core.status import BenchStatus, Event, RankStatus, Training
 
@@ -136,7 +138,6 @@ def distributed(training: Training) -> Json:
         "rendezvous": {
             "backend": backend,
             "port": int(port) if port.isdigit() else DEFAULT_PORTS[backend],
-            "restartCount": 0,
         },
         "worldSizeHistory": [
             {"timestamp": moment(point.at), "target": point.target, "ready": point.ready}
@@ -147,7 +148,7 @@ def distributed(training: Training) -> Json:
             for name, at in _milestones(training)
             if at is not None
         ],
-        "bench": _bench(spec.bench.mode, status.bench),
+        "bench": _bench(spec.bench.mode, _final(training)),
         "rankExits": [
             {
                 "rank": ended.rank,
@@ -208,6 +209,15 @@ def _container(training: Training, rank: RankStatus) -> Json:
 
 def _pod_name(training: Training, rank: RankStatus) -> str:
     return rank.pod_name or f"{training.name}-{rank.rank}"
+
+
+def _final(training: Training) -> BenchStatus:
+    """A bench that did not come to its end while there was a training never will."""
+    bench = training.status.bench
+    if not training.status.phase.is_terminal or bench.phase in OUTCOMES:
+        return bench
+    message = bench.message or "the training ended before its link was measured"
+    return replace(bench, phase="Skipped", message=message)
 
 
 def _bench(mode: str, bench: BenchStatus) -> Json:

@@ -23,6 +23,7 @@ from atoll.core.status import (
     Training,
     WorldStatus,
 )
+from atoll.server.deployments import rendezvous_of
 from atoll.server.deployments_request import Create, spec_of
 from atoll.server.deployments_wire import deployment, world_of
 
@@ -174,6 +175,21 @@ def test_a_bench_that_did_not_run_says_why() -> None:
     seen = replace(seen, spec=replace(seen.spec, bench=asked(bench={"mode": "on-start"}).bench))
     told = deployment(seen)["distributed"]["bench"]
     assert (told["phase"], told["message"]) == ("Skipped", "one host only")
+
+
+def test_a_bench_is_not_waited_for_once_the_training_is_over() -> None:
+    seen = training(running(2, phase=Phase.SUCCEEDED, bench=BenchStatus(phase="Pending")))
+    seen = replace(seen, spec=replace(seen.spec, bench=asked(bench={"mode": "on-start"}).bench))
+    told = deployment(seen)["distributed"]["bench"]
+    assert (told["phase"], told["lastAttemptOutcome"]) == ("Skipped", "skipped")
+    assert told["message"]
+
+
+def test_without_an_etcd_ranks_meet_under_c10d(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_ETCD", "/no/such/etcd")
+    assert rendezvous_of("etcd-v2", "local") == "c10d"
+    assert rendezvous_of("etcd-v2", "kubernetes") == "etcd-v2"
+    assert rendezvous_of("static", "local") == "static"
 
 
 def test_a_degraded_mesh_is_told_as_transport_and_condition() -> None:
