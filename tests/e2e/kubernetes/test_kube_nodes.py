@@ -61,6 +61,7 @@ def test_a_node_that_falls_silent_costs_its_ranks_one_restart(
     assert len(others) == 2 - len(on_spare)
 
 
+@pytest.mark.timeout(240)  # the cluster waits up to 80 s before it gives its pods up
 def test_a_node_that_is_removed_costs_its_ranks_one_restart(
     space: Space, spare: Node, start_operator: Callable[..., Operator]
 ) -> None:
@@ -74,7 +75,7 @@ def test_a_node_that_is_removed_costs_its_ranks_one_restart(
         "tiny",
         "all ranks run elsewhere",
         lambda s: s["world"]["ready"] == 2 and all(r["node"] != spare.name for r in s["ranks"]),
-        timeout=100,
+        timeout=180,
     )
     told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
     assert len(told) == len(on_spare)
