@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from atoll.core.model import Model
+from atoll.core.spec import TrainingSpec
 from atoll.core.status import Event, LogLine, Seen, Status, Training, Wish
 
 Key = tuple[str, str]  # namespace, name
@@ -55,6 +56,14 @@ class Executor(Protocol):
 
         With `follow`, new lines are waited for until it says that the training is over.
         """
+
+
+@runtime_checkable
+class Checking(Protocol):
+    """An executor that can tell beforehand what it will never run."""
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError, naming the field."""
 
 
 @runtime_checkable

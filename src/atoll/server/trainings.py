@@ -22,7 +22,7 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.model import Model, SpecModel, encode
-from atoll.core.ports import Change, Key, Store
+from atoll.core.ports import Change, Checking, Key, Store
 from atoll.core.problem import problem_of
 from atoll.core.status import Event, Training, TrainingList
 from atoll.server.operations import SSE, Answer, Call, Query, json_answer, stream_answer
@@ -68,6 +68,9 @@ async def create(call: Call) -> Answer:
     if spec.executor not in executors:
         known = ", ".join(sorted(executors)) or "none"
         raise ValidationError("executor", spec.executor, f"this server has: {known}")
+    executor = executors[spec.executor]
+    if isinstance(executor, Checking):
+        executor.check(spec)
     wish = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )

@@ -82,3 +82,16 @@ def test_a_failure_names_the_rank_and_its_last_words(client: atoll.Client) -> No
         training.wait_until_complete(timeout=60)
     assert training.root_cause is not None
     assert training.root_cause.log_tail == ["no such file"]
+
+
+def test_what_the_cluster_will_never_run_is_refused_at_once(
+    client: atoll.Client, space: Space
+) -> None:
+    with pytest.raises(atoll.ValidationError, match="image"):
+        client.deploy_distributed(
+            name="tiny",
+            command=["true"],
+            executor="kubernetes",
+            world_size=atoll.WorldSize(min=1, target=1, max=1),
+        )
+    assert space.json("get", "trainings")["items"] == []
