@@ -80,7 +80,9 @@ def test_people_see_tables(atoll: Any) -> None:
     status = atoll("status", "sad").stdout
     assert "rank 1 failed first: it exited with code 1" in status
     assert "| oh" in status
-    assert "RANK  EXIT  REASON" in status
+    assert ["RANK", "EXIT", "REASON", "RESTARTS", "COLLATERAL"] in map(
+        str.split, status.split("\n")
+    )
     assert "RankLost" in atoll("events", "sad", "--since", "1h").stdout
     assert "no result: bench is off for this training" in atoll("bench", "sad").stdout
     waited = atoll("wait", "sad")

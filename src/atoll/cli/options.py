@@ -48,6 +48,7 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
     (("--rendezvous",), "rendezvous_backend", str, "How ranks meet: c10d, static, etcd-v2."),
     (("--uri",), "rendezvous_uri", str, "Object store of the ranks: file://, s3://, gs://, az://."),
     (("--bench",), "bench", str, "Measure the link between hosts: off, on-start."),
+    (("--bench-require-gbps",), "bench_require_gbps", float, "Start only over a link this fast."),
     (("--bench-placement",), "bench_placement", str, "Where to measure: preferred, strict."),
     (("--executor",), "executor", str, "Where ranks run: local, kubernetes."),
     (("--image",), "image", str, "Container image, where ranks have one."),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import atoll
-from atoll.core.errors import Temporary
+from atoll.core.errors import Permanent, Temporary
 from atoll.core.journal import GangState
 from atoll.remote import processes
 from atoll.remote.journal import JournalReader, write_durably
@@ -32,6 +32,7 @@ FILES = (
     *("rendezvous.json", "etcd.log"),
 )
 KEEPER_STUCK_S = 3.0
+FRUITLESS_STARTS = 5
 ACCEPT_TIMEOUT_S = 10.0
 
 
@@ -48,6 +49,8 @@ class Supervision:
         self._heard = asyncio.Event()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._unheard_since: float | None = None
+        self._begun_at = -1  # how long the journal was when the last shim was started
+        self._fruitless = 0  # shims in a row that died without writing anything
 
     @property
     def state(self) -> GangState:
@@ -78,6 +81,8 @@ class Supervision:
                 raise Temporary(f"cannot write to {self.directory}: {error.strerror}") from error
         deadline = time.monotonic() + ACCEPT_TIMEOUT_S
         while not self._is_accepted(gang):
+            if self._fruitless >= FRUITLESS_STARTS:
+                raise Permanent(f"the supervisor of the ranks keeps dying: {self._last_words()}")
             if time.monotonic() > deadline:
                 raise Temporary(f"the supervisor in {self.directory} does not answer")
             if self._connected() or self._start():
@@ -96,7 +101,8 @@ class Supervision:
             return True
         self._unheard_since = None
         self._reap()
-        if self.state.alive() or (self.directory / "keeper").exists():
+        is_needed = self.state.alive() or (self.directory / "keeper").exists()
+        if is_needed and self._fruitless < FRUITLESS_STARTS:
             self._spawn(lock)
             return self._connected()  # so that its word, and its end, are heard
         os.close(lock)
@@ -196,6 +202,10 @@ class Supervision:
     def _spawn(self, lock: int) -> None:
         """A shim that owns the lock from its first instant: there is never a second one."""
         self._reap()
+        self._journal.refresh()
+        is_further = self._journal.offset > self._begun_at
+        self._fruitless = 0 if is_further else self._fruitless + 1
+        self._begun_at = self._journal.offset
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             (self.directory / "control").unlink(missing_ok=True)
@@ -219,6 +229,12 @@ class Supervision:
         finally:
             listener.close()
             os.close(lock)
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = (self.directory / "shim.log").read_text(errors="replace").splitlines()
+            return lines[-1] if lines else "it says nothing"
+        return "its log is gone"
 
     def _reap(self) -> None:
         """To be called when the lock was found free: the keeper has ended, or is just ending."""

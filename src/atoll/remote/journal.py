@@ -16,22 +16,22 @@ class JournalReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self.offset = 0
         self.state = GangState()
 
     def refresh(self) -> bool:
         """Whether there was anything new."""
         try:
             with self._path.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 records, consumed = parse_records(file.read())
         except FileNotFoundError:
-            if self._offset:
-                self._offset, self.state = 0, GangState()
+            if self.offset:
+                self.offset, self.state = 0, GangState()
             return False
         for record in records:
             self.state.fold(record)
-        self._offset += consumed
+        self.offset += consumed
         return bool(records)
 
 
