@@ -6,7 +6,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("pods")
 
 
 @pytest.fixture
-def client(space: Space, start_operator: Callable[..., Operator]) -> atoll.Client:
+def client(space: Space, start_operator: Callable[..., Operator]) -> Iterator[atoll.Client]:
     port = free_port()
     operator = start_operator("one", "--host", "127.0.0.1", "--port", str(port))
     made = subprocess.run(
@@ -34,7 +34,8 @@ def client(space: Space, start_operator: Callable[..., Operator]) -> atoll.Clien
     )
     url = f"http://127.0.0.1:{port}"
     wait_for("the server is ready", lambda: _is_ready(url))
-    return atoll.Client(url=url, token=made.stdout.strip())
+    with atoll.Client(url=url, token=made.stdout.strip()) as connected:
+        yield connected
 
 
 def _is_ready(url: str) -> bool:
