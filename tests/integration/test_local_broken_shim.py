@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.support.in_process import plane
 
 from atoll.core.phase import Phase
 from atoll.core.spec import WorldSize
 from atoll.executors import supervision
-from tests.support.in_process import plane
 
 
 def test_a_supervisor_that_keeps_dying_fails_the_training(
