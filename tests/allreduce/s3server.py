@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,7 +49,8 @@ class S3Server:
             monkeypatch.setenv(name, value)
         request = urllib.request.Request(f"{self.url}/{bucket}", method="PUT")
         urllib.request.urlopen(request, timeout=10).close()
-        return f"s3://{bucket}/some/prefix"
+        # Its own prefix: a port may be given again while somebody still asks the last server.
+        return f"s3://{bucket}/some/{uuid.uuid4().hex}"
 
     def stop(self) -> None:
         self._server.shutdown()

@@ -56,9 +56,7 @@ schema.config.generation.update(with_security_parameters=False)
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_server_does_what_its_document_says(case: Any, document_server: Served) -> None:
     if case.query and "watch" in case.query:
-        # An endless answer would be waited for.
-        if isinstance(case.query.get("timeout", 1), int | float):
-            case.query["timeout"] = 0.01
+        del case.query["watch"]  # an endless answer would be waited for; it has tests of its own
     if case.query and "follow" in case.query:
         case.path_parameters["name"] = "over"
     elif case.meta.generation.mode.is_positive and "name" in (case.path_parameters or {}):
