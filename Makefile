@@ -17,7 +17,7 @@ check: .venv/.ready
 	.venv/bin/lint-imports
 
 test: .venv/.ready
-	$(PY) -m pytest -n 2 --dist worksteal -m "not soak"
+	$(PY) -m pytest -n 4 --dist worksteal -m "not soak"
 
 # A training that loses a rank, gets it back, and grows while it runs.
 demo: .venv/.ready
