@@ -30,6 +30,7 @@ bench: .venv/.ready
 
 soak: .venv/.ready
 	$(PY) -m pytest -n 2 -m soak --timeout 3600
+	ATOLL_SIM_COUNT=100000 $(PY) -m pytest -n 2 tests/sim --timeout 3600
 
 clean:
 	rm -rf .venv
