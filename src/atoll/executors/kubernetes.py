@@ -133,6 +133,10 @@ class JobExecutor:
     async def release(self, training: Training) -> None:
         """The Job is over for good; it and its pods stay for their logs, until they are purged."""
         namespace, name = self._place(training)
+        _, pods = await self._find(training)
+        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+            # The Job would take it for one that runs, and take it away with its log.
+            raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound):
             job = await self.cluster.patch("jobs", namespace, name, render_released())
             if job["spec"].get("suspend"):  # it never ran, and would not end by itself

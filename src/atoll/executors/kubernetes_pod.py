@@ -36,9 +36,6 @@ POD_REASONS = {
     "Preempting": "Preempted",
     "DeadlineExceeded": "DeadlineExceeded",
     "NodeAffinity": "Rejected",
-    "OutOfcpu": "Rejected",
-    "OutOfmemory": "Rejected",
-    "OutOfpods": "Rejected",
     "UnexpectedAdmissionError": "Rejected",
 }
 # A container that is not there yet, by the reason it waits for.
@@ -115,6 +112,12 @@ class Pod:
     def is_over(self) -> bool:
         return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
 
+    def is_ending(self, now: float) -> bool:
+        """Its rank has ended, which its kubelet will say of the pod in a moment."""
+        at = when((self.state.get("terminated") or {}).get("finishedAt"))
+        is_said = self.status.get("phase") in ("Succeeded", "Failed") or self.is_leaving
+        return at is not None and not is_said and now < at + LATE_S
+
     @property
     def started_at(self) -> float | None:
         state = self.state.get("running") or self.state.get("terminated") or {}
@@ -146,8 +149,12 @@ class Pod:
         return self._gate_code == TURNED_AWAY and not self.has_run
 
     @property
+    def _gate_end(self) -> Json:
+        return self._gate.get("terminated") or {}
+
+    @property
     def _gate_code(self) -> int | None:
-        code: int | None = (self._gate.get("terminated") or {}).get("exitCode")
+        code: int | None = self._gate_end.get("exitCode")
         return code
 
     def is_lost(self, now: float) -> bool:
@@ -204,7 +211,7 @@ class Pod:
         said = str(ended.get("message") or "")
         return Exit(
             code=code,
-            at=when(ended.get("finishedAt")) or self.left_at or now,
+            at=when((ended or self._gate_end).get("finishedAt")) or self.left_at or now,
             reason=reason,
             signal=_signal(code),
             is_stopped=is_stopped,
@@ -217,6 +224,8 @@ class Pod:
         pod_reason = self.status.get("reason", "")
         if is_lost:
             return HOST_LOST, f"its node {self.node} does not answer"
+        if pod_reason.startswith("OutOf"):  # the kubelet found less room than the scheduler
+            return "Rejected", str(self.status.get("message", ""))
         if pod_reason in POD_REASONS:
             return POD_REASONS[pod_reason], str(self.status.get("message", ""))
         if took.get("reason") in DISRUPTIONS:
@@ -237,7 +246,7 @@ class Pod:
 
     def _gate_trouble(self) -> str:
         image = (self.spec.get("containers") or [{}])[0].get("image", "")
-        said = " ".join(str(self._gate["terminated"].get("message", "")).split())
+        said = " ".join(str(self._gate_end.get("message", "")).split())
         return (
             f"the start gate needs sh and sleep, and cannot run in the image {image} "
             f"({said or f'exit code {self._gate_code}'}); "
