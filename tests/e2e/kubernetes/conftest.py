@@ -39,7 +39,7 @@ class Site:
         self.is_own = is_own
         own = assets()
         found = own / "kubectl" if own and (own / "kubectl").exists() else shutil.which("kubectl")
-        self._kubectl = str(found) if found else None
+        self.kubectl_path = str(found) if found else None
 
     @property
     def has_pods(self) -> bool:
@@ -48,10 +48,10 @@ class Site:
     def kubectl(
         self, *words: str, stdin: Any = None, is_checked: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        if self._kubectl is None:
+        if self.kubectl_path is None:
             pytest.skip("kubectl is in neither KUBEBUILDER_ASSETS nor PATH")
         done = subprocess.run(
-            [self._kubectl, f"--kubeconfig={self.kubeconfig}", *words],
+            [self.kubectl_path, f"--kubeconfig={self.kubeconfig}", *words],
             input=None if stdin is None else json.dumps(stdin),
             capture_output=True,
             text=True,
