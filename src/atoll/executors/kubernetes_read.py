@@ -7,7 +7,7 @@ every exit is stored before its successor is spoken of.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -64,8 +64,12 @@ def look(
     options: Options,
     now: float,
     trouble: str = "",
+    silent: Collection[str] = (),
 ) -> Look:
-    """`trouble` is what the Job controller says when it cannot make pods."""
+    """`trouble` is what the Job controller says when it cannot make pods.
+
+    `silent` are addresses of nodes that have stopped answering.
+    """
     pods: defaultdict[int, list[Pod]] = defaultdict(list)
     for manifest in () if is_released(job) else manifests:
         pod = Pod(manifest)
@@ -87,7 +91,7 @@ def look(
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown):
-            ranks.append(_rank(shown, _is_asked(shown, shrinks, now), now))
+            ranks.append(_rank(shown, _is_asked(shown, shrinks, now), now, silent))
     for rank in range(wish.size if wish else 0):
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
@@ -109,13 +113,14 @@ def look(
     )
 
 
-def _rank(pod: Pod, is_asked: bool, now: float) -> SeenRank:
+def _rank(pod: Pod, is_asked: bool, now: float, silent: Collection[str]) -> SeenRank:
     is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
     if is_over:
         message = ""
     elif is_running:
-        is_silent = pod.condition("Ready").get("status") == "False" and not pod.is_leaving
+        is_given_up = pod.condition("Ready").get("status") == "False" and not pod.is_leaving
+        is_silent = is_given_up or pod.address in silent
         message = f"its node {pod.node} does not answer" if is_silent else ""
     else:
         message = pod.waits_for or ("its container is being created" if pod.node else "")

@@ -261,7 +261,7 @@ def spare_node(site: Site) -> Iterator[Callable[[], Node]]:
         node = Node(site.nodes[0].plane, len(site.nodes) + len(started))
         started.append(node)
         node.start()
-        wait_for("the spare node is ready", lambda: _is_ready(site, node.name))
+        wait_for("the spare node is ready", lambda: is_ready(site, node.name))
         return node
 
     yield start
@@ -270,7 +270,7 @@ def spare_node(site: Site) -> Iterator[Callable[[], Node]]:
         site.kubectl("delete", "node", node.name, "--wait=false", is_checked=False)
 
 
-def _is_ready(site: Site, name: str) -> bool:
+def is_ready(site: Site, name: str) -> bool:
     ready = "jsonpath={.status.conditions[?(@.type=='Ready')].status}"
     return site.kubectl("get", "node", name, "-o", ready, is_checked=False).stdout == "True"
 

@@ -1,4 +1,4 @@
-"""`deploy/base` applied as it is, in pods with their own rights, and used by a user from outside."""
+"""`deploy/base` as it is, in pods with their own rights, used by a user from outside."""
 
 from __future__ import annotations
 
