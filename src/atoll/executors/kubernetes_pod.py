@@ -150,7 +150,8 @@ class Pod:
             words = str(scheduled.get("message", "")).split(" preemption:")[0]
             return f"no room: {words}"
         if reason == "SchedulingGated":
-            return "held back by a scheduling gate"
+            gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
+            return f"held back by the scheduling gate {gates}"
         waiting = self.state.get("waiting") or {}
         template = WAITING.get(reason, "{reason} {message}")
         image = (self.spec.get("containers") or [{}])[0].get("image", "")

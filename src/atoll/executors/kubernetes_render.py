@@ -20,6 +20,7 @@ from atoll.core.status import Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
 from atoll.executors.kubernetes_names import (
     CONTAINER,
+    ELASTIC,
     FAILURES,
     FINALIZER,
     INDEX,
@@ -98,6 +99,7 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
     metadata["annotations"] = {**options.annotations, WISH: encode(wish).decode()}
     if options.kueue_queue is not None:
         metadata["labels"][QUEUE] = options.kueue_queue
+        metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
     body: Json = {
         "completions": wish.size,
         "parallelism": wish.size,
