@@ -50,7 +50,7 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
     (("--bench",), "bench", str, "Measure the link between hosts: off, on-start."),
     (("--bench-require-gbps",), "bench_require_gbps", float, "Start only over a link this fast."),
     (("--bench-placement",), "bench_placement", str, "Where to measure: preferred, strict."),
-    (("--executor",), "executor", str, "Where ranks run: local, kubernetes."),
+    (("--executor",), "executor", str, "local or kubernetes; that of the control plane."),
     (("--image",), "image", str, "Container image, where ranks have one."),
     (("--cpu",), "cpu", str, "CPUs of a rank: 2, 500m."),
     (("--memory",), "memory", str, "Memory of a rank: 4Gi."),

@@ -95,10 +95,8 @@ class Scale(SpecModel, frozen=True):
     target: int
 
 
-def spec_of(
-    create: Create, *, executor: str, backend: str, path_first: str | None = None
-) -> TrainingSpec:
-    """The training that is asked for. `backend` is the rendezvous there is on that executor.
+def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> TrainingSpec:
+    """The training that is asked for. `backend` is the rendezvous there is where it runs.
 
     The time to live bounds the run, as it does there; but what is over is kept as long again,
     so that nobody waits for a training and finds it deleted.
@@ -139,7 +137,6 @@ def spec_of(
         rendezvous=RendezvousSpec(backend=backend),  # type: ignore[arg-type]
         deadline_s=None if ttl_seconds is None else float(ttl_seconds),
         ttl_seconds=ttl_seconds,
-        executor=executor,
     )
 
 

@@ -11,12 +11,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.core.errors import Gone, Temporary
+from atoll.core.errors import Gone
 from atoll.core.metrics import measured
 from atoll.core.model import Model, encode
 from atoll.core.ports import Store
 from atoll.core.status import Event, LogLine, Training
 from atoll.core.usage import usage as used
+from atoll.server.admission import executor_of
 from atoll.server.operations import (
     NDJSON,
     Answer,
@@ -49,9 +50,7 @@ class EventList(Model, frozen=True):
 async def logs(call: Call) -> Answer:
     query: LogQuery = call.query
     training = await call.plane.store.get(call.key)
-    executor = call.plane.executors.get(training.spec.executor)
-    if executor is None:
-        raise Temporary(f"the executor {training.spec.executor!r} is not set up on this server")
+    executor = executor_of(training, call.plane.executors)
     end = End(training)
     lines = executor.logs(
         training,

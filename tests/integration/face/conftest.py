@@ -47,13 +47,13 @@ class PrintedLogs:
 class Served:
     """The real server on a real port and a real store; the test plays the controller."""
 
-    def __init__(self, where: Path, **settings: Any) -> None:
+    def __init__(self, where: Path, executors: Any = None, **settings: Any) -> None:
         self.loop = asyncio.new_event_loop()
         self.store = SQLiteStore(where / "db", **settings)
         self.streams = Streams(heartbeat_s=0.2)
         app = create_app(
             store=self.store,
-            executors={"local": PrintedLogs()},  # type: ignore[dict-item]
+            executors={"local": PrintedLogs()} if executors is None else executors,
             streams=self.streams,
         )
         config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="on")

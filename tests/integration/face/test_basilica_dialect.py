@@ -88,6 +88,8 @@ def test_a_name_that_is_being_given_up_is_waited_for(served: Served) -> None:
 def test_a_restart_keeps_the_spec_and_starts_anew(served: Served) -> None:
     served.http.post("/deployments", json=body("a", nccl={"env": {"NCCL_DEBUG": "INFO"}}))
     before = served.do(served.store.get(("one", "a")))
+    code = served.do(served.store.source(before))
+    served.http.post("/v1/trainings/a/cancel").raise_for_status()
     timer = threading.Timer(0.3, served.remove, ["a"])
     timer.start()
     assert served.http.post("/deployments/a/restart", json={}).status_code == 200
@@ -95,6 +97,8 @@ def test_a_restart_keeps_the_spec_and_starts_anew(served: Served) -> None:
     after = served.do(served.store.get(("one", "a")))
     assert after.spec == before.spec
     assert after.uid != before.uid
+    assert b"true" in code
+    assert served.do(served.store.source(after)) == code
 
 
 def test_a_scale_is_in_the_answer_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
