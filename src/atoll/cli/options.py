@@ -62,6 +62,16 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
 )
 
 
+# Those of them that errors name, by their field.
+FLAGS = {option: flags[0] for flags, option, _, _ in SET} | {
+    "name": "--name",
+    "world_size.min": "--min",
+    "world_size.target": "-n",
+    "world_size.max": "--max",
+    "pip_packages": "--pip",
+}
+
+
 def launches(body: Callable[..., None]) -> Callable[..., None]:
     """Gives `body(launch, …)` all the options of a training, besides its own."""
 
@@ -86,7 +96,12 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         if pip_packages:
             options["pip_packages"] = list(pip_packages)
         chosen = names.generated(command) if name is None else name
-        body(Launch(chosen, options, given["deadline_s"]), **mine)
+        try:
+            body(Launch(chosen, options, given["deadline_s"]), **mine)
+        except ValidationError as error:
+            from atoll.core.fields import renamed
+
+            raise renamed(error, FLAGS) from error
 
     own = [parameter.name for parameter in getattr(body, "__click_params__", ())]
     for flags, option, kind, text in reversed(SET):

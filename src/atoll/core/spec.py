@@ -1,6 +1,6 @@
 """What the user asked for. Every refusal names the field, the value and what would be right.
 
-Field names in errors are the ones the user wrote, in snake case: `world_size.min`.
+Field names in errors are those of Python: `world_size.min`. `fields.py` knows their other names.
 """
 
 from __future__ import annotations

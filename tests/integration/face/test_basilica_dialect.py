@@ -46,6 +46,23 @@ def test_an_error_has_the_body_that_the_client_reads(served: Served) -> None:
         assert answer.headers["connection"] == "close"
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"worldSize": {"min": 3, "target": 2, "max": 4}}, "distributed.worldSize.min: 3"),
+        ({"worldSize": {"min": "3", "target": 2, "max": 4}}, "distributed.worldSize.min: "),
+        ({"nccl": {"env": {"RANK": "1"}}}, "distributed.nccl.env.RANK: '1'"),
+        ({"bench": {"mode": "ever"}}, "distributed.bench.mode: 'ever'"),
+    ],
+)
+def test_a_refused_field_has_the_name_that_was_sent(
+    served: Served, changes: dict[str, Any], told: str
+) -> None:
+    answer = served.http.post("/deployments", json=body("a", **changes))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(told)
+
+
 def test_a_namespace_sees_only_its_own_deployments(served: Served) -> None:
     served.create("mine")
     with served.client("two") as other:
