@@ -296,3 +296,4 @@ class Seen(Model, frozen=True):
 class LogLine(Model, frozen=True):
     rank: int
     text: str
+    at: int | None = None  # the place after it in its rank's log, where an executor has places

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,13 @@ from msgspec.structs import replace
 import atoll
 from atoll.core.phase import Phase
 from atoll.core.status import LogLine, Status, Training, WorldStatus
-from atoll.sdk.embedded import read_token, start
+from atoll.sdk.embedded import read_token, running, start
 from atoll.server.app import create_app
 from atoll.server.auth import hashed
 from atoll.server.streams import Streams
 from atoll.store.sqlite import SQLiteStore
+
+PATIENCE_S = 60
 
 
 class PrintedLogs:
@@ -172,3 +178,36 @@ def client(plane: Plane) -> Iterator[atoll.Client]:
         yield found
         for training in found.list():
             training.delete()
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state directory of our own; whatever serves it afterwards is stopped."""
+    found = tmp_path / "state"
+    monkeypatch.setenv("ATOLL_STATE_DIR", str(found))
+    monkeypatch.delenv("ATOLL_URL", raising=False)
+    monkeypatch.delenv("ATOLL_TOKEN", raising=False)
+    yield found
+    if running(found):
+        with atoll.Client() as client:
+            for training in client.list():
+                training.delete()
+        stop(found)
+
+
+def told(where: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((where / "endpoint.json").read_text())
+    return found
+
+
+def stop(where: Path, how: signal.Signals = signal.SIGTERM) -> None:
+    pid = int(str(told(where)["pid"]))
+    os.kill(pid, how)
+    until(lambda: not running(where))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
