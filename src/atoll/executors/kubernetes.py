@@ -22,6 +22,7 @@ from atoll.core.status import LogLine, Seen, Training, Wish
 from atoll.executors.kubernetes_alarms import Alarms
 from atoll.executors.kubernetes_archive import Archive
 from atoll.executors.kubernetes_gate import Gate, render_opened, render_opened_world
+from atoll.executors.kubernetes_hosts import Hosts
 from atoll.executors.kubernetes_keep import Keeper
 from atoll.executors.kubernetes_logs import Source, read_logs
 from atoll.executors.kubernetes_mirror import Mirror
@@ -87,6 +88,7 @@ class JobExecutor:
         self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
         self._written: dict[str, int] = {}  # newest version of a Job that we made, by training
         self._last: dict[str, Json] = {}  # Jobs as last read without the copy
+        self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
         self._alarms = Alarms(self._changed.put_nowait)
         self._troubles: dict[str, tuple[float, str]] = {}
@@ -102,6 +104,7 @@ class JobExecutor:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await self._archive.close()
+        await self._hosts.close()
         await self.cluster.close()
 
     async def apply(self, training: Training, wish: Wish) -> None:
@@ -121,7 +124,8 @@ class JobExecutor:
         job, pods = await self._find(training)
         now = self._clock()
         trouble = await self._trouble(training, job, len(pods), now)
-        seen = look(training, job, pods, self.options, now, trouble)
+        silent = self._hosts.follow(training.key, pods)
+        seen = look(training, job, pods, self.options, now, trouble, silent)
         await self._follow_up(training, job, seen, now)
         self._wake_later(training, seen, now)
         if left := await self._come_back(training, job, now):
@@ -145,6 +149,7 @@ class JobExecutor:
             with contextlib.suppress(NotFound):
                 await self.cluster.delete(kind, namespace, name)
         await self._keeper.let_all_go(namespace, _of(training))
+        self._hosts.follow(training.key, ())
         for memory in (self._written, self._last, self._troubles):
             memory.pop(training.uid, None)
 

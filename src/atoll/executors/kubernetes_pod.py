@@ -76,6 +76,7 @@ class Pod:
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
         self.node: str | None = self.spec.get("nodeName") or None
+        self.address: str = self.status.get("hostIP", "")  # of its node
         statuses = self.status.get("containerStatuses") or []
         self.container: Json = next((c for c in statuses if c["name"] == CONTAINER), {})
         self.state: Json = self.container.get("state") or {}
@@ -190,7 +191,8 @@ class Pod:
             words = str(scheduled.get("message", "")).split(" preemption:")[0]
             return f"no room: {words}"
         if reason == "SchedulingGated":
-            return "held back by a scheduling gate"
+            gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
+            return f"held back by the scheduling gate {gates}"
         template = WAITING.get(reason, "{reason} {message}")
         image = (self.spec.get("containers") or [{}])[0].get("image", "")
         message = " ".join(str(self._waiting.get("message", "")).split())

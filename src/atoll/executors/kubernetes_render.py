@@ -26,6 +26,7 @@ from atoll.executors.kubernetes_gate import (
 )
 from atoll.executors.kubernetes_names import (
     CONTAINER,
+    ELASTIC,
     FAILURES,
     FINALIZER,
     INDEX,
@@ -110,6 +111,7 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
     metadata["annotations"] = {**options.annotations, WISH: encode(wish).decode()}
     if options.kueue_queue is not None:
         metadata["labels"][QUEUE] = options.kueue_queue
+        metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
     body: Json = {
         "completions": wish.size,
         "parallelism": wish.size,

@@ -7,15 +7,18 @@ test, then wait for the server to push a change; every state is tested, the last
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec.structs import replace
 
 from atoll.core.errors import (
     BelowMinimumWorld,
     NotFound,
     Temporary,
     UDTerminalState,
+    ValidationError,
     WorldSizeOutOfBounds,
 )
 from atoll.core.metrics import Metrics
@@ -53,6 +56,21 @@ def create(spec: TrainingSpec, key: str, *, clock: Clock = time.monotonic) -> Fl
     """Stored once, however often the request has to be repeated."""
     effect = Send("POST", ALL, body=encode(spec), headers={"Idempotency-Key": key})
     return decode((yield from send(effect, clock=clock)), Training)
+
+
+def deploy(spec: TrainingSpec, shared: Mapping[str, Any], key: str) -> Flow[Training]:
+    """Stored; with `shared`, the fields that a rank beside the caller gets, if it runs there.
+
+    A control plane on this machine need not run ranks on it: the way to a cluster's may lead
+    through a port here. So `local` is asked for first, and is refused where it is not.
+    """
+    if shared:
+        try:
+            return (yield from create(replace(spec, executor="local", **shared), key))
+        except ValidationError as error:
+            if spec.executor is not None or error.field != "executor":
+                raise
+    return (yield from create(spec, key))
 
 
 def get(name: str) -> Flow[Training]:

@@ -54,6 +54,7 @@ class Node:
         self.name = f"node-{number}"
         self.where = plane.where / self.name
         self._bridge = f"atoll{os.getpid() % 100000}n{number}"[:15]
+        self.address = f"10.{200 + number}.{os.getpid() % 250}.1"
         self._subnet = f"10.{200 + number}.{os.getpid() % 250}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -172,13 +173,11 @@ class Node:
             self._ctr("images", "import", "-", stdin=archive(name))
 
     def _kubelet(self) -> None:
-        from tests.e2e.kubernetes.control_plane import free_port
-
         config = {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
             "address": f"{self._subnet}.1",
-            "port": free_port(),
+            "port": 10250,
             "healthzPort": 0,
             "readOnlyPort": 0,
             "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.e2e.kubernetes.conftest import Operator, Site, Space
+from tests.e2e.kubernetes.conftest import Operator, Site, Space, is_ready
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.nodes import Node
 from tests.e2e.kubernetes.room import give_back, slot, take_room
@@ -61,6 +63,33 @@ def test_a_node_that_falls_silent_costs_its_ranks_one_restart(
     assert all("HostLost" in text and "does not answer" in text for text in told)
     others = [r for r in status["ranks"] if r.get("restarts", 0) == 0]
     assert len(others) == 2 - len(on_spare)
+
+
+def test_a_node_that_falls_silent_is_told_of_before_the_cluster_notices(
+    space: Space, spare: Node, operator: Operator
+) -> None:
+    spread(space)
+    (rank,) = (r["rank"] for r in space.status("tiny")["ranks"] if r["node"] == spare.name)
+
+    def told(status: Json) -> str:
+        return str(status["ranks"][rank].get("message", ""))
+
+    with cut_off(spare):
+        space.until("tiny", "it is told of", lambda s: spare.name in told(s))
+        assert is_ready(space.site, spare.name)
+    status = space.until("tiny", "it is back", lambda s: not told(s))
+    assert [r.get("restarts", 0) for r in status["ranks"]] == [0, 0]
+
+
+@contextlib.contextmanager
+def cut_off(node: Node) -> Iterator[None]:
+    """Nothing that is sent to the node's kubelet arrives; it still reports to the cluster."""
+    rule = ["-d", node.address, "-p", "tcp", "--dport", "10250", "-j", "DROP"]
+    subprocess.run(["iptables", "-I", "OUTPUT", *rule], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["iptables", "-D", "OUTPUT", *rule], check=True)
 
 
 @pytest.mark.timeout(240)  # the cluster waits up to 80 s before it gives its pods up

@@ -290,6 +290,7 @@ NOT_OF_THE_JOB = {
     "gang_timeout_s",
     "gang_backoff_s",
     "image_timeout_s",
+    "kubelet_port",
 }
 
 
