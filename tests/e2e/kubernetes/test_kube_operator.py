@@ -211,12 +211,12 @@ def test_no_room_is_told_in_the_schedulers_words(space: Space, operator: Operato
 
 def test_a_quota_that_is_used_up_is_told(space: Space, operator: Operator) -> None:
     space.kubectl("create", "quota", "few", "--hard=pods=1")
-    space.submit("tiny", command=sh(FOREVER))
+    space.submit("tiny", command=sh(FOREVER), startGraceS=1)
     status = space.until(
         "tiny", "told", lambda s: any("quota" in r.get("message", "") for r in s.get("ranks", ()))
     )
     assert "exceeded quota: few" in status["ranks"][1]["message"]
-    assert status["world"]["ready"] == 1
+    space.until_ready("tiny", 1)
 
 
 def test_an_image_that_is_not_there_is_told(space: Space, operator: Operator) -> None:

@@ -152,6 +152,14 @@ def test_a_pod_that_ended_and_is_not_leaving_stays_for_its_log() -> None:
     assert found.told == []
 
 
+def test_a_pod_whose_rank_ended_is_given_time_to_end_too() -> None:
+    just_now = Pod(pod(0, ended(0, "Completed", at=NOW - 1)))
+    assert just_now.is_ending(NOW)
+    assert not just_now.is_ending(NOW + 30)  # its kubelet is gone
+    assert not Pod(pod(0, ended(0, at=NOW - 1), phase="Succeeded")).is_ending(NOW)
+    assert not Pod(pod(0, running())).is_ending(NOW)
+
+
 def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
     found = seen(pod(0, None, phase="Pending", left_at=NOW - 20, node=None))
     assert not any(r.pod_name for r in found.seen.ranks)
