@@ -95,8 +95,7 @@ def look(
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown, now):
-            is_asked = _is_asked(shown, job, shrinks, now)
-            ranks.append(_rank(shown, is_asked, gate, now, silent))
+            ranks.append(_rank(shown, _is_asked(shown, job, shrinks, now), gate, now, silent))
     for rank in range(wish.size if wish else 0):
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
@@ -165,9 +166,9 @@ def ignore(training: Training) -> None:
 
 def wait(
     who: Who,
-    settle: Settle[T],
-    *,
     timeout: float | None,
+    *,
+    settle: Settle[T],
     needed: Callable[[Training], int],
     at_entry: OnRead = ignore,
     on_read: OnRead = ignore,
@@ -240,81 +241,28 @@ def _next(
     raise AssertionError
 
 
-def wait_until_min_world(
-    who: Who,
-    timeout: float | None,
-    *,
-    on_read: OnRead = ignore,
-    clock: Clock = time.monotonic,
-) -> Flow[WorldStatus]:
-    def settle(training: Training) -> WorldStatus | None:
-        _raise_if_lost(training, training.spec.world_size.min)
-        world = world_of(training)
-        return world if _is_won(training) or world.ready >= world.min else None
-
-    return (
-        yield from wait(who, settle, timeout=timeout, needed=_min, on_read=on_read, clock=clock)
-    )
+def _has_min(training: Training) -> WorldStatus | None:
+    _raise_if_lost(training, training.spec.world_size.min)
+    world = world_of(training)
+    return world if _is_won(training) or world.ready >= world.min else None
 
 
-def wait_until_target_world(
-    who: Who,
-    timeout: float | None,
-    *,
-    on_read: OnRead = ignore,
-    clock: Clock = time.monotonic,
-) -> Flow[WorldStatus]:
-    def settle(training: Training) -> WorldStatus | None:
-        _raise_if_lost(training, training.spec.world_size.target)
-        world = world_of(training)
-        is_fresh = training.status.observed_generation >= training.generation
-        return world if _is_won(training) or (is_fresh and world.ready >= world.target) else None
-
-    return (
-        yield from wait(who, settle, timeout=timeout, needed=_target, on_read=on_read, clock=clock)
-    )
-
-
-def wait_until_complete(
-    who: Who,
-    timeout: float | None,
-    *,
-    on_read: OnRead = ignore,
-    clock: Clock = time.monotonic,
-) -> Flow[WorldStatus]:
-    def refuse_if_over(training: Training) -> None:
-        if training.status.phase.is_terminal:
-            phase = training.status.phase.value
-            raise UDTerminalState(phase, message=f"the training is already {phase}")
-
-    return (
-        yield from wait(
-            who,
-            _ended,
-            timeout=timeout,
-            needed=_target,
-            at_entry=refuse_if_over,
-            on_read=on_read,
-            clock=clock,
-        )
-    )
-
-
-def result(
-    who: Who,
-    timeout: float | None,
-    *,
-    on_read: OnRead = ignore,
-    clock: Clock = time.monotonic,
-) -> Flow[WorldStatus]:
-    return (
-        yield from wait(who, _ended, timeout=timeout, needed=_target, on_read=on_read, clock=clock)
-    )
+def _has_target(training: Training) -> WorldStatus | None:
+    _raise_if_lost(training, training.spec.world_size.target)
+    world = world_of(training)
+    is_fresh = training.status.observed_generation >= training.generation
+    return world if _is_won(training) or (is_fresh and world.ready >= world.target) else None
 
 
 def _ended(training: Training) -> WorldStatus | None:
     _raise_if_lost(training, training.spec.world_size.target)
     return world_of(training) if _is_won(training) else None
+
+
+def _refuse_if_over(training: Training) -> None:
+    if training.status.phase.is_terminal:
+        phase = training.status.phase.value
+        raise UDTerminalState(phase, message=f"the training is already {phase}")
 
 
 def ended(training: Training) -> WorldStatus:
@@ -346,3 +294,9 @@ def _raise_if_lost(training: Training, required: int) -> None:
         required_min=required,
         rank_exits=[rank_exit for rank_exit in status.rank_exits if rank_exit.is_failure],
     )
+
+
+wait_until_min_world = partial(wait, settle=_has_min, needed=_min)
+wait_until_target_world = partial(wait, settle=_has_target, needed=_target)
+wait_until_complete = partial(wait, settle=_ended, needed=_target, at_entry=_refuse_if_over)
+result = partial(wait, settle=_ended, needed=_target)

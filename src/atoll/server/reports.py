@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +17,7 @@ from atoll.core.ports import Executor, Resuming, Store
 from atoll.core.status import Event, LogLine, Training
 from atoll.core.usage import usage as used
 from atoll.server.admission import executor_of
+from atoll.server.background import beside
 from atoll.server.operations import (
     NDJSON,
     Answer,
@@ -73,15 +73,8 @@ class End:
     def is_reached(self) -> bool:
         return self._is_over
 
-    @contextlib.asynccontextmanager
-    async def watched(self, store: Store) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._follow(store))
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+    def watched(self, store: Store) -> AbstractAsyncContextManager[None]:
+        return beside(self._follow(store))
 
     async def _follow(self, store: Store) -> None:
         seen = self._training

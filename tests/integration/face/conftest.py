@@ -20,7 +20,7 @@ from msgspec.structs import replace
 import atoll
 from atoll.core.phase import Phase
 from atoll.core.status import LogLine, Status, Training, WorldStatus
-from atoll.sdk.embedded import read_token, running, start
+from atoll.sdk.embedded import read_token, running, start, start_time
 from atoll.server.app import create_app
 from atoll.server.auth import hashed
 from atoll.server.streams import Streams
@@ -201,9 +201,10 @@ def told(where: Path) -> dict[str, object]:
 
 
 def stop(where: Path, how: signal.Signals = signal.SIGTERM) -> None:
-    pid = int(str(told(where)["pid"]))
+    """That one is gone; a client that needs one may have started the next by then."""
+    pid, started = int(str(told(where)["pid"])), told(where)["startTime"]
     os.kill(pid, how)
-    until(lambda: not running(where))
+    until(lambda: start_time(pid) != started)
 
 
 def until(condition: Callable[[], bool]) -> None:
