@@ -19,7 +19,9 @@ from tests.e2e.kubernetes.images import ATOLL, BUSYBOX, ETCD, PAUSE, archive
 if TYPE_CHECKING:
     from tests.e2e.kubernetes.control_plane import ControlPlane
 
-IMAGE = BUSYBOX
+# What ranks of the tests run in: made here for our own nodes, pulled by a cluster that is there.
+IMAGE = BUSYBOX if "KUBEBUILDER_ASSETS" in os.environ else "busybox:1.37"
+IMAGE = os.environ.get("ATOLL_TEST_IMAGE", IMAGE)
 CNI_RESULTS = Path("/var/lib/cni/results")
 
 CONTAINERD = """
