@@ -70,6 +70,7 @@ class Options(SpecModel, frozen=True):
     gang_backoff_s: float = 60.0  # and asks again after this
     image_timeout_s: float = 300.0  # an image that cannot be pulled ends the training after this
     is_exit_held: bool = False  # pods stay until their exit is stored; needs a controller
+    is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
 
     def __post_init__(self) -> None:
         for field in ("namespace", "service_account", "kueue_queue"):

@@ -14,6 +14,7 @@ import msgspec
 
 from atoll.core.model import decode
 from atoll.core.status import RankStatus, Seen, SeenRank, Training, Wish
+from atoll.executors.kubernetes_gate import Gate, is_grace_unknown, read_gate
 from atoll.executors.kubernetes_names import REGION, SHRINKS, WISH
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_patch import is_released
@@ -30,6 +31,7 @@ class Look(NamedTuple):
     lost: list[Pod]  # on nodes that do not answer, given up by the cluster
     is_more: bool  # some exits are told in the next look
     half: list[Pod]  # hold room for fewer than `min` ranks, for too long
+    gate: Gate
 
 
 def wish_of(job: Json | None) -> Wish | None:
@@ -43,7 +45,7 @@ def wish_of(job: Json | None) -> Wish | None:
 def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
     """Whether a Job read earlier must still be as it was: each rank has its pod, and no other."""
     wish = wish_of(job)
-    if wish is None or job["spec"].get("suspend"):
+    if wish is None or job["spec"].get("suspend") or is_grace_unknown(job):
         return False
     there = [p.rank for p in map(Pod, manifests) if not p.is_leaving]
     return set(there) == set(range(wish.size))
@@ -74,24 +76,25 @@ def look(
     known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
     wish = wish_of(job)
     shrinks = _shrinks(job)
+    newest = [_newest(mine) for rank, mine in pods.items() if wish is None or rank < wish.size]
+    gate = read_gate(training, job, wish, newest, now)
     ranks, told, leaving, lost, is_more = [], [], [], [], False
     for rank, mine in sorted(pods.items()):
-        mine.sort(key=lambda p: (p.created_at, p.restarts))
+        mine.sort(key=_age)
         untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
         told += [p for p in mine if p not in untold and _may_go(p, now)]
         leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
         lost += [p for p in mine if p.is_lost(now)]
-        news = [p for p in untold if not _is_nothing(p)]
-        told += [p for p in untold if _is_nothing(p) and _may_go(p, now)]
+        news = [p for p in untold if not _is_nothing(p, now)]
+        told += [p for p in untold if _is_nothing(p, now) and _may_go(p, now)]
         ended = [p for p in news if p.is_over or p.is_lost(now)]
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
-        if not _is_nothing(shown):
-            ranks.append(_rank(shown, _is_asked(shown, shrinks, now), now))
+        if not _is_nothing(shown, now):
+            ranks.append(_rank(shown, _is_asked(shown, shrinks, now), gate, now))
     for rank in range(wish.size if wish else 0):
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
-    newest = [mine[-1] for rank, mine in pods.items() if wish is None or rank < wish.size]
     return Look(
         seen=Seen(
             ranks=ranks,
@@ -105,11 +108,20 @@ def look(
         leaving=leaving,
         lost=lost,
         is_more=is_more,
-        half=_half(training, newest, options, now),
+        half=[] if gate.is_open else _half(training, newest, options, now),
+        gate=gate,
     )
 
 
-def _rank(pod: Pod, is_asked: bool, now: float) -> SeenRank:
+def _age(pod: Pod) -> tuple[float, int]:
+    return pod.created_at, pod.restarts
+
+
+def _newest(mine: list[Pod]) -> Pod:
+    return max(mine, key=_age)
+
+
+def _rank(pod: Pod, is_asked: bool, gate: Gate, now: float) -> SeenRank:
     is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
     if is_over:
@@ -117,6 +129,8 @@ def _rank(pod: Pod, is_asked: bool, now: float) -> SeenRank:
     elif is_running:
         is_silent = pod.condition("Ready").get("status") == "False" and not pod.is_leaving
         message = f"its node {pod.node} does not answer" if is_silent else ""
+    elif pod.is_at_gate:
+        message = gate.message
     else:
         message = pod.waits_for or ("its container is being created" if pod.node else "")
     return SeenRank(
@@ -140,13 +154,18 @@ def _is_recorded(pod: Pod, known: RankStatus | None) -> bool:
     return known.attempt > pod.attempt or known.exit is not None
 
 
-def _is_nothing(pod: Pod) -> bool:
-    """Taken away before it ran: there is nothing to tell of it."""
-    return pod.is_leaving and not pod.has_run and "terminated" not in pod.state
+def _is_nothing(pod: Pod, now: float) -> bool:
+    """Taken away before it ran: there is nothing to tell of it.
+
+    But for one whose node was lost: that has cost it a restart.
+    """
+    is_lost = pod.is_lost(now) or pod.status.get("reason") == "NodeLost"
+    is_gone = pod.is_turned_away or (pod.is_leaving and not is_lost)
+    return is_gone and not pod.has_run and "terminated" not in pod.state
 
 
 def _may_go(pod: Pod, now: float) -> bool:
-    is_over = pod.is_over or pod.is_lost(now) or _is_nothing(pod)
+    is_over = pod.is_over or pod.is_lost(now) or (_is_nothing(pod, now) and not pod.is_gate_up)
     return pod.is_held and pod.is_leaving and is_over
 
 
