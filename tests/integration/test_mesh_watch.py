@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.executors.mesh_watch import MeshWatch
 from atoll.core.fabric import MeshVerdict, agent_name
 from atoll.core.mesh import MeshState
+from atoll.executors.mesh_watch import MeshWatch
 from atoll.remote.etcd import EtcdKeys
 from atoll.worker import fabric
 from atoll.worker.etcd_server import EtcdServer, start_etcd, stop_etcd
@@ -59,8 +59,11 @@ class Heard:
 
 async def until_gate(keys: EtcdKeys, *wanted: str) -> None:
     async with asyncio.timeout(20):
-        while set((await keys.list("basilica"))[0]) != {f"basilica/{key}" for key in wanted}:
-            await asyncio.sleep(0.02)
+        while True:
+            found, index = await keys.list("basilica")
+            if set(found) == {f"basilica/{key}" for key in wanted}:
+                return
+            await keys.next_change("basilica", index)
 
 
 def test_a_successor_knows_without_a_new_word_from_any_agent(server: EtcdServer) -> None:

@@ -21,11 +21,13 @@ from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Seen, Training, Wish
 from atoll.executors.kubernetes_alarms import Alarms
 from atoll.executors.kubernetes_archive import Archive
+from atoll.executors.kubernetes_beside import Beside
+from atoll.executors.kubernetes_etcd import render_begun
 from atoll.executors.kubernetes_gate import Gate, render_opened, render_opened_world
 from atoll.executors.kubernetes_keep import Keeper
 from atoll.executors.kubernetes_logs import Source, read_logs
 from atoll.executors.kubernetes_mirror import Mirror
-from atoll.executors.kubernetes_names import NAMESPACE, TRAINING, UID
+from atoll.executors.kubernetes_names import CONTAINER, NAMESPACE, TRAINING, UID
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_patch import (
     render_released,
@@ -90,6 +92,8 @@ class JobExecutor:
         self._watching: list[asyncio.Task[None]] = []
         self._alarms = Alarms(self._changed.put_nowait)
         self._troubles: dict[str, tuple[float, str]] = {}
+        ring, ring_in = self._changed.put_nowait, self._alarms.set
+        self._beside = Beside(self.cluster, self.options, ring, ring_in, is_owner=is_owner)
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
@@ -101,6 +105,7 @@ class JobExecutor:
             task.remove_done_callback(self._note_end)
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._beside.close()
         await self._archive.close()
         await self.cluster.close()
 
@@ -120,15 +125,26 @@ class JobExecutor:
     async def observe(self, training: Training) -> Seen:
         job, pods = await self._find(training)
         now = self._clock()
-        trouble = await self._trouble(training, job, len(pods), now)
+        beside = [pod for pod in map(Pod, pods) if pod.part != CONTAINER]
+        trouble = await self._trouble(training, job, len(pods) - len(beside), now)
         seen = look(training, job, pods, self.options, now, trouble)
         await self._follow_up(training, job, seen, now)
         self._wake_later(training, seen, now)
+        if self._beside.may_begin(job, beside):
+            await self._patch_job(training, render_begun(self.options))
+        namespace, _ = self._place(training)
+        told = await self._beside.observe(
+            training, namespace, job, seen.newest, beside, seen.seen, now
+        )
         if left := await self._come_back(training, job, now):
             self._alarms.set(training.key, left)
             words = f"too few nodes for min ranks at once; gave way, next try in {left:.0f} s"
-            return replace(seen.seen, room=0, message=words)
-        return seen.seen
+            return replace(told, room=0, message=words)
+        return told
+
+    async def measure(self, training: Training) -> None:
+        job = await self._job(training)
+        await self._beside.measure(training, self._place(training)[0], job)
 
     async def release(self, training: Training) -> None:
         """The Job is over for good; it and its pods stay for their logs, until they are purged."""
@@ -140,6 +156,7 @@ class JobExecutor:
         for kind in ("services", "configmaps"):
             with contextlib.suppress(NotFound):
                 await self.cluster.delete(kind, namespace, name)
+        await self._beside.release(training, namespace)
         await self._keeper.let_all_go(namespace, _of(training))
         for memory in (self._written, self._last, self._troubles):
             memory.pop(training.uid, None)
@@ -148,6 +165,7 @@ class JobExecutor:
         namespace, name = self._place(training)
         with contextlib.suppress(NotFound):
             await self.cluster.delete("jobs", namespace, name)
+        await self._beside.release(training, namespace)
         await self.cluster.delete_all("pods", namespace, labels=_of(training))
         await self._archive.drop(namespace, training.uid)
         await self._keeper.let_all_go(namespace, _of(training))
@@ -167,6 +185,7 @@ class JobExecutor:
             for task in tasks:
                 task.remove_done_callback(self._note_end)
                 task.cancel()
+            await self._beside.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def logs(

@@ -185,9 +185,7 @@ async def run(host: str, address: str, endpoint: str, folder: str = FABRIC_DIR) 
             await _follow_roster(keys, folder, agent, f"{folder}/hosts/{host}", encode(place))
 
 
-async def _follow_roster(
-    keys: EtcdKeys, folder: str, agent: Agent, own: str, place: bytes
-) -> None:
+async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, place: bytes) -> None:
     """Looked at anew when nothing has come for a while: an etcd that was replaced is empty, and
     would say nothing more."""
     roster, pause = f"{folder}/roster", RETRY_S
