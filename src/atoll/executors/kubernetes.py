@@ -47,6 +47,7 @@ from atoll.executors.kubernetes_render import (
     render_size,
     render_world,
 )
+from atoll.executors.kubernetes_trouble import Troubles
 from atoll.remote.kubernetes import Cluster
 
 Json = dict[str, Any]
@@ -54,7 +55,6 @@ Json = dict[str, Any]
 CATCH_UP_S = 1.0  # how long the copy may take to show our own last write
 FEW = 16
 PAUSE_A_RANK_S = 0.002
-TROUBLE_AFTER_S = 3.0  # pods missing for this long: ask the Job controller why
 
 
 class JobExecutor:
@@ -91,7 +91,7 @@ class JobExecutor:
         self._last: dict[str, Json] = {}  # Jobs as last read without the copy
         self._watching: list[asyncio.Task[None]] = []
         self._alarms = Alarms(self._changed.put_nowait)
-        self._troubles: dict[str, tuple[float, str]] = {}
+        self._troubles = Troubles(self.cluster, self._alarms)
         ring, ring_in = self._changed.put_nowait, self._alarms.set
         self._beside = Beside(self.cluster, self.options, ring, ring_in, is_owner=is_owner)
 
@@ -126,7 +126,7 @@ class JobExecutor:
         job, pods = await self._find(training)
         now = self._clock()
         beside = [pod for pod in map(Pod, pods) if pod.part != CONTAINER]
-        trouble = await self._trouble(training, job, len(pods) - len(beside), now)
+        trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         seen = look(training, job, pods, self.options, now, trouble)
         await self._follow_up(training, job, seen, now)
         self._wake_later(training, seen, now)
@@ -150,7 +150,8 @@ class JobExecutor:
         """The Job is over for good; it and its pods stay for their logs, until they are purged."""
         namespace, name = self._place(training)
         with contextlib.suppress(NotFound):
-            job = await self.cluster.patch("jobs", namespace, name, render_released())
+            ended = render_released(training, self._clock())
+            job = await self.cluster.patch("jobs", namespace, name, ended)
             if job["spec"].get("suspend"):  # it never ran, and would not end by itself
                 await self.cluster.delete("jobs", namespace, name)
         for kind in ("services", "configmaps"):
@@ -158,7 +159,8 @@ class JobExecutor:
                 await self.cluster.delete(kind, namespace, name)
         await self._beside.release(training, namespace)
         await self._keeper.let_all_go(namespace, _of(training))
-        for memory in (self._written, self._last, self._troubles):
+        self._troubles.forget(training.uid)
+        for memory in (self._written, self._last):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
@@ -302,25 +304,6 @@ class JobExecutor:
     def _note_job(self, training: Training, job: Json) -> None:
         self._written[training.uid] = _version(job)
         self._last[training.uid] = job
-
-    async def _trouble(self, training: Training, job: Json | None, pods: int, now: float) -> str:
-        """Why pods are missing (quota, admission), from the events of the Job."""
-        if job is None or job["spec"].get("suspend") or finished(job):
-            return ""
-        if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
-            self._troubles.pop(training.uid, None)
-            return ""
-        asked_at, text = self._troubles.get(training.uid, (now, ""))
-        if training.uid not in self._troubles or now - asked_at < TROUBLE_AFTER_S:
-            self._troubles[training.uid] = (asked_at, text)
-            self._alarms.set(training.key, TROUBLE_AFTER_S - (now - asked_at))
-            return text
-        fields = f"involvedObject.uid={job['metadata']['uid']},reason=FailedCreate"
-        listed = await self.cluster.list("events", self._place(training)[0], fields=fields)
-        text = listed.items[-1].get("message", "") if listed.items else ""
-        self._troubles[training.uid] = (now, text)
-        self._alarms.set(training.key, TROUBLE_AFTER_S)
-        return text
 
     async def _follow_up(
         self, training: Training, job: Json | None, seen: Look, now: float

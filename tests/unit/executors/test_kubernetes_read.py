@@ -122,7 +122,7 @@ def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
 
 def test_pods_kept_for_their_logs_are_no_ranks_any_more() -> None:
     over = pod(0, ended(0, "Completed"), phase="Succeeded")
-    done = job(annotations=render_released()["metadata"]["annotations"])
+    done = job(annotations=render_released(training(), NOW)["metadata"]["annotations"])
     found = look(training(), done, [over], Options(), NOW)
     assert (found.seen.ranks, found.seen.wish) == ([], None)
 
