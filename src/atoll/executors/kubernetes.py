@@ -144,7 +144,7 @@ class JobExecutor:
 
     async def measure(self, training: Training) -> None:
         job = await self._job(training)
-        await self._beside.measure(training, self._place(training)[0], job)
+        await self._beside.measure(training, self._place(training)[0], job, self._clock())
 
     async def release(self, training: Training) -> None:
         """The Job is over for good; it and its pods stay for their logs, until they are purged."""
@@ -214,6 +214,7 @@ class JobExecutor:
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""
         await self._keeper.sweep(self.options.namespace, known)
+        await self._beside.sweep(known)
 
     def _place(self, training: Training) -> tuple[str, str]:
         return self.options.namespace or training.namespace, gang_name(training)

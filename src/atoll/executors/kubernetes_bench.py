@@ -131,14 +131,14 @@ def read_bench(
     options: Options,
     now: float,
     *,
-    is_made: bool,
+    made_at: float | None,
     are_ranks_placed: bool,
 ) -> BenchSeen:
-    """`pods` are its own, `ranks` those of the ranks; `is_made`: its Job was made."""
+    """`pods` are its own, `ranks` those of the ranks; its Job was `made_at`, if it was."""
     both = sorted((p for p in pods if not p.is_leaving and p.index in (0, 1)), key=_index)
     if not both:
-        if is_made:
-            return BenchSeen(state="waiting", message="its pods are being made")
+        if made_at is not None:
+            return _missing(now - made_at, options)
         if has_floor(training.spec) or are_ranks_placed:
             return BenchSeen(state="idle", message="about to be measured")
         return BenchSeen(state="waiting", message="waits until the ranks have their nodes")
@@ -153,6 +153,14 @@ def read_bench(
         return BenchSeen(state="waiting", message=words or "its pods are being started")
     a, b = (p.node for p in both)
     return BenchSeen(state="running", message=f"measuring {a} with {b}")
+
+
+def _missing(since_s: float, options: Options) -> BenchSeen:
+    """No pods of a Job that was made: refused by a quota, or taken away."""
+    limit_s = options.image_timeout_s
+    if since_s > limit_s:
+        return BenchSeen(state="failed", message=f"its pods are not there after {limit_s:g} s")
+    return BenchSeen(state="waiting", message="its pods are being made")
 
 
 def _result(both: list[Pod], workers: set[str]) -> BenchSeen:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from msgspec.structs import replace
@@ -63,10 +63,13 @@ class Beside:
         self._is_owner = is_owner
         self._meshes = Meshes(ring, options.mesh_deadline_s)
         self._etcds: set[str] = set()  # made by us, by training
-        self._benches: set[str] = set()
+        self._benches: dict[str, float] = {}  # and when
 
     async def close(self) -> None:
         await self._meshes.close()
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        await self._meshes.sweep(known)
 
     async def observe(
         self,
@@ -92,14 +95,17 @@ class Beside:
         """Whether a Job that is held need be no longer."""
         return is_held(job) and answering([p for p in pods if p.part == ETCD]) is not None
 
-    async def measure(self, training: Training, namespace: str, job: Json | None) -> None:
+    async def measure(
+        self, training: Training, namespace: str, job: Json | None, now: float
+    ) -> None:
         owner, name = self._owner(training, job), bench_name(training)
         service = render_bench_service(training, self._options, owner)
         await self._cluster.patch("services", namespace, name, service, type="apply")
         body = render_bench(training, self._options, owner, secrets.token_hex(16))
         with contextlib.suppress(Conflict):  # made already, by us or by whom we follow
             await self._cluster.create("jobs", namespace, body)
-        self._benches.add(training.uid)
+        self._benches.setdefault(training.uid, now)
+        self._ring_in(training.key, self._options.image_timeout_s)
 
     async def release(self, training: Training, namespace: str) -> None:
         """Nothing of it is left. May be repeated."""
@@ -163,8 +169,8 @@ class Beside:
         now: float,
     ) -> BenchSeen:
         placed = None if seen.wish is None else members(newest, seen.wish)
-        is_made = training.uid in self._benches
-        if is_over(training) and (is_made or any(not p.is_leaving for p in pods)):
+        made_at = self._benches.get(training.uid)
+        if is_over(training) and (made_at is not None or any(not p.is_leaving for p in pods)):
             await self._clear_bench(training, namespace)
         found = read_bench(
             training,
@@ -172,7 +178,7 @@ class Beside:
             newest,
             self._options,
             now,
-            is_made=is_made,
+            made_at=made_at,
             are_ranks_placed=placed is not None,
         )
         since = training.status.bench.started_at
@@ -185,7 +191,7 @@ class Beside:
         for kind in ("jobs", "services"):
             with contextlib.suppress(NotFound):
                 await self._cluster.delete(kind, namespace, bench_name(training))
-        self._benches.discard(training.uid)
+        self._benches.pop(training.uid, None)
 
     def _owner(self, training: Training, job: Json | None) -> Json | None:
         """What takes it along when it goes."""

@@ -27,6 +27,7 @@ def render_etcd_service(training: Training, options: Options, owner: Json | None
         "metadata": gang_metadata(training, owner, options, name=etcd_name(training)),
         "spec": {
             "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # so that its name is known before it is needed
             "selector": {UID: training.uid, PART: ETCD},
             "ports": [{"name": "client", "port": DEFAULT_ETCD_PORT, "protocol": "TCP"}],
         },

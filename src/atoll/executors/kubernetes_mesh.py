@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from atoll.core.errors import BackendError
 from atoll.core.fabric import MeshVerdict
@@ -98,6 +98,13 @@ class Meshes:
             watch = MeshWatch(keys, folder=fabric_folder(training))
             with contextlib.suppress(BackendError):  # an etcd that is down must not hold us up
                 await watch.clear(keep=others)
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        """Trainings that were removed by force are watched no more."""
+        watched = set(self._gates)
+        for uid in watched - await known() if watched else ():
+            if gate := self._gates.pop(uid, None):
+                await gate.close()
 
     async def close(self) -> None:
         while self._gates:

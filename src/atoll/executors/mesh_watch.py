@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from typing import Any
 
 from atoll.core.errors import BackendError, ValidationError
 from atoll.core.fabric import (
@@ -25,7 +26,7 @@ from atoll.core.mesh import DEGRADED_DIR, GATE_DIR, READY_DIR, MeshState
 from atoll.core.model import decode, encode
 from atoll.remote.etcd import EtcdKeys
 
-AGAIN_S = 0.2
+AGAIN_S, LONGEST_AGAIN_S = 0.2, 2.0
 
 
 class MeshWatch:
@@ -87,20 +88,28 @@ class MeshWatch:
     async def _overdue(self, left_s: float) -> None:
         await asyncio.sleep(left_s)
         self._is_overdue = True
-        while True:
-            try:
-                return await self._settle()
-            except BackendError as error:
-                self._complain(error)
-                await asyncio.sleep(AGAIN_S)
+        while not await self._has_worked(self._settle()):
+            await asyncio.sleep(LONGEST_AGAIN_S)
 
     async def _follow(self) -> None:
+        pause_s = AGAIN_S
         while True:
-            try:
-                await self._follow_once()
-            except BackendError as error:
-                self._complain(error)
-                await asyncio.sleep(AGAIN_S)
+            if await self._has_worked(self._follow_once()):
+                pause_s = AGAIN_S
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, LONGEST_AGAIN_S)
+
+    async def _has_worked(self, work: Coroutine[Any, Any, None]) -> bool:
+        """An etcd that cannot be reached says nothing against a mesh that was seen whole."""
+        try:
+            await work
+        except BackendError as error:
+            if self.verdict.state is not MeshState.READY:
+                state = MeshState.DEGRADED if self._is_overdue else MeshState.PENDING
+                self._tell(MeshVerdict(state, str(error)))
+            return False
+        return True
 
     async def _follow_once(self) -> None:
         """Until nothing has come for a while: an etcd that was replaced would say nothing more."""
@@ -155,12 +164,6 @@ class MeshWatch:
         await self._mark(verdict.state)
         if verdict.state is not MeshState.PENDING or not self._is_only_fewer:
             self._tell(verdict)
-
-    def _complain(self, error: BackendError) -> None:
-        """An etcd that cannot be reached says nothing against a mesh that was seen whole."""
-        if self.verdict.state is not MeshState.READY:
-            state = MeshState.DEGRADED if self._is_overdue else MeshState.PENDING
-            self._tell(MeshVerdict(state, str(error)))
 
     def _tell(self, verdict: MeshVerdict) -> None:
         if verdict != self.verdict:

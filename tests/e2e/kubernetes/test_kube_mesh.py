@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import subprocess
+import time
+import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atoll.core.mesh import MeshState
+from atoll.core.spec import BenchSpec, TrainingSpec, WorldSize
+from atoll.core.status import Seen, Training, Wish
+from atoll.executors.kubernetes import JobExecutor
+from atoll.remote.etcd import EtcdKeys
+from atoll.worker.etcd_server import start_etcd, stop_etcd
 from tests.e2e.kubernetes.conftest import Operator, Site, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.images import ATOLL, ETCD
@@ -88,19 +98,35 @@ def condition(status: Json, kind: str) -> Json:
     return next((c for c in status.get("conditions", ()) if c["type"] == kind), {})
 
 
+def etcd_pod(space: Space) -> Json:
+    """The pod of the training's etcd; the newest, while one is being replaced."""
+    found = [p for p in space.pods() if p["metadata"]["labels"].get("atoll.dev/part") == "etcd"]
+    return found[-1]
+
+
+def is_answering(space: Space, before: str) -> bool:
+    pod = etcd_pod(space)
+    is_ready = any(
+        c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ())
+    )
+    return pod["metadata"]["name"] != before and is_ready
+
+
 def keys(space: Space) -> set[str]:
     """The gate's keys, asked of the training's etcd by its pod's address."""
-    (pod,) = [p for p in space.pods() if p["metadata"]["labels"].get("atoll.dev/part") == "etcd"]
-    place = f"http://{pod['status']['podIP']}:2379/v2/keys/basilica?recursive=true"
-    import urllib.request
+    return gate_keys(f"{etcd_pod(space)['status']['podIP']}:2379")
 
-    with urllib.request.urlopen(place, timeout=5) as answer:
-        found = json.load(answer)["node"]
-    return {
-        n["key"].removeprefix("/basilica/")
-        for d in found.get("nodes", ())
-        for n in d.get("nodes", ())
-    }
+
+def gate_keys(endpoint: str) -> set[str]:
+    return {k.removeprefix("basilica/") for k in everything(endpoint) if "mesh-" in k}
+
+
+def everything(endpoint: str) -> dict[str, str]:
+    async def ask() -> dict[str, str]:
+        async with EtcdKeys(endpoint) as keys:
+            return (await keys.list(""))[0]
+
+    return asyncio.run(ask())
 
 
 @contextlib.contextmanager
@@ -189,3 +215,123 @@ def test_the_gate_opens_when_ranks_reach_each_other_and_a_cut_link_is_named(
     space.kubectl("patch", "training", "tiny", "--type=merge", "-p", '{"spec":{"cancel":true}}')
     space.until_phase("tiny", "cancelled")
     wait_for("its etcd is gone", lambda: left_over(space) == [])
+
+
+@pytest.mark.usefixtures("apart")
+def test_an_etcd_that_is_killed_is_replaced_and_told_everything_again(
+    space: Space, start: Callable[..., Operator]
+) -> None:
+    start()
+    spread(space, "tiny", command=["sh", "-c", GATE], mesh=True)
+    space.until("tiny", "mesh is ready", lambda s: mesh(s) == "Ready", timeout=90)
+    before = etcd_pod(space)["metadata"]["name"]
+    space.kubectl("delete", "pod", before, "--wait=false")
+    wait_for("another etcd", lambda: is_answering(space, before), timeout=60)
+    ready = {"mesh-ready/node-0", "mesh-ready/node-1"}
+    wait_for("its keys are there again", lambda: keys(space) == ready, timeout=60)
+    assert mesh(space.status("tiny")) == "Ready"
+    assert {r.get("restarts", 0) for r in space.status("tiny")["ranks"]} == {0}
+
+
+@pytest.mark.usefixtures("apart")
+def test_in_an_etcd_that_trainings_share_each_leaves_nothing_behind(
+    space: Space, start: Callable[..., Operator], tmp_path: Path
+) -> None:
+    gateway = space.site.nodes[0].gateway
+    server = start_etcd(tmp_path / "etcd", gateway)
+    try:
+        start(etcdEndpoint=server.endpoint)
+        spread(space, "tiny", command=["sh", "-c", GATE], mesh=True)
+        space.until("tiny", "mesh is ready", lambda s: mesh(s) == "Ready", timeout=90)
+        assert left_over(space) == []
+        assert gate_keys(server.endpoint) == {"mesh-ready/node-0", "mesh-ready/node-1"}
+        space.kubectl("delete", "training", "tiny", "--timeout=60s")
+        wait_for("no key is left", lambda: gate_keys(server.endpoint) == set())
+        assert not everything(server.endpoint)
+    finally:
+        stop_etcd(server)
+
+
+def test_a_look_costs_one_request_by_list_and_none_by_watch(space: Space, run: Any) -> None:
+    """With an etcd, agents and a bench beside the ranks as without."""
+
+    async def scene() -> None:
+        cluster = space.site.connect()
+        executor = JobExecutor(
+            cluster=cluster, namespace=space.name, etcd_image=ETCD, agent_image=ATOLL
+        )
+        training = Training(
+            namespace=space.name,
+            uid=str(uuid.uuid4()),
+            created_at=time.time(),
+            spec=TrainingSpec(
+                name="tiny",
+                image=ATOLL,
+                command=["sh", "-c", "sleep 1000 & wait"],
+                world_size=WorldSize(min=2, target=2, max=2),
+                mesh=True,
+                bench=BenchSpec(mode="on-start", placement="strict"),
+                executor="kubernetes",
+                stop_grace_s=1,
+            ),
+        )
+
+        async def until(test: Callable[[Seen], Any]) -> None:
+            while True:
+                if test(await executor.observe(training)):
+                    return
+                await asyncio.sleep(0.1)
+
+        try:
+            await executor.apply(training, Wish(version=1, size=2))
+            await until(lambda seen: seen.mesh and seen.mesh.state is MeshState.READY)
+            await executor.measure(training)
+            await until(lambda seen: seen.bench and "made" not in seen.bench.message)
+            before = sum(cluster.requests.values())
+            for _ in range(5):
+                await executor.observe(training)
+            assert sum(cluster.requests.values()) - before == 5
+
+            changes = executor.changes()
+            await anext(changes)
+            await until(lambda seen: executor._jobs.is_live and executor._pods.is_live)
+            before = sum(cluster.requests.values())
+            for _ in range(5):
+                await executor.observe(training)
+            assert sum(cluster.requests.values()) == before
+            await changes.aclose()
+        finally:
+            await executor.release(training)
+            await executor.purge(training)
+            await executor.close()
+
+    run(scene())
+    wait_for("nothing is left", lambda: left_over(space) == [])
+
+
+def test_an_operator_in_a_pod_lends_its_own_image_to_the_agents(
+    space: Space, tmp_path: Path, start_operator: Callable[..., Operator]
+) -> None:
+    body = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "me"},
+        "spec": {"containers": [{"name": "operator", "image": ATOLL, "command": ["true"]}]},
+    }
+    space.kubectl("apply", "-f", "-", stdin=body)
+    operator = start_operator("one", "--options", json.dumps({"etcdImage": ETCD}))
+    operator.kill()
+    operator.environment["POD_NAME"] = "me"
+    operator.start()
+    space.submit("tiny", command=["sleep", "1000"], mesh=True)
+    (job,) = wait_for("the Job", lambda: space.json("get", "jobs")["items"])
+    assert job["spec"]["template"]["spec"]["initContainers"][0]["image"] == ATOLL
+
+
+def test_without_an_image_for_the_agents_a_mesh_is_refused_by_name(
+    space: Space, operator: Operator
+) -> None:
+    space.submit("tiny", command=["true"], mesh=True)
+    status = space.until_phase("tiny", "failed")
+    assert status["reason"] == "ExecutorRefused"
+    assert "agent_image" in status["message"]

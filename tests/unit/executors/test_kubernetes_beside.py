@@ -240,7 +240,7 @@ def test_a_sidecar_whose_image_is_missing_is_what_its_rank_waits_for() -> None:
 
 
 def look(*pods: Json, ranks: tuple[str, ...] = ("a", "b"), **more: Any) -> Any:
-    given = {"is_made": True, "are_ranks_placed": True} | more
+    given = {"made_at": NOW - 1, "are_ranks_placed": True} | more
     mine = [Pod(pod(i, running(), node=node)) for i, node in enumerate(ranks)]
     subject = given.pop("subject", BENCHED)
     return read_bench(subject, map(Pod, pods), mine, AGENT, NOW, **given)
@@ -254,11 +254,12 @@ RESULT = BenchResult(measured_at=NOW, probe_node_a="b", probe_node_b="peer", bus
 
 
 def test_the_link_is_measured_once_ranks_have_their_nodes() -> None:
-    assert look(is_made=False, are_ranks_placed=False).state == "waiting"
-    assert look(is_made=False).state == "idle"
+    assert look(made_at=None, are_ranks_placed=False).state == "waiting"
+    assert look(made_at=None).state == "idle"
     assert look().state == "waiting"
+    assert look(made_at=NOW - 301).state == "failed"
     floor = training(bench=BenchSpec(mode="on-start", require_gbps=1.0))
-    assert look(subject=floor, is_made=False, are_ranks_placed=False).state == "idle"
+    assert look(subject=floor, made_at=None, are_ranks_placed=False).state == "idle"
 
 
 def test_the_bench_runs_when_both_of_its_pods_do() -> None:
@@ -306,7 +307,7 @@ def test_a_bench_that_fails_says_why() -> None:
 
 def test_pods_of_a_bench_that_are_leaving_are_not_looked_at() -> None:
     gone = beside("bench", 0, running(), left_at=NOW)
-    assert look(gone, is_made=False).state == "idle"
+    assert look(gone, made_at=None).state == "idle"
 
 
 def test_two_nodes_are_preferred_to_one_however_many_ranks_are_on_it() -> None:
