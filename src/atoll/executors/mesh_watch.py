@@ -88,7 +88,9 @@ class MeshWatch:
     async def _overdue(self, left_s: float) -> None:
         await asyncio.sleep(left_s)
         self._is_overdue = True
-        while not await self._has_worked(self._settle()):
+        while True:
+            if await self._has_worked(self._settle()):
+                return
             await asyncio.sleep(LONGEST_AGAIN_S)
 
     async def _follow(self) -> None:
