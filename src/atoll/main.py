@@ -53,6 +53,7 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     from atoll.controller.loop import Controller
     from atoll.executors.local import LocalExecutor
     from atoll.server.app import create_app
+    from atoll.server.background import beside
     from atoll.server.gauges import Gauges
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
@@ -67,7 +68,7 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     @contextlib.asynccontextmanager
     async def controlled(_: Litestar) -> AsyncIterator[None]:
         await _start_local(local, store)
-        async with _running(controller.run()):
+        async with beside(controller.run(), _end_if_dead):
             yield
         await local.close()
         store.close()
@@ -82,25 +83,13 @@ async def _start_local(local: LocalExecutor, store: SQLiteStore) -> None:
     await local.start(training.uid for training in await store.list())
 
 
-@contextlib.asynccontextmanager
-async def _running(work: Any) -> AsyncIterator[None]:
-    """`work` in the background. If it ends by itself the process must not pretend to go on."""
-
-    def check(done: asyncio.Task[None]) -> None:
-        if not done.cancelled() and done.exception() is not None:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "the controller died", "exception": done.exception()}
-            )
-            os._exit(70)  # ranks go on; whoever starts us again takes them up
-
-    task = asyncio.create_task(work)
-    task.add_done_callback(check)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+def _end_if_dead(controller: asyncio.Task[None]) -> None:
+    """Without its controller the process must not pretend to go on."""
+    if not controller.cancelled() and controller.exception() is not None:
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "the controller died", "exception": controller.exception()}
+        )
+        os._exit(70)  # ranks go on; whoever starts us again takes them up
 
 
 def serve(

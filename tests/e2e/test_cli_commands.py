@@ -58,6 +58,8 @@ def test_a_training_from_up_to_rm_in_json(atoll: Any) -> None:
     assert ended["phase"] == "cancelled"
     assert all(set(ended_rank) == EXIT_KEYS for ended_rank in ended["rankExits"])
     assert "was already cancelled" in atoll("cancel", "life").stdout
+    told = atoll("wait", "life", "--for", "min")
+    assert (told.returncode, told.stdout, told.stderr) == (1, "", "life was cancelled\n")
 
     events = atoll.json("events", "life")
     assert all(set(event) == EVENT_KEYS for event in events)

@@ -128,7 +128,7 @@ def test_every_refusal_is_the_exception_that_the_client_has_for_it(client: Clien
     assert said["taken"].startswith("Conflict: ")
     assert "RANK" in said["reserved"]
     assert "[1, 2]" in said["bounds"]
-    assert "world_size.min" in said["min above target"]
+    assert "distributed.worldSize.min" in said["min above target"]
     assert "BASILICA_API_NOT_FOUND" in said["logs nobody"]
     assert "token" in said["denied"]
     assert "does not support inference deployments" in said["inference"]

@@ -90,8 +90,10 @@ def test_int4_is_off_by_at_most_half_a_step_unless_127_steps_away(row: np.ndarra
     error = np.abs(row.astype(np.float64) - there_and_back("int4", row))
     step = 0.36 * block_mean_square(row, 512) ** 0.5
     is_far = np.abs(row) > 120 * np.minimum(step, 2.0**120)  # the largest step there is
-    assert (error <= step * 0.51 + 2.4e-38)[~is_far].all()
-    assert (error <= np.abs(row.astype(np.float64)))[is_far].all()
+    is_tiny = step < 1.2e-38  # the block may be zeros: there is no smaller step
+    assert (error <= step * 0.51 + 2.4e-38)[~is_far & ~is_tiny].all()
+    most = np.maximum(np.abs(row.astype(np.float64)), step * 0.51)
+    assert (error <= most)[is_far | is_tiny].all()
 
 
 def block_mean_square(row: np.ndarray, block: int) -> np.ndarray:

@@ -163,8 +163,8 @@ def to_the_end(training: Training, on_read: Callable[[Training], object]) -> Flo
     """Every state from now to the last one, as the server pushes them."""
     return flows.wait(
         flows.Who(training.name, training.uid),
-        lambda now: now if now.status.phase.is_terminal else None,
         timeout=None,
+        settle=lambda now: now if now.status.phase.is_terminal else None,
         needed=lambda now: now.spec.world_size.target,
         on_read=on_read,
     )

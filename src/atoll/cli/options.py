@@ -50,7 +50,7 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
     (("--bench",), "bench", str, "Measure the link between hosts: off, on-start."),
     (("--bench-require-gbps",), "bench_require_gbps", float, "Start only over a link this fast."),
     (("--bench-placement",), "bench_placement", str, "Where to measure: preferred, strict."),
-    (("--executor",), "executor", str, "Where ranks run: local, kubernetes."),
+    (("--executor",), "executor", str, "local or kubernetes; that of the control plane."),
     (("--image",), "image", str, "Container image, where ranks have one."),
     (("--cpu",), "cpu", str, "CPUs of a rank: 2, 500m."),
     (("--memory",), "memory", str, "Memory of a rank: 4Gi."),
@@ -60,6 +60,16 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
     (("--stop-grace",), "stop_grace_s", float, "Seconds from asking a rank to stop to killing it."),
     (("--ttl",), "ttl_seconds", int, "Seconds to keep the record after the end."),
 )
+
+
+# Those of them that errors name, by their field.
+FLAGS = {option: flags[0] for flags, option, _, _ in SET} | {
+    "name": "--name",
+    "world_size.min": "--min",
+    "world_size.target": "-n",
+    "world_size.max": "--max",
+    "pip_packages": "--pip",
+}
 
 
 def launches(body: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +96,12 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         if pip_packages:
             options["pip_packages"] = list(pip_packages)
         chosen = names.generated(command) if name is None else name
-        body(Launch(chosen, options, given["deadline_s"]), **mine)
+        try:
+            body(Launch(chosen, options, given["deadline_s"]), **mine)
+        except ValidationError as error:
+            from atoll.core.fields import renamed
+
+            raise renamed(error, FLAGS) from error
 
     own = [parameter.name for parameter in getattr(body, "__click_params__", ())]
     for flags, option, kind, text in reversed(SET):

@@ -48,7 +48,8 @@ def verdict(training: Training) -> str:
     if status.phase is Phase.SUCCEEDED:
         return f"{name} succeeded: {status.message or 'every rank exited 0'}"
     if status.phase is Phase.CANCELLED:
-        return f"{name} was cancelled"
+        is_removed = training.deletion_requested_at is not None and not training.spec.cancel
+        return f"{name} was cancelled" + (": it is being removed" if is_removed else "")
     if status.root_cause is None:
         return f"{name} failed: {status.message or status.reason}"
     cause = status.root_cause

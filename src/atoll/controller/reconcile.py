@@ -44,10 +44,10 @@ class Reconciler:
     async def _observe(self, training: Training) -> Seen:
         if training.status.is_released:
             return Seen()
-        executor = self._executors.get(training.spec.executor)
+        executor = self._executors.get(training.executor)
         if executor is None:
             known = ", ".join(sorted(self._executors))
-            return Seen(fault=f"no executor named {training.spec.executor!r}: there is {known}")
+            return Seen(fault=f"no executor named {training.executor!r}: there is {known}")
         if fault := self._faults.get(training.uid):
             seen = await executor.observe(training)
             return Seen(
@@ -70,7 +70,7 @@ class Reconciler:
 
     async def _perform(self, training: Training, action: Action) -> bool:
         """False when the action will never work; the next pass fails the training."""
-        executor = self._executors.get(training.spec.executor)
+        executor = self._executors.get(training.executor)
         try:
             match action:
                 case Apply(wish) if executor:

@@ -9,19 +9,19 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import BenchPhase, BenchResult, BenchStatus, Seen, Status
+from atoll.core.status import BenchPhase, BenchResult, BenchStatus, Seen, Status, Training
 
 LIMIT_S = 120.0  # from the start of a measurement
 DONE: frozenset[BenchPhase] = frozenset({"Succeeded", "Failed", "TimedOut", "Skipped"})
 
 
-def bench_after(spec: TrainingSpec, old: BenchStatus, seen: Seen, now: float) -> BenchStatus:
+def bench_after(training: Training, old: BenchStatus, seen: Seen, now: float) -> BenchStatus:
     """What is known of the bench after a look. A phase in `DONE` is final."""
-    if spec.bench.mode == "off" or old.phase in DONE or seen.fault:
+    if training.spec.bench.mode == "off" or old.phase in DONE or seen.fault:
         return old
     look = seen.bench
     if look is None:
-        why = f"executor {spec.executor!r} cannot measure links"
+        why = f"executor {training.executor!r} cannot measure links"
         return replace(old, phase="Skipped", message=why, completed_at=now)
     if look.result is not None:
         message = result_in_words(look.result)

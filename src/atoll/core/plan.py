@@ -106,7 +106,7 @@ def _observed(training: Training, seen: Seen, now: float) -> Status:
         started_at=old.started_at if old.started_at is not None else min(started, default=None),
         rendezvous_endpoint=seen.rendezvous_endpoint or old.rendezvous_endpoint,
         mesh=seen.mesh or old.mesh,
-        bench=bench_after(training.spec, old.bench, seen, now),
+        bench=bench_after(training, old.bench, seen, now),
     )
 
 
@@ -229,7 +229,7 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
         return "ExecutorRefused", seen.fault
     is_told_nothing = seen.wish is None and not seen.is_supervised
     if is_told_nothing and status.has_run and not _may_be_late(status, now):
-        return "ExecutorLost", f"the {spec.executor} executor has lost all record of the ranks"
+        return "ExecutorLost", f"the {training.executor} executor has lost all record of the ranks"
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
     if lost and world.target - len(lost) < world.min:
         return "RankFailed", ""

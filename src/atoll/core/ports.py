@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from atoll.core.model import Model
@@ -64,6 +64,26 @@ class Checking(Protocol):
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError, naming the field."""
+
+
+@runtime_checkable
+class Resuming(Protocol):
+    """An executor whose log lines have places (`LogLine.at`) that a reader can go on from."""
+
+    async def log_places(
+        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
+    ) -> dict[int, int]:
+        """Where the last `tail` lines of each rank begin, for ranks that have a log."""
+
+    def logs_after(
+        self,
+        training: Training,
+        places: Mapping[int, int],
+        *,
+        ranks: Sequence[int] | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        """As `logs`, from these places on; a rank without one from its start."""
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atoll.core import errors
+from atoll.core.fields import IN_PYTHON, ON_WIRE, renamed
 from atoll.core.model import Model
 
 PREFIX = "urn:atoll:"
@@ -40,7 +41,9 @@ _Maker = Callable[[Problem], errors.AtollError]
 _TABLE: dict[type[errors.AtollError], tuple[tuple[str, ...], _Maker]] = {
     errors.ValidationError: (
         ("field", "expected"),
-        lambda p: errors.ValidationError(p.field or "", Shown(p.value or ""), p.expected or ""),
+        lambda p: renamed(
+            errors.ValidationError(p.field or "", Shown(p.value or ""), p.expected or ""), IN_PYTHON
+        ),
     ),
     errors.NotFound: (("kind", "name"), lambda p: errors.NotFound(p.kind or "", p.name or "")),
     errors.Gone: (("asked", "oldest"), lambda p: errors.Gone(p.asked or 0, p.oldest or 0)),
@@ -73,6 +76,9 @@ class Shown(str):
 
 
 def problem_of(error: errors.AtollError, status: int) -> Problem:
+    """What is wrong, a field by the name it has on the wire."""
+    if isinstance(error, errors.ValidationError):
+        error = renamed(error, ON_WIRE)
     kind = next((kind for kind in type(error).__mro__ if kind in _TABLE), None)
     if kind is None:
         return Problem(title=type(error).__name__, status=status, detail=str(error))

@@ -1,6 +1,6 @@
 """What the user asked for. Every refusal names the field, the value and what would be right.
 
-Field names in errors are the ones the user wrote, in snake case: `world_size.min`.
+Field names in errors are those of Python: `world_size.min`. `fields.py` knows their other names.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class TrainingSpec(SpecModel, frozen=True):
     stop_grace_s: float = 10.0
     deadline_s: float | None = None
     ttl_seconds: int | None = None
-    executor: str = "local"
+    executor: str | None = None  # unset until stored: the default of the control plane
     cancel: bool = False
 
     def __post_init__(self) -> None:
@@ -204,7 +204,8 @@ class TrainingSpec(SpecModel, frozen=True):
             check_number("deadline_s", self.deadline_s, 0.001, MAX_SECONDS)
         if self.ttl_seconds is not None:
             check_int("ttl_seconds", self.ttl_seconds, 0, MAX_SECONDS)
-        check_name("executor", self.executor)
+        if self.executor is not None:
+            check_name("executor", self.executor)
         for field in ("mesh", "cancel"):
             if not isinstance(getattr(self, field), bool):
                 raise ValidationError(field, getattr(self, field), "expected True or False")

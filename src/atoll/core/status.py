@@ -231,6 +231,11 @@ class Training(Model, frozen=True):
     def key(self) -> tuple[str, str]:
         return self.namespace, self.spec.name
 
+    @property
+    def executor(self) -> str:
+        """Where its ranks run. Records that name none are older than the choice."""
+        return "local" if self.spec.executor is None else self.spec.executor
+
 
 class TrainingList(
     Model, frozen=True, rename={"resource_version": "resourceVersion", "continue_": "continue"}
@@ -291,3 +296,4 @@ class Seen(Model, frozen=True):
 class LogLine(Model, frozen=True):
     rank: int
     text: str
+    at: int | None = None  # the place after it in its rank's log, where an executor has places

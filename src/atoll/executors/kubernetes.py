@@ -22,14 +22,15 @@ from atoll.core.status import LogLine, Seen, Training, Wish
 from atoll.executors.kubernetes_alarms import Alarms
 from atoll.executors.kubernetes_archive import Archive
 from atoll.executors.kubernetes_beside import Beside
-from atoll.executors.kubernetes_etcd import render_begun
 from atoll.executors.kubernetes_gate import Gate, render_opened, render_opened_world
+from atoll.executors.kubernetes_hosts import Hosts
 from atoll.executors.kubernetes_keep import Keeper
 from atoll.executors.kubernetes_logs import Source, read_logs
 from atoll.executors.kubernetes_mirror import Mirror
 from atoll.executors.kubernetes_names import CONTAINER, NAMESPACE, TRAINING, UID
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_patch import (
+    render_begun,
     render_released,
     render_resize,
     render_return,
@@ -89,6 +90,7 @@ class JobExecutor:
         self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
         self._written: dict[str, int] = {}  # newest version of a Job that we made, by training
         self._last: dict[str, Json] = {}  # Jobs as last read without the copy
+        self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
         self._alarms = Alarms(self._changed.put_nowait)
         self._troubles = Troubles(self.cluster, self._alarms)
@@ -107,6 +109,7 @@ class JobExecutor:
         await asyncio.gather(*self._watching, return_exceptions=True)
         await self._beside.close()
         await self._archive.close()
+        await self._hosts.close()
         await self.cluster.close()
 
     async def apply(self, training: Training, wish: Wish) -> None:
@@ -127,11 +130,12 @@ class JobExecutor:
         now = self._clock()
         beside = [pod for pod in map(Pod, pods) if pod.part != CONTAINER]
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
-        seen = look(training, job, pods, self.options, now, trouble)
+        silent = self._hosts.follow(training.key, pods)
+        seen = look(training, job, pods, self.options, now, trouble, silent)
         await self._follow_up(training, job, seen, now)
         self._wake_later(training, seen, now)
-        if self._beside.may_begin(job, beside):
-            await self._patch_job(training, render_begun(self.options))
+        if job is not None and self._beside.may_begin(job, beside):
+            await self._patch_job(training, render_begun(job))
         namespace, _ = self._place(training)
         told = await self._beside.observe(
             training, namespace, job, seen.newest, beside, seen.seen, now
@@ -149,9 +153,12 @@ class JobExecutor:
     async def release(self, training: Training) -> None:
         """The Job is over for good; it and its pods stay for their logs, until they are purged."""
         namespace, name = self._place(training)
+        _, pods = await self._find(training)
+        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+            # The Job would take it for one that runs, and take it away with its log.
+            raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound):
-            ended = render_released(training, self._clock())
-            job = await self.cluster.patch("jobs", namespace, name, ended)
+            job = await self.cluster.patch("jobs", namespace, name, render_released())
             if job["spec"].get("suspend"):  # it never ran, and would not end by itself
                 await self.cluster.delete("jobs", namespace, name)
         for kind in ("services", "configmaps"):
@@ -159,6 +166,7 @@ class JobExecutor:
                 await self.cluster.delete(kind, namespace, name)
         await self._beside.release(training, namespace)
         await self._keeper.let_all_go(namespace, _of(training))
+        self._hosts.follow(training.key, ())
         self._troubles.forget(training.uid)
         for memory in (self._written, self._last):
             memory.pop(training.uid, None)

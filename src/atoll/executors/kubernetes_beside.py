@@ -27,7 +27,6 @@ from atoll.executors.kubernetes_bench import (
 from atoll.executors.kubernetes_etcd import (
     address,
     answering,
-    is_held,
     render_etcd,
     render_etcd_service,
     words,
@@ -36,6 +35,7 @@ from atoll.executors.kubernetes_fabric import members
 from atoll.executors.kubernetes_mesh import Meshes
 from atoll.executors.kubernetes_names import BENCH, ETCD
 from atoll.executors.kubernetes_options import Options
+from atoll.executors.kubernetes_patch import is_held
 from atoll.executors.kubernetes_pod import BROKEN, HOPELESS, Pod
 from atoll.executors.kubernetes_render import etcd_name, owner_of, reference_to
 from atoll.remote.kubernetes import Cluster
@@ -91,7 +91,7 @@ class Beside:
             return seen
         return replace(seen, bench=await self._bench(training, namespace, newest, bench, seen, now))
 
-    def may_begin(self, job: Json | None, pods: Iterable[Pod]) -> bool:
+    def may_begin(self, job: Json, pods: Iterable[Pod]) -> bool:
         """Whether a Job that is held need be no longer."""
         return is_held(job) and answering([p for p in pods if p.part == ETCD]) is not None
 

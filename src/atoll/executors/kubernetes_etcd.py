@@ -1,7 +1,8 @@
 """The etcd of one training: a Deployment of one pod, behind a headless Service. Pure.
 
 It keeps nothing that is worth a disk: the keys of a training that runs are written again. The Job
-is held until it answers, so that no rank starts before it can meet the others.
+is held until it answers, so that no rank starts before it can meet the others: it is suspended, or
+its start gate stays shut where a queue decides when it runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.status import Training
 from atoll.executors.kubernetes_fabric import RESTRICTED
-from atoll.executors.kubernetes_names import ETCD, HELD, PART, QUEUE, UID
+from atoll.executors.kubernetes_names import ETCD, PART, UID
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_place import tolerations
 from atoll.executors.kubernetes_pod import Pod
@@ -91,18 +92,6 @@ def _container(training: Training, options: Options) -> Json:
         "volumeMounts": [{"name": "data", "mountPath": "/data"}],
         "securityContext": RESTRICTED,
     }
-
-
-def is_held(job: Json | None) -> bool:
-    return HELD in ((job or {}).get("metadata", {}).get("annotations") or {})
-
-
-def render_begun(options: Options) -> Json:
-    """A merge patch of a held Job: it may begin, or ask its queue to."""
-    metadata: Json = {"annotations": {HELD: None}}
-    if options.kueue_queue is not None:
-        return {"metadata": {**metadata, "labels": {QUEUE: options.kueue_queue}}}
-    return {"metadata": metadata, "spec": {"suspend": False}}
 
 
 def answering(pods: list[Pod]) -> Pod | None:

@@ -73,6 +73,7 @@ class Options(SpecModel, frozen=True):
     mesh_deadline_s: float = DEADLINE_S  # ranks are let in with what there is after this
     master_port: int = 29_500
     deadline_margin_s: int = 0  # by which the Job's own deadline is later than the training's
+    kubelet_port: int | None = 10_250  # where nodes answer; None: only the cluster is asked
     lost_node_s: int = 30  # a node that does not answer loses its ranks after this
     gang_timeout_s: float | None = 600.0  # half a gang gives its room back after this
     gang_backoff_s: float = 60.0  # and asks again after this
@@ -91,6 +92,8 @@ class Options(SpecModel, frozen=True):
         if self.ttl_seconds_after_finished is not None:
             check_int("ttl_seconds_after_finished", self.ttl_seconds_after_finished, 0, MAX_SECONDS)
         check_int("master_port", self.master_port, 1, 65_535)
+        if self.kubelet_port is not None:
+            check_int("kubelet_port", self.kubelet_port, 1, 65_535)
         check_int("deadline_margin_s", self.deadline_margin_s, 0, MAX_SECONDS)
         check_int("lost_node_s", self.lost_node_s, 0, MAX_SECONDS)
         if self.gang_timeout_s is not None:

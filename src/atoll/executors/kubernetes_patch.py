@@ -8,14 +8,21 @@ from typing import Any
 import msgspec
 
 from atoll.core.model import encode
-from atoll.core.phase import Phase
-from atoll.core.status import Training, Wish
-from atoll.executors.kubernetes_names import FINALIZER, RELEASED, SHRINKS, STOPPED, WISH, YIELDED
+from atoll.core.status import Wish
+from atoll.executors.kubernetes_names import (
+    FINALIZER,
+    HELD,
+    QUEUE,
+    RELEASED,
+    SHRINKS,
+    STOPPED,
+    WISH,
+    YIELDED,
+)
 
 Json = dict[str, Any]
 
 SHRINKS_KEPT = 16
-ENDS_WITHIN_S = 120
 # A strategic merge patch of a pod: without our finalizer, wherever it is in the list.
 LET_GO: Json = {"metadata": {"$deleteFromPrimitiveList/finalizers": [FINALIZER]}}
 
@@ -36,21 +43,26 @@ def render_resize(wish: Wish, before: Json, now: float) -> Json:
     return {"metadata": {"annotations": annotations, "resourceVersion": version}, "spec": spec}
 
 
-def render_released(training: Training, now: float) -> Json:
-    """A merge patch that ends a Job for good, and says that its ranks are no longer asked after.
-
-    One whose ranks have all exited 0 ends by itself, a moment later: a pod counts as done when its
-    sidecars are too. Ended now, it would take those pods and their logs along.
-    """
+def render_released() -> Json:
+    """A merge patch that ends a Job for good, and says that its ranks are no longer asked after."""
     spec = {"parallelism": 0, "activeDeadlineSeconds": 1}
-    if training.status.phase is Phase.SUCCEEDED:
-        age_s = max(now - training.created_at, 0.0)
-        spec = {"activeDeadlineSeconds": int(age_s) + ENDS_WITHIN_S}
     return {"metadata": {"annotations": {RELEASED: "true"}}, "spec": spec}
 
 
 def is_released(job: Json | None) -> bool:
     return RELEASED in ((job or {}).get("metadata", {}).get("annotations") or {})
+
+
+def is_held(job: Json | None) -> bool:
+    return HELD in ((job or {}).get("metadata", {}).get("annotations") or {})
+
+
+def render_begun(before: Json) -> Json:
+    """A merge patch that holds a Job no longer. One in a queue is let go by that."""
+    patch: Json = {"metadata": {"annotations": {HELD: None}}}
+    if QUEUE not in before["metadata"].get("labels", {}):
+        patch["spec"] = {"suspend": False}
+    return patch
 
 
 def render_yield(before: Json, now: float) -> Json:

@@ -36,9 +36,6 @@ POD_REASONS = {
     "Preempting": "Preempted",
     "DeadlineExceeded": "DeadlineExceeded",
     "NodeAffinity": "Rejected",
-    "OutOfcpu": "Rejected",
-    "OutOfmemory": "Rejected",
-    "OutOfpods": "Rejected",
     "UnexpectedAdmissionError": "Rejected",
 }
 # A container that is not there yet, by the reason it waits for.
@@ -82,6 +79,7 @@ class Pod:
         self.part: str = (self.metadata.get("labels") or {}).get(PART, CONTAINER)
         self.index = int(self.annotations.get(INDEX, -1))
         self.rank = self.index if self.part == CONTAINER else -1
+        self.address: str = self.status.get("hostIP", "")  # of its node
         statuses = self.status.get("containerStatuses") or []
         self.container: Json = next((c for c in statuses if c["name"] == self.part), {})
         self.state: Json = self.container.get("state") or {}
@@ -120,6 +118,12 @@ class Pod:
     def is_over(self) -> bool:
         return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
 
+    def is_ending(self, now: float) -> bool:
+        """Its rank has ended, which its kubelet will say of the pod in a moment."""
+        at = when((self.state.get("terminated") or {}).get("finishedAt"))
+        is_said = self.status.get("phase") in ("Succeeded", "Failed") or self.is_leaving
+        return at is not None and not is_said and now < at + LATE_S
+
     @property
     def started_at(self) -> float | None:
         state = self.state.get("running") or self.state.get("terminated") or {}
@@ -151,8 +155,12 @@ class Pod:
         return self._gate_code == TURNED_AWAY and not self.has_run
 
     @property
+    def _gate_end(self) -> Json:
+        return self._gate.get("terminated") or {}
+
+    @property
     def _gate_code(self) -> int | None:
-        code: int | None = (self._gate.get("terminated") or {}).get("exitCode")
+        code: int | None = self._gate_end.get("exitCode")
         return code
 
     @property
@@ -206,7 +214,8 @@ class Pod:
             words = str(scheduled.get("message", "")).split(" preemption:")[0]
             return f"no room: {words}"
         if reason == "SchedulingGated":
-            return "held back by a scheduling gate"
+            gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
+            return f"held back by the scheduling gate {gates}"
         template = WAITING.get(reason, "{reason} {message}")
         waiting, image = self._waiting
         message = " ".join(str(waiting.get("message", "")).split())
@@ -227,7 +236,7 @@ class Pod:
         said = str(ended.get("message") or "")
         return Exit(
             code=code,
-            at=when(ended.get("finishedAt")) or self.left_at or now,
+            at=when((ended or self._gate_end).get("finishedAt")) or self.left_at or now,
             reason=reason,
             signal=_signal(code),
             is_stopped=is_stopped,
@@ -240,6 +249,8 @@ class Pod:
         pod_reason = self.status.get("reason", "")
         if is_lost:
             return HOST_LOST, f"its node {self.node} does not answer"
+        if pod_reason.startswith("OutOf"):  # the kubelet found less room than the scheduler
+            return "Rejected", str(self.status.get("message", ""))
         if pod_reason in POD_REASONS:
             return POD_REASONS[pod_reason], str(self.status.get("message", ""))
         if took.get("reason") in DISRUPTIONS:
@@ -260,7 +271,7 @@ class Pod:
 
     def _gate_trouble(self) -> str:
         image = (self.spec.get("containers") or [{}])[0].get("image", "")
-        said = " ".join(str(self._gate["terminated"].get("message", "")).split())
+        said = " ".join(str(self._gate_end.get("message", "")).split())
         return (
             f"the start gate needs sh and sleep, and cannot run in the image {image} "
             f"({said or f'exit code {self._gate_code}'}); "

@@ -7,7 +7,7 @@ every exit is stored before its successor is spoken of.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ from atoll.executors.kubernetes_gate import Gate, is_grace_unknown, read_gate
 from atoll.executors.kubernetes_names import REGION, SHRINKS, WISH
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_patch import is_released
-from atoll.executors.kubernetes_pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod
+from atoll.executors.kubernetes_pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod, when
 from atoll.executors.kubernetes_render import rendezvous_endpoint
 
 Json = dict[str, Any]
@@ -67,8 +67,12 @@ def look(
     options: Options,
     now: float,
     trouble: str = "",
+    silent: Collection[str] = (),
 ) -> Look:
-    """`trouble` is what the Job controller says when it cannot make pods."""
+    """`trouble` is what the Job controller says when it cannot make pods.
+
+    `silent` are addresses of nodes that have stopped answering.
+    """
     pods: defaultdict[int, list[Pod]] = defaultdict(list)
     for manifest in () if is_released(job) else manifests:
         pod = Pod(manifest)
@@ -92,7 +96,7 @@ def look(
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown, now):
-            ranks.append(_rank(shown, _is_asked(shown, shrinks, now), gate, now))
+            ranks.append(_rank(shown, _is_asked(shown, job, shrinks, now), gate, now, silent))
     for rank in range(wish.size if wish else 0):
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
@@ -123,13 +127,14 @@ def _newest(mine: list[Pod]) -> Pod:
     return max(mine, key=_age)
 
 
-def _rank(pod: Pod, is_asked: bool, gate: Gate, now: float) -> SeenRank:
+def _rank(pod: Pod, is_asked: bool, gate: Gate, now: float, silent: Collection[str]) -> SeenRank:
     is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
     if is_over:
         message = ""
     elif is_running:
-        message = f"its node {pod.node} does not answer" if pod.is_silent else ""
+        is_silent = pod.is_silent or pod.address in silent
+        message = f"its node {pod.node} does not answer" if is_silent else ""
     elif pod.is_at_gate:
         message = gate.message
     else:
@@ -175,20 +180,32 @@ def _shrinks(job: Json | None) -> list[tuple[int, float]]:
     return [(size, at) for size, at in msgspec.json.decode(noted)]
 
 
-def _is_asked(pod: Pod, shrinks: list[tuple[int, float]], now: float) -> bool:
-    """Whether atoll had it stopped, and it did not end on its own before that.
+def _is_asked(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> bool:
+    """Whether it was stopped on purpose, and did not end on its own before that.
 
     The pod does not tell when: its deletion time is moved to the kubelet's last word.
     """
     if not pod.is_leaving or not pod.is_over:
         return False
     ended = pod.exit(is_stopped=False, now=now)
+    if job is not None and _is_suspended(pod, job, ended.at):
+        return True
     # Clocks differ a little. One that died of a signal while leaving is not to blame.
     slack_s = CLOCK_SKEW_S if ended.signal in ("SIGTERM", "SIGKILL") else 2.0
     return any(
         pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and ended.at >= at - slack_s
         for size, at in shrinks
     )
+
+
+def _is_suspended(pod: Pod, job: Json, ended_at: float) -> bool:
+    """Whether it went because its Job was suspended: Kueue took the quota back, or a user did."""
+    conditions = job.get("status", {}).get("conditions") or ()
+    told: Json = next((c for c in conditions if c["type"] == "Suspended"), {})
+    since = when(told.get("lastTransitionTime")) or 0.0
+    if job["spec"].get("suspend"):
+        return told.get("status") != "True" or ended_at >= since - CLOCK_SKEW_S
+    return pod.created_at < since  # of resuming: it is from before the pause
 
 
 def _message(job: Json | None, trouble: str, options: Options) -> str:

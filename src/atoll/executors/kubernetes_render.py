@@ -28,6 +28,7 @@ from atoll.executors.kubernetes_gate import (
 )
 from atoll.executors.kubernetes_names import (
     CONTAINER,
+    ELASTIC,
     ETCD,
     FAILURES,
     FINALIZER,
@@ -120,10 +121,11 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
     metadata = gang_metadata(training, owner, options)
     metadata["annotations"] = {**options.annotations, WISH: encode(wish).decode()}
     is_held = options.has_own_etcd(spec)
-    if is_held:  # and let go once its etcd answers
+    if is_held:  # until its etcd answers
         metadata["annotations"][HELD] = ETCD
-    elif options.kueue_queue is not None:
+    if options.kueue_queue is not None:
         metadata["labels"][QUEUE] = options.kueue_queue
+        metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
     body: Json = {
         "completions": wish.size,
         "parallelism": wish.size,

@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from atoll.core.rendezvous import VARIABLES
 from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
 from atoll.executors.local_bench import LocalBench
+from atoll.executors.local_logs import read_lines, tail_places
 from atoll.executors.local_rendezvous import (
     seen_endpoint,
     seen_mesh,
@@ -32,11 +33,9 @@ from atoll.executors.local_rendezvous import (
 )
 from atoll.executors.supervision import Supervision
 from atoll.remote.local_rendezvous import read_rendezvous
-from atoll.remote.ranklog import read_log, tail_offset
 
 # The control plane's own secrets and addresses are none of a rank's business.
 WITHHELD = ("ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
-LINE_BYTES = 1 << 20  # a longer line comes in pieces
 
 
 def render_gang(
@@ -240,34 +239,27 @@ class LocalExecutor:
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        folder = self._root / training.uid / "logs"
-        offsets: dict[int, int] = {}
-        partial: dict[int, bytes] = {}
-        pause_s = 0.02
-        while True:
-            is_last = follow is None or follow()
-            is_new = False
-            for rank in _ranks_in(folder, ranks):
-                if rank not in offsets:
-                    offsets[rank] = 0 if tail is None else tail_offset(folder / str(rank), tail)
-                while True:
-                    data, offsets[rank] = read_log(folder / str(rank), offsets[rank])
-                    if not data:
-                        break
-                    is_new = True
-                    *lines, partial[rank] = (partial.get(rank, b"") + data).split(b"\n")
-                    for line in lines:
-                        yield LogLine(rank=rank, text=line.decode("utf-8", errors="replace"))
-                    if len(partial[rank]) >= LINE_BYTES:
-                        text = partial.pop(rank).decode("utf-8", errors="replace")
-                        yield LogLine(rank=rank, text=text)
-            if is_last:
-                break
-            pause_s = 0.02 if is_new else min(pause_s * 1.5, 0.2)
-            await asyncio.sleep(pause_s)
-        for rank, rest in sorted(partial.items()):
-            if rest:
-                yield LogLine(rank=rank, text=rest.decode("utf-8", errors="replace"))
+        places = {} if tail is None else await self.log_places(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
+            yield line
+
+    async def log_places(
+        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
+    ) -> dict[int, int]:
+        return tail_places(self._logs_of(training), ranks, tail)
+
+    def logs_after(
+        self,
+        training: Training,
+        places: Mapping[int, int],
+        *,
+        ranks: Sequence[int] | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        return read_lines(self._logs_of(training), places, ranks=ranks, follow=follow)
+
+    def _logs_of(self, training: Training) -> Path:
+        return self._root / training.uid / "logs"
 
     def _gang(self, training: Training) -> Supervision:
         if training.uid not in self._gangs:
@@ -326,11 +318,3 @@ def _holds(gang: Supervision) -> int:
     """Ranks that a gang has, or may have under its wish."""
     wanted: int = gang.gang().get("size", 0)
     return max([wanted, *(attempt.rank + 1 for attempt in gang.state.alive())])
-
-
-def _ranks_in(folder: Path, wanted: Sequence[int] | None) -> list[int]:
-    try:
-        found = sorted(int(name) for name in os.listdir(folder))
-    except FileNotFoundError:
-        return []
-    return found if wanted is None else [rank for rank in found if rank in set(wanted)]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import uuid
 from types import TracebackType
-from typing import Unpack
-
-from msgspec.structs import replace
+from typing import Any, Unpack
 
 from atoll.core.checks import check_name
 from atoll.core.errors import BelowMinimumWorld
@@ -55,7 +53,7 @@ class Client:
         A training whose wait fails goes on: `client.get(name)` finds it.
         """
         spec, (wait, timeout) = spec_of(name, options), wait_of(options)
-        made = self.run(flows.create(self._placed(spec), uuid.uuid4().hex))
+        made = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
         training = DistributedTraining(self, made)
         try:
             if wait == "min":
@@ -71,7 +69,7 @@ class Client:
         self, name: str, **options: Unpack[Options]
     ) -> DistributedTraining:
         spec, (wait, timeout) = spec_of(name, options), wait_of(options)
-        made = await self.arun(flows.create(self._placed(spec), uuid.uuid4().hex))
+        made = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
         training = DistributedTraining(self, made)
         try:
             if wait == "min":
@@ -140,11 +138,9 @@ class Client:
     ) -> None:
         await self.close_async()
 
-    def _placed(self, spec: TrainingSpec) -> TrainingSpec:
-        """With what a local rank shares with its caller: the directory, and where programs are."""
-        if spec.executor != "local":
-            return spec
-        return replace(spec, **self.endpoint.shared(spec))
+    def _shared(self, spec: TrainingSpec) -> dict[str, Any]:
+        """What a local rank shares with its caller: the directory, and where programs are."""
+        return self.endpoint.shared(spec) if spec.executor in (None, "local") else {}
 
 
 def _left(name: str) -> str:

@@ -7,15 +7,19 @@ test, then wait for the server to push a change; every state is tested, the last
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec.structs import replace
 
 from atoll.core.errors import (
     BelowMinimumWorld,
     NotFound,
     Temporary,
     UDTerminalState,
+    ValidationError,
     WorldSizeOutOfBounds,
 )
 from atoll.core.metrics import Metrics
@@ -53,6 +57,21 @@ def create(spec: TrainingSpec, key: str, *, clock: Clock = time.monotonic) -> Fl
     """Stored once, however often the request has to be repeated."""
     effect = Send("POST", ALL, body=encode(spec), headers={"Idempotency-Key": key})
     return decode((yield from send(effect, clock=clock)), Training)
+
+
+def deploy(spec: TrainingSpec, shared: Mapping[str, Any], key: str) -> Flow[Training]:
+    """Stored; with `shared`, the fields that a rank beside the caller gets, if it runs there.
+
+    A control plane on this machine need not run ranks on it: the way to a cluster's may lead
+    through a port here. So `local` is asked for first, and is refused where it is not.
+    """
+    if shared:
+        try:
+            return (yield from create(replace(spec, executor="local", **shared), key))
+        except ValidationError as error:
+            if spec.executor is not None or error.field != "executor":
+                raise
+    return (yield from create(spec, key))
 
 
 def get(name: str) -> Flow[Training]:
@@ -147,9 +166,9 @@ def ignore(training: Training) -> None:
 
 def wait(
     who: Who,
-    settle: Settle[T],
-    *,
     timeout: float | None,
+    *,
+    settle: Settle[T],
     needed: Callable[[Training], int],
     at_entry: OnRead = ignore,
     on_read: OnRead = ignore,
@@ -222,81 +241,28 @@ def _next(
     raise AssertionError
 
 
-def wait_until_min_world(
-    who: Who,
-    timeout: float | None,
-    *,
-    on_read: OnRead = ignore,
-    clock: Clock = time.monotonic,
-) -> Flow[WorldStatus]:
-    def settle(training: Training) -> WorldStatus | None:
-        _raise_if_lost(training, training.spec.world_size.min)
-        world = world_of(training)
-        return world if _is_won(training) or world.ready >= world.min else None
-
-    return (
-        yield from wait(who, settle, timeout=timeout, needed=_min, on_read=on_read, clock=clock)
-    )
+def _has_min(training: Training) -> WorldStatus | None:
+    _raise_if_lost(training, training.spec.world_size.min)
+    world = world_of(training)
+    return world if _is_won(training) or world.ready >= world.min else None
 
 
-def wait_until_target_world(
-    who: Who,
-    timeout: float | None,
-    *,
-    on_read: OnRead = ignore,
-    clock: Clock = time.monotonic,
-) -> Flow[WorldStatus]:
-    def settle(training: Training) -> WorldStatus | None:
-        _raise_if_lost(training, training.spec.world_size.target)
-        world = world_of(training)
-        is_fresh = training.status.observed_generation >= training.generation
-        return world if _is_won(training) or (is_fresh and world.ready >= world.target) else None
-
-    return (
-        yield from wait(who, settle, timeout=timeout, needed=_target, on_read=on_read, clock=clock)
-    )
-
-
-def wait_until_complete(
-    who: Who,
-    timeout: float | None,
-    *,
-    on_read: OnRead = ignore,
-    clock: Clock = time.monotonic,
-) -> Flow[WorldStatus]:
-    def refuse_if_over(training: Training) -> None:
-        if training.status.phase.is_terminal:
-            phase = training.status.phase.value
-            raise UDTerminalState(phase, message=f"the training is already {phase}")
-
-    return (
-        yield from wait(
-            who,
-            _ended,
-            timeout=timeout,
-            needed=_target,
-            at_entry=refuse_if_over,
-            on_read=on_read,
-            clock=clock,
-        )
-    )
-
-
-def result(
-    who: Who,
-    timeout: float | None,
-    *,
-    on_read: OnRead = ignore,
-    clock: Clock = time.monotonic,
-) -> Flow[WorldStatus]:
-    return (
-        yield from wait(who, _ended, timeout=timeout, needed=_target, on_read=on_read, clock=clock)
-    )
+def _has_target(training: Training) -> WorldStatus | None:
+    _raise_if_lost(training, training.spec.world_size.target)
+    world = world_of(training)
+    is_fresh = training.status.observed_generation >= training.generation
+    return world if _is_won(training) or (is_fresh and world.ready >= world.target) else None
 
 
 def _ended(training: Training) -> WorldStatus | None:
     _raise_if_lost(training, training.spec.world_size.target)
     return world_of(training) if _is_won(training) else None
+
+
+def _refuse_if_over(training: Training) -> None:
+    if training.status.phase.is_terminal:
+        phase = training.status.phase.value
+        raise UDTerminalState(phase, message=f"the training is already {phase}")
 
 
 def ended(training: Training) -> WorldStatus:
@@ -328,3 +294,9 @@ def _raise_if_lost(training: Training, required: int) -> None:
         required_min=required,
         rank_exits=[rank_exit for rank_exit in status.rank_exits if rank_exit.is_failure],
     )
+
+
+wait_until_min_world = partial(wait, settle=_has_min, needed=_min)
+wait_until_target_world = partial(wait, settle=_has_target, needed=_target)
+wait_until_complete = partial(wait, settle=_ended, needed=_target, at_entry=_refuse_if_over)
+result = partial(wait, settle=_ended, needed=_target)

@@ -21,37 +21,60 @@ PATIENCE_S = 60.0
 
 
 class Position:
-    """How much of each rank's log was given out, so that a second reading skips it."""
+    """How far each rank's log was given out, so that a second reading goes on from there.
+
+    By the places that lines have; where they have none, by counting lines, all of them again.
+    """
 
     def __init__(self, who: Who, ranks: Sequence[int] | None, tail: int | None, follow: bool):
-        query = {"rank": list(ranks or ()), "tail": tail, "follow": follow or None}
-        self.request = stream_request(Send("GET", f"{who.path}/logs", query))
-        self._can_resume = follow and tail is None
+        self._path = f"{who.path}/logs"
+        self._ranks = list(ranks or ())
+        self._tail = tail
+        self._follow = follow
+        self._places: dict[int, int] | None = None
         self._given: Counter[int] = Counter()
         self._passed: Counter[int] = Counter()
         self._lost_at: float | None = None
 
+    @property
+    def request(self) -> dict[str, Any]:
+        query: dict[str, Any] = {"rank": self._ranks, "follow": self._follow or None}
+        if self._places is None:
+            query["tail"] = self._tail
+        elif self._places:
+            query["places"] = ",".join(f"{rank}:{at}" for rank, at in self._places.items())
+        return stream_request(Send("GET", self._path, query))
+
     def new(self, raw: str) -> LogLine | None:
         """The line, unless it was given out before. Raises Temporary where the server cut it."""
+        self._lost_at = None  # whoever says something, be it a heartbeat, is there
         if not raw:
             return None
         found: dict[str, Any] = msgspec.json.decode(raw)
         if found.get("cut"):
             raise Temporary("the server went away while its log was read")
+        if "places" in found:
+            self._places = {int(rank): at for rank, at in found["places"].items()}
+            return None
         line = LogLine(rank=found["rank"], text=found["text"])
+        if "at" in found:
+            self._places = {} if self._places is None else self._places
+            self._places[line.rank] = found["at"]
+            return line
         self._passed[line.rank] += 1
         if self._passed[line.rank] <= self._given[line.rank]:
             return None
         self._given[line.rank] += 1
-        self._lost_at = None
         return line
 
     def lost(self, error: Temporary) -> None:
-        """The connection broke: read again from the start, or give up."""
+        """The connection broke: go on where it did, or give up."""
         self._passed.clear()
         now = time.monotonic()
         self._lost_at = self._lost_at or now
-        if not self._can_resume or now - self._lost_at > PATIENCE_S:
+        # Counted lines say nothing of where a tail began.
+        is_placed = self._tail is None or self._places is not None or not self._given
+        if not self._follow or not is_placed or now - self._lost_at > PATIENCE_S:
             raise error
 
 

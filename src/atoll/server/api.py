@@ -86,7 +86,8 @@ NATIVE = (
         "GET",
         f"{ONE}/logs",
         reports.logs,
-        "Log lines with their rank, as line-delimited JSON.",
+        "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, first the "
+        '`places` they begin at; `{"cut":true}` last where the server goes away.',
         {200: Said("Lines.", LogLine, NDJSON), **_NAMED},
         query=reports.LogQuery,
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -18,6 +17,7 @@ from atoll.core.model import encode
 from atoll.core.ports import Executor
 from atoll.server import api, deployments, health
 from atoll.server.auth import caller
+from atoll.server.background import beside
 from atoll.server.gauges import Gauges
 from atoll.server.openapi import document
 from atoll.server.operations import Operation, Plane, TokenStore, routes
@@ -59,13 +59,8 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def counted(_: Litestar) -> AsyncIterator[None]:
-        task = asyncio.create_task(gauges.follow(store))
-        try:
+        async with beside(gauges.follow(store)):
             yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     known: dict[int | type[Exception], Any] = {
         AtollError: on_atoll_error,

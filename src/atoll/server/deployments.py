@@ -20,6 +20,7 @@ from litestar.exceptions import HTTPException
 from litestar.handlers import HTTPRouteHandler
 from litestar.response import Stream
 from msgspec import Meta
+from msgspec.structs import replace
 
 import atoll
 from atoll.core.errors import (
@@ -35,6 +36,7 @@ from atoll.core.ports import Change, Key, Store
 from atoll.core.status import LogLine, Training
 from atoll.remote.local_rendezvous import find_etcd
 from atoll.server import reports, trainings
+from atoll.server.admission import admitted, default_executor, executor_of
 from atoll.server.auth import caller
 from atoll.server.deployments_answers import CLOSE, ON_ERROR, UNSUPPORTED, Unsupported, said
 from atoll.server.deployments_request import Create, Probe, Scale, spec_of
@@ -100,13 +102,13 @@ async def create(call: Call) -> Answer:
     wish = decode(body, Create)
     if not wish.distributed.enabled:
         raise ValidationError("distributed.enabled", False, "expected true")
-    executor = executor_of(call.plane)
+    executor = default_executor(call.plane.executors)
     spec = spec_of(
         wish,
-        executor=executor,
         backend=rendezvous_of(wish.distributed.rendezvous.backend, executor),
         path_first=str(Path(sys.executable).parent) if executor == "local" else None,
     )
+    spec = admitted(spec, call.plane.executors)
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
@@ -189,11 +191,7 @@ async def _until_gone(store: Store, key: Key, deadline: float) -> None:
         raise Temporary(f"{key[1]!r} is still being removed: try again") from None
 
 
-def executor_of(plane: Plane) -> str:
-    return "local" if "local" in plane.executors else min(plane.executors)
-
-
-def rendezvous_of(asked: str, executor: str) -> str:
+def rendezvous_of(asked: str, executor: str | None) -> str:
     """What was asked for; c10d where this machine has nothing to meet in etcd with.
 
     Both are elastic, and etcd-v2 is the client's default, not its user's decision.
@@ -232,10 +230,13 @@ async def restart(call: Call) -> Answer:
     """The same training from the start: removed, and created again once it is gone."""
     store = call.plane.store
     old = await store.get(call.key)
+    spec = replace(admitted(old.spec, call.plane.executors), cancel=False)
+    if spec.source is not None:  # read now: the code goes with the record
+        spec = replace(spec, source=replace(spec.source, content=await store.source(old)))
     await trainings.delete(call)
     await _until_gone(store, call.key, time.monotonic() + REMOVAL_S)
     again = Training(
-        namespace=old.namespace, uid=uuid.uuid4().hex, spec=old.spec, created_at=time.time()
+        namespace=old.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
     return said(deployment(await store.create(again)))
 
@@ -255,7 +256,7 @@ async def logs(call: Call) -> Answer:
     query: LogQuery = call.query
     training = await call.plane.store.get(call.key)
     end = reports.End(training)
-    lines = trainings_executor(call.plane, training).logs(
+    lines = executor_of(training, call.plane.executors).logs(
         training, tail=query.tail, follow=end.is_reached if query.follow else None
     )
     is_shown = training.spec.world_size.max > 1
@@ -263,13 +264,6 @@ async def logs(call: Call) -> Answer:
     limit_s = FOLLOW_LIMIT_S if query.follow else None
     chunks = call.plane.streams.run(source, beat=b"", limit_s=limit_s)
     return Stream(chunks, media_type="text/plain; charset=utf-8", headers=dict(CLOSE))
-
-
-def trainings_executor(plane: Plane, training: Training) -> Any:
-    found = plane.executors.get(training.spec.executor)
-    if found is None:
-        raise Temporary(f"the executor {training.spec.executor!r} is not set up on this server")
-    return found
 
 
 async def _text(

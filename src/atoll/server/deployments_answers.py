@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ValidationError
+from atoll.core.fields import renamed
 from atoll.core.model import encode
+from atoll.server.deployments_request import FIELDS
 from atoll.server.deployments_wire import Json, moment
 from atoll.server.operations import Answer
 from atoll.server.problems import status_of
@@ -71,6 +73,8 @@ def refused(status: int, message: str) -> Answer:
 def _on_atoll_error(request: Request[Any, Any, Any], error: AtollError) -> Answer:
     if isinstance(error, Unsupported):
         return refused(501, str(error))
+    if isinstance(error, ValidationError):
+        error = renamed(error, FIELDS)
     return refused(status_of(error), str(error))
 
 

@@ -95,10 +95,32 @@ class Scale(SpecModel, frozen=True):
     target: int
 
 
-def spec_of(
-    create: Create, *, executor: str, backend: str, path_first: str | None = None
-) -> TrainingSpec:
-    """The training that is asked for. `backend` is the rendezvous there is on that executor.
+# What a field of the training is made from.
+FIELDS = {
+    "name": "instanceName",
+    "source": "distributed.command",
+    "world_size.min": "distributed.worldSize.min",
+    "world_size.target": "distributed.worldSize.target",
+    "world_size.max": "distributed.worldSize.max",
+    "rendezvous_backend": "distributed.rendezvous.backend",
+    "provider_filter.include": "distributed.providerFilter.include",
+    "provider_filter.exclude": "distributed.providerFilter.exclude",
+    "topology_spread": "distributed.topologySpread.strategy",
+    "nccl_env": "distributed.nccl.env",
+    "bench": "distributed.bench.mode",
+    "bench_placement": "distributed.bench.placement",
+    "cpu": "resources.cpu",
+    "memory": "resources.memory",
+    "gpu_count": "resources.gpus.count",
+    "gpu_models": "resources.gpus.model",
+    "min_gpu_memory_gb": "resources.gpus.minGpuMemoryGb",
+    "ttl_seconds": "ttlSeconds",
+    "deadline_s": "ttlSeconds",
+}
+
+
+def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> TrainingSpec:
+    """The training that is asked for. `backend` is the rendezvous there is where it runs.
 
     The time to live bounds the run, as it does there; but what is over is kept as long again,
     so that nobody waits for a training and finds it deleted.
@@ -139,7 +161,6 @@ def spec_of(
         rendezvous=RendezvousSpec(backend=backend),  # type: ignore[arg-type]
         deadline_s=None if ttl_seconds is None else float(ttl_seconds),
         ttl_seconds=ttl_seconds,
-        executor=executor,
     )
 
 

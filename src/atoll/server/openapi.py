@@ -42,7 +42,7 @@ RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Resources", "memory", _or_null(_QUANTITY)),
     ("Resources", "gpuCount", {"minimum": 0, "maximum": 1024}),
     ("TrainingSpec", "name", {"pattern": NAME_PATTERN}),
-    ("TrainingSpec", "executor", {"pattern": NAME_PATTERN}),
+    ("TrainingSpec", "executor", _or_null({"type": "string", "pattern": NAME_PATTERN})),
     ("TrainingSpec", "maxRestarts", {"minimum": 0, "maximum": 1_000_000}),
     ("TrainingSpec", "startGraceS", {"minimum": 0, "maximum": MAX_SECONDS}),
     ("TrainingSpec", "stopGraceS", {"minimum": 0, "maximum": 3600}),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.core.errors import Gone, Temporary
+from atoll.core.errors import Gone, ValidationError
 from atoll.core.metrics import measured
 from atoll.core.model import Model, encode
-from atoll.core.ports import Store
+from atoll.core.ports import Executor, Resuming, Store
 from atoll.core.status import Event, LogLine, Training
 from atoll.core.usage import usage as used
+from atoll.server.admission import executor_of
+from atoll.server.background import beside
 from atoll.server.operations import (
     NDJSON,
     Answer,
@@ -36,6 +37,10 @@ class LogQuery(Query, frozen=True):
     rank: list[Rank] = []
     tail: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     follow: bool = False
+    # Go on after these lines, by rank: the `at` of each, or the places told first. `0:120,3:8`
+    places: (
+        Annotated[str, Meta(pattern="^[0-9]{1,10}:[0-9]{1,18}(,[0-9]{1,10}:[0-9]{1,18})*$")] | None
+    ) = None
 
 
 class EventQuery(Query, frozen=True):
@@ -49,18 +54,12 @@ class EventList(Model, frozen=True):
 async def logs(call: Call) -> Answer:
     query: LogQuery = call.query
     training = await call.plane.store.get(call.key)
-    executor = call.plane.executors.get(training.spec.executor)
-    if executor is None:
-        raise Temporary(f"the executor {training.spec.executor!r} is not set up on this server")
+    executor = executor_of(training, call.plane.executors)
     end = End(training)
-    lines = executor.logs(
-        training,
-        ranks=query.rank or None,
-        tail=query.tail,
-        follow=end.is_reached if query.follow else None,
-    )
+    follow = end.is_reached if query.follow else None
+    lines, head = await _begun(executor, training, query, follow)
     watched = end.watched(call.plane.store) if query.follow else contextlib.nullcontext()
-    source = _encoded(lines, watched)
+    source = _encoded(lines, watched, head)
     return stream_answer(call.plane.streams.run(source, beat=BEAT, cut=CUT), NDJSON)
 
 
@@ -74,15 +73,8 @@ class End:
     def is_reached(self) -> bool:
         return self._is_over
 
-    @contextlib.asynccontextmanager
-    async def watched(self, store: Store) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._follow(store))
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+    def watched(self, store: Store) -> AbstractAsyncContextManager[None]:
+        return beside(self._follow(store))
 
     async def _follow(self, store: Store) -> None:
         seen = self._training
@@ -98,11 +90,33 @@ class End:
                 self._is_over = seen.status.phase.is_terminal
 
 
+async def _begun(
+    executor: Executor, training: Training, query: LogQuery, follow: Callable[[], bool] | None
+) -> tuple[AsyncIterator[LogLine], bytes]:
+    """The lines; and where they begin, for a reader that may have to come back for the rest."""
+    ranks = query.rank or None
+    if not isinstance(executor, Resuming):
+        if query.places is not None:
+            expected = f"the executor {training.executor!r} has none: leave them out"
+            raise ValidationError("places", query.places, expected)
+        return executor.logs(training, ranks=ranks, tail=query.tail, follow=follow), b""
+    places: dict[int, int] = {}
+    if query.tail is not None:
+        places = await executor.log_places(training, query.tail, ranks=ranks)
+    head = encode({"places": places}) + b"\n" if follow and query.tail is not None else b""
+    for pair in query.places.split(",") if query.places else ():
+        rank, _, at = pair.partition(":")
+        places[int(rank)] = int(at)
+    return executor.logs_after(training, places, ranks=ranks, follow=follow), head
+
+
 async def _encoded(
-    lines: AsyncIterator[LogLine], watched: AbstractAsyncContextManager[None]
+    lines: AsyncIterator[LogLine], watched: AbstractAsyncContextManager[None], head: bytes
 ) -> AsyncIterator[bytes]:
     async with watched:
         try:
+            if head:
+                yield head
             async for line in lines:
                 yield encode(line) + b"\n"
         finally:

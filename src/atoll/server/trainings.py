@@ -22,9 +22,10 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.model import Model, SpecModel, encode
-from atoll.core.ports import Change, Checking, Key, Store
+from atoll.core.ports import Change, Key, Store
 from atoll.core.problem import problem_of
 from atoll.core.status import Event, Training, TrainingList
+from atoll.server.admission import admitted
 from atoll.server.operations import SSE, Answer, Call, Query, json_answer, stream_answer
 from atoll.server.problems import status_of
 
@@ -63,14 +64,7 @@ class Removal(Model, frozen=True):
 
 
 async def create(call: Call) -> Answer:
-    spec = call.body
-    executors = call.plane.executors
-    if spec.executor not in executors:
-        known = ", ".join(sorted(executors)) or "none"
-        raise ValidationError("executor", spec.executor, f"this server has: {known}")
-    executor = executors[spec.executor]
-    if isinstance(executor, Checking):
-        executor.check(spec)
+    spec = admitted(call.body, call.plane.executors)
     wish = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )

@@ -80,7 +80,7 @@ def to_event(raw: Json, event: Event) -> Json:
 def spec_body(training: Training) -> Json:
     made: Json = msgspec.json.decode(encode(training.spec))
     made.pop("name")
-    return {**made, "executor": training.spec.executor}
+    return made
 
 
 def status_body(training: Training, status: Status, events: list[Json]) -> Json:

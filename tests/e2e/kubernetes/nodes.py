@@ -19,7 +19,9 @@ from tests.e2e.kubernetes.images import ATOLL, BUSYBOX, ETCD, PAUSE, archive
 if TYPE_CHECKING:
     from tests.e2e.kubernetes.control_plane import ControlPlane
 
-IMAGE = BUSYBOX
+# What ranks of the tests run in: made here for our own nodes, pulled by a cluster that is there.
+IMAGE = BUSYBOX if "KUBEBUILDER_ASSETS" in os.environ else "busybox:1.37"
+IMAGE = os.environ.get("ATOLL_TEST_IMAGE", IMAGE)
 CNI_RESULTS = Path("/var/lib/cni/results")
 
 CONTAINERD = """
@@ -54,6 +56,7 @@ class Node:
         self.name = f"node-{number}"
         self.where = plane.where / self.name
         self._bridge = f"atoll{os.getpid() % 100000}n{number}"[:15]
+        self.address = f"10.{200 + number}.{os.getpid() % 250}.1"
         self._subnet = f"10.{200 + number}.{os.getpid() % 250}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -177,13 +180,11 @@ class Node:
             self._ctr("images", "import", "-", stdin=archive(name))
 
     def _kubelet(self) -> None:
-        from tests.e2e.kubernetes.control_plane import free_port
-
         config = {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
             "address": f"{self._subnet}.1",
-            "port": free_port(),
+            "port": 10250,
             "healthzPort": 0,
             "readOnlyPort": 0,
             "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},

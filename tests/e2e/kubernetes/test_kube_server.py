@@ -53,7 +53,6 @@ def test_a_training_runs_scales_and_ends_through_the_sdk(
         name="tiny",
         command=["sh", "-c", "echo rank $RANK; [ $RANK -lt 3 ] || exit 0; sleep 12"],
         image=IMAGE,
-        executor="kubernetes",
         world_size=atoll.WorldSize(min=1, target=2, max=4),
     )
     training.wait_until_min_world(timeout=60)
@@ -92,7 +91,6 @@ def test_what_the_cluster_will_never_run_is_refused_at_once(
         client.deploy_distributed(
             name="tiny",
             command=["true"],
-            executor="kubernetes",
             world_size=atoll.WorldSize(min=1, target=1, max=1),
         )
     assert space.json("get", "trainings")["items"] == []

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +20,13 @@ from msgspec.structs import replace
 import atoll
 from atoll.core.phase import Phase
 from atoll.core.status import LogLine, Status, Training, WorldStatus
-from atoll.sdk.embedded import read_token, start
+from atoll.sdk.embedded import read_token, running, start, start_time
 from atoll.server.app import create_app
 from atoll.server.auth import hashed
 from atoll.server.streams import Streams
 from atoll.store.sqlite import SQLiteStore
+
+PATIENCE_S = 60
 
 
 class PrintedLogs:
@@ -47,13 +53,13 @@ class PrintedLogs:
 class Served:
     """The real server on a real port and a real store; the test plays the controller."""
 
-    def __init__(self, where: Path, **settings: Any) -> None:
+    def __init__(self, where: Path, executors: Any = None, **settings: Any) -> None:
         self.loop = asyncio.new_event_loop()
         self.store = SQLiteStore(where / "db", **settings)
         self.streams = Streams(heartbeat_s=0.2)
         app = create_app(
             store=self.store,
-            executors={"local": PrintedLogs()},  # type: ignore[dict-item]
+            executors={"local": PrintedLogs()} if executors is None else executors,
             streams=self.streams,
         )
         config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="on")
@@ -172,3 +178,37 @@ def client(plane: Plane) -> Iterator[atoll.Client]:
         yield found
         for training in found.list():
             training.delete()
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state directory of our own; whatever serves it afterwards is stopped."""
+    found = tmp_path / "state"
+    monkeypatch.setenv("ATOLL_STATE_DIR", str(found))
+    monkeypatch.delenv("ATOLL_URL", raising=False)
+    monkeypatch.delenv("ATOLL_TOKEN", raising=False)
+    yield found
+    if running(found):
+        with atoll.Client() as client:
+            for training in client.list():
+                training.delete()
+        stop(found)
+
+
+def told(where: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((where / "endpoint.json").read_text())
+    return found
+
+
+def stop(where: Path, how: signal.Signals = signal.SIGTERM) -> None:
+    """That one is gone; a client that needs one may have started the next by then."""
+    pid, started = int(str(told(where)["pid"])), told(where)["startTime"]
+    os.kill(pid, how)
+    until(lambda: start_time(pid) != started)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -46,6 +46,23 @@ def test_an_error_has_the_body_that_the_client_reads(served: Served) -> None:
         assert answer.headers["connection"] == "close"
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"worldSize": {"min": 3, "target": 2, "max": 4}}, "distributed.worldSize.min: 3"),
+        ({"worldSize": {"min": "3", "target": 2, "max": 4}}, "distributed.worldSize.min: "),
+        ({"nccl": {"env": {"RANK": "1"}}}, "distributed.nccl.env.RANK: '1'"),
+        ({"bench": {"mode": "ever"}}, "distributed.bench.mode: 'ever'"),
+    ],
+)
+def test_a_refused_field_has_the_name_that_was_sent(
+    served: Served, changes: dict[str, Any], told: str
+) -> None:
+    answer = served.http.post("/deployments", json=body("a", **changes))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(told)
+
+
 def test_a_namespace_sees_only_its_own_deployments(served: Served) -> None:
     served.create("mine")
     with served.client("two") as other:
@@ -88,6 +105,8 @@ def test_a_name_that_is_being_given_up_is_waited_for(served: Served) -> None:
 def test_a_restart_keeps_the_spec_and_starts_anew(served: Served) -> None:
     served.http.post("/deployments", json=body("a", nccl={"env": {"NCCL_DEBUG": "INFO"}}))
     before = served.do(served.store.get(("one", "a")))
+    code = served.do(served.store.source(before))
+    served.http.post("/v1/trainings/a/cancel").raise_for_status()
     timer = threading.Timer(0.3, served.remove, ["a"])
     timer.start()
     assert served.http.post("/deployments/a/restart", json={}).status_code == 200
@@ -95,6 +114,8 @@ def test_a_restart_keeps_the_spec_and_starts_anew(served: Served) -> None:
     after = served.do(served.store.get(("one", "a")))
     assert after.spec == before.spec
     assert after.uid != before.uid
+    assert b"true" in code
+    assert served.do(served.store.source(after)) == code
 
 
 def test_a_scale_is_in_the_answer_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx2
@@ -20,40 +18,7 @@ import atoll
 from atoll.core.errors import Permanent
 from atoll.sdk.embedded import read_token, running, start, state_dir
 
-PATIENCE_S = 60
-
-
-@pytest.fixture
-def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A state directory of our own; whatever serves it afterwards is stopped."""
-    found = tmp_path / "state"
-    monkeypatch.setenv("ATOLL_STATE_DIR", str(found))
-    monkeypatch.delenv("ATOLL_URL", raising=False)
-    monkeypatch.delenv("ATOLL_TOKEN", raising=False)
-    yield found
-    if running(found):
-        with atoll.Client() as client:
-            for training in client.list():
-                training.delete()
-        stop(found)
-
-
-def told(where: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((where / "endpoint.json").read_text())
-    return found
-
-
-def stop(where: Path, how: signal.Signals = signal.SIGTERM) -> None:
-    pid = int(str(told(where)["pid"]))
-    os.kill(pid, how)
-    until(lambda: not running(where))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+from .conftest import PATIENCE_S, stop, told, until
 
 
 def test_the_first_call_starts_it_and_later_ones_find_it(where: Path) -> None:

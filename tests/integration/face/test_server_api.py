@@ -40,12 +40,12 @@ BAD_INPUT: list[tuple[str, str, Any, int, str | None]] = [
     ("POST", "/v1/trainings", body(name=""), 400, "name"),
     ("POST", "/v1/trainings", body(name="a\n"), 400, "name"),
     ("POST", "/v1/trainings", {"worldSize": SIZE, "command": ["true"]}, 400, "name"),
-    ("POST", "/v1/trainings", world(min=3), 400, "world_size.min"),
-    ("POST", "/v1/trainings", world(target=5), 400, "world_size.target"),
-    ("POST", "/v1/trainings", world(min=-1), 400, "world_size.min"),
-    ("POST", "/v1/trainings", world(min=0), 400, "world_size.min"),
-    ("POST", "/v1/trainings", world(max=10**9), 400, "world_size.max"),
-    ("POST", "/v1/trainings", world(max=HUGE), 400, "world_size.max"),
+    ("POST", "/v1/trainings", world(min=3), 400, "worldSize.min"),
+    ("POST", "/v1/trainings", world(target=5), 400, "worldSize.target"),
+    ("POST", "/v1/trainings", world(min=-1), 400, "worldSize.min"),
+    ("POST", "/v1/trainings", world(min=0), 400, "worldSize.min"),
+    ("POST", "/v1/trainings", world(max=10**9), 400, "worldSize.max"),
+    ("POST", "/v1/trainings", world(max=HUGE), 400, "worldSize.max"),
     ("POST", "/v1/trainings", world(min="2"), 400, "worldSize.min"),
     ("POST", "/v1/trainings", world(min=1.5), 400, "worldSize.min"),
     ("POST", "/v1/trainings", body(command=None), 400, "command"),
@@ -53,8 +53,14 @@ BAD_INPUT: list[tuple[str, str, Any, int, str | None]] = [
     ("POST", "/v1/trainings", body(command="true"), 400, "command"),
     ("POST", "/v1/trainings", body(env={"RANK": "1"}), 400, "env.RANK"),
     ("POST", "/v1/trainings", body(executor="nowhere"), 400, "executor"),
-    ("POST", "/v1/trainings", body(workingDir="../x"), 400, "working_dir"),
-    ("POST", "/v1/trainings", body(maxRestarts=-1), 400, "max_restarts"),
+    ("POST", "/v1/trainings", body(workingDir="../x"), 400, "workingDir"),
+    ("POST", "/v1/trainings", body(resources={"gpuCount": -1}), 400, "resources.gpuCount"),
+    ("POST", "/v1/trainings", body(bench={"mode": "ever"}), 400, "bench.mode"),
+    ("POST", "/v1/trainings", body(bench={"surprise": 1}), 400, "bench.surprise"),
+    ("POST", "/v1/trainings", body(rendezvous={"uri": "ftp://x"}), 400, "rendezvous.uri"),
+    ("POST", "/v1/trainings", body(ncclEnv={"A_B": "\0"}), 400, "ncclEnv.A_B"),
+    ("POST", "/v1/trainings", body(pipPackages=["\0"]), 400, "pipPackages[0]"),
+    ("POST", "/v1/trainings", body(maxRestarts=-1), 400, "maxRestarts"),
     ("POST", "/v1/trainings", body(source={"kind": "script"}), 400, "source.content"),
     ("POST", "/v1/trainings", [], 400, "body"),
     ("POST", "/v1/trainings", None, 400, "body"),
@@ -124,6 +130,13 @@ def test_bad_input_has_a_clear_answer_and_changes_nothing(served: Served) -> Non
             wrong.append((method, path, sent, answer.status_code, answer.text))
     assert wrong == []
     assert served.do(served.store.version()) == before
+
+
+def test_the_words_of_an_error_have_the_names_of_the_wire_too(served: Served) -> None:
+    told = served.http.post("/v1/trainings", json=world(min=3)).json()
+    assert told["detail"] == (
+        "worldSize.min: 3 is not valid: expected at most worldSize.target (2)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from msgspec.structs import replace
 
 from atoll.cli.look import moment
 from atoll.cli.measure import count
@@ -70,7 +71,10 @@ def test_only_the_last_lines_are_shown() -> None:
 
 
 def test_a_cancelled_training_is_no_failure() -> None:
-    assert verdict(ended(Phase.CANCELLED)) == "t was cancelled"
+    cancelled = ended(Phase.CANCELLED)
+    assert verdict(cancelled) == "t was cancelled"
+    removed = replace(cancelled, deletion_requested_at=1.0)
+    assert verdict(removed) == "t was cancelled: it is being removed"
 
 
 @pytest.mark.parametrize(

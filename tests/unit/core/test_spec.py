@@ -17,6 +17,7 @@ from atoll.core.spec import (
     TrainingSpec,
     WorldSize,
 )
+from atoll.core.status import Training
 
 WORLD = WorldSize(min=1, target=2, max=3)
 
@@ -121,3 +122,10 @@ def test_a_placement_is_not_looked_at_while_bench_is_off() -> None:
 def test_only_a_strict_placement_is_on_the_wire() -> None:
     assert b"placement" not in encode(BenchSpec(mode="on-start"))
     assert b'"placement":"strict"' in encode(BenchSpec(mode="on-start", placement="strict"))
+
+
+def test_a_record_that_names_no_executor_was_made_for_this_machine() -> None:
+    spec = TrainingSpec(name="a", world_size=WorldSize(min=1, target=1, max=1), command=["true"])
+    old = Training(namespace="n", uid="u", spec=spec)
+    assert b"executor" not in encode(old)
+    assert decode(encode(old), Training).executor == "local"

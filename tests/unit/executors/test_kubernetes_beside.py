@@ -17,18 +17,19 @@ from atoll.executors.kubernetes_bench import is_over, read_bench, render_bench, 
 from atoll.executors.kubernetes_etcd import (
     address,
     answering,
-    is_held,
-    render_begun,
     render_etcd,
     render_etcd_service,
     words,
 )
 from atoll.executors.kubernetes_fabric import members
-from atoll.executors.kubernetes_names import PART
+from atoll.executors.kubernetes_gate import read_gate
+from atoll.executors.kubernetes_names import HELD, PART
+from atoll.executors.kubernetes_patch import is_held, render_begun
 from atoll.executors.kubernetes_pod import Pod
 from atoll.executors.kubernetes_read import is_told_by_pods
 from atoll.executors.kubernetes_render import gang_name, render_job, render_service
 from tests.unit.executors.kube import (
+    MADE,
     NO_ROOM,
     NOW,
     Json,
@@ -40,8 +41,10 @@ from tests.unit.executors.kube import (
     pod,
     running,
     seen,
+    stamp,
     training,
 )
+from tests.unit.executors.test_kubernetes_gate import waiting
 from tests.unit.executors.test_kubernetes_render import GOLDEN, VERSIONS, environment
 
 AGENT = Options(agent_image="atoll:1")
@@ -121,18 +124,23 @@ def test_a_job_is_held_until_its_etcd_answers() -> None:
     made = render_job(training(rendezvous=ETCD_V2), Wish(version=1, size=3), Options())
     assert made["spec"]["suspend"] is True
     assert is_held(made)
-    patch = render_begun(Options())
+    patch = render_begun(made)
     assert patch["spec"]["suspend"] is False
     assert not is_held({"metadata": {"annotations": {}}})
 
 
-def test_a_held_job_asks_its_queue_only_when_it_may_begin() -> None:
-    options, queue = Options(kueue_queue="research"), "kueue.x-k8s.io/queue-name"
-    made = render_job(training(rendezvous=ETCD_V2), Wish(version=1, size=3), options)
-    assert queue not in made["metadata"]["labels"]
-    patch = render_begun(options)
-    assert patch["metadata"]["labels"] == {queue: "research"}
-    assert "spec" not in patch  # to let it go is the queue's business
+def test_a_job_in_a_queue_is_held_at_its_start_gate() -> None:
+    """When it runs is the queue's business, and its pods do not start ranks before that."""
+    options = Options(kueue_queue="research", is_start_gated=True)
+    made = render_job(training(rendezvous=ETCD_V2), Wish(version=1, size=1), options)
+    assert is_held(made)
+    assert "spec" not in render_begun(made)
+    made["status"] = {"startTime": stamp(MADE)}
+    ranks = [Pod(waiting(rank)) for rank in range(3)]
+    given, wish = training(rendezvous=ETCD_V2), Wish(version=1, size=3)
+    assert not read_gate(given, made, wish, ranks, NOW).is_due
+    del made["metadata"]["annotations"][HELD]
+    assert read_gate(given, made, wish, ranks, NOW).is_due
 
 
 def test_the_agent_comes_before_the_start_gate_and_leaves_the_rank_its_class_of_service() -> None:
@@ -228,13 +236,13 @@ def test_a_sidecar_that_is_not_ready_is_not_a_silent_node() -> None:
 
 
 def test_a_sidecar_whose_image_is_missing_is_what_its_rank_waits_for() -> None:
-    waiting = {"waiting": {"reason": "PodInitializing"}}
-    made = pod(0, waiting, phase="Pending")
+    later = {"waiting": {"reason": "PodInitializing"}}
+    made = pod(0, later, phase="Pending")
     made["spec"]["initContainers"] = [{"name": "atoll-fabric", "image": "atoll:9"}]
     pull = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
     made["status"]["initContainerStatuses"] = [
         {"name": "atoll-fabric", "state": pull},
-        {"name": "start-gate", "state": waiting},
+        {"name": "start-gate", "state": later},
     ]
     assert only(seen(made)).message == "the image atoll:9 cannot be pulled: not found"
 

@@ -293,6 +293,7 @@ NOT_OF_THE_JOB = {
     "image_timeout_s",
     "mesh_deadline_s",
     "etcd_image",  # of the Deployment beside it
+    "kubelet_port",
 }
 
 

@@ -52,7 +52,7 @@ SENT: dict[str, Any] = {
 def asked(**changes: Any) -> TrainingSpec:
     inner = {key: changes.pop(key) for key in list(changes) if key in SENT["distributed"]}
     body = {**SENT, **changes, "distributed": {**SENT["distributed"], **inner}}
-    return spec_of(decode(json.dumps(body), Create), executor="local", backend="etcd-v2")
+    return spec_of(decode(json.dumps(body), Create), backend="etcd-v2")
 
 
 def training(status: Status, **world: int) -> Training:

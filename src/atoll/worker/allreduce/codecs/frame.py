@@ -107,3 +107,13 @@ def blocks(row: NDArray[Number], block: int) -> NDArray[Number]:
     if missing:
         row = np.concatenate([row, np.zeros(missing, row.dtype)])
     return row.reshape(-1, block)
+
+
+def scaled(codes: NDArray[np.int8], scales: Floats, block: int) -> Floats:
+    """Each block of codes times its scale, a slice at a time to stay in the cache."""
+    out = np.empty(codes.size, np.float32)
+    for start in range(0, codes.size, SLICE):
+        part = blocks(codes[start : start + SLICE], block)
+        scale = scales[start // block :][: len(part)]
+        out[start : start + SLICE] = (part * scale[:, None]).reshape(-1)[: codes.size - start]
+    return out

@@ -11,6 +11,7 @@ from atoll.worker.allreduce.codecs.frame import (
     blocks,
     check_values,
     pack,
+    scaled,
     squeeze,
     unpack,
     unsqueeze_exactly,
@@ -54,9 +55,4 @@ class Int8:
         if not ((scales >= 0) & (scales <= _LARGEST_SCALE)).all():
             raise ValueError("a scale is not one this codec writes")
         codes = unsqueeze_exactly(coded, size).view(np.int8)
-        out = np.empty(size, np.float32)
-        for start in range(0, size, SLICE):
-            part = blocks(codes[start : start + SLICE], BLOCK)
-            scale = scales[start // BLOCK :][: len(part)]
-            out[start : start + SLICE] = (part * scale[:, None]).reshape(-1)[: size - start]
-        return out
+        return scaled(codes, scales, BLOCK)

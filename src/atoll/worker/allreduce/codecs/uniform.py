@@ -15,6 +15,7 @@ from atoll.worker.allreduce.codecs.frame import (
     blocks,
     check_values,
     pack,
+    scaled,
     squeeze,
     unpack,
     unsqueeze_exactly,
@@ -61,12 +62,7 @@ class Uniform:
         if not ((steps >= 0) & (steps <= _LARGEST)).all():
             raise ValueError("a step is not one this codec writes")
         codes = unsqueeze_exactly(coded_codes, size).view(np.int8)
-        out = np.empty(size, np.float32)
-        for start in range(0, size, SLICE):
-            part = blocks(codes[start : start + SLICE], BLOCK)
-            step = steps[start // BLOCK :][: len(part)]
-            out[start : start + SLICE] = (part * step[:, None]).reshape(-1)[: size - start]
-        return out
+        return scaled(codes, steps, BLOCK)
 
 
 # 128 times this is still finite.

@@ -1,0 +1,64 @@
+"""The names of a field: in Python, on the wire, as an option of the command line.
+
+Errors are raised with the name that `deploy_distributed` has for it (`gpu_count`); the wire calls
+it `resources.gpuCount`. An error that changes hands is renamed, the fields in its words too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from msgspec.structs import fields
+
+from atoll.core.errors import ValidationError
+from atoll.core.model import SpecModel
+from atoll.core.spec import ProviderFilter, Resources, Source, TrainingSpec, WorldSize
+
+_SECTIONS: Mapping[str, type[SpecModel]] = {
+    "world_size": WorldSize,
+    "provider_filter": ProviderFilter,
+    "source": Source,
+}
+_WORD = re.compile(r"\w+(?:\.\w+)*")
+
+
+def _names() -> Iterator[tuple[str, str]]:
+    for field in fields(TrainingSpec):
+        yield field.name, field.encode_name
+        for part in fields(_SECTIONS[field.name]) if field.name in _SECTIONS else ():
+            yield f"{field.name}.{part.name}", f"{field.encode_name}.{part.encode_name}"
+    for field in fields(Resources):
+        yield field.name, f"resources.{field.encode_name}"
+    yield "bench", "bench.mode"
+    yield "bench_placement", "bench.placement"
+    yield "bench_require_gbps", "bench.requireGbps"
+    yield "rendezvous_backend", "rendezvous.backend"
+    yield "rendezvous_uri", "rendezvous.uri"
+
+
+ON_WIRE: Mapping[str, str] = dict(_names())
+IN_PYTHON: Mapping[str, str] = {wire: python for python, wire in ON_WIRE.items()}
+
+
+def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError:
+    """The same refusal to somebody who has these names. A field that has none keeps its own."""
+
+    def word(found: re.Match[str]) -> str:
+        # A name of one plain word, such as "command", is no more than a word in a sentence.
+        is_plain = found[0].isalpha() and found[0].islower()
+        return found[0] if is_plain else names.get(found[0], found[0])
+
+    return ValidationError(_named(error.field, names), error.value, _WORD.sub(word, error.expected))
+
+
+def _named(field: str, names: Mapping[str, str]) -> str:
+    """Also of a part: `nccl_env.A`, `gpu_models[0]`."""
+    for end in [len(field), *(at for at in range(len(field))[::-1] if field[at] in ".[")]:
+        known, rest = field[:end], field[end:]
+        if known in names:
+            name = names[known]
+            # `bench.surprise` is in the section `bench`, not in the option of that name.
+            is_section = rest.startswith(".") and name.startswith(f"{known}.")
+            return field if is_section else name + rest
+    return field
