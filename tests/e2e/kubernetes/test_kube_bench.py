@@ -95,7 +95,7 @@ def test_preferred_falls_back_to_another_node_and_says_so(space: Space, operator
     found = until_bench(space, "tiny", "Succeeded")
     assert {found["result"]["probeNodeA"], found["result"]["probeNodeB"]} == {"node-0", "node-1"}
     assert found["result"]["isWorkerPair"] is False
-    assert "not hosts of this training's ranks" in found["message"]
+    assert "not both hosts of this training's ranks" in found["message"]
 
 
 def test_strict_waits_for_a_second_host_in_the_schedulers_words(
