@@ -28,7 +28,7 @@ HOSTS, ROUNDS, WAITS = 16, int(os.environ.get("ROUNDS", "20")), 200
 WATCH = """
 import asyncio, sys, time
 from pathlib import Path
-from atoll.controller.mesh import MeshWatch
+from atoll.executors.mesh_watch import MeshWatch
 from atoll.remote.etcd import EtcdKeys
 from atoll.worker.etcd_server import start_etcd
 

@@ -21,7 +21,7 @@ SRC = Path(__file__).parents[2] / "src"
 WATCH = """
 import asyncio, json, sys
 from pathlib import Path
-from atoll.controller.mesh import MeshWatch
+from atoll.executors.mesh_watch import MeshWatch
 from atoll.remote.etcd import EtcdKeys
 from atoll.worker.etcd_server import start_etcd, stop_etcd
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.controller.mesh import MeshWatch
-from atoll.core.fabric import MeshVerdict
+from atoll.core.fabric import MeshVerdict, agent_name
 from atoll.core.mesh import MeshState
+from atoll.executors.mesh_watch import MeshWatch
 from atoll.remote.etcd import EtcdKeys
 from atoll.worker import fabric
 from atoll.worker.etcd_server import EtcdServer, start_etcd, stop_etcd
@@ -52,6 +52,19 @@ class Heard:
                 pass
         return verdict
 
+    @property
+    def is_quiet(self) -> bool:
+        return self._verdicts.empty()
+
+
+async def until_gate(keys: EtcdKeys, *wanted: str) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            found, index = await keys.list("basilica")
+            if set(found) == {f"basilica/{key}" for key in wanted}:
+                return
+            await keys.next_change("basilica", index)
+
 
 def test_a_successor_knows_without_a_new_word_from_any_agent(server: EtcdServer) -> None:
     async def scene() -> None:
@@ -87,9 +100,8 @@ def test_a_host_that_joins_gets_its_key_and_the_others_keep_theirs(server: EtcdS
                         await heard.until(MeshState.READY)
                         assert await keys.get("basilica/mesh-ready/c") == "1"
                 async with running(watch.run(["a"])):  # and scaled down again
-                    async with asyncio.timeout(20):
-                        await heard.until(MeshState.READY)
-                    assert set((await keys.list("basilica"))[0]) == {"basilica/mesh-ready/a"}
+                    await until_gate(keys, "mesh-ready/a")
+                    assert heard.is_quiet  # one that is left of a whole mesh is no news
             await watch.clear()
             assert (await keys.list("basilica"))[0] == {}
             assert (await keys.list("atoll"))[0] == {}
@@ -124,5 +136,79 @@ def test_rubbish_under_its_keys_is_passed_over(server: EtcdServer) -> None:
             watch = MeshWatch(keys, heard.tell)
             async with running(watch.run(["a", "b"]), *agents(server, "a", "b")):
                 await heard.until(MeshState.READY)
+
+    asyncio.run(scene())
+
+
+def test_ranks_that_share_a_host_share_its_key(server: EtcdServer) -> None:
+    async def scene() -> None:
+        async with EtcdKeys(server.endpoint) as keys:
+            heard = Heard()
+            watch = MeshWatch(keys, heard.tell)
+            names = [agent_name(0, "a"), agent_name(1, "a"), agent_name(2, "b")]
+            async with running(*agents(server, *names), watch.run(names)):
+                await heard.until(MeshState.READY)
+                await until_gate(keys, "mesh-ready/a", "mesh-ready/b")
+            # One of the two on the host has ended: the other still stands behind the key.
+            async with running(*agents(server, *names[1:]), watch.run(names[1:])):
+                await until_gate(keys, "mesh-ready/a", "mesh-ready/b")
+            assert watch.hosts == {"a", "b"}
+
+    asyncio.run(scene())
+
+
+def test_an_etcd_that_comes_back_empty_is_told_everything_again(
+    server: EtcdServer, tmp_path: Path
+) -> None:
+    async def scene() -> None:
+        async with EtcdKeys(server.endpoint) as keys:
+            heard, again = Heard(), Heard()
+            async with running(*agents(server, "a", "b")):
+                async with running(MeshWatch(keys, heard.tell).run(["a", "b"])):
+                    await heard.until(MeshState.READY)
+                server.process.kill()
+                server.process.wait()
+                empty = start_etcd(tmp_path / "other", leases=server.leases)
+                try:
+                    async with running(MeshWatch(keys, again.tell).run(["a", "b"])):
+                        await again.until(MeshState.READY)
+                        await until_gate(keys, "mesh-ready/a", "mesh-ready/b")
+                finally:
+                    stop_etcd(empty)
+
+    asyncio.run(scene())
+
+
+def test_in_an_etcd_of_many_trainings_each_clears_its_own(server: EtcdServer) -> None:
+    async def scene() -> None:
+        async with EtcdKeys(server.endpoint) as keys:
+            heard, other = Heard(), Heard()
+            one, two = "atoll/fabric/one", "atoll/fabric/two"
+            work = [
+                fabric.run("rank-0@a", "127.0.0.1", server.endpoint, one),
+                fabric.run("rank-1@b", "127.0.0.1", server.endpoint, one),
+                fabric.run("rank-0@b", "127.0.0.1", server.endpoint, two),
+                MeshWatch(keys, heard.tell, folder=one).run(["rank-0@a", "rank-1@b"]),
+                MeshWatch(keys, other.tell, folder=two).run(["rank-0@b"]),
+            ]
+            async with running(*work):
+                await heard.until(MeshState.READY)
+                await other.until(MeshState.READY)
+            # By one that has never seen it run: what there is to clear is in etcd.
+            await MeshWatch(keys, folder=one).clear(keep={"b"})
+            await until_gate(keys, "mesh-ready/b")
+            assert (await keys.list(one))[0] == {}
+            assert (await keys.list(two))[0] != {}
+
+    asyncio.run(scene())
+
+
+def test_an_etcd_that_is_not_there_is_named_and_fails_open() -> None:
+    async def scene() -> None:
+        async with EtcdKeys("127.0.0.1:1") as keys:
+            heard = Heard()
+            async with running(MeshWatch(keys, heard.tell, deadline_s=0.3).run(["a"])):
+                verdict = await heard.until(MeshState.DEGRADED)
+                assert "etcd at 127.0.0.1:1" in verdict.message
 
     asyncio.run(scene())

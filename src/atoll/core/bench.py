@@ -80,10 +80,12 @@ def has_floor(spec: TrainingSpec) -> bool:
 
 def result_in_words(result: BenchResult) -> str:
     """Which hosts, how fast, and that they are not the workers' own if they are not."""
-    a, b = result.probe_node_a, result.probe_node_b
-    pair = f"{a} with itself (loopback: the ranks share it)" if a == b else f"{a} <-> {b}"
-    others = "" if result.is_worker_pair else ", which are not hosts of this training's ranks"
-    return f"{pair}{others}: {_rate(result):.3g} Gbit/s"
+    a, b, is_own = result.probe_node_a, result.probe_node_b, result.is_worker_pair
+    if a == b:
+        shared = "loopback: the ranks share it" if is_own else "loopback: no other was to be had"
+        return f"{a} with itself ({shared}): {_rate(result):.3g} Gbit/s"
+    others = "" if is_own else ", which are not both hosts of this training's ranks"
+    return f"{a} <-> {b}{others}: {_rate(result):.3g} Gbit/s"
 
 
 def _rate(result: BenchResult) -> float:

@@ -18,6 +18,16 @@ PAIRS_SHOWN = 8
 DEADLINE_S = 60.0  # after which ranks are let in with what there is
 
 
+def agent_name(rank: int, host: str) -> str:
+    """Of the agent beside one rank, where ranks have one each: `rank-3@gpu-7`."""
+    return f"rank-{rank}@{host}"
+
+
+def host_of(agent: str) -> str:
+    """The host an agent speaks for; one that speaks for a host alone is named as it is."""
+    return agent.rpartition("@")[2]
+
+
 class Roster(Model, frozen=True):
     """The hosts that must reach each other, and where each one's agent listens."""
 

@@ -21,14 +21,16 @@ from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Seen, Training, Wish
 from atoll.executors.kubernetes_alarms import Alarms
 from atoll.executors.kubernetes_archive import Archive
+from atoll.executors.kubernetes_beside import Beside
 from atoll.executors.kubernetes_gate import Gate, render_opened, render_opened_world
 from atoll.executors.kubernetes_hosts import Hosts
 from atoll.executors.kubernetes_keep import Keeper
 from atoll.executors.kubernetes_logs import Source, read_logs
 from atoll.executors.kubernetes_mirror import Mirror
-from atoll.executors.kubernetes_names import NAMESPACE, TRAINING, UID
+from atoll.executors.kubernetes_names import CONTAINER, NAMESPACE, TRAINING, UID
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_patch import (
+    render_begun,
     render_released,
     render_resize,
     render_return,
@@ -46,6 +48,7 @@ from atoll.executors.kubernetes_render import (
     render_size,
     render_world,
 )
+from atoll.executors.kubernetes_trouble import Troubles
 from atoll.remote.kubernetes import Cluster
 
 Json = dict[str, Any]
@@ -53,7 +56,6 @@ Json = dict[str, Any]
 CATCH_UP_S = 1.0  # how long the copy may take to show our own last write
 FEW = 16
 PAUSE_A_RANK_S = 0.002
-TROUBLE_AFTER_S = 3.0  # pods missing for this long: ask the Job controller why
 
 
 class JobExecutor:
@@ -91,7 +93,9 @@ class JobExecutor:
         self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
         self._alarms = Alarms(self._changed.put_nowait)
-        self._troubles: dict[str, tuple[float, str]] = {}
+        self._troubles = Troubles(self.cluster, self._alarms)
+        ring, ring_in = self._changed.put_nowait, self._alarms.set
+        self._beside = Beside(self.cluster, self.options, ring, ring_in, is_owner=is_owner)
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
@@ -103,6 +107,7 @@ class JobExecutor:
             task.remove_done_callback(self._note_end)
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._beside.close()
         await self._archive.close()
         await self._hosts.close()
         await self.cluster.close()
@@ -123,16 +128,27 @@ class JobExecutor:
     async def observe(self, training: Training) -> Seen:
         job, pods = await self._find(training)
         now = self._clock()
-        trouble = await self._trouble(training, job, len(pods), now)
+        beside = [pod for pod in map(Pod, pods) if pod.part != CONTAINER]
+        trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         silent = self._hosts.follow(training.key, pods)
         seen = look(training, job, pods, self.options, now, trouble, silent)
         await self._follow_up(training, job, seen, now)
         self._wake_later(training, seen, now)
+        if job is not None and self._beside.may_begin(job, beside):
+            await self._patch_job(training, render_begun(job))
+        namespace, _ = self._place(training)
+        told = await self._beside.observe(
+            training, namespace, job, seen.newest, beside, seen.seen, now
+        )
         if left := await self._come_back(training, job, now):
             self._alarms.set(training.key, left)
             words = f"too few nodes for min ranks at once; gave way, next try in {left:.0f} s"
-            return replace(seen.seen, room=0, message=words)
-        return seen.seen
+            return replace(told, room=0, message=words)
+        return told
+
+    async def measure(self, training: Training) -> None:
+        job = await self._job(training)
+        await self._beside.measure(training, self._place(training)[0], job, self._clock())
 
     async def release(self, training: Training) -> None:
         """The Job is over for good; it and its pods stay for their logs, until they are purged."""
@@ -148,15 +164,18 @@ class JobExecutor:
         for kind in ("services", "configmaps"):
             with contextlib.suppress(NotFound):
                 await self.cluster.delete(kind, namespace, name)
+        await self._beside.release(training, namespace)
         await self._keeper.let_all_go(namespace, _of(training))
         self._hosts.follow(training.key, ())
-        for memory in (self._written, self._last, self._troubles):
+        self._troubles.forget(training.uid)
+        for memory in (self._written, self._last):
             memory.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
         namespace, name = self._place(training)
         with contextlib.suppress(NotFound):
             await self.cluster.delete("jobs", namespace, name)
+        await self._beside.release(training, namespace)
         await self.cluster.delete_all("pods", namespace, labels=_of(training))
         await self._archive.drop(namespace, training.uid)
         await self._keeper.let_all_go(namespace, _of(training))
@@ -176,6 +195,7 @@ class JobExecutor:
             for task in tasks:
                 task.remove_done_callback(self._note_end)
                 task.cancel()
+            await self._beside.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def logs(
@@ -202,6 +222,7 @@ class JobExecutor:
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""
         await self._keeper.sweep(self.options.namespace, known)
+        await self._beside.sweep(known)
 
     def _place(self, training: Training) -> tuple[str, str]:
         return self.options.namespace or training.namespace, gang_name(training)
@@ -289,25 +310,6 @@ class JobExecutor:
     def _note_job(self, training: Training, job: Json) -> None:
         self._written[training.uid] = _version(job)
         self._last[training.uid] = job
-
-    async def _trouble(self, training: Training, job: Json | None, pods: int, now: float) -> str:
-        """Why pods are missing (quota, admission), from the events of the Job."""
-        if job is None or job["spec"].get("suspend") or finished(job):
-            return ""
-        if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
-            self._troubles.pop(training.uid, None)
-            return ""
-        asked_at, text = self._troubles.get(training.uid, (now, ""))
-        if training.uid not in self._troubles or now - asked_at < TROUBLE_AFTER_S:
-            self._troubles[training.uid] = (asked_at, text)
-            self._alarms.set(training.key, TROUBLE_AFTER_S - (now - asked_at))
-            return text
-        fields = f"involvedObject.uid={job['metadata']['uid']},reason=FailedCreate"
-        listed = await self.cluster.list("events", self._place(training)[0], fields=fields)
-        text = listed.items[-1].get("message", "") if listed.items else ""
-        self._troubles[training.uid] = (now, text)
-        self._alarms.set(training.key, TROUBLE_AFTER_S)
-        return text
 
     async def _follow_up(
         self, training: Training, job: Json | None, seen: Look, now: float

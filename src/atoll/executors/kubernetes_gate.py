@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from atoll.core.gate import may_start
 from atoll.core.status import Training, Wish
 from atoll.executors.kubernetes_names import GATE, GATE_OPENED, START
-from atoll.executors.kubernetes_patch import yielded_at
+from atoll.executors.kubernetes_patch import is_held, yielded_at
 from atoll.executors.kubernetes_pod import TURNED_AWAY, Pod, when
 
 Json = dict[str, Any]
@@ -121,6 +121,7 @@ def read_gate(
     is_due = (
         wish.size > 0
         and yielded_at(job) is None
+        and not is_held(job)
         and may_start(able, world, is_grace_over=is_grace_over)
     )
     return Gate(

@@ -6,10 +6,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from atoll.core.bench import has_floor
 from atoll.core.checks import check_choice, check_int, check_name, check_number, check_strings
 from atoll.core.errors import ValidationError
+from atoll.core.fabric import DEADLINE_S
+from atoll.core.mesh import split_endpoint
 from atoll.core.model import SpecModel
-from atoll.core.rendezvous import needs_etcd
+from atoll.core.rendezvous import ETCD_BACKEND, needs_etcd
 from atoll.core.spec import MAX_SECONDS, TrainingSpec
 
 Json = dict[str, Any]
@@ -62,7 +65,12 @@ class Options(SpecModel, frozen=True):
     is_process_namespace_shared: bool = True
     security_context: Json | None = None
     python: str = "python"  # runs a `source`
-    etcd_endpoint: str | None = None  # host:port, for rendezvous_backend="etcd-v2" and the mesh
+    # For rendezvous_backend="etcd-v2" and the mesh: host:port of one that all trainings share;
+    # unset: each gets its own, of `etcd_image`. The v2 API ended with etcd 3.5.
+    etcd_endpoint: str | None = None
+    etcd_image: str = "quay.io/coreos/etcd:v3.5.21"
+    agent_image: str | None = None  # has Python and atoll: for the mesh and the link bench
+    mesh_deadline_s: float = DEADLINE_S  # ranks are let in with what there is after this
     master_port: int = 29_500
     deadline_margin_s: int = 0  # by which the Job's own deadline is later than the training's
     kubelet_port: int | None = 10_250  # where nodes answer; None: only the cluster is asked
@@ -92,6 +100,9 @@ class Options(SpecModel, frozen=True):
             check_number("gang_timeout_s", self.gang_timeout_s, 1, MAX_SECONDS)
         check_number("gang_backoff_s", self.gang_backoff_s, 1, MAX_SECONDS)
         check_number("image_timeout_s", self.image_timeout_s, 1, MAX_SECONDS)
+        check_number("mesh_deadline_s", self.mesh_deadline_s, 0, MAX_SECONDS)
+        if self.etcd_endpoint is not None and split_endpoint(self.etcd_endpoint) is None:
+            raise ValidationError("etcd_endpoint", self.etcd_endpoint, "expected host:port")
         self._check_volumes()
 
     def _check_volumes(self) -> None:
@@ -131,6 +142,29 @@ class Options(SpecModel, frozen=True):
             raise ValidationError(
                 "gpu_models", needs.gpu_models, "expected models told apart by one node label"
             )
-        if needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh) and self.etcd_endpoint is None:
-            field, value = ("mesh", True) if spec.mesh else ("rendezvous_backend", "etcd-v2")
-            raise ValidationError(field, value, "expected the executor option etcd_endpoint too")
+        self._check_beside(spec)
+
+    def _check_beside(self, spec: TrainingSpec) -> None:
+        """What is to run beside the ranks."""
+        asked = {"mesh": spec.mesh, "bench": spec.bench.mode != "off" and spec.bench.mode}
+        for field, value in asked.items():
+            if value and self.agent_image is None:
+                raise ValidationError(
+                    field, value, "expected the executor option agent_image: an image with atoll"
+                )
+        if has_floor(spec) and spec.bench.placement == "strict":
+            raise ValidationError(
+                "bench_placement",
+                "strict",
+                "expected 'preferred' with bench_require_gbps: the link is measured before the "
+                "ranks have nodes",
+            )
+
+    def has_gate(self, spec: TrainingSpec) -> bool:
+        """Whether its ranks can wait at the mesh gate: somebody finds out, and writes the keys."""
+        is_etcd = spec.rendezvous.backend == ETCD_BACKEND
+        return self.agent_image is not None and (spec.mesh or is_etcd)
+
+    def has_own_etcd(self, spec: TrainingSpec) -> bool:
+        is_needed = needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh)
+        return is_needed and self.etcd_endpoint is None

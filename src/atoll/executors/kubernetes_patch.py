@@ -9,7 +9,16 @@ import msgspec
 
 from atoll.core.model import encode
 from atoll.core.status import Wish
-from atoll.executors.kubernetes_names import FINALIZER, RELEASED, SHRINKS, STOPPED, WISH, YIELDED
+from atoll.executors.kubernetes_names import (
+    FINALIZER,
+    HELD,
+    QUEUE,
+    RELEASED,
+    SHRINKS,
+    STOPPED,
+    WISH,
+    YIELDED,
+)
 
 Json = dict[str, Any]
 
@@ -42,6 +51,18 @@ def render_released() -> Json:
 
 def is_released(job: Json | None) -> bool:
     return RELEASED in ((job or {}).get("metadata", {}).get("annotations") or {})
+
+
+def is_held(job: Json | None) -> bool:
+    return HELD in ((job or {}).get("metadata", {}).get("annotations") or {})
+
+
+def render_begun(before: Json) -> Json:
+    """A merge patch that holds a Job no longer. One in a queue is let go by that."""
+    patch: Json = {"metadata": {"annotations": {HELD: None}}}
+    if QUEUE not in before["metadata"].get("labels", {}):
+        patch["spec"] = {"suspend": False}
+    return patch
 
 
 def render_yield(before: Json, now: float) -> Json:

@@ -6,13 +6,18 @@ from typing import Any
 
 from atoll.core.spec import Resources
 from atoll.core.status import Training
-from atoll.executors.kubernetes_names import PROVIDER, REGION, UID
+from atoll.executors.kubernetes_names import CONTAINER, PART, PROVIDER, REGION, UID
 from atoll.executors.kubernetes_options import Options
 
 Json = dict[str, Any]
 
 # How ranks lie in the cluster, by `topology_spread`: the node label they keep to or spread over.
 SPREAD = {"provider-aware": PROVIDER, "region-aware": REGION}
+
+
+def ranks_of(training: Training) -> dict[str, str]:
+    """The labels of its ranks' pods, and of no others of its pods."""
+    return {UID: training.uid, PART: CONTAINER}
 
 
 def tolerations(needs: Resources, options: Options) -> list[Json]:
@@ -80,7 +85,7 @@ def affinity(training: Training, options: Options) -> Json | None:
                 "weight": weight,
                 "podAffinityTerm": {
                     "topologyKey": key,
-                    "labelSelector": {"matchLabels": {UID: training.uid}},
+                    "labelSelector": {"matchLabels": ranks_of(training)},
                 },
             }
             for key, weight in (
@@ -101,6 +106,6 @@ def spread(training: Training) -> list[Json] | None:
             "maxSkew": 1,
             "topologyKey": key,
             "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": {UID: training.uid}},
+            "labelSelector": {"matchLabels": ranks_of(training)},
         }
     ]

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from atoll.core.status import Exit
-from atoll.executors.kubernetes_names import CONTAINER, FAILURES, FINALIZER, GATE, INDEX
+from atoll.executors.kubernetes_names import CONTAINER, FAILURES, FINALIZER, GATE, INDEX, PART
 
 Json = dict[str, Any]
 
@@ -72,16 +72,21 @@ class Pod:
         self.status: Json = manifest.get("status", {})
         self.name: str = self.metadata["name"]
         self.annotations: Json = self.metadata.get("annotations") or {}
-        self.rank = int(self.annotations.get(INDEX, -1))
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
         self.node: str | None = self.spec.get("nodeName") or None
+        # What a pod is to its training is also what its container is called.
+        self.part: str = (self.metadata.get("labels") or {}).get(PART, CONTAINER)
+        self.index = int(self.annotations.get(INDEX, -1))
+        self.rank = self.index if self.part == CONTAINER else -1
         self.address: str = self.status.get("hostIP", "")  # of its node
         statuses = self.status.get("containerStatuses") or []
-        self.container: Json = next((c for c in statuses if c["name"] == CONTAINER), {})
+        self.container: Json = next((c for c in statuses if c["name"] == self.part), {})
         self.state: Json = self.container.get("state") or {}
-        gates = self.status.get("initContainerStatuses") or []
-        self._gate: Json = next((c.get("state") or {} for c in gates if c["name"] == GATE), {})
+        self._before: list[Json] = self.status.get("initContainerStatuses") or []
+        self._gate: Json = next(
+            (c.get("state") or {} for c in self._before if c["name"] == GATE), {}
+        )
         self._conditions: dict[str, Json] = {
             c["type"]: c for c in self.status.get("conditions") or ()
         }
@@ -158,6 +163,13 @@ class Pod:
         code: int | None = self._gate_end.get("exitCode")
         return code
 
+    @property
+    def is_silent(self) -> bool:
+        """Its node was given up. A kubelet that answers has its own reasons for not ready."""
+        ready = self.condition("Ready")
+        is_told = ready.get("reason") in ("ContainersNotReady", "PodCompleted")
+        return ready.get("status") == "False" and not is_told and not self.is_leaving
+
     def is_lost(self, now: float) -> bool:
         """To be gone, on a node that does not answer; it may never report again."""
         is_silent = self.condition("Ready").get("status") != "True"
@@ -175,12 +187,23 @@ class Pod:
     def waiting_reason(self) -> str:
         if self.condition("PodScheduled").get("status") == "False":
             return str(self.condition("PodScheduled").get("reason", "Unschedulable"))
-        return str(self._waiting.get("reason", ""))
+        return str(self._waiting[0].get("reason", ""))
 
     @property
-    def _waiting(self) -> Json:
-        """Of the container whose turn it is."""
-        return self._gate.get("waiting") or self.state.get("waiting") or {}
+    def _waiting(self) -> tuple[Json, str]:
+        """Why the container whose turn it is waits, and its image."""
+        found: Json = {}
+        if "running" in self.state:  # a sidecar that comes and goes is no matter of the rank's
+            return found, ""
+        for status in (*self._before, self.container):
+            found = (status.get("state") or {}).get("waiting") or found
+            if found.get("reason", "PodInitializing") != "PodInitializing":
+                return found, self._image_of(status["name"])
+        return found, ""
+
+    def _image_of(self, name: str) -> str:
+        made = [*self.spec.get("initContainers", ()), *self.spec.get("containers", ())]
+        return next((str(c.get("image", "")) for c in made if c.get("name", name) == name), "")
 
     @property
     def waits_for(self) -> str:
@@ -194,8 +217,8 @@ class Pod:
             gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
             return f"held back by the scheduling gate {gates}"
         template = WAITING.get(reason, "{reason} {message}")
-        image = (self.spec.get("containers") or [{}])[0].get("image", "")
-        message = " ".join(str(self._waiting.get("message", "")).split())
+        waiting, image = self._waiting
+        message = " ".join(str(waiting.get("message", "")).split())
         return template.format(image=image, message=message, reason=reason).strip()
 
     def exit(self, *, is_stopped: bool, now: float) -> Exit:

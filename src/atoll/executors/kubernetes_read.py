@@ -32,6 +32,7 @@ class Look(NamedTuple):
     is_more: bool  # some exits are told in the next look
     half: list[Pod]  # hold room for fewer than `min` ranks, for too long
     gate: Gate
+    newest: list[Pod]  # the last one of each rank
 
 
 def wish_of(job: Json | None) -> Wish | None:
@@ -47,7 +48,7 @@ def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
     wish = wish_of(job)
     if wish is None or job["spec"].get("suspend") or is_grace_unknown(job):
         return False
-    there = [p.rank for p in map(Pod, manifests) if not p.is_leaving]
+    there = [p.rank for p in map(Pod, manifests) if not p.is_leaving and p.rank >= 0]
     return set(there) == set(range(wish.size))
 
 
@@ -115,6 +116,7 @@ def look(
         is_more=is_more,
         half=[] if gate.is_open else _half(training, newest, options, now),
         gate=gate,
+        newest=newest,
     )
 
 
@@ -132,8 +134,7 @@ def _rank(pod: Pod, is_asked: bool, gate: Gate, now: float, silent: Collection[s
     if is_over:
         message = ""
     elif is_running:
-        is_given_up = pod.condition("Ready").get("status") == "False" and not pod.is_leaving
-        is_silent = is_given_up or pod.address in silent
+        is_silent = pod.is_silent or pod.address in silent
         message = f"its node {pod.node} does not answer" if is_silent else ""
     elif pod.is_at_gate:
         message = gate.message

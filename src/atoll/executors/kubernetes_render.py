@@ -13,11 +13,13 @@ import shlex
 from typing import Any
 
 from atoll.core.errors import Permanent
+from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import encode
 from atoll.core.rendezvous import needs_etcd, rendezvous_environment
 from atoll.core.spec import Resources, TrainingSpec
 from atoll.core.status import Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
+from atoll.executors.kubernetes_fabric import render_agent
 from atoll.executors.kubernetes_gate import (
     TURNED_AWAY_RULE,
     render_gate,
@@ -27,11 +29,14 @@ from atoll.executors.kubernetes_gate import (
 from atoll.executors.kubernetes_names import (
     CONTAINER,
     ELASTIC,
+    ETCD,
     FAILURES,
     FINALIZER,
+    HELD,
     INDEX,
     MANAGED,
     NAMESPACE,
+    PART,
     QUEUE,
     STOPPED,
     TRAINING,
@@ -39,7 +44,13 @@ from atoll.executors.kubernetes_names import (
     WISH,
 )
 from atoll.executors.kubernetes_options import Options
-from atoll.executors.kubernetes_place import affinity, node_selector, spread, tolerations
+from atoll.executors.kubernetes_place import (
+    affinity,
+    node_selector,
+    ranks_of,
+    spread,
+    tolerations,
+)
 
 Json = dict[str, Any]
 
@@ -49,10 +60,10 @@ SIZE_VARIABLES = ("WORLD_SIZE", "ATOLL_WORLD_TARGET", "BASILICA_WORLD_TARGET")
 
 
 def gang_name(training: Training) -> str:
-    """The name of all its objects: a DNS label that leaves room for `-<index>` behind it."""
+    """The name of all its objects: a DNS label that leaves room for `-bench-<index>` behind it."""
     tail = hashlib.sha256(training.uid.encode()).hexdigest()[:8]
-    head = training.name[:46].rstrip("-")
-    return f"{head}-{tail}" if head[0].isalpha() else f"t{head}-{tail}"
+    head = training.name if training.name[0].isalpha() else f"t{training.name}"
+    return f"{head[:46].rstrip('-')}-{tail}"
 
 
 def gang_labels(training: Training) -> dict[str, str]:
@@ -70,7 +81,7 @@ def render_world(training: Training, wish: Wish, options: Options, owner: Json |
     body: Json = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(training, owner, options),
+        "metadata": gang_metadata(training, owner, options),
         "data": render_size(wish),
     }
     if options.is_start_gated:
@@ -94,11 +105,11 @@ def render_service(training: Training, options: Options, owner: Json | None) -> 
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(training, owner, options),
+        "metadata": gang_metadata(training, owner, options),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {UID: training.uid},
+            "selector": ranks_of(training),
             "ports": [{"name": "rendezvous", "port": options.master_port, "protocol": "TCP"}],
         },
     }
@@ -107,8 +118,11 @@ def render_service(training: Training, options: Options, owner: Json | None) -> 
 def render_job(training: Training, wish: Wish, options: Options, owner: Json | None = None) -> Json:
     """The gang: ranks `0..size-1`, each restarted on its own up to `max_restarts` times."""
     spec = training.spec
-    metadata = _metadata(training, owner, options)
+    metadata = gang_metadata(training, owner, options)
     metadata["annotations"] = {**options.annotations, WISH: encode(wish).decode()}
+    is_held = options.has_own_etcd(spec)
+    if is_held:  # until its etcd answers
+        metadata["annotations"][HELD] = ETCD
     if options.kueue_queue is not None:
         metadata["labels"][QUEUE] = options.kueue_queue
         metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
@@ -128,7 +142,7 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
         },
         "template": _template(training, options),
     }
-    if options.kueue_queue is not None:
+    if options.kueue_queue is not None or is_held:
         body["suspend"] = True  # Kueue lets it go once the whole gang fits
     if spec.deadline_s is not None:
         body["activeDeadlineSeconds"] = math.ceil(spec.deadline_s) + options.deadline_margin_s
@@ -145,9 +159,11 @@ def reference_to(api: str, kind: str, metadata: Json) -> Json:
     return {"apiVersion": api, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
 
 
-def _metadata(training: Training, owner: Json | None, options: Options) -> Json:
+def gang_metadata(
+    training: Training, owner: Json | None, options: Options, name: str | None = None
+) -> Json:
     made: Json = {
-        "name": gang_name(training),
+        "name": name or gang_name(training),
         "labels": {**options.labels, **gang_labels(training)},
     }
     if owner is not None:
@@ -183,9 +199,14 @@ def _template(training: Training, options: Options) -> Json:
         "volumes": _volumes(training, options) or None,
     }
     pod |= {field: value for field, value in optional.items() if value is not None}
+    before = []
+    if options.has_gate(spec):  # the first, so that the fabric is checked while ranks wait
+        before.append(render_agent(training, etcd_endpoint(training, options), options))
     if options.is_start_gated:
-        pod["initContainers"] = [render_gate(name, pod["containers"][0])]
-    metadata: Json = {"labels": {**options.labels, **gang_labels(training)}}
+        before.append(render_gate(name, pod["containers"][0]))
+    if before:
+        pod["initContainers"] = before
+    metadata: Json = {"labels": {**options.labels, **gang_labels(training), PART: CONTAINER}}
     if options.annotations:
         metadata["annotations"] = options.annotations
     if options.is_exit_held:
@@ -245,11 +266,31 @@ def rendezvous_endpoint(training: Training, options: Options) -> str:
     return _rendezvous(training, options)["BASILICA_RDZV_ENDPOINT"]
 
 
-def _rendezvous(training: Training, options: Options) -> dict[str, str]:
+def etcd_name(training: Training) -> str:
+    return f"{gang_name(training)}-etcd"
+
+
+def etcd_endpoint(training: Training, options: Options) -> str:
+    """As ranks reach it; empty if the training has none."""
     spec = training.spec
-    backend = spec.rendezvous.backend
-    etcd = options.etcd_endpoint if needs_etcd(backend, has_mesh=spec.mesh) else None
-    return rendezvous_environment(backend, rank_zero(training), options.master_port, etcd or "")
+    if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
+        return ""
+    return options.etcd_endpoint or f"{etcd_name(training)}:{DEFAULT_ETCD_PORT}"
+
+
+def _rendezvous(training: Training, options: Options) -> dict[str, str]:
+    """What the user has set stays."""
+    spec = training.spec
+    made = rendezvous_environment(
+        spec.rendezvous.backend,
+        rank_zero(training),
+        options.master_port,
+        etcd_endpoint(training, options),
+    )
+    if not options.has_gate(spec):  # nobody would write the keys
+        made["ATOLL_MESH_ENDPOINT"] = ""
+    given = {**spec.nccl_env, **spec.env}
+    return {name: given.get(name, value) for name, value in made.items()}
 
 
 def _environment(training: Training, options: Options) -> list[Json]:

@@ -26,12 +26,14 @@ RIGHTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("", ("pods/status",), ("patch",)),  # ranks on lost nodes, gangs that give way
     ("", ("pods/log",), ("get",)),
     ("", ("services", "configmaps"), ("create", "patch", "delete")),
+    ("apps", ("deployments",), ("create", "patch", "delete")),  # the etcd of a training
     ("", ("configmaps",), ("list", "deletecollection")),  # logs of ranks that are gone
     ("", ("events",), ("create", "list")),
 )
 # In the operator's own namespace; the last part, where there is one, names the objects.
 HOME_RIGHTS: tuple[tuple[Any, ...], ...] = (
     ("coordination.k8s.io", ("leases",), ("get", "create", "update")),
+    ("", ("pods",), ("get",)),  # its own, for its image
     ("", ("secrets",), ("create",)),  # cannot be held to a name
     ("", ("secrets",), ("get", "patch"), (TOKENS,)),
 )

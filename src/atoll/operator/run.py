@@ -59,7 +59,8 @@ async def run_operator(
         renew_s=lease_duration_s / 5,
         retry_s=lease_duration_s / 8,
     )
-    options = {**DEFAULTS, **options, "namespace": namespace}
+    image = options.get("agent_image") or await _own_image(cluster, home)
+    options = {**DEFAULTS, **options, "namespace": namespace, "agent_image": image}
     try:
         async with asyncio.TaskGroup() as tasks:
             if port is not None:
@@ -69,6 +70,19 @@ async def run_operator(
                 await lease.lead(lambda: _lead(cluster, namespace, options))
     finally:
         await cluster.close()
+
+
+async def _own_image(cluster: Cluster, home: str) -> str | None:
+    """Of the pod this runs in: it has Python and atoll. None where it runs in none."""
+    name = os.environ.get("POD_NAME")
+    if not name:
+        return None
+    try:
+        pod = await cluster.get("pods", home, name)
+    except AtollError as error:
+        log.warning("its own image is not known, so mesh and bench are refused: %s", error)
+        return None
+    return str(pod["spec"]["containers"][0]["image"])
 
 
 async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ FIELD_MANAGER = "atoll"
 KINDS = {
     "configmaps": "api/v1",
     "customresourcedefinitions": "apis/apiextensions.k8s.io/v1",
+    "deployments": "apis/apps/v1",
     "events": "api/v1",
     "jobs": "apis/batch/v1",
     "leases": "apis/coordination.k8s.io/v1",
@@ -199,7 +200,7 @@ class Cluster:
     async def log(
         self, namespace: str, pod: str, *, tail: int | None = None, follow: bool = False
     ) -> AsyncIterator[str]:
-        """The lines of a pod's only container. Raises NotFound, Temporary."""
+        """The lines of a pod's one container; sidecars do not count. Raises NotFound, Temporary."""
         params = {} if tail is None else {"tailLines": str(tail)}
         if follow:
             params["follow"] = "true"

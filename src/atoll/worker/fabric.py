@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -45,6 +46,7 @@ class Agent:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._changed = asyncio.Event()
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._told: Report | None = None
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A peer's probe. That it came through is a hint to try the way back now."""
@@ -73,13 +75,17 @@ class Agent:
             self._probes[host] = asyncio.create_task(self._watch_peer(host, *others[host]))
         self._changed.set()
 
+    def repeat(self) -> None:
+        """What was told is forgotten over there: tell it again."""
+        self._told = None
+        self._changed.set()
+
     def close(self) -> None:
         for probe in self._probes.values():
             probe.cancel()
 
     async def report(self) -> None:
         """For ever: one report when every peer was tried, then one for every change."""
-        told: Report | None = None
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -89,11 +95,11 @@ class Agent:
             if len(self._reached) < len(self._nudges):
                 await asyncio.sleep(SETTLE_S)
             current = self._current(roster)
-            if current == told or roster is not self._roster:
+            if current == self._told or roster is not self._roster:
                 continue
             try:
                 await self._tell(current)
-                told = current
+                self._told = current
             except BackendError:
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
@@ -176,32 +182,36 @@ async def run(host: str, address: str, endpoint: str, folder: str = FABRIC_DIR) 
         place = server.sockets[0].getsockname()[:2]
         async with server, asyncio.TaskGroup() as tasks:
             tasks.create_task(agent.report())
-            await _insist(lambda: keys.put(f"{folder}/hosts/{host}", encode(place).decode()))
-            await _follow_roster(keys, f"{folder}/roster", agent)
+            await _follow_roster(keys, folder, agent, f"{folder}/hosts/{host}", encode(place))
 
 
-async def _follow_roster(keys: EtcdKeys, key: str, agent: Agent) -> None:
-    while True:
-        with contextlib.suppress(BackendError, ValidationError):
-            found, index = await keys.list(key)
-            value: str | None = found.get(key)
-            while True:
-                if value is not None:
-                    agent.follow(decode(value, Roster))
-                change = await keys.next_change(key, index)
-                if change is not None:
-                    value, index = change.value, change.version
-        await asyncio.sleep(RETRY_S)
-
-
-async def _insist(act: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    pause = RETRY_S
+async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, place: bytes) -> None:
+    """Looked at anew when nothing has come for a while: an etcd that was replaced is empty, and
+    would say nothing more."""
+    roster, pause = f"{folder}/roster", RETRY_S
     while True:
         try:
-            return await act()
+            if await keys.get(own) != place.decode():
+                await keys.put(own, place.decode())
+                agent.repeat()
+            found, index = await keys.list(roster)
+            value, pause = found.get(roster), RETRY_S
+            is_quiet = False
+            while not is_quiet:
+                if value is not None:
+                    _follow(agent, value)
+                change = await keys.next_change(roster, index)
+                is_quiet = change is None
+                if change is not None:
+                    value, index = change.value, change.version
         except BackendError:
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_RETRY_S)
+
+
+def _follow(agent: Agent, value: str) -> None:
+    with contextlib.suppress(ValidationError):  # not written by us
+        agent.follow(decode(value, Roster))
 
 
 def main() -> None:
@@ -209,13 +219,21 @@ def main() -> None:
     parser.add_argument("--host", default=os.environ.get("NODE_NAME"))
     parser.add_argument("--address", required=True, help="where this host's peers reach it")
     parser.add_argument("--etcd", default=os.environ.get("ATOLL_MESH_ENDPOINT"))
+    parser.add_argument("--folder", default=FABRIC_DIR, help="of the training, in that etcd")
     given = parser.parse_args()
     if not given.host:
         parser.error("--host: expected a host name, here or in NODE_NAME")
     if not given.etcd or split_endpoint(given.etcd) is None:
         parser.error(f"--etcd: {given.etcd!r}: expected host:port, here or in ATOLL_MESH_ENDPOINT")
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(run(given.host, given.address, given.etcd))
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_until_stopped(run(given.host, given.address, given.etcd, given.folder)))
+
+
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Process 1 of a container is deaf to signals it does not handle."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await task
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Space:
         return [
             p
             for p in sorted(items, key=lambda p: p["metadata"]["creationTimestamp"])
-            if rank in (None, int(p["metadata"]["annotations"].get(index, -1)))
+            if rank in (None, int(p["metadata"].get("annotations", {}).get(index, -1)))
         ]
 
     def submit(self, name: str, **spec: Any) -> None:

@@ -60,6 +60,11 @@ class Node:
         self._subnet = f"10.{200 + number}.{os.getpid() % 250}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
+    @property
+    def gateway(self) -> str:
+        """This machine, as pods of the node reach it."""
+        return f"{self._subnet}.1"
+
     def start(self) -> None:
         self.where.mkdir(parents=True, exist_ok=True)
         self._network()

@@ -120,7 +120,7 @@ def test_one_that_has_to_wait_stays_pending_with_the_reason() -> None:
 def test_hosts_that_are_not_the_workers_own_are_said_to_be_so() -> None:
     other = BenchSeen(state="done", result=replace(RESULT, is_worker_pair=False))
     _, made = run(training(mode="on-start"), (running(other), 2.0))
-    assert "not hosts of this training's ranks" in made.status.bench.message
+    assert "not both hosts of this training's ranks" in made.status.bench.message
 
 
 def test_a_floor_holds_the_start_until_the_link_is_known() -> None:

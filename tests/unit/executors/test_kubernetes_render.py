@@ -278,6 +278,7 @@ REACHES: dict[str, tuple[Any, str]] = {
     "security_context": ({"runAsUser": 1}, "spec.template.spec.securityContext.runAsUser=1"),
     "python": ("python3.12", "spec.template.spec.containers.0.command.0=python3.12"),
     "etcd_endpoint": ("e:2379", "BASILICA_RDZV_ENDPOINT=e:2379"),
+    "agent_image": ("atoll:1", "spec.template.spec.initContainers.0.image=atoll:1"),
     "master_port": (1234, "MASTER_PORT=1234"),
     "lost_node_s": (7, "spec.template.spec.tolerations.1.tolerationSeconds=7"),
     "is_exit_held": (True, "spec.template.metadata.finalizers.0=atoll.dev/exit"),
@@ -290,6 +291,8 @@ NOT_OF_THE_JOB = {
     "gang_timeout_s",
     "gang_backoff_s",
     "image_timeout_s",
+    "mesh_deadline_s",
+    "etcd_image",  # of the Deployment beside it
     "kubelet_port",
 }
 
@@ -309,7 +312,7 @@ def test_every_option_reaches_the_job(option: str) -> None:
         spec["image"] = None
     if option == "runtime_class_name":
         given["is_runtime_class_with_gpu_meant"] = True
-    if option == "etcd_endpoint":
+    if option in ("etcd_endpoint", "agent_image"):
         spec["rendezvous"] = RendezvousSpec(backend="etcd-v2")
     if option == "deadline_margin_s":
         spec["deadline_s"] = 10
@@ -339,8 +342,13 @@ CLASHES: list[tuple[str, Json, Json]] = [
     ("runtime_class_name", {"runtime_class_name": "kata"}, {"resources": Resources(gpu_count=1)}),
     ("gpu_models", {}, {"resources": Resources(gpu_models=["A100"])}),
     ("gpu_models", {}, {"resources": Resources(gpu_count=1, gpu_models=["RTX"])}),
-    ("rendezvous_backend", {}, {"rendezvous": RendezvousSpec(backend="etcd-v2")}),
     ("mesh", {}, {"mesh": True}),
+    ("bench", {}, {"bench": BenchSpec(mode="on-start")}),
+    (
+        "bench_placement",
+        {"agent_image": "atoll:1"},
+        {"bench": BenchSpec(mode="on-start", placement="strict", require_gbps=1.0)},
+    ),
 ]
 
 
@@ -363,6 +371,8 @@ BAD_OPTIONS: list[tuple[str, Json]] = [
     ("ttl_seconds_after_finished", {"ttl_seconds_after_finished": -1}),
     ("volume_mounts[0]", {"volume_mounts": [{"name": "x", "mountPath": "/x"}]}),
     ("options", {"no_such_option": 1}),
+    ("etcd_endpoint", {"etcd_endpoint": "http://e/v2"}),
+    ("mesh_deadline_s", {"mesh_deadline_s": -1}),
     (
         "shm_size",
         {
