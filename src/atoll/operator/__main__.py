@@ -14,6 +14,7 @@ import time
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
+from atoll.core.errors import ValidationError
 from atoll.core.model import decode
 from atoll.executors.kubernetes_options import Options
 from atoll.operator.manifests import HOME, render_manifests
@@ -64,7 +65,11 @@ def main() -> None:
 
 
 async def _run(given: argparse.Namespace) -> None:
-    options = decode(given.options, Options)
+    try:
+        options = decode(given.options, Options)
+    except ValidationError as error:
+        field = "--options" if error.field == "body" else f"--options: {error.field}"
+        raise ValidationError(field, error.value, error.expected) from error
     asked = {
         name: value
         for name, value in msgspec.structs.asdict(options).items()
