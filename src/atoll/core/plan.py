@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
 from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
 from atoll.core.errors import UDTerminalState
+from atoll.core.gate import may_start
 from atoll.core.mesh import MeshState
 from atoll.core.narrate import narrate, told
 from atoll.core.phase import Phase, Tally, advance
@@ -239,11 +240,10 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
 
 
 def _may_start(training: Training, seen: Seen, now: float) -> bool:
-    """All of them together, or at least `min` once the start grace has passed."""
-    world = training.spec.world_size
-    if seen.room is None or seen.room >= world.target:
-        return True
-    return seen.room >= world.min and now >= training.created_at + training.spec.start_grace_s
+    is_grace_over = now >= training.created_at + training.spec.start_grace_s
+    return seen.room is None or may_start(
+        seen.room, training.spec.world_size, is_grace_over=is_grace_over
+    )
 
 
 def _is_redone(found: RankStatus, redo: dict[int, int], target: int) -> bool:

@@ -19,7 +19,10 @@ from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, Validati
 from atoll.core.ports import Key
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Seen, Training, Wish
+from atoll.executors.kubernetes_alarms import Alarms
 from atoll.executors.kubernetes_archive import Archive
+from atoll.executors.kubernetes_gate import Gate, render_opened, render_opened_world
+from atoll.executors.kubernetes_hosts import Hosts
 from atoll.executors.kubernetes_keep import Keeper
 from atoll.executors.kubernetes_logs import Source, read_logs
 from atoll.executors.kubernetes_mirror import Mirror
@@ -36,8 +39,11 @@ from atoll.executors.kubernetes_pod import Pod
 from atoll.executors.kubernetes_read import Look, finished, is_told_by_pods, look, wish_of
 from atoll.executors.kubernetes_render import (
     gang_name,
+    owner_of,
+    reference_to,
     render_job,
     render_service,
+    render_size,
     render_world,
 )
 from atoll.remote.kubernetes import Cluster
@@ -82,8 +88,9 @@ class JobExecutor:
         self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
         self._written: dict[str, int] = {}  # newest version of a Job that we made, by training
         self._last: dict[str, Json] = {}  # Jobs as last read without the copy
+        self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
-        self._timers: dict[Key, asyncio.TimerHandle] = {}
+        self._alarms = Alarms(self._changed.put_nowait)
         self._troubles: dict[str, tuple[float, str]] = {}
 
     def check(self, spec: TrainingSpec) -> None:
@@ -91,13 +98,13 @@ class JobExecutor:
         self.options.check(spec)
 
     async def close(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
+        self._alarms.close()
         for task in self._watching:
             task.remove_done_callback(self._note_end)
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await self._archive.close()
+        await self._hosts.close()
         await self.cluster.close()
 
     async def apply(self, training: Training, wish: Wish) -> None:
@@ -117,11 +124,12 @@ class JobExecutor:
         job, pods = await self._find(training)
         now = self._clock()
         trouble = await self._trouble(training, job, len(pods), now)
-        seen = look(training, job, pods, self.options, now, trouble)
+        silent = self._hosts.follow(training.key, pods)
+        seen = look(training, job, pods, self.options, now, trouble, silent)
         await self._follow_up(training, job, seen, now)
         self._wake_later(training, seen, now)
         if left := await self._come_back(training, job, now):
-            self._wake(training.key, left)
+            self._alarms.set(training.key, left)
             words = f"too few nodes for min ranks at once; gave way, next try in {left:.0f} s"
             return replace(seen.seen, room=0, message=words)
         return seen.seen
@@ -129,6 +137,10 @@ class JobExecutor:
     async def release(self, training: Training) -> None:
         """The Job is over for good; it and its pods stay for their logs, until they are purged."""
         namespace, name = self._place(training)
+        _, pods = await self._find(training)
+        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+            # The Job would take it for one that runs, and take it away with its log.
+            raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound):
             job = await self.cluster.patch("jobs", namespace, name, render_released())
             if job["spec"].get("suspend"):  # it never ran, and would not end by itself
@@ -137,6 +149,7 @@ class JobExecutor:
             with contextlib.suppress(NotFound):
                 await self.cluster.delete(kind, namespace, name)
         await self._keeper.let_all_go(namespace, _of(training))
+        self._hosts.follow(training.key, ())
         for memory in (self._written, self._last, self._troubles):
             memory.pop(training.uid, None)
 
@@ -221,7 +234,7 @@ class JobExecutor:
 
     async def _create(self, training: Training, wish: Wish) -> None:
         namespace, name = self._place(training)
-        owner = _owner(training) if self._is_owner else None
+        owner = owner_of(training) if self._is_owner else None
         world = render_world(training, wish, self.options, owner)
         service = render_service(training, self.options, owner)
         await self.cluster.patch("configmaps", namespace, name, world, type="apply")
@@ -238,7 +251,7 @@ class JobExecutor:
     async def _tie(self, job: Json) -> None:
         """Service and ConfigMap go with the Job, also when nobody is left to clean up."""
         metadata = job["metadata"]
-        owner = _reference("batch/v1", "Job", metadata)
+        owner = reference_to("batch/v1", "Job", metadata)
         patch = {"metadata": {"ownerReferences": [owner]}}
         for kind in ("configmaps", "services"):
             await self.cluster.patch(kind, metadata["namespace"], metadata["name"], patch)
@@ -258,8 +271,7 @@ class JobExecutor:
                 )
             await self._check_room_above(training, before, wish.size)
         # Ranks that start from now on find the new size.
-        world = render_world(training, wish, self.options, None)
-        await self.cluster.patch("configmaps", namespace, name, {"data": world["data"]})
+        await self.cluster.patch("configmaps", namespace, name, {"data": render_size(wish)})
         try:
             await self._patch_job(training, render_resize(wish, job, self._clock()))
         except Conflict:  # its status moved on; the wish in it may have, too
@@ -291,13 +303,13 @@ class JobExecutor:
         asked_at, text = self._troubles.get(training.uid, (now, ""))
         if training.uid not in self._troubles or now - asked_at < TROUBLE_AFTER_S:
             self._troubles[training.uid] = (asked_at, text)
-            self._wake(training.key, TROUBLE_AFTER_S - (now - asked_at))
+            self._alarms.set(training.key, TROUBLE_AFTER_S - (now - asked_at))
             return text
         fields = f"involvedObject.uid={job['metadata']['uid']},reason=FailedCreate"
         listed = await self.cluster.list("events", self._place(training)[0], fields=fields)
         text = listed.items[-1].get("message", "") if listed.items else ""
         self._troubles[training.uid] = (now, text)
-        self._wake(training.key, TROUBLE_AFTER_S)
+        self._alarms.set(training.key, TROUBLE_AFTER_S)
         return text
 
     async def _follow_up(
@@ -312,6 +324,16 @@ class JobExecutor:
             self._changed.put_nowait(training.key)
         if job is not None and seen.half and yielded_at(job) is None:
             await self._give_way(training, job, seen.half, now)
+        await self._let_start(training, seen.gate, now)
+
+    async def _let_start(self, training: Training, gate: Gate, now: float) -> None:
+        """The decision first: what of the rest is left undone, the next look does."""
+        if gate.is_due:
+            await self._patch_job(training, render_opened(now))
+        if gate.held:
+            world = {"data": render_opened_world()}
+            await self.cluster.patch("configmaps", *self._place(training), world)
+            await self._keeper.let_start(gate.held)
 
     async def _give_way(
         self, training: Training, job: Json, holding: list[Pod], now: float
@@ -335,23 +357,11 @@ class JobExecutor:
         """Timeouts are looked at when they pass, though nothing in the cluster changes."""
         if any(rank.state == "waiting" for rank in seen.seen.ranks):
             limits = (self.options.image_timeout_s, self.options.gang_timeout_s or 1e9)
-            self._wake(training.key, min(*limits, 30.0))
+            self._alarms.set(training.key, min(*limits, 30.0))
+        if seen.gate.due_in_s is not None:
+            self._alarms.set(training.key, seen.gate.due_in_s)
         if seen.lost or seen.leaving:
-            self._wake(training.key, 1.0 if seen.lost else 5.0)
-
-    def _wake(self, key: Key, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        at = loop.time() + max(seconds, 0.05)
-        before = self._timers.get(key)
-        if before is not None and not before.cancelled() and loop.time() < before.when() <= at:
-            return
-        if before is not None:
-            before.cancel()
-        self._timers[key] = loop.call_at(at, self._fire, key)
-
-    def _fire(self, key: Key) -> None:
-        self._timers.pop(key, None)
-        self._changed.put_nowait(key)
+            self._alarms.set(training.key, 1.0 if seen.lost else 5.0)
 
     def _note(self, item: Json) -> None:
         """A large gang is looked at less often than its pods change: each look writes a status."""
@@ -363,7 +373,7 @@ class JobExecutor:
         if ranks <= FEW:
             self._changed.put_nowait(key)
         else:
-            self._wake(key, min(ranks * PAUSE_A_RANK_S, 1.0))
+            self._alarms.set(key, min(ranks * PAUSE_A_RANK_S, 1.0))
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
@@ -376,16 +386,3 @@ def _of(training: Training) -> str:
 
 def _version(item: Json) -> int:
     return int(item["metadata"]["resourceVersion"])
-
-
-def _reference(api: str, kind: str, metadata: Json) -> Json:
-    return {
-        "apiVersion": api,
-        "kind": kind,
-        "name": metadata["name"],
-        "uid": metadata["uid"],
-    }
-
-
-def _owner(training: Training) -> Json:
-    return _reference("atoll.dev/v1", "Training", {"name": training.name, "uid": training.uid})

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 
 from atoll.core.errors import NotFound
+from atoll.executors.kubernetes_gate import render_start
 from atoll.executors.kubernetes_names import SELECTOR, UID
 from atoll.executors.kubernetes_patch import LET_GO, render_lost, render_stopped
 from atoll.executors.kubernetes_pod import Pod
@@ -44,6 +45,14 @@ class Keeper:
     async def mark_stopped(self, pods: Iterable[Pod], now: float) -> None:
         """Their end will not count as a failure of the rank."""
         await gather(AT_ONCE, [self._patch_status(p, render_stopped(now)) for p in pods])
+
+    async def let_start(self, pods: Iterable[Pod]) -> None:
+        """They pass the start gate."""
+        await gather(AT_ONCE, [self._let_start(pod) for pod in pods])
+
+    async def _let_start(self, pod: Pod) -> None:
+        with contextlib.suppress(NotFound):
+            await self._cluster.patch("pods", pod.metadata["namespace"], pod.name, render_start())
 
     async def _let_go(self, pod: Pod) -> None:
         with contextlib.suppress(NotFound):

@@ -65,11 +65,13 @@ class Options(SpecModel, frozen=True):
     etcd_endpoint: str | None = None  # host:port, for rendezvous_backend="etcd-v2" and the mesh
     master_port: int = 29_500
     deadline_margin_s: int = 0  # by which the Job's own deadline is later than the training's
+    kubelet_port: int | None = 10_250  # where nodes answer; None: only the cluster is asked
     lost_node_s: int = 30  # a node that does not answer loses its ranks after this
     gang_timeout_s: float | None = 600.0  # half a gang gives its room back after this
     gang_backoff_s: float = 60.0  # and asks again after this
     image_timeout_s: float = 300.0  # an image that cannot be pulled ends the training after this
     is_exit_held: bool = False  # pods stay until their exit is stored; needs a controller
+    is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
 
     def __post_init__(self) -> None:
         for field in ("namespace", "service_account", "kueue_queue"):
@@ -82,6 +84,8 @@ class Options(SpecModel, frozen=True):
         if self.ttl_seconds_after_finished is not None:
             check_int("ttl_seconds_after_finished", self.ttl_seconds_after_finished, 0, MAX_SECONDS)
         check_int("master_port", self.master_port, 1, 65_535)
+        if self.kubelet_port is not None:
+            check_int("kubelet_port", self.kubelet_port, 1, 65_535)
         check_int("deadline_margin_s", self.deadline_margin_s, 0, MAX_SECONDS)
         check_int("lost_node_s", self.lost_node_s, 0, MAX_SECONDS)
         if self.gang_timeout_s is not None:

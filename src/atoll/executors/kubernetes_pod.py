@@ -8,12 +8,13 @@ from datetime import datetime
 from typing import Any
 
 from atoll.core.status import Exit
-from atoll.executors.kubernetes_names import CONTAINER, FAILURES, FINALIZER, INDEX
+from atoll.executors.kubernetes_names import CONTAINER, FAILURES, FINALIZER, GATE, INDEX
 
 Json = dict[str, Any]
 
 HOST_LOST = "HostLost"
 STOPPED = "Stopped"
+TURNED_AWAY = 143  # exit code of a start gate whose pod is taken away
 TAIL_LINES = 40
 CLOCK_SKEW_S = 5.0
 LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
@@ -35,9 +36,6 @@ POD_REASONS = {
     "Preempting": "Preempted",
     "DeadlineExceeded": "DeadlineExceeded",
     "NodeAffinity": "Rejected",
-    "OutOfcpu": "Rejected",
-    "OutOfmemory": "Rejected",
-    "OutOfpods": "Rejected",
     "UnexpectedAdmissionError": "Rejected",
 }
 # A container that is not there yet, by the reason it waits for.
@@ -78,9 +76,12 @@ class Pod:
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
         self.node: str | None = self.spec.get("nodeName") or None
+        self.address: str = self.status.get("hostIP", "")  # of its node
         statuses = self.status.get("containerStatuses") or []
         self.container: Json = next((c for c in statuses if c["name"] == CONTAINER), {})
         self.state: Json = self.container.get("state") or {}
+        gates = self.status.get("initContainerStatuses") or []
+        self._gate: Json = next((c.get("state") or {} for c in gates if c["name"] == GATE), {})
         self._conditions: dict[str, Json] = {
             c["type"]: c for c in self.status.get("conditions") or ()
         }
@@ -112,6 +113,12 @@ class Pod:
     def is_over(self) -> bool:
         return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
 
+    def is_ending(self, now: float) -> bool:
+        """Its rank has ended, which its kubelet will say of the pod in a moment."""
+        at = when((self.state.get("terminated") or {}).get("finishedAt"))
+        is_said = self.status.get("phase") in ("Succeeded", "Failed") or self.is_leaving
+        return at is not None and not is_said and now < at + LATE_S
+
     @property
     def started_at(self) -> float | None:
         state = self.state.get("running") or self.state.get("terminated") or {}
@@ -122,13 +129,43 @@ class Pod:
     def has_run(self) -> bool:
         return self.started_at is not None
 
+    @property
+    def is_gate_up(self) -> bool:
+        """Its start gate runs, as far as the kubelet has said."""
+        return "running" in self._gate and not self.is_over
+
+    @property
+    def is_at_gate(self) -> bool:
+        """Its node and its image are there; it waits for the others."""
+        return self.is_gate_up and not self.is_leaving
+
+    @property
+    def has_passed(self) -> bool:
+        """Let through by the start gate."""
+        return self._gate_code == 0
+
+    @property
+    def is_turned_away(self) -> bool:
+        """Stopped at the start gate: it never ran, and no restart was used up."""
+        return self._gate_code == TURNED_AWAY and not self.has_run
+
+    @property
+    def _gate_end(self) -> Json:
+        return self._gate.get("terminated") or {}
+
+    @property
+    def _gate_code(self) -> int | None:
+        code: int | None = self._gate_end.get("exitCode")
+        return code
+
     def is_lost(self, now: float) -> bool:
         """To be gone, on a node that does not answer; it may never report again."""
         is_silent = self.condition("Ready").get("status") != "True"
         took = self.condition("DisruptionTarget").get("reason")
         is_given_up = took == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
+        is_given_up = is_given_up and self.has_run  # at the start gate no pod is Ready
         is_late = now > (when(self.metadata.get("deletionTimestamp")) or now) + LATE_S
-        is_running = self.is_leaving and not self.is_over and self.has_run
+        is_running = self.is_leaving and not self.is_over and (self.has_run or self.is_gate_up)
         return is_running and is_silent and (is_given_up or is_late)
 
     def condition(self, kind: str) -> Json:
@@ -138,7 +175,12 @@ class Pod:
     def waiting_reason(self) -> str:
         if self.condition("PodScheduled").get("status") == "False":
             return str(self.condition("PodScheduled").get("reason", "Unschedulable"))
-        return str((self.state.get("waiting") or {}).get("reason", ""))
+        return str(self._waiting.get("reason", ""))
+
+    @property
+    def _waiting(self) -> Json:
+        """Of the container whose turn it is."""
+        return self._gate.get("waiting") or self.state.get("waiting") or {}
 
     @property
     def waits_for(self) -> str:
@@ -149,11 +191,11 @@ class Pod:
             words = str(scheduled.get("message", "")).split(" preemption:")[0]
             return f"no room: {words}"
         if reason == "SchedulingGated":
-            return "held back by a scheduling gate"
-        waiting = self.state.get("waiting") or {}
+            gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
+            return f"held back by the scheduling gate {gates}"
         template = WAITING.get(reason, "{reason} {message}")
         image = (self.spec.get("containers") or [{}])[0].get("image", "")
-        message = " ".join(str(waiting.get("message", "")).split())
+        message = " ".join(str(self._waiting.get("message", "")).split())
         return template.format(image=image, message=message, reason=reason).strip()
 
     def exit(self, *, is_stopped: bool, now: float) -> Exit:
@@ -171,7 +213,7 @@ class Pod:
         said = str(ended.get("message") or "")
         return Exit(
             code=code,
-            at=when(ended.get("finishedAt")) or self.left_at or now,
+            at=when((ended or self._gate_end).get("finishedAt")) or self.left_at or now,
             reason=reason,
             signal=_signal(code),
             is_stopped=is_stopped,
@@ -184,10 +226,14 @@ class Pod:
         pod_reason = self.status.get("reason", "")
         if is_lost:
             return HOST_LOST, f"its node {self.node} does not answer"
+        if pod_reason.startswith("OutOf"):  # the kubelet found less room than the scheduler
+            return "Rejected", str(self.status.get("message", ""))
         if pod_reason in POD_REASONS:
             return POD_REASONS[pod_reason], str(self.status.get("message", ""))
         if took.get("reason") in DISRUPTIONS:
             return DISRUPTIONS[took["reason"]], str(took.get("message", ""))
+        if not ended and self._gate_code not in (None, 0):
+            return "StartGateFailed", self._gate_trouble()
         native = ended.get("reason", "")
         if native == "OOMKilled":
             return "OOMKilled", ""
@@ -199,6 +245,15 @@ class Pod:
             return "Unknown", str(ended.get("message") or self.status.get("message", ""))
         code = ended.get("exitCode", 0)
         return ("Completed" if code == 0 else "Signal" if _signal(code) else "Error"), ""
+
+    def _gate_trouble(self) -> str:
+        image = (self.spec.get("containers") or [{}])[0].get("image", "")
+        said = " ".join(str(self._gate_end.get("message", "")).split())
+        return (
+            f"the start gate needs sh and sleep, and cannot run in the image {image} "
+            f"({said or f'exit code {self._gate_code}'}); "
+            "the executor option is_start_gated=False does without it"
+        )
 
 
 def _signal(code: int | None) -> str | None:

@@ -7,17 +7,18 @@ every exit is stored before its successor is spoken of.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from atoll.core.model import decode
 from atoll.core.status import RankStatus, Seen, SeenRank, Training, Wish
+from atoll.executors.kubernetes_gate import Gate, is_grace_unknown, read_gate
 from atoll.executors.kubernetes_names import REGION, SHRINKS, WISH
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_patch import is_released
-from atoll.executors.kubernetes_pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod
+from atoll.executors.kubernetes_pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod, when
 from atoll.executors.kubernetes_render import rendezvous_endpoint
 
 Json = dict[str, Any]
@@ -30,6 +31,7 @@ class Look(NamedTuple):
     lost: list[Pod]  # on nodes that do not answer, given up by the cluster
     is_more: bool  # some exits are told in the next look
     half: list[Pod]  # hold room for fewer than `min` ranks, for too long
+    gate: Gate
 
 
 def wish_of(job: Json | None) -> Wish | None:
@@ -43,7 +45,7 @@ def wish_of(job: Json | None) -> Wish | None:
 def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
     """Whether a Job read earlier must still be as it was: each rank has its pod, and no other."""
     wish = wish_of(job)
-    if wish is None or job["spec"].get("suspend"):
+    if wish is None or job["spec"].get("suspend") or is_grace_unknown(job):
         return False
     there = [p.rank for p in map(Pod, manifests) if not p.is_leaving]
     return set(there) == set(range(wish.size))
@@ -64,8 +66,12 @@ def look(
     options: Options,
     now: float,
     trouble: str = "",
+    silent: Collection[str] = (),
 ) -> Look:
-    """`trouble` is what the Job controller says when it cannot make pods."""
+    """`trouble` is what the Job controller says when it cannot make pods.
+
+    `silent` are addresses of nodes that have stopped answering.
+    """
     pods: defaultdict[int, list[Pod]] = defaultdict(list)
     for manifest in () if is_released(job) else manifests:
         pod = Pod(manifest)
@@ -74,24 +80,25 @@ def look(
     known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
     wish = wish_of(job)
     shrinks = _shrinks(job)
+    newest = [_newest(mine) for rank, mine in pods.items() if wish is None or rank < wish.size]
+    gate = read_gate(training, job, wish, newest, now)
     ranks, told, leaving, lost, is_more = [], [], [], [], False
     for rank, mine in sorted(pods.items()):
-        mine.sort(key=lambda p: (p.created_at, p.restarts))
+        mine.sort(key=_age)
         untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
         told += [p for p in mine if p not in untold and _may_go(p, now)]
         leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
         lost += [p for p in mine if p.is_lost(now)]
-        news = [p for p in untold if not _is_nothing(p)]
-        told += [p for p in untold if _is_nothing(p) and _may_go(p, now)]
+        news = [p for p in untold if not _is_nothing(p, now)]
+        told += [p for p in untold if _is_nothing(p, now) and _may_go(p, now)]
         ended = [p for p in news if p.is_over or p.is_lost(now)]
         shown = ended[0] if ended else (news or mine)[-1]
         is_more = is_more or (bool(ended) and shown is not news[-1])
-        if not _is_nothing(shown):
-            ranks.append(_rank(shown, _is_asked(shown, shrinks, now), now))
+        if not _is_nothing(shown, now):
+            ranks.append(_rank(shown, _is_asked(shown, job, shrinks, now), gate, now, silent))
     for rank in range(wish.size if wish else 0):
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
-    newest = [mine[-1] for rank, mine in pods.items() if wish is None or rank < wish.size]
     return Look(
         seen=Seen(
             ranks=ranks,
@@ -105,18 +112,30 @@ def look(
         leaving=leaving,
         lost=lost,
         is_more=is_more,
-        half=_half(training, newest, options, now),
+        half=[] if gate.is_open else _half(training, newest, options, now),
+        gate=gate,
     )
 
 
-def _rank(pod: Pod, is_asked: bool, now: float) -> SeenRank:
+def _age(pod: Pod) -> tuple[float, int]:
+    return pod.created_at, pod.restarts
+
+
+def _newest(mine: list[Pod]) -> Pod:
+    return max(mine, key=_age)
+
+
+def _rank(pod: Pod, is_asked: bool, gate: Gate, now: float, silent: Collection[str]) -> SeenRank:
     is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
     if is_over:
         message = ""
     elif is_running:
-        is_silent = pod.condition("Ready").get("status") == "False" and not pod.is_leaving
+        is_given_up = pod.condition("Ready").get("status") == "False" and not pod.is_leaving
+        is_silent = is_given_up or pod.address in silent
         message = f"its node {pod.node} does not answer" if is_silent else ""
+    elif pod.is_at_gate:
+        message = gate.message
     else:
         message = pod.waits_for or ("its container is being created" if pod.node else "")
     return SeenRank(
@@ -140,13 +159,18 @@ def _is_recorded(pod: Pod, known: RankStatus | None) -> bool:
     return known.attempt > pod.attempt or known.exit is not None
 
 
-def _is_nothing(pod: Pod) -> bool:
-    """Taken away before it ran: there is nothing to tell of it."""
-    return pod.is_leaving and not pod.has_run and "terminated" not in pod.state
+def _is_nothing(pod: Pod, now: float) -> bool:
+    """Taken away before it ran: there is nothing to tell of it.
+
+    But for one whose node was lost: that has cost it a restart.
+    """
+    is_lost = pod.is_lost(now) or pod.status.get("reason") == "NodeLost"
+    is_gone = pod.is_turned_away or (pod.is_leaving and not is_lost)
+    return is_gone and not pod.has_run and "terminated" not in pod.state
 
 
 def _may_go(pod: Pod, now: float) -> bool:
-    is_over = pod.is_over or pod.is_lost(now) or _is_nothing(pod)
+    is_over = pod.is_over or pod.is_lost(now) or (_is_nothing(pod, now) and not pod.is_gate_up)
     return pod.is_held and pod.is_leaving and is_over
 
 
@@ -155,20 +179,32 @@ def _shrinks(job: Json | None) -> list[tuple[int, float]]:
     return [(size, at) for size, at in msgspec.json.decode(noted)]
 
 
-def _is_asked(pod: Pod, shrinks: list[tuple[int, float]], now: float) -> bool:
-    """Whether atoll had it stopped, and it did not end on its own before that.
+def _is_asked(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> bool:
+    """Whether it was stopped on purpose, and did not end on its own before that.
 
     The pod does not tell when: its deletion time is moved to the kubelet's last word.
     """
     if not pod.is_leaving or not pod.is_over:
         return False
     ended = pod.exit(is_stopped=False, now=now)
+    if job is not None and _is_suspended(pod, job, ended.at):
+        return True
     # Clocks differ a little. One that died of a signal while leaving is not to blame.
     slack_s = CLOCK_SKEW_S if ended.signal in ("SIGTERM", "SIGKILL") else 2.0
     return any(
         pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and ended.at >= at - slack_s
         for size, at in shrinks
     )
+
+
+def _is_suspended(pod: Pod, job: Json, ended_at: float) -> bool:
+    """Whether it went because its Job was suspended: Kueue took the quota back, or a user did."""
+    conditions = job.get("status", {}).get("conditions") or ()
+    told: Json = next((c for c in conditions if c["type"] == "Suspended"), {})
+    since = when(told.get("lastTransitionTime")) or 0.0
+    if job["spec"].get("suspend"):
+        return told.get("status") != "True" or ended_at >= since - CLOCK_SKEW_S
+    return pod.created_at < since  # of resuming: it is from before the pause
 
 
 def _message(job: Json | None, trouble: str, options: Options) -> str:

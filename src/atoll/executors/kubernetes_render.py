@@ -18,8 +18,15 @@ from atoll.core.rendezvous import needs_etcd, rendezvous_environment
 from atoll.core.spec import Resources, TrainingSpec
 from atoll.core.status import Training, Wish
 from atoll.executors.environment import RANK_VARIABLES, gang_environment
+from atoll.executors.kubernetes_gate import (
+    TURNED_AWAY_RULE,
+    render_gate,
+    render_gate_volume,
+    render_opened_world,
+)
 from atoll.executors.kubernetes_names import (
     CONTAINER,
+    ELASTIC,
     FAILURES,
     FINALIZER,
     INDEX,
@@ -64,8 +71,10 @@ def render_world(training: Training, wish: Wish, options: Options, owner: Json |
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": _metadata(training, owner, options),
-        "data": {"size": str(wish.size)},
+        "data": render_size(wish),
     }
+    if options.is_start_gated:
+        body["data"] |= render_opened_world(is_opened=False)
     if source is not None:
         if len(source.content) > SOURCE_MAX:
             raise Permanent(
@@ -74,6 +83,10 @@ def render_world(training: Training, wish: Wish, options: Options, owner: Json |
             )
         body["binaryData"] = {"source": base64.b64encode(source.content).decode()}
     return body
+
+
+def render_size(wish: Wish) -> dict[str, str]:
+    return {"size": str(wish.size)}
 
 
 def render_service(training: Training, options: Options, owner: Json | None) -> Json:
@@ -98,6 +111,7 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
     metadata["annotations"] = {**options.annotations, WISH: encode(wish).decode()}
     if options.kueue_queue is not None:
         metadata["labels"][QUEUE] = options.kueue_queue
+        metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
     body: Json = {
         "completions": wish.size,
         "parallelism": wish.size,
@@ -108,7 +122,8 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
         # A rank that atoll had to stop, and wants again, has not used up a restart.
         "podFailurePolicy": {
             "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": STOPPED, "status": "True"}]}
+                {"action": "Ignore", "onPodConditions": [{"type": STOPPED, "status": "True"}]},
+                *([TURNED_AWAY_RULE] if options.is_start_gated else ()),
             ]
         },
         "template": _template(training, options),
@@ -120,6 +135,14 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
     if options.ttl_seconds_after_finished is not None:
         body["ttlSecondsAfterFinished"] = options.ttl_seconds_after_finished
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
+
+
+def owner_of(training: Training) -> Json:
+    return reference_to("atoll.dev/v1", "Training", {"name": training.name, "uid": training.uid})
+
+
+def reference_to(api: str, kind: str, metadata: Json) -> Json:
+    return {"apiVersion": api, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
 
 
 def _metadata(training: Training, owner: Json | None, options: Options) -> Json:
@@ -160,6 +183,8 @@ def _template(training: Training, options: Options) -> Json:
         "volumes": _volumes(training, options) or None,
     }
     pod |= {field: value for field, value in optional.items() if value is not None}
+    if options.is_start_gated:
+        pod["initContainers"] = [render_gate(name, pod["containers"][0])]
     metadata: Json = {"labels": {**options.labels, **gang_labels(training)}}
     if options.annotations:
         metadata["annotations"] = options.annotations
@@ -277,4 +302,6 @@ def _volumes(training: Training, options: Options) -> list[Json]:
     if training.spec.source is not None:
         item = {"key": "source", "path": training.spec.source.filename}
         made.append({"name": "source", "configMap": {"name": gang_name(training), "items": [item]}})
+    if options.is_start_gated:
+        made.append(render_gate_volume())
     return made

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import msgspec
 import yaml  # type: ignore[import-untyped]
@@ -65,16 +66,6 @@ def main() -> None:
 
 
 async def _run(given: argparse.Namespace) -> None:
-    try:
-        options = decode(given.options, Options)
-    except ValidationError as error:
-        field = "--options" if error.field == "body" else f"--options: {error.field}"
-        raise ValidationError(field, error.value, error.expected) from error
-    asked = {
-        name: value
-        for name, value in msgspec.structs.asdict(options).items()
-        if value != getattr(Options(), name)
-    }
     task = asyncio.ensure_future(
         run_operator(
             namespace=given.namespace,
@@ -83,13 +74,24 @@ async def _run(given: argparse.Namespace) -> None:
             lease_duration_s=given.lease_duration,
             host=given.host,
             port=given.port,
-            **asked,
+            **_named(given.options),
         )
     )
     # A polite end gives the lease back; ranks go on.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+def _named(text: str) -> dict[str, Any]:
+    """The options that the JSON names; the operator has its own defaults for the others."""
+    try:
+        options, given = decode(text, Options), msgspec.json.decode(text)
+    except ValidationError as error:
+        field = "--options" if error.field == "body" else f"--options: {error.field}"
+        raise ValidationError(field, error.value, error.expected) from error
+    names = zip(Options.__struct_fields__, Options.__struct_encode_fields__, strict=True)
+    return {name: getattr(options, name) for name, sent in names if sent in given}
 
 
 async def _token(given: argparse.Namespace) -> str:

@@ -25,7 +25,12 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 300.0
 # Exits are held for the controller, and the Job until it has taken them; it keeps the deadline.
-DEFAULTS = {"is_exit_held": True, "ttl_seconds_after_finished": None, "deadline_margin_s": 60}
+DEFAULTS = {
+    "is_exit_held": True,
+    "is_start_gated": True,
+    "ttl_seconds_after_finished": None,
+    "deadline_margin_s": 60,
+}
 RETRY_S = 1.0
 
 

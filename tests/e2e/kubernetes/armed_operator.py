@@ -2,7 +2,8 @@
 
     python -m tests.e2e.kubernetes.armed_operator NAMESPACE OPTIONS ARM_FILE
 
-Before each step it looks for the file: `before get 1` in it arms the step.
+Before each step it looks for the file: `before get 1` in it arms the step. What the executor does
+to single pods can be armed, too.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ async def main(namespace: str, options: dict[str, Any], file: Path) -> None:
     executor = JobExecutor(
         cluster=cluster, is_owner=True, namespace=namespace, **{**DEFAULTS, **options}
     )
+    executor._keeper = Armed(executor._keeper, file)  # its steps are between the controller's
     armed = Armed(executor, file)
     await Controller(Armed(store, file), {"kubernetes": armed}).run()
 

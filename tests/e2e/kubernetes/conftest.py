@@ -39,7 +39,7 @@ class Site:
         self.is_own = is_own
         own = assets()
         found = own / "kubectl" if own and (own / "kubectl").exists() else shutil.which("kubectl")
-        self._kubectl = str(found) if found else None
+        self.kubectl_path = str(found) if found else None
 
     @property
     def has_pods(self) -> bool:
@@ -48,10 +48,10 @@ class Site:
     def kubectl(
         self, *words: str, stdin: Any = None, is_checked: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        if self._kubectl is None:
+        if self.kubectl_path is None:
             pytest.skip("kubectl is in neither KUBEBUILDER_ASSETS nor PATH")
         done = subprocess.run(
-            [self._kubectl, f"--kubeconfig={self.kubeconfig}", *words],
+            [self.kubectl_path, f"--kubeconfig={self.kubeconfig}", *words],
             input=None if stdin is None else json.dumps(stdin),
             capture_output=True,
             text=True,
@@ -261,7 +261,7 @@ def spare_node(site: Site) -> Iterator[Callable[[], Node]]:
         node = Node(site.nodes[0].plane, len(site.nodes) + len(started))
         started.append(node)
         node.start()
-        wait_for("the spare node is ready", lambda: _is_ready(site, node.name))
+        wait_for("the spare node is ready", lambda: is_ready(site, node.name))
         return node
 
     yield start
@@ -270,7 +270,7 @@ def spare_node(site: Site) -> Iterator[Callable[[], Node]]:
         site.kubectl("delete", "node", node.name, "--wait=false", is_checked=False)
 
 
-def _is_ready(site: Site, name: str) -> bool:
+def is_ready(site: Site, name: str) -> bool:
     ready = "jsonpath={.status.conditions[?(@.type=='Ready')].status}"
     return site.kubectl("get", "node", name, "-o", ready, is_checked=False).stdout == "True"
 

@@ -18,11 +18,12 @@ import ssl
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.e2e.kubernetes.dns import StandInDns
 
 TOKEN = secrets.token_hex(16)
 NODE_BINARIES = ("kube-scheduler", "kubelet")
@@ -61,6 +62,9 @@ class ControlPlane:
         self.where = where
         self.binaries = binaries
         self.kubeconfig = where / "kubeconfig"
+        self.services = f"10.96.{os.getpid() % 250}"
+        self.dns_address = f"{self.services}.10"
+        self._dns: StandInDns | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._server = ""
 
@@ -82,7 +86,8 @@ class ControlPlane:
             ["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True
         )
         (self.where / "tokens").write_text(f'{TOKEN},admin,admin,"system:masters"\n')
-        etcd, peer, port = free_port(), free_port(), free_port()
+        etcd, peer = free_port(), free_port()
+        address, port = self._listen_at()
         self._spawn(
             "etcd",
             str(self._etcd()),
@@ -98,24 +103,25 @@ class ControlPlane:
             "kube-apiserver",
             str(self.binaries / "kube-apiserver"),
             f"--etcd-servers=http://127.0.0.1:{etcd}",
-            "--bind-address=127.0.0.1",
-            "--advertise-address=127.0.0.1",
+            f"--bind-address={address}",
+            f"--advertise-address={address}",
             "--endpoint-reconciler-type=none",
             f"--secure-port={port}",
             f"--cert-dir={certs}",
-            "--service-cluster-ip-range=10.96.0.0/16",
+            f"--service-cluster-ip-range={self.services}.0/24",
             f"--token-auth-file={self.where / 'tokens'}",
             "--authorization-mode=Node,RBAC",
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={key}",
             f"--service-account-signing-key-file={key}",
             "--kubelet-preferred-address-types=InternalIP",
-            "--disable-admission-plugins=ServiceAccount",
         )
-        self._server = f"https://127.0.0.1:{port}"
+        self._server = f"https://{address}:{port}"
         wait_for("API server ready", lambda: self._is_ready(certs / "apiserver.crt"))
         self._write_kubeconfig((certs / "apiserver.crt").read_bytes())
         self._start_manager(key)
+        if self.has_nodes:
+            self._dns = StandInDns(self.dns_address, self.get)
         if (self.binaries / "kube-scheduler").exists():
             self._spawn(
                 "kube-scheduler",
@@ -132,6 +138,7 @@ class ControlPlane:
             str(self.binaries / "kube-controller-manager"),
             f"--kubeconfig={self.kubeconfig}",
             f"--service-account-private-key-file={key}",
+            f"--root-ca-file={self.where / 'certs' / 'apiserver.crt'}",
             "--leader-elect=false",
             "--bind-address=127.0.0.1",
             f"--secure-port={free_port()}",
@@ -140,7 +147,32 @@ class ControlPlane:
             "--node-monitor-period=1s",
         )
 
+    def _listen_at(self) -> tuple[str, int]:
+        """Where pods look for the API server, so that no proxy is needed; loopback if alone."""
+        if not self.has_nodes:
+            return "127.0.0.1", free_port()
+        for host in (1, 10):
+            self._address("add", host)
+        return f"{self.services}.1", 443
+
+    def _address(self, verb: str, host: int) -> None:
+        command = ["ip", "addr", verb, f"{self.services}.{host}/32", "dev", "lo"]
+        subprocess.run(command, check=False, capture_output=True)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """What the API server says there. Raises OSError if that is an error."""
+        certificate = self.where / "certs" / "apiserver.crt"
+        context = ssl.create_default_context(cafile=str(certificate))
+        request = urllib.request.Request(
+            f"{self._server}{path}", headers={"Authorization": f"Bearer {TOKEN}"}
+        )
+        with urllib.request.urlopen(request, context=context, timeout=5) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+
     def stop(self) -> None:
+        if self._dns is not None:
+            self._dns.stop()
         for process in reversed(self._processes.values()):
             process.send_signal(signal.SIGTERM)
         for process in self._processes.values():
@@ -150,6 +182,8 @@ class ControlPlane:
                 process.kill()
                 process.wait()
         self._processes.clear()
+        for host in (1, 10):
+            self._address("del", host)
 
     def _etcd(self) -> Path:
         own = self.binaries / "etcd"
@@ -173,14 +207,9 @@ class ControlPlane:
                 raise RuntimeError(f"{name} ended with {process.returncode}:\n{tail}")
         if not certificate.exists():
             return False
-        context = ssl.create_default_context(cafile=str(certificate))
-        request = urllib.request.Request(
-            f"{self._server}/readyz", headers={"Authorization": f"Bearer {TOKEN}"}
-        )
         try:
-            with urllib.request.urlopen(request, context=context, timeout=5) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
+            return self.get("/api/v1/namespaces/default")["kind"] == "Namespace"
+        except OSError:
             return False
 
     def _write_kubeconfig(self, authority: bytes) -> None:

@@ -7,23 +7,22 @@ can be killed. Nothing listens outside this machine.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import json
 import os
-import shutil
 import signal
 import subprocess
-import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.e2e.kubernetes.images import ATOLL, BUSYBOX, ETCD, PAUSE, archive
 
 if TYPE_CHECKING:
     from tests.e2e.kubernetes.control_plane import ControlPlane
 
-IMAGE = "atoll.test/busybox:1"
-PAUSE = "atoll.test/pause:1"
-TOOLS = "sh sleep tail echo cat env kill true false dd head date hostname".split()
+# What ranks of the tests run in: made here for our own nodes, pulled by a cluster that is there.
+IMAGE = BUSYBOX if "KUBEBUILDER_ASSETS" in os.environ else "busybox:1.37"
+IMAGE = os.environ.get("ATOLL_TEST_IMAGE", IMAGE)
+CNI_RESULTS = Path("/var/lib/cni/results")
 
 CONTAINERD = """
 version = 2
@@ -57,6 +56,7 @@ class Node:
         self.name = f"node-{number}"
         self.where = plane.where / self.name
         self._bridge = f"atoll{os.getpid() % 100000}n{number}"[:15]
+        self.address = f"10.{200 + number}.{os.getpid() % 250}.1"
         self._subnet = f"10.{200 + number}.{os.getpid() % 250}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -83,11 +83,21 @@ class Node:
             target = line.split()[1]
             if target.startswith(str(self.where)):
                 subprocess.run(["umount", "-l", target], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", self._bridge], check=False, capture_output=True)
+        self._clear_network()
         for controller in Path("/sys/fs/cgroup").iterdir():
             for folder, _, _ in os.walk(controller / self._bridge, topdown=False):
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
+
+    def _clear_network(self) -> None:
+        """Nobody took the pods down one by one, so their network namespaces are still there."""
+        for result in CNI_RESULTS.glob(f"{self._bridge}-*"):
+            for interface in json.loads(result.read_text())["result"]["interfaces"]:
+                namespace = interface.get("sandbox", "").rpartition("/")[2]
+                command = ["ip", "netns", "del", namespace]
+                subprocess.run(command, check=False, capture_output=True)
+            result.unlink()
+        subprocess.run(["ip", "link", "del", self._bridge], check=False, capture_output=True)
 
     def kill_kubelet(self) -> None:
         """The node falls silent, as when its machine loses power; its containers are killed too."""
@@ -137,6 +147,7 @@ class Node:
             "type": "host-local",
             "dataDir": str(self.where / "ipam"),
             "ranges": [[{"subnet": f"{self._subnet}.0/24"}]],
+            "routes": [{"dst": "0.0.0.0/0"}],  # to the API server, and to pods of other nodes
         }
         plugins = [
             {"type": "bridge", "bridge": self._bridge, "isGateway": True, "ipam": ipam},
@@ -160,18 +171,15 @@ class Node:
         )
 
     def _images(self) -> None:
-        for name in (IMAGE, PAUSE):
-            archive = _image(name)
-            self._ctr("images", "import", "-", stdin=archive)
+        for name in (BUSYBOX, PAUSE, ATOLL, ETCD):
+            self._ctr("images", "import", "-", stdin=archive(name))
 
     def _kubelet(self) -> None:
-        from tests.e2e.kubernetes.control_plane import free_port
-
         config = {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
             "address": f"{self._subnet}.1",
-            "port": free_port(),
+            "port": 10250,
             "healthzPort": 0,
             "readOnlyPort": 0,
             "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
@@ -185,6 +193,7 @@ class Node:
             "containerRuntimeEndpoint": f"unix://{self.where}/containerd.sock",
             "resolvConf": "",
             "clusterDomain": "cluster.local",
+            "clusterDNS": [self.plane.dns_address],
             "evictionHard": {"memory.available": "10Mi", "nodefs.available": "0%"}
             | {"imagefs.available": "0%", "nodefs.inodesFree": "0%", "imagefs.inodesFree": "0%"},
             "nodeStatusUpdateFrequency": "1s",
@@ -220,51 +229,3 @@ class Node:
             )
         )
         log.close()
-
-
-def _image(name: str) -> bytes:
-    """An image as `docker save` writes one, made of this machine's busybox and its libraries."""
-    busybox = shutil.which("busybox")
-    assert busybox, "busybox is not installed"
-    linked = subprocess.run(["ldd", busybox], capture_output=True, text=True, check=False).stdout
-    libraries = [word for word in linked.split() if word.startswith("/")]
-    layer = io.BytesIO()
-    with tarfile.open(fileobj=layer, mode="w") as tar:
-        tar.add(os.path.realpath(busybox), arcname="bin/busybox")
-        for library in libraries:
-            tar.add(os.path.realpath(library), arcname=library.lstrip("/"))
-        for tool in TOOLS:
-            link = tarfile.TarInfo(f"bin/{tool}")
-            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
-            tar.addfile(link)
-        for folder in ("tmp", "etc"):
-            made = tarfile.TarInfo(folder)
-            made.type, made.mode = tarfile.DIRTYPE, 0o777
-            tar.addfile(made)
-    command = ["sleep", "2147483647"]
-    config = json.dumps(
-        {
-            "architecture": "amd64",
-            "os": "linux",
-            "config": {"Cmd": command, "Env": ["PATH=/bin"]},
-            "rootfs": {
-                "type": "layers",
-                "diff_ids": [f"sha256:{hashlib.sha256(layer.getvalue()).hexdigest()}"],
-            },
-        }
-    ).encode()
-    manifest = json.dumps(
-        [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
-    ).encode()
-    whole = io.BytesIO()
-    with tarfile.open(fileobj=whole, mode="w") as tar:
-        parts = {
-            "config.json": config,
-            "layer.tar": layer.getvalue(),
-            "manifest.json": manifest,
-        }
-        for member, data in parts.items():
-            info = tarfile.TarInfo(member)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return whole.getvalue()

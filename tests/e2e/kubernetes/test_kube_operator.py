@@ -211,12 +211,12 @@ def test_no_room_is_told_in_the_schedulers_words(space: Space, operator: Operato
 
 def test_a_quota_that_is_used_up_is_told(space: Space, operator: Operator) -> None:
     space.kubectl("create", "quota", "few", "--hard=pods=1")
-    space.submit("tiny", command=sh(FOREVER))
+    space.submit("tiny", command=sh(FOREVER), startGraceS=1)
     status = space.until(
         "tiny", "told", lambda s: any("quota" in r.get("message", "") for r in s.get("ranks", ()))
     )
     assert "exceeded quota: few" in status["ranks"][1]["message"]
-    assert status["world"]["ready"] == 1
+    space.until_ready("tiny", 1)
 
 
 def test_an_image_that_is_not_there_is_told(space: Space, operator: Operator) -> None:
@@ -350,3 +350,23 @@ def test_watching_with_kubectl(space: Space, operator: Operator) -> None:
         watching.kill()
         watching.communicate()
     assert "ready" in phases
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_suspended_job_costs_no_rank_anything(
+    space: Space, operator: Operator, code: int
+) -> None:
+    """What Kueue does to take quota back from a training and to give it again."""
+    script = f'trap "exit {code}" TERM; sleep 1000 & wait'
+    space.submit("tiny", command=sh(script), worldSize={"min": 2, "target": 2, "max": 2})
+    space.until_ready("tiny", 2)
+    (job,) = space.json("get", "jobs")["items"]
+    name = job["metadata"]["name"]
+    space.kubectl("patch", "job", name, "--type=merge", "-p", '{"spec":{"suspend":true}}')
+    status = space.until("tiny", "it is held", lambda s: s["world"]["ready"] == 0)
+    assert status["phase"] == "pending"
+    assert {r["message"] for r in status["ranks"]} == {"the Job is suspended"}
+    space.kubectl("patch", "job", name, "--type=merge", "-p", '{"spec":{"suspend":false}}')
+    status = space.until_ready("tiny", 2)
+    assert restarts(status) == {0: 0, 1: 0}
+    assert "RankLost" not in reasons(status)

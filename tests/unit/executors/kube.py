@@ -85,13 +85,18 @@ def pod(
     reason: str = "",
     message: str = "",
     is_held: bool = True,
+    gate: Json | None = None,
+    annotations: Json | None = None,
 ) -> Json:
-    """`state` is the container's: `{"running": {...}}`, `{"terminated": {...}}`, …"""
+    """`state` is the container's: `{"running": {...}}`, `{"terminated": {...}}`, …
+
+    `gate` is that of the start gate before it.
+    """
     metadata: Json = {
         "name": f"tiny-gpt-0-{rank}-{int(made_at) % 100000}",
         "namespace": "team-a",
         "creationTimestamp": stamp(made_at),
-        "annotations": {INDEX: str(rank), FAILURES: str(restarts)},
+        "annotations": {INDEX: str(rank), FAILURES: str(restarts), **(annotations or {})},
         "ownerReferences": [{"kind": "Job", "name": "tiny-gpt-0"}],
         "finalizers": [FINALIZER] if is_held else [],
     }
@@ -100,6 +105,8 @@ def pod(
     status: Json = {"phase": phase}
     if state is not None:
         status["containerStatuses"] = [{"name": "rank", "state": state}]
+    if gate is not None:
+        status["initContainerStatuses"] = [{"name": "start-gate", "state": gate}]
     status["conditions"] = [{"type": kind, **rest} for kind, rest in (conditions or {}).items()]
     if reason:
         status |= {"reason": reason, "message": message}

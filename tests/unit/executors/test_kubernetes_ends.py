@@ -50,6 +50,13 @@ ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
         None,
         "low on resource: memory",
     ),
+    "found no room on its node after all": (
+        pod(0, None, phase="Failed", reason="OutOfnvidia.com/gpu", message="Pod was rejected"),
+        None,
+        "Rejected",
+        None,
+        "Pod was rejected",
+    ),
     "drained": (
         pod(
             0,

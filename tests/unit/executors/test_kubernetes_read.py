@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +66,42 @@ def test_a_rank_scaled_away_and_wanted_again_was_still_stopped_by_us() -> None:
     assert rank.exit.is_stopped
 
 
+def suspended(*, is_now: bool, since: str) -> Json:
+    gang = job(3)
+    gang["spec"]["suspend"] = is_now
+    status = "True" if is_now else "False"
+    told = {"type": "Suspended", "status": status, "lastTransitionTime": since}
+    gang["status"] = {"conditions": [told]}
+    return gang
+
+
+def iso(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat()
+
+
+@pytest.mark.parametrize("is_now", [True, False])
+def test_a_rank_of_a_suspended_job_was_stopped_also_if_it_goes_on_by_now(is_now: bool) -> None:
+    gone = pod(2, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 20)
+    since = NOW - 20 if is_now else NOW - 3
+    rank = only(seen(gone, gang=suspended(is_now=is_now, since=iso(since))))
+    assert rank.exit is not None
+    assert (rank.exit.is_stopped, rank.exit.reason) == (True, "Stopped")
+
+
+def test_a_rank_that_fell_before_the_job_was_suspended_fell() -> None:
+    gone = pod(2, ended(1, at=NOW - 50), phase="Failed", left_at=NOW - 55)
+    rank = only(seen(gone, gang=suspended(is_now=True, since=iso(NOW - 20))))
+    assert rank.exit is not None
+    assert not rank.exit.is_stopped
+
+
+def test_a_rank_deleted_after_the_job_was_resumed_fell() -> None:
+    gone = pod(2, ended(143, at=NOW - 5), phase="Failed", left_at=NOW - 6)
+    rank = only(seen(gone, gang=suspended(is_now=False, since=iso(MADE - 9))))
+    assert rank.exit is not None
+    assert not rank.exit.is_stopped
+
+
 def test_a_rank_that_fell_before_it_was_stopped_fell() -> None:
     gone = pod(2, ended(1, at=NOW - 50), phase="Failed", left_at=NOW - 20)
     rank = only(seen(gone, gang=shrunk(2, 2, NOW - 20)))
@@ -112,6 +150,14 @@ def test_a_pod_that_ended_and_is_not_leaving_stays_for_its_log() -> None:
     stored = known(0, attempt=int(MADE), exit=Exit(code=0, at=NOW, reason="Completed"))
     found = look(training(status=Status(ranks=[stored])), job(), [over], Options(), NOW)
     assert found.told == []
+
+
+def test_a_pod_whose_rank_ended_is_given_time_to_end_too() -> None:
+    just_now = Pod(pod(0, ended(0, "Completed", at=NOW - 1)))
+    assert just_now.is_ending(NOW)
+    assert not just_now.is_ending(NOW + 30)  # its kubelet is gone
+    assert not Pod(pod(0, ended(0, at=NOW - 1), phase="Succeeded")).is_ending(NOW)
+    assert not Pod(pod(0, running())).is_ending(NOW)
 
 
 def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:

@@ -42,7 +42,12 @@ CASES: dict[str, tuple[Any, Options]] = {
             topology_spread="pack",
             bench=BenchSpec(mode="on-start"),
         ),
-        Options(service_account="trainer", node_selector={"pool": "gpu"}, is_exit_held=True),
+        Options(
+            service_account="trainer",
+            node_selector={"pool": "gpu"},
+            is_exit_held=True,
+            is_start_gated=True,
+        ),
     ),
     "source": (
         training(
@@ -276,6 +281,7 @@ REACHES: dict[str, tuple[Any, str]] = {
     "master_port": (1234, "MASTER_PORT=1234"),
     "lost_node_s": (7, "spec.template.spec.tolerations.1.tolerationSeconds=7"),
     "is_exit_held": (True, "spec.template.metadata.finalizers.0=atoll.dev/exit"),
+    "is_start_gated": (True, "spec.template.spec.initContainers.0.name=start-gate"),
 }
 # These steer the executor and are not the Job's business.
 NOT_OF_THE_JOB = {
@@ -284,6 +290,7 @@ NOT_OF_THE_JOB = {
     "gang_timeout_s",
     "gang_backoff_s",
     "image_timeout_s",
+    "kubelet_port",
 }
 
 

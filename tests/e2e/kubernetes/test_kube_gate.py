@@ -1,0 +1,176 @@
+"""The start gate, with pods that really wait at it.
+
+Ranks are held back by other pods, which hold the room that they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.kubernetes.conformance_backend import ArmedOperator
+from tests.e2e.kubernetes.conftest import Operator, Space
+from tests.e2e.kubernetes.control_plane import wait_for
+from tests.e2e.kubernetes.images import ETCD
+from tests.e2e.kubernetes.room import SLOTS, give_back, slot, take_room
+
+pytestmark = pytest.mark.usefixtures("pods")
+
+Json = dict[str, Any]
+FOREVER = ["sh", "-c", 'trap "exit 7" TERM; echo rank $RANK of $WORLD_SIZE; sleep 1000 & wait']
+NO_SHELL = ETCD
+
+
+@pytest.fixture
+def room(space: Space) -> Callable[[int], None]:
+    """So many ranks fit, of four; each that is given back makes room for one more."""
+    if not space.site.nodes:
+        pytest.skip("taking the room of a cluster that others use is no test")
+
+    def leave(ranks: int) -> None:
+        take_room(space, "squatter", node=1, slots=SLOTS)
+        for number in range(ranks, SLOTS):
+            take_room(space, f"squatter-{number}", node=0, slots=1)
+
+    return leave
+
+
+def submit(space: Space, *, min: int, target: int, **spec: Any) -> None:
+    world = {"min": min, "target": target, "max": 6}
+    given = {"command": FOREVER, "resources": {"cpu": slot(space.site)}, **spec}
+    space.submit("tiny", worldSize=world, **given)
+
+
+def ranks_of(space: Space) -> list[Json]:
+    return [p for p in space.pods() if "squatter" not in p["metadata"]["name"]]
+
+
+def at_gate(status: Json) -> list[str]:
+    messages = [r.get("message", "") for r in status.get("ranks", ())]
+    return [m for m in messages if m.startswith("start gate")]
+
+
+def until_at_gate(space: Space, count: int) -> Json:
+    return space.until("tiny", f"{count} at the gate", lambda s: len(at_gate(s)) == count)
+
+
+def states(pod: Json) -> tuple[Json, Json]:
+    """Of the start gate and of the rank."""
+    status = pod["status"]
+    gates, ranks = status["initContainerStatuses"], status["containerStatuses"]
+    return gates[0]["state"], ranks[0]["state"]
+
+
+def restarts(status: Json) -> set[int]:
+    return {rank.get("restarts", 0) for rank in status["ranks"]}
+
+
+def test_ranks_start_together_when_the_last_one_can(
+    space: Space, operator: Operator, room: Callable[[int], None]
+) -> None:
+    room(3)
+    submit(space, min=4, target=4)
+    status = until_at_gate(space, 3)
+    status = space.until(
+        "tiny", "one has no room", lambda s: any("no room" in r["message"] for r in s["ranks"])
+    )
+    assert at_gate(status) == ["start gate: 3 of 4 ranks are ready to start"] * 3
+    assert (status["phase"], status["world"]["ready"]) == ("pending", 0)
+    give_back(space, "squatter-3")
+    status = space.until_ready("tiny", 4)
+    assert restarts(status) == {0}
+    found = [states(pod) for pod in ranks_of(space)]
+    reached = max(gate["terminated"]["startedAt"] for gate, _ in found)
+    assert min(rank["running"]["startedAt"] for _, rank in found) >= reached
+
+
+def test_min_ranks_start_after_the_grace_and_a_late_one_joins(
+    space: Space, operator: Operator, room: Callable[[int], None]
+) -> None:
+    room(2)
+    submit(space, min=2, target=3, startGraceS=3)
+    status = space.until_phase("tiny", "ready")
+    assert status["world"]["ready"] == 2
+    before = {
+        p["metadata"]["name"]: states(p)[1] for p in ranks_of(space) if p["spec"].get("nodeName")
+    }
+    assert len(before) == 2
+    give_back(space, "squatter-2")
+    status = space.until_ready("tiny", 3)
+    assert restarts(status) == {0}
+    after = {p["metadata"]["name"]: states(p)[1] for p in ranks_of(space)}
+    assert before.items() <= after.items()
+    for rank in range(3):  # all that are wanted, whoever is there yet
+        (pod,) = space.pods(rank)
+        assert space.kubectl("logs", pod["metadata"]["name"]).stdout == f"rank {rank} of 3\n"
+
+
+def test_an_operator_killed_while_it_opens_the_gate(space: Space, tmp_path: Path) -> None:
+    """The decision is taken, no pod has been told of it."""
+    operator = ArmedOperator(space, tmp_path, {})
+    try:
+        operator.arm("before let_start 1")
+        space.submit("tiny", command=FOREVER, worldSize={"min": 3, "target": 3, "max": 3})
+        operator.process.wait(60)
+        (job,) = space.json("get", "jobs")["items"]
+        assert "atoll.dev/gate-opened" in job["metadata"]["annotations"]
+        assert all("running" in states(pod)[0] for pod in space.pods())
+        operator.revive()
+        status = space.until_ready("tiny", 3)
+        assert restarts(status) == {0}
+    finally:
+        operator.kill()
+
+
+def test_a_restarted_rank_passes_with_nobody_to_let_it_through(
+    space: Space, operator: Operator
+) -> None:
+    space.submit("tiny", command=FOREVER, maxRestarts=1)
+    space.until_ready("tiny", 2)
+    operator.kill()
+    (old,) = space.pods(1)
+    space.kubectl("delete", "pod", old["metadata"]["name"], "--wait=false")
+    wait_for("its successor runs", lambda: is_replaced(space, 1))
+    operator.start()
+    status = space.until("tiny", "told", lambda s: restarts(s) == {0, 1})
+    assert space.until_ready("tiny", 2)["phase"] == "ready"
+    assert status["ranks"][1]["restarts"] == 1
+
+
+def is_replaced(space: Space, rank: int) -> bool:
+    pods = space.pods(rank)
+    return len(pods) == 2 and "running" in states(pods[-1])[1]
+
+
+def test_a_pod_deleted_at_the_gate_costs_no_restart(
+    space: Space, operator: Operator, room: Callable[[int], None]
+) -> None:
+    room(1)
+    submit(space, min=2, target=2, maxRestarts=0)
+    until_at_gate(space, 1)
+    (waiting,) = [p for p in ranks_of(space) if p["spec"].get("nodeName")]
+    space.kubectl("delete", "pod", waiting["metadata"]["name"])
+    give_back(space, "squatter-1")
+    status = space.until_ready("tiny", 2)
+    assert restarts(status) == {0}
+    told = [event["reason"] for event in status["events"]]
+    assert not {"RankLost", "RankRestarting", "RankStopped"} & set(told)
+
+
+def test_an_image_without_a_shell_is_told_with_what_to_do(space: Space, operator: Operator) -> None:
+    space.submit("tiny", image=NO_SHELL, command=["etcd", "--version"])
+    status = space.until_phase("tiny", "failed")
+    assert status["rootCause"]["terminationReason"] == "StartGateFailed"
+    assert "the start gate needs sh" in status["message"]
+    assert "is_start_gated=False" in status["message"]
+
+
+def test_without_the_gate_such_an_image_runs(
+    space: Space, start_operator: Callable[..., Operator]
+) -> None:
+    start_operator("one", "--options", '{"isStartGated": false}')
+    space.submit("tiny", image=NO_SHELL, command=["etcd", "--version"])
+    space.until_phase("tiny", "succeeded")
