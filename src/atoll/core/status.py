@@ -297,4 +297,9 @@ class Seen(Model, frozen=True):
 class LogLine(Model, frozen=True):
     rank: int
     text: str
-    at: int | None = None  # the place after it in its rank's log, where an executor has places
+
+
+class PlacedLine(LogLine, frozen=True):
+    """As it travels: with the place after it in its rank's log, where an executor has places."""
+
+    at: int | None = None
