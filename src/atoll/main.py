@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -125,8 +126,12 @@ def _listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         reason = getattr(error, "strerror", None) or str(error)
+        is_host = isinstance(error, socket.gaierror) or (
+            isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
+        )
+        wrong = "host" if is_host else "port"
         raise Permanent(
-            f"cannot listen on {host}:{port}: {reason}; choose another --port"
+            f"cannot listen on {host}:{port}: {reason}; choose another --{wrong}"
         ) from error
 
 

@@ -57,6 +57,11 @@ BAD = [
     (("token", "create", "--namespace", "No"), "namespace: 'No' is not valid"),
     (("estimate", "--parameters", "big", "--step-s", "1", "--link-gbps", "1"), "expected a count"),
     (("completion", "tcsh"), "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
+    (("completion",), "Choose from: bash, zsh, fish: see"),
+    (("events", "x", "--since", "soon"), "--since: 'soon' is not valid: expected 10m"),
+    (("run", "-e", "NOT_SET_HERE", "--", "true"), "--env: 'NOT_SET_HERE' is not valid"),
+    (("operator", "--options", "{bad"), "--options: '{bad' is not valid: expected JSON"),
+    (("operator", "--options", '{"imag": 1}'), "--options: imag: 'imag' is not valid"),
     (("top", "--interval", "0"), "0.0 is not in the range"),
 ]
 
@@ -79,6 +84,11 @@ def test_bad_usage_is_one_line_and_2(
     ("words", "told"),
     [
         (("status", "nobody"), "training 'nobody' not found: 'atoll ps' lists what is there"),
+        (("token", "rm", "abc"), "token 'abc' not found: 'atoll token list' lists what is there"),
+        (
+            ("serve", "--json", "--host", "192.0.2.1", "--port", "0"),
+            "cannot listen on 192.0.2.1:0: Cannot assign requested address; choose another --host",
+        ),
         (("scale", "nobody", "2"), "training 'nobody' not found"),
         (("cancel", "nobody"), "training 'nobody' not found"),
         (("logs", "nobody"), "training 'nobody' not found"),

@@ -41,7 +41,7 @@ def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_jso
 @timeout_option
 @json_option
 def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
-    """Wait until a training has its minimum, its target, or its end (the default).
+    """Wait for the end of a training, or for its minimum or target.
 
     Exit code: 0 reached, 1 failed or cancelled, 124 not within --timeout.
     """

@@ -79,7 +79,10 @@ def logs(name: str, is_followed: bool, rank: int | None, tail: int | None, is_js
 @click.option("--since", help="10m, 2h, an ISO time, or seconds since the epoch.")
 @json_option
 def events(name: str, since: str | None, is_json: bool) -> None:
-    """Print what happened to a training; the newest is last, in JSON it is first."""
+    """Print what happened to a training.
+
+    The newest is last, in JSON it is first.
+    """
     from atoll.cli.show import print_json
     from atoll.cli.tables import events_table
     from atoll.sdk.client import Client
@@ -117,4 +120,4 @@ def moment(text: str, now: float) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         expected = "expected 10m, 2h, 2026-01-31T12:00 or seconds since the epoch"
-        raise ValidationError("since", text, expected) from None
+        raise ValidationError("--since", text, expected) from None

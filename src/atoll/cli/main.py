@@ -37,7 +37,6 @@ COMMANDS = (
 )
 # What to do about an error, where its own words do not say it.
 HINTS: dict[type[AtollError], str] = {
-    NotFound: "'atoll ps' lists what is there",
     Denied: "set ATOLL_TOKEN to a token from 'atoll token create'",
     Temporary: "is the control plane running? ATOLL_URL says where it is looked for",
 }
@@ -84,7 +83,7 @@ def main() -> None:
 def misused(error: click.ClickException) -> int:
     ctx = getattr(error, "ctx", None)
     path = ctx.command_path if ctx else "atoll"
-    text = error.format_message().rstrip(".").replace("\n", " ")
+    text = " ".join(error.format_message().rstrip(".").split())
     print(f"atoll: error: {text}: see '{path} --help'", file=sys.stderr)
     return USAGE
 
@@ -92,5 +91,8 @@ def misused(error: click.ClickException) -> int:
 def refused(error: AtollError) -> int:
     text = str(error).replace("\n", "; ")
     hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), None)
+    if isinstance(error, NotFound):
+        listing = "token list" if error.kind == "token" else "ps"
+        hint = f"'atoll {listing}' lists what is there"
     print(f"atoll: error: {text}" + (f": {hint}" if hint else ""), file=sys.stderr)
     return USAGE if isinstance(error, ValidationError) else 1

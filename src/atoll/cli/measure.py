@@ -15,7 +15,7 @@ from atoll.cli.options import json_option, name_argument
 @click.option("--png", type=click.Path(dir_okay=False), help="Also draw the plot to this file.")
 @json_option
 def bench(name: str, png: str | None, is_json: bool) -> None:
-    """Show the link between two hosts of a training, if it was measured at the start."""
+    """Show the link between two hosts that a training measured."""
     from atoll.cli.show import print_json
     from atoll.core.plot import plot_png, plot_text
     from atoll.sdk.client import Client
@@ -56,7 +56,7 @@ def bench(name: str, png: str | None, is_json: bool) -> None:
 @click.option("--prices", default="s3", help="free, s3, s3-internet, s3-express, r2.")
 @json_option
 def estimate(parameters: str, is_json: bool, **given: Any) -> None:
-    """Say what a DiLoCo round will cost: bytes, seconds, utilisation, dollars."""
+    """Say what a DiLoCo round costs in bytes, seconds and dollars."""
     from atoll.cli.show import print_json
     from atoll.core.estimate import estimate as estimated
     from atoll.core.estimate import table

@@ -139,6 +139,6 @@ def _variable(text: str) -> tuple[str, str]:
     name, has_value, value = text.partition("=")
     if not has_value:
         if name not in os.environ:
-            raise ValidationError("env", text, "expected K=V, or a variable that is set here")
+            raise ValidationError("--env", text, "expected K=V, or a variable that is set here")
         value = os.environ[name]
     return name, value

@@ -50,7 +50,7 @@ def serve(port: int, host: str, state_dir: Path | None, slots: int | None, is_js
 
 @click.group()
 def token() -> None:
-    """Make, list and remove tokens of the control plane on this machine."""
+    """Make, list and remove tokens of this machine's control plane."""
 
 
 @token.command()

@@ -16,7 +16,10 @@ PROFILES = {
 @click.argument("shell", type=click.Choice(list(PROFILES)))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print a completion script; `eval "$(atoll completion bash)"` in ~/.bashrc turns it on."""
+    """Print a completion script for a shell.
+
+    `eval "$(atoll completion bash)"` in ~/.bashrc turns it on.
+    """
     kind = get_completion_class(shell)
     assert kind is not None
     print(kind(ctx.find_root().command, {}, "atoll", "_ATOLL_COMPLETE").source())

@@ -68,6 +68,7 @@ def plan(training: Training, seen: Seen, now: float) -> Plan:
     """The status after `seen`, what to do about it, and when to look again unasked."""
     if training.status.phase.is_terminal:
         return _after_the_end(training, seen, now)
+    asked, training = training, _within_reach(training, seen)
     status = _observed(training, seen, now)
     status, actions = _decided(training, status, seen, now)
     status = _concluded(training, status, seen, now)
@@ -76,6 +77,8 @@ def plan(training: Training, seen: Seen, now: float) -> Plan:
     if status.phase.is_terminal:
         actions = ()
     events = narrate(training.status, status, now)
+    if status.phase.is_terminal and training is not asked:
+        events = (*events, _refusal(asked, status.phase, now))
     return Plan(status, actions, events, _requeue_after_s(training, status, now))
 
 
@@ -197,7 +200,7 @@ def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
         is_edited = training.deletion_requested_at is None
         return Plan(
             replace(status, observed_generation=training.generation),
-            events=(_refusal(training, now),) if is_edited else (),
+            events=(_refusal(training, status.phase, now),) if is_edited else (),
             requeue_after_s=0.0,
         )
     if not status.is_released:
@@ -213,9 +216,18 @@ def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
     return Plan(status, (Forget(),)) if left <= 0 else Plan(status, requeue_after_s=left)
 
 
-def _refusal(training: Training, now: float) -> Event:
+def _within_reach(training: Training, seen: Seen) -> Training:
+    """With the target that can still be had: a scale-up may come when all ranks have just ended."""
+    world = training.spec.world_size
+    if not seen.is_closed or seen.wish is None or not world.min <= seen.wish.size < world.target:
+        return training
+    world = replace(world, target=seen.wish.size)
+    return replace(training, spec=replace(training.spec, world_size=world))
+
+
+def _refusal(training: Training, phase: Phase, now: float) -> Event:
     """Where a spec can be changed without asking us first, a change after the end is told of."""
-    refused = UDTerminalState(training.status.phase, training.spec.world_size.target)
+    refused = UDTerminalState(phase, training.spec.world_size.target)
     return Event(type="Warning", reason="UDTerminalState", message=str(refused), at=now)
 
 

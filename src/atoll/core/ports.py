@@ -68,7 +68,7 @@ class Checking(Protocol):
 
 @runtime_checkable
 class Resuming(Protocol):
-    """An executor whose log lines have places (`LogLine.at`) that a reader can go on from."""
+    """An executor whose log lines have places (`PlacedLine.at`) that a reader can go on from."""
 
     async def log_places(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None

@@ -285,6 +285,7 @@ class Seen(Model, frozen=True):
     ranks: list[SeenRank] = []
     wish: Wish | None = None  # the one accepted; None while there is none
     is_supervised: bool = False  # something acts on the wish without being asked again
+    is_closed: bool = False  # every rank of the wish has ended, and it can take no larger one
     room: int | None = None  # ranks this training may hold now; None is no limit
     message: str = ""  # what holds it up, for the ranks that are not there
     fault: str = ""  # the executor will never do it, and why
@@ -296,4 +297,9 @@ class Seen(Model, frozen=True):
 class LogLine(Model, frozen=True):
     rank: int
     text: str
-    at: int | None = None  # the place after it in its rank's log, where an executor has places
+
+
+class PlacedLine(LogLine, frozen=True):
+    """As it travels: with the place after it in its rank's log, where an executor has places."""
+
+    at: int | None = None

@@ -285,11 +285,8 @@ class JobExecutor:
         if wish.version < kept.version:
             return
         if wish.size > before:
-            if reason := finished(job):
-                raise Permanent(
-                    f"all ranks had ended ({reason}) before the world could grow from {before} "
-                    f"to {wish.size}: a finished Job cannot grow"
-                )
+            if reason := finished(job):  # the next look tells that it is closed
+                raise Temporary(f"the Job {name} is over ({reason}) and cannot grow to {wish.size}")
             await self._check_room_above(training, before, wish.size)
         # Ranks that start from now on find the new size.
         await self.cluster.patch("configmaps", namespace, name, {"data": render_size(wish)})

@@ -238,10 +238,11 @@ class Pod:
             code = 127  # there was no process; this is what a shell says
         if is_stopped and reason in ("Error", "Signal", "Unknown", "Evicted", "DeadlineExceeded"):
             reason = STOPPED
+        last = ended if self.has_run else ended or self._gate_end
         said = str(ended.get("message") or "")
         return Exit(
             code=code,
-            at=when((ended or self._gate_end).get("finishedAt")) or self.left_at or now,
+            at=when(last.get("finishedAt")) or self.left_at or now,
             reason=reason,
             signal=_signal(code),
             is_stopped=is_stopped,

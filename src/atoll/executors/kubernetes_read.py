@@ -105,6 +105,7 @@ def look(
             ranks=ranks,
             wish=wish,
             is_supervised=wish is not None and not (job and finished(job)),
+            is_closed=wish is not None and bool(job and finished(job)),
             message=_message(job, trouble, options),
             fault=_fault(training, newest, options, now),
             rendezvous_endpoint=rendezvous_endpoint(training, options),

@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from atoll.core.status import LogLine
+from atoll.core.status import LogLine, PlacedLine
 from atoll.remote.ranklog import read_log, tail_offset
 
 LINE_BYTES = 1 << 20  # a longer line comes in pieces
@@ -57,7 +57,7 @@ async def read_lines(
 
 
 def _line(rank: int, text: bytes, at: int) -> LogLine:
-    return LogLine(rank=rank, text=text.decode("utf-8", errors="replace"), at=at)
+    return PlacedLine(rank=rank, text=text.decode("utf-8", errors="replace"), at=at)
 
 
 def _ranks_in(folder: Path, wanted: Sequence[int] | None) -> list[int]:

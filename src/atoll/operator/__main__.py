@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import yaml  # type: ignore[import-untyped]
 
+from atoll.core.errors import ValidationError
 from atoll.core.model import decode
 from atoll.executors.kubernetes_options import Options
 from atoll.operator.manifests import HOME, render_manifests
@@ -84,7 +85,11 @@ async def _run(given: argparse.Namespace) -> None:
 
 def _named(text: str) -> dict[str, Any]:
     """The options that the JSON names; the operator has its own defaults for the others."""
-    options, given = decode(text, Options), msgspec.json.decode(text)
+    try:
+        options, given = decode(text, Options), msgspec.json.decode(text)
+    except ValidationError as error:
+        field = "--options" if error.field == "body" else f"--options: {error.field}"
+        raise ValidationError(field, error.value, error.expected) from error
     names = zip(Options.__struct_fields__, Options.__struct_encode_fields__, strict=True)
     return {name: getattr(options, name) for name, sent in names if sent in given}
 

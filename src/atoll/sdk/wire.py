@@ -35,13 +35,16 @@ class Wire:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._made: tuple[int, Address, httpx2.Client] | None = None
+        self._old: list[tuple[int, Address, httpx2.Client]] = []
         self._lock = threading.Lock()
 
     def close(self) -> None:
         with self._lock:
-            made, self._made = self._made, None
-        if made is not None and made[0] == os.getpid():
-            made[2].close()
+            made = [*self._old, *([self._made] if self._made else ())]
+            self._made, self._old = None, []
+        for pid, _, client in made:
+            if pid == os.getpid():
+                client.close()
 
     def client(self) -> httpx2.Client:
         with self._lock:
@@ -49,6 +52,8 @@ class Wire:
             if self._made is None or self._made[:2] != (os.getpid(), address):
                 import httpx2
 
+                if self._made is not None:
+                    self._old.append(self._made)  # another thread may be using it still
                 self._made = os.getpid(), address, httpx2.Client(**_settings(address))
             return self._made[2]
 

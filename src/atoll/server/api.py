@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.core.metrics import Metrics
 from atoll.core.problem import Problem
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import LogLine, Training, TrainingList, Usage
+from atoll.core.status import PlacedLine, Training, TrainingList, Usage
 from atoll.server import reports, trainings
 from atoll.server.operations import NDJSON, SSE, Operation, Said
 from atoll.server.problems import MEDIA_TYPE
@@ -88,7 +88,7 @@ NATIVE = (
         reports.logs,
         "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, first the "
         '`places` they begin at; `{"cut":true}` last where the server goes away.',
-        {200: Said("Lines.", LogLine, NDJSON), **_NAMED},
+        {200: Said("Lines.", PlacedLine, NDJSON), **_NAMED},
         query=reports.LogQuery,
     ),
     Operation(

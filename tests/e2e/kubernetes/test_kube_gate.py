@@ -5,16 +5,23 @@ Ranks are held back by other pods, which hold the room that they need.
 
 from __future__ import annotations
 
+import asyncio
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import Training, Wish
+from atoll.executors.kubernetes import JobExecutor
 from tests.e2e.kubernetes.conformance_backend import ArmedOperator
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.images import ETCD
+from tests.e2e.kubernetes.nodes import IMAGE
 from tests.e2e.kubernetes.room import SLOTS, give_back, slot, take_room
 
 pytestmark = pytest.mark.usefixtures("pods")
@@ -174,3 +181,31 @@ def test_without_the_gate_such_an_image_runs(
     start_operator("one", "--options", '{"isStartGated": false}')
     space.submit("tiny", image=NO_SHELL, command=["etcd", "--version"])
     space.until_phase("tiny", "succeeded")
+
+
+def test_a_look_at_ranks_that_wait_costs_one_request(space: Space, run: Callable[..., Any]) -> None:
+    async def cost_of(looks: int) -> int:
+        executor = JobExecutor(
+            cluster=space.site.connect(), namespace=space.name, image=IMAGE, is_start_gated=True
+        )
+        world = WorldSize(min=3, target=3, max=3)
+        spec = TrainingSpec(name="tiny", command=FOREVER, world_size=world, executor="kubernetes")
+        training = Training(
+            namespace=space.name, uid=str(uuid.uuid4()), spec=spec, created_at=time.time()
+        )
+        await executor.apply(training, Wish(version=1, size=2))
+        asked = executor.cluster.requests
+        while True:
+            messages = [r.message for r in (await executor.observe(training)).ranks]
+            if messages == ["start gate: 2 of 3 ranks are ready to start"] * 2:
+                break
+            await asyncio.sleep(0.2)
+        before = asked.total()
+        for _ in range(looks):
+            await executor.observe(training)
+        cost = asked.total() - before
+        await executor.purge(training)
+        await executor.close()
+        return cost
+
+    assert run(cost_of(5)) == 5

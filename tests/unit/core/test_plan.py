@@ -10,7 +10,7 @@ import pytest
 from atoll.core.phase import Phase
 from atoll.core.plan import Apply, Forget, Plan, Release, plan
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Exit, Seen, SeenRank, Training
+from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
 from atoll.core.usage import usage
 
 replace = msgspec.structs.replace
@@ -401,3 +401,49 @@ def test_a_finished_world_keeps_its_count() -> None:
     assert story.status.phase is Phase.SUCCEEDED
     assert story.status.world.ready == 4
     assert not story.status.world.below_minimum
+
+
+def closed(story: Story, size: int) -> Story:
+    """As after a wish for more that came when every rank of the last one had ended."""
+    wish = Wish(version=1, size=size)
+    story.seen = replace(story.seen, wish=wish, is_closed=True, is_supervised=False)
+    return story
+
+
+def test_a_scale_up_that_comes_after_all_ranks_ended_does_not_undo_their_success() -> None:
+    story = running(Story(low=1, target=2), 2)
+    story.scale(4)
+    closed(story, 2).ranks(r0="exit 0", r1="exit 0")
+    assert story.status.phase is Phase.SUCCEEDED
+    assert (story.status.world.ready, story.status.world.target) == (2, 2)
+    assert story.status.observed_generation == story.training.generation
+    assert story.told[-1] == "UDTerminalState"
+    assert "Failed" not in story.told
+
+
+def test_a_scale_up_that_the_executor_could_not_take_any_more_is_given_up() -> None:
+    story = running(Story(low=1, target=2), 2)
+    story.scale(4)
+    assert [type(a) for a in story.look().actions] == [Apply]
+    closed(story, 2).ranks(r0="exit 0", r1="exit 0")
+    assert story.wished == 2
+    story.look(is_supervised=False)
+    assert story.status.phase is Phase.SUCCEEDED
+    assert story.told.count("UDTerminalState") == 1
+
+
+def test_a_late_scale_up_does_not_undo_a_failure_either() -> None:
+    story = running(Story(low=2, target=2), 2)
+    story.scale(4)
+    closed(story, 2).ranks(r0="exit 0", r1="exit 3")
+    assert story.status.phase is Phase.FAILED
+    assert story.status.root_cause.rank == 1
+
+
+def test_ranks_that_never_found_room_are_still_wanted() -> None:
+    """An executor that can take more is not closed, though all it was asked for has ended."""
+    story = Story(start_grace_s=0)
+    story.look(room=2)
+    story.ranks(r0="running", r1="running")
+    story.ranks(r0="exit 0", r1="exit 0")
+    assert not story.status.phase.is_terminal

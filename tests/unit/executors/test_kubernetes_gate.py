@@ -167,6 +167,14 @@ def test_a_node_lost_at_the_gate_costs_a_restart_and_is_told() -> None:
     assert (ended_so.code, ended_so.reason) == (None, "HostLost")
 
 
+def test_a_rank_lost_after_the_gate_ended_when_it_was_given_up_not_at_the_gate() -> None:
+    passed = ended(0, "Completed", at=MADE + 4)
+    gone = pod(1, running(MADE + 5), gate=passed, left_at=NOW - 50)
+    told = only(seen(opened(), gone)).exit
+    assert told is not None
+    assert (told.reason, told.at) == ("HostLost", NOW - 50)
+
+
 def test_an_image_without_a_shell_is_told_with_what_to_do() -> None:
     said = 'exec: "sh": executable file not found in $PATH'
     broken = pod(0, INITIALIZING, phase="Failed", gate=ended(128, "StartError", said))

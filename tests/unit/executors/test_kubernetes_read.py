@@ -281,6 +281,8 @@ def test_a_finished_job_supervises_nothing() -> None:
     gang["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     assert finished(gang) == "Complete"
     assert not seen(gang=gang).seen.is_supervised
+    assert seen(gang=gang).seen.is_closed
+    assert not seen(gang=job()).seen.is_closed
 
 
 def test_completions_change_together_with_parallelism_and_are_never_zero() -> None:
