@@ -37,7 +37,7 @@ from atoll.executors.kubernetes_patch import (
     render_yield,
     yielded_at,
 )
-from atoll.executors.kubernetes_pod import Pod
+from atoll.executors.kubernetes_pod import Pod, part_of
 from atoll.executors.kubernetes_read import Look, finished, is_told_by_pods, look, wish_of
 from atoll.executors.kubernetes_render import (
     gang_name,
@@ -128,7 +128,7 @@ class JobExecutor:
     async def observe(self, training: Training) -> Seen:
         job, pods = await self._find(training)
         now = self._clock()
-        beside = [pod for pod in map(Pod, pods) if pod.part != CONTAINER]
+        beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         silent = self._hosts.follow(training.key, pods)
         seen = look(training, job, pods, self.options, now, trouble, silent)

@@ -29,6 +29,7 @@ from atoll.executors.kubernetes_etcd import (
     answering,
     render_etcd,
     render_etcd_service,
+    trouble_of,
     words,
 )
 from atoll.executors.kubernetes_fabric import members
@@ -42,6 +43,7 @@ from atoll.remote.kubernetes import Cluster
 
 Json = dict[str, Any]
 
+ASK_AGAIN_S = 5.0  # for an etcd of which there is no pod
 CLEAR_S = 1.0  # after what is to be stored was told
 
 
@@ -62,8 +64,9 @@ class Beside:
         self._ring_in = ring_in
         self._is_owner = is_owner
         self._meshes = Meshes(ring, options.mesh_deadline_s)
-        self._etcds: set[str] = set()  # made by us, by training
-        self._benches: dict[str, float] = {}  # and when
+        # When each was last asked for, by training; and what stood in the way of the etcd's pod.
+        self._etcds: dict[str, tuple[float, str]] = {}
+        self._benches: dict[str, float] = {}
 
     async def close(self) -> None:
         await self._meshes.close()
@@ -84,8 +87,8 @@ class Beside:
         """`seen` with what is beside the ranks in it; `newest` is the last pod of each rank."""
         etcd = [pod for pod in pods if pod.part == ETCD]
         bench = [pod for pod in pods if pod.part == BENCH]
-        if is_held(job):
-            seen = await self._start_etcd(training, namespace, job, etcd, seen, now)
+        if self._options.has_own_etcd(training.spec) and seen.is_supervised:
+            seen = await self._keep_etcd(training, namespace, job, etcd, seen, now)
         seen = replace(seen, mesh=await self._mesh(training, newest, etcd, seen, now))
         if training.spec.bench.mode == "off":
             return seen
@@ -114,13 +117,13 @@ class Beside:
             for kind in ("deployments", "services"):
                 with contextlib.suppress(NotFound):
                     await self._cluster.delete(kind, namespace, etcd_name(training))
-        self._etcds.discard(training.uid)
+        self._etcds.pop(training.uid, None)
         if options.has_gate(spec):
             await self._meshes.drop(training, options.etcd_endpoint)
         if spec.bench.mode != "off":
             await self._clear_bench(training, namespace)
 
-    async def _start_etcd(
+    async def _keep_etcd(
         self,
         training: Training,
         namespace: str,
@@ -129,21 +132,33 @@ class Beside:
         seen: Seen,
         now: float,
     ) -> Seen:
-        """It is being started, once; and what of it holds up the Job is told."""
-        if not pods and training.uid not in self._etcds:
-            owner, name = self._owner(training, job), etcd_name(training)
-            service = render_etcd_service(training, self._options, owner)
-            await self._cluster.patch("services", namespace, name, service, type="apply")
-            body = render_etcd(training, self._options, owner)
-            await self._cluster.patch("deployments", namespace, name, body, type="apply")
-            self._etcds.add(training.uid)
+        """It is there or being started; and what of it holds up the Job is told."""
+        if not pods:
+            await self._start_etcd(training, namespace, job, now)
+        if not is_held(job):
+            return seen
         limit_s = self._options.image_timeout_s
         self._ring_in(training.key, min(limit_s, 30.0))
         for pod in pods:
             is_late = now - pod.created_at > limit_s
             if pod.waiting_reason in HOPELESS or (is_late and pod.waiting_reason in BROKEN):
                 return replace(seen, fault=f"its etcd: {pod.waits_for}")
-        return replace(seen, message=words(pods))
+        _, trouble = self._etcds.get(training.uid, (now, ""))
+        return replace(seen, message=words(pods, trouble))
+
+    async def _start_etcd(
+        self, training: Training, namespace: str, job: Json | None, now: float
+    ) -> None:
+        """Asked for again where it is not to be seen: somebody may have removed it."""
+        asked_at, _ = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
+        if now - asked_at >= ASK_AGAIN_S:
+            owner, name = self._owner(training, job), etcd_name(training)
+            service = render_etcd_service(training, self._options, owner)
+            await self._cluster.patch("services", namespace, name, service, type="apply")
+            body = render_etcd(training, self._options, owner)
+            made = await self._cluster.patch("deployments", namespace, name, body, type="apply")
+            self._etcds[training.uid] = (now, trouble_of(made))
+        self._ring_in(training.key, ASK_AGAIN_S)
 
     async def _mesh(
         self, training: Training, newest: list[Pod], etcd: list[Pod], seen: Seen, now: float

@@ -109,7 +109,15 @@ def address(pod: Pod) -> str:
     return f"[{ip}]:{DEFAULT_ETCD_PORT}" if ":" in ip else f"{ip}:{DEFAULT_ETCD_PORT}"
 
 
-def words(pods: list[Pod]) -> str:
+def trouble_of(deployment: Json) -> str:
+    """Why its pod cannot be made (quota, admission), as far as that is known."""
+    conditions = deployment.get("status", {}).get("conditions") or ()
+    said = (c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure")
+    return next(said, "")
+
+
+def words(pods: list[Pod], trouble: str = "") -> str:
     """What a held Job waits for."""
-    waits = next((pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving), "")
+    told = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
+    waits = next(told, "" if pods else trouble)
     return f"waits for its etcd{f': {waits}' if waits else ''}"

@@ -63,6 +63,11 @@ def when(text: str | None) -> float | None:
     return at or None
 
 
+def part_of(manifest: Json) -> str:
+    """What a pod is to its training."""
+    return str((manifest["metadata"].get("labels") or {}).get(PART, CONTAINER))
+
+
 class Pod:
     """A pod's manifest with names for what atoll asks of it."""
 
@@ -76,8 +81,8 @@ class Pod:
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
         self.node: str | None = self.spec.get("nodeName") or None
-        # What a pod is to its training is also what its container is called.
-        self.part: str = (self.metadata.get("labels") or {}).get(PART, CONTAINER)
+        # Which is also what its container is called.
+        self.part = part_of(manifest)
         self.index = int(self.annotations.get(INDEX, -1))
         self.rank = self.index if self.part == CONTAINER else -1
         self.address: str = self.status.get("hostIP", "")  # of its node

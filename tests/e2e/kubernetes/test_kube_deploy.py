@@ -131,4 +131,13 @@ def test_another_replica_takes_over_when_the_leader_is_deleted(
     assert leader() != before
     assert {rank.get("restarts", 0) for rank in status["ranks"]} == {0}
     space.kubectl("delete", "training", "tiny", "--timeout=60s")
-    assert space.pods() == []
+    wait_for("its pods are gone", lambda: space.pods() == [])
+
+
+def test_what_runs_beside_ranks_has_the_operators_own_image(deployed: Site, space: Space) -> None:
+    space.submit("tiny", command=["sh", "-c", "sleep 1000"], bench={"mode": "on-start"})
+    status = space.until(
+        "tiny", "measured", lambda s: s.get("bench", {}).get("phase") == "Succeeded", timeout=90
+    )
+    assert status["bench"]["result"]["busbwGbpsP50"] > 0
+    space.kubectl("delete", "training", "tiny", "--timeout=60s")

@@ -98,13 +98,19 @@ def condition(status: Json, kind: str) -> Json:
     return next((c for c in status.get("conditions", ()) if c["type"] == kind), {})
 
 
+def etcd_pods(space: Space) -> list[Json]:
+    return [p for p in space.pods() if p["metadata"]["labels"].get("atoll.dev/part") == "etcd"]
+
+
 def etcd_pod(space: Space) -> Json:
     """The pod of the training's etcd; the newest, while one is being replaced."""
-    found = [p for p in space.pods() if p["metadata"]["labels"].get("atoll.dev/part") == "etcd"]
-    return found[-1]
+    return etcd_pods(space)[-1]
 
 
 def is_answering(space: Space, before: str) -> bool:
+    """Whether there is an etcd in another pod than that."""
+    if not etcd_pods(space):
+        return False
     pod = etcd_pod(space)
     is_ready = any(
         c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ())
@@ -335,3 +341,47 @@ def test_without_an_image_for_the_agents_a_mesh_is_refused_by_name(
     status = space.until_phase("tiny", "failed")
     assert status["reason"] == "ExecutorRefused"
     assert "agent_image" in status["message"]
+
+
+def test_an_operator_killed_while_an_etcd_comes_up_goes_on(
+    space: Space, start: Callable[..., Operator]
+) -> None:
+    operator = start()
+    space.submit("tiny", image=ATOLL, command=["sh", "-c", GATE], mesh=True)
+
+    def is_there(kind: str) -> bool:
+        return bool(space.json("get", kind)["items"])
+
+    for step in (
+        lambda: is_there("jobs"),
+        lambda: is_there("deployments"),
+        lambda: is_answering(space, ""),
+        lambda: ranks(space),
+    ):
+        wait_for("the next step", step, timeout=30)
+        operator.kill()
+        operator.start()
+    space.until("tiny", "mesh is ready", lambda s: mesh(s) == "Ready", timeout=60)
+    assert len(space.json("get", "jobs")["items"]) == 1
+    assert {r.get("restarts", 0) for r in space.status("tiny")["ranks"]} == {0}
+
+    # An etcd that somebody removes comes back, and the gate's keys with it.
+    before = etcd_pod(space)["metadata"]["name"]
+    space.kubectl("delete", "deployments", "--all")
+    wait_for("another etcd", lambda: is_answering(space, before), timeout=60)
+    wait_for("its keys are there again", lambda: keys(space), timeout=60)
+
+
+def test_a_quota_that_keeps_the_etcd_away_is_what_the_training_waits_for(
+    space: Space, start: Callable[..., Operator]
+) -> None:
+    space.kubectl("create", "quota", "none", "--hard=pods=0")
+    start()
+    space.submit("tiny", command=["true"], rendezvous={"backend": "etcd-v2"})
+    space.until(
+        "tiny",
+        "the quota's words",
+        lambda s: "waits for its etcd" in str(s) and "exceeded quota" in str(s),
+    )
+    space.kubectl("delete", "quota", "none")
+    space.until_phase("tiny", "succeeded", timeout=100)

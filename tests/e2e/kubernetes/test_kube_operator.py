@@ -328,7 +328,7 @@ def test_watching_with_kubectl(space: Space, operator: Operator) -> None:
     space.submit("tiny", command=sh("sleep 1"))
     watching = subprocess.Popen(
         [
-            str(space.site._kubectl),
+            str(space.site.kubectl_path),
             *(f"--kubeconfig={space.site.kubeconfig}", "-n", space.name),
             *("get", "trainings", "-w", "-o", "json"),
         ],
