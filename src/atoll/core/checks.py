@@ -10,6 +10,7 @@ from atoll.core.errors import ValidationError
 # Set by atoll for every rank; a value of the user's own would be a lie to the script.
 RESERVED_ENV = frozenset({"RANK", "REPLICA_RANK", "WORLD_SIZE", "NODE_NAME"})
 RESERVED_ENV_PREFIXES = ("ATOLL_", "BASILICA_")
+ARGS_VARIABLE = "ATOLL_ENTRYPOINT_ARGS"  # the launcher of replicas sets it, through the spec
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 _NAME = re.compile(NAME_PATTERN)
@@ -59,5 +60,6 @@ def check_env(field: str, env: object) -> None:
             raise ValidationError(field, name, "expected letters, digits and '_', no digit first")
         if not isinstance(value, str) or "\0" in value:
             raise ValidationError(f"{field}.{name}", value, "expected text without NUL bytes")
-        if name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES):
+        is_ours = name.startswith(RESERVED_ENV_PREFIXES) and name != ARGS_VARIABLE
+        if name in RESERVED_ENV or is_ours:
             raise ValidationError(f"{field}.{name}", value, "atoll sets this one for every rank")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from atoll.core.errors import ValidationError
 
-ARGS_VARIABLE = "ATOLL_ENTRYPOINT_ARGS"
 MAX_ARGS_BYTES = 120_000  # Linux takes at most 131,072 in one argument or variable
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")

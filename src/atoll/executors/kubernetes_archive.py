@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 from atoll.core.errors import AtollError, NotFound
+from atoll.core.lines import split_lines
 from atoll.executors.kubernetes_names import INDEX, LOG_OF, MANAGED, UID
 from atoll.executors.kubernetes_pod import Pod
 from atoll.remote.kubernetes import Cluster
@@ -49,7 +50,7 @@ class Archive:
         labels = f"{UID}={uid},{LOG_OF}={rank}"
         listed = await self._cluster.list("configmaps", namespace, labels=labels)
         kept = sorted(listed.items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
-        return [line for item in kept for line in item["data"]["log"].splitlines()]
+        return [line for item in kept for line in split_lines(item["data"]["log"])]
 
     async def drop(self, namespace: str, uid: str) -> None:
         await self._cluster.delete_all("configmaps", namespace, labels=f"{UID}={uid},{LOG_OF}")

@@ -7,6 +7,7 @@ import signal
 from datetime import datetime
 from typing import Any
 
+from atoll.core.lines import split_lines
 from atoll.core.status import Exit
 from atoll.executors.kubernetes_names import CONTAINER, FAILURES, FINALIZER, GATE, INDEX, PART
 
@@ -247,7 +248,7 @@ class Pod:
             signal=_signal(code),
             is_stopped=is_stopped,
             message=words,
-            log_tail=[] if words and words in said else said.splitlines()[-TAIL_LINES:],
+            log_tail=[] if words and words in said else split_lines(said)[-TAIL_LINES:],
         )
 
     def _why(self, ended: Json, is_lost: bool) -> tuple[str, str]:

@@ -15,6 +15,7 @@ import msgspec
 from atoll.core.model import decode
 from atoll.core.status import RankStatus, Seen, SeenRank, Training, Wish
 from atoll.executors.kubernetes_gate import Gate, is_grace_unknown, read_gate
+from atoll.executors.kubernetes_indexes import given_up
 from atoll.executors.kubernetes_names import REGION, SHRINKS, WISH
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_patch import is_released
@@ -97,7 +98,9 @@ def look(
         is_more = is_more or (bool(ended) and shown is not news[-1])
         if not _is_nothing(shown, now):
             ranks.append(_rank(shown, _is_asked(shown, job, shrinks, now), gate, now, silent))
-    for rank in range(wish.size if wish else 0):
+    lost_unseen = list(given_up(training, job, wish, pods, known, now))
+    ranks += lost_unseen
+    for rank in {*range(wish.size if wish else 0)} - {r.rank for r in lost_unseen}:
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
     return Look(

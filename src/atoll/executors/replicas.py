@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import atoll
-from atoll.core.checks import check_int, check_number
+from atoll.core.checks import ARGS_VARIABLE, check_int, check_number
 from atoll.core.errors import NotFound
 from atoll.core.ports import Executor
 from atoll.core.replica_result import lines_expected, result_of, visible
@@ -35,7 +35,7 @@ from atoll.core.spec import (
     WorldSize,
 )
 from atoll.core.status import Training
-from atoll.executors.entrypoints import ARGS_VARIABLE, Call, Entry, Module, Script, read_entry
+from atoll.executors.entrypoints import Call, Entry, Module, Script, read_entry
 from atoll.executors.gangs import Gang, Gangs
 from atoll.executors.local import LocalExecutor
 from atoll.executors.replica_guard import clear_abandoned, new_root, start_guard
@@ -89,11 +89,11 @@ class ReplicaSurface:
                 content = _SHIPPED.format(base64.b64encode(payload).decode()).encode()
                 return {"source": Source(kind="script", content=content, filename="replica.py")}
             case Module(name, argv, variable):
-                command = ["env", f"{ARGS_VARIABLE}={variable}", "python", "-m", name, *argv]
-                return {"command": command}
+                command = ["python", "-m", name, *argv]
+                return {"command": command, "env": {ARGS_VARIABLE: variable}}
             case Script(path, argv, variable):
                 source = Source(kind="script", content=path.read_bytes(), filename=path.name)
-                return {"source": source, "args": argv}
+                return {"source": source, "args": argv, "env": {ARGS_VARIABLE: variable}}
 
     def launch_replicas(
         self,
@@ -275,16 +275,17 @@ class LocalProcessExecutor(ReplicaSurface):
 
     def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
         source = str(Path(atoll.__file__).parents[1])
+        env = {}
         match entry:
             case Call(payload):
                 place = self._root / f"{uid}.pkl"
                 place.write_bytes(payload)
                 command = [sys.executable, "-c", _ENTRY, source, str(place)]
             case Module(name, argv, variable):
-                command = _with_args(variable, [sys.executable, "-m", name, *argv])
+                command, env = [sys.executable, "-m", name, *argv], {ARGS_VARIABLE: variable}
             case Script(path, argv, variable):
-                command = _with_args(variable, [sys.executable, str(path), *argv])
-        return {"command": command, "working_dir": os.getcwd()}
+                command, env = [sys.executable, str(path), *argv], {ARGS_VARIABLE: variable}
+        return {"command": command, "env": env, "working_dir": os.getcwd()}
 
     def close(self) -> None:
         super().close()
@@ -292,7 +293,3 @@ class LocalProcessExecutor(ReplicaSurface):
             shutil.rmtree(self._root, ignore_errors=True)
             self._guard.kill()
             self._guard.wait()
-
-
-def _with_args(variable: str, command: list[str]) -> list[str]:
-    return ["env", f"{ARGS_VARIABLE}={variable}", *command]

@@ -21,6 +21,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from lightkube.core.exceptions import ConfigError
 
 from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
+from atoll.core.lines import alines_of
 
 Json = dict[str, Any]
 PatchType = Literal["merge", "strategic", "json", "apply"]
@@ -191,7 +192,7 @@ class Cluster:
         }
         limits = httpx2.Timeout(10.0, read=WATCH_S + 60.0)
         async with self._stream("watch", kind, _path(kind, namespace), params, limits) as answer:
-            async for line in answer.aiter_lines():
+            async for line in alines_of(answer.aiter_bytes()):
                 event = msgspec.json.decode(line)
                 if event["type"] == "ERROR":
                     raise _error(event["object"], event["object"].get("code", 500), kind)
@@ -207,7 +208,7 @@ class Cluster:
         path = _path("pods", namespace, pod, "log")
         limits = httpx2.Timeout(10.0, read=None if follow else 30.0)
         async with self._stream("log", "pods", path, params, limits) as answer:
-            async for line in answer.aiter_lines():
+            async for line in alines_of(answer.aiter_bytes()):
                 yield line
 
     async def _send(

@@ -9,6 +9,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from atoll.core.lines import split_lines
+
 SEGMENT_BYTES = 8 * 2**20
 SEGMENTS_KEPT = 8
 
@@ -125,7 +127,7 @@ def last_lines(folder: Path, lines: int, limit_bytes: int = 4096) -> list[str]:
     end = log_end(folder)
     start = max(tail_offset(folder, lines), end - limit_bytes)
     text = _read_exactly(folder, start, end - start).decode("utf-8", errors="replace")
-    return text.splitlines()[-lines:] if lines else []
+    return split_lines(text)[-lines:] if lines else []
 
 
 def _read_exactly(folder: Path, start: int, size: int) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from atoll.core.errors import Temporary
+from atoll.core.lines import alines_of, lines_of
 from atoll.core.status import LogLine
 from atoll.sdk.effects import Reply, Send
 from atoll.sdk.flows import Who
@@ -85,7 +86,7 @@ def lines(wire: Wire, position: Position) -> Iterator[LogLine]:
                 with wire.client().stream(**position.request) as response:
                     if response.status_code != 200:
                         accepted(Reply(response.status_code, response.read()))
-                    for raw in response.iter_lines():
+                    for raw in lines_of(response.iter_bytes()):
                         line = position.new(raw)
                         if line is not None:
                             yield line
@@ -105,7 +106,7 @@ async def alines(wire: Wire, position: Position) -> AsyncIterator[LogLine]:
                 async with client, client.stream(**position.request) as response:
                     if response.status_code != 200:
                         accepted(Reply(response.status_code, await response.aread()))
-                    async for raw in response.aiter_lines():
+                    async for raw in alines_of(response.aiter_bytes()):
                         line = position.new(raw)
                         if line is not None:
                             yield line

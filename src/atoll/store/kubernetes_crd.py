@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.checks import RESERVED_ENV, RESERVED_ENV_PREFIXES
+from atoll.core.checks import ARGS_VARIABLE, RESERVED_ENV, RESERVED_ENV_PREFIXES
 from atoll.core.spec import MAX_SECONDS, MAX_WORLD, TrainingSpec
 
 Json = dict[str, Any]
@@ -63,7 +63,10 @@ _ENV_RULES = [
         "self.all(k, k.matches('^[A-Za-z_][A-Za-z0-9_]*$'))",
         "expected names of letters, digits and '_', no digit first",
     ),
-    (f"self.all(k, !(k in [{_RESERVED}] || {_PREFIXES}))", "atoll sets this one for every rank"),
+    (
+        f"self.all(k, k == '{ARGS_VARIABLE}' || !(k in [{_RESERVED}] || {_PREFIXES}))",
+        "atoll sets this one for every rank",
+    ),
 ]
 
 # Rules between fields (CEL), by path. `oldSelf` is the object before the change.

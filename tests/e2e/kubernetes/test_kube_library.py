@@ -10,11 +10,12 @@ import pytest
 from atoll import KubernetesExecutor, ValidationError
 from tests.e2e.kubernetes.conftest import Site, Space
 from tests.e2e.kubernetes.control_plane import wait_for
+from tests.e2e.kubernetes.images import ATOLL
 from tests.e2e.kubernetes.nodes import IMAGE
 
 pytestmark = pytest.mark.usefixtures("pods")
 
-SCRIPT = """echo rank $RANK of $WORLD_SIZE with $*
+SCRIPT = """echo rank $RANK of $WORLD_SIZE with $* and $ATOLL_ENTRYPOINT_ARGS
 [ $RANK = 1 ] && { echo out of luck; exit 4; }
 exit 0
 """
@@ -48,7 +49,7 @@ def test_replicas_are_launched_collected_and_removed(
     assert [r["exit_code"] for r in reports] == [0, 4, 0]
     assert [r["status"] for r in reports] == ["succeeded", "failed", "succeeded"]
     assert "out of luck" in reports[1]["error"]
-    assert executor.stream_logs(handles[0]) == "rank 0 of 3 with --lr 0.1"
+    assert executor.stream_logs(handles[0]) == 'rank 0 of 3 with --lr 0.1 and {"lr": 0.1}'
     executor.cancel(handles[0])
     executor.close()
     kinds = "pods,jobs,services,configmaps"
@@ -81,3 +82,21 @@ def test_a_clash_is_refused_and_nothing_is_created(
         executor.launch_replicas(0, str(script), {})
     left = space.json("get", "jobs,services,configmaps,pods", "-l", "atoll.dev/uid")["items"]
     assert left == []
+
+
+def test_a_function_runs_in_pods_and_gives_its_results_back(site: Site, space: Space) -> None:
+    if not site.is_own:
+        pytest.skip("the image with Python is only on the nodes that these tests start")
+
+    def work(base: int) -> dict[str, int]:
+        import os
+
+        return {"rank": int(os.environ["RANK"]), "sum": base + int(os.environ["RANK"])}
+
+    with KubernetesExecutor(
+        kubeconfig=str(site.kubeconfig), namespace=space.name, image=ATOLL
+    ) as executor:
+        reports = executor.collect(executor.launch_replicas(2, work, {"base": 40}), timeout=90)
+    assert [r["error"] for r in reports] == [None, None]
+    assert [r["result"] for r in reports] == [{"rank": 0, "sum": 40}, {"rank": 1, "sum": 41}]
+    assert [r["exit_code"] for r in reports] == [0, 0]

@@ -83,3 +83,20 @@ def test_code_shipped_with_a_training_runs(space: Space, operator: Operator, kin
     space.until_phase("tiny", "succeeded")
     logs = space.kubectl("logs", space.pods(1)[0]["metadata"]["name"]).stdout
     assert logs == "rank 1 of 2 says $(RANK) hi\n"
+
+
+def test_a_pod_deleted_before_it_found_room_is_told_and_nothing_hangs(
+    space: Space, operator: Operator
+) -> None:
+    """Kubernetes counts it as a failure of its rank."""
+    space.submit(
+        "tiny",
+        command=sh("sleep 1000"),
+        resources={"gpuCount": 1},
+        worldSize={"min": 2, "target": 2, "max": 2},
+    )
+    space.until("tiny", "no room", lambda s: "ranks" in s and "no room" in s["ranks"][1]["message"])
+    space.kubectl("delete", "pod", space.pods(1)[0]["metadata"]["name"], "--wait=false")
+    status = space.until_phase("tiny", "failed")
+    root = status["rootCause"]
+    assert (root["rank"], root["exitCode"], root["terminationReason"]) == (1, None, "Deleted")

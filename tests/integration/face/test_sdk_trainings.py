@@ -177,6 +177,22 @@ def test_logs_have_the_true_rank_and_stay_readable(client: atoll.Client) -> None
     assert t.logs(rank=7) == []
 
 
+def test_a_log_line_is_what_the_rank_ended_with_a_newline(client: atoll.Client) -> None:
+    """Characters that other line readers stop at: a progress bar's, a paragraph's, a form's."""
+    odd = r"10%%\r20%% a\342\200\250b\302\205c\013d\014e\036f"
+    script = f"printf '{odd}\\n'; exit 3"
+    t = client.deploy_distributed("odd", command=shell(script))
+    text = "10%\r20% a\u2028b\x85c\x0bd\x0ce\x1ef"
+    assert [line.text for line in t.stream_logs()] == [text]
+    assert [line.text for line in asyncio.run(_followed(t))] == [text]
+    assert t.root_cause is not None
+    assert t.root_cause.log_tail == [text]
+
+
+async def _followed(t: atoll.DistributedTraining) -> list[Any]:
+    return [line async for line in t.stream_logs_async()]
+
+
 def test_follow_gives_lines_as_they_come(client: atoll.Client, tmp_path: Path) -> None:
     script = f"echo first; {hold(tmp_path / 'go')[2]}; echo second"
     t = client.deploy_distributed("follow", command=shell(script))

@@ -7,9 +7,11 @@ from datetime import UTC, datetime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from atoll.core.plan import plan
 from atoll.core.status import Exit, Status
+from atoll.executors.kubernetes_indexes import indexes
 from atoll.executors.kubernetes_names import SHRINKS
 from atoll.executors.kubernetes_patch import (
     render_released,
@@ -341,3 +343,30 @@ def test_every_exit_is_stored_before_its_pod_may_go(ranks: list[list[Json]]) -> 
             break
         before = training(max_restarts=9, status=status)
     assert stored == {(p.rank, p.attempt) for p in map(Pod, pods) if p.is_over}
+
+
+def test_indexes_are_read_as_kubernetes_writes_them() -> None:
+    assert indexes("") == set()
+    assert indexes("1,3-5,9") == {1, 3, 4, 5, 9}
+
+
+def test_a_rank_that_the_job_gave_up_without_a_word_is_lost_and_told_once() -> None:
+    gang = job()
+    gang["status"] = {"failedIndexes": "1,7"}
+    given = training()
+    told = look(given, gang, [pod(0, running())], Options(), NOW)
+    (rank,) = [r for r in told.seen.ranks if r.state == "exited"]
+    assert rank.exit is not None
+    assert (rank.rank, rank.exit.code, rank.exit.reason) == (1, None, "Deleted")
+    stored = replace(given, status=plan(given, told.seen, NOW).status)
+    assert stored.status.ranks[1].phase == "Failed"
+    again = look(stored, gang, [pod(0, running())], Options(), NOW)
+    assert [r.rank for r in again.seen.ranks if r.state == "exited"] == []
+
+
+def test_a_rank_that_has_a_pod_is_told_of_by_the_pod() -> None:
+    gang = job()
+    gang["status"] = {"failedIndexes": "1"}
+    found = only(seen(pod(1, ended(3), phase="Failed"), gang=gang))
+    assert found.exit is not None
+    assert found.exit.code == 3

@@ -1,0 +1,43 @@
+r"""Bytes as they come, whole lines out. Only "\n" ends a line.
+
+`str.splitlines`, and the line readers of HTTP clients that use it, end one at eight other
+characters too, some of which JSON leaves as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+
+
+class Lines:
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that are whole now, without their ends."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+    def last(self) -> list[str]:
+        """What came after the last end, if anything did."""
+        return [self._rest.decode(errors="replace")] if self._rest else []
+
+
+def split_lines(text: str) -> list[str]:
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
+    lines = Lines()
+    for chunk in chunks:
+        yield from lines.feed(chunk)
+    yield from lines.last()
+
+
+async def alines_of(chunks: AsyncIterable[bytes]) -> AsyncIterator[str]:
+    lines = Lines()
+    async for chunk in chunks:
+        for line in lines.feed(chunk):
+            yield line
+    for line in lines.last():
+        yield line
