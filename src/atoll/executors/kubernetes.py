@@ -42,13 +42,10 @@ from atoll.executors.kubernetes_read import Look, finished, is_told_by_pods, loo
 from atoll.executors.kubernetes_render import (
     gang_name,
     owner_of,
-    reference_to,
     render_job,
-    render_service,
-    render_size,
-    render_world,
 )
 from atoll.executors.kubernetes_trouble import Troubles
+from atoll.executors.kubernetes_world import World, render_mended
 from atoll.remote.kubernetes import Cluster
 
 Json = dict[str, Any]
@@ -95,6 +92,7 @@ class JobExecutor:
         self._alarms = Alarms(self._changed.put_nowait)
         self._troubles = Troubles(self.cluster, self._alarms)
         ring, ring_in = self._changed.put_nowait, self._alarms.set
+        self._world = World(self.cluster, self.options, is_owner=is_owner)
         self._beside = Beside(self.cluster, self.options, ring, ring_in, is_owner=is_owner)
 
     def check(self, spec: TrainingSpec) -> None:
@@ -264,27 +262,15 @@ class JobExecutor:
 
     async def _create(self, training: Training, wish: Wish) -> None:
         namespace, name = self._place(training)
+        await self._world.make(training, wish)
         owner = owner_of(training) if self._is_owner else None
-        world = render_world(training, wish, self.options, owner)
-        service = render_service(training, self.options, owner)
-        await self.cluster.patch("configmaps", namespace, name, world, type="apply")
-        await self.cluster.patch("services", namespace, name, service, type="apply")
         body = render_job(training, wish, self.options, owner)
         try:
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:
             raise Temporary(f"the Job {name} is there already or still going: {error}") from error
         self._note_job(training, job)
-        if owner is None:
-            await self._tie(job)
-
-    async def _tie(self, job: Json) -> None:
-        """Service and ConfigMap go with the Job, also when nobody is left to clean up."""
-        metadata = job["metadata"]
-        owner = reference_to("batch/v1", "Job", metadata)
-        patch = {"metadata": {"ownerReferences": [owner]}}
-        for kind in ("configmaps", "services"):
-            await self.cluster.patch(kind, metadata["namespace"], metadata["name"], patch)
+        await self._world.tie(job)
 
     async def _resize(self, training: Training, wish: Wish, job: Json) -> None:
         namespace, name = self._place(training)
@@ -297,8 +283,7 @@ class JobExecutor:
             if reason := finished(job):  # the next look tells that it is closed
                 raise Temporary(f"the Job {name} is over ({reason}) and cannot grow to {wish.size}")
             await self._check_room_above(training, before, wish.size)
-        # Ranks that start from now on find the new size.
-        await self.cluster.patch("configmaps", namespace, name, {"data": render_size(wish)})
+        await self._world.resize(training, wish, job)
         try:
             await self._patch_job(training, render_resize(wish, job, self._clock()))
         except Conflict:  # its status moved on; the wish in it may have, too
@@ -333,6 +318,15 @@ class JobExecutor:
         if job is not None and seen.half and yielded_at(job) is None:
             await self._give_way(training, job, seen.half, now)
         await self._let_start(training, seen.gate, now)
+        if job is not None and (wish := seen.seen.wish) is not None and not finished(job):
+            await self._mend(training, wish, job, seen)
+
+    async def _mend(self, training: Training, wish: Wish, job: Json, seen: Look) -> None:
+        """What somebody has changed or deleted of the gang."""
+        await self._world.mend(training, wish, job, seen.newest)
+        if not seen.half and (patch := render_mended(job, wish)):
+            with contextlib.suppress(Conflict):  # it has changed since; so there will be a look
+                await self._patch_job(training, patch)
 
     async def _let_start(self, training: Training, gate: Gate, now: float) -> None:
         """The decision first: what of the rest is left undone, the next look does."""

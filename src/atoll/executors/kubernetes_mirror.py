@@ -58,7 +58,9 @@ class Mirror:
             except Gone:
                 log.info("the watch on %s fell behind; listing again", self._kind)
             except (Temporary, Denied, Permanent) as error:
-                log.warning("cannot watch %s: %s; trying again", self._kind, error)
+                # The first is left to whoever asks for something; the next is news.
+                level = logging.WARNING if failures == 1 else logging.INFO
+                log.log(level, "cannot watch %s: %s; trying again", self._kind, error)
                 delay = RETRY_S[min(failures, len(RETRY_S) - 1)]
                 failures += 1
                 self._fall()

@@ -195,6 +195,11 @@ class Pod:
             return str(self.condition("PodScheduled").get("reason", "Unschedulable"))
         return str(self._waiting[0].get("reason", ""))
 
+    def misses(self, name: str) -> bool:
+        """Whether it cannot start for want of the ConfigMap of that name."""
+        is_stuck = self.waiting_reason == "CreateContainerConfigError" and not self.is_leaving
+        return is_stuck and f'"{name}"' in self.waits_for
+
     @property
     def _waiting(self) -> tuple[Json, str]:
         """Why the container whose turn it is waits, and its image."""
@@ -265,7 +270,8 @@ class Pod:
         if not ended and self._gate_code not in (None, 0):
             return "StartGateFailed", self._gate_trouble()
         native = ended.get("reason", "")
-        if native == "OOMKilled":
+        # With exit code 0, it was a child of the rank, which has coped.
+        if native == "OOMKilled" and ended.get("exitCode") != 0:
             return "OOMKilled", ""
         if native in ("StartError", "ContainerCannotRun"):
             said = " ".join(str(ended.get("message", "")).split())

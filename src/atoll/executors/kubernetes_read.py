@@ -14,7 +14,7 @@ import msgspec
 
 from atoll.core.model import decode
 from atoll.core.status import RankStatus, Seen, SeenRank, Training, Wish
-from atoll.executors.kubernetes_gate import Gate, is_grace_unknown, read_gate
+from atoll.executors.kubernetes_gate import Gate, is_gated, is_grace_unknown, read_gate
 from atoll.executors.kubernetes_indexes import given_up
 from atoll.executors.kubernetes_names import REGION, SHRINKS, WISH
 from atoll.executors.kubernetes_options import Options
@@ -117,7 +117,7 @@ def look(
         leaving=leaving,
         lost=lost,
         is_more=is_more,
-        half=[] if gate.is_open else _half(training, newest, options, now),
+        half=_half(training, newest, options, now, _idle_since(job, gate, newest, trouble)),
         gate=gate,
         newest=newest,
     )
@@ -239,13 +239,23 @@ def _fault(training: Training, newest: list[Pod], options: Options, now: float) 
     return f"rank {broken[0].rank}: {broken[0].waits_for}"
 
 
-def _half(training: Training, newest: list[Pod], options: Options, now: float) -> list[Pod]:
-    """A plain Job is not gang-scheduled: some ranks may hold nodes that help nobody."""
+def _idle_since(job: Json | None, gate: Gate, newest: list[Pod], trouble: str) -> float | None:
+    """When a gang began to wait that holds room to no end; None if it does not."""
+    if gate.is_open:
+        return None
     waiting = [p for p in newest if p.waiting_reason == "Unschedulable" and not p.is_leaving]
+    if not waiting and trouble and job is not None and is_gated(job):
+        waiting = [p for p in newest if p.is_at_gate]  # a quota keeps the others from being made
+    return min((p.created_at for p in waiting), default=None)
+
+
+def _half(
+    training: Training, newest: list[Pod], options: Options, now: float, since: float | None
+) -> list[Pod]:
+    """A plain Job is not gang-scheduled: some ranks may hold nodes that help nobody."""
     holding = [p for p in newest if p.node is not None and not p.is_over]
-    if options.gang_timeout_s is None or not waiting:
+    if options.gang_timeout_s is None or since is None:
         return []
     if len(holding) >= training.spec.world_size.min:
         return []
-    since = min(p.created_at for p in waiting)
     return holding if now - since > options.gang_timeout_s else []

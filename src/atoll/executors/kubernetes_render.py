@@ -75,7 +75,14 @@ def gang_labels(training: Training) -> dict[str, str]:
     }
 
 
-def render_world(training: Training, wish: Wish, options: Options, owner: Json | None) -> Json:
+def render_world(
+    training: Training,
+    wish: Wish,
+    options: Options,
+    owner: Json | None,
+    *,
+    is_opened: bool = False,
+) -> Json:
     """What a rank reads when it starts, and the code it runs where that was sent along."""
     source = training.spec.source
     body: Json = {
@@ -85,7 +92,7 @@ def render_world(training: Training, wish: Wish, options: Options, owner: Json |
         "data": render_size(wish),
     }
     if options.gates_start(training.spec):
-        body["data"] |= render_opened_world(is_opened=False)
+        body["data"] |= render_opened_world(is_opened=is_opened)
     if source is not None:
         if len(source.content) > SOURCE_MAX:
             raise Permanent(

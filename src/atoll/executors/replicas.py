@@ -223,6 +223,7 @@ class ReplicaSurface:
         error = error_of(gang.training, found, state)
         if state not in FINAL:
             error = f"{state} after {timeout:g} s of waiting"
+            error += f": {found.message}" if found.message else ""
         return {
             "rank": handle.rank,
             "status": state,

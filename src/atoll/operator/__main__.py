@@ -13,6 +13,7 @@ import time
 
 import yaml  # type: ignore[import-untyped]
 
+from atoll.core.errors import AtollError
 from atoll.operator.manifests import HOME, read_options, render_manifests
 from atoll.operator.run import run_operator
 from atoll.remote.kubernetes import Cluster
@@ -21,6 +22,14 @@ from atoll.store.kubernetes_tokens import KubernetesTokens
 
 
 def main() -> None:
+    """Exits with one line where something is wrong that only the caller can mend."""
+    try:
+        _main()
+    except AtollError as error:
+        sys.exit(f"atoll operator: {error}")
+
+
+def _main() -> None:
     parser = argparse.ArgumentParser(prog="atoll operator")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="act on trainings until stopped")

@@ -91,7 +91,7 @@ class Lease:
         except (BackendError, Denied) as error:
             log.warning("cannot read the lease: %s", error)
             return False
-        spec = found["spec"]
+        spec = found.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
         record = (holder, spec.get("renewTime"))
         if record != self._seen[0]:
@@ -110,17 +110,20 @@ class Lease:
         }
         try:
             await self._cluster.create("leases", self._namespace, body)
-        except (Conflict, BackendError, Denied) as error:
-            log.info("the lease was not made: %s", error)
+        except (Conflict, NotFound, BackendError, Denied) as error:
+            log.warning("the lease was not made: %s", error)
             return False
         return True
 
     async def _write(self, found: Json, *, is_new: bool) -> bool:
-        body = {**found, "spec": self._record(found["spec"], is_new=is_new)}
+        body = {**found, "spec": self._record(found.get("spec") or {}, is_new=is_new)}
         try:
             await self._cluster.replace("leases", self._namespace, self._name, body)
-        except (Conflict, NotFound, BackendError, Denied) as error:
+        except (Conflict, NotFound) as error:
             log.info("the lease was not taken: %s", error)
+            return False
+        except (BackendError, Denied) as error:
+            log.warning("the lease was not taken: %s", error)
             return False
         return True
 

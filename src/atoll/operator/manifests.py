@@ -83,6 +83,8 @@ def read_options(text: str) -> dict[str, Any]:
     except ValidationError as error:
         field = "--options" if error.field == "body" else f"--options: {error.field}"
         raise ValidationError(field, error.value, error.expected) from error
+    if "namespace" in given:
+        raise ValidationError("--options: namespace", given["namespace"], "expected as --namespace")
     names = zip(Options.__struct_fields__, Options.__struct_encode_fields__, strict=True)
     return {name: getattr(options, name) for name, sent in names if sent in given}
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from atoll.core.errors import (
@@ -27,7 +26,6 @@ from atoll.core.errors import (
     Temporary,
     ValidationError,
 )
-from atoll.core.model import decode
 from atoll.core.ports import Change, Key
 from atoll.core.status import Event, Status, Training
 from atoll.remote.kubernetes import Cluster
@@ -35,6 +33,7 @@ from atoll.store.kubernetes_resource import (
     FINALIZER,
     KEY_LABEL,
     is_leaving,
+    read_events,
     spec_body,
     status_body,
     to_event,
@@ -164,8 +163,7 @@ class KubernetesStore:
             return
 
     async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
-        kept = ((await self._raw(key)).get("status") or {}).get("events") or []
-        found = [decode(msgspec.json.encode(item), Event) for item in kept]
+        found = read_events((await self._raw(key)).get("status") or {})
         recent = [e for e in found if since is None or e.at >= since]
         return sorted(recent, key=lambda e: (e.at, e.id), reverse=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Event, Status, Training
 from atoll.store.kubernetes_crd import GROUP, VERSION
 
 Json = dict[str, Any]
+log = logging.getLogger(__name__)
 
 FINALIZER = "atoll.dev/teardown"
 KEY_LABEL = "atoll.dev/idempotency-key"
@@ -32,12 +36,37 @@ def to_training(raw: Json) -> Training:
         namespace=metadata["namespace"],
         uid=metadata["uid"],
         spec=decode(msgspec.json.encode(spec), TrainingSpec),
-        status=decode(msgspec.json.encode(status), Status),
+        status=_read_status(status),
         generation=metadata.get("generation", 1),
         resource_version=int(metadata["resourceVersion"]),
         created_at=datetime.fromisoformat(metadata["creationTimestamp"]).timestamp(),
         deletion_requested_at=datetime.fromisoformat(leaving).timestamp() if leaving else None,
     )
+
+
+def _read_status(raw: Json) -> Status:
+    """Of one that somebody has spoilt by hand, the fields that can be read; or its ranks could
+    neither be stopped nor the training be deleted."""
+    try:
+        return decode(msgspec.json.encode(raw), Status)
+    except ValidationError as error:
+        log.warning("a status is spoilt: %s", error)
+    good: Json = {}
+    for field, value in raw.items():
+        with contextlib.suppress(ValidationError):
+            decode(msgspec.json.encode({field: value}), Status)
+            good[field] = value
+    return decode(msgspec.json.encode(good), Status)
+
+
+def read_events(status: Json) -> list[Event]:
+    """Those that can be read."""
+    kept = status.get("events")
+    found = []
+    for item in kept if isinstance(kept, list) else ():
+        with contextlib.suppress(ValidationError):
+            found.append(decode(msgspec.json.encode(item), Event))
+    return found
 
 
 def to_resource(training: Training, mark: str | None = None) -> Json:
@@ -114,7 +143,7 @@ def _fitting(status: Json) -> Json:
 
 def with_events(status: Json, events: Sequence[Event]) -> list[Json]:
     """The newest kept; one that repeats the last is counted onto it."""
-    kept: list[Json] = list(status.get("events") or ())
+    kept: list[Json] = [msgspec.json.decode(encode(event)) for event in read_events(status)]
     for event in events:
         last = kept[-1] if kept else {}
         if [last.get(f) for f in ("type", "reason", "message")] == [

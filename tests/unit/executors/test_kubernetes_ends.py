@@ -25,6 +25,13 @@ ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
         "SIGKILL",
         "",
     ),
+    "out of memory, but only a child of it": (
+        pod(0, ended(0, "OOMKilled"), phase="Succeeded"),
+        0,
+        "Completed",
+        None,
+        "",
+    ),
     "command not found": (
         pod(
             0,

@@ -214,3 +214,12 @@ def test_the_grace_is_counted_from_when_the_job_could_start() -> None:
     """Not from when the training was made, which may have been long before."""
     assert MADE + GRACE_S < NOW
     assert not seen(gated(started_at=NOW - 1), waiting(0), waiting(1), homeless(2)).gate.is_due
+
+
+def test_a_gang_whose_other_pods_a_quota_forbids_gives_its_room_back() -> None:
+    held = waiting(0, made_at=NOW - 700)
+    refused = "exceeded quota: pods=1"
+    assert [p.rank for p in look(training(), gated(), [held], Options(), NOW, refused).half] == [0]
+    assert look(training(), gated(), [held], Options(), NOW).half == []  # they are just being made
+    early = waiting(0, made_at=NOW - 100)
+    assert look(training(), gated(), [early], Options(), NOW, refused).half == []

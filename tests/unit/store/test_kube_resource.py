@@ -111,3 +111,16 @@ def test_events_keep_their_order_and_repeats_are_counted(reasons: list[str]) -> 
     assert ids == sorted(set(ids))
     if len(runs) <= EVENTS_KEPT:
         assert sum(e.get("count", 1) for e in kept) == len(reasons)
+
+
+def test_a_status_spoilt_by_hand_is_read_as_far_as_it_can_be() -> None:
+    raw = served(replace(training(), status=Status(phase=Phase.FAILED, reason="RankFailed")))
+    raw["status"] |= {"ranks": "rubbish", "events": ["rubbish", 3]}  # type: ignore[operator]
+    back = to_training(raw)
+    assert (back.status.phase, back.status.reason, back.status.ranks) == (
+        "failed",
+        "RankFailed",
+        [],
+    )
+    event = Event(type="Normal", reason="R", message="", at=0.0)
+    assert [e["reason"] for e in with_events(raw["status"], [event])] == ["R"]  # type: ignore[arg-type]

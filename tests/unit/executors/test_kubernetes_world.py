@@ -1,0 +1,39 @@
+"""What somebody has changed or deleted of a gang is seen, and put back."""
+
+from __future__ import annotations
+
+from atoll.core.status import Wish
+from atoll.executors.kubernetes_names import QUEUE, YIELDED
+from atoll.executors.kubernetes_pod import Pod
+from atoll.executors.kubernetes_world import render_mended
+from tests.unit.executors.kube import NOW, job, pod
+
+WISH = Wish(version=1, size=3)
+
+
+def test_a_job_of_another_size_gets_its_own_back() -> None:
+    assert render_mended(job(3), WISH) == {}
+    assert render_mended(job(3, parallelism=1), WISH)["spec"] == {
+        "parallelism": 3,
+        "completions": 3,
+    }
+    assert render_mended(job(3, parallelism=1), Wish(version=2, size=0))["spec"] == {
+        "parallelism": 0
+    }
+
+
+def test_a_job_whose_size_another_decides_is_left_alone() -> None:
+    gave_way = job(3, parallelism=0, annotations={YIELDED: str(NOW)})
+    assert render_mended(gave_way, WISH) == {}
+    queued = job(3, parallelism=1)
+    queued["metadata"]["labels"] = {QUEUE: "research"}
+    assert render_mended(queued, WISH) == {}
+
+
+def test_a_pod_tells_which_configmap_it_misses() -> None:
+    def stuck(message: str) -> Pod:
+        state = {"waiting": {"reason": "CreateContainerConfigError", "message": message}}
+        return Pod(pod(0, state, phase="Pending"))
+
+    assert stuck('configmap "tiny-gpt-0" not found').misses("tiny-gpt-0")
+    assert not stuck('secret "tokens" not found').misses("tiny-gpt-0")
