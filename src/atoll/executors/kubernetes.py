@@ -130,6 +130,7 @@ class JobExecutor:
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         silent = self._hosts.follow(training.key, pods)
         seen = look(training, job, pods, self.options, now, trouble, silent)
+        seen = await self._troubles.explain(training, seen, now)
         await self._follow_up(training, job, seen, now)
         self._wake_later(training, seen, now)
         if job is not None and self._beside.may_begin(job, beside):

@@ -53,7 +53,8 @@ WAITING = {
     "RunContainerError": "its container cannot be started: {message}",
 }
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
-BROKEN = frozenset(WAITING) - {"ContainerCreating", "PodInitializing"}
+BEING_MADE = frozenset({"ContainerCreating", "PodInitializing"})
+BROKEN = frozenset(WAITING) - BEING_MADE
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -139,6 +140,12 @@ class Pod:
     @property
     def has_run(self) -> bool:
         return self.started_at is not None
+
+    @property
+    def is_being_made(self) -> bool:
+        """Has its node, and no container of it runs yet; what it lacks, only events tell."""
+        is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
+        return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_MADE
 
     @property
     def is_gate_up(self) -> bool:

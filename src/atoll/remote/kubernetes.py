@@ -135,7 +135,8 @@ class Cluster:
         return Listed(found.get("items") or [], found["metadata"]["resourceVersion"])
 
     async def create(self, kind: str, namespace: str | None, body: Json) -> Json:
-        params = {"fieldManager": FIELD_MANAGER}
+        # Or the server would drop a field that it does not know, and say nothing.
+        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
         return _object(answer)
 

@@ -6,7 +6,7 @@ from atoll.core.status import Wish
 from atoll.executors.kubernetes_names import QUEUE, YIELDED
 from atoll.executors.kubernetes_pod import Pod
 from atoll.executors.kubernetes_world import render_mended
-from tests.unit.executors.kube import NOW, job, pod
+from tests.unit.executors.kube import NOW, job, pod, running
 
 WISH = Wish(version=1, size=3)
 
@@ -37,3 +37,14 @@ def test_a_pod_tells_which_configmap_it_misses() -> None:
 
     assert stuck('configmap "tiny-gpt-0" not found').misses("tiny-gpt-0")
     assert not stuck('secret "tokens" not found').misses("tiny-gpt-0")
+
+
+def test_a_container_in_the_making_is_told_from_one_at_the_gate() -> None:
+    creating = {"waiting": {"reason": "ContainerCreating"}}
+    initializing = {"waiting": {"reason": "PodInitializing"}}
+    assert Pod(pod(0, creating, phase="Pending")).is_being_made
+    assert Pod(pod(0, initializing, phase="Pending", gate=initializing)).is_being_made
+    assert not Pod(pod(0, initializing, phase="Pending", gate=running())).is_being_made
+    assert not Pod(pod(0, creating, phase="Pending", node=None)).is_being_made
+    assert not Pod(pod(0, creating, phase="Pending", left_at=NOW)).is_being_made
+    assert not Pod(pod(0, running())).is_being_made
