@@ -335,7 +335,8 @@ class JobExecutor:
             await self._patch_job(training, render_opened(now))
         if gate.held:
             world = {"data": render_opened_world()}
-            await self.cluster.patch("configmaps", *self._place(training), world)
+            with contextlib.suppress(NotFound):  # deleted; it is mended when a pod misses it
+                await self.cluster.patch("configmaps", *self._place(training), world)
             await self._keeper.let_start(gate.held)
 
     async def _give_way(
