@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from atoll.controller.queue import WorkQueue
 from atoll.controller.reconcile import Reconciler
-from atoll.core.errors import Gone, Temporary
+from atoll.core.errors import Denied, Gone, Temporary
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import Training
 
@@ -78,6 +78,9 @@ class Controller:
             except Temporary as error:
                 log.info("%s/%s: %s; trying again", *key, error)
                 self._queue.retry(key, error.retry_after_s)
+            except Denied as error:  # nothing to debug here: a quota, or a right that is missing
+                log.warning("%s/%s: %s; trying again", *key, error)
+                self._queue.retry(key)
             except Exception:
                 log.exception("%s/%s: the pass failed; trying again", *key)
                 self._queue.retry(key)

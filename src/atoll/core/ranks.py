@@ -128,6 +128,8 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
         return f"no room: {seen.message}"
     if rank.exit is not None and not must_redo(rank.exit):
         return f"restarting after {in_words(rank.exit)}"
+    if rank.attempt < 0:  # never seen: what it has as a message may be our own of an earlier look
+        return seen.message or rank.message or "starting"
     return rank.message or seen.message or "starting"
 
 

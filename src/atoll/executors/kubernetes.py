@@ -121,7 +121,8 @@ class JobExecutor:
         elif wish.size > 0:
             if training.status.has_run:
                 raise Permanent(f"the Job {gang_name(training)} is gone, and what its ranks did")
-            await self._create(training, wish)
+            with self._troubles.noted(training.uid):
+                await self._create(training, wish)
 
     async def observe(self, training: Training) -> Seen:
         job, pods = await self._find(training)

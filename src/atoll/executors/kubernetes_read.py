@@ -213,6 +213,8 @@ def _is_suspended(pod: Pod, job: Json, ended_at: float) -> bool:
 
 
 def _message(job: Json | None, trouble: str, options: Options) -> str:
+    if trouble and job is None:
+        return trouble
     if trouble:
         return f"Kubernetes cannot make the pod: {trouble}"
     if job is not None and job["spec"].get("suspend"):

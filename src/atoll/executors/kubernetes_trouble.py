@@ -6,10 +6,13 @@ further (a volume, the network).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.core.errors import Denied
 from atoll.core.status import Seen, Training
 from atoll.executors.kubernetes_alarms import Alarms
 from atoll.executors.kubernetes_pod import Pod
@@ -31,14 +34,28 @@ class Troubles:
         self._alarms = alarms
         self._heard: dict[str, tuple[float, str]] = {}
         self._stuck: dict[str, tuple[float, str]] = {}
+        self._refused: dict[str, str] = {}
 
     def forget(self, uid: str) -> None:
         self._heard.pop(uid, None)
         self._stuck.pop(uid, None)
+        self._refused.pop(uid, None)
+
+    @contextlib.contextmanager
+    def noted(self, uid: str) -> Iterator[None]:
+        """Around making a Job, which a quota, an admission rule or a missing right may forbid."""
+        try:
+            yield
+        except Denied as error:
+            self._refused[uid] = str(error)
+            raise
+        self._refused.pop(uid, None)
 
     async def of(self, training: Training, job: Json | None, pods: int, now: float) -> str:
         """`pods` are there now."""
-        if job is None or job["spec"].get("suspend") or finished(job):
+        if job is None:
+            return self._refused.get(training.uid, "")
+        if job["spec"].get("suspend") or finished(job):
             return ""
         if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
             self._heard.pop(training.uid, None)

@@ -14,7 +14,7 @@ import uuid
 from typing import Any
 
 from atoll.controller.loop import Controller
-from atoll.core.errors import AtollError, Temporary
+from atoll.core.errors import AtollError, BackendError, Denied, NotFound
 from atoll.executors.kubernetes import JobExecutor
 from atoll.operator.lease import Lease
 from atoll.operator.serve import serve_api
@@ -31,7 +31,7 @@ DEFAULTS = {
     "ttl_seconds_after_finished": None,
     "deadline_margin_s": 60,
 }
-RETRY_S = 1.0
+RETRY_S = 2.0
 
 
 async def run_operator(
@@ -86,7 +86,7 @@ async def _own_image(cluster: Cluster, home: str) -> str | None:
 
 
 async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]) -> None:
-    """One controller after another: one that meets an API server that is away starts afresh."""
+    """One controller after another: where the API server is away or refuses, the next one."""
     while True:
         store = KubernetesStore(cluster, namespace)
         executor = JobExecutor(**options, cluster=cluster, is_owner=True)
@@ -94,11 +94,16 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Controller(store, {executor.name: executor}).run())
                 tasks.create_task(_sweep(store, executor))
-        except* Temporary as group:
-            log.warning("%s; starting again", group.exceptions[0])
+        except* (BackendError, Denied, NotFound) as group:
+            log.warning("%s; starting again", _first(group))
         finally:
             await store.close()
         await asyncio.sleep(RETRY_S)
+
+
+def _first(error: BaseException) -> BaseException:
+    """A missing right, a CRD that is not there: the rest of the group says the same."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 async def _sweep(store: KubernetesStore, executor: JobExecutor) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from atoll.operator.lease import Lease
-from tests.e2e.kubernetes.conftest import Space
+from tests.e2e.kubernetes.conftest import Operator, Space
+from tests.e2e.kubernetes.control_plane import wait_for
 
 
 def test_of_many_one_leads_at_a_time_and_each_gets_its_turn(
@@ -36,6 +37,21 @@ def test_of_many_one_leads_at_a_time_and_each_gets_its_turn(
 
     run(inside())
     assert sorted(led) == [f"op-{n}" for n in range(5)]
+
+
+def test_an_operator_without_rights_says_so_and_waits_for_them(
+    space: Space, start_operator: Callable[..., Operator]
+) -> None:
+    kept = space.json("get", "role", "atoll-operator")
+    space.kubectl("delete", "role", "atoll-operator")
+    operator = start_operator()
+    wait_for("it is told", lambda: 'cannot list resource "trainings"' in operator.log.read_text())
+    assert "Traceback" not in operator.log.read_text()
+    assert operator.process.poll() is None
+    rules = {field: kept[field] for field in ("apiVersion", "kind", "rules")}
+    space.site.apply(rules | {"metadata": {"name": "atoll-operator", "namespace": space.name}})
+    space.submit("it", command=["true"])
+    space.until("it", "it is seen", lambda s: s.get("phase"))
 
 
 def test_a_lease_that_is_taken_away_ends_the_work(space: Space, run: Callable[..., Any]) -> None:

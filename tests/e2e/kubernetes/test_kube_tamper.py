@@ -84,3 +84,19 @@ def test_an_option_with_a_field_that_does_not_exist_is_refused(
     space.submit("it", command=["true"])
     status = space.until_phase("it", "failed")
     assert 'unknown field "spec.template.spec.tolerations[0].keys"' in status["message"]
+
+
+def test_a_job_that_a_quota_forbids_is_told_and_made_when_there_is_room(
+    space: Space, operator: Operator
+) -> None:
+    space.kubectl("create", "quota", "none", "--hard=count/jobs.batch=0")
+    wait_for("the quota holds", lambda: space.json("get", "quota", "none")["status"].get("hard"))
+    space.submit("it", command=["true"])
+    space.until(
+        "it",
+        "it is told",
+        lambda s: "exceeded quota: none" in (s.get("ranks") or [{}])[0].get("message", ""),
+    )
+    assert "Traceback" not in operator.log.read_text()
+    space.kubectl("delete", "quota", "none")
+    space.until_phase("it", "succeeded")
