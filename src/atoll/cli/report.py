@@ -100,29 +100,20 @@ class JsonReport:
 
 
 class LinePrinter:
-    """Log lines on stdout, each with its rank; goes silent when nobody reads any more."""
+    """Log lines on stdout, each with its rank."""
 
     def __init__(self, *, is_prefixed: bool = True) -> None:
         self.width = 1
         self._is_prefixed = is_prefixed
         self._is_coloured = wants_colour(sys.stdout)
         self._is_terminal = can_redraw(sys.stdout)
-        self._is_open = True
 
     def print(self, line: LogLine) -> None:
-        if not self._is_open:
-            return
         text = last_look(line.text) if self._is_terminal else line.text
         if self._is_prefixed:
             colour = RANK_COLOURS[line.rank % len(RANK_COLOURS)]
             text = f"{paint(f'[{line.rank:>{self.width}}]', colour, self._is_coloured)} {text}"
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            # `atoll run … | less`, left with q: the training matters more than the reader.
-            self._is_open = False
-            sys.stdout = open("/dev/null", "w")
-            says("nobody reads the output any more; still following, Ctrl-C cancels")
+        print(text, flush=True)
 
 
 def world_text(training: Training) -> str:
