@@ -133,6 +133,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"env": {"A": 1}}, "env.A"),
     ({"env": {"A B": "1"}}, "env"),
     ({"cpu": "lots"}, "cpu"),
+    ({"cpu": True}, "cpu"),
     ({"memory": -1}, "memory"),
     ({"gpu_count": -1}, "gpu_count"),
     ({"gpu_count": 1.5}, "gpu_count"),

@@ -102,6 +102,8 @@ def misused(error: click.ClickException) -> int:
 def refused(error: AtollError) -> int:
     text = str(error).replace("\n", "; ")
     hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), None)
+    if isinstance(error, Temporary) and error.__cause__ is None:
+        hint = None  # the control plane's own words: it was reached
     if isinstance(error, NotFound):
         listing = "token list" if error.kind == "token" else "ps"
         hint = f"'atoll {listing}' lists what is there"

@@ -40,6 +40,12 @@ def check_number(field: str, value: object, low: float, high: float) -> None:
         raise ValidationError(field, value, f"expected a number from {low:g} to {high:g}")
 
 
+def check_timeout(value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value >= 0:  # type: ignore[operator]
+        raise ValidationError("timeout", value, "expected seconds, 0 or more")
+
+
 def check_choice(field: str, value: object, choices: Any) -> None:
     if value not in choices.__args__:
         raise ValidationError(field, value, "expected " + " or ".join(map(repr, choices.__args__)))

@@ -8,11 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.cli.look import moment
+from atoll.cli.main import refused
 from atoll.cli.measure import count
 from atoll.cli.show import duration, full, table, training_json
 from atoll.cli.terminal import last_look, paint
 from atoll.cli.words import exit_in_words, report, verdict
-from atoll.core.errors import ValidationError
+from atoll.core.errors import Temporary, ValidationError
 from atoll.core.phase import Phase
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import RankExit, Status, Training
@@ -132,3 +133,14 @@ def test_a_progress_bar_is_seen_as_it_was_left() -> None:
     assert last_look("10%\r50%\r100%") == "100%"
     assert last_look("100%\r") == "100%"
     assert last_look("plain") == "plain"
+
+
+def test_what_the_control_plane_said_itself_is_not_taken_for_its_absence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert refused(Temporary("cannot write atoll.db: disk is full: free some space")) == 1
+    assert capsys.readouterr().err.endswith("free some space\n")
+    lost = Temporary("cannot reach 127.0.0.1:9")
+    lost.__cause__ = ConnectionRefusedError()
+    assert refused(lost) == 1
+    assert "is the control plane running?" in capsys.readouterr().err
