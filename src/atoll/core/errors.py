@@ -109,6 +109,9 @@ class UDTerminalState(DistributedError):
         self.phase = phase
         self.requested_target = requested_target
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.phase, self.requested_target, str(self))
+
 
 class WorldSizeOutOfBounds(DistributedError):
     """A target outside `[min, max]`."""
