@@ -190,6 +190,10 @@ def test_a_script_may_give_a_result(executor: LocalProcessExecutor, tmp_path: Pa
         (lambda value: None, {"vlaue": 1}, "entrypoint_args"),
         (lambda: None, {"value": 1}, "entrypoint_args"),
         ("missing.py", {}, "entrypoint"),
+        (None, {}, "entrypoint"),
+        (7, {}, "entrypoint"),
+        (b"train.py", {}, "entrypoint"),
+        ("\udcff.py", {}, "entrypoint"),
         ("train.py", {"rendezvous_uri": "ftp://x"}, "rendezvous_uri"),
     ],
 )
@@ -243,6 +247,9 @@ while not Path({str(tmp_path)!r}, "go").exists():
     assert early["status"] in ("pending", "running")
     assert early["exit_code"] is None
     assert early["error"]
+    for never in (float("nan"), -1, "1"):
+        with pytest.raises(ValidationError, match="timeout"):
+            executor.collect(handles, timeout=never)  # type: ignore[arg-type]
     (tmp_path / "go").touch()
     assert executor.collect(handles, timeout=60)[0]["status"] == "succeeded"
 

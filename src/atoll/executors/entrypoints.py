@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.core.checks import is_text
 from atoll.core.errors import ValidationError
 
 MAX_ARGS_BYTES = 120_000  # Linux takes at most 131,072 in one argument or variable
@@ -53,8 +54,8 @@ def read_entry(
     _check_keys(args)
     if callable(entrypoint):
         return Call(_pickled_call(entrypoint, args))
-    text = os.fspath(entrypoint)
-    if not isinstance(text, str) or not text or "\0" in text:
+    text = os.fspath(entrypoint) if isinstance(entrypoint, str | os.PathLike) else None
+    if not text or not is_text(text):
         raise ValidationError("entrypoint", entrypoint, "expected a script, a module or a function")
     if _FUNCTION.fullmatch(text):
         return Call(_payload({"name": text}, args))

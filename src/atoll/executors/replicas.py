@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import atoll
-from atoll.core.checks import ARGS_VARIABLE, check_int, check_number
+from atoll.core.checks import ARGS_VARIABLE, check_int, check_number, check_timeout
 from atoll.core.errors import NotFound
 from atoll.core.ports import Executor
 from atoll.core.replica_result import lines_expected, result_of, visible
@@ -161,8 +161,10 @@ class ReplicaSurface:
         After `timeout` seconds those that have not ended are told as they are, with an `error`
         saying so; collecting again goes on waiting.
         """
+        if timeout is not None:
+            check_timeout(timeout)
         gangs = [self._gang(handle) for handle in handles]
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + min(timeout, 1e12)
         pairs = list(zip(gangs, handles, strict=True))
 
         def is_done() -> bool:
