@@ -7,7 +7,7 @@ import time
 from typing import Any, Protocol
 
 from atoll.cli import words
-from atoll.cli.show import counted, duration, print_json, ran_for, says, training_json, world_json
+from atoll.cli.show import counted, duration, print_json, says, training_json, world_json
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
 from atoll.core.status import LogLine, Training
 
@@ -55,13 +55,13 @@ class TextReport:
         training = self._training
         if training is None or training.status.phase.is_terminal:
             return
-        ran = ran_for(training, time.time())
+        ran = training.status.ran_for(time.time())
         age = "" if ran is None else f"  {_whole(ran)}"
         self._last_line.show(f"── {training.name}  {world_text(training)}{age}")
 
     def end(self, training: Training, code: int) -> None:
         self.close()
-        ran = ran_for(training, time.time())
+        ran = training.status.ran_for(time.time())
         took = f" ({duration(ran)})" if ran is not None and code == 0 else ""
         first, *rest = words.report(training).split("\n")
         print("\n".join([f"atoll: {first}{took}", *rest]), file=sys.stderr, flush=True)
