@@ -58,7 +58,7 @@ class Unread:
 
 def go_on_unread() -> None:
     """`atoll run … | less`, left with q: the training matters more than its reader."""
-    sys.stdout, sys.stderr = Unread(sys.stdout), Unread(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Unread(sys.stdout), Unread(sys.stderr)
 
 
 def wants_colour(stream: TextIO) -> bool:
