@@ -117,7 +117,7 @@ class WorldSizeOutOfBounds(DistributedError):
     """A target outside `[min, max]`."""
 
     def __init__(self, requested: int, min: int, max: int) -> None:
-        super().__init__(f"target {requested} is outside [{min}, {max}]")
+        super().__init__(f"target {requested!r} is outside [{min}, {max}]")
         self.requested = requested
         self.min = min
         self.max = max

@@ -55,6 +55,15 @@ class EventPage(Model, frozen=True):
     items: list[Event]
 
 
+# What a state means to a wait: an answer, None for "not yet", or an error raised.
+Settle = Callable[[Training], T | None]
+OnRead = Callable[[Training], object]
+
+
+def ignore(training: Training) -> None:
+    """For those who do not care to see every state."""
+
+
 def create(spec: TrainingSpec, key: str, *, clock: Clock = time.monotonic) -> Flow[Training]:
     """Stored once, however often the request has to be repeated."""
     effect = Send("POST", ALL, body=encode(spec), headers={"Idempotency-Key": key})
@@ -132,7 +141,9 @@ def cancel(who: Who) -> Flow[Training | None]:
         return None
 
 
-def delete(who: Who, timeout: float, *, clock: Clock = time.monotonic) -> Flow[None]:
+def delete(
+    who: Who, timeout: float, *, on_read: OnRead = ignore, clock: Clock = time.monotonic
+) -> Flow[None]:
     """Asked for; then, for `timeout`, until the record is gone. Already gone is success."""
     deadline = clock() + min(timeout, FOREVER_S)
     try:
@@ -140,30 +151,24 @@ def delete(who: Who, timeout: float, *, clock: Clock = time.monotonic) -> Flow[N
         yield from send(Send("DELETE", who.path), clock=clock)
         while (left := deadline - clock()) > 0:
             training = yield from _next(who, training, left, clock=clock)
+            on_read(training)
     except NotFound:
         return
 
 
 def events(who: Who, since: float | None) -> Flow[list[Event]]:
-    effect = Send("GET", f"{who.path}/events", {"since": since})
+    effect = Send("GET", f"{who.path}/events", {"since": since, "uid": who.uid})
     return answered((yield from send(effect)), EventPage).items
 
 
 def metrics(who: Who) -> Flow[Metrics]:
-    return answered((yield from send(Send("GET", f"{who.path}/metrics"))), Metrics)
+    effect = Send("GET", f"{who.path}/metrics", {"uid": who.uid})
+    return answered((yield from send(effect)), Metrics)
 
 
 def usage(who: Who) -> Flow[Usage]:
-    return answered((yield from send(Send("GET", f"{who.path}/usage"))), Usage)
-
-
-# What a state means to a wait: an answer, None for "not yet", or an error raised.
-Settle = Callable[[Training], T | None]
-OnRead = Callable[[Training], object]
-
-
-def ignore(training: Training) -> None:
-    """For those who do not care to see every state."""
+    effect = Send("GET", f"{who.path}/usage", {"uid": who.uid})
+    return answered((yield from send(effect)), Usage)
 
 
 def wait(

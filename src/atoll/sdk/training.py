@@ -184,12 +184,12 @@ class DistributedTraining:
         """Removed with its ranks and logs. Returns when it is gone, or after `timeout`."""
         check_timeout(timeout)
         self._is_deleted = True
-        self._run(flows.delete(self._who, timeout))
+        self._run(flows.delete(self._who, timeout, on_read=self._keep))
 
     async def delete_async(self, timeout: float = DELETE_S) -> None:
         check_timeout(timeout)
         self._is_deleted = True
-        await self._arun(flows.delete(self._who, timeout))
+        await self._arun(flows.delete(self._who, timeout, on_read=self._keep))
 
     @overload
     def logs(
