@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("atoll.diloco")
 
 _MANY = 10**9
+_NOTHING = 1e-30  # weighs a replica that counted nothing in a round: as good as left out
 
 # Errors of uploads average out over the replicas, those of a mean do not: it gets a finer codec.
 DOWN = {"e3m0": "int4", "int3": "int5"}
@@ -124,6 +125,9 @@ class DiLoCo:
         }
         if not self._parameters:
             raise ValidationError("model", model, "expected a parameter with requires_grad")
+        for name, value in self._parameters.items():
+            if not value.is_floating_point():
+                raise ValidationError(f"model.{name}", value.dtype, "expected a float type")
         shapes = [(name, tuple(value.shape)) for name, value in self._parameters.items()]
         self.fragments = split(shapes, fragments, outer_lr, outer_momentum)
         self.place = find_place(uri, rank, world_size, min_replicas)
@@ -142,7 +146,7 @@ class DiLoCo:
         self.steps = 0
         self._step = 0
         self._counted = 0.0
-        self._sent_at = [0.0] * fragments
+        self._sent_at = [(0.0, 0)] * fragments
         self._pending: _Pending | None = None
         self.reports: deque[RoundReport] = deque(maxlen=10_000)
         self._totals = dict.fromkeys(_TOTALS, 0.0)
@@ -221,7 +225,7 @@ class DiLoCo:
         if state is not None:
             self.steps = state["steps"]
         self._step = 0
-        self._sent_at = [self._seen()] * len(self.fragments)
+        self._sent_at = [(self._counted, self.steps)] * len(self.fragments)
 
     def _after_step(self) -> None:
         self.steps += 1
@@ -232,8 +236,12 @@ class DiLoCo:
             self._receive()
             self._step = 0
 
-    def _seen(self) -> float:
-        return self._counted or float(self.steps)
+    def _weight(self, at: int) -> float:
+        """What was done since the fragment was sent last."""
+        counted, steps = self._sent_at[at]
+        if self._counted:
+            return max(self._counted - counted, _NOTHING)
+        return float(self.steps - steps)
 
     def _send(self) -> None:
         self._receive()
@@ -243,8 +251,8 @@ class DiLoCo:
         at = min(range(len(self.fragments)), key=lambda at: self.fragments[at].rounds)
         fragment, stream = self.fragments[at], self._streams[at]
         gradient = self._like(fragment) - self._read(fragment)
-        weight = self._seen() - self._sent_at[at]
-        self._sent_at[at] = self._seen()
+        weight = self._weight(at)
+        self._sent_at[at] = (self._counted, self.steps)
 
         def work() -> tuple[Agreed, float]:
             started = time.monotonic()
