@@ -132,7 +132,7 @@ class StoreStream:
 
     def _start(self, fragment: Fragment) -> None:
         """Take the parameters that the first replica of all began with."""
-        blobs, key = self._allreduce.blobs, f"{self._allreduce.keys.run}/start"
+        blobs, key = self._allreduce.blobs, self._allreduce.keys.start()
         mine = to_bytes(fragment)
         digest = hashlib.sha256(mine).digest()
         deadline = time.monotonic() + (_FIRST_RANK_S if self._allreduce.rank else 0)
