@@ -60,6 +60,7 @@ class _Pending(NamedTuple):
 
     fragment: int
     weight: float
+    mark: tuple[float, int]  # what was counted, and the steps, when it was sent
     job: Future[tuple[Agreed, float]]
     blocked_s: float
 
@@ -229,12 +230,13 @@ class DiLoCo:
 
     def _after_step(self) -> None:
         self.steps += 1
-        self._step += 1
-        if self._step == self._period - self._overlap:
+        step = self._step + 1
+        # First, so that a round that fails is followed by a period like any other.
+        self._step = step % self._period
+        if step == self._period - self._overlap:
             self._send()
-        if self._step >= self._period:
+        if step == self._period:
             self._receive()
-            self._step = 0
 
     def _weight(self, at: int) -> float:
         """What was done since the fragment was sent last."""
@@ -251,8 +253,7 @@ class DiLoCo:
         at = min(range(len(self.fragments)), key=lambda at: self.fragments[at].rounds)
         fragment, stream = self.fragments[at], self._streams[at]
         gradient = self._like(fragment) - self._read(fragment)
-        weight = self._weight(at)
-        self._sent_at[at] = (self._counted, self.steps)
+        weight, mark = self._weight(at), (self._counted, self.steps)
 
         def work() -> tuple[Agreed, float]:
             started = time.monotonic()
@@ -260,7 +261,7 @@ class DiLoCo:
             return agreed, time.monotonic() - started
 
         job = _in_background(work) if self._overlap else _at_once(work)
-        self._pending = _Pending(at, weight, job, time.monotonic() - began)
+        self._pending = _Pending(at, weight, mark, job, time.monotonic() - began)
 
     def _receive(self) -> None:
         """Wait for the round on its way, if there is one, and take its result into the model."""
@@ -269,6 +270,7 @@ class DiLoCo:
             return
         began = time.monotonic()
         agreed, took_s = pending.job.result()
+        self._sent_at[pending.fragment] = pending.mark
         self._apply(pending.fragment, self._mix)
         waited_s = time.monotonic() - began
         report = RoundReport(
