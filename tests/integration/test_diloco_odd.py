@@ -13,6 +13,7 @@ from tests.allreduce.world import FaultyBlobs
 from atoll.core.errors import Temporary, ValidationError
 from atoll.diloco import DiLoCo
 from atoll.remote.blobs import Blobs
+from atoll.worker.allreduce import catchup
 
 
 def net(seed: int = 0) -> torch.nn.Linear:
@@ -70,36 +71,45 @@ def test_a_model_with_complex_parameters_is_refused_and_left_alone() -> None:
     assert model.wave.tolist() == [1 + 2j, 1 + 2j]
 
 
+class Replica:
+    """One of two, driven step by step; each step ends a round."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.blobs = FaultyBlobs(store, patience_s=0.0)
+        self.model = net()
+        self.inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loop = DiLoCo(
+            self.model,
+            self.inner,
+            sync_every=1,
+            uri=self.blobs,
+            rank=rank,
+            world_size=2,
+            min_replicas=1,
+            grace_s=0.05,
+        )
+
+    def step(self, times: int = 1) -> None:
+        train(self.model, self.inner, times)
+
+    def is_where_the_run_is(self) -> bool:
+        newest = Replica(self.blobs._store, 0)
+        with newest.loop:
+            ours, theirs = self.loop.global_parameters(), newest.loop.global_parameters()
+        is_same = all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+        return is_same and self.loop.round == newest.loop.round
+
+
+def gone(*_: object) -> None:
+    raise Temporary("gone")
+
+
 def test_a_replica_whose_round_failed_takes_the_steps_it_missed() -> None:
     store = MemoryStore()
-
-    class Replica:
-        def __init__(self, rank: int) -> None:
-            self.blobs = FaultyBlobs(store, patience_s=0.0)
-            self.model = net()
-            self.inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            self.loop = DiLoCo(
-                self.model,
-                self.inner,
-                sync_every=1,
-                uri=self.blobs,
-                rank=rank,
-                world_size=2,
-                min_replicas=1,
-                grace_s=0.05,
-            )
-
-        def step(self) -> None:
-            train(self.model, self.inner, 1)
-
-    def gone(index: int, is_after: bool) -> None:
-        raise Temporary("gone")
-
-    one, other = Replica(0), Replica(1)
+    one, other = Replica(store, 0), Replica(store, 1)
     with one.loop, other.loop:
         one.step()
-        other.step()
-        other.step()
+        other.step(2)
         one.step()  # takes the rounds it was not in
         one.step()  # and makes one
         other.blobs.fault = gone
@@ -108,11 +118,31 @@ def test_a_replica_whose_round_failed_takes_the_steps_it_missed() -> None:
         other.blobs.fault = None
         other.step()
         assert other.loop.reports[-1].weight == 2  # of two steps
-        newest = Replica(0)
-        with newest.loop:
-            assert other.loop.round == newest.loop.round
-            ours, theirs = other.loop.global_parameters(), newest.loop.global_parameters()
-            assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+        assert other.is_where_the_run_is()
+
+
+def test_a_replica_that_failed_to_catch_up_does_so_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    one, other = Replica(store, 0), Replica(store, 1)
+    with one.loop, other.loop:
+        one.step(3)
+        with monkeypatch.context() as patch:
+            patch.setattr(catchup, "join", gone)
+            with pytest.raises(Temporary):
+                other.step()
+        other.step()
+        assert other.loop.round == 5
+        assert other.is_where_the_run_is()
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_no_reason_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inner, loop = alone()
+    monkeypatch.setattr(catchup, "save", gone)
+    with loop:
+        train(model, inner, 10)
+        assert loop.round == 2
 
 
 def test_a_run_begun_from_a_state_can_be_joined_before_its_first_checkpoint() -> None:
