@@ -23,6 +23,7 @@ import numpy as np
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
+from atoll.core.estimate import MEANS
 from atoll.remote.blobs import Blobs
 from atoll.worker.allreduce import ObjectStoreAllReduce
 from atoll.worker.outer import Floats, Fragment, load_bytes, split, to_bytes
@@ -36,9 +37,6 @@ log = logging.getLogger("atoll.diloco")
 
 _MANY = 10**9
 _NOTHING = 1e-30  # weighs a replica that counted nothing in a round: as good as left out
-
-# Errors of uploads average out over the replicas, those of a mean do not: it gets a finer codec.
-DOWN = {"e3m0": "int4", "int3": "int5"}
 
 
 class RoundReport(NamedTuple):
@@ -104,7 +102,7 @@ class DiLoCo:
         allreduce: ObjectStoreAllReduce | None = None,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:
-        """`codec` is for what a replica uploads, `down_codec` (see `DOWN`) for the means it reads.
+        """`codec` is for what a replica uploads, `down_codec` (see `MEANS`) for the means it reads.
 
         `state`, of `state_dict`, begins a new run from there; a run in the store wins over it.
 
@@ -134,7 +132,7 @@ class DiLoCo:
         self.place = find_place(uri, rank, world_size, min_replicas)
         options = {
             "codec": codec,
-            "down_codec": down_codec or DOWN.get(codec, codec),
+            "down_codec": down_codec or MEANS.get(codec, codec),
             "timeout": timeout,
             "grace_s": grace_s,
         }
