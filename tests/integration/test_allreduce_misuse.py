@@ -68,6 +68,15 @@ def test_a_call_that_failed_is_told_of_as_skipped_by_the_next() -> None:
         assert (other.last_round.round, other.last_round.skipped) == (3, [1, 2])
 
 
+@pytest.mark.parametrize("grace_s", [None, 60])
+def test_a_round_with_a_quorum_goes_on_however_short_the_timeout(grace_s: float | None) -> None:
+    one, other = pair(timeout=1, grace_s=grace_s)
+    with one, other:
+        assert one.allreduce([ONES])[0].tolist() == ONES.tolist()
+        assert one.last_round is not None
+        assert one.last_round.missing == [1]
+
+
 def test_infinity_through_bf16_is_gone_with_its_round() -> None:
     one, other = pair(codec="bf16", grace_s=20)
     bad = np.array([np.inf, np.nan, -np.inf, 1], np.float32)

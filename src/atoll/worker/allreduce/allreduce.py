@@ -106,7 +106,7 @@ class ObjectStoreAllReduce:
         self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
         me = Me(self.rank, self.world_size, least, secrets.token_hex(8), timeout)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
-        self._history = History(grace_s)
+        self._history = History(grace_s, timeout)
         self._settler = Settler(self.blobs, self.keys, me, self._history, self._pool)
         self._me = me
         self._feedback: dict[str, Feedback] = {}
