@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.core.fabric import MeshVerdict, agent_name
+from atoll.core.fabric import FABRIC_DIR, MeshVerdict, Report, Roster, agent_name
 from atoll.core.mesh import MeshState
+from atoll.core.model import decode
 from atoll.executors.mesh_watch import MeshWatch
 from atoll.remote.etcd import EtcdKeys
 from atoll.worker import fabric
@@ -64,6 +65,19 @@ async def until_gate(keys: EtcdKeys, *wanted: str) -> None:
             if set(found) == {f"basilica/{key}" for key in wanted}:
                 return
             await keys.next_change("basilica", index)
+
+
+async def until_reported(keys: EtcdKeys, names: list[str]) -> None:
+    """All of these, and no others, have said that they reach each other."""
+    async with asyncio.timeout(20):
+        while True:
+            found, index = await keys.list(FABRIC_DIR)
+            roster = decode(found[f"{FABRIC_DIR}/roster"], Roster)
+            told = [decode(found[f"{FABRIC_DIR}/reports/{name}"], Report) for name in names]
+            is_whole = all(r.roster == roster.version and not r.unreached for r in told)
+            if is_whole and set(roster.addresses) == set(names):
+                return
+            await keys.next_change(FABRIC_DIR, index)
 
 
 def test_a_successor_knows_without_a_new_word_from_any_agent(server: EtcdServer) -> None:
@@ -151,6 +165,7 @@ def test_ranks_that_share_a_host_share_its_key(server: EtcdServer) -> None:
                 await until_gate(keys, "mesh-ready/a", "mesh-ready/b")
             # One of the two on the host has ended: the other still stands behind the key.
             async with running(*agents(server, *names[1:]), watch.run(names[1:])):
+                await until_reported(keys, names[1:])
                 await until_gate(keys, "mesh-ready/a", "mesh-ready/b")
             assert watch.hosts == {"a", "b"}
 

@@ -81,6 +81,7 @@ class World:
         self.trouble = trouble
         self.now = 0.0
         self.reads: list[float] = []
+        self.seen: Training | None = None  # as it was last told to the client
 
     def clock(self) -> float:
         return self.now
@@ -103,14 +104,15 @@ class World:
                 self.now = until
                 return None
             self.now = max(self.now, ahead[0].at)
-            change = ahead[0].training
+            change = self.seen = ahead[0].training
             return Change(version=change.resource_version, training=change)
         if trouble == "lost":
             raise Temporary("lost")
         if trouble == "5xx":
             return Reply(503, b"")
         self.reads.append(self.now)
-        return Reply(200, encode(self.at(self.now)))
+        self.seen = self.at(self.now)
+        return Reply(200, encode(self.seen))
 
     def play(self, flow: Flow[Any]) -> Any:
         try:
@@ -170,19 +172,14 @@ def test_a_wait_answers_with_the_truth(
                 assert not is_met(kind, last)
                 assert last.status.phase not in TERMINAL
             assert error.timeout == timeout
-            assert error.required_min == (2 if kind == "min" else error_target(world, points))
+            known = world.seen or points[0].training
+            target = known.spec.world_size.target
+            assert error.required_min == (2 if kind == "min" else target)
     except Temporary:
         assert not world.reads  # never read once
     else:
         assert any(is_met(kind, t) and world_of(t) == answer for t in seen_until_end)
     assert world.now <= end + 1e-6
-
-
-def error_target(world: World, points: list[Point]) -> int:
-    """The target of the last state that could be read."""
-    if world.reads and world.reads[-1] >= points[-1].at:
-        return points[-1].training.spec.world_size.target
-    return world.at(world.now).spec.world_size.target
 
 
 @settings(max_examples=200, deadline=None)

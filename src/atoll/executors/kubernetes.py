@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -25,7 +25,7 @@ from atoll.executors.kubernetes_beside import Beside
 from atoll.executors.kubernetes_gate import Gate, render_opened, render_opened_world
 from atoll.executors.kubernetes_hosts import Hosts
 from atoll.executors.kubernetes_keep import Keeper
-from atoll.executors.kubernetes_logs import Source, read_logs
+from atoll.executors.kubernetes_logs import Source, follow_logs, read_logs, tail_places
 from atoll.executors.kubernetes_mirror import Mirror
 from atoll.executors.kubernetes_names import CONTAINER, NAMESPACE, TRAINING, UID
 from atoll.executors.kubernetes_options import Options
@@ -206,18 +206,27 @@ class JobExecutor:
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        async def pods() -> list[Json]:
-            if self._pods.is_live:
-                return list(self._pods.of(training.uid).values())
-            return (
-                await self.cluster.list("pods", self._place(training)[0], labels=_of(training))
-            ).items
+        return read_logs(self._log_source(training), ranks=ranks, tail=tail, follow=follow)
 
-        async def archived(rank: int) -> list[str]:
-            return await self._archive.lines(self._place(training)[0], training.uid, rank)
+    async def log_places(
+        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
+    ) -> dict[int, int]:
+        return await tail_places(self._log_source(training), ranks=ranks, tail=tail)
 
-        source = Source(self.cluster, training, pods, archived)
-        return read_logs(source, ranks=ranks, tail=tail, follow=follow)
+    def logs_after(
+        self,
+        training: Training,
+        places: Mapping[int, int],
+        *,
+        ranks: Sequence[int] | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        is_over = follow or (lambda: True)
+        return follow_logs(self._log_source(training), places, ranks=ranks, is_over=is_over)
+
+    def _log_source(self, training: Training) -> Source:
+        namespace, _ = self._place(training)
+        return Source.of(training, namespace, self.cluster, self._pods, self._archive)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""

@@ -8,17 +8,22 @@ that came with its exit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atoll.core.errors import NotFound, Permanent, Temporary
-from atoll.core.status import LogLine, RankStatus, Training
+from atoll.core.status import LogLine, PlacedLine, RankStatus, Training
+from atoll.executors.kubernetes_archive import Archive
+from atoll.executors.kubernetes_mirror import Mirror
+from atoll.executors.kubernetes_names import UID
 from atoll.executors.kubernetes_pod import Pod
 from atoll.remote.kubernetes import Cluster
 
 Json = dict[str, Any]
 
 LOOK_S = 0.5
+AT_ONCE = 16
 GONE = "[the log went with its pod; these are the last lines of it]"
 
 
@@ -29,6 +34,21 @@ class Source(NamedTuple):
     training: Training
     pods: Callable[[], Awaitable[list[Json]]]
     archived: Callable[[int], Awaitable[list[str]]]
+
+    @classmethod
+    def of(
+        cls, training: Training, namespace: str, cluster: Cluster, mirror: Mirror, archive: Archive
+    ) -> Source:
+        async def pods() -> list[Json]:
+            if mirror.is_live:
+                return list(mirror.of(training.uid).values())
+            labels = f"{UID}={training.uid}"
+            return (await cluster.list("pods", namespace, labels=labels)).items
+
+        async def archived(rank: int) -> list[str]:
+            return await archive.lines(namespace, training.uid, rank)
+
+        return cls(cluster, training, pods, archived)
 
 
 async def read_logs(
@@ -45,8 +65,34 @@ async def read_logs(
             async for line in _whole(source, rank, found.get(rank, []), tail):
                 yield line
         return
-    async for line in _followed(source, ranks, tail, follow):
+    places = {} if tail is None else await tail_places(source, ranks=ranks, tail=tail)
+    async for line in follow_logs(source, places, ranks=ranks, is_over=follow):
         yield line
+
+
+async def tail_places(source: Source, *, ranks: Sequence[int] | None, tail: int) -> dict[int, int]:
+    """After which nanosecond the last `tail` lines of each rank were written."""
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def place(mine: list[Pod]) -> int | None:
+        found: list[int] = []
+        async with slots:
+            for pod in reversed(mine):
+                wanted = max(tail - len(found), 1)
+                with contextlib.suppress(NotFound, Permanent, Temporary):
+                    lines = source.cluster.dated_log(
+                        pod.metadata["namespace"], pod.name, tail=wanted
+                    )
+                    found = [at async for at, _ in lines] + found
+                if len(found) >= max(tail, 1):
+                    break
+        if not found:
+            return None
+        return found[-tail:][0] - 1 if tail else found[-1]
+
+    pods = _by_rank(await source.pods(), ranks)
+    places = await asyncio.gather(*(place(mine) for mine in pods.values()))
+    return {rank: at for rank, at in zip(pods, places, strict=True) if at is not None}
 
 
 async def _whole(
@@ -75,33 +121,43 @@ def _was_taken(training: Training, rank: int, mine: list[Pod]) -> bool:
     return last.previous is not None or all(pod.attempt != last.attempt for pod in mine)
 
 
-async def _followed(
+async def follow_logs(
     source: Source,
+    places: Mapping[int, int],
+    *,
     ranks: Sequence[int] | None,
-    tail: int | None,
     is_over: Callable[[], bool],
 ) -> AsyncIterator[LogLine]:
+    """From these places on, as it is written. A stream that breaks is taken up where it did."""
     lines: asyncio.Queue[LogLine] = asyncio.Queue(maxsize=10_000)
     readers: dict[str, asyncio.Task[None]] = {}
+    ended: set[str] = set()
 
     async def read(pod: Pod) -> None:
+        after = places.get(pod.rank, 0)
         while True:
+            is_whole = pod.name in ended  # then nothing is added while it is read
             try:
-                async for text in source.cluster.log(
-                    pod.metadata["namespace"], pod.name, tail=tail, follow=True
+                async for at, text in source.cluster.dated_log(
+                    pod.metadata["namespace"], pod.name, after=after, follow=True
                 ):
-                    await lines.put(LogLine(rank=pod.rank, text=text))
-                return
+                    after = at
+                    await lines.put(PlacedLine(rank=pod.rank, text=text, at=at))
             except NotFound:
                 return
-            except (Permanent, Temporary):  # its container is not there yet
-                await asyncio.sleep(LOOK_S)
+            except (Permanent, Temporary):  # its container is not there yet, or the server is away
+                is_whole = False
+            if is_whole:
+                return
+            await asyncio.sleep(LOOK_S)
 
     try:
         while True:
             is_last = is_over()
             for mine in _by_rank(await source.pods(), ranks).values():
                 for pod in mine:
+                    if pod.is_over:
+                        ended.add(pod.name)
                     if pod.name not in readers and ("running" in pod.state or pod.is_over):
                         readers[pod.name] = asyncio.create_task(read(pod))
             if is_last:

@@ -11,6 +11,7 @@ import contextlib
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
@@ -199,10 +200,18 @@ class Cluster:
                 yield Seen(event["type"], event["object"])
 
     async def log(
-        self, namespace: str, pod: str, *, tail: int | None = None, follow: bool = False
+        self,
+        namespace: str,
+        pod: str,
+        *,
+        tail: int | None = None,
+        follow: bool = False,
+        more: Mapping[str, str] | None = None,
     ) -> AsyncIterator[str]:
         """The lines of a pod's one container; sidecars do not count. Raises NotFound, Temporary."""
-        params = {} if tail is None else {"tailLines": str(tail)}
+        params = dict(more or {})
+        if tail is not None:
+            params["tailLines"] = str(tail)
         if follow:
             params["follow"] = "true"
         path = _path("pods", namespace, pod, "log")
@@ -210,6 +219,26 @@ class Cluster:
         async with self._stream("log", "pods", path, params, limits) as answer:
             async for line in alines_of(answer.aiter_bytes()):
                 yield line
+
+    async def dated_log(
+        self,
+        namespace: str,
+        pod: str,
+        *,
+        after: int = 0,
+        tail: int | None = None,
+        follow: bool = False,
+    ) -> AsyncIterator[tuple[int, str]]:
+        """As `log`, with the nanosecond each line was written in; only those after `after`."""
+        params = {"timestamps": "true"}
+        if after:  # the API server knows whole seconds only
+            since = datetime.fromtimestamp(after // 10**9, UTC)
+            params["sinceTime"] = since.strftime("%Y-%m-%dT%H:%M:%SZ")
+        async for line in self.log(namespace, pod, tail=tail, follow=follow, more=params):
+            written, _, text = line.partition(" ")
+            at = _nanosecond(written)
+            if at > after:
+                yield at, text
 
     async def _send(
         self,
@@ -316,3 +345,13 @@ def _error(status: Json, code: int, kind: str) -> Exception:
 def _unreachable(error: httpx2.HTTPError) -> Temporary:
     detail = str(error) or type(error).__name__
     return Temporary(f"the Kubernetes API server did not answer: {detail}")
+
+
+def _nanosecond(text: str) -> int:
+    """Of an RFC 3339 time with any number of digits behind the second."""
+    second, point, rest = text.partition(".")
+    if not point:
+        return int(datetime.fromisoformat(text).timestamp()) * 10**9
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    whole = int(datetime.fromisoformat(second + rest[len(digits) :]).timestamp())
+    return whole * 10**9 + int(digits.ljust(9, "0")[:9])

@@ -39,7 +39,7 @@ class LogQuery(Query, frozen=True):
     follow: bool = False
     # Go on after these lines, by rank: the `at` of each, or the places told first. `0:120,3:8`
     places: (
-        Annotated[str, Meta(pattern="^[0-9]{1,10}:[0-9]{1,18}(,[0-9]{1,10}:[0-9]{1,18})*$")] | None
+        Annotated[str, Meta(pattern="^[0-9]{1,10}:[0-9]{1,19}(,[0-9]{1,10}:[0-9]{1,19})*$")] | None
     ) = None
 
 
@@ -95,10 +95,10 @@ async def _begun(
 ) -> tuple[AsyncIterator[LogLine], bytes]:
     """The lines; and where they begin, for a reader that may have to come back for the rest."""
     ranks = query.rank or None
-    if not isinstance(executor, Resuming):
-        if query.places is not None:
-            expected = f"the executor {training.executor!r} has none: leave them out"
-            raise ValidationError("places", query.places, expected)
+    if query.places is not None and not isinstance(executor, Resuming):
+        expected = f"the executor {training.executor!r} has none: leave them out"
+        raise ValidationError("places", query.places, expected)
+    if not isinstance(executor, Resuming) or (follow is None and query.places is None):
         return executor.logs(training, ranks=ranks, tail=query.tail, follow=follow), b""
     places: dict[int, int] = {}
     if query.tail is not None:

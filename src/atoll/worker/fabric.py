@@ -46,7 +46,6 @@ class Agent:
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._changed = asyncio.Event()
         self._probes: dict[str, asyncio.Task[None]] = {}
-        self._told: Report | None = None
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A peer's probe. That it came through is a hint to try the way back now."""
@@ -75,17 +74,13 @@ class Agent:
             self._probes[host] = asyncio.create_task(self._watch_peer(host, *others[host]))
         self._changed.set()
 
-    def repeat(self) -> None:
-        """What was told is forgotten over there: tell it again."""
-        self._told = None
-        self._changed.set()
-
     def close(self) -> None:
         for probe in self._probes.values():
             probe.cancel()
 
     async def report(self) -> None:
         """For ever: one report when every peer was tried, then one for every change."""
+        told: Report | None = None
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -95,11 +90,11 @@ class Agent:
             if len(self._reached) < len(self._nudges):
                 await asyncio.sleep(SETTLE_S)
             current = self._current(roster)
-            if current == self._told or roster is not self._roster:
+            if current == told or roster is not self._roster:
                 continue
             try:
                 await self._tell(current)
-                self._told = current
+                told = current
             except BackendError:
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
@@ -193,7 +188,6 @@ async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, pl
         try:
             if await keys.get(own) != place.decode():
                 await keys.put(own, place.decode())
-                agent.repeat()
             found, index = await keys.list(roster)
             value, pause = found.get(roster), RETRY_S
             is_quiet = False

@@ -29,6 +29,7 @@ TOKEN = secrets.token_hex(16)
 NODE_BINARIES = ("kube-scheduler", "kubelet")
 RUNTIME_BINARIES = ("containerd", "containerd-shim-runc-v2", "runc", "ctr", "ip")
 CNI_DIR = Path("/usr/lib/cni")
+NUMBERS = 250
 
 
 def assets() -> Path | None:
@@ -62,8 +63,7 @@ class ControlPlane:
         self.where = where
         self.binaries = binaries
         self.kubeconfig = where / "kubeconfig"
-        self.services = f"10.96.{os.getpid() % 250}"
-        self.dns_address = f"{self.services}.10"
+        self.number = os.getpid() % NUMBERS  # among the clusters of this machine
         self._dns: StandInDns | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._server = ""
@@ -151,13 +151,22 @@ class ControlPlane:
         """Where pods look for the API server, so that no proxy is needed; loopback if alone."""
         if not self.has_nodes:
             return "127.0.0.1", free_port()
-        for host in (1, 10):
-            self._address("add", host)
+        while not self._address("add", 1):  # another cluster has that number
+            self.number = (self.number + 1) % NUMBERS
+        self._address("add", 10)
         return f"{self.services}.1", 443
 
-    def _address(self, verb: str, host: int) -> None:
+    @property
+    def services(self) -> str:
+        return f"10.96.{self.number}"
+
+    @property
+    def dns_address(self) -> str:
+        return f"{self.services}.10"
+
+    def _address(self, verb: str, host: int) -> bool:
         command = ["ip", "addr", verb, f"{self.services}.{host}/32", "dev", "lo"]
-        subprocess.run(command, check=False, capture_output=True)
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
     def get(self, path: str) -> dict[str, Any]:
         """What the API server says there. Raises OSError if that is an error."""
@@ -182,7 +191,7 @@ class ControlPlane:
                 process.kill()
                 process.wait()
         self._processes.clear()
-        for host in (1, 10):
+        for host in (10, 1) if self.has_nodes else ():
             self._address("del", host)
 
     def _etcd(self) -> Path:

@@ -55,9 +55,9 @@ class Node:
         self.number = number
         self.name = f"node-{number}"
         self.where = plane.where / self.name
-        self._bridge = f"atoll{os.getpid() % 100000}n{number}"[:15]
-        self.address = f"10.{200 + number}.{os.getpid() % 250}.1"
-        self._subnet = f"10.{200 + number}.{os.getpid() % 250}"
+        self._bridge = f"atoll{plane.number}n{number}"[:15]
+        self.address = f"10.{200 + number}.{plane.number}.1"
+        self._subnet = f"10.{200 + number}.{plane.number}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @property

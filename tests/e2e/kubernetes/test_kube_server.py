@@ -19,9 +19,17 @@ pytestmark = pytest.mark.usefixtures("pods")
 
 
 @pytest.fixture
-def client(space: Space, start_operator: Callable[..., Operator]) -> Iterator[atoll.Client]:
-    port = free_port()
-    operator = start_operator("one", "--host", "127.0.0.1", "--port", str(port))
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def operator(start_operator: Callable[..., Operator], port: int) -> Operator:
+    return start_operator("one", "--host", "127.0.0.1", "--port", str(port))
+
+
+@pytest.fixture
+def client(space: Space, operator: Operator, port: int) -> Iterator[atoll.Client]:
     made = subprocess.run(
         [
             *(sys.executable, "-m", "atoll.operator", "token"),
@@ -94,3 +102,27 @@ def test_what_the_cluster_will_never_run_is_refused_at_once(
             world_size=atoll.WorldSize(min=1, target=1, max=1),
         )
     assert space.json("get", "trainings")["items"] == []
+
+
+def test_followed_logs_go_on_when_the_server_is_killed(
+    client: atoll.Client, space: Space, operator: Operator
+) -> None:
+    """With a tail too: a line that was given is not given again, and none is left out."""
+    go = "until [ -e /tmp/go ]; do sleep 0.1; done"
+    training = client.deploy_distributed(
+        name="tiny",
+        command=["sh", "-c", f"for i in 1 2 3; do echo line $i; done; {go}; echo line 4"],
+        image=IMAGE,
+        world_size=1,
+    )
+    training.wait_until_target_world(timeout=60)
+    wait_for("it has spoken", lambda: len(training.logs()) == 3)
+    tailed, whole = training.logs(tail=2, follow=True), training.logs(follow=True)
+    assert [next(tailed).text for _ in range(2)] == ["line 2", "line 3"]
+    assert [next(whole).text for _ in range(3)] == ["line 1", "line 2", "line 3"]
+    operator.kill()
+    operator.start()
+    (pod,) = space.pods(0)
+    space.kubectl("exec", pod["metadata"]["name"], "--", "sh", "-c", "echo > /tmp/go")
+    assert [line.text for line in tailed] == ["line 4"]
+    assert [line.text for line in whole] == ["line 4"]
