@@ -240,11 +240,14 @@ class ObjectStoreAllReduce:
 
     def _one_round(self, number: int, work: _Work) -> tuple[Roster, Vector | None]:
         settler = self._settler
+        work.uploads.clear()
         self._upload(number, work)
         began = time.monotonic()
         ballot = settler.first_ballot(number)
         while True:
+            ballot.upload_again = partial(self._upload, number, work)
             roster = settler.settle(ballot, work.layout, self.codec)
+            work.upload = next((u for u in work.uploads if roster.has(u)), work.upload)
             work.seconds["roster"] = time.monotonic() - began
             if roster.error:
                 raise ValidationError("tensors", f"of rank {self.rank}", roster.error)
@@ -257,8 +260,7 @@ class ObjectStoreAllReduce:
             except Abandoned as news:
                 work.feedback.give_up()
                 ballot = settler.next_ballot(roster, news.blame)
-                if work.upload in ballot.blamed:
-                    ballot.upload_again = partial(self._upload, number, work)
+                ballot.is_blamed = work.upload in ballot.blamed
                 continue
             work.seconds |= exchange.seconds
             return roster, mean
@@ -279,6 +281,7 @@ class ObjectStoreAllReduce:
         work.upload = self.keys.upload(
             number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
         )
+        work.uploads.append(work.upload)
         data, work.left_out = work.cargo.pack(work.upload, self._pool)
         encoded = time.monotonic()
         self.blobs.put(work.upload, data)
@@ -361,6 +364,7 @@ class _Work:
     weight: float
     feedback: Feedback
     upload: str = ""
+    uploads: list[str] = field(default_factory=list)  # of this round; all hold the same
     left_out: Vector | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
