@@ -10,6 +10,9 @@ from atoll.cli.options import json_option
 from atoll.core.errors import Permanent
 
 namespace_option = click.option("--namespace", help="The one namespace to serve; all of them.")
+options_option = click.option(
+    "--options", default="", help='Of the executor, as JSON: \'{"image": "…"}\'.'
+)
 
 
 @click.command()
@@ -19,7 +22,7 @@ namespace_option = click.option("--namespace", help="The one namespace to serve;
 @click.option("--lease-s", type=click.FloatRange(min=1), default=15.0, help="Of the lease; 15.")
 @click.option("--host", default="0.0.0.0", help="Address to serve the HTTP API on.")
 @click.option("--port", type=click.IntRange(0, 65_535), help="Of the HTTP API; none if not given.")
-@click.option("--options", default="{}", help='Of the executor, as JSON: \'{"image": "…"}\'.')
+@options_option
 def operator(
     namespace: str | None,
     home: str | None,
@@ -30,7 +33,15 @@ def operator(
     options: str,
 ) -> None:
     """Act on the trainings of a cluster until stopped. Ranks go on when it stops."""
-    arguments = ["run", "--options", options, "--host", host, "--lease-duration", str(lease_s)]
+    arguments = [
+        "run",
+        "--options",
+        options or "{}",
+        "--host",
+        host,
+        "--lease-duration",
+        str(lease_s),
+    ]
     given = {"--namespace": namespace, "--home": home, "--identity": identity, "--port": port}
     for flag, value in given.items():
         arguments += [] if value is None else [flag, str(value)]
@@ -52,8 +63,11 @@ def k8s() -> None:
 @click.option("--home", default="atoll-system", help="Namespace of the operator.")
 @namespace_option
 @click.option("--replicas", type=click.IntRange(min=1), default=2, help="Operators; 2.")
+@options_option
 @json_option
-def manifests(image: str, home: str, namespace: str | None, replicas: int, is_json: bool) -> None:
+def manifests(
+    image: str, home: str, namespace: str | None, replicas: int, options: str, is_json: bool
+) -> None:
     """Print what to apply: `atoll k8s manifests --image IMAGE | kubectl apply -f -`."""
     try:
         import yaml  # type: ignore[import-untyped]
@@ -63,7 +77,9 @@ def manifests(image: str, home: str, namespace: str | None, replicas: int, is_js
         raise _needs_extra(error) from error
     from atoll.cli.show import print_json
 
-    made = render_manifests(image=image, home=home, namespace=namespace, replicas=replicas)
+    made = render_manifests(
+        image=image, home=home, namespace=namespace, replicas=replicas, options=options
+    )
     if is_json:
         print_json({"apiVersion": "v1", "kind": "List", "items": made})
     else:

@@ -61,9 +61,7 @@ def render_gate(gang: str, rank: Json) -> Json:
     }
     if amounts:
         made["resources"] = {"requests": amounts, "limits": amounts}
-    if "imagePullPolicy" in rank:
-        made["imagePullPolicy"] = rank["imagePullPolicy"]
-    return made
+    return made | {f: rank[f] for f in ("imagePullPolicy", "securityContext") if f in rank}
 
 
 def render_gate_volume() -> Json:

@@ -63,7 +63,8 @@ class Options(SpecModel, frozen=True):
     is_host_network: bool = False
     # The rank is then not process 1, which is deaf to signals it does not handle.
     is_process_namespace_shared: bool = True
-    security_context: Json | None = None
+    security_context: Json | None = None  # of the pods
+    container_security_context: Json | None = None  # of the rank, and of its start gate
     python: str = "python"  # runs a `source`
     # For rendezvous_backend="etcd-v2" and the mesh: host:port of one that all trainings share;
     # unset: each gets its own, of `etcd_image`. The v2 API ended with etcd 3.5.
@@ -159,6 +160,10 @@ class Options(SpecModel, frozen=True):
                 "expected 'preferred' with bench_require_gbps: the link is measured before the "
                 "ranks have nodes",
             )
+
+    def gates_start(self, spec: TrainingSpec) -> bool:
+        """Whether ranks wait for each other, or for their etcd; one alone may have neither."""
+        return self.is_start_gated and (spec.world_size.target > 1 or self.has_own_etcd(spec))
 
     def has_gate(self, spec: TrainingSpec) -> bool:
         """Whether its ranks can wait at the mesh gate: somebody finds out, and writes the keys."""

@@ -84,7 +84,7 @@ def render_world(training: Training, wish: Wish, options: Options, owner: Json |
         "metadata": gang_metadata(training, owner, options),
         "data": render_size(wish),
     }
-    if options.is_start_gated:
+    if options.gates_start(training.spec):
         body["data"] |= render_opened_world(is_opened=False)
     if source is not None:
         if len(source.content) > SOURCE_MAX:
@@ -137,7 +137,7 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
         "podFailurePolicy": {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [{"type": STOPPED, "status": "True"}]},
-                *([TURNED_AWAY_RULE] if options.is_start_gated else ()),
+                *([TURNED_AWAY_RULE] if options.gates_start(training.spec) else ()),
             ]
         },
         "template": _template(training, options),
@@ -202,7 +202,7 @@ def _template(training: Training, options: Options) -> Json:
     before = []
     if options.has_gate(spec):  # the first, so that the fabric is checked while ranks wait
         before.append(render_agent(training, etcd_endpoint(training, options), options))
-    if options.is_start_gated:
+    if options.gates_start(training.spec):
         before.append(render_gate(name, pod["containers"][0]))
     if before:
         pod["initContainers"] = before
@@ -231,6 +231,7 @@ def _container(training: Training, options: Options) -> Json:
         mounts.append({"name": "source", "mountPath": SOURCE_DIR, "readOnly": True})
     optional = {
         "imagePullPolicy": options.image_pull_policy,
+        "securityContext": options.container_security_context,
         "workingDir": spec.working_dir,
         "resources": _resources(spec.resources, options) or None,
         "volumeMounts": mounts or None,
@@ -343,6 +344,6 @@ def _volumes(training: Training, options: Options) -> list[Json]:
     if training.spec.source is not None:
         item = {"key": "source", "path": training.spec.source.filename}
         made.append({"name": "source", "configMap": {"name": gang_name(training), "items": [item]}})
-    if options.is_start_gated:
+    if options.gates_start(training.spec):
         made.append(render_gate_volume())
     return made

@@ -27,6 +27,7 @@ from atoll.core.model import decode, encode
 from atoll.remote.etcd import EtcdKeys
 
 AGAIN_S, LONGEST_AGAIN_S = 0.2, 2.0
+AT_ONCE = 4  # keys written; as many connections as are kept
 
 
 class MeshWatch:
@@ -178,8 +179,9 @@ class MeshWatch:
         folder = READY_DIR if state is MeshState.READY else DEGRADED_DIR
         wanted = {f"{folder}/{host}" for host in self.hosts}
         # The new ones first: a rank that looks in between finds one or both, never none.
-        for key in sorted(wanted - self._marked):
-            await self._keys.put(key, "1")
+        new = sorted(wanted - self._marked)
+        for at in range(0, len(new), AT_ONCE):
+            await asyncio.gather(*(self._keys.put(key, "1") for key in new[at : at + AT_ONCE]))
         for key in sorted(self._marked - wanted):
             await self._keys.delete(key)
         self._marked = wanted

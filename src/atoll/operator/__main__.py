@@ -10,15 +10,10 @@ import os
 import signal
 import sys
 import time
-from typing import Any
 
-import msgspec
 import yaml  # type: ignore[import-untyped]
 
-from atoll.core.errors import ValidationError
-from atoll.core.model import decode
-from atoll.executors.kubernetes_options import Options
-from atoll.operator.manifests import HOME, render_manifests
+from atoll.operator.manifests import HOME, read_options, render_manifests
 from atoll.operator.run import run_operator
 from atoll.remote.kubernetes import Cluster
 from atoll.server.auth import hashed, new_token
@@ -47,6 +42,7 @@ def main() -> None:
     show.add_argument("--home", default=HOME)
     show.add_argument("--namespace")
     show.add_argument("--replicas", type=int, default=2)
+    show.add_argument("--options", default="", metavar="JSON", help="of the executor")
     given = parser.parse_args()
     if given.command == "manifests":
         made = render_manifests(
@@ -54,6 +50,7 @@ def main() -> None:
             home=given.home,
             namespace=given.namespace,
             replicas=given.replicas,
+            options=given.options,
         )
         sys.stdout.write(yaml.safe_dump_all(made, sort_keys=False))
         return
@@ -74,24 +71,13 @@ async def _run(given: argparse.Namespace) -> None:
             lease_duration_s=given.lease_duration,
             host=given.host,
             port=given.port,
-            **_named(given.options),
+            **read_options(given.options),
         )
     )
     # A polite end gives the lease back; ranks go on.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-def _named(text: str) -> dict[str, Any]:
-    """The options that the JSON names; the operator has its own defaults for the others."""
-    try:
-        options, given = decode(text, Options), msgspec.json.decode(text)
-    except ValidationError as error:
-        field = "--options" if error.field == "body" else f"--options: {error.field}"
-        raise ValidationError(field, error.value, error.expected) from error
-    names = zip(Options.__struct_fields__, Options.__struct_encode_fields__, strict=True)
-    return {name: getattr(options, name) for name, sent in names if sent in given}
 
 
 async def _token(given: argparse.Namespace) -> str:

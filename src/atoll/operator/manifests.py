@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from atoll.core.errors import ValidationError
+from atoll.core.model import decode
+from atoll.executors.kubernetes_options import Options
 from atoll.store.kubernetes_crd import GROUP, render_crd
 from atoll.store.kubernetes_tokens import NAME as TOKENS
 
@@ -46,9 +51,19 @@ USER_ROLES = {
 
 
 def render_manifests(
-    *, image: str, home: str = HOME, namespace: str | None = None, replicas: int = 2
+    *,
+    image: str,
+    home: str = HOME,
+    namespace: str | None = None,
+    replicas: int = 2,
+    options: str = "",
 ) -> list[Json]:
-    """In the order to apply them. With `namespace`, the operator has rights in that one only."""
+    """In the order to apply them. With `namespace`, the operator has rights in that one only.
+
+    `options` are the executor's, as JSON. Raises ValidationError if they are not.
+    """
+    if options:
+        read_options(options)
     return [
         render_crd(),
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home}},
@@ -56,9 +71,20 @@ def render_manifests(
         *_served(home, namespace),
         *_role(home, home, "Role", HOME_RIGHTS, f"{NAME}-home"),
         *(_user_role(name, verbs) for name, verbs in USER_ROLES.items()),
-        _deployment(image, home, namespace, replicas),
+        _deployment(image, home, namespace, replicas, options),
         _service(home),
     ]
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """The options that the JSON names; the operator has its own defaults for the others."""
+    try:
+        options, given = decode(text, Options), msgspec.json.decode(text)
+    except ValidationError as error:
+        field = "--options" if error.field == "body" else f"--options: {error.field}"
+        raise ValidationError(field, error.value, error.expected) from error
+    names = zip(Options.__struct_fields__, Options.__struct_encode_fields__, strict=True)
+    return {name: getattr(options, name) for name, sent in names if sent in given}
 
 
 def _named(api: str, kind: str, namespace: str | None, name: str = NAME) -> Json:
@@ -99,10 +125,12 @@ def _user_role(name: str, verbs: tuple[str, ...]) -> Json:
     return role | {"rules": [{"apiGroups": [GROUP], "resources": resources, "verbs": list(verbs)}]}
 
 
-def _deployment(image: str, home: str, namespace: str | None, replicas: int) -> Json:
+def _deployment(image: str, home: str, namespace: str | None, replicas: int, options: str) -> Json:
     command = ["python", "-m", "atoll.operator", "run", "--port", str(PORT)]
     if namespace is not None:
         command += ["--namespace", namespace]
+    if options:
+        command += ["--options", options.replace("$", "$$")]  # not to be expanded by Kubernetes
     by_field = {"POD_NAMESPACE": "metadata.namespace", "POD_NAME": "metadata.name"}
     container = {
         "name": "operator",

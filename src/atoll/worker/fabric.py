@@ -23,8 +23,9 @@ from atoll.core.model import decode, encode
 from atoll.remote.etcd import EtcdKeys
 
 PROBE_S = 1.0  # for answering one
-PATIENCE_S = (0.2, 0.3, 0.5)  # with the first try, the second and the third of a probe
-RETRY_S = 0.05  # pause after a failed probe, and more the more peers are out of reach:
+PATIENCE_S = 1.0  # with all tries of a probe
+COMPANY_S = 0.25  # after which a try that hangs is given company, where the peer was reached before
+RETRY_S = 0.05  # the same where it was not, and after a failed probe; the more peers, the more:
 RETRY_MORE_S = 0.005
 LONGEST_RETRY_S = 1.0  # for etcd
 RECHECK_S = 5.0  # a reached peer is asked again this often
@@ -113,36 +114,40 @@ class Agent:
         nudge = self._nudges[peer]
         while True:
             async with self._slots:
-                is_reached = await probe(self._host, peer, address, port)
+                pause = COMPANY_S if peer in self._reached else self._retry_s
+                is_reached = await probe(self._host, peer, address, port, pause)
             is_news = is_reached != (peer in self._reached) or peer not in self._tried
             self._tried.add(peer)
             (self._reached.add if is_reached else self._reached.discard)(peer)
             if is_news:
                 self._changed.set()
-            unreached = len(self._nudges) - len(self._reached)
-            pause = RECHECK_S if is_reached else RETRY_S + RETRY_MORE_S * unreached
+            pause = RECHECK_S if is_reached else self._retry_s
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await nudge.wait()
             nudge.clear()
+
+    @property
+    def _retry_s(self) -> float:
+        return RETRY_S + RETRY_MORE_S * (len(self._nudges) - len(self._reached))
 
     def _nudge(self, peer: str) -> None:
         if peer in self._nudges and peer not in self._reached:
             self._nudges[peer].set()
 
 
-async def probe(host: str, peer: str, address: str, port: int) -> bool:
+async def probe(host: str, peer: str, address: str, port: int, company_s: float) -> bool:
     """Whether that very peer answers there: another program on its port does not count.
 
     A lost packet is sent again by the kernel after a second only, so a try that hangs is given
-    company before that.
+    company every `company_s`.
     """
     pending: set[asyncio.Task[bool]] = set()
     try:
-        for patience in PATIENCE_S:
+        for _ in range(max(round(PATIENCE_S / company_s), 1)):
             pending.add(asyncio.create_task(_greet(host, peer, address, port)))
             done, pending = await asyncio.wait(
-                pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                pending, timeout=company_s, return_when=asyncio.FIRST_COMPLETED
             )
             if done:
                 return any(task.result() for task in done)

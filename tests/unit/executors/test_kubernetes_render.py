@@ -276,6 +276,10 @@ REACHES: dict[str, tuple[Any, str]] = {
     "is_process_namespace_shared": (True, "spec.template.spec.shareProcessNamespace=True"),
     "deadline_margin_s": (7, "spec.activeDeadlineSeconds=17"),
     "security_context": ({"runAsUser": 1}, "spec.template.spec.securityContext.runAsUser=1"),
+    "container_security_context": (
+        {"privileged": False},
+        "spec.template.spec.containers.0.securityContext.privileged=False",
+    ),
     "python": ("python3.12", "spec.template.spec.containers.0.command.0=python3.12"),
     "etcd_endpoint": ("e:2379", "BASILICA_RDZV_ENDPOINT=e:2379"),
     "agent_image": ("atoll:1", "spec.template.spec.initContainers.0.image=atoll:1"),

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import yaml
 
+from atoll.core.errors import ValidationError
 from atoll.core.model import decode
 from atoll.core.spec import TrainingSpec
 from atoll.operator.manifests import RIGHTS, render_manifests
@@ -41,6 +42,18 @@ def test_the_files_in_deploy_are_what_the_code_renders(request: pytest.FixtureRe
 def test_manifests_fit_the_published_schemas(version: str, namespace: str | None) -> None:
     for manifest in render_manifests(image="atoll:1", namespace=namespace):
         kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_options_reach_the_operator_and_bad_ones_are_refused() -> None:
+    options = '{"kueueQueue": "research", "nodeSelector": {"cost": "$(LOW)"}}'
+    made = render_manifests(image="x", options=options)
+    (deployment,) = (m for m in made if m["kind"] == "Deployment")
+    command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[-2:] == ["--options", options.replace("$", "$$")]
+    with pytest.raises(ValidationError, match="--options: kueueQueu:"):
+        render_manifests(image="x", options='{"kueueQueu": "research"}')
+    with pytest.raises(ValidationError, match="--options: 'nope'"):
+        render_manifests(image="x", options="nope")
 
 
 def test_with_a_namespace_no_right_reaches_beyond_it() -> None:
