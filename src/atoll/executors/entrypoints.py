@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -157,6 +158,9 @@ def _dumps(field: str, value: Any, module: Any = None) -> bytes:
 
 
 def _module_of(function: Callable[..., Any]) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
     name = getattr(inspect.unwrap(function), "__module__", None) or ""
-    is_shared = name in ("__main__", "builtins") or name.partition(".")[0] == "atoll"
+    top = name.partition(".")[0]
+    is_shared = top in ("__main__", "atoll") or top in sys.stdlib_module_names
     return None if is_shared else sys.modules.get(name)
