@@ -16,7 +16,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="python -m atoll.mesh_wait", description="Wait for this host's network."
     )
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds (60)")
+    # As text: what is no number is the default, as an empty variable must not stop a training.
+    parser.add_argument("--timeout", default="60", help="seconds (60)")
     mesh_wait(parser.parse_args().timeout)
 else:
     # The import system binds what it finds here, not what it executed, in the parent package.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -260,8 +261,9 @@ def test_a_watch_from_a_version_that_never_was_is_gone(on_store: Callable[..., N
 
 async def take(changes: AsyncIterator[Any], count: int) -> list[Any]:
     found = []
-    async for change in changes:
-        found.append(change)
-        if len(found) == count:
-            break
+    async with contextlib.aclosing(changes):  # type: ignore[type-var]
+        async for change in changes:
+            found.append(change)
+            if len(found) == count:
+                break
     return found

@@ -79,6 +79,22 @@ def test_a_damaged_upload_is_left_out_and_everyone_agrees(damage: Any, codec: st
     ]
 
 
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_where_everybody_is_needed_a_damaged_upload_is_made_again(codec: str) -> None:
+    world = World(2, codec=codec)
+    blobs = DamagedBlobs(world.store, "/up/00000000/", cut, 1)
+
+    def spoil() -> None:
+        with ObjectStoreAllReduce(
+            blobs, 1, 2, grace_s=0.3, timeout=30, codec=codec, min_replicas=2
+        ) as replica:
+            world.call(replica, 0)
+
+    run_threads(spoil, lambda: world.take_part(0, lambda n: n >= 0, min_replicas=2, timeout=30))
+    world.judge()
+    assert set(world.rounds[0][0].roster) == {0, 1}
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_rubbish_in_the_place_of_a_shard_is_replaced_by_its_owner(damage: Any) -> None:
     world = World(2)

@@ -281,6 +281,27 @@ def test_first_to_fall_is_named_though_its_peer_reports_whole_seconds(
     assert [e.collateral for e in training.status.rank_exits] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("message", "timestamp", "told"),
+    [
+        ("no file \\udcff", "1.5", "no file \\udcff"),
+        ("a\\u2028b", "1.5", "a\u2028b"),
+        ("many\\nlines\\n", "1.5", "lines"),
+        ("", "1.5", ""),
+        ("no time", "nan", ""),
+    ],
+)
+def test_whatever_a_rank_says_of_its_failure_the_training_ends(
+    shared_plane: ControlPlane, message: str, timestamp: str, told: str
+) -> None:
+    said = f'{{"message": {{"message": "{message}", "extraInfo": {{"timestamp": "{timestamp}"}}}}}}'
+    script = f"cat > $TORCHELASTIC_ERROR_FILE <<'END'\n{said}\nEND\nexit 3"
+    training = shared_plane.until_over(shared_plane.create(script))
+    assert only(training) == (3, "Error", None)
+    assert training.status.root_cause is not None
+    assert training.status.root_cause.message == told
+
+
 def test_child_that_was_never_told_to_run_does_not_end_with_success(tmp_path: Path) -> None:
     """Its supervisor was killed before it said go: an exit code of 0 would be a lie."""
     go, go_in = os.pipe()

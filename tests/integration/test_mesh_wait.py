@@ -45,7 +45,7 @@ class Gate:
         self.command = command
         self.path = path
 
-    def start(self, timeout: float, **env: str) -> subprocess.Popen[str]:
+    def start(self, timeout: float | str, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*self.command, str(timeout)],
             env={"PATH": self.path, "PYTHONPATH": str(SRC), **env},
@@ -114,6 +114,22 @@ def test_a_key_that_comes_late_ends_the_wait(gate: Gate, etcd: str) -> None:
     put(etcd, ready_path(host))
     _, err = process.communicate(timeout=30)
     assert lines(err) == ["OK"]
+
+
+@pytest.mark.parametrize("timeout", ["08", "99999999999999999999", "", "soon"])
+def test_any_timeout_is_waited_for_or_the_default(gate: Gate, etcd: str, timeout: str) -> None:
+    host = f"odd-{time.monotonic_ns()}"
+    process = gate.start(timeout, NODE_NAME=host, BASILICA_RDZV_ENDPOINT=etcd)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    put(etcd, ready_path(host))
+    assert lines(gate.finish(process)) == ["BEGIN", "OK"]
+
+
+@pytest.mark.parametrize("timeout", ["-5", "000", "0.0"])
+def test_no_time_at_all_is_one_look(gate: Gate, etcd: str, timeout: str) -> None:
+    process = gate.start(timeout, NODE_NAME="nobody", BASILICA_RDZV_ENDPOINT=etcd)
+    assert lines(gate.finish(process)) == ["BEGIN", "TIMEOUT"]
 
 
 def test_host_names_that_need_escaping(gate: Gate, etcd: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -145,3 +146,24 @@ def test_a_wrong_token_is_not_served_and_the_right_one_still_is() -> None:
 def test_a_server_nobody_comes_to_ends() -> None:
     with listening() as listener, pytest.raises(Temporary, match="nobody came"):
         netbench.serve(listener, "t", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "--address", "192.0.2.1"], "netbench: .*192.0.2.1"),
+        (["measure", "127.0.0.1:1", "--token", "x"], "netbench: 127.0.0.1 port 1"),
+        (["measure", "127.0.0.1:1", "--token", "x", "--limit", "nan"], "'nan': expected seconds"),
+        (["loopback", "--limit", "-1"], "'-1': expected seconds"),
+    ],
+)
+def test_the_command_says_in_a_line_why_not(words: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "atoll.worker.netbench", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode
+    assert re.search(said, done.stderr.splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,6 +140,49 @@ def test_a_function_gets_keywords_and_gives_its_result(executor: LocalProcessExe
     assert executor.stream_logs(handles[0], n_lines=1) == "working"
 
 
+def test_a_partial_and_a_function_of_the_standard_library(executor: LocalProcessExecutor) -> None:
+    found = [
+        executor.collect(executor.launch_replicas(1, entry, args))[0]
+        for entry, args in (
+            (functools.partial(divmod, 7, 2), {}),
+            (functools.partial(functools.partial(_joined, "a"), b="b"), {"c": "c"}),
+            (textwrap.shorten, {"text": "a  b", "width": 9}),
+        )
+    ]
+    assert [each["result"] for each in found] == [(3, 1), "abc", "a b"], found
+
+
+def _joined(*parts: str, **more: str) -> str:
+    return "".join([*parts, *more.values()])
+
+
+def test_a_result_takes_no_lines_from_the_log(executor: LocalProcessExecutor) -> None:
+    def talk() -> bytes:
+        for number in range(9):
+            sys.stdout.write(f"{number}\n")
+        return os.urandom(10_000)
+
+    (handle,) = executor.launch_replicas(1, talk)
+    executor.collect([handle])
+    assert executor.stream_logs(handle, n_lines=5) == "4\n5\n6\n7\n8"
+    assert executor.stream_logs(handle) == "\n".join("012345678")
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "5"])
+def test_a_wait_that_is_no_number_is_refused(
+    executor: LocalProcessExecutor, timeout: float
+) -> None:
+    with pytest.raises(ValidationError, match="timeout"):
+        executor.collect([], timeout=timeout)
+
+
+def test_a_closed_executor_says_so() -> None:
+    with LocalProcessExecutor() as executor:
+        executor.collect(executor.launch_replicas(1, os.getpid))
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.launch_replicas(1, os.getpid)
+
+
 def test_a_function_that_raises_says_so(executor: LocalProcessExecutor) -> None:
     def work() -> None:
         raise KeyError("no such layer")
@@ -190,6 +235,10 @@ def test_a_script_may_give_a_result(executor: LocalProcessExecutor, tmp_path: Pa
         (lambda value: None, {"vlaue": 1}, "entrypoint_args"),
         (lambda: None, {"value": 1}, "entrypoint_args"),
         ("missing.py", {}, "entrypoint"),
+        (None, {}, "entrypoint"),
+        (7, {}, "entrypoint"),
+        (b"train.py", {}, "entrypoint"),
+        ("\udcff.py", {}, "entrypoint"),
         ("train.py", {"rendezvous_uri": "ftp://x"}, "rendezvous_uri"),
     ],
 )
@@ -243,6 +292,9 @@ while not Path({str(tmp_path)!r}, "go").exists():
     assert early["status"] in ("pending", "running")
     assert early["exit_code"] is None
     assert early["error"]
+    for never in (float("nan"), -1, "1"):
+        with pytest.raises(ValidationError, match="timeout"):
+            executor.collect(handles, timeout=never)  # type: ignore[arg-type]
     (tmp_path / "go").touch()
     assert executor.collect(handles, timeout=60)[0]["status"] == "succeeded"
 

@@ -41,3 +41,10 @@ def test_blocks_change_nothing() -> None:
             for i in range(0, 3 * BLOCK + 5, 999)
         ]
         assert whole.tobytes() == np.concatenate(cut).tobytes()
+
+
+def test_huge_and_tiny_weights_weigh_as_they_should() -> None:
+    parts = [np.full(2, value, np.float32) for value in (1.0, 4.0)]
+    for unit in (8e307, 5e-324, 1.0):
+        assert weighted_mean(parts, [2 * unit, unit]).tolist() == [2.0, 2.0]
+    assert weighted_mean(parts, [1.0, 1e-30]).tolist() == [1.0, 1.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+import atoll
 from atoll.core.errors import (
     BelowMinimumWorld,
     Conflict,
@@ -16,6 +18,7 @@ from atoll.core.errors import (
     Permanent,
     Temporary,
     UDTerminalState,
+    ValidationError,
     WorldSizeOutOfBounds,
 )
 from atoll.core.model import encode
@@ -377,3 +380,60 @@ def test_the_cause_comes_first_and_brings_its_log() -> None:
     text = verdict(failed)
     assert text.index("rank 2: exit_code=1") < text.index("rank 0: exit_code=137")
     assert text.endswith("boom")
+
+
+def test_a_failure_says_why_where_the_exits_do_not() -> None:
+    cannot = RankExit(
+        rank=0, exit_code=126, termination_reason="CannotRun", message="x: Permission denied"
+    )
+    assert verdict(training("failed", exits=[cannot])).endswith("CannotRun (x: Permission denied)")
+    stopped = RankExit(rank=0, exit_code=143, termination_reason="Stopped")
+    late = training("failed", exits=[stopped])
+    status = replace(late.status, root_cause=None, message="still running 5 s after the start")
+    text = verdict(replace(late, status=status))
+    assert "failed: still running 5 s after the start; rank 0: exit_code=143" in text
+
+
+@pytest.mark.parametrize("status", [200, 301, 401, 404])
+@pytest.mark.parametrize("body", [b"", b"<html>\n <b>hi</b>", b"[]", b'{"a": 1}', b"\xff"])
+def test_an_answer_that_is_not_atolls_is_not_blamed_on_the_input(status: int, body: bytes) -> None:
+    for flow in (flows.get("t"), flows.list_all(), flows.create(training().spec, "key")):
+        next(flow)
+        with pytest.raises(Permanent, match="not the answer of an atoll control plane") as caught:
+            flow.send(Reply(status, body))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UDTerminalState("failed", 3),
+        UDTerminalState("failed", message="over"),
+        WorldSizeOutOfBounds(9, 1, 8),
+        BelowMinimumWorld("m", ready=1, required_min=2, timeout=3.0, rank_exits=[KILLED]),
+        ValidationError("name", "A", "expected a"),
+        NotFound("training", "a"),
+        Temporary("later", 2.0),
+    ],
+)
+def test_an_error_is_the_same_on_the_other_side_of_a_process_pool(error: Exception) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+@pytest.mark.parametrize("flow", WAITS)
+@pytest.mark.parametrize("timeout", [1e8, 1e10, 1e300, 10**400])
+def test_a_wait_may_be_as_long_as_one_likes(flow: Any, timeout: float) -> None:
+    """Longer than a thread can sleep, or than the server keeps a watch open."""
+    script = Script([training("pending")], [training("succeeded", 4, version=2)])
+    assert script.wait(flow, timeout).ready == 4
+    watch = script.sent[-1]
+    assert isinstance(watch, NextChange)
+    assert watch.timeout <= 365 * 86_400
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "5", None, True])
+def test_a_delete_with_a_bad_timeout_removes_nothing(timeout: Any) -> None:
+    handle = atoll.Client("http://127.0.0.1:1", "token")  # nobody listens there
+    with pytest.raises(ValidationError, match="timeout"):
+        atoll.DistributedTraining(handle, training()).delete(timeout)

@@ -133,6 +133,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"env": {"A": 1}}, "env.A"),
     ({"env": {"A B": "1"}}, "env"),
     ({"cpu": "lots"}, "cpu"),
+    ({"cpu": True}, "cpu"),
     ({"memory": -1}, "memory"),
     ({"gpu_count": -1}, "gpu_count"),
     ({"gpu_count": 1.5}, "gpu_count"),
@@ -231,7 +232,13 @@ def test_what_cannot_be_shipped_is_refused_by_name(tmp_path: Path) -> None:
 
     async def is_async() -> None: ...
 
-    for function in (holds_a_file, is_async):
+    def is_lazy() -> Any:
+        yield
+
+    async def is_both() -> Any:
+        yield
+
+    for function in (holds_a_file, is_async, is_lazy, is_both, functools.partial(is_lazy)):
         with pytest.raises(ValidationError) as caught:
             spec_of("a", {"source": function})
         assert caught.value.field == "source"

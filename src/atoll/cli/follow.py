@@ -24,6 +24,7 @@ from atoll.sdk.effects import Flow
 from atoll.sdk.training import DistributedTraining
 
 TICK_S = 0.1
+LINES_AHEAD = 10_000  # read but not printed: a terminal may be slow, or stopped with Ctrl-S
 LOGS_S = 5.0  # how long the last lines may take once the training is over
 SUCCEEDED, FAILED, TIMED_OUT = 0, 1, 124
 
@@ -70,6 +71,7 @@ class Following:
         self.report = report
         self._timeout = timeout
         self._items: SimpleQueue[Item] = SimpleQueue()
+        self._room = threading.Semaphore(LINES_AHEAD)
         self._signal: int | None = None
         self._is_given_up = False
         Interrupts(self._items)
@@ -87,6 +89,7 @@ class Following:
                 self._give_up(training)
             elif isinstance(item, LogLine):
                 self.report.line(item)
+                self._room.release()
             elif isinstance(item, Training):
                 last = item
                 self.report.state(last)
@@ -101,6 +104,7 @@ class Following:
 
     def _read_logs(self, training: DistributedTraining) -> None:
         for line in training.stream_logs():
+            self._room.acquire()
             self._items.put(line)
 
     def _start(self, reader: str, read: Callable[[], object]) -> None:

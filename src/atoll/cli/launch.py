@@ -22,8 +22,10 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
     """
     from atoll.cli.follow import Following
     from atoll.cli.report import JsonReport, TextReport
+    from atoll.cli.terminal import go_on_unread
     from atoll.sdk.client import Client
 
+    go_on_unread()
     following = Following(JsonReport() if is_json else TextReport(), launch.timeout)
     client = Client()
     training = client.deploy_distributed(launch.name, **launch.options)

@@ -13,6 +13,7 @@ import click
 
 import atoll
 from atoll.cli import change, cluster, launch, look, measure, plane, shells
+from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
 
 COMMANDS = (
@@ -61,6 +62,7 @@ for command in COMMANDS:
 
 
 def main() -> None:
+    prepare()
     try:
         code = app(prog_name="atoll", standalone_mode=False)
         sys.stdout.flush()
@@ -75,9 +77,18 @@ def main() -> None:
         code = 128 + signal.SIGINT
     except BrokenPipeError:
         # `atoll ps | head`: nothing is wrong, and there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         code = 128 + signal.SIGPIPE
+    except OSError as error:
+        drop_output()
+        print(f"atoll: error: {error}", file=sys.stderr)
+        code = 1
     sys.exit(code)
+
+
+def drop_output() -> None:
+    """What is still to be written goes nowhere: at the exit it would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def misused(error: click.ClickException) -> int:
@@ -91,6 +102,8 @@ def misused(error: click.ClickException) -> int:
 def refused(error: AtollError) -> int:
     text = str(error).replace("\n", "; ")
     hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), None)
+    if isinstance(error, Temporary) and error.__cause__ is None:
+        hint = None  # the control plane's own words: it was reached
     if isinstance(error, NotFound):
         listing = "token list" if error.kind == "token" else "ps"
         hint = f"'atoll {listing}' lists what is there"

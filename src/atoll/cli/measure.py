@@ -49,7 +49,7 @@ def bench(name: str, png: str | None, is_json: bool) -> None:
 @click.option("--link-gbps", type=float, required=True, help="Each replica's link, Gbit/s.")
 @click.option("--replicas", "-n", type=int, default=4, help="Replicas; 4 if not given.")
 @click.option("--sync-every", type=int, default=100, help="Inner steps of a round; 100.")
-@click.option("--codec", default="fp32", help="fp32, bf16, int8, e3m0 or sparse.")
+@click.option("--codec", default="fp32", help="fp32, bf16, int8, int5, int4, e3m0, int3, sparse.")
 @click.option("--fragments", type=int, default=1, help="Parts synchronised in turn; 1.")
 @click.option("--overlap-steps", type=int, default=0, help="Steps done during a round; 0.")
 @click.option("--latency-s", type=float, default=0.03, help="Of one request; 0.03.")

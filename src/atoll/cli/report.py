@@ -7,7 +7,7 @@ import time
 from typing import Any, Protocol
 
 from atoll.cli import words
-from atoll.cli.show import counted, duration, print_json, ran_for, says, training_json, world_json
+from atoll.cli.show import counted, duration, print_json, says, training_json, world_json
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
 from atoll.core.status import LogLine, Training
 
@@ -55,13 +55,13 @@ class TextReport:
         training = self._training
         if training is None or training.status.phase.is_terminal:
             return
-        ran = ran_for(training, time.time())
+        ran = training.status.ran_for(time.time())
         age = "" if ran is None else f"  {_whole(ran)}"
         self._last_line.show(f"── {training.name}  {world_text(training)}{age}")
 
     def end(self, training: Training, code: int) -> None:
         self.close()
-        ran = ran_for(training, time.time())
+        ran = training.status.ran_for(time.time())
         took = f" ({duration(ran)})" if ran is not None and code == 0 else ""
         first, *rest = words.report(training).split("\n")
         print("\n".join([f"atoll: {first}{took}", *rest]), file=sys.stderr, flush=True)
@@ -100,29 +100,20 @@ class JsonReport:
 
 
 class LinePrinter:
-    """Log lines on stdout, each with its rank; goes silent when nobody reads any more."""
+    """Log lines on stdout, each with its rank."""
 
     def __init__(self, *, is_prefixed: bool = True) -> None:
         self.width = 1
         self._is_prefixed = is_prefixed
         self._is_coloured = wants_colour(sys.stdout)
         self._is_terminal = can_redraw(sys.stdout)
-        self._is_open = True
 
     def print(self, line: LogLine) -> None:
-        if not self._is_open:
-            return
         text = last_look(line.text) if self._is_terminal else line.text
         if self._is_prefixed:
             colour = RANK_COLOURS[line.rank % len(RANK_COLOURS)]
             text = f"{paint(f'[{line.rank:>{self.width}}]', colour, self._is_coloured)} {text}"
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            # `atoll run … | less`, left with q: the training matters more than the reader.
-            self._is_open = False
-            sys.stdout = open("/dev/null", "w")
-            says("nobody reads the output any more; still following, Ctrl-C cancels")
+        print(text, flush=True)
 
 
 def world_text(training: Training) -> str:

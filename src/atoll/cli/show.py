@@ -104,16 +104,8 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400}d{whole // 3600 % 24:02}h"
 
 
-def ran_for(training: Training, now: float) -> float | None:
-    """How long ranks have run, to the end if there is one."""
-    status = training.status
-    if status.started_at is None:
-        return None
-    return max(0.0, (now if status.ended_at is None else status.ended_at) - status.started_at)
-
-
 def ran_cell(training: Training, now: float) -> str:
-    seconds = ran_for(training, now)
+    seconds = training.status.ran_for(now)
     return "-" if seconds is None else duration(seconds)
 
 

@@ -4,12 +4,61 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from collections.abc import Callable
+from io import TextIOWrapper
 from typing import TextIO
 
 RED, GREEN, YELLOW, DIM = 31, 32, 33, 2
 RANK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 PHASE_COLOURS = {"ready": GREEN, "succeeded": GREEN, "failed": RED, "cancelled": YELLOW}
 _ERASE = "\r\x1b[2K"
+
+
+def prepare() -> None:
+    """Streams that can be written to: a caller may have closed them, or know too few letters."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # else the number of a closed one goes to the next file or socket
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class Unread:
+    """A stream that falls silent when it cannot be written to, instead of raising."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_open = True
+
+    def write(self, text: str) -> None:
+        self._try(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            if self._is_open:
+                act()
+        except OSError as error:
+            self._is_open = False
+            why = "nobody reads the output any more"
+            if not isinstance(error, BrokenPipeError):
+                why = f"the output cannot be written: {error.strerror}"
+            print(f"atoll: {why}; still following, Ctrl-C cancels", file=sys.stderr, flush=True)
+
+
+def go_on_unread() -> None:
+    """`atoll run … | less`, left with q: the training matters more than its reader."""
+    sys.stdout, sys.stderr = Unread(sys.stdout), Unread(sys.stderr)
 
 
 def wants_colour(stream: TextIO) -> bool:

@@ -13,6 +13,7 @@ RESERVED_ENV_PREFIXES = ("ATOLL_", "BASILICA_")
 ARGS_VARIABLE = "ATOLL_ENTRYPOINT_ARGS"  # the launcher of replicas sets it, through the spec
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+TEXT = "expected text in UTF-8 without NUL bytes"
 _NAME = re.compile(NAME_PATTERN)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -39,17 +40,34 @@ def check_number(field: str, value: object, low: float, high: float) -> None:
         raise ValidationError(field, value, f"expected a number from {low:g} to {high:g}")
 
 
+def check_timeout(value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value >= 0:  # type: ignore[operator]
+        raise ValidationError("timeout", value, "expected seconds, 0 or more")
+
+
 def check_choice(field: str, value: object, choices: Any) -> None:
     if value not in choices.__args__:
         raise ValidationError(field, value, "expected " + " or ".join(map(repr, choices.__args__)))
+
+
+def is_text(value: object) -> bool:
+    """Whether a program can be given it: no NUL, and nothing that UTF-8 has no bytes for."""
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_strings(field: str, values: object) -> None:
     if not isinstance(values, list | tuple):
         raise ValidationError(field, values, "expected a list of strings")
     for at, value in enumerate(values):
-        if not isinstance(value, str) or "\0" in value:
-            raise ValidationError(f"{field}[{at}]", value, "expected text without NUL bytes")
+        if not is_text(value):
+            raise ValidationError(f"{field}[{at}]", value, TEXT)
 
 
 def check_env(field: str, env: object) -> None:
@@ -58,8 +76,8 @@ def check_env(field: str, env: object) -> None:
     for name, value in env.items():
         if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
             raise ValidationError(field, name, "expected letters, digits and '_', no digit first")
-        if not isinstance(value, str) or "\0" in value:
-            raise ValidationError(f"{field}.{name}", value, "expected text without NUL bytes")
+        if not is_text(value):
+            raise ValidationError(f"{field}.{name}", value, TEXT)
         is_ours = name.startswith(RESERVED_ENV_PREFIXES) and name != ARGS_VARIABLE
         if name in RESERVED_ENV or is_ours:
             raise ValidationError(f"{field}.{name}", value, "atoll sets this one for every rank")

@@ -109,12 +109,15 @@ class UDTerminalState(DistributedError):
         self.phase = phase
         self.requested_target = requested_target
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.phase, self.requested_target, str(self))
+
 
 class WorldSizeOutOfBounds(DistributedError):
     """A target outside `[min, max]`."""
 
     def __init__(self, requested: int, min: int, max: int) -> None:
-        super().__init__(f"target {requested} is outside [{min}, {max}]")
+        super().__init__(f"target {requested!r} is outside [{min}, {max}]")
         self.requested = requested
         self.min = min
         self.max = max

@@ -35,6 +35,10 @@ CODECS = {
 }
 
 
+# Errors of uploads average out over the replicas, those of a mean do not: it gets a finer codec.
+MEANS = {"e3m0": "int4", "int3": "int5"}
+
+
 class Prices(Model, frozen=True):
     """Dollars for requests (LIST is billed as PUT) and for bytes in and out of the store."""
 
@@ -102,6 +106,8 @@ def estimate(
     check_int("replicas", replicas, 1, 10**6)
     check_int("sync_every", sync_every, 1, 10**9)
     check_int("fragments", fragments, 1, sync_every)
+    if sync_every % fragments:
+        raise ValidationError("sync_every", sync_every, f"expected a multiple of {fragments}")
     check_int("overlap_steps", overlap_steps, 0, sync_every // fragments - 1)
     check_number("step_s", step_s, 1e-9, 1e9)
     check_number("link_gbps", link_gbps, 1e-6, 1e6)
@@ -109,8 +115,10 @@ def estimate(
     figures = _choose("codec", codec, CODECS)
     price = _choose("prices", prices, PRICES) if isinstance(prices, str) else prices
     alone = replicas == 1
-    size = 0.0 if alone else parameters * figures.bits / 8
-    up, down = size, 2 * size * (replicas - 1) / replicas
+    means = CODECS[MEANS.get(codec, codec)]
+    size, mean_size = (0.0 if alone else parameters * each.bits / 8 for each in (figures, means))
+    up = (size * (replicas - 1) + mean_size) / replicas  # one share is sent as a mean instead
+    down = (size + mean_size) * (replicas - 1) / replicas
     puts, gets, lists = (0, 0, 0) if alone else _requests(replicas, fragments)
     codec_s = 0.0 if alone else _codec_seconds(parameters, replicas, figures)
     transfer_s = (up + down) * 8 / (link_gbps * 1e9)

@@ -6,7 +6,7 @@ characters too, some of which JSON leaves as they are.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
 
 
 class Lines:
@@ -34,7 +34,7 @@ def lines_of(chunks: Iterable[bytes]) -> Iterator[str]:
     yield from lines.last()
 
 
-async def alines_of(chunks: AsyncIterable[bytes]) -> AsyncIterator[str]:
+async def alines_of(chunks: AsyncIterable[bytes]) -> AsyncGenerator[str, None]:
     lines = Lines()
     async for chunk in chunks:
         for line in lines.feed(chunk):

@@ -28,7 +28,6 @@ class Metrics(Model, frozen=True, omit_defaults=False):
 
 def measured(training: Training, now: float) -> Metrics:
     status = training.status
-    until = now if status.ended_at is None else status.ended_at
     spent = usage(training, now)
     started = status.started_at
     phases = [rank.phase for rank in status.ranks]
@@ -44,7 +43,7 @@ def measured(training: Training, now: float) -> Metrics:
         generation=training.generation,
         observed_generation=status.observed_generation,
         age_s=max(0.0, now - training.created_at),
-        running_s=0.0 if started is None else max(0.0, until - started),
+        running_s=status.ran_for(now) or 0.0,
         time_to_first_rank_s=None if started is None else max(0.0, started - training.created_at),
         rank_seconds=spent.rank_seconds,
         gpu_seconds=spent.gpu_seconds,

@@ -12,12 +12,14 @@ from typing import Literal
 import msgspec
 
 from atoll.core.checks import (
+    TEXT,
     check_choice,
     check_env,
     check_int,
     check_name,
     check_number,
     check_strings,
+    is_text,
 )
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
@@ -123,7 +125,7 @@ class RendezvousSpec(SpecModel, frozen=True):
 
     def __post_init__(self) -> None:
         check_choice("rendezvous_backend", self.backend, RendezvousBackend)
-        if self.uri is not None and not (isinstance(self.uri, str) and _URI.fullmatch(self.uri)):
+        if self.uri is not None and not (is_text(self.uri) and _URI.fullmatch(self.uri)):
             raise ValidationError(
                 "rendezvous_uri", self.uri, "expected file://, memory://, s3://, gs:// or az://"
             )
@@ -142,10 +144,10 @@ class Source(SpecModel, frozen=True):
         check_choice("source.kind", self.kind, SourceKind)
         if not isinstance(self.content, bytes) or not self.content:
             raise ValidationError("source", self.content, "expected code, got nothing")
-        if "/" in self.filename or self.filename in ("", ".", "..") or "\0" in self.filename:
+        if "/" in self.filename or self.filename in ("", ".", "..") or not is_text(self.filename):
             raise ValidationError("source.filename", self.filename, "expected a plain file name")
         where = self.directory
-        if where is not None and (not where.startswith("/") or "\0" in where):
+        if where is not None and not (is_text(where) and where.startswith("/")):
             raise ValidationError("source.directory", where, "expected an absolute path")
 
     @property
@@ -222,7 +224,7 @@ class TrainingSpec(SpecModel, frozen=True):
         check_strings("pip_packages", self.pip_packages)
         for field in ("image", "working_dir"):
             value = getattr(self, field)
-            if value is not None and (not isinstance(value, str) or not value or "\0" in value):
-                raise ValidationError(field, value, "expected text, or nothing")
+            if value is not None and (not value or not is_text(value)):
+                raise ValidationError(field, value, TEXT)
         if self.working_dir is not None and not self.working_dir.startswith("/"):
             raise ValidationError("working_dir", self.working_dir, "expected an absolute path")

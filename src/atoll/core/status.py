@@ -210,6 +210,17 @@ class Status(Model, frozen=True):
         """Whether any rank was ever seen to start."""
         return any(r.attempt >= 0 for r in (*self.ranks, *self.retired))
 
+    def ran_for(self, now: float) -> float | None:
+        """Seconds from the first rank's start to the last one's end, or to now.
+
+        `ended_at` is when the end was noticed, which may be long after it.
+        """
+        if self.started_at is None:
+            return None
+        ends = [e.ended_at for e in self.rank_exits if e.ended_at is not None]
+        until = now if self.ended_at is None else max(ends, default=self.ended_at)
+        return max(0.0, until - self.started_at)
+
 
 class Training(Model, frozen=True):
     """The user's object: a wish, and what was seen of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.core.checks import is_text
 from atoll.core.errors import ValidationError
 
 MAX_ARGS_BYTES = 120_000  # Linux takes at most 131,072 in one argument or variable
@@ -53,8 +55,8 @@ def read_entry(
     _check_keys(args)
     if callable(entrypoint):
         return Call(_pickled_call(entrypoint, args))
-    text = os.fspath(entrypoint)
-    if not isinstance(text, str) or not text or "\0" in text:
+    text = os.fspath(entrypoint) if isinstance(entrypoint, str | os.PathLike) else None
+    if not text or not is_text(text):
         raise ValidationError("entrypoint", entrypoint, "expected a script, a module or a function")
     if _FUNCTION.fullmatch(text):
         return Call(_payload({"name": text}, args))
@@ -156,6 +158,9 @@ def _dumps(field: str, value: Any, module: Any = None) -> bytes:
 
 
 def _module_of(function: Callable[..., Any]) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
     name = getattr(inspect.unwrap(function), "__module__", None) or ""
-    is_shared = name in ("__main__", "builtins") or name.partition(".")[0] == "atoll"
+    top = name.partition(".")[0]
+    is_shared = top in ("__main__", "atoll") or top in sys.stdlib_module_names
     return None if is_shared else sys.modules.get(name)

@@ -63,10 +63,16 @@ class Gangs:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The outcome of `work`, done in the gangs' own thread."""
-        if self._is_closed:
+        try:
+            self.check_open()
+        except RuntimeError:
             work.close()
-            raise RuntimeError("this executor is closed")
+            raise
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this executor is closed")
 
     def launch(self, training: Training) -> Gang:
         """Asked for. When that fails, or is interrupted, nothing is left of it."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import atoll
-from atoll.core.checks import ARGS_VARIABLE, check_int, check_number
+from atoll.core.checks import ARGS_VARIABLE, check_int, check_number, check_timeout
 from atoll.core.errors import NotFound
 from atoll.core.ports import Executor
 from atoll.core.replica_result import lines_expected, result_of, visible
@@ -116,6 +116,7 @@ class ReplicaSurface:
             check_number("timeout", timeout, 0.001, MAX_SECONDS)
         args = {} if entrypoint_args is None else entrypoint_args
         entry = read_entry(entrypoint, args)
+        self._gangs.check_open()
         uid = uuid.uuid4().hex
         spec = TrainingSpec(
             name=f"replicas-{uid[:12]}",
@@ -142,7 +143,7 @@ class ReplicaSurface:
         check_int("n_lines", n_lines, 1, 10_000_000)
         lines = self._log(handle, n_lines)
         shown = [text for text in map(visible, lines) if text is not None]
-        if not shown and lines:  # nothing but a result: look above it
+        if len(shown) < len(lines) == n_lines:  # the rest was a result: look above it
             shown = [t for t in map(visible, self._log(handle, None)) if t is not None][-n_lines:]
         return "\n".join(shown) if shown else NOTHING_YET
 
@@ -161,8 +162,10 @@ class ReplicaSurface:
         After `timeout` seconds those that have not ended are told as they are, with an `error`
         saying so; collecting again goes on waiting.
         """
+        if timeout is not None:
+            check_timeout(timeout)
         gangs = [self._gang(handle) for handle in handles]
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + min(timeout, 1e12)
         pairs = list(zip(gangs, handles, strict=True))
 
         def is_done() -> bool:

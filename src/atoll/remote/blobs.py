@@ -85,7 +85,9 @@ class Blobs:
 
         memory:// is shared by everyone in this process who names the same URI.
         """
-        text = os.fspath(uri)
+        text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
+        if not isinstance(text, str) or not text:
+            raise ValidationError("uri", uri, f"expected a path or one of {', '.join(SCHEMES)}")
         return cls(_open_store(text), text, patience_s=patience_s)
 
     @property
@@ -99,7 +101,7 @@ class Blobs:
         parts: dict[str, Any] = {"use_multipart": False}
         if size > SINGLE_PUT_BYTES:
             parts = {"use_multipart": True, "chunk_size": PART_BYTES}
-        self._ask(lambda: obstore.put(self._store, key, data, **parts), up=size)
+        self._write(lambda: obstore.put(self._store, key, data, **parts), size)
 
     def create(self, key: str, data: Buffer) -> bool:
         """Put the object unless the key is taken. False: somebody was first.
@@ -110,7 +112,7 @@ class Blobs:
         size = memoryview(data).nbytes
         put = lambda: obstore.put(self._store, key, data, mode="create", use_multipart=False)  # noqa: E731
         try:
-            self._ask(put, up=size)
+            self._write(put, size)
         except (failures.AlreadyExistsError, failures.PreconditionError):
             return False
         return True
@@ -166,6 +168,14 @@ class Blobs:
             except FileNotFoundError:
                 self._delete_one_by_one(batch)
 
+    def _write(self, put: Callable[[], Any], size: int) -> None:
+        try:
+            self._ask(put, up=size)
+        except FileNotFoundError as error:  # of an object that is to be made: its bucket
+            raise Permanent(
+                f"{self.name}: there is no such bucket: {_first_line(error)}"
+            ) from error
+
     def _delete_one_by_one(self, keys: list[str]) -> None:
         for key in keys:
             try:
@@ -212,28 +222,40 @@ class Blobs:
 def _open_store(uri: str) -> Any:
     parts = urlsplit(uri)
     if not parts.scheme:
-        return LocalStore(Path(uri).absolute(), mkdir=True, automatic_cleanup=True)
+        return _open_folder(uri, Path(uri).absolute())
     if parts.scheme not in SCHEMES:
         raise ValidationError("uri", uri, f"expected a path or one of {', '.join(SCHEMES)}")
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise ValidationError("uri", uri, "expected file:///absolute/path")
-        return LocalStore(Path(unquote(parts.path)), mkdir=True, automatic_cleanup=True)
+        if parts.query or parts.fragment:
+            raise ValidationError("uri", uri, "expected '?' as %3F and '#' as %23 in a path")
+        return _open_folder(uri, Path(unquote(parts.path)))
     if parts.scheme == "memory":
         with _memory_lock:
             return _memory.setdefault(uri, MemoryStore())
     if not parts.netloc:
         raise ValidationError("uri", uri, f"expected {parts.scheme}://bucket/prefix")
-    return from_url(
-        uri,
-        client_options={
-            "timeout": REQUEST_TIMEOUT,
-            "connect_timeout": "10s",
-            "allow_http": _is_plain_http(),
-        },
-        retry_config={"max_retries": 0},
-        **_s3_defaults(parts.scheme),
-    )
+    try:
+        return from_url(
+            uri,
+            client_options={
+                "timeout": REQUEST_TIMEOUT,
+                "connect_timeout": "10s",
+                "allow_http": _is_plain_http(),
+            },
+            retry_config={"max_retries": 0},
+            **_s3_defaults(parts.scheme),
+        )
+    except failures.BaseError as error:
+        raise ValidationError("uri", uri, _first_line(error)) from error
+
+
+def _open_folder(uri: str, path: Path) -> Any:
+    try:
+        return LocalStore(path, mkdir=True, automatic_cleanup=True)
+    except OSError as error:
+        raise ValidationError("uri", uri, f"expected a folder that can be made: {error}") from error
 
 
 def _is_plain_http() -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -197,7 +197,7 @@ class Cluster:
         after: str,
         labels: str = "",
         fields: str = "",
-    ) -> AsyncIterator[Seen]:
+    ) -> AsyncGenerator[Seen, None]:
         """Every change after that version, until the server ends it. Raises Gone, Temporary."""
         params = _selectors(labels, fields) | {
             "watch": "true",
@@ -206,8 +206,8 @@ class Cluster:
             "timeoutSeconds": str(WATCH_S),
         }
         limits = httpx2.Timeout(10.0, read=WATCH_S + 60.0)
-        async with self._stream("watch", kind, _path(kind, namespace), params, limits) as answer:
-            async for line in alines_of(answer.aiter_bytes()):
+        async with self._stream("watch", kind, _path(kind, namespace), params, limits) as lines:
+            async for line in lines:
                 event = msgspec.json.decode(line)
                 if event["type"] == "ERROR":
                     raise _error(event["object"], event["object"].get("code", 500), kind)
@@ -221,7 +221,7 @@ class Cluster:
         tail: int | None = None,
         follow: bool = False,
         more: Mapping[str, str] | None = None,
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         """The lines of a pod's one container; sidecars do not count. Raises NotFound, Temporary."""
         params = dict(more or {})
         if tail is not None:
@@ -230,8 +230,8 @@ class Cluster:
             params["follow"] = "true"
         path = _path("pods", namespace, pod, "log")
         limits = httpx2.Timeout(10.0, read=None if follow else 30.0)
-        async with self._stream("log", "pods", path, params, limits) as answer:
-            async for line in alines_of(answer.aiter_bytes()):
+        async with self._stream("log", "pods", path, params, limits) as lines:
+            async for line in lines:
                 yield line
 
     async def dated_log(
@@ -242,17 +242,19 @@ class Cluster:
         after: int = 0,
         tail: int | None = None,
         follow: bool = False,
-    ) -> AsyncIterator[tuple[int, str]]:
+    ) -> AsyncGenerator[tuple[int, str], None]:
         """As `log`, with the nanosecond each line was written in; only those after `after`."""
         params = {"timestamps": "true"}
         if after:  # the API server knows whole seconds only
             since = datetime.fromtimestamp(after // 10**9, UTC)
             params["sinceTime"] = since.strftime("%Y-%m-%dT%H:%M:%SZ")
-        async for line in self.log(namespace, pod, tail=tail, follow=follow, more=params):
-            written, _, text = line.partition(" ")
-            at = _nanosecond(written)
-            if at > after:
-                yield at, text
+        lines = self.log(namespace, pod, tail=tail, follow=follow, more=params)
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                written, _, text = line.partition(" ")
+                at = _nanosecond(written)
+                if at > after:
+                    yield at, text
 
     async def _send(
         self,
@@ -285,14 +287,16 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def _stream(
         self, verb: str, kind: str, path: str, params: Mapping[str, str], limits: httpx2.Timeout
-    ) -> AsyncIterator[httpx2.Response]:
+    ) -> AsyncIterator[AsyncIterator[str]]:
+        """The lines of the answer; who leaves early leaves nothing open."""
         self.requests[verb, kind] += 1
         try:
             async with self._http.stream("GET", path, params=params, timeout=limits) as answer:
                 if answer.is_error:
                     await answer.aread()
                     raise _error(_status(answer), answer.status_code, kind)
-                yield answer
+                async with contextlib.aclosing(alines_of(answer.aiter_bytes())) as lines:
+                    yield lines
         except httpx2.HTTPError as error:
             raise _unreachable(error) from error
         except (ConfigError, OSError) as error:

@@ -76,17 +76,25 @@ class Embedded:
 
 
 class Private:
-    """One a client, in a directory of its own. When the client's process dies, so does it."""
+    """One a client, in a directory of its own. When the client's process dies, so does it.
+
+    Children that were forked later may use it; it is not theirs to start again or to end.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: Started | None = None
         self._where: Path | None = None
+        self._owner = os.getpid()
+        self._is_closed = False
 
     def address(self) -> Address:
         with self._lock:
+            if self._is_closed:
+                raise Permanent("this client is closed, and its control plane is gone")
             if self._where is None:
                 self._where = Path(tempfile.mkdtemp(prefix="atoll-"))
+                self._owner = os.getpid()
             self._server = self._alive()
             return Address(self._server.url, read_token(self._where))
 
@@ -99,7 +107,8 @@ class Private:
     def close(self) -> None:
         with self._lock:
             where, self._where = self._where, None
-            if where is None:
+            self._is_closed = True
+            if where is None or self._owner != os.getpid():
                 return
             # A server that was killed has left its ranks: another one clears them away.
             with contextlib.suppress(Permanent):
@@ -112,7 +121,8 @@ class Private:
 
     def _alive(self, where: Path | None = None) -> Started:
         if self._server is not None:
-            if self._server.process.poll() is None:
+            # A child cannot ask after its parent's child: it would be told that it is dead.
+            if self._owner != os.getpid() or self._server.process.poll() is None:
                 return self._server
             self._server.stop()
         where = where or self._where

@@ -23,17 +23,19 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.metrics import Metrics
-from atoll.core.model import Model, decode, encode
+from atoll.core.model import Model, encode
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Event, Training, TrainingList, Usage, WorldStatus
 from atoll.sdk.effects import Flow, NextChange, Pause, Send
-from atoll.sdk.requests import PATIENCE_S, Clock, backoff, send
+from atoll.sdk.requests import PATIENCE_S, Clock, answered, backoff, send
 from atoll.sdk.verdict import late, verdict, world_of
 
 T = TypeVar("T")
 
 READ_S = 10.0
+WATCH_S = 86_400.0  # then there is another one: neither threads nor the server take any number
+FOREVER_S = 1e12
 LAST_READ_S = 2.0  # for the read after a deadline
 ALL = "/v1/trainings"
 
@@ -53,10 +55,19 @@ class EventPage(Model, frozen=True):
     items: list[Event]
 
 
+# What a state means to a wait: an answer, None for "not yet", or an error raised.
+Settle = Callable[[Training], T | None]
+OnRead = Callable[[Training], object]
+
+
+def ignore(training: Training) -> None:
+    """For those who do not care to see every state."""
+
+
 def create(spec: TrainingSpec, key: str, *, clock: Clock = time.monotonic) -> Flow[Training]:
     """Stored once, however often the request has to be repeated."""
     effect = Send("POST", ALL, body=encode(spec), headers={"Idempotency-Key": key})
-    return decode((yield from send(effect, clock=clock)), Training)
+    return answered((yield from send(effect, clock=clock)), Training)
 
 
 def deploy(spec: TrainingSpec, shared: Mapping[str, Any], key: str) -> Flow[Training]:
@@ -75,7 +86,7 @@ def deploy(spec: TrainingSpec, shared: Mapping[str, Any], key: str) -> Flow[Trai
 
 
 def get(name: str) -> Flow[Training]:
-    return decode((yield from send(Send("GET", f"{ALL}/{name}", timeout=READ_S))), Training)
+    return answered((yield from send(Send("GET", f"{ALL}/{name}", timeout=READ_S))), Training)
 
 
 def read(
@@ -87,7 +98,7 @@ def read(
 ) -> Flow[Training]:
     """As it is now. `answer_s` is for one answer, `patience_s` for all attempts."""
     effect = Send("GET", who.path, timeout=answer_s)
-    training = decode((yield from send(effect, patience_s=patience_s, clock=clock)), Training)
+    training = answered((yield from send(effect, patience_s=patience_s, clock=clock)), Training)
     if training.uid != who.uid:
         raise NotFound("training", who.name)
     return training
@@ -98,7 +109,7 @@ def list_all(phase: str | None = None, prefix: str | None = None) -> Flow[list[T
     found: list[Training] = []
     query = {"limit": 500, "phase": phase, "prefix": prefix}
     while True:
-        page = decode((yield from send(Send("GET", ALL, query))), TrainingList)
+        page = answered((yield from send(Send("GET", ALL, query))), TrainingList)
         found += page.items
         if page.continue_ is None:
             return found
@@ -118,50 +129,46 @@ def scale(last: Training, target: int) -> Flow[Training]:
     if not size.min <= target <= size.max:
         raise WorldSizeOutOfBounds(target, size.min, size.max)
     body = encode({"target": target})
-    return decode((yield from send(Send("POST", f"{who.path}/scale", body=body))), Training)
+    return answered((yield from send(Send("POST", f"{who.path}/scale", body=body))), Training)
 
 
 def cancel(who: Who) -> Flow[Training | None]:
     """Asked for. A training that is gone has nothing left to cancel."""
     try:
         yield from read(who)  # never cancel another training of the same name
-        return decode((yield from send(Send("POST", f"{who.path}/cancel"))), Training)
+        return answered((yield from send(Send("POST", f"{who.path}/cancel"))), Training)
     except NotFound:
         return None
 
 
-def delete(who: Who, timeout: float, *, clock: Clock = time.monotonic) -> Flow[None]:
+def delete(
+    who: Who, timeout: float, *, on_read: OnRead = ignore, clock: Clock = time.monotonic
+) -> Flow[None]:
     """Asked for; then, for `timeout`, until the record is gone. Already gone is success."""
-    deadline = clock() + timeout
+    deadline = clock() + min(timeout, FOREVER_S)
     try:
         training = yield from read(who, clock=clock)
         yield from send(Send("DELETE", who.path), clock=clock)
         while (left := deadline - clock()) > 0:
             training = yield from _next(who, training, left, clock=clock)
+            on_read(training)
     except NotFound:
         return
 
 
 def events(who: Who, since: float | None) -> Flow[list[Event]]:
-    effect = Send("GET", f"{who.path}/events", {"since": since})
-    return decode((yield from send(effect)), EventPage).items
+    effect = Send("GET", f"{who.path}/events", {"since": since, "uid": who.uid})
+    return answered((yield from send(effect)), EventPage).items
 
 
 def metrics(who: Who) -> Flow[Metrics]:
-    return decode((yield from send(Send("GET", f"{who.path}/metrics"))), Metrics)
+    effect = Send("GET", f"{who.path}/metrics", {"uid": who.uid})
+    return answered((yield from send(effect)), Metrics)
 
 
 def usage(who: Who) -> Flow[Usage]:
-    return decode((yield from send(Send("GET", f"{who.path}/usage"))), Usage)
-
-
-# What a state means to a wait: an answer, None for "not yet", or an error raised.
-Settle = Callable[[Training], T | None]
-OnRead = Callable[[Training], object]
-
-
-def ignore(training: Training) -> None:
-    """For those who do not care to see every state."""
+    effect = Send("GET", f"{who.path}/usage", {"uid": who.uid})
+    return answered((yield from send(effect)), Usage)
 
 
 def wait(
@@ -179,7 +186,7 @@ def wait(
     `at_entry` sees the state the wait began with, unless the server could not be asked then;
     `on_read` sees every state.
     """
-    deadline = inf if timeout is None else clock() + timeout
+    deadline = inf if timeout is None else clock() + min(timeout, FOREVER_S)
     try:
         training = yield from read(who, patience_s=0, clock=clock)
         on_read(training)
@@ -220,7 +227,8 @@ def _next(
     """
     deadline = clock() + left
     for delay in backoff():
-        change = yield NextChange(who.path, training.resource_version, deadline - clock())
+        watch_s = inf if deadline == inf else min(deadline - clock(), WATCH_S)
+        change = yield NextChange(who.path, training.resource_version, watch_s)
         if change is not None:
             if change.training.uid != who.uid:
                 raise NotFound("training", who.name)

@@ -29,7 +29,9 @@ class Position:
 
     def __init__(self, who: Who, ranks: Sequence[int] | None, tail: int | None, follow: bool):
         self._path = f"{who.path}/logs"
+        self._uid = who.uid
         self._ranks = list(ranks or ())
+        self.is_empty = ranks is not None and not self._ranks
         self._tail = tail
         self._follow = follow
         self._places: dict[int, int] | None = None
@@ -39,7 +41,11 @@ class Position:
 
     @property
     def request(self) -> dict[str, Any]:
-        query: dict[str, Any] = {"rank": self._ranks, "follow": self._follow or None}
+        query: dict[str, Any] = {
+            "rank": self._ranks,
+            "follow": self._follow or None,
+            "uid": self._uid,
+        }
         if self._places is None:
             query["tail"] = self._tail
         elif self._places:
@@ -80,7 +86,7 @@ class Position:
 
 
 def lines(wire: Wire, position: Position) -> Iterator[LogLine]:
-    while True:
+    while not position.is_empty:
         try:
             with translated(wire.endpoint):
                 with wire.client().stream(**position.request) as response:
@@ -99,7 +105,7 @@ def lines(wire: Wire, position: Position) -> Iterator[LogLine]:
 async def alines(wire: Wire, position: Position) -> AsyncIterator[LogLine]:
     import asyncio
 
-    while True:
+    while not position.is_empty:
         try:
             with translated(wire.endpoint):
                 client = await asyncio.to_thread(wire.async_client)

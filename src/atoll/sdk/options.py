@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from atoll.core.checks import check_timeout
 from atoll.core.errors import ValidationError
 from atoll.core.spec import (
     BenchSpec,
@@ -67,8 +68,7 @@ def wait_of(options: Options) -> tuple[Wait | None, float]:
     if wait not in (None, "min", "target"):
         raise ValidationError("wait", wait, "expected 'min' or 'target', or nothing")
     timeout = WAIT_TIMEOUT_S if timeout is None else timeout
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
-        raise ValidationError("timeout", timeout, "expected seconds, 0 or more")
+    check_timeout(timeout)
     return wait, timeout
 
 
@@ -83,7 +83,7 @@ def spec_of(name: str, options: Options) -> TrainingSpec:
     def take(*names: str) -> dict[str, Any]:
         return {name: given.pop(name) for name in names if name in given}
 
-    if "cpu" in given and isinstance(given["cpu"], int | float):
+    if type(given.get("cpu")) in (int, float):
         given["cpu"] = f"{given['cpu']:g}"
     sections: dict[str, Any] = {
         "resources": Resources(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from atoll.core.errors import Temporary
+from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.model import decode
 from atoll.core.problem import Problem, error_of
-from atoll.sdk.effects import Flow, Pause, Reply, Send
+from atoll.sdk.effects import Flow, Pause, Reply, Send, T
 
 Clock = Callable[[], float]
 
+FOREIGN = "this is not the answer of an atoll control plane, is its address right?"
 PATIENCE_S = 5.0  # how long one request is retried over a server that is not there
 
 
@@ -37,12 +38,21 @@ def accepted(reply: Reply) -> bytes:
     try:
         problem = decode(reply.body, Problem)
     except ValueError:
-        text = reply.body[:200].decode(errors="replace")
-        problem = Problem(title="HTTP error", status=reply.status, detail=text)
+        text = " ".join(reply.body[:80].decode(errors="replace").split())
+        problem = Problem(title="HTTP error", status=reply.status, detail=f"{FOREIGN}: {text!r}")
     error = error_of(problem)
     if reply.status >= 500 or reply.status == 429:
         raise Temporary(str(error))
     raise error
+
+
+def answered(body: bytes, kind: type[T]) -> T:
+    """A body as what was asked for. One that is not says nothing about the caller's input."""
+    try:
+        return decode(body, kind)
+    except ValidationError as error:
+        text = " ".join(body[:80].decode(errors="replace").split())
+        raise Permanent(f"{FOREIGN}: {text!r} ({error.field}: {error.expected})") from error
 
 
 def backoff() -> Iterator[float]:

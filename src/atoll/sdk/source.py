@@ -14,6 +14,12 @@ from atoll.core.spec import Source
 
 # Leaves room for the rest of the body, which is JSON with this in base64.
 MAX_BYTES = 44 * 2**20
+# A call of one of these runs nothing: the rank would end at once, and well.
+LAZY = (
+    (inspect.iscoroutinefunction, "an async one"),
+    (inspect.isasyncgenfunction, "an async generator"),
+    (inspect.isgeneratorfunction, "a generator"),
+)
 
 
 def script_source(path: Path) -> Source:
@@ -38,8 +44,9 @@ def function_source(function: Callable[..., Any]) -> Source:
     """
     import cloudpickle
 
-    if inspect.iscoroutinefunction(function):
-        raise ValidationError("source", function, "expected a plain function, not an async one")
+    for is_kind, kind in LAZY:
+        if is_kind(function):
+            raise ValidationError("source", function, f"expected a plain function, not {kind}")
     module = sys.modules.get(_home(function))
     is_by_name = module is not None and module.__name__ not in ("__main__", "builtins")
     try:

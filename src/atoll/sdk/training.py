@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from msgspec.structs import replace
 
-from atoll.core.checks import check_int
-from atoll.core.errors import AtollError, NotFound, ValidationError
+from atoll.core.checks import check_int, check_timeout
+from atoll.core.errors import AtollError, NotFound
 from atoll.core.metrics import Metrics
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
@@ -182,12 +182,14 @@ class DistributedTraining:
 
     def delete(self, timeout: float = DELETE_S) -> None:
         """Removed with its ranks and logs. Returns when it is gone, or after `timeout`."""
+        check_timeout(timeout)
         self._is_deleted = True
-        self._run(flows.delete(self._who, timeout))
+        self._run(flows.delete(self._who, timeout, on_read=self._keep))
 
     async def delete_async(self, timeout: float = DELETE_S) -> None:
+        check_timeout(timeout)
         self._is_deleted = True
-        await self._arun(flows.delete(self._who, timeout))
+        await self._arun(flows.delete(self._who, timeout, on_read=self._keep))
 
     @overload
     def logs(
@@ -284,10 +286,8 @@ class DistributedTraining:
         return training
 
     def _watched(self, flow: Any, timeout: float | None) -> Flow[WorldStatus]:
-        if timeout is not None and (
-            isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0
-        ):
-            raise ValidationError("timeout", timeout, "expected seconds, 0 or more")
+        if timeout is not None:
+            check_timeout(timeout)
         return flow(self._who, timeout, on_read=self._keep)  # type: ignore[no-any-return]
 
     def _position(self, rank: int | None, tail: int | None, follow: bool) -> Position:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from atoll.core.phase import Phase
 from atoll.core.status import RankExit, Training, WorldStatus
 
 
@@ -14,7 +15,10 @@ def verdict(training: Training) -> str:
     cause = status.root_cause
     if cause is not None:
         bad.sort(key=lambda rank_exit: rank_exit.rank != cause.rank)
-    told = "; ".join(map(_exit_text, bad)) or status.message or status.reason
+    told = "; ".join(map(_exit_text, bad))
+    if cause is None and (status.phase is Phase.FAILED or not told):
+        # No rank is to blame: what was it then?
+        told = "; ".join(filter(None, (status.message or status.reason, told)))
     text = f"training {training.name!r} {status.phase.value}" + (f": {told}" if told else "")
     if cause is not None and cause.log_tail:
         tail = "\n".join(f"  {line}" for line in cause.log_tail[-10:])
@@ -24,7 +28,8 @@ def verdict(training: Training) -> str:
 
 def _exit_text(bad: RankExit) -> str:
     code = "unknown" if bad.exit_code is None else bad.exit_code
-    return f"rank {bad.rank}: exit_code={code} reason={bad.termination_reason}"
+    text = f"rank {bad.rank}: exit_code={code} reason={bad.termination_reason}"
+    return f"{text} ({bad.message})" if bad.message else text
 
 
 def late(training: Training, needed: int, timeout: float) -> str:

@@ -15,7 +15,8 @@ from math import inf
 from socket import SHUT_RDWR
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.errors import Permanent, Temporary
+from atoll.core.checks import TEXT
+from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.ports import Change
 from atoll.sdk.effects import Effect, NextChange, Pause, Reply, Send
 from atoll.sdk.endpoint import Address, Endpoint
@@ -263,3 +264,5 @@ def translated(endpoint: Endpoint) -> Iterator[None]:
         raise Temporary(f"connection lost: {type(error).__name__}: {error}") from error
     except httpx2.InvalidURL as error:
         raise Permanent(f"not a usable address: {error}") from error
+    except UnicodeEncodeError as error:
+        raise ValidationError("request", error.object, TEXT) from error

@@ -105,6 +105,7 @@ NATIVE = (
         reports.metrics,
         "The training in numbers.",
         {200: Said("Numbers.", Metrics), **_NAMED},
+        query=reports.ReportQuery,
     ),
     Operation(
         "GET",
@@ -112,6 +113,7 @@ NATIVE = (
         reports.usage,
         "Seconds that ranks and GPUs were used.",
         {200: Said("Seconds.", Usage), **_NAMED},
+        query=reports.ReportQuery,
     ),
 )
 STREAMED = {ALL: SSE, ONE: SSE}

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.core.errors import Gone, ValidationError
+from atoll.core.errors import Gone, NotFound, ValidationError
 from atoll.core.metrics import measured
 from atoll.core.model import Model, encode
 from atoll.core.ports import Executor, Resuming, Store
@@ -33,7 +33,12 @@ CUT = b'{"cut":true}\n'  # the server goes away; ask again for the rest
 Rank = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-class LogQuery(Query, frozen=True):
+class ReportQuery(Query, frozen=True):
+    # Only of the training with this uid: another one may have taken its name.
+    uid: Annotated[str, Meta(max_length=200)] | None = None
+
+
+class LogQuery(ReportQuery, frozen=True):
     rank: list[Rank] = []
     tail: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     follow: bool = False
@@ -43,7 +48,7 @@ class LogQuery(Query, frozen=True):
     ) = None
 
 
-class EventQuery(Query, frozen=True):
+class EventQuery(ReportQuery, frozen=True):
     since: Annotated[float, Meta(ge=0, le=1e12)] | None = None
 
 
@@ -53,7 +58,7 @@ class EventList(Model, frozen=True):
 
 async def logs(call: Call) -> Answer:
     query: LogQuery = call.query
-    training = await call.plane.store.get(call.key)
+    training = await _meant(call)
     executor = executor_of(training, call.plane.executors)
     end = End(training)
     follow = end.is_reached if query.follow else None
@@ -124,16 +129,24 @@ async def _encoded(
                 await lines.aclose()
 
 
+async def _meant(call: Call) -> Training:
+    training = await call.plane.store.get(call.key)
+    if call.query.uid not in (None, training.uid):
+        raise NotFound("training", call.name)
+    return training
+
+
 async def events(call: Call) -> Answer:
+    await _meant(call)
     found = await call.plane.store.events(call.key, since=call.query.since)
     return json_answer(EventList(items=list(found)))
 
 
 async def usage(call: Call) -> Answer:
-    training = await call.plane.store.get(call.key)
+    training = await _meant(call)
     return json_answer(used(training, time.time()))
 
 
 async def metrics(call: Call) -> Answer:
-    training = await call.plane.store.get(call.key)
+    training = await _meant(call)
     return json_answer(measured(training, time.time()))

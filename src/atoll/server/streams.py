@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 HEARTBEAT_S = 10.0
 BATCH = 500
+BATCH_BYTES = 256 * 1024  # a reader that does not read costs about twice this
 
 
 class Streams:
@@ -72,6 +73,7 @@ class _Buffer:
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
+        self._bytes = 0
         self._filled = asyncio.Event()
         self._taken = asyncio.Event()
         self._is_over = False
@@ -84,8 +86,9 @@ class _Buffer:
         try:
             async for chunk in source:
                 self._chunks.append(chunk)
+                self._bytes += len(chunk)
                 self._filled.set()
-                while len(self._chunks) >= BATCH:
+                while len(self._chunks) >= BATCH or self._bytes >= BATCH_BYTES:
                     self._taken.clear()
                     await self._taken.wait()
         finally:
@@ -98,7 +101,7 @@ class _Buffer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._filled.wait()
-        chunks, self._chunks = self._chunks, []
+        chunks, self._chunks, self._bytes = self._chunks, [], 0
         self._taken.set()
         if not self._is_over:
             self._filled.clear()

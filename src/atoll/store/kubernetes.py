@@ -176,17 +176,17 @@ class KubernetesStore:
         told: dict[Key, Training] = {}
         while True:
             try:
-                async for event in self._cluster.watch(
-                    KIND, namespace, after=str(version), fields=fields
-                ):
-                    version = int(event.object["metadata"]["resourceVersion"])
-                    if event.type == "BOOKMARK":
-                        continue
-                    training = self._readable(event.object)
-                    if training is None or _is_known(training, event.type, told):
-                        continue
-                    is_removed = event.type == "DELETED"
-                    yield Change(version=version, training=training, is_removed=is_removed)
+                events = self._cluster.watch(KIND, namespace, after=str(version), fields=fields)
+                async with contextlib.aclosing(events):
+                    async for event in events:
+                        version = int(event.object["metadata"]["resourceVersion"])
+                        if event.type == "BOOKMARK":
+                            continue
+                        training = self._readable(event.object)
+                        if training is None or _is_known(training, event.type, told):
+                            continue
+                        is_removed = event.type == "DELETED"
+                        yield Change(version=version, training=training, is_removed=is_removed)
             except Gone as error:
                 raise Gone(after, version) from error
             except Temporary as error:

@@ -371,6 +371,9 @@ def _owned(path: Path) -> int:
         ) from error
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
+    with contextlib.suppress(OSError):  # SQLite says it better
+        # The environment of ranks is in it. What SQLite puts beside it is made alike.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     return lock
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
+from atoll.core.estimate import MEANS
 from atoll.remote.blobs import Blobs
 from atoll.worker.allreduce import ObjectStoreAllReduce
 from atoll.worker.outer import Floats, Fragment, load_bytes, split, to_bytes
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("atoll.diloco")
 
 _MANY = 10**9
-
-# Errors of uploads average out over the replicas, those of a mean do not: it gets a finer codec.
-DOWN = {"e3m0": "int4", "int3": "int5"}
+_NOTHING = 1e-30  # weighs a replica that counted nothing in a round: as good as left out
 
 
 class RoundReport(NamedTuple):
@@ -59,6 +58,7 @@ class _Pending(NamedTuple):
 
     fragment: int
     weight: float
+    mark: tuple[float, int]  # what was counted, and the steps, when it was sent
     job: Future[tuple[Agreed, float]]
     blocked_s: float
 
@@ -102,7 +102,7 @@ class DiLoCo:
         allreduce: ObjectStoreAllReduce | None = None,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:
-        """`codec` is for what a replica uploads, `down_codec` (see `DOWN`) for the means it reads.
+        """`codec` is for what a replica uploads, `down_codec` (see `MEANS`) for the means it reads.
 
         `state`, of `state_dict`, begins a new run from there; a run in the store wins over it.
 
@@ -124,12 +124,15 @@ class DiLoCo:
         }
         if not self._parameters:
             raise ValidationError("model", model, "expected a parameter with requires_grad")
+        for name, value in self._parameters.items():
+            if not value.is_floating_point():
+                raise ValidationError(f"model.{name}", value.dtype, "expected a float type")
         shapes = [(name, tuple(value.shape)) for name, value in self._parameters.items()]
         self.fragments = split(shapes, fragments, outer_lr, outer_momentum)
         self.place = find_place(uri, rank, world_size, min_replicas)
         options = {
             "codec": codec,
-            "down_codec": down_codec or DOWN.get(codec, codec),
+            "down_codec": down_codec or MEANS.get(codec, codec),
             "timeout": timeout,
             "grace_s": grace_s,
         }
@@ -142,7 +145,7 @@ class DiLoCo:
         self.steps = 0
         self._step = 0
         self._counted = 0.0
-        self._sent_at = [0.0] * fragments
+        self._sent_at = [(0.0, 0)] * fragments
         self._pending: _Pending | None = None
         self.reports: deque[RoundReport] = deque(maxlen=10_000)
         self._totals = dict.fromkeys(_TOTALS, 0.0)
@@ -221,19 +224,24 @@ class DiLoCo:
         if state is not None:
             self.steps = state["steps"]
         self._step = 0
-        self._sent_at = [self._seen()] * len(self.fragments)
+        self._sent_at = [(self._counted, self.steps)] * len(self.fragments)
 
     def _after_step(self) -> None:
         self.steps += 1
-        self._step += 1
-        if self._step == self._period - self._overlap:
+        step = self._step + 1
+        # First, so that a round that fails is followed by a period like any other.
+        self._step = step % self._period
+        if step == self._period - self._overlap:
             self._send()
-        if self._step >= self._period:
+        if step == self._period:
             self._receive()
-            self._step = 0
 
-    def _seen(self) -> float:
-        return self._counted or float(self.steps)
+    def _weight(self, at: int) -> float:
+        """What was done since the fragment was sent last."""
+        counted, steps = self._sent_at[at]
+        if self._counted:
+            return max(self._counted - counted, _NOTHING)
+        return float(self.steps - steps)
 
     def _send(self) -> None:
         self._receive()
@@ -243,8 +251,7 @@ class DiLoCo:
         at = min(range(len(self.fragments)), key=lambda at: self.fragments[at].rounds)
         fragment, stream = self.fragments[at], self._streams[at]
         gradient = self._like(fragment) - self._read(fragment)
-        weight = self._seen() - self._sent_at[at]
-        self._sent_at[at] = self._seen()
+        weight, mark = self._weight(at), (self._counted, self.steps)
 
         def work() -> tuple[Agreed, float]:
             started = time.monotonic()
@@ -252,7 +259,7 @@ class DiLoCo:
             return agreed, time.monotonic() - started
 
         job = _in_background(work) if self._overlap else _at_once(work)
-        self._pending = _Pending(at, weight, job, time.monotonic() - began)
+        self._pending = _Pending(at, weight, mark, job, time.monotonic() - began)
 
     def _receive(self) -> None:
         """Wait for the round on its way, if there is one, and take its result into the model."""
@@ -261,6 +268,7 @@ class DiLoCo:
             return
         began = time.monotonic()
         agreed, took_s = pending.job.result()
+        self._sent_at[pending.fragment] = pending.mark
         self._apply(pending.fragment, self._mix)
         waited_s = time.monotonic() - began
         report = RoundReport(

@@ -50,7 +50,13 @@ host=${NODE_NAME:-${KUBERNETES_NODE_NAME:-}}
 endpoint=${ATOLL_MESH_ENDPOINT-${BASILICA_RDZV_ENDPOINT:-}}
 limit=${1:-60}
 limit=${limit%%.*}
-case $limit in '' | *[!0-9]*) limit=60 ;; esac
+case $limit in
+-[0-9]*) limit=0 ;;
+'' | *[!0-9]*) limit=60 ;;
+esac
+# A leading zero would make it octal, and a shell that cannot read a number ends.
+limit=${limit#"${limit%%[!0]*}"}
+case $limit in '') limit=0 ;; ??????????*) limit=999999999 ;; esac
 if [ -z "$host" ] || [ -z "$endpoint" ]; then exit 0; fi
 say "BEGIN host='$host' endpoint='$endpoint' timeout=${limit}s"
 if ! split "$endpoint" 2>/dev/null; then

@@ -17,6 +17,8 @@ from atoll.core.status import BenchResult
 from atoll.worker import netbench
 from atoll.worker.netbench import MIB, Measurement, measure, median, percentile
 
+LONGEST_S = 86_400.0
+
 
 def summarise(
     found: Measurement, host_a: str, host_b: str, at: float, *, is_worker_pair: bool = True
@@ -70,15 +72,18 @@ def main() -> None:
             address, port = given.peer
             found = measure(address, port, given.token, given.limit)
             result = summarise(found, given.host, given.peer_host or address, time.time())
-    except BackendError as error:
+        _give(encode(result).decode() + "\n", given.output)
+    except (BackendError, OSError) as error:
         raise SystemExit(f"netbench: {error}") from error
-    text = encode(result).decode() + "\n"
-    if given.output is None:
+
+
+def _give(text: str, output: Path | None) -> None:
+    if output is None:
         sys.stdout.write(text)
     else:  # whole or not at all, for whoever reads it
-        draft = given.output.with_name(given.output.name + ".new")
+        draft = output.with_name(output.name + ".new")
         draft.write_text(text)
-        draft.replace(given.output)
+        draft.replace(output)
 
 
 def _arguments() -> argparse.Namespace:
@@ -86,7 +91,7 @@ def _arguments() -> argparse.Namespace:
     kinds = parser.add_subparsers(dest="what", required=True)
     for kind in ("serve", "measure", "loopback"):
         command = kinds.add_parser(kind)
-        command.add_argument("--limit", type=float, default=netbench.LIMIT_S, help="seconds")
+        command.add_argument("--limit", type=_seconds, default=netbench.LIMIT_S, help="seconds")
         if kind == "serve":
             command.add_argument("--address", required=True)
             continue
@@ -97,6 +102,13 @@ def _arguments() -> argparse.Namespace:
             command.add_argument("--token", required=True)
             command.add_argument("--peer-host", default="")
     return parser.parse_args()
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, more than 0")
+    return seconds
 
 
 def _endpoint(text: str) -> tuple[str, int]:

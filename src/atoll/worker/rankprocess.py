@@ -7,10 +7,12 @@ import os
 import resource
 import signal
 import time
+from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
 from atoll.core.journal import Attempt, Due, Record
+from atoll.core.lines import split_lines
 from atoll.remote import processes
 from atoll.remote.ranklog import LogWriter
 
@@ -93,7 +95,11 @@ def own_word(errors: Path, attempt: Attempt) -> dict[str, Any]:
         failed_at = float(said["extraInfo"]["timestamp"])
         if failed_at.is_integer():  # torch rounds down, which would put it before its cause
             failed_at = max(failed_at, min(written_at, failed_at + 1.0))
-        return {"failedAt": failed_at, "message": str(said["message"]).splitlines()[-1][:500]}
+        if not isfinite(failed_at):
+            return {}
+        # Python's own strings hold what nobody else can store: names of files that are not UTF-8.
+        text = str(said["message"]).encode(errors="backslashreplace").decode()
+        return {"failedAt": failed_at, "message": split_lines(text)[-1][:500]}
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return {}
 

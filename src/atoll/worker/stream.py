@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from atoll.core.errors import Gone, NotFound
+from atoll.core.errors import BackendError, Gone, NotFound
 from atoll.worker.allreduce import ObjectStoreAllReduce, catchup, wire
 from atoll.worker.outer import Floats, Fragment, load_bytes, to_bytes
 
@@ -80,10 +80,12 @@ class StoreStream:
     def __init__(self, allreduce: ObjectStoreAllReduce, checkpoint_every: int) -> None:
         self._allreduce = allreduce
         self._checkpoint_every = checkpoint_every
+        self._is_stale = False  # a join failed: the next round must not be added to what is here
 
     def join(self, fragment: Fragment) -> None:
         """Load the newest checkpoint, or the start, and take the steps of the rounds after it."""
         deadline = time.monotonic() + _PATIENCE_S
+        self._is_stale = True
         while True:
             try:
                 state = self._allreduce.join()
@@ -100,13 +102,14 @@ class StoreStream:
             load_bytes(fragment, state.checkpoint.state)  # type: ignore[arg-type]
         for mean in state.means:
             fragment.step(_row(mean.tensors))
+        self._is_stale = False
 
     def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Agreed:
         allreduce = self._allreduce
         means = allreduce.allreduce(fragment.rows(gradient), weight=weight)
         report = allreduce.last_round
         assert report is not None
-        if report.skipped:
+        if report.skipped or self._is_stale:
             self.join(fragment)
         else:
             fragment.step(_row(means))
@@ -115,7 +118,7 @@ class StoreStream:
         roster = tuple(report.roster)
         is_due = fragment.rounds == 1 or fragment.rounds % self._checkpoint_every == 0
         if is_due and roster[0] == allreduce.rank and not report.skipped:
-            allreduce.save_checkpoint(to_bytes(fragment), report.round)
+            self._save(fragment, report.round)
         return Agreed(report.round, roster, report.bytes_up, report.bytes_down, report.requests)
 
     def feedback(self) -> dict[str, Any]:
@@ -127,12 +130,18 @@ class StoreStream:
     def close(self) -> None:
         self._allreduce.close()
 
+    def _save(self, fragment: Fragment, number: int) -> None:
+        try:
+            self._allreduce.save_checkpoint(to_bytes(fragment), number)
+        except BackendError as error:
+            log.warning("round %d is not in a checkpoint, a later one will be: %s", number, error)
+
     def _is_behind(self, number: int) -> bool:
         return catchup.latest(self._allreduce.blobs, self._allreduce.keys, number) is not None
 
     def _start(self, fragment: Fragment) -> None:
         """Take the parameters that the first replica of all began with."""
-        blobs, key = self._allreduce.blobs, f"{self._allreduce.keys.run}/start"
+        blobs, key = self._allreduce.blobs, self._allreduce.keys.start()
         mine = to_bytes(fragment)
         digest = hashlib.sha256(mine).digest()
         deadline = time.monotonic() + (_FIRST_RANK_S if self._allreduce.rank else 0)

@@ -8,11 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.cli.look import moment
+from atoll.cli.main import refused
 from atoll.cli.measure import count
-from atoll.cli.show import duration, full, table, training_json
+from atoll.cli.show import duration, full, ran_cell, table, training_json
 from atoll.cli.terminal import last_look, paint
 from atoll.cli.words import exit_in_words, report, verdict
-from atoll.core.errors import ValidationError
+from atoll.core.errors import Temporary, ValidationError
+from atoll.core.metrics import measured
 from atoll.core.phase import Phase
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import RankExit, Status, Training
@@ -132,3 +134,28 @@ def test_a_progress_bar_is_seen_as_it_was_left() -> None:
     assert last_look("10%\r50%\r100%") == "100%"
     assert last_look("100%\r") == "100%"
     assert last_look("plain") == "plain"
+
+
+def test_what_the_control_plane_said_itself_is_not_taken_for_its_absence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert refused(Temporary("cannot write atoll.db: disk is full: free some space")) == 1
+    assert capsys.readouterr().err.endswith("free some space\n")
+    lost = Temporary("cannot reach 127.0.0.1:9")
+    lost.__cause__ = ConnectionRefusedError()
+    assert refused(lost) == 1
+    assert "is the control plane running?" in capsys.readouterr().err
+
+
+def test_a_training_ran_until_its_last_rank_ended_however_late_that_was_seen() -> None:
+    exits = [
+        RankExit(rank=0, exit_code=0, termination_reason="Completed", ended_at=11.0),
+        RankExit(rank=1, exit_code=0, termination_reason="Completed", ended_at=12.0),
+        RankExit(rank=2, exit_code=None, termination_reason="Vanished"),
+    ]
+    over = ended(Phase.SUCCEEDED, started_at=10.0, ended_at=500.0, rank_exits=exits)
+    assert over.status.ran_for(900.0) == 2.0
+    assert measured(over, 900.0).running_s == 2.0
+    assert ran_cell(over, 900.0) == "2.0s"
+    assert ended(Phase.READY, started_at=10.0).status.ran_for(15.0) == 5.0
+    assert ended(Phase.CANCELLED, ended_at=20.0).status.ran_for(30.0) is None

@@ -90,3 +90,15 @@ def test_the_table_has_a_line_for_each_figure() -> None:
     assert "bytes up, each replica         450 MB" in text
     assert "compute utilisation" in text
     assert "$0.000" in text
+
+
+def test_means_that_travel_in_a_finer_codec_are_counted_as_such() -> None:
+    uploads, means = CODECS["int3"].bits, CODECS["int5"].bits
+    result = example(codec="int3")
+    assert result.bytes_up == pytest.approx(10**9 / 8 * (15 * uploads + means) / 16)
+    assert result.bytes_down == pytest.approx(10**9 / 8 * (uploads + means) * 15 / 16)
+
+
+def test_fragments_that_the_outer_loop_would_refuse_are_refused() -> None:
+    with pytest.raises(ValidationError, match="sync_every: 100 .* multiple of 3"):
+        example(fragments=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,15 @@ def test_a_second_owner_is_told_who_has_it(tmp_path: Path) -> None:
         SQLiteStore(tmp_path / "a.db")
     store.close()
     SQLiteStore(tmp_path / "a.db").close()
+
+
+def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    store = SQLiteStore(tmp_path / "a.db")
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["a.db", "a.db-shm", "a.db-wal", "a.db.lock"]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    store.close()
 
 
 def test_a_file_that_is_no_store_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import re
 import secrets
 import threading
 import time
@@ -18,14 +16,14 @@ from typing import Any, Self
 
 from atoll.core.errors import AtollError, Permanent, ValidationError
 from atoll.remote.blobs import Blobs, Usage
-from atoll.worker.allreduce import catchup, sweep
+from atoll.worker.allreduce import arguments, catchup, sweep
 from atoll.worker.allreduce import layout as layouts
 from atoll.worker.allreduce.catchup import Checkpoint, JoinState
 from atoll.worker.allreduce.codecs import Codec, get_codec
 from atoll.worker.allreduce.exchange import Abandoned, Behind, Exchange
 from atoll.worker.allreduce.feedback import Feedback
 from atoll.worker.allreduce.keys import Keys
-from atoll.worker.allreduce.layout import Layout, Vector
+from atoll.worker.allreduce.layout import Layout, Vector, difference
 from atoll.worker.allreduce.pace import MIN_GRACE_S, History
 from atoll.worker.allreduce.roster import Roster
 from atoll.worker.allreduce.settle import Me, Settler
@@ -34,7 +32,7 @@ from atoll.worker.allreduce.upload import Cargo
 log = logging.getLogger("atoll.allreduce")
 
 THREADS = 8
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MOST_ROUNDS = 10**8
 PROBE = "conditional-write-probe"
 
 
@@ -93,26 +91,22 @@ class ObjectStoreAllReduce:
         what it brings to the next one. None: only with a lossy codec, where the same is done with
         everything that the codec left out.
         """
-        _check(rank, world_size, min_replicas, timeout, grace_s, keep_rounds)
-        self.rank = rank
-        self.world_size = world_size
-        self.codec = get_codec(codec) if isinstance(codec, str) else codec
-        down = codec if down_codec is None else down_codec
-        self.down_codec = get_codec(down) if isinstance(down, str) else down
-        self.keys = Keys(_run_id(run_id))
+        self.world_size = arguments.read_whole("world_size", world_size, 1, arguments.MOST_REPLICAS)
+        self.rank = arguments.read_whole("rank", rank, 0, self.world_size - 1)
+        least = arguments.read_min(min_replicas, self.world_size)
+        arguments.check_seconds("timeout", timeout)
+        if grace_s is not None:
+            arguments.check_seconds("grace_s", grace_s)
+        self.codec = get_codec(codec)
+        self.down_codec = get_codec(codec if down_codec is None else down_codec)
+        self.keys = Keys(arguments.read_run_id(run_id))
+        self._keep_rounds = arguments.read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
         self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.last_round: RoundReport | None = None
-        self._keep_rounds = keep_rounds
         self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
-        me = Me(
-            rank,
-            world_size,
-            _default_min(world_size) if min_replicas is None else min_replicas,
-            secrets.token_hex(8),
-            timeout,
-        )
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{rank}")
-        self._history = History(grace_s)
+        me = Me(self.rank, self.world_size, least, secrets.token_hex(8), timeout)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
+        self._history = History(grace_s, timeout)
         self._settler = Settler(self.blobs, self.keys, me, self._history, self._pool)
         self._me = me
         self._feedback: dict[str, Feedback] = {}
@@ -141,8 +135,7 @@ class ObjectStoreAllReduce:
         Raises BelowMinimumWorld when no quorum came within the timeout, ValidationError when the
         replicas' tensors differ.
         """
-        if not (math.isfinite(weight) and weight > 0):
-            raise ValidationError("weight", weight, "expected a number greater than 0")
+        weighs = arguments.read_weight(weight)
         with self._lock:
             before, started = self.blobs.usage, time.monotonic()
             arrays = layouts.as_arrays(tensors)
@@ -158,7 +151,9 @@ class ObjectStoreAllReduce:
             if cargo is None or cargo.layout != layout:
                 cargo = self._cargo[name] = Cargo(layout, self.rank, self.codec)
             cargo.load(arrays, feedback.up)
-            work = _Work(layout, cargo, float(weight), feedback)
+            if self.codec.needs_finite or self.down_codec.needs_finite:
+                cargo.check_finite()
+            work = _Work(layout, cargo, weighs, feedback)
             mean = self._until_done(work, started, before)
             return layouts.unflatten(mean, arrays)
 
@@ -222,6 +217,11 @@ class ObjectStoreAllReduce:
             # Rounds already decided are lost to this replica: take part in the next one instead.
             begin, number = number, max(number, self._start())
             skipped += range(begin, number)
+        else:
+            begin = number
+        # Should this call fail, the next one tells of all rounds that were decided since.
+        self._next, self._may_be_late = begin, True
+        work.feedback.give_up()
         while True:
             try:
                 roster, mean = self._one_round(number, work)
@@ -239,29 +239,41 @@ class ObjectStoreAllReduce:
             return mean
 
     def _one_round(self, number: int, work: _Work) -> tuple[Roster, Vector | None]:
-        self._next = None  # an error on the way: the store knows what was decided
         settler = self._settler
+        work.uploads.clear()
         self._upload(number, work)
         began = time.monotonic()
         ballot = settler.first_ballot(number)
         while True:
+            ballot.upload_again = partial(self._upload, number, work)
             roster = settler.settle(ballot, work.layout, self.codec)
+            work.upload = next((u for u in work.uploads if roster.has(u)), work.upload)
             work.seconds["roster"] = time.monotonic() - began
             if roster.error:
                 raise ValidationError("tensors", f"of rank {self.rank}", roster.error)
             if not roster.members:
                 return roster, None
+            self._refuse_foreign(roster, work.layout)
             exchange = self._exchange(roster, work.layout)
             try:
                 mean = exchange.run(work.upload, work.cargo.parts, work.feedback)
             except Abandoned as news:
                 work.feedback.give_up()
                 ballot = settler.next_ballot(roster, news.blame)
-                if work.upload in ballot.blamed:
-                    ballot.upload_again = partial(self._upload, number, work)
+                ballot.is_blamed = work.upload in ballot.blamed
                 continue
             work.seconds |= exchange.seconds
             return roster, mean
+
+    def _refuse_foreign(self, roster: Roster, mine: Layout) -> None:
+        """Raises ValidationError if this replica was too late to say that its tensors differ."""
+        theirs = Layout.unpack(roster.layout)
+        if theirs != mine:
+            raise ValidationError(
+                "tensors",
+                f"of rank {self.rank}",
+                f"round {roster.round} went on without it with others: {difference(mine, theirs)}",
+            )
 
     def _upload(self, number: int, work: _Work) -> None:
         began = time.monotonic()
@@ -269,6 +281,7 @@ class ObjectStoreAllReduce:
         work.upload = self.keys.upload(
             number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
         )
+        work.uploads.append(work.upload)
         data, work.left_out = work.cargo.pack(work.upload, self._pool)
         encoded = time.monotonic()
         self.blobs.put(work.upload, data)
@@ -351,44 +364,9 @@ class _Work:
     weight: float
     feedback: Feedback
     upload: str = ""
+    uploads: list[str] = field(default_factory=list)  # of this round; all hold the same
     left_out: Vector | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-def _check(
-    rank: int,
-    world_size: int,
-    min_replicas: int | None,
-    timeout: float,
-    grace_s: float | None,
-    keep_rounds: int,
-) -> None:
-    if world_size < 1 or world_size > 99_999:
-        raise ValidationError("world_size", world_size, "expected 1 to 99999")
-    if not 0 <= rank < world_size:
-        raise ValidationError("rank", rank, f"expected 0 to {world_size - 1}")
-    if min_replicas is not None and not 1 <= min_replicas <= world_size:
-        raise ValidationError("min_replicas", min_replicas, f"expected 1 to {world_size}")
-    if not timeout > 0:
-        raise ValidationError("timeout", timeout, "expected seconds, more than 0")
-    if grace_s is not None and not grace_s > 0:
-        raise ValidationError("grace_s", grace_s, "expected seconds, more than 0, or None")
-    if keep_rounds < 1:
-        raise ValidationError("keep_rounds", keep_rounds, "expected at least 1")
-
-
-def _default_min(world_size: int) -> int:
-    given = os.environ.get("ATOLL_WORLD_MIN", "")
-    if given.isdigit() and 1 <= int(given) <= world_size:
-        return int(given)
-    return (world_size + 1) // 2
-
-
-def _run_id(given: str | None) -> str:
-    name = given or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
-    if not RUN_ID.fullmatch(name):
-        raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
-    return name
 
 
 def _refuse_unconditional(blobs: Blobs) -> None:
@@ -399,7 +377,7 @@ def _refuse_unconditional(blobs: Blobs) -> None:
     except AtollError as error:
         if not isinstance(error, Permanent):
             raise
-        raise Permanent(f"{blobs.name}: the store refuses a conditional write: {error}") from error
+        raise Permanent(f"a create-only write, which rounds need, was refused: {error}") from error
     raise Permanent(
         f"{blobs.name}: the store ignores conditional writes (If-None-Match: *), without which "
         "replicas cannot agree; use one that honours them, such as S3, GCS, Azure, R2 or MinIO"

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from atoll.core.errors import Gone, NotFound
+from atoll.core.errors import Gone, NotFound, ValidationError
 from atoll.remote.blobs import Blobs
 from atoll.worker.allreduce import layout as layouts
 from atoll.worker.allreduce import wire
@@ -159,10 +160,23 @@ def _is_overdue(settler: Settler, started: float) -> bool:
 def _pack(state: bytes | Sequence[Any]) -> bytes:
     if isinstance(state, bytes | bytearray | memoryview):
         return msgspec.msgpack.encode(bytes(state))
-    arrays = [np.asarray(a.detach().cpu() if hasattr(a, "detach") else a) for a in state]
+    if not isinstance(state, list | tuple):
+        raise ValidationError("state", type(state).__name__, "expected bytes or a list of arrays")
+    arrays = [_array(at, each) for at, each in enumerate(state)]
     return msgspec.msgpack.encode(
         _Arrays([(a.dtype.str, a.shape) for a in arrays], [a.tobytes() for a in arrays])
     )
+
+
+def _array(at: int, given: Any) -> NDArray[Any]:
+    if hasattr(given, "detach"):
+        given = given.detach().cpu()
+        if str(given.dtype) == "torch.bfloat16":  # numpy has none; float32 holds every one
+            given = given.float()
+    array = np.asarray(given)
+    if array.dtype.hasobject:  # its bytes would be addresses in this process
+        raise ValidationError(f"state[{at}]", type(given).__name__, "expected an array of numbers")
+    return array
 
 
 def _unpack(body: memoryview) -> bytes | list[Any]:

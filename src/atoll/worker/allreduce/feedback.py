@@ -13,6 +13,16 @@ import numpy as np
 from atoll.worker.allreduce.layout import Vector
 
 
+def left_out(values: Vector, sent: Vector) -> Vector:
+    """What `sent` lacks of `values`. Of infinity and NaN nothing: it would never go away again."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        left = values - sent
+    is_number = np.isfinite(left)
+    if not is_number.all():
+        left[~is_number] = 0
+    return left
+
+
 @dataclass
 class Feedback:
     """`up`: what this rank's uploads left out. `down[s]`: what its means of shard `s` left out."""
@@ -26,7 +36,7 @@ class Feedback:
         return mean if left is None or left.shape != mean.shape else mean + left
 
     def keep_shard(self, shard: int, owed: Vector, published: Vector) -> None:
-        self.pending[shard] = owed - published
+        self.pending[shard] = left_out(owed, published)
 
     def give_up(self) -> None:
         """The attempt whose shards were published is void."""

@@ -4,6 +4,7 @@ roster/ROUND.ATTEMPT            who is in the round: created once, kept as the r
 up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round
 sum/ROUND.ATTEMPT/SHARD         the mean of one shard, or the note that the attempt was given up
 checkpoint/ROUNDS               the state after that many rounds
+start                           the state before the first, where the replicas need the same one
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Keys:
 
     def shard(self, number: int, attempt: int, shard: int) -> str:
         return f"{self.sums(number, attempt)}/{shard:05d}"
+
+    def start(self) -> str:
+        return f"{self.run}/start"
 
     def checkpoints(self) -> str:
         return f"{self.run}/checkpoint"

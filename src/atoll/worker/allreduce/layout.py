@@ -73,12 +73,15 @@ class Layout(msgspec.Struct, frozen=True):
 def describe(
     tensors: Sequence[Any], *, shards: int, codec: str, down_codec: str, name: str
 ) -> Layout:
-    """Raises ValidationError for a tensor that is not of a float type."""
+    """Raises ValidationError for a tensor that is not of a float type, or holds no values."""
     specs = []
     for index, tensor in enumerate(tensors):
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = _dtype_name(tensor)
         if not dtype.startswith(("float", "bfloat")):
             raise ValidationError(f"tensors[{index}]", dtype, "expected a float type")
+        if _is_torch(tensor) and (tensor.is_meta or str(tensor.layout) != "torch.strided"):
+            kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
+            raise ValidationError(f"tensors[{index}]", kind, "expected a dense tensor with values")
         specs.append(TensorSpec(dtype, tuple(int(n) for n in tensor.shape)))
     return Layout(tuple(specs), shards, codec, down_codec, name)
 
@@ -109,8 +112,9 @@ def scatter(tensors: Sequence[Any], parts: Sequence[Vector]) -> None:
     """Write the tensors one after the other into `parts`, which together are as long."""
     targets = iter(parts)
     room = next(targets)
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         values = _numpy(tensor).reshape(-1)
+        _check_range(index, values)
         while len(values):
             while not len(room):
                 room = next(targets)
@@ -141,14 +145,36 @@ def split(flat: Vector, layout: Layout) -> list[Vector]:
     return [part.reshape(spec.shape) for part, spec in zip(parts, layout.tensors, strict=True)]
 
 
+def tensor_at(layout: Layout, place: int) -> int:
+    """The index of the tensor that the value at `place` of the vector belongs to."""
+    ends = np.cumsum([spec.size for spec in layout.tensors])
+    return int(np.searchsorted(ends, place, side="right"))
+
+
+def _dtype_name(tensor: Any) -> str:
+    """Without the byte order, which is no matter of the others'."""
+    return str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch.")
+
+
+def _check_range(index: int, values: NDArray[Any]) -> None:
+    if values.dtype.itemsize <= 4 or not values.size:
+        return
+    finite = np.abs(values[np.isfinite(values)])
+    if finite.size and (top := finite.max()) > np.finfo(np.float32).max:
+        raise ValidationError(
+            f"tensors[{index}]", float(top), "expected what float32 can hold, as means travel in it"
+        )
+
+
 def _is_torch(tensor: Any) -> bool:
     return str(tensor.dtype).startswith("torch.")
 
 
 def _numpy(tensor: Any) -> NDArray[Any]:
     if _is_torch(tensor):
-        # numpy has no bfloat16, so the cast is torch's.
-        tensor = tensor.detach().cpu().float().numpy()
+        tensor = tensor.detach().cpu()
+        # numpy has no bfloat16, so the cast is torch's; float64 is looked at before its cast.
+        tensor = (tensor if tensor.dtype.itemsize > 4 else tensor.float()).numpy()
     return np.asarray(tensor)
 
 

@@ -7,6 +7,7 @@ grow with the time already waited.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from math import inf
 from statistics import median
 
 FIRST_GRACE_S = 30.0  # the first round: processes start seconds apart
@@ -29,9 +30,13 @@ def poll_pause(elapsed_s: float, usual_s: float) -> float:
 class History:
     """What the last rounds were like, as this replica saw them."""
 
-    def __init__(self, grace_s: float | None = None) -> None:
-        """`grace_s`: use this for stragglers and owners instead of learning it."""
+    def __init__(self, grace_s: float | None = None, timeout: float = inf) -> None:
+        """`grace_s`: use this for stragglers and owners instead of learning it.
+
+        No grace is longer than half of `timeout`: a round that can go on must not fail by waiting.
+        """
         self._fixed = grace_s
+        self._longest = timeout / 2
         self._waits: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=3))
         self._spreads: deque[float] = deque(maxlen=MEMORY)
         self._reduces: deque[float] = deque(maxlen=MEMORY)
@@ -63,17 +68,20 @@ class History:
     def straggler_grace(self) -> float:
         """From quorum on, how long the ranks of the last round are waited for."""
         if self._fixed is not None:
-            return self._fixed
-        if not self._spreads:
-            return FIRST_GRACE_S
-        return _clamp(4 * max(self._spreads), MIN_GRACE_S, MAX_GRACE_S)
+            grace = self._fixed
+        elif not self._spreads:
+            grace = FIRST_GRACE_S
+        else:
+            grace = _clamp(4 * max(self._spreads), MIN_GRACE_S, MAX_GRACE_S)
+        return min(grace, self._longest)
 
     def owner_grace(self, own_s: float) -> float:
         """How long an owner may take after this replica is done, which took it `own_s`."""
         if self._fixed is not None:
-            return max(self._fixed, own_s)
+            return min(max(self._fixed, own_s), self._longest)
         floor = MIN_GRACE_S if self._reduces else FIRST_OWNER_GRACE_S
-        return _clamp(4 * max(self._reduces, default=own_s), max(floor, 2 * own_s), MAX_GRACE_S)
+        grace = _clamp(4 * max(self._reduces, default=own_s), max(floor, 2 * own_s), MAX_GRACE_S)
+        return min(grace, self._longest)
 
 
 def _clamp(value: float, low: float, high: float) -> float:

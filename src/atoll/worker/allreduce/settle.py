@@ -51,7 +51,8 @@ class Ballot:
     expected: set[int]
     blamed: list[str] = field(default_factory=list)
     quorum_at: float | None = None
-    upload_again: Callable[[], None] | None = None  # when this rank's upload may not be used
+    upload_again: Callable[[], None] | None = None
+    is_blamed: bool = False  # this rank's upload may not be used
     seen: dict[int, UploadName] = field(default_factory=dict)
 
 
@@ -94,6 +95,7 @@ class Settler:
         what = f"roster {layout.name}" if ballot.attempt == 0 else "next attempt"
         usual = self.history.usual(what)
         stagger = min(STAGGER_S, self.history.straggler_grace())
+        again_s = self.history.straggler_grace()
         while True:
             elapsed = time.monotonic() - started
             is_looking = elapsed >= ballot.turn * stagger + (usual if ballot.turn else 0)
@@ -106,10 +108,14 @@ class Settler:
             if roster is not None:
                 self.history.note_wait(what, time.monotonic() - started)
                 return roster
-            if ballot.upload_again and elapsed > self.history.straggler_grace():
-                # Everybody was given up on, and some are alive after all: this one is.
+            # Damaged or deleted in the store, and a quorum would have gone on without it by now.
+            is_lost = is_looking and self.me.rank not in ballot.seen and elapsed > 2 * again_s
+            # Or everybody was given up on, and some are alive after all: this one is.
+            is_alive = ballot.is_blamed and elapsed > again_s
+            if ballot.upload_again and (is_lost or is_alive):
                 ballot.upload_again()
-                ballot.upload_again = None
+                ballot.is_blamed = False
+                again_s = time.monotonic() - started
             if elapsed > self.me.timeout:
                 raise self._no_quorum(ballot)
             time.sleep(poll_pause(elapsed, usual))

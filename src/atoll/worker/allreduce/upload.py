@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atoll.core.errors import NotFound
+from atoll.core.errors import NotFound, ValidationError
 from atoll.remote.blobs import Blobs
 from atoll.worker.allreduce import wire
 from atoll.worker.allreduce.codecs import Codec
-from atoll.worker.allreduce.layout import Layout, Vector, scatter
+from atoll.worker.allreduce.feedback import left_out
+from atoll.worker.allreduce.layout import Layout, Vector, scatter, tensor_at
 from atoll.worker.allreduce.roster import Member
 
 
@@ -62,6 +63,18 @@ class Cargo:
                 start, end = self.layout.bounds(shard)
                 part += residual[start:end]
 
+    def check_finite(self) -> None:
+        """Raises ValidationError naming the first tensor with a NaN or an infinity."""
+        for shard, part in enumerate(self.parts):
+            # Both survive into one of the two ends, so no mask of the whole is needed.
+            if part.size and not (np.isfinite(part.min()) and np.isfinite(part.max())):
+                at = int(np.flatnonzero(~np.isfinite(part))[0])
+                index = tensor_at(self.layout, self.layout.bounds(shard)[0] + at)
+                codecs = f"{self.layout.codec!r}, {self.layout.down_codec!r}"
+                raise ValidationError(
+                    f"tensors[{index}]", float(part[at]), f"codecs {codecs} need finite numbers"
+                )
+
     def pack(self, key: str, pool: Executor) -> tuple[bytes | memoryview, Vector | None]:
         """The object to be put at `key`, and what the codec left out (None if it is exact)."""
         if self._buffer is not None:
@@ -104,7 +117,7 @@ class Cargo:
         left = np.zeros(self.layout.size, np.float32)
         for shard, payload in payloads.items():
             start, end = self.layout.bounds(shard)
-            left[start:end] = self.parts[shard] - self.codec.decode(payload, end - start)
+            left[start:end] = left_out(self.parts[shard], self.codec.decode(payload, end - start))
         return left
 
 

@@ -39,6 +39,9 @@ class Codec(Protocol):
     @property
     def is_exact(self) -> bool: ...
 
+    @property
+    def needs_finite(self) -> bool: ...
+
     def encode(self, values: Floats) -> bytes:
         """One row of float32 as bytes that `decode` alone can read.
 
@@ -68,8 +71,10 @@ CODECS: dict[str, Codec] = {
 }
 
 
-def get_codec(name: str) -> Codec:
+def get_codec(name: str | Codec) -> Codec:
     """The codec called `name`; raises ValidationError listing the names there are."""
+    if not isinstance(name, str) and hasattr(name, "encode"):
+        return name
     codec = CODECS.get(name) if isinstance(name, str) else None
     if codec is None:
         raise ValidationError("codec", name, "expected " + " or ".join(map(repr, CODECS)))

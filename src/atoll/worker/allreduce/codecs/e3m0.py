@@ -42,6 +42,7 @@ class E3m0:
 
     name = "e3m0"
     is_exact = False
+    needs_finite = True
 
     def encode(self, values: Floats) -> bytes:
         row = check_values(values, self.name)

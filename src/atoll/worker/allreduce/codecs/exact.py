@@ -23,6 +23,7 @@ class Fp32:
 
     name = "fp32"
     is_exact = True
+    needs_finite = False
 
     def encode(self, values: Floats) -> bytes:
         return as_row(values).astype("<f4", copy=False).tobytes()
@@ -42,6 +43,7 @@ class Bf16:
 
     name = "bf16"
     is_exact = False
+    needs_finite = False
 
     def encode(self, values: Floats) -> bytes:
         bits = as_row(values).view(np.uint32)

@@ -31,6 +31,7 @@ class Int8:
 
     name = "int8"
     is_exact = False
+    needs_finite = True
 
     def encode(self, values: Floats) -> bytes:
         row = check_values(values, self.name)

@@ -36,6 +36,7 @@ class Sparse:
 
     name = "sparse"
     is_exact = False
+    needs_finite = True
 
     def encode(self, values: Floats) -> bytes:
         row = check_values(values, self.name)

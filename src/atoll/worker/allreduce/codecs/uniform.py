@@ -32,6 +32,7 @@ class Uniform:
     """
 
     is_exact = False
+    needs_finite = True
 
     def __init__(self, name: str, step: float) -> None:
         self.name = name
