@@ -37,14 +37,10 @@ class World:
 
     async def make(self, training: Training, wish: Wish, job: Json | None = None) -> None:
         """Before there is a Job, or again for the one that there is."""
-        owner = owner_of(training) if self._is_owner else None
-        if owner is None and job is not None:
-            owner = _job_as_owner(job)
-        place = self._place(training)
+        owner = self._owner(training, job)
         world = render_world(training, wish, self._options, owner, is_opened=is_open(job))
-        await self._cluster.patch("configmaps", *place, world, type="apply")
-        service = render_service(training, self._options, owner)
-        await self._cluster.patch("services", *place, service, type="apply")
+        await self._cluster.patch("configmaps", *self._place(training), world, type="apply")
+        await self._make_service(training, owner)
 
     async def tie(self, job: Json) -> None:
         """They go with the Job, also when nobody is left to clean up."""
@@ -56,7 +52,9 @@ class World:
             await self._cluster.patch(kind, metadata["namespace"], metadata["name"], patch)
 
     async def resize(self, training: Training, wish: Wish, job: Json) -> None:
-        """Ranks that start from now on find the new size."""
+        """Ranks that start from now on find the new size, and are found."""
+        if wish.size > job["spec"]["completions"]:
+            await self._make_service(training, self._owner(training, job))
         patch = {"data": render_size(wish)}
         try:
             await self._cluster.patch("configmaps", *self._place(training), patch)
@@ -69,6 +67,15 @@ class World:
         name = gang_name(training)
         if training.spec.source is None and any(p.misses(name) for p in pods):
             await self.make(training, wish, job)
+
+    async def _make_service(self, training: Training, owner: Json | None) -> None:
+        service = render_service(training, self._options, owner)
+        await self._cluster.patch("services", *self._place(training), service, type="apply")
+
+    def _owner(self, training: Training, job: Json | None) -> Json | None:
+        if self._is_owner:
+            return owner_of(training)
+        return None if job is None else _job_as_owner(job)
 
     def _place(self, training: Training) -> tuple[str, str]:
         return self._options.namespace or training.namespace, gang_name(training)

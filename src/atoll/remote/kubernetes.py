@@ -12,21 +12,16 @@ import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 import httpx2
 import msgspec
-import yaml  # type: ignore[import-untyped]
-from lightkube.config.client_adapter import user_auth, verify_cluster
-from lightkube.config.kubeconfig import KubeConfig, SingleConfig
-from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
-from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
 from atoll.core.lines import alines_of
+from atoll.remote.kubernetes_access import no_credentials, read_access
 
 Json = dict[str, Any]
 PatchType = Literal["merge", "strategic", "json", "apply"]
@@ -52,13 +47,6 @@ PATCH_TYPES = {
     "apply": "application/apply-patch+yaml",
 }
 WATCH_S = 240  # the server ends a watch after this, and it is begun again where it ended
-
-EXEC_V1 = "client.authentication.k8s.io/v1"
-# lightkube lets through what YAML and a file of another shape raise.
-_BAD_CONFIG = (
-    *(ConfigError, OSError, KeyError, ValueError, AttributeError, TypeError),
-    *(msgspec.ValidationError, yaml.YAMLError),
-)
 
 # A peer that vanished without a word is found in under half a minute, on idle watches too.
 _KEEPALIVE = [
@@ -92,27 +80,18 @@ class Cluster:
     @classmethod
     def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
         """From the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
-        try:
-            loaded = KubeConfig.from_file(kubeconfig) if kubeconfig else KubeConfig.from_env()
-            config = loaded.get(context)
-            assert config is not None
-            user = config.user
-            _check_files(config)
-            verify = verify_cluster(config.cluster, user, config.abs_file) if user else True
-            auth = _auth(user) if user else None
-        except _BAD_CONFIG as error:
-            raise Permanent(f"no usable Kubernetes configuration: {_one_line(error)}") from error
+        found = read_access(context, kubeconfig)
         client = httpx2.AsyncClient(
-            base_url=config.cluster.server,
-            auth=auth,
+            base_url=found.server,
+            auth=found.auth,
             timeout=httpx2.Timeout(10.0, pool=60.0),
             transport=httpx2.AsyncHTTPTransport(
-                verify=verify,
+                verify=found.verify,
                 socket_options=_KEEPALIVE,
                 limits=httpx2.Limits(max_connections=200, max_keepalive_connections=20),
             ),
         )
-        return cls(client, config.namespace)
+        return cls(client, found.namespace)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -279,7 +258,7 @@ class Cluster:
         except httpx2.HTTPError as error:
             raise _unreachable(error) from error
         except (ConfigError, OSError) as error:
-            raise _no_credentials(error) from error
+            raise no_credentials(error) from error
         if answer.is_error:
             raise _error(_status(answer), answer.status_code, kind)
         return answer
@@ -300,7 +279,7 @@ class Cluster:
         except httpx2.HTTPError as error:
             raise _unreachable(error) from error
         except (ConfigError, OSError) as error:
-            raise _no_credentials(error) from error
+            raise no_credentials(error) from error
 
 
 async def gather(limit: int, calls: list[Any]) -> None:
@@ -367,40 +346,6 @@ def _error(status: Json, code: int, kind: str) -> Exception:
 def _unreachable(error: httpx2.HTTPError) -> Temporary:
     detail = str(error) or type(error).__name__
     return Temporary(f"the Kubernetes API server did not answer: {detail}")
-
-
-def _check_files(config: SingleConfig) -> None:
-    """OpenSSL would not say which one is missing."""
-    user = config.user or User()
-    for path in (config.cluster.certificate_auth, user.client_cert, user.client_key):
-        if path is not None and not Path(config.abs_file(path)).is_file():
-            raise ConfigError(f"{path}: no such file")
-
-
-def _auth(user: User) -> httpx2.Auth | None:
-    """An exec plugin of `v1` answers as one of `v1beta1` does, which is the newest lightkube knows;
-    the plugin itself is told what the file says."""
-    if user.exec is not None and user.exec.apiVersion == EXEC_V1:
-        asked = {"apiVersion": EXEC_V1, "kind": "ExecCredential", "spec": {"interactive": False}}
-        told = NameValue("KUBERNETES_EXEC_INFO", msgspec.json.encode(asked).decode())
-        known = f"{EXEC_V1}beta1"
-        plugin = replace(user.exec, apiVersion=known, env=[*(user.exec.env or ()), told])
-        user = replace(user, exec=plugin)
-    return user_auth(user)
-
-
-def _no_credentials(error: Exception) -> Denied:
-    return Denied(f"no credentials for the Kubernetes API server: {_one_line(error)}")
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"it has no {error}"
-    if isinstance(error, AttributeError | TypeError):
-        return "this is not a kubeconfig"
-    name = getattr(error, "filename", None)
-    text = " ".join(str(error).split()) or type(error).__name__
-    return f"{text}: {name}" if name and str(name) not in text else text
 
 
 def _nanosecond(text: str) -> int:

@@ -27,11 +27,14 @@ def test_a_deleted_configmap_and_service_come_back_with_the_next_rank(
     space: Space, operator: Operator
 ) -> None:
     name = start(space)
-    space.kubectl("delete", "configmap,service", name)
+    space.kubectl("delete", "service", name)
     space.kubectl("scale", "training", "it", "--replicas=3")
     space.until_ready("it", 3)
-    assert space.json("get", "configmap", name)["data"]["size"] == "3"
     space.json("get", "service", name)
+    space.kubectl("delete", "configmap", name)
+    space.kubectl("scale", "training", "it", "--replicas=4")
+    space.until_ready("it", 4)
+    assert space.json("get", "configmap", name)["data"]["size"] == "4"
     space.kubectl("delete", "configmap", name)
     delete(space)
 
