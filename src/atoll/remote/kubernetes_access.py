@@ -1,4 +1,4 @@
-"""Which API server, and as whom: lightkube's reading of kubeconfigs, and what is wrong in a line."""
+"""Which API server, and as whom: kubeconfigs as lightkube reads them, errors in one line."""
 
 from __future__ import annotations
 
