@@ -230,6 +230,8 @@ async def restart(call: Call) -> Answer:
     """The same training from the start: removed, and created again once it is gone."""
     store = call.plane.store
     old = await store.get(call.key)
+    if old.deletion_requested_at is not None:
+        raise Conflict(f"training {call.name!r} is being deleted: deploy it again")
     spec = replace(admitted(old.spec, call.plane.executors), cancel=False)
     if spec.source is not None:  # read now: the code goes with the record
         spec = replace(spec, source=replace(spec.source, content=await store.source(old)))

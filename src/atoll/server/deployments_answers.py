@@ -28,6 +28,9 @@ UNSUPPORTED: dict[str, str] = {
     "/ssh-keys": "SSH keys: there is no rented machine to log in to",
     "/billing": "billing: nothing is charged; `atoll status` shows what a training has used",
     "/rl": "reinforcement-learning clusters",
+    "/deployments/{name:str}/share-token": "share links: a token is good for its whole namespace",
+    "/deployments/{name:str}/enroll-metadata": "public metadata: nothing is shown without a token",
+    "/public": "public metadata: nothing is shown without a token",
 }
 
 log = logging.getLogger(__name__)

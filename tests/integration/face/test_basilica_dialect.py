@@ -141,3 +141,39 @@ def test_an_executor_that_is_not_there_may_come_back(served: Served) -> None:
     answer = served.http.get("/deployments/a/logs")
     assert answer.status_code == 503
     assert answer.json()["error"]["retryable"] is True
+
+
+def test_what_is_being_deleted_is_neither_restarted_nor_scaled(served: Served) -> None:
+    served.create("a")
+    served.see("a", "ready", 2)
+    served.http.delete("/deployments/a").raise_for_status()
+    for path, sent in (("restart", {}), ("scale-distributed", {"target": 3})):
+        answer = served.http.post(f"/deployments/a/{path}", json=sent)
+        assert answer.status_code == 409
+        assert "'a' is being deleted" in answer.json()["error"]["message"]
+    assert served.do(served.store.get(("one", "a"))).spec.world_size.target == 2
+
+
+@pytest.mark.parametrize("command", ["", " \n"])
+def test_a_command_that_would_run_nothing_is_refused(served: Served, command: str) -> None:
+    answer = served.http.post("/deployments", json=body("a", command=command))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("distributed.command: ")
+    assert served.http.get("/deployments").json()["total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "what"),
+    [
+        ("POST", "/deployments/a/share-token", "share links"),
+        ("GET", "/deployments/a/share-token", "share links"),
+        ("POST", "/deployments/a/enroll-metadata", "public metadata"),
+        ("GET", "/public/deployments/a/metadata", "public metadata"),
+    ],
+)
+def test_a_part_that_there_is_not_says_so(
+    served: Served, method: str, path: str, what: str
+) -> None:
+    answer = served.http.request(method, path, json={})
+    assert answer.status_code == 501
+    assert answer.json()["error"]["message"].startswith(f"atoll does not support {what}")
