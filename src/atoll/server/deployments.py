@@ -265,7 +265,7 @@ async def logs(call: Call) -> Answer:
     source = _text(lines, end, call.plane.store, is_rank_shown=is_shown)
     limit_s = FOLLOW_LIMIT_S if query.follow else None
     chunks = call.plane.streams.run(source, beat=b"", limit_s=limit_s)
-    return Stream(chunks, media_type="text/plain; charset=utf-8", headers=dict(CLOSE))
+    return Stream(chunks, media_type="text/plain", headers=dict(CLOSE))
 
 
 async def _text(

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.core.checks import TEXT, is_text
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 from atoll.core.spec import (
@@ -129,6 +130,8 @@ def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> T
     wanted = create.distributed
     if not wanted.command.strip():
         raise ValidationError("source", wanted.command, "expected a command to run")
+    if not is_text(wanted.command):
+        raise ValidationError("source", wanted.command, TEXT)
     args = [*(create.command or ()), *(create.args or ())]
     script = shell_script(wanted.command, args=args, backend=backend, path_first=path_first)
     gpus = create.resources.gpus or Gpus()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tests.integration.face.conftest import Served
 
+from atoll.core.phase import Phase
+from atoll.core.status import Status
 from atoll.server import deployments
 
 
@@ -177,3 +179,50 @@ def test_a_part_that_there_is_not_says_so(
     answer = served.http.request(method, path, json={})
     assert answer.status_code == 501
     assert answer.json()["error"]["message"].startswith(f"atoll does not support {what}")
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ({"ttlSeconds": "5"}, "ttlSeconds: '5' is not valid"),
+        ({"args": ["a", 2]}, "args[1]: 2 is not valid"),
+        ({"env": {"A": "b", "C": 1}}, "env[...]: {'A': 'b', 'C': 1} is not valid"),
+        ({"distributed": {"worldSize": {"min": 1.5}}}, "distributed.worldSize.min: 1.5 is not"),
+        ({"resources": {"gpus": {"count": "1"}}}, "resources.gpus.count: '1' is not valid"),
+    ],
+)
+def test_a_refusal_shows_the_value_that_was_sent(
+    served: Served, sent: dict[str, Any], told: str
+) -> None:
+    answer = served.http.post("/deployments", json={**body("a"), **sent})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(told)
+
+
+@pytest.mark.parametrize("before", ['{"distributed":', '{"other":', "["])
+def test_json_that_is_nested_too_deep_is_refused(served: Served, before: str) -> None:
+    answer = served.http.post("/deployments", content=before + "[" * 100_000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("body: ")
+
+
+def test_a_command_with_a_nul_byte_is_refused(served: Served) -> None:
+    answer = served.http.post("/deployments", json=body("a", command="true\0 x"))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("distributed.command: 'true\\x00 x'")
+
+
+def test_logs_are_plain_text_by_their_type(served: Served) -> None:
+    served.create("a")
+    served.see("a", "ready", 2)
+    answer = served.http.get("/deployments/a/logs")
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+def test_a_failure_has_its_reason_in_the_message(served: Served) -> None:
+    served.create("a")
+    training = served.do(served.store.get(("one", "a")))
+    over = Status(phase=Phase.FAILED, reason="DeadlineExceeded", message="still running after 2 s")
+    served.do(served.store.update_status(training, over))
+    found = served.http.get("/deployments/a").json()
+    assert found["message"] == "DeadlineExceeded: still running after 2 s"
