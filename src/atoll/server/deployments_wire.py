@@ -79,7 +79,8 @@ def listed(training: Training) -> Json:
 
 def phase_of(training: Training) -> str:
     phase = training.status.phase
-    if training.deletion_requested_at is not None and not phase.is_terminal:
+    is_stopped = phase is Phase.CANCELLED and not training.spec.cancel  # by being deleted
+    if training.deletion_requested_at is not None and (is_stopped or not phase.is_terminal):
         return "terminating"
     return phase.value or "pending"
 

@@ -226,3 +226,17 @@ def test_a_failure_has_its_reason_in_the_message(served: Served) -> None:
     served.do(served.store.update_status(training, over))
     found = served.http.get("/deployments/a").json()
     assert found["message"] == "DeadlineExceeded: still running after 2 s"
+
+
+@pytest.mark.parametrize(("is_cancelled", "phase"), [(False, "terminating"), (True, "cancelled")])
+def test_what_is_deleted_was_not_cancelled_by_anybody(
+    served: Served, is_cancelled: bool, phase: str
+) -> None:
+    """The controller stops both in the same way; a wait must not take one for the other."""
+    served.create("a")
+    if is_cancelled:
+        served.http.post("/v1/trainings/a/cancel").raise_for_status()
+    served.http.delete("/deployments/a").raise_for_status()
+    served.see("a", "cancelled")
+    found = served.http.get("/deployments/a").json()
+    assert (found["phase"], found["state"]) == (phase, "Terminating")
