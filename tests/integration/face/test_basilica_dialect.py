@@ -240,3 +240,25 @@ def test_what_is_deleted_was_not_cancelled_by_anybody(
     served.see("a", "cancelled")
     found = served.http.get("/deployments/a").json()
     assert (found["phase"], found["state"]) == (phase, "Terminating")
+
+
+def test_a_mistake_of_the_server_is_told_as_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a secret of the server")
+
+    monkeypatch.setattr(served.store, "list", broken)
+    answer = served.http.get("/deployments")
+    error = answer.json()["error"]
+    assert (answer.status_code, answer.headers["connection"]) == (500, "close")
+    assert set(error) == {"code", "message", "timestamp", "retryable"}
+    assert "secret" not in answer.text
+
+
+def test_a_time_to_live_out_of_bounds_is_told_as_it_was_sent(served: Served) -> None:
+    answer = served.http.post("/deployments", json={**body("a"), "ttlSeconds": 2**32 - 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "ttlSeconds: 4294967295 is not valid: expected a whole number from 0 to 315360000"
+    )
