@@ -2,7 +2,9 @@
 
     python diloco_replica.py ROUNDS WAIT_AT FILE
 
-At round WAIT_AT it says so and waits until the file is there, or until it is killed.
+Once loaded it says `loaded` and waits for the end of its input, so that all replicas can begin together. At
+round WAIT_AT, or the first after it that it takes part in, it says so and waits until the file is
+there, or until it is killed.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ def main() -> None:
     inner = torch.optim.AdamW(net.parameters(), lr=1e-2)
 
     def report(round: RoundReport) -> None:
-        if diloco.round == wait_at:
+        nonlocal wait_at
+        if 0 <= wait_at <= diloco.round:
+            wait_at = -1
             say("waiting")
             while not file.exists():
                 time.sleep(0.02)
 
+    say("loaded")
+    sys.stdin.read()
     with DiLoCo(net, inner, sync_every=4, codec="e3m0", grace_s=1.5, on_round=report) as diloco:
         say("start", diloco.round)
         while diloco.round < rounds:

@@ -247,7 +247,19 @@ def start(store: Path, rank: int, *words: object) -> subprocess.Popen[str]:
         "ATOLL_WORLD_MIN": "2",
     }
     command = [sys.executable, SCRIPT, *map(str, words)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def begin(processes: list[subprocess.Popen[str]]) -> None:
+    """Together, once all have loaded torch, which takes them anything from one second to twenty."""
+    for process in processes:
+        read_until(process, "loaded")
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.stdin = None  # or communicate() would ask more of it
 
 
 def read_until(process: subprocess.Popen[str], word: str) -> str:
@@ -261,10 +273,12 @@ def test_a_replica_killed_in_the_run_comes_back_from_the_store_alone(tmp_path: P
     victim = start(store, 2, rounds, 3, file)
     processes = [*staying, victim]
     try:
+        begin(processes)
         read_until(victim, "waiting")
         victim.send_signal(signal.SIGKILL)
         returned = start(store, 2, rounds, -1, file)
         processes.append(returned)
+        begin([returned])
         begins = int(read_until(returned, "start").split()[1])
         file.touch()
         said = [process.communicate(timeout=110)[0].split("\n") for process in (*staying, returned)]
@@ -272,8 +286,8 @@ def test_a_replica_killed_in_the_run_comes_back_from_the_store_alone(tmp_path: P
         for process in processes:
             process.kill()
             process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+            for stream in filter(None, (process.stdin, process.stdout)):
+                stream.close()
     assert [process.returncode for process in (*staying, returned)] == [0, 0, 0]
     assert 3 <= begins <= 6
     digests: dict[str, set[str]] = {}
