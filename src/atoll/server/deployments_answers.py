@@ -81,7 +81,7 @@ def _on_atoll_error(request: Request[Any, Any, Any], error: AtollError) -> Answe
     return refused(status_of(error), str(error))
 
 
-def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Answer:
+def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Answer:
     return refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 
@@ -92,6 +92,6 @@ def _on_any_error(request: Request[Any, Any, Any], error: Exception) -> Answer:
 
 ON_ERROR: dict[int | type[Exception], Any] = {
     AtollError: _on_atoll_error,
-    HTTPException: _on_http_error,
+    HTTPException: on_http_error,
     Exception: _on_any_error,
 }

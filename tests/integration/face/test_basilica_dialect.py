@@ -262,3 +262,15 @@ def test_a_time_to_live_out_of_bounds_is_told_as_it_was_sent(served: Served) -> 
     assert answer.json()["error"]["message"] == (
         "ttlSeconds: 4294967295 is not valid: expected a whole number from 0 to 315360000"
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/deployments/a/nothing", 404), ("DELETE", "/deployments/", 405)],
+)
+def test_a_path_that_there_is_not_is_refused_in_the_same_words(
+    served: Served, method: str, path: str, status: int
+) -> None:
+    answer = served.http.request(method, path)
+    assert (answer.status_code, answer.headers.get("connection")) == (status, "close")
+    assert answer.json()["error"]["message"].startswith(f"{method} {path}: ")
