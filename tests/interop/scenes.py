@@ -222,6 +222,39 @@ def long_command(client, name, size):
     return found
 
 
+def outputs(client, name, commands):
+    """What each command prints when it is given arguments too."""
+    found = []
+    for number, command in enumerate(commands):
+        training = deploy(client, f"{name}-{number}", command, (1, 1, 1), args=["--more", "x y"])
+        found.append([ended(client, training.name).phase, training.logs()])
+        training.delete()
+    return found
+
+
+def bench(client, name, command, mode):
+    """Measured while the ranks run."""
+    training = deploy(client, name, command, (2, 2, 2), bench=mode)
+    deadline = time.monotonic() + 90
+    while training.bench is None:
+        assert time.monotonic() < deadline, training._cached_status["distributed"]["bench"]
+        time.sleep(0.1)
+        training.refresh()
+    found = dataclasses.asdict(training.bench)
+    found["diagnostics"] = getattr(training, "bench_diagnostics", None)
+    training.delete()
+    return found
+
+
+def outlived(client, name, command):
+    """A time to live that ends before the run does, and what there is to read after it."""
+    training = deploy(client, name, command, (1, 1, 1), ttl_seconds=8)
+    final = ended(client, name)
+    found = {"phase": final.phase, "message": final.message, "logs": training.logs()}
+    training.delete()
+    return found
+
+
 def follow(client, name, command, flag):
     """A followed log is one answer, which ends with the training."""
     training = deploy(client, name, command, (1, 1, 1))

@@ -172,11 +172,47 @@ def test_a_command_may_be_longer_than_one_argument(client: Client) -> None:
     assert (found["phase"], found["logs"]) == ("succeeded", "still here\n")
 
 
+def test_arguments_reach_a_program_and_never_break_a_script(client: Client) -> None:
+    show = "import sys; print(sys.argv[1:])"
+    commands = [
+        ["python", "-c", show],
+        ["python", "-c", show, "--launcher=torchrun"],
+        ["bash", "-c", "for i in 1 2; do echo $i; done"],
+        ["bash", "-c", "which torchrun > /dev/null && echo there"],
+    ]
+    found = client.play("outputs", name=fresh("args"), commands=commands)
+    assert found == [
+        ["succeeded", "['--more', 'x y']\n"],
+        ["succeeded", "['--launcher=torchrun', '--more', 'x y']\n"],
+        ["succeeded", "1\n2\n"],
+        ["succeeded", "there --more x y\n"],
+    ]
+
+
+def test_a_link_that_is_measured_is_read_as_numbers(client: Client) -> None:
+    mode = True if client.is_new else "on-start"
+    found = client.play("bench", name=fresh("bench"), command=SLEEP, mode=mode)
+    assert found["busbw_gbps_p10"] <= found["busbw_gbps_p50"] <= found["busbw_gbps_p90"]
+    assert found["latency_us_at_1mib"] > 0
+    assert 2**20 in found["size_bytes_swept"]
+    if client.is_new:
+        assert found["diagnostics"]["phase"] == "Succeeded"
+        assert found["diagnostics"]["last_attempt_outcome"] == "success"
+
+
 def test_a_followed_log_ends_with_the_training(client: Client, tmp_path: Path) -> None:
     flag = tmp_path / "go"
     command = ["sh", "-c", f"echo first; {waiting_for(flag, 'echo last')}"]
     found = client.play("follow", name=fresh("log"), command=command, flag=str(flag))
     assert (found["logs"], found["phase"]) == ("first\nlast\n", "succeeded")
+
+
+def test_a_run_that_its_time_to_live_ended_can_be_read(new_client: Client) -> None:
+    command = ["sh", "-c", "echo up; exec sleep 600"]
+    found = new_client.play("outlived", name=fresh("ttl"), command=command)
+    assert found["phase"] == "failed"
+    assert found["message"].startswith("DeadlineExceeded: ")
+    assert found["logs"] == "up\n"
 
 
 def test_leaving_the_block_deletes_the_training(new_client: Client) -> None:

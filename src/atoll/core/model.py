@@ -34,6 +34,7 @@ class SpecModel(
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
 def decode(data: bytes | str, kind: type[T]) -> T:
@@ -41,7 +42,11 @@ def decode(data: bytes | str, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise named(error) from error
+        raise named(error, _plain(data)) from error
+    except RecursionError as error:
+        raise ValidationError(
+            "body", data[:40], "expected JSON that is not nested so deep"
+        ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValidationError("body", data[:40], f"expected JSON ({error})") from error
 
@@ -50,8 +55,16 @@ def encode(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
+def _plain(data: bytes | str) -> Any:
+    """What was sent, to show a part of it; nothing where the rest of it is broken too."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def named(error: msgspec.ValidationError, given: Any = None) -> ValidationError:
-    """The same refusal with its field, and the value where it is at the top of `given`."""
+    """The same refusal with its field, and the value that `given` has there."""
     if isinstance(error.__cause__, ValidationError):
         return error.__cause__
     found = _WHERE.match(str(error))
@@ -64,5 +77,14 @@ def named(error: msgspec.ValidationError, given: Any = None) -> ValidationError:
     if missing := _MISSING.search(what):
         field = f"{prefix}.{missing['name']}".strip(".")
         return ValidationError(field, None, "this field is required")
-    value = given.get(prefix) if isinstance(given, dict) else None
-    return ValidationError(prefix or "body", value, what[0].lower() + what[1:])
+    return ValidationError(prefix or "body", _at(prefix, given), what[0].lower() + what[1:])
+
+
+def _at(path: str, given: Any) -> Any:
+    """The value at `a.b[1]`. Of `a[...]`, some value in `a`, it is all of `a`."""
+    for name, number in _STEP.findall(path):
+        try:
+            given = given[int(number)] if number else given[name]
+        except (LookupError, TypeError):
+            return None
+    return given

@@ -8,14 +8,14 @@ from contextlib import AbstractAsyncContextManager
 from functools import cache
 from typing import Any
 
-from litestar import Litestar, Response, get
+from litestar import Litestar, Request, Response, get
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
 
 from atoll.core.errors import AtollError
 from atoll.core.model import encode
 from atoll.core.ports import Executor
-from atoll.server import api, deployments, health
+from atoll.server import api, deployments, deployments_answers, health
 from atoll.server.auth import caller
 from atoll.server.background import beside
 from atoll.server.gauges import Gauges
@@ -64,7 +64,7 @@ def create_app(
 
     known: dict[int | type[Exception], Any] = {
         AtollError: on_atoll_error,
-        HTTPException: on_http_error,
+        HTTPException: _on_http_error,
         Exception: on_any_error,
     }
     return Litestar(
@@ -75,3 +75,10 @@ def create_app(
         logging_config=None,
         request_max_body_size=max_body_bytes,
     )
+
+
+def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
+    """A path or method that there is not belongs to no route, so to no router's handlers."""
+    is_foreign = request.url.path.startswith("/deployments")
+    answer = deployments_answers.on_http_error if is_foreign else on_http_error
+    return answer(request, error)

@@ -230,6 +230,8 @@ async def restart(call: Call) -> Answer:
     """The same training from the start: removed, and created again once it is gone."""
     store = call.plane.store
     old = await store.get(call.key)
+    if old.deletion_requested_at is not None:
+        raise Conflict(f"training {call.name!r} is being deleted: deploy it again")
     spec = replace(admitted(old.spec, call.plane.executors), cancel=False)
     if spec.source is not None:  # read now: the code goes with the record
         spec = replace(spec, source=replace(spec.source, content=await store.source(old)))
@@ -263,7 +265,7 @@ async def logs(call: Call) -> Answer:
     source = _text(lines, end, call.plane.store, is_rank_shown=is_shown)
     limit_s = FOLLOW_LIMIT_S if query.follow else None
     chunks = call.plane.streams.run(source, beat=b"", limit_s=limit_s)
-    return Stream(chunks, media_type="text/plain; charset=utf-8", headers=dict(CLOSE))
+    return Stream(chunks, media_type="text/plain", headers=dict(CLOSE))
 
 
 async def _text(

@@ -28,6 +28,9 @@ UNSUPPORTED: dict[str, str] = {
     "/ssh-keys": "SSH keys: there is no rented machine to log in to",
     "/billing": "billing: nothing is charged; `atoll status` shows what a training has used",
     "/rl": "reinforcement-learning clusters",
+    "/deployments/{name:str}/share-token": "share links: a token is good for its whole namespace",
+    "/deployments/{name:str}/enroll-metadata": "public metadata: nothing is shown without a token",
+    "/public": "public metadata: nothing is shown without a token",
 }
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ def _on_atoll_error(request: Request[Any, Any, Any], error: AtollError) -> Answe
     return refused(status_of(error), str(error))
 
 
-def _on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Answer:
+def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Answer:
     return refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 
@@ -89,6 +92,6 @@ def _on_any_error(request: Request[Any, Any, Any], error: Exception) -> Answer:
 
 ON_ERROR: dict[int | type[Exception], Any] = {
     AtollError: _on_atoll_error,
-    HTTPException: _on_http_error,
+    HTTPException: on_http_error,
     Exception: _on_any_error,
 }

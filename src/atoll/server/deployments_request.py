@@ -9,8 +9,11 @@ from typing import Any
 
 import msgspec
 
+from atoll.core.checks import TEXT, check_int, is_text
+from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 from atoll.core.spec import (
+    MAX_SECONDS,
     BenchSpec,
     ProviderFilter,
     RendezvousSpec,
@@ -126,10 +129,16 @@ def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> T
     so that nobody waits for a training and finds it deleted.
     """
     wanted = create.distributed
+    if not wanted.command.strip():
+        raise ValidationError("source", wanted.command, "expected a command to run")
+    if not is_text(wanted.command):
+        raise ValidationError("source", wanted.command, TEXT)
     args = [*(create.command or ()), *(create.args or ())]
     script = shell_script(wanted.command, args=args, backend=backend, path_first=path_first)
     gpus = create.resources.gpus or Gpus()
     ttl_seconds = create.ttl_seconds or None
+    if ttl_seconds is not None:
+        check_int("ttl_seconds", ttl_seconds, 0, MAX_SECONDS)
     return TrainingSpec(
         name=create.instance_name,
         world_size=WorldSize(

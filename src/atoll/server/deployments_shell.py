@@ -28,7 +28,7 @@ INJECTED = " --rdzv-conf=timeout=1500,last_call_timeout=900"
 CONF = "--rdzv-conf=timeout=1500,join_timeout=1500,last_call_timeout=5"
 
 # Commands may be megabytes long: every pattern here reads them once.
-_TORCHRUN = re.compile(r"(?<![\w.=-])torchrun(?=\s)")
+_TORCHRUN = re.compile(r"(?<![\w.=-])torchrun(?=\s+[^\s;&|<>)#])")
 _HAS_CONF = re.compile(r"--rdzv[-_]conf[= ]")
 _ETCD = re.compile(r"(--rdzv[-_]backend[= ])etcd(-v2)?(?=\s|$)")
 _ELASTIC_NODES = '--nnodes="$BASILICA_WORLD_MIN":"$BASILICA_WORLD_MAX"'
@@ -37,10 +37,13 @@ _POSITIONAL = re.compile(r"\$\{?[@*#1-9]")
 _FIRST = re.compile(r"[\w./@%+:-]+(?=\s|$)")
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.""", re.DOTALL)
 _OPERATOR = re.compile(r"[;&|<>()`#'\"\n]|\$\(")
+_SUBSTITUTED = re.compile(r"\$\(+[^()]*\)+|`[^`]*`|[<>]&")
+_NEXT = re.compile(r"&&|\|\||[;&()\n]")
+_LEADING = re.compile(r"(?:(?:exec|then|do|else|!|\{|\w+=\S*)\s+)*")
 _BUILTINS = frozenset(
     "alias bg break case cd command continue eval exec exit export false fg for function if jobs "
     "local read readonly return set shift source test times trap true type ulimit umask unset "
-    "until wait while . : [ {".split()
+    "until wait while . : [ { } do done elif else esac fi then".split()
 )
 
 
@@ -54,8 +57,8 @@ def shell_script(
     """
     text = AUTO.format(backend=backend) if command.strip() == "auto" else command
     text = with_rendezvous(text, backend)
-    if args and not _POSITIONAL.search(text):
-        text = f'{text} "$@"'
+    if args and takes_args(text):
+        text = f'{text.rstrip()} "$@"'
     if is_simple(text):
         text = f"exec {text}"  # the rank is then the program itself, and its signals are its own
     lines = [text.replace(SHIPPED, '"$ATOLL_SHIPPED"')]
@@ -69,13 +72,30 @@ def shell_script(
 def with_rendezvous(text: str, backend: str) -> str:
     """torchrun's own flags before the script, for the backend there is."""
     if not _TORCHRUN.search(text):
-        return text
+        # The client adds it wherever it reads that word, `--launcher=torchrun` too.
+        return text.removesuffix(INJECTED) if "torchrun" in text else text
     text = text.replace(INJECTED, "")
     if not _HAS_CONF.search(text):
-        text = _TORCHRUN.sub(f"torchrun {CONF}", text, count=1)
+        text = _TORCHRUN.sub(f"torchrun {CONF}", text)
     if backend == "static":
         return text.replace(_ELASTIC_NODES, _FIXED_NODES)
     return _ETCD.sub(lambda found: found[1] + backend, text)
+
+
+def takes_args(text: str) -> bool:
+    """Whether arguments put behind it reach a program that would else not see them.
+
+    Behind `done`, a comment or the last line of a here-document they would break the script.
+    """
+    seen = _QUOTED.sub(lambda found: "_" if found[0][0] == "'" else found[0], text)
+    if _POSITIONAL.search(seen):
+        return False
+    bare = _SUBSTITUTED.sub("_", _QUOTED.sub("_", text.rstrip()))
+    if "<<" in bare or re.search(r"(?<!\S)#", bare):
+        return False
+    last = _NEXT.split(bare)[-1].strip()
+    first = last[_LEADING.match(last).end() :].partition(" ")[0]  # type: ignore[union-attr]
+    return bool(first) and first not in _BUILTINS and "|" not in last
 
 
 def is_simple(text: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.core.phase import Phase
-from atoll.core.status import BenchStatus, Event, RankStatus, Training
+from atoll.core.status import BenchStatus, Event, RankStatus, Status, Training
 
 Json = dict[str, Any]
 
@@ -42,7 +42,7 @@ def deployment(training: Training) -> Json:
         "userId": training.namespace,
         "namespace": training.namespace,
         "phase": phase_of(training),
-        "message": status.message or "accepted",
+        "message": _message(status) or "accepted",
         "pods": [_pod(training, rank) for rank in ranks],
         "containerStatuses": [_container(training, rank) for rank in ranks],
         "distributed": distributed(training),
@@ -52,6 +52,13 @@ def deployment(training: Training) -> Json:
     if status.ended_at is not None:
         answer["updatedAt"] = moment(status.ended_at)
     return answer
+
+
+def _message(status: Status) -> str:
+    """Of a failure with its reason, which has no field of its own here."""
+    if status.phase is Phase.FAILED and status.reason:
+        return f"{status.reason}: {status.message}"
+    return status.message
 
 
 def listed(training: Training) -> Json:
@@ -72,7 +79,8 @@ def listed(training: Training) -> Json:
 
 def phase_of(training: Training) -> str:
     phase = training.status.phase
-    if training.deletion_requested_at is not None and not phase.is_terminal:
+    is_stopped = phase is Phase.CANCELLED and not training.spec.cancel  # by being deleted
+    if training.deletion_requested_at is not None and (is_stopped or not phase.is_terminal):
         return "terminating"
     return phase.value or "pending"
 

@@ -201,6 +201,8 @@ async def scale(call: Call) -> Answer:
 
     def wish(training: Training) -> Training:
         size = training.spec.world_size
+        if training.deletion_requested_at is not None:
+            raise Conflict(f"training {call.name!r} is being deleted")
         if training.status.phase.is_terminal:
             raise UDTerminalState(training.status.phase.value, target)
         if not size.min <= target <= size.max:

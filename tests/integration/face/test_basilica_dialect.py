@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tests.integration.face.conftest import Served
 
+from atoll.core.phase import Phase
+from atoll.core.status import Status
 from atoll.server import deployments
 
 
@@ -141,3 +143,134 @@ def test_an_executor_that_is_not_there_may_come_back(served: Served) -> None:
     answer = served.http.get("/deployments/a/logs")
     assert answer.status_code == 503
     assert answer.json()["error"]["retryable"] is True
+
+
+def test_what_is_being_deleted_is_neither_restarted_nor_scaled(served: Served) -> None:
+    served.create("a")
+    served.see("a", "ready", 2)
+    served.http.delete("/deployments/a").raise_for_status()
+    for path, sent in (("restart", {}), ("scale-distributed", {"target": 3})):
+        answer = served.http.post(f"/deployments/a/{path}", json=sent)
+        assert answer.status_code == 409
+        assert "'a' is being deleted" in answer.json()["error"]["message"]
+    assert served.do(served.store.get(("one", "a"))).spec.world_size.target == 2
+
+
+@pytest.mark.parametrize("command", ["", " \n"])
+def test_a_command_that_would_run_nothing_is_refused(served: Served, command: str) -> None:
+    answer = served.http.post("/deployments", json=body("a", command=command))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("distributed.command: ")
+    assert served.http.get("/deployments").json()["total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "what"),
+    [
+        ("POST", "/deployments/a/share-token", "share links"),
+        ("GET", "/deployments/a/share-token", "share links"),
+        ("POST", "/deployments/a/enroll-metadata", "public metadata"),
+        ("GET", "/public/deployments/a/metadata", "public metadata"),
+    ],
+)
+def test_a_part_that_there_is_not_says_so(
+    served: Served, method: str, path: str, what: str
+) -> None:
+    answer = served.http.request(method, path, json={})
+    assert answer.status_code == 501
+    assert answer.json()["error"]["message"].startswith(f"atoll does not support {what}")
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ({"ttlSeconds": "5"}, "ttlSeconds: '5' is not valid"),
+        ({"args": ["a", 2]}, "args[1]: 2 is not valid"),
+        ({"env": {"A": "b", "C": 1}}, "env[...]: {'A': 'b', 'C': 1} is not valid"),
+        ({"distributed": {"worldSize": {"min": 1.5}}}, "distributed.worldSize.min: 1.5 is not"),
+        ({"resources": {"gpus": {"count": "1"}}}, "resources.gpus.count: '1' is not valid"),
+    ],
+)
+def test_a_refusal_shows_the_value_that_was_sent(
+    served: Served, sent: dict[str, Any], told: str
+) -> None:
+    answer = served.http.post("/deployments", json={**body("a"), **sent})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(told)
+
+
+@pytest.mark.parametrize("before", ['{"distributed":', '{"other":', "["])
+def test_json_that_is_nested_too_deep_is_refused(served: Served, before: str) -> None:
+    answer = served.http.post("/deployments", content=before + "[" * 100_000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("body: ")
+
+
+def test_a_command_with_a_nul_byte_is_refused(served: Served) -> None:
+    answer = served.http.post("/deployments", json=body("a", command="true\0 x"))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("distributed.command: 'true\\x00 x'")
+
+
+def test_logs_are_plain_text_by_their_type(served: Served) -> None:
+    served.create("a")
+    served.see("a", "ready", 2)
+    answer = served.http.get("/deployments/a/logs")
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+def test_a_failure_has_its_reason_in_the_message(served: Served) -> None:
+    served.create("a")
+    training = served.do(served.store.get(("one", "a")))
+    over = Status(phase=Phase.FAILED, reason="DeadlineExceeded", message="still running after 2 s")
+    served.do(served.store.update_status(training, over))
+    found = served.http.get("/deployments/a").json()
+    assert found["message"] == "DeadlineExceeded: still running after 2 s"
+
+
+@pytest.mark.parametrize(("is_cancelled", "phase"), [(False, "terminating"), (True, "cancelled")])
+def test_what_is_deleted_was_not_cancelled_by_anybody(
+    served: Served, is_cancelled: bool, phase: str
+) -> None:
+    """The controller stops both in the same way; a wait must not take one for the other."""
+    served.create("a")
+    if is_cancelled:
+        served.http.post("/v1/trainings/a/cancel").raise_for_status()
+    served.http.delete("/deployments/a").raise_for_status()
+    served.see("a", "cancelled")
+    found = served.http.get("/deployments/a").json()
+    assert (found["phase"], found["state"]) == (phase, "Terminating")
+
+
+def test_a_mistake_of_the_server_is_told_as_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a secret of the server")
+
+    monkeypatch.setattr(served.store, "list", broken)
+    answer = served.http.get("/deployments")
+    error = answer.json()["error"]
+    assert (answer.status_code, answer.headers["connection"]) == (500, "close")
+    assert set(error) == {"code", "message", "timestamp", "retryable"}
+    assert "secret" not in answer.text
+
+
+def test_a_time_to_live_out_of_bounds_is_told_as_it_was_sent(served: Served) -> None:
+    answer = served.http.post("/deployments", json={**body("a"), "ttlSeconds": 2**32 - 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "ttlSeconds: 4294967295 is not valid: expected a whole number from 0 to 315360000"
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/deployments/a/nothing", 404), ("DELETE", "/deployments/", 405)],
+)
+def test_a_path_that_there_is_not_is_refused_in_the_same_words(
+    served: Served, method: str, path: str, status: int
+) -> None:
+    answer = served.http.request(method, path)
+    assert (answer.status_code, answer.headers.get("connection")) == (status, "close")
+    assert answer.json()["error"]["message"].startswith(f"{method} {path}: ")

@@ -29,6 +29,21 @@ def test_a_conf_of_the_users_own_stays() -> None:
     assert shell_script(command, args=[], backend="c10d") == f"exec {command}\n"
 
 
+def test_a_flag_that_the_client_gave_to_another_program_is_taken_away() -> None:
+    command = "python launch.py --launcher=torchrun"
+    assert shell_script(command + INJECTED, args=[], backend="c10d") == f"exec {command}\n"
+
+
+def test_torchrun_that_is_only_asked_about_gets_no_flag() -> None:
+    script = shell_script(f"which torchrun && torchrun x.py{INJECTED}", args=[], backend="c10d")
+    assert script == f"which torchrun && torchrun {CONF} x.py\n"
+
+
+def test_each_torchrun_of_a_command_gets_its_flags() -> None:
+    script = shell_script(f"torchrun a.py && torchrun b.py{INJECTED}", args=[], backend="c10d")
+    assert script == f"torchrun {CONF} a.py && torchrun {CONF} b.py\n"
+
+
 @pytest.mark.parametrize("sent", ["etcd", "etcd-v2"])
 @pytest.mark.parametrize("there", ["etcd-v2", "c10d"])
 def test_torchrun_is_told_the_backend_there_is(sent: str, there: str) -> None:
@@ -69,6 +84,17 @@ def test_ranks_of_one_machine_do_not_run_each_others_source(tmp_path: Path) -> N
         ("X=5 sh -c 'echo $X'", [], "5"),
         ("exit 0", [], ""),
         ("echo 'it'\\''s; fine'", [], "it's; fine"),
+        ("echo one && exec echo two", ["three"], "one\ntwo three"),
+        ("echo one\n", ["two"], "one two"),
+        ("echo '$1'", ["two"], "$1 two"),
+        ("for i in 1 2; do echo $i; done", ["unused"], "1\n2"),
+        ("if true; then echo yes; fi", ["unused"], "yes"),
+        ("f() { echo in f; }; { f; }", ["unused"], "in f"),
+        ("echo one & wait", ["--unused"], "one"),
+        ("(echo one)", ["unused"], "one"),
+        ("echo one # and two", ["unused"], "one"),
+        ("cat <<END\none\nEND", ["unused"], "one"),
+        ("case x in x) echo one;; esac", ["unused"], "one"),
     ],
 )
 def test_it_runs_as_the_shell_would_run_it(
