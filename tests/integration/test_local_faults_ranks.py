@@ -68,6 +68,14 @@ def test_command_that_cannot_be_run_says_so(
     assert told in root.message
 
 
+def test_the_environment_names_the_directory_the_rank_is_in(
+    shared_plane: ControlPlane, tmp_path: Path
+) -> None:
+    name = shared_plane.create(["env"], working_dir=str(tmp_path))
+    shared_plane.until_over(name)
+    assert f"PWD={tmp_path}" in [line.text for line in shared_plane.log_lines(name)]
+
+
 def test_missing_working_directory_is_named(shared_plane: ControlPlane) -> None:
     training = shared_plane.until_over(shared_plane.create("exit 0", working_dir="/nonesuch/dir"))
     root = training.status.root_cause

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from atoll.remote.ranklog import read_log, tail_offset
 
 LINE_BYTES = 1 << 20  # a longer line comes in pieces
 LOOK_S, LOOK_MAX_S = 0.02, 0.2
+PROGRESS_S = 1.0  # how often a bar that only ever goes back to its start is shown
 
 
 def tail_places(folder: Path, ranks: Sequence[int] | None, tail: int) -> dict[int, int]:
@@ -29,6 +31,7 @@ async def read_lines(
     """From these places on; the logs of other ranks from their start."""
     offsets = dict(places)
     partial: dict[int, bytes] = {}
+    shown: dict[int, float] = {}
     pause_s = LOOK_S
     while True:
         is_last = follow is None or follow()
@@ -49,11 +52,22 @@ async def read_lines(
                     yield _line(rank, partial.pop(rank), end)
         if is_last:
             break
+        for rank, rest in partial.items():
+            size, now = _progress(rest), time.monotonic()
+            if size and now >= shown.get(rank, 0.0) + PROGRESS_S:
+                partial[rank], shown[rank] = rest[size:], now
+                yield _line(rank, rest[:size], offsets[rank] - len(rest) + size)
         pause_s = LOOK_S if is_new else min(pause_s * 1.5, LOOK_MAX_S)
         await asyncio.sleep(pause_s)
     for rank, rest in sorted(partial.items()):
         if rest:
             yield _line(rank, rest, offsets[rank])
+
+
+def _progress(rest: bytes) -> int:
+    """How much of an unfinished line was since written over. Its last byte may be half an end."""
+    size = rest.rfind(b"\r", 0, -1) + 1
+    return size if rest[:size].strip(b"\r") else 0
 
 
 def _line(rank: int, text: bytes, at: int) -> LogLine:

@@ -29,6 +29,10 @@ START_S = 60.0
 STOP_S = 60.0
 STOP_ATTEMPTS = 3
 
+# What the shell that happens to start the server says of itself. It would reach the ranks of all
+# others: each caller sends its own, or has none.
+LEFT_OUT = ("CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "OLDPWD", "OMP_NUM_THREADS", "VIRTUAL_ENV")
+
 
 def state_dir() -> Path:
     """ATOLL_STATE_DIR, else the user's state directory of the platform."""
@@ -183,11 +187,16 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's, with this very atoll first, and without its own place in another training."""
+    """The caller's, with this very atoll first, and without what is about the caller alone."""
     home = str(Path(atoll.__file__).resolve().parent.parent)
     rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     paths = [home, *(os.path.abspath(part) for part in rest)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LEFT_OUT and not name.startswith("TORCHELASTIC_")
+    }
+    return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

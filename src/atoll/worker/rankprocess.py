@@ -61,10 +61,11 @@ def become_rank(
         if os.read(go, 1) != GO:
             # Not to run, and not to end with a code that could be taken for the command's own.
             os.kill(os.getpid(), signal.SIGKILL)
-        what = gang["working_dir"] or str(directory)
-        os.chdir(what)
+        where = what = gang["working_dir"] or str(directory)
+        os.chdir(where)
         reason, what = "CommandNotFound", gang["command"][0]
-        os.execvpe(what, gang["command"], {**gang["env"], **_own(directory, gang, due)})
+        env = {**gang["env"], "PWD": where, **_own(directory, gang, due)}
+        os.execvpe(what, gang["command"], env)
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             reason = "CannotRun"

@@ -110,6 +110,30 @@ def test_shutdown_is_prompt_with_open_watches_and_follows(where: Path, tmp_path:
         assert t.phase == "ready"
 
 
+def test_ranks_do_not_get_the_devices_of_the_shell_that_started_it(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {
+        "CUDA_VISIBLE_DEVICES": "7",
+        "OMP_NUM_THREADS": "3",
+        "VIRTUAL_ENV": "/first",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with atoll.Client() as client:
+        with monkeypatch.context() as shell:
+            for name, value in first.items():
+                shell.setenv(name, value)
+            client.list()
+            told(where)
+        for name in first:
+            monkeypatch.delenv(name, raising=False)
+        t = client.deploy_distributed("a", command=["env"])
+        t.result(PATIENCE_S)
+        found = [line.text for line in t.logs()]
+    assert "RANK=0" in found
+    assert not [line for line in found if line.partition("=")[0] in first]
+
+
 def test_a_lying_endpoint_file_is_not_believed(where: Path) -> None:
     where.mkdir(mode=0o700)
     for text in (
