@@ -2,9 +2,9 @@
 
     python diloco_replica.py ROUNDS WAIT_AT FILE
 
-Once loaded it says `loaded` and waits for the end of its input, so that all replicas can begin together. At
-round WAIT_AT, or the first after it that it takes part in, it says so and waits until the file is
-there, or until it is killed.
+Once loaded it says `loaded` and waits for the end of its input, so that all replicas can begin
+together. At round WAIT_AT, or the first after it that it takes part in, it says so and waits until
+the file is there, or until it is killed.
 """
 
 from __future__ import annotations
