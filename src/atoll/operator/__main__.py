@@ -22,14 +22,7 @@ from atoll.store.kubernetes_tokens import KubernetesTokens
 
 
 def main() -> None:
-    """Exits with one line where something is wrong that only the caller can mend."""
-    try:
-        _main()
-    except AtollError as error:
-        sys.exit(f"atoll operator: {error}")
-
-
-def _main() -> None:
+    """Raises AtollError where something is wrong that only the caller can mend."""
     parser = argparse.ArgumentParser(prog="atoll operator")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="act on trainings until stopped")
@@ -102,4 +95,7 @@ async def _token(given: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AtollError as error:
+        sys.exit(f"atoll operator: {error}")
