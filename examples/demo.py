@@ -119,7 +119,8 @@ def main() -> None:
             stop_grace_s=2,
         )
         story.tell(f"asked for {START} ranks, at least 1, at most {GROWN}")
-        threading.Thread(target=story.follow, args=[training], daemon=True).start()
+        follower = threading.Thread(target=story.follow, args=[training], daemon=True)
+        follower.start()
         world = training.wait_until_target_world(timeout=120)
         story.tell(f"{world.ready} of {world.target} ranks run; they load torch, then train")
 
@@ -133,6 +134,7 @@ def main() -> None:
         story.tell(f"all {GROWN} ranks train; round {last} is to be the last")
         training.result(timeout=300)
         story.wait_for(lambda: len(story.finals) == GROWN, "the last line of every rank", 30)
+        follower.join(30)  # the stream ends with the training
         summary(story, training)
     shutil.rmtree(place)
 
