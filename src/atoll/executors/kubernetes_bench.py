@@ -21,7 +21,7 @@ from atoll.executors.kubernetes_names import BENCH, PART, UID
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_place import affinity, node_selector, ranks_of, tolerations
 from atoll.executors.kubernetes_pod import BROKEN, HOPELESS, Pod
-from atoll.executors.kubernetes_render import gang_metadata, gang_name
+from atoll.executors.kubernetes_render import gang_metadata, gang_name, render_headless
 
 Json = dict[str, Any]
 
@@ -39,17 +39,8 @@ def bench_name(training: Training) -> str:
 
 
 def render_bench_service(training: Training, options: Options, owner: Json | None) -> Json:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": gang_metadata(training, owner, options, name=bench_name(training)),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {UID: training.uid, PART: BENCH},
-            "ports": [{"name": BENCH, "port": PORT, "protocol": "TCP"}],
-        },
-    }
+    metadata = gang_metadata(training, owner, options, name=bench_name(training))
+    return render_headless(metadata, training, BENCH, BENCH, PORT)
 
 
 def render_bench(training: Training, options: Options, owner: Json | None, token: str) -> Json:

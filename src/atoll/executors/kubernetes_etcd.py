@@ -16,23 +16,14 @@ from atoll.executors.kubernetes_names import ETCD, PART, UID
 from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_place import tolerations
 from atoll.executors.kubernetes_pod import Pod
-from atoll.executors.kubernetes_render import etcd_name, gang_metadata
+from atoll.executors.kubernetes_render import etcd_name, gang_metadata, render_headless
 
 Json = dict[str, Any]
 
 
 def render_etcd_service(training: Training, options: Options, owner: Json | None) -> Json:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": gang_metadata(training, owner, options, name=etcd_name(training)),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # so that its name is known before it is needed
-            "selector": {UID: training.uid, PART: ETCD},
-            "ports": [{"name": "client", "port": DEFAULT_ETCD_PORT, "protocol": "TCP"}],
-        },
-    }
+    metadata = gang_metadata(training, owner, options, name=etcd_name(training))
+    return render_headless(metadata, training, ETCD, "client", DEFAULT_ETCD_PORT)
 
 
 def render_etcd(training: Training, options: Options, owner: Json | None) -> Json:

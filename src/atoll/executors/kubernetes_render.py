@@ -47,7 +47,6 @@ from atoll.executors.kubernetes_options import Options
 from atoll.executors.kubernetes_place import (
     affinity,
     node_selector,
-    ranks_of,
     spread,
     tolerations,
 )
@@ -108,16 +107,22 @@ def render_size(wish: Wish) -> dict[str, str]:
 
 
 def render_service(training: Training, options: Options, owner: Json | None) -> Json:
-    """Headless: gives every rank the name `<gang>-<rank>.<gang>`, before it is ready too."""
+    """Gives every rank the name `<gang>-<rank>.<gang>`."""
+    metadata = gang_metadata(training, owner, options)
+    return render_headless(metadata, training, CONTAINER, "rendezvous", options.master_port)
+
+
+def render_headless(metadata: Json, training: Training, part: str, port: str, number: int) -> Json:
+    """Names for the pods of one part of a training, known before they are ready too."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": gang_metadata(training, owner, options),
+        "metadata": metadata,
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": ranks_of(training),
-            "ports": [{"name": "rendezvous", "port": options.master_port, "protocol": "TCP"}],
+            "selector": {UID: training.uid, PART: part},
+            "ports": [{"name": port, "port": number, "protocol": "TCP"}],
         },
     }
 
