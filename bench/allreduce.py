@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from atoll.core.errors import NotFound
-from atoll.remote.blobs import Blobs
-from atoll.worker.allreduce import ObjectStoreAllReduce
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.diloco.blobs import Blobs
 
 RESULTS = Path(__file__).parent / "results" / "allreduce.json"
 MB = 1_000_000

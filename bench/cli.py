@@ -76,7 +76,7 @@ def main() -> None:
         ),
         "torchrun --nproc-per-node 4 noop.py": lambda: timed(*torchrun, str(script)),
     }
-    if find_spec("atoll.worker.mesh") is None:
+    if find_spec("atoll.mesh.gate") is None:
         del rows["from atoll import mesh_wait"]
     timed(*ATOLL, "ps", **warm)  # the server is up from here on
     times: dict[str, list[float]] = {name: [] for name in rows}

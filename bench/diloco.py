@@ -33,13 +33,13 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from diloco_gpt import GPT, Text, validate  # noqa: E402
 
-from atoll.core.estimate import estimate  # noqa: E402
 from atoll.diloco import DiLoCo  # noqa: E402
 from atoll.diloco import RoundReport as DiLoCoReport  # noqa: E402
-from atoll.remote.blobs import Blobs  # noqa: E402
-from atoll.worker.allreduce import ObjectStoreAllReduce, RoundReport  # noqa: E402
-from atoll.worker.allreduce.codecs import Codec, get_codec  # noqa: E402
-from atoll.worker.outer import Fragment, split  # noqa: E402
+from atoll.diloco.allreduce import ObjectStoreAllReduce, RoundReport  # noqa: E402
+from atoll.diloco.allreduce.codecs import Codec, get_codec  # noqa: E402
+from atoll.diloco.blobs import Blobs  # noqa: E402
+from atoll.diloco.estimate import estimate  # noqa: E402
+from atoll.diloco.outer import Fragment, split  # noqa: E402
 
 SEEDS = tuple(map(int, os.environ.get("SEEDS", "0 1 2").split()))
 REPLICAS, SYNC_EVERY, ROUNDS, BATCH = 16, 5, int(os.environ.get("ROUNDS", 100)), 4

@@ -29,8 +29,8 @@ from tests.e2e.kubernetes.control_plane import ControlPlane, assets  # noqa: E40
 
 from atoll.core.spec import TrainingSpec, WorldSize  # noqa: E402
 from atoll.core.status import Training, Wish  # noqa: E402
-from atoll.executors.kubernetes import JobExecutor  # noqa: E402
-from atoll.remote.kubernetes import Cluster, gather  # noqa: E402
+from atoll.kubernetes.client import Cluster, gather  # noqa: E402
+from atoll.kubernetes.executor import JobExecutor  # noqa: E402
 
 LOOKS = 20
 IDLE_S = 10.0

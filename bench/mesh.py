@@ -28,9 +28,9 @@ HOSTS, ROUNDS, WAITS = 16, int(os.environ.get("ROUNDS", "20")), 200
 WATCH = """
 import asyncio, sys, time
 from pathlib import Path
-from atoll.executors.mesh_watch import MeshWatch
-from atoll.remote.etcd import EtcdKeys
-from atoll.worker.etcd_server import start_etcd
+from atoll.mesh.watch import MeshWatch
+from atoll.mesh.etcd import EtcdKeys
+from atoll.local.etcd_server import start_etcd
 
 async def main(address, directory, hosts):
     server = start_etcd(Path(directory), address)
@@ -88,7 +88,7 @@ def mesh_ready(rounds: int) -> dict[str, list[float]]:
 
 AGENT = """
 import asyncio, sys, time
-from atoll.worker import fabric
+from atoll.mesh import fabric
 start = asyncio.start_server
 async def told(*args, **more):
     server = await start(*args, **more)
@@ -114,7 +114,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 def mesh_waits(count: int) -> dict[str, list[float]]:
     """Seconds of `mesh_wait()` with the key there, beside one urllib request for the same key."""
     from atoll.core.mesh import ready_path
-    from atoll.worker.etcd_server import start_etcd, stop_etcd
+    from atoll.local.etcd_server import start_etcd, stop_etcd
 
     found: dict[str, list[float]] = {"mesh_wait, key there": [], "urllib, the same key": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -71,7 +71,7 @@ def raw(net: Network) -> float:
 
 
 def ours(net: Network) -> dict[str, Any]:
-    run, address = (sys.executable, "-m", "atoll.worker.netbench"), net.address("host-1")
+    run, address = (sys.executable, "-m", "atoll.bench.netbench"), net.address("host-1")
     with net.popen("host-1", *run, "serve", "--address", address, **PIPES) as server:
         assert server.stdout is not None
         place = json.loads(server.stdout.readline())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from atoll.worker.mesh import mesh_wait
+from atoll.mesh.gate import mesh_wait
 
 if __name__ == "__main__":
     import argparse

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 from obstore.store import MemoryStore
 
-from atoll.remote.blobs import Blobs
-from atoll.worker.allreduce import ObjectStoreAllReduce, wire
-from atoll.worker.allreduce.keys import parse_attempt
-from atoll.worker.allreduce.roster import Roster
-from atoll.worker.allreduce.settle import Me, Settler
+from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
+from atoll.diloco.allreduce.keys import parse_attempt
+from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.settle import Me, Settler
+from atoll.diloco.blobs import Blobs
 
 T = TypeVar("T")
 SIZE = 37
@@ -198,8 +198,8 @@ def committed(blobs: Blobs, run: str = "run") -> dict[int, list[int]]:
 
 
 def read_roster(blobs: Blobs, number: int, attempt: int, run: str = "run") -> Roster:
-    from atoll.worker.allreduce.keys import Keys
-    from atoll.worker.allreduce.pace import History
+    from atoll.diloco.allreduce.keys import Keys
+    from atoll.diloco.allreduce.pace import History
 
     settler = Settler(blobs, Keys(run), Me(0, 1, 1, "", 1), History(), None)  # type: ignore[arg-type]
     roster = settler.read(settler.keys.roster(number, attempt))

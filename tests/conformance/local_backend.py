@@ -16,7 +16,7 @@ from tests.support.control_plane import ControlPlane, PlaneDied, make_spec, wait
 from tests.support.memory_group import MemoryGroup
 
 from atoll.core.status import Training
-from atoll.remote import processes
+from atoll.local import processes
 
 # Runs until a file says with which code to exit, or that it shall run out of memory.
 SCRIPT = """[ -e {folder}/deaf ] && trap '' TERM

@@ -13,8 +13,8 @@ import pytest
 from tests.allreduce.world import SIZE, FaultyBlobs, World, run_threads, tensor
 
 from atoll.core.errors import BelowMinimumWorld, DistributedError, Permanent, ValidationError
-from atoll.remote.blobs import Blobs
-from atoll.worker.allreduce import ObjectStoreAllReduce
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.diloco.blobs import Blobs
 
 
 def cut(data: bytes) -> bytes:

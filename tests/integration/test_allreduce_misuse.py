@@ -15,8 +15,8 @@ from tests.allreduce.s3server import S3Server
 from tests.allreduce.world import FaultyBlobs, run_threads
 
 from atoll.core.errors import Permanent, ValidationError
-from atoll.remote.blobs import Blobs
-from atoll.worker.allreduce import ObjectStoreAllReduce
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.diloco.blobs import Blobs
 
 ONES = np.ones(4, np.float32)
 

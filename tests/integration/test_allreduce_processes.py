@@ -17,7 +17,7 @@ import pytest
 from tests.allreduce.s3server import S3Server
 from tests.allreduce.world import committed
 
-from atoll.remote.blobs import Blobs
+from atoll.diloco.blobs import Blobs
 
 ROOT = Path(__file__).parents[2]
 

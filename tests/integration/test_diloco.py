@@ -18,7 +18,7 @@ import torch
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo, RoundReport
-from atoll.remote.blobs import Blobs
+from atoll.diloco.blobs import Blobs
 
 torch.set_num_threads(1)
 SCRIPT = Path(__file__).with_name("diloco_replica.py")

@@ -12,8 +12,8 @@ from tests.allreduce.world import FaultyBlobs
 
 from atoll.core.errors import Temporary, ValidationError
 from atoll.diloco import DiLoCo
-from atoll.remote.blobs import Blobs
-from atoll.worker.allreduce import catchup
+from atoll.diloco.allreduce import catchup
+from atoll.diloco.blobs import Blobs
 
 
 def net(seed: int = 0) -> torch.nn.Linear:

@@ -21,9 +21,9 @@ SRC = Path(__file__).parents[2] / "src"
 WATCH = """
 import asyncio, json, sys
 from pathlib import Path
-from atoll.executors.mesh_watch import MeshWatch
-from atoll.remote.etcd import EtcdKeys
-from atoll.worker.etcd_server import start_etcd, stop_etcd
+from atoll.mesh.watch import MeshWatch
+from atoll.mesh.etcd import EtcdKeys
+from atoll.local.etcd_server import start_etcd, stop_etcd
 
 def say(**what): print(json.dumps(what), flush=True)
 
@@ -78,7 +78,7 @@ class Scene:
 
     def agent(self, host: str) -> subprocess.Popen[str]:
         return self._start(
-            host, sys.executable, "-m", "atoll.worker.fabric",
+            host, sys.executable, "-m", "atoll.mesh.fabric",
             "--host", host, "--address", self.net.address(host), "--etcd", self.endpoint,
         )  # fmt: skip
 

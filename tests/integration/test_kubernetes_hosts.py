@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from atoll.executors import kubernetes_hosts
-from atoll.executors.kubernetes_hosts import Hosts
+from atoll.kubernetes import hosts as kubernetes_hosts
+from atoll.kubernetes.hosts import Hosts
 
 KEY = ("team", "tiny")
 

@@ -10,7 +10,7 @@ from tests.support.in_process import plane
 
 from atoll.core.phase import Phase
 from atoll.core.spec import WorldSize
-from atoll.executors import supervision
+from atoll.local import supervision
 
 
 def test_a_supervisor_that_keeps_dying_fails_the_training(

@@ -20,7 +20,7 @@ from tests.support.control_plane import ControlPlane, PlaneDied, make_spec, serv
 
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
-from atoll.remote import processes
+from atoll.local import processes
 
 # name: script, options, what each rank ends with, phase, root cause, attempts a rank
 MIX = {

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, wait_for
 
-from atoll.core.journal import Due
 from atoll.core.status import Training
-from atoll.worker.rankprocess import become_rank
+from atoll.local.rankprocess import become_rank
+from atoll.local.records import Due
 
 FOREVER = "exec sleep 1000"
 

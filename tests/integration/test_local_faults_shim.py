@@ -12,7 +12,7 @@ import pytest
 from tests.support.control_plane import ControlPlane, wait_for
 
 from atoll.core.status import Training
-from atoll.remote import processes
+from atoll.local import processes
 
 RANKS = 3
 # Each rank has a child, one in a session of its own, and a double-forked daemon.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import serving
 
-from atoll.remote import processes
+from atoll.local import processes
 
 MARK = b"TIDE_MARK"
 

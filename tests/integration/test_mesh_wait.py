@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from atoll.core.mesh import degraded_path, escaped, ready_path, split_endpoint
-from atoll.worker.etcd_server import start_etcd, stop_etcd
+from atoll.local.etcd_server import start_etcd, stop_etcd
 
 SRC = Path(__file__).parents[2] / "src"
-SCRIPT = SRC / "atoll/worker/mesh_wait.sh"
+SCRIPT = SRC / "atoll/mesh/mesh_wait.sh"
 TOOLS = ("date", "grep", "od", "printf", "sed", "sleep", "timeout", "tr")
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from atoll.core.fabric import FABRIC_DIR, MeshVerdict, Report, Roster, agent_name
 from atoll.core.mesh import MeshState
 from atoll.core.model import decode
-from atoll.executors.mesh_watch import MeshWatch
-from atoll.remote.etcd import EtcdKeys
-from atoll.worker import fabric
-from atoll.worker.etcd_server import EtcdServer, start_etcd, stop_etcd
+from atoll.local.etcd_server import EtcdServer, start_etcd, stop_etcd
+from atoll.mesh import fabric
+from atoll.mesh.etcd import EtcdKeys
+from atoll.mesh.reach import FABRIC_DIR, MeshVerdict, Report, Roster, agent_name
+from atoll.mesh.watch import MeshWatch
 
 
 @pytest.fixture

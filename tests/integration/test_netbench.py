@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from bench.netns import Network
 
+from atoll.bench import netbench
 from atoll.core.errors import Temporary
 from atoll.core.model import decode
 from atoll.core.status import BenchResult
-from atoll.worker import netbench
 
 SRC = Path(__file__).parents[2] / "src"
 ENV = {**os.environ, "PYTHONPATH": str(SRC)}
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": ENV}
-NETBENCH = (sys.executable, "-m", "atoll.worker.netbench")
+NETBENCH = (sys.executable, "-m", "atoll.bench.netbench")
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_server_nobody_comes_to_ends() -> None:
 )
 def test_the_command_says_in_a_line_why_not(words: list[str], said: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "atoll.worker.netbench", *words],
+        [sys.executable, "-m", "atoll.bench.netbench", *words],
         capture_output=True,
         text=True,
         timeout=60,

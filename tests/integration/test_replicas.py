@@ -19,10 +19,10 @@ from atoll import LocalProcessExecutor, ReplicaHandle
 from atoll.core.errors import NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
 from atoll.core.status import Training, Wish
-from atoll.executors import replica_guard
-from atoll.executors.local import LocalExecutor
-from atoll.remote import processes
-from atoll.worker.replica_entry import give_result
+from atoll.local import processes
+from atoll.local.executor import LocalExecutor
+from atoll.rank.replica_entry import give_result
+from atoll.replicas import guard as replica_guard
 
 KEYS = {
     "rank", "status", "exit_code", "error", "result",

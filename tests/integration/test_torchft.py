@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import ObjectStoreManager
-from atoll.remote.blobs import Blobs
-from atoll.worker.torchft_manager import check_handed
+from atoll.diloco.blobs import Blobs
+from atoll.diloco.torchft_manager import check_handed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atoll.core.errors import Permanent, Temporary
-from atoll.core.journal import Attempt, GangState
 from atoll.core.plan import STALE_S
 from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
+from atoll.local.records import Attempt, GangState
 
 
 class Crash(BaseException):

@@ -17,7 +17,7 @@ import msgspec
 
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Event, LogLine, Training
-from atoll.remote import processes
+from atoll.local import processes
 
 SERVE = Path(__file__).with_name("serve.py")
 WAIT_S = 60.0

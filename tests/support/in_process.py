@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from atoll.controller.loop import Controller
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
-from atoll.executors.local import LocalExecutor
+from atoll.local.executor import LocalExecutor
 from atoll.store.sqlite import SQLiteStore
 
 

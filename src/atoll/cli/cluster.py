@@ -72,7 +72,7 @@ def manifests(
     try:
         import yaml  # type: ignore[import-untyped]
 
-        from atoll.operator.manifests import render_manifests
+        from atoll.kubernetes.manifests import render_manifests
     except ImportError as error:
         raise _needs_extra(error) from error
     from atoll.cli.show import print_json

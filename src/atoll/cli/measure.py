@@ -16,8 +16,8 @@ from atoll.cli.options import json_option, name_argument
 @json_option
 def bench(name: str, png: str | None, is_json: bool) -> None:
     """Show the link between two hosts that a training measured."""
+    from atoll.bench.plot import plot_png, plot_text
     from atoll.cli.show import print_json
-    from atoll.core.plot import plot_png, plot_text
     from atoll.sdk.client import Client
 
     told = Client().get(name).bench_diagnostics
@@ -58,8 +58,8 @@ def bench(name: str, png: str | None, is_json: bool) -> None:
 def estimate(parameters: str, is_json: bool, **given: Any) -> None:
     """Say what a DiLoCo round costs in bytes, seconds and dollars."""
     from atoll.cli.show import print_json
-    from atoll.core.estimate import estimate as estimated
-    from atoll.core.estimate import table
+    from atoll.diloco.estimate import estimate as estimated
+    from atoll.diloco.estimate import table
 
     result = estimated(parameters=count(parameters), **given)
     print_json(result) if is_json else print(table(result))

@@ -35,7 +35,7 @@ def serve(port: int, host: str, state_dir: Path | None, slots: int | None, is_js
 
     Prints one line of JSON once it answers: its url and process id.
     """
-    from atoll import main
+    from atoll import run as main
     from atoll.sdk import embedded
 
     where = (state_dir or embedded.state_dir()).absolute()

@@ -14,11 +14,11 @@ import time
 import yaml  # type: ignore[import-untyped]
 
 from atoll.core.errors import AtollError
-from atoll.operator.manifests import HOME, read_options, render_manifests
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.manifests import HOME, read_options, render_manifests
+from atoll.kubernetes.tokens import KubernetesTokens
 from atoll.operator.run import run_operator
-from atoll.remote.kubernetes import Cluster
 from atoll.server.auth import hashed, new_token
-from atoll.store.kubernetes_tokens import KubernetesTokens
 
 
 def main() -> None:

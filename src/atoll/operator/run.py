@@ -15,11 +15,11 @@ from typing import Any
 
 from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
-from atoll.executors.kubernetes import JobExecutor
-from atoll.operator.lease import Lease
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.lease import Lease
+from atoll.kubernetes.store import KubernetesStore
 from atoll.operator.serve import serve_api
-from atoll.remote.kubernetes import Cluster
-from atoll.store.kubernetes import KubernetesStore
 
 log = logging.getLogger(__name__)
 

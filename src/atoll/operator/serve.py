@@ -8,11 +8,11 @@ from typing import Any
 
 import uvicorn
 
-from atoll.executors.kubernetes import JobExecutor
-from atoll.remote.kubernetes import Cluster
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.store import KubernetesStore
 from atoll.server.app import create_app
 from atoll.server.streams import Streams
-from atoll.store.kubernetes import KubernetesStore
 
 
 class _Server(uvicorn.Server):

@@ -158,7 +158,7 @@ class Started:
 
 def start(where: Path, *, is_owned: bool = False) -> Started:
     """A server on a free loopback port, once it answers. Raises Permanent if it does not."""
-    command = [sys.executable, "-m", "atoll.main", "serve", "--state-dir", str(where)]
+    command = [sys.executable, "-m", "atoll.run", "serve", "--state-dir", str(where)]
     command += ["--port", "0", "--announce", *(["--owned"] if is_owned else [])]
     log = where / "server.log"
     with log.open("ab") as errors:

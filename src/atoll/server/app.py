@@ -15,9 +15,11 @@ from litestar.handlers import BaseRouteHandler
 from atoll.core.errors import AtollError
 from atoll.core.model import encode
 from atoll.core.ports import Executor
-from atoll.server import api, deployments, deployments_answers, health
+from atoll.server import api, health
 from atoll.server.auth import caller
 from atoll.server.background import beside
+from atoll.server.basilica import answers as deployments_answers
+from atoll.server.basilica import deployments
 from atoll.server.gauges import Gauges
 from atoll.server.openapi import document
 from atoll.server.operations import Operation, Plane, TokenStore, routes

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from atoll.controller.loop import Controller
-from atoll.executors.kubernetes import JobExecutor
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.store import KubernetesStore
 from atoll.operator.run import DEFAULTS
-from atoll.remote.kubernetes import Cluster
-from atoll.store.kubernetes import KubernetesStore
 from tests.support.serve import Crashing
 
 

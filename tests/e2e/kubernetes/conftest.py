@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from atoll.operator.manifests import render_manifests
-from atoll.remote.kubernetes import Cluster
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.manifests import render_manifests
 from tests.e2e.kubernetes.control_plane import ControlPlane, assets, wait_for
 from tests.e2e.kubernetes.nodes import IMAGE, Node
 

@@ -16,7 +16,7 @@ import pytest
 
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training, Wish
-from atoll.executors.kubernetes import JobExecutor
+from atoll.kubernetes.executor import JobExecutor
 from tests.e2e.kubernetes.conformance_backend import ArmedOperator
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for

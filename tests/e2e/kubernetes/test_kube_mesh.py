@@ -17,9 +17,9 @@ import pytest
 from atoll.core.mesh import MeshState
 from atoll.core.spec import BenchSpec, TrainingSpec, WorldSize
 from atoll.core.status import Seen, Training, Wish
-from atoll.executors.kubernetes import JobExecutor
-from atoll.remote.etcd import EtcdKeys
-from atoll.worker.etcd_server import start_etcd, stop_etcd
+from atoll.kubernetes.executor import JobExecutor
+from atoll.local.etcd_server import start_etcd, stop_etcd
+from atoll.mesh.etcd import EtcdKeys
 from tests.e2e.kubernetes.conftest import Operator, Site, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.images import ATOLL, ETCD

@@ -11,7 +11,7 @@ from tests.integration.face.conftest import Served
 
 from atoll.core.phase import Phase
 from atoll.core.status import Status
-from atoll.server import deployments
+from atoll.server.basilica import deployments
 
 
 def body(name: str, **distributed: Any) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""The link bench as two pods of one Job: index 0 listens, index 1 measures and tells.
+
+`python -m atoll.bench.netbench_pair PEER:PORT`, the same for both. The token comes in
+`ATOLL_BENCH_TOKEN`; the result goes to stdout and, for the control plane, to the pod's
+termination message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import sys
+import time
+
+from atoll.bench.netbench import LIMIT_S, measure, serve
+from atoll.bench.netbench_main import summarise
+from atoll.core.errors import Temporary
+from atoll.core.mesh import split_endpoint
+from atoll.core.model import encode
+from atoll.core.status import BenchResult
+
+PATIENCE_S = 7 * 86_400.0  # of the one that listens: the other may wait long for its node
+AGAIN_S = 0.2
+REPORT = "/dev/termination-log"
+
+
+def listen_once(port: int, token: str, patience_s: float = PATIENCE_S) -> None:
+    """Until one measurement went through."""
+    deadline = time.monotonic() + patience_s
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    is_both = family == socket.AF_INET6
+    with socket.create_server(("", port), family=family, dualstack_ipv6=is_both) as listener:
+        while True:
+            try:
+                return serve(listener, token, max(deadline - time.monotonic(), 0.0))
+            except Temporary:  # one that broke off may come again
+                if time.monotonic() >= deadline:
+                    raise
+
+
+def measure_until(
+    peer: str, port: int, token: str, host: str, limit_s: float = LIMIT_S
+) -> BenchResult:
+    """As soon as the other has its name and answers. Raises Temporary at the end of its time."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            found = measure(peer, port, token, max(deadline - time.monotonic(), 0.0))
+            return summarise(found, host, peer, time.time())
+        except Temporary:
+            if time.monotonic() + AGAIN_S >= deadline:
+                raise
+            time.sleep(AGAIN_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m atoll.bench.netbench_pair")
+    parser.add_argument("peer", help="the one that listens, host:port")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds, to measure")
+    parser.add_argument("--report", default=REPORT)
+    given = parser.parse_args()
+    place = split_endpoint(given.peer)
+    index = os.environ.get("JOB_COMPLETION_INDEX", "")
+    token = os.environ.get("ATOLL_BENCH_TOKEN", "")
+    if place is None or index not in ("0", "1") or not token:
+        parser.error("expected host:port, JOB_COMPLETION_INDEX of 0 or 1 and ATOLL_BENCH_TOKEN")
+    try:
+        if index == "0":
+            return listen_once(place[1], token)
+        host = os.environ.get("NODE_NAME") or socket.gethostname()
+        text = encode(measure_until(*place, token, host, given.limit)).decode()
+    except (Temporary, OSError) as error:
+        _report(given.report, f"netbench: {error}")
+        raise SystemExit(f"netbench: {error}") from error
+    sys.stdout.write(text + "\n")
+    _report(given.report, text)
+
+
+def _report(path: str, text: str) -> None:
+    with contextlib.suppress(OSError), open(path, "w") as report:
+        report.write(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""DiLoCo for a training script: `from atoll.diloco import DiLoCo`. Needs `atoll[torch]`.
+
+Names load on first use: an estimate needs neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atoll.diloco.loop import DiLoCo, RoundReport
+    from atoll.diloco.torchft_manager import ObjectStoreManager
+
+_HOME = {"DiLoCo": "loop", "ObjectStoreManager": "torchft_manager", "RoundReport": "loop"}
+
+__all__ = ["DiLoCo", "ObjectStoreManager", "RoundReport"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'atoll.diloco' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"atoll.diloco.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

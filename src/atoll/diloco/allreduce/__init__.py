@@ -1,0 +1,8 @@
+"""All-reduce through an object store: every replica ends a round with the same bits."""
+
+from __future__ import annotations
+
+from atoll.diloco.allreduce.allreduce import ObjectStoreAllReduce, RoundReport
+from atoll.diloco.allreduce.catchup import Checkpoint, JoinState, Mean
+
+__all__ = ["Checkpoint", "JoinState", "Mean", "ObjectStoreAllReduce", "RoundReport"]

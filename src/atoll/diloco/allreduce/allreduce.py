@@ -1,0 +1,384 @@
+"""ObjectStoreAllReduce: the mean of everybody's tensors, through nothing but an object store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from atoll.core.errors import AtollError, Permanent, ValidationError
+from atoll.diloco.allreduce import arguments, catchup, sweep
+from atoll.diloco.allreduce import layout as layouts
+from atoll.diloco.allreduce.catchup import Checkpoint, JoinState
+from atoll.diloco.allreduce.codecs import Codec, get_codec
+from atoll.diloco.allreduce.exchange import Abandoned, Behind, Exchange
+from atoll.diloco.allreduce.feedback import Feedback
+from atoll.diloco.allreduce.keys import Keys
+from atoll.diloco.allreduce.layout import Layout, Vector, difference
+from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
+from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.settle import Me, Settler
+from atoll.diloco.allreduce.upload import Cargo
+from atoll.diloco.blobs import Blobs, Usage
+
+log = logging.getLogger("atoll.allreduce")
+
+THREADS = 8
+MOST_ROUNDS = 10**8
+PROBE = "conditional-write-probe"
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """How one round went, as this replica saw it.
+
+    `roster`: rank to weight, of those whose tensors are in the mean. `is_member`: whether this
+    replica's are. `missing`: who was waited for in vain. `skipped`: rounds that were decided
+    without this replica reading their means; its caller has to catch up with `join()`.
+    """
+
+    round: int
+    attempt: int
+    roster: dict[int, float]
+    is_member: bool
+    missing: list[int]
+    skipped: list[int]
+    bytes_up: int
+    bytes_down: int
+    requests: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class ObjectStoreAllReduce:
+    """Averages lists of tensors over the replicas of a run; see docs/decisions/007.
+
+    `allreduce` must be called by every replica, with tensors of the same shapes and types. When
+    a replica is missing, the others wait for the grace and go on, as long as `min_replicas` are
+    there. The default for that is $ATOLL_WORLD_MIN, else half of the world, rounded up: agreement
+    never depends on it, it only says how small a world still makes sense.
+
+    A run is a URI together with `run_id` (default $ATOLL_RUN_ID, $ATOLL_UID, else "run"). A process
+    that comes to a run where rounds have been decided goes on with the next one, so a restarted
+    replica needs nothing but the same arguments. Independent runs need their own URI or id.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str] | Blobs,
+        rank: int,
+        world_size: int,
+        *,
+        min_replicas: int | None = None,
+        run_id: str | None = None,
+        codec: str | Codec = "fp32",
+        down_codec: str | Codec | None = None,
+        timeout: float = 600.0,
+        grace_s: float | None = None,
+        keep_rounds: int = 2,
+        carries_late_work: bool | None = None,
+    ) -> None:
+        """`grace_s`: how long stragglers and owners are waited for; None learns it from the rounds.
+
+        `carries_late_work`: when this replica was too late for a round, its values are added to
+        what it brings to the next one. None: only with a lossy codec, where the same is done with
+        everything that the codec left out.
+        """
+        self.world_size = arguments.read_whole("world_size", world_size, 1, arguments.MOST_REPLICAS)
+        self.rank = arguments.read_whole("rank", rank, 0, self.world_size - 1)
+        least = arguments.read_min(min_replicas, self.world_size)
+        arguments.check_seconds("timeout", timeout)
+        if grace_s is not None:
+            arguments.check_seconds("grace_s", grace_s)
+        self.codec = get_codec(codec)
+        self.down_codec = get_codec(codec if down_codec is None else down_codec)
+        self.keys = Keys(arguments.read_run_id(run_id))
+        self._keep_rounds = arguments.read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
+        self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
+        self.last_round: RoundReport | None = None
+        self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
+        me = Me(self.rank, self.world_size, least, secrets.token_hex(8), timeout)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
+        self._history = History(grace_s, timeout)
+        self._settler = Settler(self.blobs, self.keys, me, self._history, self._pool)
+        self._me = me
+        self._feedback: dict[str, Feedback] = {}
+        self._cargo: dict[str, Cargo] = {}
+        self._next: int | None = None  # the round to do next; None: ask the store
+        self._may_be_late = False
+        self._sweeping: Future[None] | None = None
+        self._lock = threading.Lock()
+        _refuse_unconditional(self.blobs)
+
+    @property
+    def round(self) -> int | None:
+        """The round that the next `allreduce` starts with; None until the store was asked."""
+        return self._next
+
+    def go_on_at(self, round: int) -> None:
+        """Do `round` next, for a caller whose state is not from `join()` but as of that round."""
+        self._next = round
+
+    def allreduce(
+        self, tensors: Sequence[Any], *, weight: float = 1.0, name: str = ""
+    ) -> list[Any]:
+        """The weighted mean of the roster, in the order, shapes and types of `tensors`.
+
+        `name` tells apart streams of tensors that take turns (each keeps its own error feedback).
+        Raises BelowMinimumWorld when no quorum came within the timeout, ValidationError when the
+        replicas' tensors differ.
+        """
+        weighs = arguments.read_weight(weight)
+        with self._lock:
+            before, started = self.blobs.usage, time.monotonic()
+            arrays = layouts.as_arrays(tensors)
+            layout = layouts.describe(
+                arrays,
+                shards=self.world_size,
+                codec=self.codec.name,
+                down_codec=self.down_codec.name,
+                name=name,
+            )
+            feedback = self._feedback_for(layout)
+            cargo = self._cargo.get(name)
+            if cargo is None or cargo.layout != layout:
+                cargo = self._cargo[name] = Cargo(layout, self.rank, self.codec)
+            cargo.load(arrays, feedback.up)
+            if self.codec.needs_finite or self.down_codec.needs_finite:
+                cargo.check_finite()
+            work = _Work(layout, cargo, weighs, feedback)
+            mean = self._until_done(work, started, before)
+            return layouts.unflatten(mean, arrays)
+
+    def save_checkpoint(self, state: bytes | Sequence[Any], round: int | None = None) -> bool:
+        """Store the state after `round` (default: the last one done; -1: before the first).
+
+        All replicas have the same state then, so anyone may; False: somebody already did.
+        """
+        if round is None:
+            round = self.last_round.round if self.last_round else -1
+        return catchup.save(self.blobs, self.keys, round, state)
+
+    def load_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole, or None."""
+        return catchup.load(self.blobs, self.keys)
+
+    def join(self) -> JoinState:
+        """Everything a new or restarted replica needs, from the store alone.
+
+        Waits for a round that is being exchanged right now. The next `allreduce` goes on at
+        `JoinState.round`.
+        """
+        with self._lock:
+            state = catchup.join(self._settler, self._exchange)
+            self._next = state.round
+            self._may_be_late = True
+            return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The error feedback of this rank, to go on exactly after a planned restart."""
+        return {name: feedback.state() for name, feedback in self._feedback.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._feedback = {
+            name: Feedback(up=part["up"], down=dict(part["down"])) for name, part in state.items()
+        }
+
+    def close(self) -> None:
+        """Let go of the threads. What is in the store stays there."""
+        if self._sweeping is not None:
+            self._sweeping.exception()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _until_done(self, work: _Work, started: float, before: Usage) -> Vector:
+        number = self._next
+        if number is None:
+            number = self._start()
+        skipped: list[int] = []
+        if self._may_be_late:
+            # Rounds already decided are lost to this replica: take part in the next one instead.
+            begin, number = number, max(number, self._start())
+            skipped += range(begin, number)
+        else:
+            begin = number
+        # Should this call fail, the next one tells of all rounds that were decided since.
+        self._next, self._may_be_late = begin, True
+        work.feedback.give_up()
+        while True:
+            try:
+                roster, mean = self._one_round(number, work)
+            except Behind as news:
+                log.warning("round %d is gone: the run is at round %d", number, news.latest)
+                gone, number = number, self._start()
+                skipped += range(gone, number)
+                continue
+            if mean is None:  # void by common decision, nobody has its mean
+                self._settler.last = None
+                number += 1
+                continue
+            self._next = number + 1
+            self._finish(roster, work, skipped, started, before)
+            return mean
+
+    def _one_round(self, number: int, work: _Work) -> tuple[Roster, Vector | None]:
+        settler = self._settler
+        work.uploads.clear()
+        self._upload(number, work)
+        began = time.monotonic()
+        ballot = settler.first_ballot(number)
+        while True:
+            ballot.upload_again = partial(self._upload, number, work)
+            roster = settler.settle(ballot, work.layout, self.codec)
+            work.upload = next((u for u in work.uploads if roster.has(u)), work.upload)
+            work.seconds["roster"] = time.monotonic() - began
+            if roster.error:
+                raise ValidationError("tensors", f"of rank {self.rank}", roster.error)
+            if not roster.members:
+                return roster, None
+            self._refuse_foreign(roster, work.layout)
+            exchange = self._exchange(roster, work.layout)
+            try:
+                mean = exchange.run(work.upload, work.cargo.parts, work.feedback)
+            except Abandoned as news:
+                work.feedback.give_up()
+                ballot = settler.next_ballot(roster, news.blame)
+                ballot.is_blamed = work.upload in ballot.blamed
+                continue
+            work.seconds |= exchange.seconds
+            return roster, mean
+
+    def _refuse_foreign(self, roster: Roster, mine: Layout) -> None:
+        """Raises ValidationError if this replica was too late to say that its tensors differ."""
+        theirs = Layout.unpack(roster.layout)
+        if theirs != mine:
+            raise ValidationError(
+                "tensors",
+                f"of rank {self.rank}",
+                f"round {roster.round} went on without it with others: {difference(mine, theirs)}",
+            )
+
+    def _upload(self, number: int, work: _Work) -> None:
+        began = time.monotonic()
+        # A name of its own for every upload: what a roster names can never change.
+        work.upload = self.keys.upload(
+            number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
+        )
+        work.uploads.append(work.upload)
+        data, work.left_out = work.cargo.pack(work.upload, self._pool)
+        encoded = time.monotonic()
+        self.blobs.put(work.upload, data)
+        work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
+
+    def _finish(
+        self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Usage
+    ) -> None:
+        is_member = roster.has(work.upload)
+        self._may_be_late = not is_member
+        late = work.cargo.whole() if self._carries and not is_member else None
+        work.feedback.settle(work.left_out if is_member else late)
+        if not is_member and roster.member(self.rank):
+            log.warning("round %d: another process was taken for rank %d", roster.round, self.rank)
+        if not roster.missing:
+            # How far apart processes start says nothing about the rounds that follow.
+            spread = roster.spread_s
+            self._history.note_spread(spread if roster.round else min(spread, MIN_GRACE_S / 4))
+        self._settler.last = roster
+        used = self.blobs.usage.since(before)
+        work.seconds["total"] = time.monotonic() - started
+        self.last_round = RoundReport(
+            round=roster.round,
+            attempt=roster.attempt,
+            roster=roster.weights,
+            is_member=is_member,
+            missing=list(roster.missing),
+            skipped=skipped,
+            bytes_up=used.bytes_up,
+            bytes_down=used.bytes_down,
+            requests=used.requests,
+            seconds=dict(work.seconds),
+        )
+        if roster.by == self._me.nonce:
+            self._sweep(roster.round)
+
+    def _sweep(self, number: int) -> None:
+        """One of the replicas, in the background, deletes what nobody can need any more."""
+        if number % self._keep_rounds or (self._sweeping and not self._sweeping.done()):
+            return
+        oldest = number - self._keep_rounds
+        self._sweeping = self._pool.submit(sweep.collect, self.blobs, self.keys, oldest)
+
+    def _start(self) -> int:
+        """The round after the newest one that was decided."""
+        found = catchup.latest(self.blobs, self.keys)
+        if found is None:
+            return 0
+        self._settler.last = self._settler.read(self.keys.roster(*found))
+        if self._settler.last is not None:
+            self._history.note_spread(min(self._settler.last.spread_s, MIN_GRACE_S / 4))
+        return found[0] + 1
+
+    def _exchange(self, roster: Roster, layout: Layout) -> Exchange:
+        return Exchange(
+            self.blobs,
+            self.keys,
+            self._me,
+            self._history,
+            self._pool,
+            roster,
+            layout,
+            get_codec(layout.codec) if layout.codec != self.codec.name else self.codec,
+            get_codec(layout.down_codec)
+            if layout.down_codec != self.down_codec.name
+            else self.down_codec,
+        )
+
+    def _feedback_for(self, layout: Layout) -> Feedback:
+        feedback = self._feedback.setdefault(layout.name, Feedback())
+        if feedback.up is not None and len(feedback.up) != layout.size:
+            feedback = self._feedback[layout.name] = Feedback()
+        return feedback
+
+
+@dataclass
+class _Work:
+    layout: Layout
+    cargo: Cargo
+    weight: float
+    feedback: Feedback
+    upload: str = ""
+    uploads: list[str] = field(default_factory=list)  # of this round; all hold the same
+    left_out: Vector | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def _refuse_unconditional(blobs: Blobs) -> None:
+    """Raises Permanent if the store overwrites what a create-only put must leave alone."""
+    try:
+        if not blobs.create(PROBE, b"atoll") or not blobs.create(PROBE, b"atoll"):
+            return
+    except AtollError as error:
+        if not isinstance(error, Permanent):
+            raise
+        raise Permanent(f"a create-only write, which rounds need, was refused: {error}") from error
+    raise Permanent(
+        f"{blobs.name}: the store ignores conditional writes (If-None-Match: *), without which "
+        "replicas cannot agree; use one that honours them, such as S3, GCS, Azure, R2 or MinIO"
+    )

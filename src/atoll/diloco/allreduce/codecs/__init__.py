@@ -1,0 +1,81 @@
+"""How tensors become bytes on the way to the store, and come back.
+
+| name   | bits a value | what is lost                          | meant for                   |
+|--------|--------------|---------------------------------------|-----------------------------|
+| fp32   | 32           | nothing                               | when bytes do not matter    |
+| bf16   | about 11     | mantissa bits beyond 8                | always safe                 |
+| int8   | about 7.6    | below 1/254 of the block's largest    | safe with error feedback    |
+| int5   | about 5.1    | 4 % of the root mean square           | with error feedback         |
+| int4   | about 3.6    | 10 %                                  | DiLoCo, with error feedback |
+| e3m0   | about 3.6    | 19 %: all but a power of two          | DiLoCo, with error feedback |
+| int3   | about 3.0    | 16 %                                  | many replicas, upwards only |
+| sparse | about 0.15   | all but the 1.6 % largest             | many rounds, no momentum    |
+
+Encoding keeps no state: what was lost is `values - decode(encode(values))`, and whoever wants
+error feedback adds that to the next values.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce.codecs.e3m0 import E3m0
+from atoll.diloco.allreduce.codecs.exact import Bf16, Fp32
+from atoll.diloco.allreduce.codecs.frame import Data, Floats
+from atoll.diloco.allreduce.codecs.int8 import Int8
+from atoll.diloco.allreduce.codecs.sparse import Sparse
+from atoll.diloco.allreduce.codecs.uniform import Uniform
+
+__all__ = ["CODECS", "Codec", "get_codec"]
+
+
+class Codec(Protocol):
+    """A pair of pure functions; safe to call from several threads at once."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_exact(self) -> bool: ...
+
+    @property
+    def needs_finite(self) -> bool: ...
+
+    def encode(self, values: Floats) -> bytes:
+        """One row of float32 as bytes that `decode` alone can read.
+
+        The same values give the same bytes. Codecs that have no code for NaN and infinity raise
+        ValidationError naming the first such value.
+        """
+
+    def decode(self, data: Data, size: int) -> Floats:
+        """The `size` values again; raises ValueError where `data` is not that.
+
+        The array may be a read-only view of `data`.
+        """
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Fp32(),
+        Bf16(),
+        Int8(),
+        Uniform("int5", 0.125),
+        Uniform("int4", 0.36),
+        E3m0(),
+        Uniform("int3", 0.55),
+        Sparse(),
+    )
+}
+
+
+def get_codec(name: str | Codec) -> Codec:
+    """The codec called `name`; raises ValidationError listing the names there are."""
+    if not isinstance(name, str) and hasattr(name, "encode"):
+        return name
+    codec = CODECS.get(name) if isinstance(name, str) else None
+    if codec is None:
+        raise ValidationError("codec", name, "expected " + " or ".join(map(repr, CODECS)))
+    return codec

@@ -1,0 +1,139 @@
+"""The 64 largest of each 4096 values, each as its place and 2 bits: about 0.15 bits a value.
+
+Places are gaps to the place before, one byte each and Huffman coded. The 2 bits are the sign and
+whether the magnitude is above the mean of those kept in its chunk. Error feedback carries the
+rest, so this suits plain averaging over many rounds, not few rounds with much momentum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.diloco.allreduce.codecs.frame import (
+    SLICE,
+    Data,
+    Floats,
+    blocks,
+    check_values,
+    pack,
+    squeeze,
+    unpack,
+    unsqueeze,
+    unsqueeze_exactly,
+)
+
+CHUNK = 4096
+KEEP = 64
+_FAR = 255  # this byte moves on by 255 places and names none
+_SHIFTS = np.array([0, 2, 4, 6], np.uint8)
+
+
+class Sparse:
+    """Zeros are never kept, so an array of zeros takes a few bytes and comes back as zeros."""
+
+    name = "sparse"
+    is_exact = False
+    needs_finite = True
+
+    def encode(self, values: Floats) -> bytes:
+        row = check_values(values, self.name)
+        found = [
+            _largest(row[start : start + SLICE]) + start for start in range(0, row.size, SLICE)
+        ]
+        places = np.concatenate(found) if found else np.empty(0, np.int64)
+        kept = row[places]
+        chunk = places // CHUNK
+        chunks = -(-row.size // CHUNK)
+        means = _bf16(_means(np.abs(kept), chunk, chunks))
+        ratio = np.abs(kept) / np.maximum(means, np.float32(1e-45))[chunk]
+        is_high = ratio > 1
+        levels = np.array([_mean(ratio[~is_high]), _mean(ratio[is_high])], "<f4")
+        codes = np.signbit(kept) * np.uint8(2) | is_high.astype(np.uint8)
+        parts = [
+            levels.tobytes(),
+            squeeze((means.view(np.uint32) >> np.uint32(16)).astype("<u2").view(np.uint8)),
+            squeeze(_gaps(places)),
+            _four_in_a_byte(codes).tobytes(),
+        ]
+        return pack(b"top1", row.size, parts)
+
+    def decode(self, data: Data, size: int) -> Floats:
+        plain, coded_means, coded_gaps, plain_codes = unpack(b"top1", data, size, 4)
+        if len(plain) != 8:
+            raise ValueError(f"expected two levels in 8 bytes, found {len(plain)}")
+        levels = np.frombuffer(plain, "<f4").astype(np.float32, copy=False)
+        half = unsqueeze_exactly(coded_means, 2 * -(-size // CHUNK)).view("<u2")
+        means = (half.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if not all((part >= 0).all() and np.isfinite(part).all() for part in (means, levels)):
+            raise ValueError("a scale is not one this codec writes")
+        # Each byte names a place or moves on by 255, so there cannot be more than this.
+        places = _places(unsqueeze(coded_gaps, size + size // _FAR + 1))
+        if places.size and places[-1] >= size:
+            raise ValueError(f"place {places[-1]} is outside an array of {size}")
+        packed = np.frombuffer(plain_codes, np.uint8)
+        if packed.size != (places.size + 3) // 4:
+            raise ValueError(f"{packed.size} bytes of codes do not fit {places.size} values")
+        codes = ((packed[:, None] >> _SHIFTS) & np.uint8(3)).reshape(-1)[: places.size]
+        # In fp64, and cut: a level times a mean may lie above the largest float.
+        exact = levels.astype(np.float64)[codes & 1] * means[places // CHUNK]
+        magnitude = np.minimum(exact, np.finfo(np.float32).max).astype(np.float32)
+        out = np.zeros(size, np.float32)
+        out[places] = np.where(codes & 2, -magnitude, magnitude)
+        return out
+
+
+def _largest(row: Floats) -> NDArray[np.int64]:
+    """Places of the values kept, ascending.
+
+    A key is the upper 20 bits of the magnitude and the place, so keys differ, ties have one
+    answer on every machine, and partitioning the keys gives the places with no look-up.
+    """
+    bits = blocks(row.view(np.uint32), CHUNK) & np.uint32(0x7FFFFFFF)
+    low = np.uint32(CHUNK - 1)
+    keys = (bits & ~low) | (low - np.arange(CHUNK, dtype=np.uint32))
+    kept = np.partition(keys, CHUNK - KEEP, axis=1)[:, CHUNK - KEEP :]
+    places = np.sort(low - (kept & low), axis=1).astype(np.int64)
+    flat = (places + np.arange(len(places))[:, None] * CHUNK).reshape(-1)
+    flat = flat[flat < row.size]
+    return np.asarray(flat[row[flat] != 0])
+
+
+def _means(magnitudes: Floats, chunk: NDArray[np.int64], chunks: int) -> Floats:
+    count = np.bincount(chunk, minlength=chunks)
+    total = np.bincount(chunk, magnitudes.astype(np.float64), minlength=chunks)
+    return np.asarray(total / np.maximum(count, 1), np.float32)
+
+
+def _bf16(values: Floats) -> Floats:
+    """Cut to 16 bits, never to zero and never up, so that it stays finite."""
+    bits = values.view(np.uint32)
+    cut = bits & np.uint32(0xFFFF0000)
+    smallest = np.where(bits > 0, np.uint32(0x10000), np.uint32(0))
+    return np.asarray(np.maximum(cut, smallest).view(np.float32))
+
+
+def _mean(values: NDArray[Any]) -> float:
+    return float(values.mean(dtype=np.float64)) if values.size else 1.0
+
+
+def _gaps(places: NDArray[np.int64]) -> NDArray[np.uint8]:
+    gaps = np.diff(places, prepend=-1) - 1
+    far = gaps // _FAR
+    ends = np.cumsum(far + 1) - 1
+    out = np.full(int(ends[-1]) + 1 if places.size else 0, _FAR, np.uint8)
+    out[ends] = gaps % _FAR
+    return out
+
+
+def _places(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
+    is_place = gaps != _FAR
+    return np.asarray((np.cumsum(gaps, dtype=np.int64) + np.cumsum(is_place))[is_place] - 1)
+
+
+def _four_in_a_byte(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    four = blocks(codes, 4)
+    shifted = four << _SHIFTS
+    return np.asarray(np.bitwise_or.reduce(shifted, axis=1))

@@ -1,0 +1,52 @@
+"""Error feedback: what a lossy codec left out is added to the next round.
+
+Kept per stream of tensors. New residuals count only once their round is committed: an attempt
+that is given up changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from atoll.diloco.allreduce.layout import Vector
+
+
+def left_out(values: Vector, sent: Vector) -> Vector:
+    """What `sent` lacks of `values`. Of infinity and NaN nothing: it would never go away again."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        left = values - sent
+    is_number = np.isfinite(left)
+    if not is_number.all():
+        left[~is_number] = 0
+    return left
+
+
+@dataclass
+class Feedback:
+    """`up`: what this rank's uploads left out. `down[s]`: what its means of shard `s` left out."""
+
+    up: Vector | None = None
+    down: dict[int, Vector] = field(default_factory=dict)
+    pending: dict[int, Vector] = field(default_factory=dict)
+
+    def owed(self, shard: int, mean: Vector) -> Vector:
+        left = self.down.get(shard)
+        return mean if left is None or left.shape != mean.shape else mean + left
+
+    def keep_shard(self, shard: int, owed: Vector, published: Vector) -> None:
+        self.pending[shard] = left_out(owed, published)
+
+    def give_up(self) -> None:
+        """The attempt whose shards were published is void."""
+        self.pending.clear()
+
+    def settle(self, residual: Vector | None) -> None:
+        """The round is committed; `residual` is what it did not get from this rank."""
+        self.up = residual
+        self.down.update(self.pending)
+        self.pending.clear()
+
+    def state(self) -> dict[str, np.ndarray | dict[int, np.ndarray] | None]:
+        return {"up": self.up, "down": dict(self.down)}

@@ -1,0 +1,122 @@
+"""Who is in a round: a pure decision, made once for everybody by one conditional write.
+
+Whoever sees enough uploads proposes a roster; the store lets exactly one proposal in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+import msgspec
+
+from atoll.diloco.allreduce.keys import UploadName
+
+
+class Member(msgspec.Struct, frozen=True):
+    """`sections` (bytes of each in the upload) is empty where the layout alone tells."""
+
+    rank: int
+    upload: str
+    weight: float
+    sections: list[int] = []
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """`owners[s]` is the rank that makes the mean of shard `s`.
+
+    No members: the round is void, `error` says why (empty: everyone goes to the next round).
+    """
+
+    run: str
+    round: int
+    attempt: int
+    layout: bytes
+    members: list[Member]
+    owners: list[int]
+    blamed: list[str]
+    missing: list[int]
+    by: str
+    spread_s: float = 0.0
+    error: str = ""
+
+    @property
+    def digest(self) -> str:
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
+
+    def member(self, rank: int) -> Member | None:
+        return next((m for m in self.members if m.rank == rank), None)
+
+    def has(self, upload: str) -> bool:
+        return any(m.upload == upload for m in self.members)
+
+    @property
+    def weights(self) -> dict[int, float]:
+        return {m.rank: m.weight for m in self.members}
+
+
+class Seen(NamedTuple):
+    """One look at the uploads of a round: the newest of each rank that may be taken."""
+
+    uploads: dict[int, UploadName]
+    stragglers: set[int]  # ranks that came too late for the round before: alive, so waited for
+
+
+class Verdict(NamedTuple):
+    members: list[int] | None
+    reason: str
+
+
+def look(
+    listing: Iterable[tuple[str, datetime, UploadName]], number: int, blamed: Iterable[str]
+) -> dict[int, UploadName]:
+    """Of each rank the newest upload to the round that nobody blamed.
+
+    Two can be there when a rank was restarted within the round, or when two processes claim it.
+    """
+    refused = set(blamed)
+    newest: dict[int, tuple[datetime, str]] = {}
+    found: dict[int, UploadName] = {}
+    for key, modified, name in listing:
+        if name.round != number or key in refused:
+            continue
+        if name.rank not in newest or (modified, key) > newest[name.rank]:
+            newest[name.rank] = (modified, key)
+            found[name.rank] = name
+    return found
+
+
+def decide(
+    uploaded: Iterable[int], expected: Iterable[int], min_replicas: int, *, is_grace_over: bool
+) -> Verdict:
+    """Who is in: all who uploaded, once nobody expected is missing or the grace is over."""
+    there = sorted(set(uploaded))
+    missing = sorted(set(expected) - set(there))
+    if len(there) < min_replicas:
+        return Verdict(None, f"{len(there)} of at least {min_replicas} ranks")
+    if missing and not is_grace_over:
+        return Verdict(None, f"waiting for {missing}")
+    return Verdict(there, "all there" if not missing else f"without {missing}")
+
+
+def owners(members: Sequence[int], shards: int, number: int) -> list[int]:
+    """Each member makes the shard of its own rank; the shards of absent ranks go round.
+
+    A member leaves its own shard out of its upload, so nobody else could make it.
+    """
+    present = set(members)
+    orphans = [shard for shard in range(shards) if shard not in present]
+    stand_in = {shard: members[(number + i) % len(members)] for i, shard in enumerate(orphans)}
+    return [stand_in.get(shard, shard) for shard in range(shards)]
+
+
+def turn(rank: int, order: Sequence[int], world_size: int) -> int:
+    """How many others try to decide the roster before this rank does."""
+    return order.index(rank) if rank in order else len(order) + (rank % world_size)
+
+
+def blamed_uploads(roster: Roster, ranks: Iterable[int]) -> list[str]:
+    by_rank: Mapping[int, str] = {m.rank: m.upload for m in roster.members}
+    return [by_rank[rank] for rank in ranks if rank in by_rank]

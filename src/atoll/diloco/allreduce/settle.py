@@ -1,0 +1,255 @@
+"""Wait for the roster of an attempt, or decide it.
+
+One rank looks at the uploads, the others only at the roster's key; who is late in the order
+starts to look too when nothing has been decided, so no rank is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import msgspec
+
+from atoll.core.errors import BelowMinimumWorld, NotFound, Permanent
+from atoll.diloco.allreduce import roster as rosters
+from atoll.diloco.allreduce import wire
+from atoll.diloco.allreduce.codecs import Codec
+from atoll.diloco.allreduce.keys import Keys, UploadName, parse_upload
+from atoll.diloco.allreduce.layout import Layout, difference
+from atoll.diloco.allreduce.pace import History, poll_pause
+from atoll.diloco.allreduce.roster import Member, Roster
+from atoll.diloco.allreduce.upload import Blamed, read_footer
+from atoll.diloco.blobs import Blobs
+
+log = logging.getLogger("atoll.allreduce")
+
+STAGGER_S = 1.5  # between the ranks that begin to look at the uploads
+
+
+@dataclass(frozen=True)
+class Me:
+    """One process in one slot of a run. A restart has another nonce."""
+
+    rank: int
+    world_size: int
+    min_replicas: int
+    nonce: str
+    timeout: float
+
+
+@dataclass
+class Ballot:
+    """What one attempt's roster is decided on."""
+
+    number: int
+    attempt: int
+    turn: int
+    expected: set[int]
+    blamed: list[str] = field(default_factory=list)
+    quorum_at: float | None = None
+    upload_again: Callable[[], None] | None = None
+    is_blamed: bool = False  # this rank's upload may not be used
+    seen: dict[int, UploadName] = field(default_factory=dict)
+
+
+class Settler:
+    """Finds or makes the rosters of a run."""
+
+    def __init__(self, blobs: Blobs, keys: Keys, me: Me, history: History, pool: Executor) -> None:
+        self.blobs = blobs
+        self.keys = keys
+        self.me = me
+        self.history = history
+        self.pool = pool
+        self.last: Roster | None = None  # of the newest round this replica knows
+
+    def first_ballot(self, number: int) -> Ballot:
+        order, everyone = list(range(self.me.world_size)), set(range(self.me.world_size))
+        if self.last is not None and self.last.members:
+            order = [m.rank for m in self.last.members]
+            everyone = {*order, self.me.rank}
+        turn = rosters.turn(self.me.rank, order, self.me.world_size)
+        return Ballot(number, 0, turn, everyone)
+
+    def next_ballot(self, roster: Roster, blame: wire.Blame) -> Ballot:
+        """After `roster` was given up. Whoever gave it up decides first."""
+        out = {m.rank for m in roster.members if m.upload in blame.uploads}
+        left = [m.rank for m in roster.members if m.rank not in out]
+        turn = rosters.turn(self.me.rank, left, self.me.world_size) + 1
+        return Ballot(
+            roster.round,
+            roster.attempt + 1,
+            0 if blame.by == self.me.rank else turn,
+            set(left),
+            sorted({*roster.blamed, *blame.uploads}),
+        )
+
+    def settle(self, ballot: Ballot, layout: Layout, codec: Codec) -> Roster:
+        """The roster of the attempt, by whomever. Raises BelowMinimumWorld after the timeout."""
+        key = self.keys.roster(ballot.number, ballot.attempt)
+        started = time.monotonic()
+        what = f"roster {layout.name}" if ballot.attempt == 0 else "next attempt"
+        usual = self.history.usual(what)
+        stagger = min(STAGGER_S, self.history.straggler_grace())
+        again_s = self.history.straggler_grace()
+        while True:
+            elapsed = time.monotonic() - started
+            is_looking = elapsed >= ballot.turn * stagger + (usual if ballot.turn else 0)
+            # The first in the order sees no roster of others unless it was very slow itself.
+            roster = None
+            if not is_looking or ballot.turn or elapsed > stagger:
+                roster = self.read(key)
+            if roster is None and is_looking:
+                roster = self._propose(key, ballot, layout, codec)
+            if roster is not None:
+                self.history.note_wait(what, time.monotonic() - started)
+                return roster
+            # Damaged or deleted in the store, and a quorum would have gone on without it by now.
+            is_lost = is_looking and self.me.rank not in ballot.seen and elapsed > 2 * again_s
+            # Or everybody was given up on, and some are alive after all: this one is.
+            is_alive = ballot.is_blamed and elapsed > again_s
+            if ballot.upload_again and (is_lost or is_alive):
+                ballot.upload_again()
+                ballot.is_blamed = False
+                again_s = time.monotonic() - started
+            if elapsed > self.me.timeout:
+                raise self._no_quorum(ballot)
+            time.sleep(poll_pause(elapsed, usual))
+
+    def read(self, key: str) -> Roster | None:
+        """Raises Permanent for an object that no replica wrote: its place cannot be reused."""
+        problem: Exception | None = None
+        for _ in range(3):
+            try:
+                body = wire.unseal(wire.ROSTER, wire.fence(key), self.blobs.get(key))
+                return msgspec.json.decode(body, type=Roster)
+            except NotFound:
+                return None
+            except (wire.Corrupt, msgspec.MsgspecError) as error:
+                problem = error
+        raise Permanent(f"{self.blobs.name}: {key} is not a roster: {problem}")
+
+    def write(self, key: str, roster: Roster) -> Roster:
+        """The roster that is in force: this one, or the one that was first."""
+        sealed = wire.seal(wire.ROSTER, wire.fence(key), msgspec.json.encode(roster))
+        if self.blobs.create(key, sealed):
+            return roster
+        there = self.read(key)
+        if there is None:
+            raise Permanent(f"{self.blobs.name}: {key} can neither be created nor read")
+        return there
+
+    def void(self, number: int, attempt: int, error: str = "") -> Roster:
+        return Roster(
+            self.keys.run, number, attempt, b"", [], [], [], [], self.me.nonce, error=error
+        )
+
+    def _propose(self, key: str, ballot: Ballot, layout: Layout, codec: Codec) -> Roster | None:
+        late = self._look(ballot)
+        foreign = [n for n in ballot.seen.values() if n.layout != layout.fingerprint]
+        if foreign:
+            return self._refuse(key, ballot, layout, foreign)
+        now = time.monotonic()
+        if len(ballot.seen) >= self.me.min_replicas and ballot.quorum_at is None:
+            ballot.quorum_at = now
+        waited = 0.0 if ballot.quorum_at is None else now - ballot.quorum_at
+        verdict = rosters.decide(
+            ballot.seen,
+            ballot.expected | late,
+            self.me.min_replicas,
+            is_grace_over=waited >= self.history.straggler_grace(),
+        )
+        if verdict.members is None:
+            return None
+        members = self._members(ballot, verdict.members, layout, codec)
+        if members is None:
+            return None
+        ranks = [m.rank for m in members]
+        missing = sorted((ballot.expected | late) - set(ranks))
+        if missing:
+            log.warning("round %d goes on without ranks %s", ballot.number, missing)
+        return self.write(
+            key,
+            Roster(
+                run=self.keys.run,
+                round=ballot.number,
+                attempt=ballot.attempt,
+                layout=layout.pack(),
+                members=members,
+                owners=rosters.owners(ranks, layout.shards, ballot.number),
+                blamed=ballot.blamed,
+                missing=missing,
+                by=self.me.nonce,
+                spread_s=0.0 if missing else waited,
+            ),
+        )
+
+    def _look(self, ballot: Ballot) -> set[int]:
+        """Fill `ballot.seen`; the ranks that were too late for the round before."""
+        after = self.keys.uploads(ballot.number - 1) if ballot.number else None
+        listing = [
+            (blob.key, blob.modified, name)
+            for blob in self.blobs.find(self.keys.uploads(), after)
+            if (name := parse_upload(blob.key, blob.size))
+        ]
+        ballot.seen = rosters.look(listing, ballot.number, ballot.blamed)
+        last = self.last
+        if last is None or last.round != ballot.number - 1 or ballot.attempt:
+            return set()
+        before = [(key, modified, n) for key, modified, n in listing if n.round == last.round]
+        on_time = [modified for key, modified, _ in before if last.has(key)]
+        late = [(modified, n.rank) for key, modified, n in before if not last.has(key)]
+        late = [(modified, rank) for modified, rank in late if last.member(rank) is None]
+        if on_time and late:
+            behind = max(late)[0] - max(on_time)
+            self.history.note_late(last.round, behind.total_seconds())
+        return {rank for _, rank in late}
+
+    def _members(
+        self, ballot: Ballot, ranks: list[int], layout: Layout, codec: Codec
+    ) -> list[Member] | None:
+        """None if an upload turned out to be bad: it is blamed, and the ballot goes on."""
+        names = [ballot.seen[rank] for rank in ranks]
+        if codec.is_exact:
+            return [Member(n.rank, n.key, n.weight) for n in names]
+        asked = [self.pool.submit(read_footer, self.blobs, n.key, n.size, layout) for n in names]
+        members = []
+        for name, answer in zip(names, asked, strict=True):
+            try:
+                members.append(Member(name.rank, name.key, name.weight, answer.result().sections))
+            except Blamed as problem:
+                log.warning("upload of rank %d left out: %s", name.rank, problem)
+                ballot.blamed.append(problem.upload)
+        return members if len(members) == len(names) else None
+
+    def _refuse(
+        self, key: str, ballot: Ballot, layout: Layout, foreign: list[UploadName]
+    ) -> Roster | None:
+        """A void roster that tells everyone which tensor differs."""
+        name = foreign[0]
+        try:
+            theirs = Layout.unpack(read_footer(self.blobs, name.key, name.size, layout).layout)
+        except (Blamed, ValueError) as problem:
+            log.warning("upload of rank %d left out: %s", name.rank, problem)
+            ballot.blamed.append(name.key)
+            return None
+        error = (
+            f"the tensors of rank {name.rank} differ from those of rank {self.me.rank}: "
+            f"{difference(layout, theirs)} (there: rank {name.rank}, here: rank {self.me.rank})"
+        )
+        return self.write(key, self.void(ballot.number, ballot.attempt, error))
+
+    def _no_quorum(self, ballot: Ballot) -> BelowMinimumWorld:
+        self._look(ballot)
+        missing = sorted(set(range(self.me.world_size)) - set(ballot.seen))
+        return BelowMinimumWorld(
+            f"round {ballot.number}: {len(ballot.seen)} of at least {self.me.min_replicas} ranks "
+            f"uploaded within {self.me.timeout:g} s; missing: ranks {missing}",
+            ready=len(ballot.seen),
+            required_min=self.me.min_replicas,
+            timeout=self.me.timeout,
+        )

@@ -1,0 +1,374 @@
+"""DiLoCo: train alone for some steps, then take one step together, through an object store.
+
+    with DiLoCo(model, inner_optimizer, sync_every=100) as diloco:
+        while diloco.round < 50:
+            loss(model).backward()
+            inner_optimizer.step()          # every 100th step ends a round
+            inner_optimizer.zero_grad()
+
+Rank, world and store come from the environment a rank finds; alone, there is nobody to wait for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from atoll.core.checks import check_int, check_number
+from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.diloco.blobs import Blobs
+from atoll.diloco.estimate import MEANS
+from atoll.diloco.outer import Floats, Fragment, load_bytes, split, to_bytes
+from atoll.diloco.place import Place, find_place, fragment_run
+from atoll.diloco.stream import Agreed, Alone, StoreStream, Stream
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("atoll.diloco")
+
+_MANY = 10**9
+_NOTHING = 1e-30  # weighs a replica that counted nothing in a round: as good as left out
+
+
+class RoundReport(NamedTuple):
+    """What one round cost and who was in it."""
+
+    round: int
+    fragment: int
+    roster: tuple[int, ...]
+    weight: float
+    bytes_up: int
+    bytes_down: int
+    requests: int
+    hidden_s: float  # the store worked while the model trained
+    blocked_s: float  # the model did not train
+
+
+class _Pending(NamedTuple):
+    """A round on its way: `job` yields what was agreed and how many seconds it took."""
+
+    fragment: int
+    weight: float
+    mark: tuple[float, int]  # what was counted, and the steps, when it was sent
+    job: Future[tuple[Agreed, float]]
+    blocked_s: float
+
+
+class DiLoCo:
+    """The outer loop around a model and its inner optimiser; `optimizer.step()` drives it.
+
+    Every `sync_every` steps the replicas average how far they moved, and take one step of Nesterov
+    momentum with it. With `fragments`, a part of the model is synchronised each
+    `sync_every / fragments` steps instead; with `overlap_steps`, a part is sent that many steps
+    before its result is due, and training goes on meanwhile. `mix` is how much of a replica's own
+    values stays when the result comes: 0 takes the global ones.
+
+    All replicas hold the same bits in `global_parameters()` after the same round. A replica that
+    starts later, or again, loads the newest checkpoint from the store and the rounds after it.
+    Only parameters with `requires_grad` are synchronised; buffers stay local.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner_optimizer: torch.optim.Optimizer,
+        *,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        mix: float = 0.0,
+        codec: str = "fp32",
+        down_codec: str | None = None,
+        uri: str | Blobs | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        min_replicas: int | None = None,
+        run_id: str | None = None,
+        timeout: float = 600.0,
+        grace_s: float | None = None,
+        checkpoint_every: int = 10,
+        state: dict[str, Any] | None = None,
+        allreduce: ObjectStoreAllReduce | None = None,
+        on_round: Callable[[RoundReport], None] | None = None,
+    ) -> None:
+        """`codec` is for what a replica uploads, `down_codec` (see `MEANS`) for the means it reads.
+
+        `state`, of `state_dict`, begins a new run from there; a run in the store wins over it.
+
+        `allreduce` takes the place of the store's arguments, for one fragment only.
+        """
+        check_int("sync_every", sync_every, 1, _MANY)
+        check_int("fragments", fragments, 1, _MANY)
+        check_int("checkpoint_every", checkpoint_every, 1, _MANY)
+        check_number("outer_lr", outer_lr, 0, 100)
+        check_number("outer_momentum", outer_momentum, 0, 1)
+        check_number("mix", mix, 0, 1)
+        if sync_every % fragments:
+            raise ValidationError("sync_every", sync_every, f"expected a multiple of {fragments}")
+        check_int("overlap_steps", overlap_steps, 0, sync_every // fragments - 1)
+        if allreduce is not None and fragments > 1:
+            raise ValidationError("allreduce", allreduce, "each fragment needs one: pass uri=")
+        self._parameters = {
+            name: value for name, value in model.named_parameters() if value.requires_grad
+        }
+        if not self._parameters:
+            raise ValidationError("model", model, "expected a parameter with requires_grad")
+        for name, value in self._parameters.items():
+            if not value.is_floating_point():
+                raise ValidationError(f"model.{name}", value.dtype, "expected a float type")
+        shapes = [(name, tuple(value.shape)) for name, value in self._parameters.items()]
+        self.fragments = split(shapes, fragments, outer_lr, outer_momentum)
+        self.place = find_place(uri, rank, world_size, min_replicas)
+        options = {
+            "codec": codec,
+            "down_codec": down_codec or MEANS.get(codec, codec),
+            "timeout": timeout,
+            "grace_s": grace_s,
+        }
+        self._streams = open_streams(
+            self.place, fragments, checkpoint_every, allreduce, run_id, options
+        )
+        self._period = sync_every // fragments
+        self._overlap, self._mix = overlap_steps, mix
+        self._on_round = on_round
+        self.steps = 0
+        self._step = 0
+        self._counted = 0.0
+        self._sent_at = [(0.0, 0)] * fragments
+        self._pending: _Pending | None = None
+        self.reports: deque[RoundReport] = deque(maxlen=10_000)
+        self._totals = dict.fromkeys(_TOTALS, 0.0)
+        self._join(state)
+        self._hook = inner_optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def __enter__(self) -> DiLoCo:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._hook.remove()
+        # After an error the round is left to the others: they finish it without this replica.
+        if kind is None:
+            self._receive()
+            for stream in self._streams:
+                stream.close()
+
+    def close(self) -> None:
+        """Finish the round on its way and let go of the optimiser and the store."""
+        self.__exit__(None)
+
+    @property
+    def round(self) -> int:
+        """The outer steps every fragment has taken, those before this replica came too."""
+        return min(fragment.rounds for fragment in self.fragments)
+
+    def count(self, amount: float) -> None:
+        """Say that `amount` more tokens, or samples, were trained on.
+
+        A replica weighs in a round by what it counted since the last one; by its steps where it
+        never counts. All replicas must count the same thing.
+        """
+        check_number("amount", amount, 0, 1e18)
+        self._counted += amount
+
+    def global_parameters(self) -> dict[str, Floats]:
+        """The parameters all replicas agree on, by name; copies."""
+        self._receive()
+        return {
+            slot.name: row.copy()
+            for fragment in self.fragments
+            for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True)
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Totals since the start: rounds, bytes up and down, seconds hidden and blocked."""
+        return dict(self._totals)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the outer loop, to be saved with the model and the inner optimiser."""
+        self._receive()
+        return {
+            "steps": self.steps,
+            "fragments": [to_bytes(fragment) for fragment in self.fragments],
+            "feedback": [stream.feedback() for stream in self._streams],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state` as far as the store allows: a round others have made stays made."""
+        self._receive()
+        self._join(state)
+
+    def _join(self, state: dict[str, Any] | None) -> None:
+        """Take the parameters everyone agrees on: the store's newest, or the first replica's."""
+        saved = None if state is None else state["fragments"]
+        if saved is not None and len(saved) != len(self.fragments):
+            raise ValidationError("fragments", len(self.fragments), f"the state has {len(saved)}")
+        for at, (fragment, stream) in enumerate(zip(self.fragments, self._streams, strict=True)):
+            if saved is None:
+                fragment.values[:] = self._read(fragment)
+            else:
+                load_bytes(fragment, saved[at])
+                stream.load_feedback(state["feedback"][at])  # type: ignore[index]
+            stream.join(fragment)
+            self._apply(at, 0.0)
+        if state is not None:
+            self.steps = state["steps"]
+        self._step = 0
+        self._sent_at = [(self._counted, self.steps)] * len(self.fragments)
+
+    def _after_step(self) -> None:
+        self.steps += 1
+        step = self._step + 1
+        # First, so that a round that fails is followed by a period like any other.
+        self._step = step % self._period
+        if step == self._period - self._overlap:
+            self._send()
+        if step == self._period:
+            self._receive()
+
+    def _weight(self, at: int) -> float:
+        """What was done since the fragment was sent last."""
+        counted, steps = self._sent_at[at]
+        if self._counted:
+            return max(self._counted - counted, _NOTHING)
+        return float(self.steps - steps)
+
+    def _send(self) -> None:
+        self._receive()
+        began = time.monotonic()
+        # The one with the fewest rounds is next, so that a replica that joins sends what the
+        # others send.
+        at = min(range(len(self.fragments)), key=lambda at: self.fragments[at].rounds)
+        fragment, stream = self.fragments[at], self._streams[at]
+        gradient = self._like(fragment) - self._read(fragment)
+        weight, mark = self._weight(at), (self._counted, self.steps)
+
+        def work() -> tuple[Agreed, float]:
+            started = time.monotonic()
+            agreed = stream.advance(fragment, gradient, weight)
+            return agreed, time.monotonic() - started
+
+        job = _in_background(work) if self._overlap else _at_once(work)
+        self._pending = _Pending(at, weight, mark, job, time.monotonic() - began)
+
+    def _receive(self) -> None:
+        """Wait for the round on its way, if there is one, and take its result into the model."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        began = time.monotonic()
+        agreed, took_s = pending.job.result()
+        self._sent_at[pending.fragment] = pending.mark
+        self._apply(pending.fragment, self._mix)
+        waited_s = time.monotonic() - began
+        report = RoundReport(
+            agreed.round,
+            pending.fragment,
+            agreed.roster,
+            pending.weight,
+            agreed.bytes_up,
+            agreed.bytes_down,
+            agreed.requests,
+            hidden_s=max(0.0, took_s - waited_s) if self._overlap else 0.0,
+            blocked_s=pending.blocked_s + waited_s,
+        )
+        self.reports.append(report)
+        self._totals["rounds"] += 1
+        for name in _TOTALS[1:]:
+            self._totals[name] += getattr(report, name)
+        log.info("%s", report)
+        if self._on_round:
+            self._on_round(report)
+
+    def _read(self, fragment: Fragment) -> Floats:
+        row = np.empty(fragment.values.size, np.float32)
+        for slot in fragment.slots:
+            local = self._parameters[slot.name].detach().float().cpu().reshape(-1)
+            row[slot.start : slot.stop] = local.numpy()
+        return row
+
+    def _like(self, fragment: Fragment) -> Floats:
+        """The global values as the model's dtype shows them, so that rounding is not a movement."""
+        import torch
+
+        row = fragment.values.copy()
+        for slot in fragment.slots:
+            dtype = self._parameters[slot.name].dtype
+            if dtype != torch.float32:
+                part = torch.from_numpy(row[slot.start : slot.stop])
+                part.copy_(part.to(dtype))
+        return row
+
+    def _apply(self, at: int, mix: float) -> None:
+        import torch
+
+        fragment = self.fragments[at]
+        with torch.no_grad():
+            for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True):
+                local = self._parameters[slot.name]
+                if mix:
+                    local.lerp_(torch.from_numpy(row).to(local), 1 - mix)
+                else:
+                    local.copy_(torch.from_numpy(row))
+
+
+_TOTALS = ("rounds", "bytes_up", "bytes_down", "requests", "hidden_s", "blocked_s")
+
+
+def open_streams(
+    place: Place,
+    count: int,
+    checkpoint_every: int,
+    allreduce: ObjectStoreAllReduce | None,
+    run_id: str | None,
+    options: dict[str, Any],
+) -> list[Stream]:
+    """One for each fragment, each with rounds of its own."""
+    if allreduce is not None:
+        return [StoreStream(allreduce, checkpoint_every)]
+    if place.uri is None:
+        return [Alone() for _ in range(count)]
+    return [
+        StoreStream(
+            ObjectStoreAllReduce(
+                place.uri,
+                place.rank,
+                place.world_size,
+                min_replicas=place.min_replicas,
+                run_id=fragment_run(run_id, at, count),
+                **options,
+            ),
+            checkpoint_every,
+        )
+        for at in range(count)
+    ]
+
+
+def _at_once(work: Callable[[], Any]) -> Future[Any]:
+    job: Future[Any] = Future()
+    job.set_result(work())
+    return job
+
+
+def _in_background(work: Callable[[], Any]) -> Future[Any]:
+    """Run in a daemon thread: a replica that is told to stop does not wait for the others."""
+    job: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            job.set_result(work())
+        except BaseException as error:
+            job.set_exception(error)
+
+    Thread(target=run, name="atoll-diloco-round", daemon=True).start()
+    return job

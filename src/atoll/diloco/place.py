@@ -1,0 +1,69 @@
+"""Which replica this is, of how many, and where they meet: from arguments or the environment."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from atoll.core.checks import check_int
+from atoll.core.errors import ValidationError
+from atoll.diloco.blobs import Blobs
+
+_MANY = 10**6
+
+# The first one that is set counts.
+RANK = ("ATOLL_RANK", "REPLICA_RANK", "RANK")
+# The largest the world may get: how tensors are cut into shares must not change with its size.
+WORLD = ("ATOLL_WORLD_MAX", "ATOLL_WORLD_TARGET", "WORLD_SIZE")
+MINIMUM = ("ATOLL_WORLD_MIN",)
+URI = "ATOLL_RENDEZVOUS_URI"
+
+
+class Place(NamedTuple):
+    rank: int
+    world_size: int
+    min_replicas: int
+    uri: str | Blobs | None  # None: alone, nothing is sent
+
+
+def find_place(
+    uri: str | Blobs | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    min_replicas: int | None = None,
+) -> Place:
+    """An argument wins over the environment; with neither, a world of one without a store.
+
+    Raises ValidationError naming the argument or the variable that does not fit.
+    """
+    uri = uri or os.environ.get(URI) or None
+    rank = _number("rank", rank, RANK, 0, 0)
+    world_size = _number("world_size", world_size, WORLD, 1, 1)
+    if rank >= world_size:
+        raise ValidationError("rank", rank, f"expected less than world_size, {world_size}")
+    half = (world_size + 1) // 2
+    minimum = min(_number("min_replicas", min_replicas, MINIMUM, 1, half), world_size)
+    if uri is None and world_size > 1:
+        raise ValidationError(
+            "uri", None, f"{world_size} replicas need a store to meet in: pass uri= or set {URI}"
+        )
+    return Place(rank, world_size, minimum, uri)
+
+
+def fragment_run(run_id: str | None, at: int, count: int) -> str:
+    """The name of a fragment's own run in the store."""
+    name = run_id or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
+    return name if count == 1 else f"{name}.{at}-of-{count}"
+
+
+def _number(field: str, value: int | None, names: tuple[str, ...], low: int, default: int) -> int:
+    if value is None:
+        name = next((name for name in names if os.environ.get(name)), None)
+        if name is None:
+            return default
+        field, text = name, os.environ[name]
+        if not text.strip().isdigit():
+            raise ValidationError(field, text, "expected a whole number")
+        value = int(text)
+    check_int(field, value, low, _MANY)
+    return value

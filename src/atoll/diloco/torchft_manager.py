@@ -1,0 +1,286 @@
+"""A manager for `torchft.local_sgd.DiLoCo` and `LocalSGD`, unmodified, over an object store.
+
+torchft asks for one all-reduce a parameter. Here they are collected, and all that belong to one
+synchronisation become one round: as soon as the fragment is complete, or on the first wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from atoll.core.checks import check_int
+from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce import ObjectStoreAllReduce, RoundReport
+from atoll.diloco.blobs import Blobs
+from atoll.diloco.place import find_place, fragment_run
+from atoll.diloco.torchft_state import Healer
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("atoll.diloco")
+
+_NOTHING = 1e-12  # the weight of a replica that has nothing to add yet
+
+
+class ObjectStoreManager:
+    """What torchft's algorithms need of a `Manager`; there is no lighthouse and no process group.
+
+    Rank, world and store come from the environment where they are not given. `state_dict` and
+    `load_state_dict` cover the model and the inner optimiser, as in torchft: all replicas start
+    from the first one's state, and a later one from the newest checkpoint in the store.
+    """
+
+    _use_async_quorum = False  # torchft's DiLoCo asks for this
+
+    def __init__(
+        self,
+        *,
+        state_dict: Callable[[], Any] | None = None,
+        load_state_dict: Callable[[Any], None] | None = None,
+        uri: str | Blobs | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        min_replicas: int | None = None,
+        run_id: str | None = None,
+        codec: str = "fp32",
+        timeout: float = 600.0,
+        grace_s: float | None = None,
+        checkpoint_every: int = 5,
+    ) -> None:
+        check_int("checkpoint_every", checkpoint_every, 1, 10**9)
+        self._place = find_place(uri, rank, world_size, min_replicas)
+        self._run = fragment_run(run_id, 0, 1)
+        self._options: dict[str, Any] = {"codec": codec, "timeout": timeout, "grace_s": grace_s}
+        self._checkpoint_every = checkpoint_every
+        self._reducers: dict[int, ObjectStoreAllReduce] = {}
+        self._healer = Healer(self._run, self._place.rank, timeout, self._reducer)
+        if state_dict is not None and load_state_dict is not None:
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
+        self._step = 0
+        self._has_joined = self._is_healing = self._is_checkpoint_due = False
+        self._sizes: dict[int, list[int]] = {}
+        self._handed: list[int] = []  # elements of each tensor of this synchronisation so far
+        self._batch: _Batch | None = None
+        self.last_round: RoundReport | None = None
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        self._healer.register(key, load_state_dict, state_dict)
+
+    def start_quorum(self, *_: Any, **__: Any) -> None:
+        """Be where the others are; who takes part is decided round by round."""
+        if self._place.uri is None:
+            return
+        self._is_healing = False
+        if not self._has_joined:
+            self._step, self._is_healing = self._healer.join(self._step)
+            self._has_joined = True
+
+    def wait_quorum(self) -> None:
+        return
+
+    def current_step(self) -> int:
+        return self._step
+
+    def num_participants(self) -> int:
+        return len(self.last_round.roster) if self.last_round else 1
+
+    def participating_rank(self) -> int | None:
+        return self._place.rank
+
+    def is_participating(self) -> bool:
+        return not self._is_healing
+
+    def allow_state_dict_read(self) -> None:
+        return
+
+    def disallow_state_dict_read(self) -> None:
+        """Called before an inner step: the first moment at which a round's outer step is taken."""
+        self._save_if_due()
+
+    def shutdown(self, wait: bool = True) -> None:
+        if wait and self._batch is not None:
+            self._batch.finish()
+        self._save_if_due()
+        for reducer in self._reducers.values():
+            reducer.close()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self._step = state_dict["step"]
+
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, *_: Any, **__: Any
+    ) -> _Work:
+        """The mean over the roster will be in `tensor` once the work was waited for.
+
+        The codec of this manager decides what travels, whatever `should_quantize` says.
+        """
+        if should_quantize and self._options["codec"] == "fp32":
+            log.warning("should_quantize is set, but the codec is fp32: nothing is quantised")
+        sizes = self._fragment_sizes()
+        self._handed.append(tensor.numel())
+        if sizes:
+            check_handed(sizes, self._handed)
+        if self._batch is None or self._batch.is_started:
+            self._batch = _Batch(self._reduce)
+        batch = self._batch
+        work = batch.add(tensor)
+        if sizes and sum(self._handed) >= sum(sizes):
+            batch.start()
+        return work
+
+    def should_commit(self, *_: Any, **__: Any) -> bool:
+        """True once the round is committed; an error of the round is raised, not swallowed."""
+        if self._batch is not None:
+            self._batch.finish()
+            self._batch = None
+        self._handed.clear()
+        self._step += 1
+        report = self.last_round
+        if report is not None and self._step % self._checkpoint_every == 0:
+            self._is_checkpoint_due = next(iter(report.roster)) == self._place.rank
+        return True
+
+    def _save_if_due(self) -> None:
+        if self._is_checkpoint_due:
+            self._is_checkpoint_due = False
+            self._healer.save(self._step)
+
+    def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        import torch
+
+        if self._place.uri is None:
+            return
+        reducer = self._reducer(self._turn())
+        brought = [each.detach() for each in tensors]
+        if self._is_healing:
+            brought = [torch.zeros_like(each) for each in brought]
+        means = reducer.allreduce(brought, weight=_NOTHING if self._is_healing else 1.0)
+        with torch.no_grad():
+            for tensor, mean in zip(tensors, means, strict=True):
+                tensor.copy_(mean)
+        self.last_round = report = reducer.last_round
+        assert report is not None
+        # Left out: the others may be further by now, so ask the store before the next round.
+        self._has_joined = report.is_member and not report.skipped
+
+    def _turn(self) -> int:
+        return self._step % max(1, len(self._healer.fragments()))
+
+    def _reducer(self, at: int) -> ObjectStoreAllReduce:
+        """Each fragment has rounds of its own, so that a replica that lags mixes up none."""
+        if at not in self._reducers:
+            assert self._place.uri is not None
+            self._reducers[at] = ObjectStoreAllReduce(
+                self._place.uri,
+                self._place.rank,
+                self._place.world_size,
+                min_replicas=self._place.min_replicas,
+                run_id=f"{self._run}.torchft-{at}",
+                **self._options,
+            )
+        return self._reducers[at]
+
+    def _fragment_sizes(self) -> list[int]:
+        """How many elements each parameter of the fragment in turn has; empty if not known."""
+        if not self._healer.fragments():
+            return []
+        at = self._turn()
+        if at not in self._sizes:
+            tensors = self._healer.parameters(at)
+            self._sizes[at] = [each.numel() for each in tensors.values()]
+        return self._sizes[at]
+
+
+class _Batch:
+    """The tensors of one round; reduced once, by whoever asks first."""
+
+    def __init__(self, reduce: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        self._reduce = reduce
+        self.tensors: list[torch.Tensor] = []
+        self._futures: list[torch.futures.Future[Any]] = []
+        self.is_started = False
+        self._done = Event()
+        self._error: BaseException | None = None
+
+    def add(self, tensor: torch.Tensor) -> _Work:
+        import torch
+
+        self.tensors.append(tensor)
+        self._futures.append(torch.futures.Future())
+        return _Work(self, self._futures[-1])
+
+    def start(self) -> None:
+        if not self.is_started:
+            self.is_started = True
+            Thread(target=self._run, name="atoll-torchft-round", daemon=True).start()
+
+    def finish(self) -> None:
+        self.start()
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._reduce(self.tensors)
+            for tensor, future in zip(self.tensors, self._futures, strict=True):
+                future.set_result([tensor])  # callbacks run here, before anyone's wait returns
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+
+class _Work:
+    """torch.distributed's `Work`, as far as torchft's algorithms use it."""
+
+    def __init__(self, batch: _Batch, future: torch.futures.Future[Any]) -> None:
+        self._batch, self._future = batch, future
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._batch.finish()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        # torchft's callbacks read variables of the loop that makes them: a callback that runs
+        # after the loop went on would unpack another bucket. So a part is reduced at once.
+        if not self._batch.is_started:
+            self._batch.finish()
+        return self._future
+
+
+def check_handed(sizes: Sequence[int], handed: Sequence[int]) -> None:
+    """Refuse torchft's bucketisation where it would leave tensors out without a word.
+
+    It cuts `sum(sizes)` elements into buckets as large as the first, but a tensor that does not
+    fit the rest of its bucket is in none. Nothing is lost where each parameter comes by itself.
+    """
+    if list(handed) == list(sizes[: len(handed)]):
+        return
+    total, packed = sum(sizes), sum(_packed(sizes, handed[0]))
+    if packed < total:
+        raise ValidationError(
+            "use_bucketization",
+            True,
+            f"torchft would not reduce {total - packed} of {total} elements; turn it off: this "
+            "manager sends all tensors as one object anyway",
+        )
+
+
+def _packed(sizes: Sequence[int], bucket: int) -> Iterator[int]:
+    at, left = 0, sum(sizes)
+    while left > 0:
+        room = capacity = min(bucket, left)
+        while at < len(sizes) and sizes[at] <= room:
+            room -= sizes[at]
+            yield sizes[at]
+            at += 1
+        left -= capacity

@@ -1,0 +1,131 @@
+"""How a replica of a torchft training gets the state of the others, from the store alone.
+
+The outer optimiser is torchft's, so rounds cannot be replayed for it: a checkpoint holds all
+registered states, and a replica joins at a checkpoint that no round has followed yet.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from atoll.core.errors import NotFound, Temporary, ValidationError
+from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, wire
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("atoll.diloco")
+
+FRAGMENT = "StreamingDiLoCoFragment_"  # what torchft's DiLoCo calls its states
+_POLL_S = 0.1
+_FIRST_RANK_S = 10.0  # how long the others leave it to rank 0 to say where all start
+_KEPT = 2
+
+
+class Healer:
+    """Saves and loads everything that was registered."""
+
+    def __init__(
+        self, run: str, rank: int, timeout: float, reducer: Callable[[int], ObjectStoreAllReduce]
+    ) -> None:
+        self._folder, self._rank, self._timeout = f"{run}.torchft", rank, timeout
+        self._reducer = reducer
+        self._load: dict[str, Callable[[Any], None]] = {}
+        self._save: dict[str, Callable[[], Any]] = {}
+
+    def register(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
+        self._load[key], self._save[key] = load, save
+
+    def fragments(self) -> list[str]:
+        return [key for key in self._save if key.startswith(FRAGMENT)]
+
+    def parameters(self, at: int) -> dict[str, torch.Tensor]:
+        """The global parameters of a fragment, in the order torchft reduces them."""
+        found: dict[str, torch.Tensor] = self._save[f"{FRAGMENT}{at}"]()["original_parameters"]
+        return found
+
+    def save(self, step: int) -> None:
+        """Keep the state before `step`, and the last one before that."""
+        import torch
+
+        out = io.BytesIO()
+        states = {key: save() for key, save in self._save.items()}
+        rounds = [self._reducer(at).round or 0 for at in range(self._streams())]
+        torch.save({"step": step, "rounds": rounds, "states": states}, out)
+        key = f"{self._folder}/{step:010d}"
+        blobs = self._reducer(0).blobs
+        blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), out.getvalue()))
+        kept = [blob.key for blob in blobs.find(self._folder)]
+        blobs.delete(kept[:-_KEPT])
+
+    def join(self, step: int) -> tuple[int, bool]:
+        """The step to go on with, and whether this replica took over another state for it.
+
+        Raises Temporary if no checkpoint came that is as new as the rounds.
+        """
+        started, is_healed = time.monotonic(), False
+        while True:
+            waited_s = time.monotonic() - started
+            found = self._newest()
+            if found is None:
+                if self._rank == 0 or waited_s > _FIRST_RANK_S:
+                    self.save(step)
+                    continue
+            else:
+                if found["step"] > step or (step == 0 and not is_healed):
+                    step, is_healed = found["step"], self._take(found) or is_healed
+                if self._is_newest_round():
+                    return step, is_healed
+            if waited_s > self._timeout:
+                raise Temporary(f"no checkpoint as new as the rounds within {self._timeout:g} s")
+            time.sleep(_POLL_S)
+
+    def _streams(self) -> int:
+        return max(1, len(self.fragments()))
+
+    def _newest(self) -> dict[str, Any] | None:
+        import torch
+
+        blobs = self._reducer(0).blobs
+        for blob in reversed(blobs.find(self._folder)):
+            try:
+                body = wire.unseal(wire.CHECKPOINT, wire.fence(blob.key), blobs.get(blob.key))
+                found: dict[str, Any] = torch.load(
+                    io.BytesIO(body), weights_only=True, map_location="cpu"
+                )
+                return found
+            except (NotFound, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+                log.warning("checkpoint %s cannot be used: %s", blob.key, error)
+        return None
+
+    def _take(self, found: dict[str, Any]) -> bool:
+        """False where this replica already has the global parameters of `found`."""
+        import torch
+
+        states = found["states"]
+        only = sorted(set(self._load) ^ set(states))
+        if only:
+            raise ValidationError("state_dict", only, "the run's first replica differs in these")
+        for at, number in enumerate(found["rounds"]):
+            self._reducer(at).go_on_at(number)
+        is_same = found["step"] == 0 and (bool(self.fragments()) or not states)
+        for at, key in enumerate(self.fragments()):
+            theirs, ours = states[key]["original_parameters"], self.parameters(at)
+            is_same = is_same and all(torch.equal(theirs[name], ours[name].cpu()) for name in ours)
+        if not is_same:
+            for key, load in self._load.items():
+                load(states[key])
+        return not is_same
+
+    def _is_newest_round(self) -> bool:
+        for at in range(self._streams()):
+            reducer = self._reducer(at)
+            latest = catchup.latest(reducer.blobs, reducer.keys)
+            if latest is not None and latest[0] >= (reducer.round or 0):
+                return False
+        return True

@@ -1,1 +1,0 @@
-"""Where ranks run. One backend a file; they never import each other."""

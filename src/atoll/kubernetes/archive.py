@@ -1,0 +1,111 @@
+"""What ranks wrote whose pods are taken away: their last part, kept in ConfigMaps.
+
+A kubelet drops the log of a deleted pod as soon as the pod has ended, so it is read while the
+pod is on its way out. No volume is needed, any operator can read it, and it goes with the training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+from atoll.core.errors import AtollError, NotFound
+from atoll.core.lines import split_lines
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.names import INDEX, LOG_OF, MANAGED, UID
+from atoll.kubernetes.pod import Pod
+
+Json = dict[str, Any]
+log = logging.getLogger(__name__)
+
+PER_RANK = 64 * 2**10
+PER_TRAINING = 4 * 2**20
+AT_ONCE = 50
+SEEN_KEPT = 10_000
+
+
+class Archive:
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._seen: set[str] = set()
+        self._gate = asyncio.Semaphore(AT_ONCE)
+
+    def capture(self, pod: Pod, ranks: int) -> None:
+        """Read until the pod ends, then store. Repeating it for a pod does nothing."""
+        key = pod.metadata["uid"]
+        if key not in self._seen:
+            if len(self._seen) > SEEN_KEPT:
+                self._seen = set(self._tasks)
+            self._seen.add(key)
+            limit = max(min(PER_RANK, PER_TRAINING // max(ranks, 1)), 1024)
+            task = asyncio.create_task(self._capture(pod, limit))
+            self._tasks[key] = task
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def lines(self, namespace: str, uid: str, rank: int) -> list[str]:
+        """Of all attempts of that rank that were taken away, oldest first."""
+        labels = f"{UID}={uid},{LOG_OF}={rank}"
+        listed = await self._cluster.list("configmaps", namespace, labels=labels)
+        kept = sorted(listed.items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
+        return [line for item in kept for line in split_lines(item["data"]["log"])]
+
+    async def drop(self, namespace: str, uid: str) -> None:
+        await self._cluster.delete_all("configmaps", namespace, labels=f"{UID}={uid},{LOG_OF}")
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _capture(self, pod: Pod, limit: int) -> None:
+        text = ""
+        try:
+            async with self._gate:
+                with contextlib.suppress(NotFound):
+                    async for line in self._cluster.log(
+                        pod.metadata["namespace"], pod.name, follow=True
+                    ):
+                        text += line + "\n"
+                        if len(text) > 2 * limit:
+                            text = text[-limit:]
+            if text:
+                await self._store(pod, _last(text, limit))
+        except AtollError as error:
+            log.info("the log of %s is not kept: %s", pod.name, error)
+
+    async def _store(self, pod: Pod, text: str) -> None:
+        labels = pod.metadata.get("labels") or {}
+        # It goes with the Job, also if the Job is gone by now.
+        owners = [
+            {field: owner[field] for field in ("apiVersion", "kind", "name", "uid")}
+            for owner in pod.metadata.get("ownerReferences") or ()
+        ]
+        body: Json = {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": pod.name,
+                "ownerReferences": owners,
+                "labels": {
+                    MANAGED: "atoll",
+                    UID: labels.get(UID, ""),
+                    LOG_OF: pod.annotations[INDEX],
+                },
+            },
+            "data": {"log": text},
+        }
+        await self._cluster.patch(
+            "configmaps", pod.metadata["namespace"], pod.name, body, type="apply"
+        )
+
+
+def _last(text: str, limit: int) -> str:
+    """Whole lines only."""
+    data = text.encode()
+    if len(data) <= limit:
+        return text
+    return data[-limit:].split(b"\n", 1)[-1].decode(errors="replace")

@@ -1,0 +1,358 @@
+"""The Kubernetes API as atoll needs it: eight verbs over plain JSON objects.
+
+Configuration, credentials and TLS are lightkube's; objects stay dictionaries, so a field that a
+newer server adds is carried and not dropped. Errors are translated here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
+
+import httpx2
+import msgspec
+from lightkube.core.exceptions import ConfigError
+
+from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
+from atoll.core.lines import alines_of
+from atoll.kubernetes.access import no_credentials, read_access
+
+Json = dict[str, Any]
+PatchType = Literal["merge", "strategic", "json", "apply"]
+
+FIELD_MANAGER = "atoll"
+KINDS = {
+    "configmaps": "api/v1",
+    "customresourcedefinitions": "apis/apiextensions.k8s.io/v1",
+    "deployments": "apis/apps/v1",
+    "events": "api/v1",
+    "jobs": "apis/batch/v1",
+    "leases": "apis/coordination.k8s.io/v1",
+    "nodes": "api/v1",
+    "pods": "api/v1",
+    "secrets": "api/v1",
+    "services": "api/v1",
+    "trainings": "apis/atoll.dev/v1",
+}
+PATCH_TYPES = {
+    "merge": "application/merge-patch+json",
+    "strategic": "application/strategic-merge-patch+json",
+    "json": "application/json-patch+json",
+    "apply": "application/apply-patch+yaml",
+}
+WATCH_S = 240  # the server ends a watch after this, and it is begun again where it ended
+
+# A peer that vanished without a word is found in under half a minute, on idle watches too.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+]
+
+
+class Listed(NamedTuple):
+    items: list[Json]
+    version: str
+
+
+class Seen(NamedTuple):
+    """One watch event. A `BOOKMARK` carries only the version reached."""
+
+    type: str
+    object: Json
+
+
+class Cluster:
+    """One API server. `requests` counts what was sent, by verb and kind."""
+
+    def __init__(self, client: httpx2.AsyncClient, namespace: str = "default") -> None:
+        self._http = client
+        self.namespace = namespace
+        self.requests: Counter[tuple[str, str]] = Counter()
+
+    @classmethod
+    def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
+        """From the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
+        found = read_access(context, kubeconfig)
+        client = httpx2.AsyncClient(
+            base_url=found.server,
+            auth=found.auth,
+            timeout=httpx2.Timeout(10.0, pool=60.0),
+            transport=httpx2.AsyncHTTPTransport(
+                verify=found.verify,
+                socket_options=_KEEPALIVE,
+                limits=httpx2.Limits(max_connections=200, max_keepalive_connections=20),
+            ),
+        )
+        return cls(client, found.namespace)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def get(self, kind: str, namespace: str | None, name: str) -> Json:
+        return _object(await self._send("get", kind, _path(kind, namespace, name)))
+
+    async def list(
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        labels: str = "",
+        fields: str = "",
+        limit: int = 0,
+    ) -> Listed:
+        """All of them in one request, whatever their number; or the first `limit`."""
+        params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
+        found = _object(await self._send("list", kind, _path(kind, namespace), params=params))
+        return Listed(found.get("items") or [], found["metadata"]["resourceVersion"])
+
+    async def create(self, kind: str, namespace: str | None, body: Json) -> Json:
+        # Or the server would drop a field that it does not know, and say nothing.
+        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
+        return _object(answer)
+
+    async def replace(
+        self, kind: str, namespace: str | None, name: str, body: Json, *, part: str = ""
+    ) -> Json:
+        """Refused with Conflict if `body` carries a version that is no longer the newest."""
+        path = _path(kind, namespace, name, part)
+        params = {"fieldManager": FIELD_MANAGER}
+        return _object(await self._send("replace", kind, path, body=body, params=params))
+
+    async def patch(
+        self,
+        kind: str,
+        namespace: str | None,
+        name: str,
+        body: Any,
+        *,
+        type: PatchType = "merge",
+        part: str = "",
+    ) -> Json:
+        params = {"fieldManager": FIELD_MANAGER}
+        if type == "apply":
+            params["force"] = "true"
+        path = _path(kind, namespace, name, part)
+        headers = {"Content-Type": PATCH_TYPES[type]}
+        answer = await self._send("patch", kind, path, body=body, params=params, headers=headers)
+        return _object(answer)
+
+    async def delete(
+        self,
+        kind: str,
+        namespace: str | None,
+        name: str,
+        *,
+        propagation: str = "Background",
+        uid: str | None = None,
+        version: str | None = None,
+    ) -> None:
+        """Being deleted. Raises NotFound, and Conflict where `uid` or `version` is not its own."""
+        wanted = {"uid": uid, "resourceVersion": version}
+        options: Json = {"propagationPolicy": propagation}
+        if conditions := {k: v for k, v in wanted.items() if v is not None}:
+            options["preconditions"] = conditions
+        await self._send("delete", kind, _path(kind, namespace, name), body=options)
+
+    async def delete_all(
+        self, kind: str, namespace: str | None, *, labels: str, fields: str = ""
+    ) -> None:
+        params = _selectors(labels, fields)
+        await self._send("delete", kind, _path(kind, namespace), params=params)
+
+    async def watch(
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        after: str,
+        labels: str = "",
+        fields: str = "",
+    ) -> AsyncGenerator[Seen, None]:
+        """Every change after that version, until the server ends it. Raises Gone, Temporary."""
+        params = _selectors(labels, fields) | {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": after,
+            "timeoutSeconds": str(WATCH_S),
+        }
+        limits = httpx2.Timeout(10.0, read=WATCH_S + 60.0)
+        async with self._stream("watch", kind, _path(kind, namespace), params, limits) as lines:
+            async for line in lines:
+                event = msgspec.json.decode(line)
+                if event["type"] == "ERROR":
+                    raise _error(event["object"], event["object"].get("code", 500), kind)
+                yield Seen(event["type"], event["object"])
+
+    async def log(
+        self,
+        namespace: str,
+        pod: str,
+        *,
+        tail: int | None = None,
+        follow: bool = False,
+        more: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[str, None]:
+        """The lines of a pod's one container; sidecars do not count. Raises NotFound, Temporary."""
+        params = dict(more or {})
+        if tail is not None:
+            params["tailLines"] = str(tail)
+        if follow:
+            params["follow"] = "true"
+        path = _path("pods", namespace, pod, "log")
+        limits = httpx2.Timeout(10.0, read=None if follow else 30.0)
+        async with self._stream("log", "pods", path, params, limits) as lines:
+            async for line in lines:
+                yield line
+
+    async def dated_log(
+        self,
+        namespace: str,
+        pod: str,
+        *,
+        after: int = 0,
+        tail: int | None = None,
+        follow: bool = False,
+    ) -> AsyncGenerator[tuple[int, str], None]:
+        """As `log`, with the nanosecond each line was written in; only those after `after`."""
+        params = {"timestamps": "true"}
+        if after:  # the API server knows whole seconds only
+            since = datetime.fromtimestamp(after // 10**9, UTC)
+            params["sinceTime"] = since.strftime("%Y-%m-%dT%H:%M:%SZ")
+        lines = self.log(namespace, pod, tail=tail, follow=follow, more=params)
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                written, _, text = line.partition(" ")
+                at = _nanosecond(written)
+                if at > after:
+                    yield at, text
+
+    async def _send(
+        self,
+        verb: str,
+        kind: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx2.Response:
+        self.requests[verb, kind] += 1
+        method = {"get": "GET", "list": "GET", "create": "POST", "replace": "PUT"}.get(
+            verb, verb.upper()
+        )
+        content = None if body is None else msgspec.json.encode(body)
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            answer = await self._http.request(
+                method, path, params=params, content=content, headers=sent
+            )
+        except httpx2.HTTPError as error:
+            raise _unreachable(error) from error
+        except (ConfigError, OSError) as error:
+            raise no_credentials(error) from error
+        if answer.is_error:
+            raise _error(_status(answer), answer.status_code, kind)
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _stream(
+        self, verb: str, kind: str, path: str, params: Mapping[str, str], limits: httpx2.Timeout
+    ) -> AsyncIterator[AsyncIterator[str]]:
+        """The lines of the answer; who leaves early leaves nothing open."""
+        self.requests[verb, kind] += 1
+        try:
+            async with self._http.stream("GET", path, params=params, timeout=limits) as answer:
+                if answer.is_error:
+                    await answer.aread()
+                    raise _error(_status(answer), answer.status_code, kind)
+                async with contextlib.aclosing(alines_of(answer.aiter_bytes())) as lines:
+                    yield lines
+        except httpx2.HTTPError as error:
+            raise _unreachable(error) from error
+        except (ConfigError, OSError) as error:
+            raise no_credentials(error) from error
+
+
+async def gather(limit: int, calls: list[Any]) -> None:
+    """All of them, at most `limit` at once; the first error is raised when all have ended."""
+    gate = asyncio.Semaphore(limit)
+
+    async def one(call: Any) -> None:
+        async with gate:
+            await call
+
+    for outcome in await asyncio.gather(*map(one, calls), return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> str:
+    parts = [KINDS[kind]]
+    if namespace is not None:
+        parts += ["namespaces", quote(namespace, safe="")]
+    parts.append(kind)
+    if name:
+        parts.append(quote(name, safe=""))
+    if part:
+        parts.append(part)
+    return "/" + "/".join(parts)
+
+
+def _selectors(labels: str, fields: str) -> dict[str, str]:
+    wanted = {"labelSelector": labels, "fieldSelector": fields}
+    return {name: value for name, value in wanted.items() if value}
+
+
+def _object(answer: httpx2.Response) -> Json:
+    found: Json = msgspec.json.decode(answer.content)
+    return found
+
+
+def _status(answer: httpx2.Response) -> Json:
+    try:
+        found = msgspec.json.decode(answer.content)
+    except msgspec.DecodeError:
+        found = None
+    return found if isinstance(found, dict) else {"message": answer.text[:500]}
+
+
+def _error(status: Json, code: int, kind: str) -> Exception:
+    """Kubernetes' answer as an error of ours, in the server's own words."""
+    text = status.get("message") or status.get("reason") or f"HTTP {code}"
+    details = status.get("details") or {}
+    if code == 404:
+        return NotFound(details.get("kind") or kind, details.get("name", ""))
+    if code == 409:
+        return Conflict(text)
+    causes = {cause.get("reason") for cause in details.get("causes") or ()}
+    if code == 410 or "ResourceVersionTooLarge" in causes:
+        return Gone(0, 0)
+    if code in (401, 403):
+        return Denied(f"Kubernetes refused: {text}")
+    if code == 429 or code >= 500:
+        return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
+    return Permanent(f"Kubernetes refused: {text}")
+
+
+def _unreachable(error: httpx2.HTTPError) -> Temporary:
+    detail = str(error) or type(error).__name__
+    return Temporary(f"the Kubernetes API server did not answer: {detail}")
+
+
+def _nanosecond(text: str) -> int:
+    """Of an RFC 3339 time with any number of digits behind the second."""
+    second, point, rest = text.partition(".")
+    if not point:
+        return int(datetime.fromisoformat(text).timestamp()) * 10**9
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    whole = int(datetime.fromisoformat(second + rest[len(digits) :]).timestamp())
+    return whole * 10**9 + int(digits.ljust(9, "0")[:9])

@@ -1,0 +1,393 @@
+"""Ranks as the pods of one elastic Indexed Job a training.
+
+The Job controller starts, replaces and stops pods; this renders the Job, resizes it, and reads
+what became of each rank. One watch answers for all ranks of all trainings; without it, a look is
+one request (two when ranks come or go), whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
+from atoll.core.ports import Key
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import LogLine, Seen, Training, Wish
+from atoll.kubernetes.alarms import Alarms
+from atoll.kubernetes.archive import Archive
+from atoll.kubernetes.beside import Beside
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.gate import Gate, render_opened, render_opened_world
+from atoll.kubernetes.hosts import Hosts
+from atoll.kubernetes.keep import Keeper
+from atoll.kubernetes.logs import Source, follow_logs, read_logs, tail_places
+from atoll.kubernetes.mirror import Mirror
+from atoll.kubernetes.names import CONTAINER, NAMESPACE, TRAINING, UID
+from atoll.kubernetes.options import Options
+from atoll.kubernetes.patch import (
+    render_begun,
+    render_released,
+    render_resize,
+    render_return,
+    render_yield,
+    yielded_at,
+)
+from atoll.kubernetes.pod import Pod, part_of
+from atoll.kubernetes.read import Look, finished, is_told_by_pods, look, wish_of
+from atoll.kubernetes.render import (
+    gang_name,
+    owner_of,
+    render_job,
+)
+from atoll.kubernetes.trouble import Troubles
+from atoll.kubernetes.world import World, render_mended
+
+Json = dict[str, Any]
+
+CATCH_UP_S = 1.0  # how long the copy may take to show our own last write
+FEW = 16
+PAUSE_A_RANK_S = 0.002
+
+
+class JobExecutor:
+    """The Executor of `core/ports.py` for a cluster. Options are those of `Options`.
+
+    `is_owner` gives the Job to a Training object of the same cluster, which then takes the Job
+    with it when it goes.
+    """
+
+    name = "kubernetes"
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster | None = None,
+        context: str | None = None,
+        is_owner: bool = False,
+        clock: Callable[[], float] = time.time,
+        **options: Any,
+    ) -> None:
+        try:
+            self.options = Options(**options)
+        except TypeError as error:
+            raise ValidationError("options", sorted(options), str(error)) from error
+        self.cluster = cluster or Cluster.connect(context)
+        self._is_owner = is_owner
+        self._clock = clock
+        self._keeper = Keeper(self.cluster)
+        self._archive = Archive(self.cluster)
+        self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
+        self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
+        self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
+        self._written: dict[str, int] = {}  # newest version of a Job that we made, by training
+        self._last: dict[str, Json] = {}  # Jobs as last read without the copy
+        self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
+        self._watching: list[asyncio.Task[None]] = []
+        self._alarms = Alarms(self._changed.put_nowait)
+        self._troubles = Troubles(self.cluster, self._alarms)
+        ring, ring_in = self._changed.put_nowait, self._alarms.set
+        self._world = World(self.cluster, self.options, is_owner=is_owner)
+        self._beside = Beside(self.cluster, self.options, ring, ring_in, is_owner=is_owner)
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError if this training cannot run here with these options."""
+        self.options.check(spec)
+
+    async def close(self) -> None:
+        self._alarms.close()
+        for task in self._watching:
+            task.remove_done_callback(self._note_end)
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._beside.close()
+        await self._archive.close()
+        await self._hosts.close()
+        await self.cluster.close()
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        try:
+            self.check(training.spec)
+        except ValidationError as error:
+            raise Permanent(str(error)) from error
+        job = await self._job(training)
+        if job is not None:
+            await self._resize(training, wish, job)
+        elif wish.size > 0:
+            if training.status.has_run:
+                raise Permanent(f"the Job {gang_name(training)} is gone, and what its ranks did")
+            with self._troubles.noted(training.uid):
+                await self._create(training, wish)
+
+    async def observe(self, training: Training) -> Seen:
+        job, pods = await self._find(training)
+        now = self._clock()
+        beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
+        trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
+        silent = self._hosts.follow(training.key, pods)
+        seen = look(training, job, pods, self.options, now, trouble, silent)
+        seen = await self._troubles.explain(training, seen, now)
+        await self._follow_up(training, job, seen, now)
+        self._wake_later(training, seen, now)
+        if job is not None and self._beside.may_begin(job, beside):
+            await self._patch_job(training, render_begun(job))
+        namespace, _ = self._place(training)
+        told = await self._beside.observe(
+            training, namespace, job, seen.newest, beside, seen.seen, now
+        )
+        if left := await self._come_back(training, job, now):
+            self._alarms.set(training.key, left)
+            words = f"too few nodes for min ranks at once; gave way, next try in {left:.0f} s"
+            return replace(told, room=0, message=words)
+        return told
+
+    async def measure(self, training: Training) -> None:
+        job = await self._job(training)
+        await self._beside.measure(training, self._place(training)[0], job, self._clock())
+
+    async def release(self, training: Training) -> None:
+        """The Job is over for good; it and its pods stay for their logs, until they are purged."""
+        namespace, name = self._place(training)
+        _, pods = await self._find(training)
+        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+            # The Job would take it for one that runs, and take it away with its log.
+            raise Temporary("the last pods are about to end", retry_after_s=0.2)
+        with contextlib.suppress(NotFound):
+            job = await self.cluster.patch("jobs", namespace, name, render_released())
+            if job["spec"].get("suspend"):  # it never ran, and would not end by itself
+                await self.cluster.delete("jobs", namespace, name)
+        for kind in ("services", "configmaps"):
+            with contextlib.suppress(NotFound):
+                await self.cluster.delete(kind, namespace, name)
+        await self._beside.release(training, namespace)
+        await self._keeper.let_all_go(namespace, _of(training))
+        self._hosts.follow(training.key, ())
+        self._troubles.forget(training.uid)
+        for memory in (self._written, self._last):
+            memory.pop(training.uid, None)
+
+    async def purge(self, training: Training) -> None:
+        namespace, name = self._place(training)
+        with contextlib.suppress(NotFound):
+            await self.cluster.delete("jobs", namespace, name)
+        await self._beside.release(training, namespace)
+        await self.cluster.delete_all("pods", namespace, labels=_of(training))
+        await self._archive.drop(namespace, training.uid)
+        await self._keeper.let_all_go(namespace, _of(training))
+
+    async def changes(self) -> AsyncIterator[Key]:
+        tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
+        self._watching = tasks
+        for task in tasks:
+            task.add_done_callback(self._note_end)
+        try:
+            while True:
+                found = await self._changed.get()
+                if isinstance(found, BaseException):
+                    raise found
+                yield found
+        finally:
+            for task in tasks:
+                task.remove_done_callback(self._note_end)
+                task.cancel()
+            await self._beside.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        return read_logs(self._log_source(training), ranks=ranks, tail=tail, follow=follow)
+
+    async def log_places(
+        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
+    ) -> dict[int, int]:
+        return await tail_places(self._log_source(training), ranks=ranks, tail=tail)
+
+    def logs_after(
+        self,
+        training: Training,
+        places: Mapping[int, int],
+        *,
+        ranks: Sequence[int] | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        is_over = follow or (lambda: True)
+        return follow_logs(self._log_source(training), places, ranks=ranks, is_over=is_over)
+
+    def _log_source(self, training: Training) -> Source:
+        namespace, _ = self._place(training)
+        return Source.of(training, namespace, self.cluster, self._pods, self._archive)
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""
+        await self._keeper.sweep(self.options.namespace, known)
+        await self._beside.sweep(known)
+
+    def _place(self, training: Training) -> tuple[str, str]:
+        return self.options.namespace or training.namespace, gang_name(training)
+
+    async def _job(self, training: Training) -> Json | None:
+        if await self._is_fresh(training):
+            return self._jobs.of(training.uid).get(gang_name(training))
+        try:
+            found = await self.cluster.get("jobs", *self._place(training))
+        except NotFound:
+            self._last.pop(training.uid, None)
+            return None
+        self._last[training.uid] = found
+        return found
+
+    async def _find(self, training: Training) -> tuple[Json | None, list[Json]]:
+        """The Job and its pods, from the copy if that is up to date."""
+        if await self._is_fresh(training) and self._pods.is_live:
+            job = self._jobs.of(training.uid).get(gang_name(training))
+            return job, list(self._pods.of(training.uid).values())
+        namespace, _ = self._place(training)
+        listed = await self.cluster.list("pods", namespace, labels=_of(training))
+        before = self._last.get(training.uid)
+        if before is not None and is_told_by_pods(before, listed.items):
+            return before, listed.items
+        return await self._job(training), listed.items
+
+    async def _is_fresh(self, training: Training) -> bool:
+        return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
+
+    async def _create(self, training: Training, wish: Wish) -> None:
+        namespace, name = self._place(training)
+        await self._world.make(training, wish)
+        owner = owner_of(training) if self._is_owner else None
+        body = render_job(training, wish, self.options, owner)
+        try:
+            job = await self.cluster.create("jobs", namespace, body)
+        except Conflict as error:
+            raise Temporary(f"the Job {name} is there already or still going: {error}") from error
+        self._note_job(training, job)
+        await self._world.tie(job)
+
+    async def _resize(self, training: Training, wish: Wish, job: Json) -> None:
+        namespace, name = self._place(training)
+        before, kept = job["spec"]["completions"], wish_of(job)
+        if kept is None:
+            raise Temporary(f"the Job {name} is being deleted", retry_after_s=0.5)
+        if wish.version < kept.version:
+            return
+        if wish.size > before:
+            if reason := finished(job):  # the next look tells that it is closed
+                raise Temporary(f"the Job {name} is over ({reason}) and cannot grow to {wish.size}")
+            await self._check_room_above(training, before, wish.size)
+        await self._world.resize(training, wish, job)
+        try:
+            await self._patch_job(training, render_resize(wish, job, self._clock()))
+        except Conflict:  # its status moved on; the wish in it may have, too
+            await self._resize(training, wish, await self.cluster.get("jobs", namespace, name))
+
+    async def _check_room_above(self, training: Training, before: int, size: int) -> None:
+        """A rank still being stopped would be counted as failed if it were wanted again now."""
+        _, pods = await self._find(training)
+        leaving = [p.rank for p in map(Pod, pods) if before <= p.rank < size and not p.is_over]
+        if leaving:
+            ranks = ", ".join(map(str, sorted(leaving)))
+            raise Temporary(f"ranks {ranks} are still being stopped", retry_after_s=0.3)
+
+    async def _patch_job(self, training: Training, patch: Json) -> None:
+        job = await self.cluster.patch("jobs", *self._place(training), patch)
+        self._note_job(training, job)
+
+    def _note_job(self, training: Training, job: Json) -> None:
+        self._written[training.uid] = _version(job)
+        self._last[training.uid] = job
+
+    async def _follow_up(
+        self, training: Training, job: Json | None, seen: Look, now: float
+    ) -> None:
+        """What a look makes plain: pods that may go, ranks that are lost, a gang to give way."""
+        for pod in seen.leaving:
+            self._archive.capture(pod, len(seen.seen.ranks))
+        await self._keeper.let_go(seen.told)
+        await self._keeper.give_up(seen.lost)
+        if seen.is_more:
+            self._changed.put_nowait(training.key)
+        if job is not None and seen.half and yielded_at(job) is None:
+            await self._give_way(training, job, seen.half, now)
+        await self._let_start(training, seen.gate, now)
+        if job is not None and (wish := seen.seen.wish) is not None and not finished(job):
+            await self._mend(training, wish, job, seen)
+
+    async def _mend(self, training: Training, wish: Wish, job: Json, seen: Look) -> None:
+        """What somebody has changed or deleted of the gang."""
+        await self._world.mend(training, wish, job, seen.newest)
+        if not seen.half and (patch := render_mended(job, wish)):
+            with contextlib.suppress(Conflict):  # it has changed since; so there will be a look
+                await self._patch_job(training, patch)
+
+    async def _let_start(self, training: Training, gate: Gate, now: float) -> None:
+        """The decision first: what of the rest is left undone, the next look does."""
+        if gate.is_due:
+            await self._patch_job(training, render_opened(now))
+        if gate.held:
+            world = {"data": render_opened_world()}
+            with contextlib.suppress(NotFound):  # deleted; it is mended when a pod misses it
+                await self.cluster.patch("configmaps", *self._place(training), world)
+            await self._keeper.let_start(gate.held)
+
+    async def _give_way(
+        self, training: Training, job: Json, holding: list[Pod], now: float
+    ) -> None:
+        """The room goes back to the cluster; the ranks' restarts are not touched."""
+        await self._keeper.mark_stopped(holding, now)
+        await self._patch_job(training, render_yield(job, now))
+
+    async def _come_back(self, training: Training, job: Json | None, now: float) -> float:
+        """Seconds until a gang that gave way may try again; 0 if none is to be waited for."""
+        since = None if job is None else yielded_at(job)
+        if job is None or since is None:
+            return 0.0
+        left = since + self.options.gang_backoff_s - now
+        wish = wish_of(job)
+        if left <= 0 and wish is not None and wish.size > 0:
+            await self._patch_job(training, render_return(job))
+        return max(left, 0.0)
+
+    def _wake_later(self, training: Training, seen: Look, now: float) -> None:
+        """Timeouts are looked at when they pass, though nothing in the cluster changes."""
+        if any(rank.state == "waiting" for rank in seen.seen.ranks):
+            limits = (self.options.image_timeout_s, self.options.gang_timeout_s or 1e9)
+            self._alarms.set(training.key, min(*limits, 30.0))
+        if seen.gate.due_in_s is not None:
+            self._alarms.set(training.key, seen.gate.due_in_s)
+        if seen.lost or seen.leaving:
+            self._alarms.set(training.key, 1.0 if seen.lost else 5.0)
+
+    def _note(self, item: Json) -> None:
+        """A large gang is looked at less often than its pods change: each look writes a status."""
+        labels = item["metadata"].get("labels") or {}
+        if NAMESPACE not in labels or TRAINING not in labels:
+            return
+        key = (labels[NAMESPACE], labels[TRAINING])
+        ranks = len(self._pods.of(labels.get(UID, "")))
+        if ranks <= FEW:
+            self._changed.put_nowait(key)
+        else:
+            self._alarms.set(key, min(ranks * PAUSE_A_RANK_S, 1.0))
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._changed.put_nowait(error)
+
+
+def _of(training: Training) -> str:
+    return f"{UID}={training.uid}"
+
+
+def _version(item: Json) -> int:
+    return int(item["metadata"]["resourceVersion"])

@@ -1,0 +1,90 @@
+"""The agent beside each rank that finds out whom it can reach, as a sidecar of its pod. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from atoll.core.status import Training, Wish
+from atoll.kubernetes.names import AGENT, INDEX
+from atoll.kubernetes.options import Options
+from atoll.kubernetes.pod import Pod, when
+from atoll.mesh.reach import FABRIC_DIR, agent_name
+
+Json = dict[str, Any]
+
+# Limits are what is asked for: anything else would change the pod's class of service.
+AMOUNTS = {"cpu": "100m", "memory": "96Mi"}
+RESTRICTED: Json = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "runAsUser": 65532,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+class Members(NamedTuple):
+    """The agents that must reach each other, and when the last of them got its node."""
+
+    agents: frozenset[str]
+    placed_at: float
+
+
+def fabric_folder(training: Training) -> str:
+    """In the training's etcd; by its uid, as many may share one."""
+    return f"{FABRIC_DIR}/{training.uid}"
+
+
+def render_agent(training: Training, etcd: str, options: Options) -> Json:
+    """A native sidecar: it starts before the rank, and ends after it without holding it up."""
+    fields = {
+        "RANK": f"metadata.annotations['{INDEX}']",
+        "NODE_NAME": "spec.nodeName",
+        "POD_IP": "status.podIP",
+    }
+    # Here Kubernetes does put values in for `$(NAME)`.
+    command = [
+        *("python", "-m", "atoll.mesh.fabric"),
+        "--host=rank-$(RANK)@$(NODE_NAME)",
+        "--address=$(POD_IP)",
+        f"--etcd={etcd}",
+        f"--folder={fabric_folder(training)}",
+    ]
+    return {
+        "name": AGENT,
+        "image": options.agent_image,
+        "restartPolicy": "Always",
+        "command": command,
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ],
+        "resources": {"requests": AMOUNTS, "limits": AMOUNTS},
+        "securityContext": RESTRICTED,
+    }
+
+
+def members(newest: Iterable[Pod], wish: Wish) -> Members | None:
+    """Of the ranks that have a node. None while some rank's place is still being decided.
+
+    One that has no room is not waited for: it joins when it gets there.
+    """
+    pods = [pod for pod in newest if pod.rank < wish.size]
+    undecided = wish.size - len(pods) + sum(not _is_decided(pod) for pod in pods)
+    here = [p for p in pods if p.node is not None and not p.is_over and not p.is_leaving]
+    if undecided or not here:
+        return None
+    return Members(
+        agents=frozenset(agent_name(p.rank, p.node) for p in here if p.node),
+        placed_at=max(_placed_at(p) for p in here),
+    )
+
+
+def _is_decided(pod: Pod) -> bool:
+    return pod.node is not None or pod.is_over or pod.waiting_reason == "Unschedulable"
+
+
+def _placed_at(pod: Pod) -> float:
+    return when(pod.condition("PodScheduled").get("lastTransitionTime")) or pod.created_at

@@ -1,0 +1,130 @@
+"""The start gate of a gang: what holds its pods, and when they are let through. Pure.
+
+A pod waits in an init container of the rank's own image, so one that waits has its node and its
+image. The decision to open is kept in the Job. It reaches pods made later through the gang's
+ConfigMap; one that waits already is told by an annotation, which its kubelet passes on at once
+(a changed ConfigMap takes it a minute).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from atoll.core.gate import may_start
+from atoll.core.status import Training, Wish
+from atoll.kubernetes.names import GATE, GATE_OPENED, START
+from atoll.kubernetes.patch import is_held, yielded_at
+from atoll.kubernetes.pod import TURNED_AWAY, Pod, when
+
+Json = dict[str, Any]
+
+FOLDER = "/atoll/gate"
+OPEN = "open"  # the key in the gang's ConfigMap
+# Process 1 of a container is deaf to SIGTERM unless it says what to do; and not every `sleep`
+# knows fractions of a second.
+WAIT = (
+    f"trap 'exit {TURNED_AWAY}' TERM; "
+    f'until [ -n "$ATOLL_START" ] || [ -s {FOLDER}/start ]; '
+    "do sleep 0.1 || sleep 1 || exit 1; done"
+)
+# A rank that was taken away before it could start has not used up a restart.
+TURNED_AWAY_RULE: Json = {
+    "action": "Ignore",
+    "onExitCodes": {"containerName": GATE, "operator": "In", "values": [TURNED_AWAY]},
+}
+
+
+class Gate(NamedTuple):
+    """Of a gang that has none: neither due nor open, and nobody held."""
+
+    is_open: bool = False
+    is_due: bool = False  # to be opened now
+    held: list[Pod] = []  # to be let through
+    due_in_s: float | None = None  # when fewer than all will do
+    message: str = ""
+
+
+def render_gate(gang: str, rank: Json) -> Json:
+    """The init container before the container `rank`, whose size it has: a smaller one would
+    change the pod's class of service."""
+    limits = (rank.get("resources") or {}).get("limits") or {}
+    amounts = {name: value for name, value in limits.items() if name in ("cpu", "memory")}
+    started = {"configMapKeyRef": {"name": gang, "key": OPEN, "optional": True}}
+    made: Json = {
+        "name": GATE,
+        "image": rank["image"],
+        "command": ["sh", "-c", WAIT],
+        "env": [{"name": "ATOLL_START", "valueFrom": started}],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": GATE, "mountPath": FOLDER, "readOnly": True}],
+    }
+    if amounts:
+        made["resources"] = {"requests": amounts, "limits": amounts}
+    return made | {f: rank[f] for f in ("imagePullPolicy", "securityContext") if f in rank}
+
+
+def render_gate_volume() -> Json:
+    field = {"fieldPath": f"metadata.annotations['{START}']"}
+    return {"name": GATE, "downwardAPI": {"items": [{"path": "start", "fieldRef": field}]}}
+
+
+def render_opened(now: float) -> Json:
+    """A merge patch of the Job: the decision."""
+    return {"metadata": {"annotations": {GATE_OPENED: str(round(now, 3))}}}
+
+
+def render_opened_world(*, is_opened: bool = True) -> dict[str, str]:
+    """In the gang's ConfigMap: whether pods made from now on find the gate open."""
+    return {OPEN: "true" if is_opened else ""}
+
+
+def render_start() -> Json:
+    """A merge patch of a pod that waits."""
+    return {"metadata": {"annotations": {START: "true"}}}
+
+
+def is_open(job: Json | None) -> bool:
+    return GATE_OPENED in ((job or {}).get("metadata", {}).get("annotations") or {})
+
+
+def is_gated(job: Json) -> bool:
+    """By the Job itself: the executor's options may have changed since it was made."""
+    pod = job["spec"].get("template", {}).get("spec", {})
+    return any(container["name"] == GATE for container in pod.get("initContainers") or ())
+
+
+def is_grace_unknown(job: Json) -> bool:
+    """Whether the Job must be read again to tell when its start grace ends."""
+    return is_gated(job) and not is_open(job) and "startTime" not in job.get("status", {})
+
+
+def read_gate(
+    training: Training, job: Json | None, wish: Wish | None, newest: Iterable[Pod], now: float
+) -> Gate:
+    """`newest` is the last pod of each rank."""
+    if job is None or wish is None or not is_gated(job):
+        return Gate()
+    world = training.spec.world_size
+    wanted = [p for p in newest if p.rank < world.target and not p.is_leaving and not p.is_over]
+    waiting = [p for p in wanted if p.is_at_gate]
+    untold = [p for p in waiting if START not in p.annotations]
+    if is_open(job):
+        return Gate(is_open=True, held=untold, message="start gate: open, starting")
+    able = sum(p.is_at_gate or p.has_passed for p in wanted)
+    # Time spent in a queue is not counted: the Job starts when it is let go.
+    since = when(job.get("status", {}).get("startTime"))
+    left = None if since is None else since + training.spec.start_grace_s - now
+    is_grace_over = left is not None and left <= 0
+    is_due = (
+        wish.size > 0
+        and yielded_at(job) is None
+        and not is_held(job)
+        and may_start(able, world, is_grace_over=is_grace_over)
+    )
+    return Gate(
+        is_due=is_due,
+        held=untold if is_due else [],
+        due_in_s=None if is_grace_over else left,
+        message=f"start gate: {able} of {world.target} ranks are ready to start",
+    )

@@ -1,0 +1,149 @@
+"""Leader election by a Lease object: at most one of several operators acts at a time.
+
+Another's lease is judged by this process's own clock: it has passed when its record has not changed
+for its whole duration, so clocks need not agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from typing import Any
+
+from atoll.core.errors import AtollError, BackendError, Conflict, Denied, NotFound
+from atoll.kubernetes.client import Cluster
+
+Json = dict[str, Any]
+log = logging.getLogger(__name__)
+
+
+class Lease:
+    """The right to act, for as long as it is renewed."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        identity: str,
+        *,
+        name: str = "atoll-operator",
+        duration_s: float = 15.0,
+        renew_s: float = 3.0,
+        retry_s: float = 2.0,
+    ) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self._name = name
+        self._identity = identity
+        self._duration_s = duration_s
+        self._renew_s = renew_s
+        self._retry_s = retry_s
+        self._seen: tuple[Any, float] = (None, 0.0)
+
+    async def lead(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Waits for its turn, then runs `work` until it ends or the lease is lost.
+
+        `work` is over, cancelled if need be, before the lease is given back.
+        """
+        await self._turn()
+        log.info("leading as %s", self._identity)
+        task = asyncio.create_task(work())
+        try:
+            await self._renew_during(task)
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            await self._give_back()
+        if not task.cancelled():
+            task.result()
+
+    async def _turn(self) -> None:
+        while True:
+            if await self._try():
+                return
+            await asyncio.sleep(self._retry_s)
+
+    async def _renew_during(self, task: asyncio.Task[None]) -> None:
+        """Until the task ends. Leading ends well before others may think that it has."""
+        deadline = time.monotonic() + self._duration_s * 2 / 3
+        while not (await asyncio.wait({task}, timeout=self._renew_s))[0]:
+            try:
+                async with asyncio.timeout(self._renew_s):
+                    is_held = await self._try()
+            except TimeoutError:
+                is_held = False
+            if is_held:
+                deadline = time.monotonic() + self._duration_s * 2 / 3
+            elif time.monotonic() >= deadline:
+                log.warning("the lease could not be renewed: standing by")
+                return
+
+    async def _try(self) -> bool:
+        """Whether the lease is ours now."""
+        try:
+            found = await self._cluster.get("leases", self._namespace, self._name)
+        except NotFound:
+            return await self._make()
+        except (BackendError, Denied) as error:
+            log.warning("cannot read the lease: %s", error)
+            return False
+        spec = found.get("spec") or {}
+        holder = spec.get("holderIdentity") or ""
+        record = (holder, spec.get("renewTime"))
+        if record != self._seen[0]:
+            self._seen = (record, time.monotonic())
+        lasts_s = float(spec.get("leaseDurationSeconds") or self._duration_s)
+        if holder not in ("", self._identity) and time.monotonic() < self._seen[1] + lasts_s:
+            return False
+        return await self._write(found, is_new=holder != self._identity)
+
+    async def _make(self) -> bool:
+        body = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": self._name},
+            "spec": self._record({}, is_new=True),
+        }
+        try:
+            await self._cluster.create("leases", self._namespace, body)
+        except (Conflict, NotFound, BackendError, Denied) as error:
+            log.warning("the lease was not made: %s", error)
+            return False
+        return True
+
+    async def _write(self, found: Json, *, is_new: bool) -> bool:
+        body = {**found, "spec": self._record(found.get("spec") or {}, is_new=is_new)}
+        try:
+            await self._cluster.replace("leases", self._namespace, self._name, body)
+        except (Conflict, NotFound) as error:
+            log.info("the lease was not taken: %s", error)
+            return False
+        except (BackendError, Denied) as error:
+            log.warning("the lease was not taken: %s", error)
+            return False
+        return True
+
+    def _record(self, before: Json, *, is_new: bool) -> Json:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        return {
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": round(self._duration_s) or 1,
+            "acquireTime": now if is_new else before.get("acquireTime", now),
+            "renewTime": now,
+            "leaseTransitions": int(before.get("leaseTransitions") or 0) + is_new,
+        }
+
+    async def _give_back(self) -> None:
+        """So that the next one need not wait for it to pass."""
+        with contextlib.suppress(AtollError, TimeoutError):
+            async with asyncio.timeout(2.0):
+                found = await self._cluster.get("leases", self._namespace, self._name)
+                if found["spec"].get("holderIdentity") == self._identity:
+                    spec = {**found["spec"], "holderIdentity": ""}
+                    await self._cluster.replace(
+                        "leases", self._namespace, self._name, {**found, "spec": spec}
+                    )

@@ -1,0 +1,187 @@
+"""What to apply so that a cluster runs trainings: the CRD, the rights, the operator. Pure.
+
+The rights are those that the code uses and no more; each row says what for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from atoll.core.errors import ValidationError
+from atoll.core.model import decode
+from atoll.kubernetes.crd import GROUP, render_crd
+from atoll.kubernetes.options import Options
+from atoll.kubernetes.tokens import NAME as TOKENS
+
+Json = dict[str, Any]
+
+NAME = "atoll-operator"
+HOME = "atoll-system"
+LABELS = {"app.kubernetes.io/name": "atoll", "app.kubernetes.io/component": "operator"}
+PORT = 8080
+
+# (API group, resources, verbs), in every namespace that is served.
+RIGHTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (GROUP, ("trainings",), ("get", "list", "watch", "create", "patch", "delete")),
+    (GROUP, ("trainings/status",), ("patch",)),
+    ("batch", ("jobs",), ("get", "list", "watch", "create", "patch", "delete")),
+    ("", ("pods",), ("list", "watch", "patch", "deletecollection")),
+    ("", ("pods/status",), ("patch",)),  # ranks on lost nodes, gangs that give way
+    ("", ("pods/log",), ("get",)),
+    ("", ("services", "configmaps"), ("create", "patch", "delete")),
+    ("apps", ("deployments",), ("create", "patch", "delete")),  # the etcd of a training
+    ("", ("configmaps",), ("list", "deletecollection")),  # logs of ranks that are gone
+    ("", ("events",), ("create", "list")),
+)
+# In the operator's own namespace; the last part, where there is one, names the objects.
+HOME_RIGHTS: tuple[tuple[Any, ...], ...] = (
+    ("coordination.k8s.io", ("leases",), ("get", "create", "update")),
+    ("", ("pods",), ("get",)),  # its own, for its image
+    ("", ("secrets",), ("create",)),  # cannot be held to a name
+    ("", ("secrets",), ("get", "patch"), (TOKENS,)),
+)
+
+# What people of a namespace get with the cluster's own roles.
+USER_ROLES = {
+    "edit": ("get", "list", "watch", "create", "update", "patch", "delete"),
+    "view": ("get", "list", "watch"),
+}
+
+
+def render_manifests(
+    *,
+    image: str,
+    home: str = HOME,
+    namespace: str | None = None,
+    replicas: int = 2,
+    options: str = "",
+) -> list[Json]:
+    """In the order to apply them. With `namespace`, the operator has rights in that one only.
+
+    `options` are the executor's, as JSON. Raises ValidationError if they are not.
+    """
+    if options:
+        read_options(options)
+    return [
+        render_crd(),
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home}},
+        _named("v1", "ServiceAccount", home),
+        *_served(home, namespace),
+        *_role(home, home, "Role", HOME_RIGHTS, f"{NAME}-home"),
+        *(_user_role(name, verbs) for name, verbs in USER_ROLES.items()),
+        _deployment(image, home, namespace, replicas, options),
+        _service(home),
+    ]
+
+
+def read_options(text: str) -> dict[str, Any]:
+    """The options that the JSON names; the operator has its own defaults for the others."""
+    try:
+        options, given = decode(text, Options), msgspec.json.decode(text)
+    except ValidationError as error:
+        field = "--options" if error.field == "body" else f"--options: {error.field}"
+        raise ValidationError(field, error.value, error.expected) from error
+    if "namespace" in given:
+        raise ValidationError("--options: namespace", given["namespace"], "expected as --namespace")
+    names = zip(Options.__struct_fields__, Options.__struct_encode_fields__, strict=True)
+    return {name: getattr(options, name) for name, sent in names if sent in given}
+
+
+def _named(api: str, kind: str, namespace: str | None, name: str = NAME) -> Json:
+    metadata: Json = {"name": name, "labels": LABELS}
+    if namespace is not None:
+        metadata["namespace"] = namespace
+    return {"apiVersion": api, "kind": kind, "metadata": metadata}
+
+
+def _served(home: str, namespace: str | None) -> list[Json]:
+    if namespace is None:
+        return _role(home, None, "ClusterRole", RIGHTS, NAME)
+    return _role(home, namespace, "Role", RIGHTS, NAME)
+
+
+def _role(home: str, namespace: str | None, kind: str, rights: Any, name: str) -> list[Json]:
+    api = "rbac.authorization.k8s.io/v1"
+    rules = [
+        {"apiGroups": [group], "resources": list(resources), "verbs": list(verbs)}
+        | ({"resourceNames": list(names[0])} if names else {})
+        for group, resources, verbs, *names in rights
+    ]
+    role = _named(api, kind, namespace, name) | {"rules": rules}
+    binding = _named(api, f"{kind}Binding", namespace, name) | {
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name},
+        "subjects": [{"kind": "ServiceAccount", "name": NAME, "namespace": home}],
+    }
+    return [role, binding]
+
+
+def _user_role(name: str, verbs: tuple[str, ...]) -> Json:
+    api = "rbac.authorization.k8s.io/v1"
+    role = _named(api, "ClusterRole", None, f"atoll-trainings-{name}")
+    grown = ("edit", "admin") if name == "edit" else ("view",)
+    marks = {f"rbac.authorization.k8s.io/aggregate-to-{r}": "true" for r in grown}
+    role["metadata"]["labels"] = {**LABELS, **marks}
+    resources = ["trainings", "trainings/scale"] if name == "edit" else ["trainings"]
+    return role | {"rules": [{"apiGroups": [GROUP], "resources": resources, "verbs": list(verbs)}]}
+
+
+def _deployment(image: str, home: str, namespace: str | None, replicas: int, options: str) -> Json:
+    command = ["python", "-m", "atoll.operator", "run", "--port", str(PORT)]
+    if namespace is not None:
+        command += ["--namespace", namespace]
+    if options:
+        command += ["--options", options.replace("$", "$$")]  # not to be expanded by Kubernetes
+    by_field = {"POD_NAMESPACE": "metadata.namespace", "POD_NAME": "metadata.name"}
+    container = {
+        "name": "operator",
+        "image": image,
+        "command": command,
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in by_field.items()
+        ],
+        "ports": [{"name": "http", "containerPort": PORT}],
+        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
+        "livenessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 20},
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "limits": {"memory": "512Mi"},
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    pod = {
+        "serviceAccountName": NAME,
+        "containers": [container],
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationGracePeriodSeconds": 10,
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": LABELS},
+            }
+        ],
+    }
+    return _named("apps/v1", "Deployment", home) | {
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": LABELS},
+            "template": {"metadata": {"labels": LABELS}, "spec": pod},
+        }
+    }
+
+
+def _service(home: str) -> Json:
+    ports = [{"name": "http", "port": 80, "targetPort": "http"}]
+    return _named("v1", "Service", home) | {"spec": {"selector": LABELS, "ports": ports}}

@@ -1,0 +1,111 @@
+"""A copy of one kind of object, kept up to date by one list and one watch for all trainings."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atoll.core.errors import Denied, Gone, Permanent, Temporary
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.names import SELECTOR, UID
+
+Json = dict[str, Any]
+log = logging.getLogger(__name__)
+
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class Mirror:
+    """Objects by training uid and name. `notify` hears of each that may look different now."""
+
+    def __init__(
+        self, cluster: Cluster, kind: str, namespace: str | None, notify: Callable[[Json], None]
+    ) -> None:
+        self._cluster = cluster
+        self._kind = kind
+        self._namespace = namespace
+        self._notify = notify
+        self._objects: dict[str, dict[str, Json]] = defaultdict(dict)
+        self._version = 0
+        self._moved = asyncio.Event()
+        self.is_live = False
+
+    def of(self, uid: str) -> Mapping[str, Json]:
+        return self._objects.get(uid, {})
+
+    async def reach(self, version: int, timeout_s: float) -> bool:
+        """Whether the copy is live and has that version of the cluster in it, or gets it soon."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.is_live and self._version < version:
+                    self._moved.clear()
+                    await self._moved.wait()
+        except TimeoutError:
+            return False
+        return self.is_live
+
+    async def run(self) -> None:
+        """Until cancelled. An API server that is away is waited for."""
+        failures = 0
+        while True:
+            try:
+                await self._load()
+                failures = 0
+                await self._follow()
+            except Gone:
+                log.info("the watch on %s fell behind; listing again", self._kind)
+            except (Temporary, Denied, Permanent) as error:
+                # The first is left to whoever asks for something; the next is news.
+                level = logging.WARNING if failures == 1 else logging.INFO
+                log.log(level, "cannot watch %s: %s; trying again", self._kind, error)
+                delay = RETRY_S[min(failures, len(RETRY_S) - 1)]
+                failures += 1
+                self._fall()
+                await asyncio.sleep(delay)
+            finally:
+                self._fall()
+
+    async def _load(self) -> None:
+        listed = await self._cluster.list(self._kind, self._namespace, labels=SELECTOR)
+        before = [o for named in self._objects.values() for o in named.values()]
+        self._objects.clear()
+        for item in listed.items:
+            self._objects[_uid(item)][item["metadata"]["name"]] = item
+        self._advance(listed.version)
+        self.is_live = True
+        for item in (*before, *listed.items):
+            self._notify(item)
+
+    async def _follow(self) -> None:
+        while True:
+            async for event in self._cluster.watch(
+                self._kind, self._namespace, after=str(self._version), labels=SELECTOR
+            ):
+                if event.type != "BOOKMARK":
+                    self._take(event.type, event.object)
+                self._advance(event.object["metadata"]["resourceVersion"])
+
+    def _take(self, type: str, item: Json) -> None:
+        named = self._objects[_uid(item)]
+        if type == "DELETED":
+            named.pop(item["metadata"]["name"], None)
+            if not named:
+                self._objects.pop(_uid(item), None)
+        else:
+            named[item["metadata"]["name"]] = item
+        self._notify(item)
+
+    def _advance(self, version: str) -> None:
+        self._version = int(version)
+        self._moved.set()
+
+    def _fall(self) -> None:
+        self.is_live = False
+        self._moved.set()
+
+
+def _uid(item: Json) -> str:
+    return str((item["metadata"].get("labels") or {}).get(UID, ""))

@@ -1,0 +1,175 @@
+"""What a caller may say about how ranks run on a cluster, checked before anything is created."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from atoll.core.bench import has_floor
+from atoll.core.checks import check_choice, check_int, check_name, check_number, check_strings
+from atoll.core.errors import ValidationError
+from atoll.core.mesh import split_endpoint
+from atoll.core.model import SpecModel
+from atoll.core.rendezvous import ETCD_BACKEND, needs_etcd
+from atoll.core.spec import MAX_SECONDS, TrainingSpec
+from atoll.mesh.reach import DEADLINE_S
+
+Json = dict[str, Any]
+PullPolicy = Literal["Always", "IfNotPresent", "Never"]
+
+# From GPU name to the labels of nodes that have it, as NVIDIA's feature discovery writes them.
+GPU_NODES: dict[str, dict[str, str]] = {
+    "A100": {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"},
+    "H100": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
+    "A10G": {"nvidia.com/gpu.product": "NVIDIA-A10G"},
+    "T4": {"nvidia.com/gpu.product": "Tesla-T4"},
+}
+# The same on EKS, where Karpenter labels a node before any of its pods run.
+EKS_GPU_NODES: dict[str, dict[str, str]] = {
+    "A100": {"karpenter.k8s.aws/instance-gpu-name": "a100"},
+    "H100": {"karpenter.k8s.aws/instance-gpu-name": "h100"},
+    "A10G": {"karpenter.k8s.aws/instance-gpu-name": "a10g"},
+    "T4": {"karpenter.k8s.aws/instance-gpu-name": "t4"},
+}
+
+
+class Options(SpecModel, frozen=True):
+    """The options of KubernetesExecutor. Unset means: as the cluster does it by default."""
+
+    namespace: str | None = None  # unset: the training's own
+    image: str | None = None  # for trainings that name none
+    service_account: str | None = None  # IRSA and Pod Identity go by this name
+    node_selector: dict[str, str] = {}
+    tolerations: list[Json] | None = None  # unset: the GPU toleration where there is a GPU
+    affinity: Json | None = None
+    runtime_class_name: str | None = None
+    is_runtime_class_with_gpu_meant: bool = False
+    gpu_resource_key: str = "nvidia.com/gpu"
+    gpu_nodes: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: GPU_NODES)
+    gpu_memory_label: str = "nvidia.com/gpu.memory"  # MiB, on nodes
+    ttl_seconds_after_finished: int | None = 86_400
+    image_pull_policy: PullPolicy | None = None
+    image_pull_secrets: list[str] = []
+    priority_class_name: str | None = None
+    scheduler_name: str | None = None
+    kueue_queue: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    env_from_secrets: list[str] = []
+    volumes: list[Json] = []
+    volume_mounts: list[Json] = []
+    shm_size: str | None = None  # /dev/shm in memory, for data loaders and NCCL
+    is_host_network: bool = False
+    # The rank is then not process 1, which is deaf to signals it does not handle.
+    is_process_namespace_shared: bool = True
+    security_context: Json | None = None  # of the pods
+    container_security_context: Json | None = None  # of the rank, and of its start gate
+    python: str = "python"  # runs a `source`
+    # For rendezvous_backend="etcd-v2" and the mesh: host:port of one that all trainings share;
+    # unset: each gets its own, of `etcd_image`. The v2 API ended with etcd 3.5.
+    etcd_endpoint: str | None = None
+    etcd_image: str = "quay.io/coreos/etcd:v3.5.21"
+    agent_image: str | None = None  # has Python and atoll: for the mesh and the link bench
+    mesh_deadline_s: float = DEADLINE_S  # ranks are let in with what there is after this
+    master_port: int = 29_500
+    deadline_margin_s: int = 0  # by which the Job's own deadline is later than the training's
+    kubelet_port: int | None = 10_250  # where nodes answer; None: only the cluster is asked
+    lost_node_s: int = 30  # a node that does not answer loses its ranks after this
+    gang_timeout_s: float | None = 600.0  # half a gang gives its room back after this
+    gang_backoff_s: float = 60.0  # and asks again after this
+    image_timeout_s: float = 300.0  # an image that cannot be pulled ends the training after this
+    is_exit_held: bool = False  # pods stay until their exit is stored; needs a controller
+    is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
+
+    def __post_init__(self) -> None:
+        for field in ("namespace", "service_account", "kueue_queue"):
+            if getattr(self, field) is not None:
+                check_name(field, getattr(self, field))
+        for field in ("image_pull_secrets", "env_from_secrets"):
+            check_strings(field, getattr(self, field))
+        if self.image_pull_policy is not None:
+            check_choice("image_pull_policy", self.image_pull_policy, PullPolicy)
+        if self.ttl_seconds_after_finished is not None:
+            check_int("ttl_seconds_after_finished", self.ttl_seconds_after_finished, 0, MAX_SECONDS)
+        check_int("master_port", self.master_port, 1, 65_535)
+        if self.kubelet_port is not None:
+            check_int("kubelet_port", self.kubelet_port, 1, 65_535)
+        check_int("deadline_margin_s", self.deadline_margin_s, 0, MAX_SECONDS)
+        check_int("lost_node_s", self.lost_node_s, 0, MAX_SECONDS)
+        if self.gang_timeout_s is not None:
+            check_number("gang_timeout_s", self.gang_timeout_s, 1, MAX_SECONDS)
+        check_number("gang_backoff_s", self.gang_backoff_s, 1, MAX_SECONDS)
+        check_number("image_timeout_s", self.image_timeout_s, 1, MAX_SECONDS)
+        check_number("mesh_deadline_s", self.mesh_deadline_s, 0, MAX_SECONDS)
+        if self.etcd_endpoint is not None and split_endpoint(self.etcd_endpoint) is None:
+            raise ValidationError("etcd_endpoint", self.etcd_endpoint, "expected host:port")
+        self._check_volumes()
+
+    def _check_volumes(self) -> None:
+        named = {volume.get("name") for volume in self.volumes}
+        for at, mount in enumerate(self.volume_mounts):
+            if mount.get("name") not in named:
+                raise ValidationError(
+                    f"volume_mounts[{at}]", mount.get("name"), "expected the name of one of volumes"
+                )
+            if self.shm_size is not None and mount.get("mountPath") == "/dev/shm":
+                raise ValidationError(
+                    "shm_size", self.shm_size, "expected none: volume_mounts has /dev/shm already"
+                )
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError if this training cannot run with these options."""
+        if spec.image is None and self.image is None:
+            raise ValidationError("image", None, "expected an image: ranks run in containers")
+        needs = spec.resources
+        if needs.gpu_count and self.runtime_class_name and not self.is_runtime_class_with_gpu_meant:
+            raise ValidationError(
+                "runtime_class_name",
+                self.runtime_class_name,
+                "expected none with a GPU, as most sandboxes hide it; "
+                "is_runtime_class_with_gpu_meant=True insists",
+            )
+        if needs.gpu_models and not needs.gpu_count:
+            raise ValidationError("gpu_models", needs.gpu_models, "expected gpu_count above 0 too")
+        for model in needs.gpu_models:
+            if model.upper() not in self.gpu_nodes:
+                known = ", ".join(self.gpu_nodes) or "none"
+                raise ValidationError(
+                    "gpu_models", model, f"expected one of {known}; gpu_nodes adds more"
+                )
+        keys = {frozenset(self.gpu_nodes[m.upper()]) for m in needs.gpu_models}
+        if len(keys) > 1 or any(len(key) != 1 for key in keys if len(needs.gpu_models) > 1):
+            raise ValidationError(
+                "gpu_models", needs.gpu_models, "expected models told apart by one node label"
+            )
+        self._check_beside(spec)
+
+    def _check_beside(self, spec: TrainingSpec) -> None:
+        """What is to run beside the ranks."""
+        asked = {"mesh": spec.mesh, "bench": spec.bench.mode != "off" and spec.bench.mode}
+        for field, value in asked.items():
+            if value and self.agent_image is None:
+                raise ValidationError(
+                    field, value, "expected the executor option agent_image: an image with atoll"
+                )
+        if has_floor(spec) and spec.bench.placement == "strict":
+            raise ValidationError(
+                "bench_placement",
+                "strict",
+                "expected 'preferred' with bench_require_gbps: the link is measured before the "
+                "ranks have nodes",
+            )
+
+    def gates_start(self, spec: TrainingSpec) -> bool:
+        """Whether ranks wait for each other, or for their etcd; one alone may have neither."""
+        return self.is_start_gated and (spec.world_size.target > 1 or self.has_own_etcd(spec))
+
+    def has_gate(self, spec: TrainingSpec) -> bool:
+        """Whether its ranks can wait at the mesh gate: somebody finds out, and writes the keys."""
+        is_etcd = spec.rendezvous.backend == ETCD_BACKEND
+        return self.agent_image is not None and (spec.mesh or is_etcd)
+
+    def has_own_etcd(self, spec: TrainingSpec) -> bool:
+        is_needed = needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh)
+        return is_needed and self.etcd_endpoint is None

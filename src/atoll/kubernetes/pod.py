@@ -1,0 +1,307 @@
+"""One pod, read: which rank and attempt it is, whether it runs, how it ended. Pure."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from datetime import datetime
+from typing import Any
+
+from atoll.core.lines import split_lines
+from atoll.core.status import Exit
+from atoll.kubernetes.names import CONTAINER, FAILURES, FINALIZER, GATE, INDEX, PART
+
+Json = dict[str, Any]
+
+HOST_LOST = "HostLost"
+STOPPED = "Stopped"
+TURNED_AWAY = 143  # exit code of a start gate whose pod is taken away
+TAIL_LINES = 40
+CLOCK_SKEW_S = 5.0
+LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
+
+# Why the cluster took a pod away, by the reason of its DisruptionTarget condition.
+DISRUPTIONS = {
+    "PreemptionByScheduler": "Preempted",
+    "DeletionByTaintManager": "Evicted",
+    "EvictionByEvictionAPI": "Evicted",
+    "DeletionByPodGC": HOST_LOST,
+    "TerminationByKubelet": "Evicted",
+}
+# Reasons of a pod's status that say more than its container's.
+POD_REASONS = {
+    "Evicted": "Evicted",
+    "NodeLost": HOST_LOST,
+    "NodeShutdown": "Evicted",
+    "Terminated": "Evicted",
+    "Preempting": "Preempted",
+    "DeadlineExceeded": "DeadlineExceeded",
+    "NodeAffinity": "Rejected",
+    "UnexpectedAdmissionError": "Rejected",
+}
+# A container that is not there yet, by the reason it waits for.
+WAITING = {
+    "ContainerCreating": "its container is being created",
+    "PodInitializing": "its container is being created",
+    "ErrImagePull": "the image {image} cannot be pulled: {message}",
+    "ImagePullBackOff": "the image {image} cannot be pulled: {message}",
+    "InvalidImageName": "{image!r} is not an image name: {message}",
+    "ErrImageNeverPull": "the image {image} is not on the node and may not be pulled",
+    "ImageInspectError": "the image {image} cannot be read: {message}",
+    "CreateContainerConfigError": "its container cannot be set up: {message}",
+    "CreateContainerError": "its container cannot be made: {message}",
+    "RunContainerError": "its container cannot be started: {message}",
+}
+HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
+BEING_MADE = frozenset({"ContainerCreating", "PodInitializing"})
+BROKEN = frozenset(WAITING) - BEING_MADE
+
+
+@functools.lru_cache(maxsize=10_000)
+def when(text: str | None) -> float | None:
+    """Seconds since the epoch; Kubernetes writes the epoch itself for never."""
+    at = datetime.fromisoformat(text).timestamp() if text else 0.0
+    return at or None
+
+
+def part_of(manifest: Json) -> str:
+    """What a pod is to its training."""
+    return str((manifest["metadata"].get("labels") or {}).get(PART, CONTAINER))
+
+
+class Pod:
+    """A pod's manifest with names for what atoll asks of it."""
+
+    def __init__(self, manifest: Json) -> None:
+        self.manifest = manifest
+        self.metadata: Json = manifest["metadata"]
+        self.spec: Json = manifest.get("spec", {})
+        self.status: Json = manifest.get("status", {})
+        self.name: str = self.metadata["name"]
+        self.annotations: Json = self.metadata.get("annotations") or {}
+        self.restarts = int(self.annotations.get(FAILURES, 0))
+        self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
+        self.node: str | None = self.spec.get("nodeName") or None
+        # Which is also what its container is called.
+        self.part = part_of(manifest)
+        self.index = int(self.annotations.get(INDEX, -1))
+        self.rank = self.index if self.part == CONTAINER else -1
+        self.address: str = self.status.get("hostIP", "")  # of its node
+        statuses = self.status.get("containerStatuses") or []
+        self.container: Json = next((c for c in statuses if c["name"] == self.part), {})
+        self.state: Json = self.container.get("state") or {}
+        self._before: list[Json] = self.status.get("initContainerStatuses") or []
+        self._gate: Json = next(
+            (c.get("state") or {} for c in self._before if c["name"] == GATE), {}
+        )
+        self._conditions: dict[str, Json] = {
+            c["type"]: c for c in self.status.get("conditions") or ()
+        }
+
+    @property
+    def attempt(self) -> int:
+        """A rank's pods come one after another, so the second they were made in tells them apart.
+
+        It grows over restarts, scalings and new Jobs alike, and needs no memory.
+        """
+        return int(self.created_at)
+
+    @property
+    def is_held(self) -> bool:
+        """Kept until its exit is stored."""
+        return FINALIZER in (self.metadata.get("finalizers") or ())
+
+    @property
+    def is_leaving(self) -> bool:
+        return "deletionTimestamp" in self.metadata
+
+    @property
+    def left_at(self) -> float | None:
+        """When its deletion was asked for."""
+        at = when(self.metadata.get("deletionTimestamp"))
+        return None if at is None else at - self.metadata.get("deletionGracePeriodSeconds", 0)
+
+    @property
+    def is_over(self) -> bool:
+        return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
+
+    def is_ending(self, now: float) -> bool:
+        """Its rank has ended, which its kubelet will say of the pod in a moment."""
+        at = when((self.state.get("terminated") or {}).get("finishedAt"))
+        is_said = self.status.get("phase") in ("Succeeded", "Failed") or self.is_leaving
+        return at is not None and not is_said and now < at + LATE_S
+
+    @property
+    def started_at(self) -> float | None:
+        state = self.state.get("running") or self.state.get("terminated") or {}
+        # A command that could not be run has an end and no beginning.
+        return when(state.get("startedAt")) or when(state.get("finishedAt"))
+
+    @property
+    def has_run(self) -> bool:
+        return self.started_at is not None
+
+    @property
+    def is_being_made(self) -> bool:
+        """Has its node, and no container of it runs yet; what it lacks, only events tell."""
+        is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
+        return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_MADE
+
+    @property
+    def is_gate_up(self) -> bool:
+        """Its start gate runs, as far as the kubelet has said."""
+        return "running" in self._gate and not self.is_over
+
+    @property
+    def is_at_gate(self) -> bool:
+        """Its node and its image are there; it waits for the others."""
+        return self.is_gate_up and not self.is_leaving
+
+    @property
+    def has_passed(self) -> bool:
+        """Let through by the start gate."""
+        return self._gate_code == 0
+
+    @property
+    def is_turned_away(self) -> bool:
+        """Stopped at the start gate: it never ran, and no restart was used up."""
+        return self._gate_code == TURNED_AWAY and not self.has_run
+
+    @property
+    def _gate_end(self) -> Json:
+        return self._gate.get("terminated") or {}
+
+    @property
+    def _gate_code(self) -> int | None:
+        code: int | None = self._gate_end.get("exitCode")
+        return code
+
+    @property
+    def is_silent(self) -> bool:
+        """Its node was given up. A kubelet that answers has its own reasons for not ready."""
+        ready = self.condition("Ready")
+        is_told = ready.get("reason") in ("ContainersNotReady", "PodCompleted")
+        return ready.get("status") == "False" and not is_told and not self.is_leaving
+
+    def is_lost(self, now: float) -> bool:
+        """To be gone, on a node that does not answer; it may never report again."""
+        is_silent = self.condition("Ready").get("status") != "True"
+        took = self.condition("DisruptionTarget").get("reason")
+        is_given_up = took == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
+        is_given_up = is_given_up and self.has_run  # at the start gate no pod is Ready
+        is_late = now > (when(self.metadata.get("deletionTimestamp")) or now) + LATE_S
+        is_running = self.is_leaving and not self.is_over and (self.has_run or self.is_gate_up)
+        return is_running and is_silent and (is_given_up or is_late)
+
+    def condition(self, kind: str) -> Json:
+        return self._conditions.get(kind, {})
+
+    @property
+    def waiting_reason(self) -> str:
+        if self.condition("PodScheduled").get("status") == "False":
+            return str(self.condition("PodScheduled").get("reason", "Unschedulable"))
+        return str(self._waiting[0].get("reason", ""))
+
+    def misses(self, name: str) -> bool:
+        """Whether it cannot start for want of the ConfigMap of that name."""
+        is_stuck = self.waiting_reason == "CreateContainerConfigError" and not self.is_leaving
+        return is_stuck and f'"{name}"' in self.waits_for
+
+    @property
+    def _waiting(self) -> tuple[Json, str]:
+        """Why the container whose turn it is waits, and its image."""
+        found: Json = {}
+        if "running" in self.state:  # a sidecar that comes and goes is no matter of the rank's
+            return found, ""
+        for status in (*self._before, self.container):
+            found = (status.get("state") or {}).get("waiting") or found
+            if found.get("reason", "PodInitializing") != "PodInitializing":
+                return found, self._image_of(status["name"])
+        return found, ""
+
+    def _image_of(self, name: str) -> str:
+        made = [*self.spec.get("initContainers", ()), *self.spec.get("containers", ())]
+        return next((str(c.get("image", "")) for c in made if c.get("name", name) == name), "")
+
+    @property
+    def waits_for(self) -> str:
+        """One line, in the scheduler's or the kubelet's own words."""
+        scheduled = self.condition("PodScheduled")
+        reason = self.waiting_reason
+        if reason == "Unschedulable":
+            words = str(scheduled.get("message", "")).split(" preemption:")[0]
+            return f"no room: {words}"
+        if reason == "SchedulingGated":
+            gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
+            return f"held back by the scheduling gate {gates}"
+        template = WAITING.get(reason, "{reason} {message}")
+        waiting, image = self._waiting
+        message = " ".join(str(waiting.get("message", "")).split())
+        return template.format(image=image, message=message, reason=reason).strip()
+
+    def exit(self, *, is_stopped: bool, now: float) -> Exit:
+        """How it ended. A code that Kubernetes made up for want of a real one is unknown."""
+        ended: Json = self.state.get("terminated") or {}
+        is_lost = self.is_lost(now)
+        reason, words = self._why(ended, is_lost)
+        code: int | None = ended.get("exitCode")
+        if ended.get("reason") == "ContainerStatusUnknown" or is_lost:
+            code = None
+        if reason == "CommandNotFound":
+            code = 127  # there was no process; this is what a shell says
+        if is_stopped and reason in ("Error", "Signal", "Unknown", "Evicted", "DeadlineExceeded"):
+            reason = STOPPED
+        last = ended if self.has_run else ended or self._gate_end
+        said = str(ended.get("message") or "")
+        return Exit(
+            code=code,
+            at=when(last.get("finishedAt")) or self.left_at or now,
+            reason=reason,
+            signal=_signal(code),
+            is_stopped=is_stopped,
+            message=words,
+            log_tail=[] if words and words in said else split_lines(said)[-TAIL_LINES:],
+        )
+
+    def _why(self, ended: Json, is_lost: bool) -> tuple[str, str]:
+        took = self.condition("DisruptionTarget")
+        pod_reason = self.status.get("reason", "")
+        if is_lost:
+            return HOST_LOST, f"its node {self.node} does not answer"
+        if pod_reason.startswith("OutOf"):  # the kubelet found less room than the scheduler
+            return "Rejected", str(self.status.get("message", ""))
+        if pod_reason in POD_REASONS:
+            return POD_REASONS[pod_reason], str(self.status.get("message", ""))
+        if took.get("reason") in DISRUPTIONS:
+            return DISRUPTIONS[took["reason"]], str(took.get("message", ""))
+        if not ended and self._gate_code not in (None, 0):
+            return "StartGateFailed", self._gate_trouble()
+        native = ended.get("reason", "")
+        # With exit code 0, it was a child of the rank, which has coped.
+        if native == "OOMKilled" and ended.get("exitCode") != 0:
+            return "OOMKilled", ""
+        if native in ("StartError", "ContainerCannotRun"):
+            said = " ".join(str(ended.get("message", "")).split())
+            is_missing = "not found" in said or "no such file" in said
+            return "CommandNotFound" if is_missing else "CannotRun", said
+        if native == "ContainerStatusUnknown" or not ended:
+            return "Unknown", str(ended.get("message") or self.status.get("message", ""))
+        code = ended.get("exitCode", 0)
+        return ("Completed" if code == 0 else "Signal" if _signal(code) else "Error"), ""
+
+    def _gate_trouble(self) -> str:
+        image = (self.spec.get("containers") or [{}])[0].get("image", "")
+        said = " ".join(str(self._gate_end.get("message", "")).split())
+        return (
+            f"the start gate needs sh and sleep, and cannot run in the image {image} "
+            f"({said or f'exit code {self._gate_code}'}); "
+            "the executor option is_start_gated=False does without it"
+        )
+
+
+def _signal(code: int | None) -> str | None:
+    """The signal behind an exit code above 128, as every container runtime counts it."""
+    try:
+        return signal.Signals((code or 0) - 128).name
+    except ValueError:
+        return None

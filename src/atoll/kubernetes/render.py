@@ -1,0 +1,361 @@
+"""What is asked of the cluster for one training: a Job, a Service, a ConfigMap. Pure.
+
+One Indexed Job is the gang: its completion index is the rank. The ConfigMap carries what a Job
+may not change while it runs (the world's size now), so that a rank started later finds it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import shlex
+from typing import Any
+
+from atoll.core.errors import Permanent
+from atoll.core.mesh import DEFAULT_ETCD_PORT
+from atoll.core.model import encode
+from atoll.core.rendezvous import needs_etcd, rendezvous_environment
+from atoll.core.spec import Resources, TrainingSpec
+from atoll.core.status import Training, Wish
+from atoll.kubernetes.fabric import render_agent
+from atoll.kubernetes.gate import (
+    TURNED_AWAY_RULE,
+    render_gate,
+    render_gate_volume,
+    render_opened_world,
+)
+from atoll.kubernetes.names import (
+    CONTAINER,
+    ELASTIC,
+    ETCD,
+    FAILURES,
+    FINALIZER,
+    HELD,
+    INDEX,
+    MANAGED,
+    NAMESPACE,
+    PART,
+    QUEUE,
+    STOPPED,
+    TRAINING,
+    UID,
+    WISH,
+)
+from atoll.kubernetes.options import Options
+from atoll.kubernetes.place import (
+    affinity,
+    node_selector,
+    spread,
+    tolerations,
+)
+from atoll.rank.environment import RANK_VARIABLES, gang_environment
+
+Json = dict[str, Any]
+
+SOURCE_DIR = "/atoll/source"
+SOURCE_MAX = 900_000  # a ConfigMap holds 1 MiB with everything in it
+SIZE_VARIABLES = ("WORLD_SIZE", "ATOLL_WORLD_TARGET", "BASILICA_WORLD_TARGET")
+
+
+def gang_name(training: Training) -> str:
+    """The name of all its objects: a DNS label that leaves room for `-bench-<index>` behind it."""
+    tail = hashlib.sha256(training.uid.encode()).hexdigest()[:8]
+    head = training.name if training.name[0].isalpha() else f"t{training.name}"
+    return f"{head[:46].rstrip('-')}-{tail}"
+
+
+def gang_labels(training: Training) -> dict[str, str]:
+    return {
+        MANAGED: "atoll",
+        TRAINING: training.name,
+        NAMESPACE: training.namespace,
+        UID: training.uid,
+    }
+
+
+def render_world(
+    training: Training,
+    wish: Wish,
+    options: Options,
+    owner: Json | None,
+    *,
+    is_opened: bool = False,
+) -> Json:
+    """What a rank reads when it starts, and the code it runs where that was sent along."""
+    source = training.spec.source
+    body: Json = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": gang_metadata(training, owner, options),
+        "data": render_size(wish),
+    }
+    if options.gates_start(training.spec):
+        body["data"] |= render_opened_world(is_opened=is_opened)
+    if source is not None:
+        if len(source.content) > SOURCE_MAX:
+            raise Permanent(
+                f"the source has {len(source.content)} bytes, a ConfigMap takes {SOURCE_MAX}: "
+                "put it into the image"
+            )
+        body["binaryData"] = {"source": base64.b64encode(source.content).decode()}
+    return body
+
+
+def render_size(wish: Wish) -> dict[str, str]:
+    return {"size": str(wish.size)}
+
+
+def render_service(training: Training, options: Options, owner: Json | None) -> Json:
+    """Gives every rank the name `<gang>-<rank>.<gang>`."""
+    metadata = gang_metadata(training, owner, options)
+    return render_headless(metadata, training, CONTAINER, "rendezvous", options.master_port)
+
+
+def render_headless(metadata: Json, training: Training, part: str, port: str, number: int) -> Json:
+    """Names for the pods of one part of a training, known before they are ready too."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {UID: training.uid, PART: part},
+            "ports": [{"name": port, "port": number, "protocol": "TCP"}],
+        },
+    }
+
+
+def render_job(training: Training, wish: Wish, options: Options, owner: Json | None = None) -> Json:
+    """The gang: ranks `0..size-1`, each restarted on its own up to `max_restarts` times."""
+    spec = training.spec
+    metadata = gang_metadata(training, owner, options)
+    metadata["annotations"] = {**options.annotations, WISH: encode(wish).decode()}
+    is_held = options.has_own_etcd(spec)
+    if is_held:  # until its etcd answers
+        metadata["annotations"][HELD] = ETCD
+    if options.kueue_queue is not None:
+        metadata["labels"][QUEUE] = options.kueue_queue
+        metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
+    body: Json = {
+        "completions": wish.size,
+        "parallelism": wish.size,
+        "completionMode": "Indexed",
+        "backoffLimitPerIndex": spec.max_restarts,
+        # A rank never runs twice: its successor waits until the last one is gone.
+        "podReplacementPolicy": "Failed",
+        # A rank that atoll had to stop, and wants again, has not used up a restart.
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": STOPPED, "status": "True"}]},
+                *([TURNED_AWAY_RULE] if options.gates_start(training.spec) else ()),
+            ]
+        },
+        "template": _template(training, options),
+    }
+    if options.kueue_queue is not None or is_held:
+        body["suspend"] = True  # Kueue lets it go once the whole gang fits
+    if spec.deadline_s is not None:
+        body["activeDeadlineSeconds"] = math.ceil(spec.deadline_s) + options.deadline_margin_s
+    if options.ttl_seconds_after_finished is not None:
+        body["ttlSecondsAfterFinished"] = options.ttl_seconds_after_finished
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
+
+
+def owner_of(training: Training) -> Json:
+    return reference_to("atoll.dev/v1", "Training", {"name": training.name, "uid": training.uid})
+
+
+def reference_to(api: str, kind: str, metadata: Json) -> Json:
+    return {"apiVersion": api, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
+
+
+def gang_metadata(
+    training: Training, owner: Json | None, options: Options, name: str | None = None
+) -> Json:
+    made: Json = {
+        "name": name or gang_name(training),
+        "labels": {**options.labels, **gang_labels(training)},
+    }
+    if owner is not None:
+        made["ownerReferences"] = [owner]
+    return made
+
+
+def _template(training: Training, options: Options) -> Json:
+    spec = training.spec
+    name = gang_name(training)
+    pod: Json = {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "terminationGracePeriodSeconds": math.ceil(spec.stop_grace_s),
+        "containers": [_container(training, options)],
+        "tolerations": tolerations(spec.resources, options),
+        "enableServiceLinks": False,
+    }
+    optional = {
+        "serviceAccountName": options.service_account,
+        "runtimeClassName": options.runtime_class_name,
+        "priorityClassName": options.priority_class_name,
+        "schedulerName": options.scheduler_name,
+        "securityContext": options.security_context,
+        "hostNetwork": options.is_host_network or None,
+        "shareProcessNamespace": options.is_process_namespace_shared or None,
+        # With the host's network, cluster names are looked up only if asked for.
+        "dnsPolicy": "ClusterFirstWithHostNet" if options.is_host_network else None,
+        "nodeSelector": node_selector(spec.resources, options) or None,
+        "affinity": affinity(training, options),
+        "topologySpreadConstraints": spread(training),
+        "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets] or None,
+        "volumes": _volumes(training, options) or None,
+    }
+    pod |= {field: value for field, value in optional.items() if value is not None}
+    before = []
+    if options.has_gate(spec):  # the first, so that the fabric is checked while ranks wait
+        before.append(render_agent(training, etcd_endpoint(training, options), options))
+    if options.gates_start(training.spec):
+        before.append(render_gate(name, pod["containers"][0]))
+    if before:
+        pod["initContainers"] = before
+    metadata: Json = {"labels": {**options.labels, **gang_labels(training), PART: CONTAINER}}
+    if options.annotations:
+        metadata["annotations"] = options.annotations
+    if options.is_exit_held:
+        metadata["finalizers"] = [FINALIZER]
+    return {"metadata": metadata, "spec": pod}
+
+
+def _container(training: Training, options: Options) -> Json:
+    spec = training.spec
+    made: Json = {
+        "name": CONTAINER,
+        "image": spec.image or options.image,
+        "command": [_literal(word) for word in render_command(spec, options)],
+        "env": _environment(training, options),
+        # The last lines of a rank that failed travel in its status, however soon it is gone.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    mounts = list(options.volume_mounts)
+    if options.shm_size is not None:
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    if spec.source is not None:
+        mounts.append({"name": "source", "mountPath": SOURCE_DIR, "readOnly": True})
+    optional = {
+        "imagePullPolicy": options.image_pull_policy,
+        "securityContext": options.container_security_context,
+        "workingDir": spec.working_dir,
+        "resources": _resources(spec.resources, options) or None,
+        "volumeMounts": mounts or None,
+        "envFrom": [{"secretRef": {"name": s}} for s in options.env_from_secrets] or None,
+    }
+    return made | {field: value for field, value in optional.items() if value is not None}
+
+
+def render_command(spec: TrainingSpec, options: Options) -> list[str]:
+    if spec.source is None:
+        command = [*(spec.command or ()), *spec.args]
+    else:
+        starts = {
+            "script": [options.python],
+            "shell": ["sh"],
+            "function": [options.python, "-m", "atoll.rank.entrypoint", "function"],
+        }
+        path = f"{SOURCE_DIR}/{spec.source.filename}"
+        command = [*starts[spec.source.kind], path, *spec.args]
+    if not spec.pip_packages:
+        return command
+    install = shlex.join([options.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
+    return ["sh", "-c", f'{install} && exec "$@"', "sh", *command]
+
+
+def rank_zero(training: Training) -> str:
+    """Where ranks meet: the stable name of rank 0."""
+    name = gang_name(training)
+    return f"{name}-0.{name}"
+
+
+def rendezvous_endpoint(training: Training, options: Options) -> str:
+    return _rendezvous(training, options)["BASILICA_RDZV_ENDPOINT"]
+
+
+def etcd_name(training: Training) -> str:
+    return f"{gang_name(training)}-etcd"
+
+
+def etcd_endpoint(training: Training, options: Options) -> str:
+    """As ranks reach it; empty if the training has none."""
+    spec = training.spec
+    if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
+        return ""
+    return options.etcd_endpoint or f"{etcd_name(training)}:{DEFAULT_ETCD_PORT}"
+
+
+def _rendezvous(training: Training, options: Options) -> dict[str, str]:
+    """What the user has set stays."""
+    spec = training.spec
+    made = rendezvous_environment(
+        spec.rendezvous.backend,
+        rank_zero(training),
+        options.master_port,
+        etcd_endpoint(training, options),
+    )
+    if not options.has_gate(spec):  # nobody would write the keys
+        made["ATOLL_MESH_ENDPOINT"] = ""
+    given = {**spec.nccl_env, **spec.env}
+    return {name: given.get(name, value) for name, value in made.items()}
+
+
+def _environment(training: Training, options: Options) -> list[Json]:
+    shared = gang_environment(
+        training,
+        host="",
+        master=rank_zero(training),
+        port=options.master_port,
+        rendezvous_uri=training.spec.rendezvous.uri or "",
+    )
+    shared |= _rendezvous(training, options)
+    by_field = dict.fromkeys(RANK_VARIABLES, f"metadata.annotations['{INDEX}']")
+    by_field["NODE_NAME"] = "spec.nodeName"
+    by_field["ATOLL_ATTEMPT"] = f"metadata.annotations['{FAILURES}']"
+    made: list[Json] = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in by_field.items()
+    ]
+    world = {"configMapKeyRef": {"name": gang_name(training), "key": "size"}}
+    made += [{"name": name, "valueFrom": world} for name in SIZE_VARIABLES]
+    taken = {*by_field, *SIZE_VARIABLES}
+    made += [
+        {"name": name, "value": _literal(value)}
+        for name, value in shared.items()
+        if name not in taken
+    ]
+    return made
+
+
+def _literal(text: str) -> str:
+    """Kubernetes would put `$(NAME)` in place; a command means here what it means elsewhere."""
+    return text.replace("$", "$$")
+
+
+def _resources(needs: Resources, options: Options) -> Json:
+    """Requests are limits too where they are given, so that a rank gets what it was promised."""
+    wanted = {"cpu": needs.cpu, "memory": needs.memory}
+    amounts = {name: value for name, value in wanted.items() if value is not None}
+    if needs.gpu_count:
+        amounts[options.gpu_resource_key] = str(needs.gpu_count)  # quantities travel as strings
+    return {"requests": amounts, "limits": amounts} if amounts else {}
+
+
+def _volumes(training: Training, options: Options) -> list[Json]:
+    made = list(options.volumes)
+    if options.shm_size is not None:
+        made.append(
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm_size}}
+        )
+    if training.spec.source is not None:
+        item = {"key": "source", "path": training.spec.source.filename}
+        made.append({"name": "source", "configMap": {"name": gang_name(training), "items": [item]}})
+    if options.gates_start(training.spec):
+        made.append(render_gate_volume())
+    return made

@@ -1,0 +1,162 @@
+"""A training as a Kubernetes object and back. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from atoll.core.errors import ValidationError
+from atoll.core.model import decode, encode
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import Event, Status, Training
+from atoll.kubernetes.crd import GROUP, VERSION
+
+Json = dict[str, Any]
+log = logging.getLogger(__name__)
+
+FINALIZER = "atoll.dev/teardown"
+KEY_LABEL = "atoll.dev/idempotency-key"
+EVENTS_KEPT = 100
+STATUS_MAX = 1_000_000  # the API server takes 1.5 MB, spec and metadata included
+
+
+def to_training(raw: Json) -> Training:
+    """Raises ValidationError where the spec breaks a rule."""
+    metadata = raw["metadata"]
+    spec = {"executor": "kubernetes", **raw["spec"], "name": metadata["name"]}
+    status = raw.get("status") or {}
+    leaving = metadata.get("deletionTimestamp")
+    return Training(
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        spec=decode(msgspec.json.encode(spec), TrainingSpec),
+        status=_read_status(status),
+        generation=metadata.get("generation", 1),
+        resource_version=int(metadata["resourceVersion"]),
+        created_at=datetime.fromisoformat(metadata["creationTimestamp"]).timestamp(),
+        deletion_requested_at=datetime.fromisoformat(leaving).timestamp() if leaving else None,
+    )
+
+
+def _read_status(raw: Json) -> Status:
+    """Of one that somebody has spoilt by hand, the fields that can be read; or its ranks could
+    neither be stopped nor the training be deleted."""
+    try:
+        return decode(msgspec.json.encode(raw), Status)
+    except ValidationError as error:
+        log.warning("a status is spoilt: %s", error)
+    good: Json = {}
+    for field, value in raw.items():
+        with contextlib.suppress(ValidationError):
+            decode(msgspec.json.encode({field: value}), Status)
+            good[field] = value
+    return decode(msgspec.json.encode(good), Status)
+
+
+def read_events(status: Json) -> list[Event]:
+    """Those that can be read."""
+    kept = status.get("events")
+    found = []
+    for item in kept if isinstance(kept, list) else ():
+        with contextlib.suppress(ValidationError):
+            found.append(decode(msgspec.json.encode(item), Event))
+    return found
+
+
+def to_resource(training: Training, mark: str | None = None) -> Json:
+    metadata: Json = {"name": training.name, "finalizers": [FINALIZER]}
+    if mark is not None:
+        metadata["labels"] = {KEY_LABEL: mark}
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "Training",
+        "metadata": metadata,
+        "spec": spec_body(training),
+    }
+
+
+def to_event(raw: Json, event: Event) -> Json:
+    metadata = raw["metadata"]
+    at = datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{metadata['name']}."},
+        "involvedObject": {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": "Training",
+            "name": metadata["name"],
+            "namespace": metadata["namespace"],
+            "uid": metadata["uid"],
+            "resourceVersion": metadata["resourceVersion"],
+        },
+        "type": event.type,
+        "reason": event.reason,
+        "message": event.message[:1024],
+        "source": {"component": "atoll"},
+        "firstTimestamp": at,
+        "lastTimestamp": at,
+        "count": event.count,
+    }
+
+
+def spec_body(training: Training) -> Json:
+    made: Json = msgspec.json.decode(encode(training.spec))
+    made.pop("name")
+    return made
+
+
+def status_body(training: Training, status: Status, events: list[Json]) -> Json:
+    """As it is stored: zeros written out for `kubectl get`, and no larger than the server takes."""
+    made: Json = msgspec.json.decode(encode(status))
+    world = status.world
+    made["world"] = {
+        "ready": world.ready,
+        "target": world.target,
+        "min": world.min,
+        "max": world.max,
+        "belowMinimum": world.below_minimum,
+    }
+    made["phase"] = str(status.phase)
+    made["selector"] = f"atoll.dev/uid={training.uid}"
+    made["events"] = events
+    return _fitting(made)
+
+
+def _fitting(status: Json) -> Json:
+    """Without the last log lines of ranks that are not to blame, if it is too much otherwise."""
+    if len(msgspec.json.encode(status)) <= STATUS_MAX:
+        return status
+    for rank in (*status.get("ranks", ()), *status.get("retired", ())):
+        for ended in ("exit", "previous"):
+            rank.get(ended, {}).pop("logTail", None)
+    for record in status.get("rankExits", ()):
+        record.pop("logTail", None)
+    return status
+
+
+def with_events(status: Json, events: Sequence[Event]) -> list[Json]:
+    """The newest kept; one that repeats the last is counted onto it."""
+    kept: list[Json] = [msgspec.json.decode(encode(event)) for event in read_events(status)]
+    for event in events:
+        last = kept[-1] if kept else {}
+        if [last.get(f) for f in ("type", "reason", "message")] == [
+            event.type,
+            event.reason,
+            event.message,
+        ]:
+            kept[-1] = {**last, "at": event.at, "count": last.get("count", 1) + 1}
+            continue
+        made = replace(event, id=last.get("id", 0) + 1)
+        kept.append(msgspec.json.decode(encode(made)))
+    return kept[-EVENTS_KEPT:]
+
+
+def is_leaving(raw: Json) -> bool:
+    return "deletionTimestamp" in raw["metadata"]

@@ -1,0 +1,345 @@
+"""Trainings as custom resources of a cluster, seen and changed by kubectl like any other object.
+
+The API server gives what the Store asks for: versions, generations, conditional writes and a
+watch. Events are kept in the status, so that both are one write, and copied to Kubernetes' own for
+`kubectl describe`. A training's finalizer keeps it until its ranks are torn down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from atoll.core.errors import (
+    AtollError,
+    Conflict,
+    Gone,
+    NotFound,
+    Permanent,
+    Temporary,
+    ValidationError,
+)
+from atoll.core.ports import Change, Key
+from atoll.core.status import Event, Status, Training
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.resource import (
+    FINALIZER,
+    KEY_LABEL,
+    is_leaving,
+    read_events,
+    spec_body,
+    status_body,
+    to_event,
+    to_resource,
+    to_training,
+    with_events,
+)
+from atoll.kubernetes.tokens import KubernetesTokens
+
+Json = dict[str, Any]
+log = logging.getLogger(__name__)
+
+KIND = "trainings"
+RETRY_S = 0.5
+READ_KEPT = 1000
+
+
+class KubernetesStore:
+    """The Store of `core/ports.py` on `trainings.atoll.dev`, in one namespace or in all."""
+
+    def __init__(
+        self, cluster: Cluster, namespace: str | None = None, *, home: str | None = None
+    ) -> None:
+        self._cluster = cluster
+        self.tokens = KubernetesTokens(cluster, home or cluster.namespace)
+        self._namespace = namespace
+        self._copies: set[asyncio.Task[None]] = set()
+        self._read: dict[str, Json] = {}  # as last read or written, by uid
+
+    async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
+        mark = None if idempotency_key is None else _digest(idempotency_key)
+        if mark is not None and (made := await self._made_by(training, mark)):
+            return made
+        try:
+            found = await self._cluster.create(
+                KIND, training.namespace, to_resource(training, mark)
+            )
+        except Conflict as error:
+            if mark is not None and (made := await self._made_by(training, mark)):
+                return made
+            raise Conflict(
+                f"a training named {training.name!r} exists: choose another name, or delete it"
+            ) from error
+        return to_training(found)
+
+    async def get(self, key: Key) -> Training:
+        raw = await self._raw(key)
+        self._remember(raw)
+        return to_training(raw)
+
+    async def list(
+        self,
+        namespace: str | None = None,
+        *,
+        after: str = "",
+        limit: int = -1,
+        phase: str | None = None,
+        prefix: str = "",
+    ) -> Sequence[Training]:
+        listed = await self._cluster.list(KIND, namespace or self._namespace)
+        found = [t for t in map(self._readable, listed.items) if t is not None]
+        found = [
+            t
+            for t in sorted(found, key=lambda t: (t.name, t.namespace))
+            if t.name > after and phase in (None, t.status.phase) and t.name.startswith(prefix)
+        ]
+        return found if limit < 0 else found[:limit]
+
+    async def count_by_phase(self) -> dict[str, int]:
+        return dict(Counter(str(t.status.phase) for t in await self.list()))
+
+    async def update_spec(self, training: Training) -> Training:
+        patch = [
+            _on_version(training),
+            {"op": "replace", "path": "/spec", "value": spec_body(training)},
+        ]
+        with _named(training):
+            found = await self._cluster.patch(KIND, *training.key, patch, type="json")
+            stored = _same(found, training)
+            if training.deletion_requested_at is None or stored.deletion_requested_at is not None:
+                return stored
+            await self._cluster.delete(
+                KIND, *training.key, uid=stored.uid, version=str(stored.resource_version)
+            )
+        try:
+            return await self.get(training.key)
+        except NotFound:
+            return replace(stored, deletion_requested_at=training.deletion_requested_at)
+
+    async def update_status(
+        self, training: Training, status: Status, events: Sequence[Event] = ()
+    ) -> Training:
+        raw = self._read.pop(training.uid, None)
+        if raw is None or raw["metadata"]["resourceVersion"] != str(training.resource_version):
+            raw = await self._raw(training.key)
+            if _same(raw, training).resource_version != training.resource_version:
+                raise _changed(training)
+        if FINALIZER not in (raw["metadata"].get("finalizers") or ()) and not is_leaving(raw):
+            raw = await self._hold(raw)
+        kept = with_events(raw.get("status") or {}, events)
+        with _named(training):
+            found = await self._write_status(raw, status_body(training, status, kept))
+        self._copy(found, events)
+        self._remember(found)
+        return to_training(found)
+
+    async def remove(self, training: Training) -> None:
+        with contextlib.suppress(NotFound):
+            raw = await self._raw(training.key)
+            if raw["metadata"]["uid"] != training.uid:
+                return
+            await self._drop_finalizer(raw)
+            if not is_leaving(raw):
+                with contextlib.suppress(Conflict):  # another has its name by now
+                    await self._cluster.delete(KIND, *training.key, uid=training.uid)
+
+    async def record(self, key: Key, event: Event) -> None:
+        while True:
+            raw = await self._raw(key)
+            body = dict(raw.get("status") or {})
+            body["events"] = with_events(body, [event])
+            try:
+                found = await self._write_status(raw, body)
+            except Conflict:
+                continue
+            self._copy(found, [event])
+            return
+
+    async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
+        found = read_events((await self._raw(key)).get("status") or {})
+        recent = [e for e in found if since is None or e.at >= since]
+        return sorted(recent, key=lambda e: (e.at, e.id), reverse=True)
+
+    async def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
+        namespace, name = key or (self._namespace, "")
+        fields = f"metadata.name={name}" if name else ""
+        if after > (newest := await self.version()):
+            raise Gone(after, newest)  # the API server would wait for it to come
+        version = max(after, 1)  # 0 would mean "from anywhere", with gaps
+        told: dict[Key, Training] = {}
+        while True:
+            try:
+                events = self._cluster.watch(KIND, namespace, after=str(version), fields=fields)
+                async with contextlib.aclosing(events):
+                    async for event in events:
+                        version = int(event.object["metadata"]["resourceVersion"])
+                        if event.type == "BOOKMARK":
+                            continue
+                        training = self._readable(event.object)
+                        if training is None or _is_known(training, event.type, told):
+                            continue
+                        is_removed = event.type == "DELETED"
+                        yield Change(version=version, training=training, is_removed=is_removed)
+            except Gone as error:
+                raise Gone(after, version) from error
+            except Temporary as error:
+                log.info("watching trainings: %s; trying again", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def source(self, training: Training) -> bytes:
+        assert training.spec.source is not None
+        return training.spec.source.content
+
+    async def version(self) -> int:
+        return int((await self._cluster.list(KIND, self._namespace, limit=1)).version)
+
+    async def token_namespace(self, hashed: str) -> str | None:
+        return await self.tokens.namespace(hashed)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._copies, return_exceptions=True)
+
+    def _remember(self, raw: Json) -> None:
+        """A status write that follows at once need not read again what it adds events to."""
+        if len(self._read) >= READ_KEPT:
+            self._read.clear()
+        self._read[raw["metadata"]["uid"]] = raw
+
+    async def _raw(self, key: Key) -> Json:
+        try:
+            return await self._cluster.get(KIND, *key)
+        except NotFound as error:
+            raise NotFound("training", key[1]) from error
+
+    async def _made_by(self, training: Training, mark: str) -> Training | None:
+        listed = await self._cluster.list(KIND, training.namespace, labels=f"{KEY_LABEL}={mark}")
+        if not listed.items:
+            return None
+        made = to_training(listed.items[0])
+        if made.name != training.name:
+            raise Conflict(
+                f"this idempotency key made the training {made.name!r}, not {training.name!r}"
+            )
+        return made
+
+    async def _hold(self, raw: Json) -> Json:
+        """With our finalizer, before anything is started for it."""
+        metadata = raw["metadata"]
+        patch = {
+            "metadata": {
+                "resourceVersion": metadata["resourceVersion"],
+                "finalizers": [*(metadata.get("finalizers") or ()), FINALIZER],
+            }
+        }
+        return await self._cluster.patch(KIND, metadata["namespace"], metadata["name"], patch)
+
+    async def _drop_finalizer(self, raw: Json) -> None:
+        while FINALIZER in (raw["metadata"].get("finalizers") or ()):
+            metadata = raw["metadata"]
+            rest = [f for f in metadata["finalizers"] if f != FINALIZER]
+            version = metadata["resourceVersion"]
+            patch = {"metadata": {"resourceVersion": version, "finalizers": rest}}
+            key = (metadata["namespace"], metadata["name"])
+            try:
+                await self._cluster.patch(KIND, *key, patch)
+                return
+            except Conflict:
+                raw = await self._raw(key)
+
+    async def _write_status(self, raw: Json, body: Json) -> Json:
+        metadata = raw["metadata"]
+        patch = [
+            {
+                "op": "replace",
+                "path": "/metadata/resourceVersion",
+                "value": metadata["resourceVersion"],
+            },
+            {"op": "add", "path": "/status", "value": body},
+        ]
+        return await self._cluster.patch(
+            KIND, metadata["namespace"], metadata["name"], patch, type="json", part="status"
+        )
+
+    def _readable(self, raw: Json) -> Training | None:
+        """None for an object whose spec breaks a rule that the API server does not know."""
+        try:
+            return to_training(raw)
+        except ValidationError as error:
+            metadata = raw["metadata"]
+            log.warning("training %s/%s: %s", metadata["namespace"], metadata["name"], error)
+            said = (raw.get("status") or {}).get("message", "")
+            if said != str(error):
+                self._spawn(self._refuse(raw, str(error)))
+            return None
+
+    async def _refuse(self, raw: Json, words: str) -> None:
+        body = {**(raw.get("status") or {}), "phase": "failed", "reason": "InvalidSpec"}
+        await self._write_status(raw, {**body, "message": words})
+
+    def _copy(self, raw: Json, events: Sequence[Event]) -> None:
+        """For `kubectl describe`; the ones that count are in the status."""
+        for event in events:
+            body = to_event(raw, event)
+            self._spawn(self._cluster.create("events", raw["metadata"]["namespace"], body))
+
+    def _spawn(self, call: Any) -> None:
+        async def quietly() -> None:
+            with contextlib.suppress(AtollError):
+                await call
+
+        task = asyncio.create_task(quietly())
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+
+
+def _is_known(training: Training, type: str, told: dict[Key, Training]) -> bool:
+    """Whether only metadata changed that a Training does not show, such as a finalizer."""
+    bare = replace(training, resource_version=0)
+    if type == "DELETED":
+        told.pop(training.key, None)
+        return False
+    before, told[training.key] = told.get(training.key), bare
+    return before == bare
+
+
+def _on_version(training: Training) -> Json:
+    version = str(training.resource_version)
+    return {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
+
+
+def _same(raw: Json, training: Training) -> Training:
+    found = to_training(raw)
+    if found.uid != training.uid:
+        raise NotFound("training", training.name)
+    return found
+
+
+def _changed(training: Training) -> Conflict:
+    return Conflict(
+        f"training {training.name!r} was changed since version "
+        f"{training.resource_version}: read it again"
+    )
+
+
+@contextlib.contextmanager
+def _named(training: Training) -> Any:
+    """Kubernetes' errors about this training as ours."""
+    try:
+        yield
+    except NotFound as error:
+        raise NotFound("training", training.name) from error
+    except Conflict as error:
+        raise _changed(training) from error
+    except Permanent as error:
+        raise ValidationError("spec", training.name, str(error)) from error
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:40]

@@ -1,0 +1,1 @@
+"""The backend of one machine: ranks as processes."""

@@ -1,0 +1,320 @@
+"""Ranks as processes of this machine, each training's under a shim of its own.
+
+The shim's journal is the truth; this only reads it, hands over wishes and passes on the word that
+something changed. Ranks share the machine: cpu, memory and gpu requests are not reserved. `slots`
+limits how many ranks may run at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import BackendError, Permanent, Temporary
+from atoll.core.ports import Key
+from atoll.core.rendezvous import VARIABLES
+from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
+from atoll.local.bench import LocalBench
+from atoll.local.logs import read_lines, tail_places
+from atoll.local.records import Attempt, GangState, Record
+from atoll.local.rendezvous_file import read_rendezvous
+from atoll.local.rendezvous_view import (
+    seen_endpoint,
+    seen_mesh,
+    wanted_rendezvous,
+    withdraw,
+)
+from atoll.local.supervision import Supervision
+from atoll.rank.environment import RANK_VARIABLES, gang_environment
+
+# The control plane's own secrets and addresses are none of a rank's business.
+WITHHELD = ("ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
+
+
+def render_gang(
+    training: Training,
+    wish: Wish,
+    *,
+    directory: Path,
+    host: str,
+    rendezvous: dict[str, Any],
+    base: dict[str, str],
+) -> dict[str, Any]:
+    """The document a shim works from."""
+    spec = training.spec
+    uri = spec.rendezvous.uri or f"file://{directory}/rendezvous"
+    shared = gang_environment(training, host=host, master="127.0.0.1", port=0, rendezvous_uri=uri)
+    # The shim leases the port and knows the endpoints; what the user has set stays.
+    unset = [name for name in VARIABLES if name not in {**spec.nccl_env, **spec.env}]
+    return {
+        "uid": training.uid,
+        "version": wish.version,
+        "size": wish.size,
+        "redo": {str(rank): attempt for rank, attempt in wish.redo.items()},
+        "command": render_command(training, directory),
+        "env": {k: v for k, v in {**base, **shared}.items() if k not in unset},
+        "rank_variables": [*RANK_VARIABLES, "LOCAL_RANK"],
+        "working_dir": spec.working_dir,
+        "max_restarts": spec.max_restarts,
+        "stop_grace_s": spec.stop_grace_s,
+        "rendezvous": rendezvous,
+    }
+
+
+def render_command(training: Training, directory: Path) -> list[str]:
+    spec = training.spec
+    if spec.source is None:
+        command = [*(spec.command or ()), *spec.args]
+    else:
+        payload = str(directory / "source" / spec.source.filename)
+        entry = [sys.executable, "-m", "atoll.rank.entrypoint"]
+        if spec.source.directory is not None:
+            entry += ["--from", spec.source.directory]
+        entry = ["/bin/sh"] if spec.source.kind == "shell" else [*entry, spec.source.kind]
+        command = [*entry, payload, *spec.args]
+    if spec.pip_packages:
+        prepare = [sys.executable, "-m", "atoll.rank.prepare", str(directory / "packages")]
+        command = [*prepare, *spec.pip_packages, "--", *command]
+    return command
+
+
+def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
+    return SeenRank(
+        rank=attempt.rank,
+        state="running" if attempt.exit is None else "exited",
+        attempt=attempt.attempt,
+        restarts=attempt.restarts,
+        started_at=attempt.started_at,
+        earlier_s=attempt.earlier_s,
+        previous=_exit(attempt.previous),
+        exit=_exit(attempt.exit),
+        pod_name=f"{name}-{attempt.rank}",
+        host=host,
+    )
+
+
+def _wish(state: GangState) -> Wish | None:
+    if state.size is None:
+        return None
+    return Wish(version=state.version, size=state.size, redo=dict(state.redo))
+
+
+def _exit(record: Record | None) -> Exit | None:
+    if record is None:
+        return None
+    return Exit(
+        code=record["code"],
+        at=record["at"],
+        reason=record["reason"],
+        signal=record["signal"],
+        is_stopped=record["stopped"],
+        failed_at=record.get("failedAt"),
+        message=record.get("message", ""),
+        log_tail=record.get("tail", []),
+    )
+
+
+class LocalExecutor:
+    """The Executor of `core/ports.py` for this machine."""
+
+    name = "local"
+
+    def __init__(self, root: Path, *, slots: int | None = None) -> None:
+        self._root = root
+        self._slots = slots
+        self._host = socket.gethostname()
+        self._gangs: dict[str, Supervision] = {}
+        self._held: dict[str, int] = {}  # ranks admitted, by training
+        self._waiting: dict[str, Key] = {}  # trainings that found too little room
+        self._changed: asyncio.Queue[Key] = asyncio.Queue()
+        self._bench = LocalBench(root, self._host)
+
+    async def start(self, known: Iterable[str]) -> None:
+        """Take up what an earlier control plane left; clear away trainings nobody knows."""
+        known = set(known)
+        for uid in os.listdir(self._root) if self._root.is_dir() else ():
+            gang = Supervision(self._root / uid, lambda: None)
+            if uid not in known:
+                # One that cannot be cleared now is met again at the next start.
+                with contextlib.suppress(Temporary):
+                    await gang.clear()
+                    shutil.rmtree(self._root / uid, ignore_errors=True)
+            elif gang.is_asked():
+                self._held[uid] = _holds(gang)
+
+    async def close(self) -> None:
+        """Ranks and shims go on; only the lines to them are dropped."""
+        await self._bench.close()
+        for gang in self._gangs.values():
+            gang.close()
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        gang = self._gang(training)
+        async with gang.turn:
+            if wish.size == 0 and not gang.is_asked():
+                return
+            if training.status.has_run and not gang.is_asked():
+                raise Permanent(f"{gang.directory} is gone, and with it all record of the ranks")
+            if wish.size > self._room(training.uid):
+                raise Temporary("the room was taken by another training", retry_after_s=0.1)
+            self._held[training.uid] = max(wish.size, _holds(gang))
+            self._place_source(training, gang.directory)
+            base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
+            document = render_gang(
+                training,
+                wish,
+                directory=gang.directory,
+                host=self._host,
+                rendezvous=wanted_rendezvous(
+                    training, self._host, gang.gang().get("rendezvous", {})
+                ),
+                base=gang.gang().get("env", base) if gang.is_asked() else base,
+            )
+            await gang.wish(document)
+        self._tell_waiting()
+
+    async def observe(self, training: Training) -> Seen:
+        gang = self._gang(training)
+        if not gang.is_asked():
+            room = self._room(training.uid)
+            if self._slots is not None and room < training.spec.world_size.target:
+                self._waiting[training.uid] = training.key
+            bench = self._bench_seen(training)
+            return Seen(room=self._shown_room(room), message=self._room_message(), bench=bench)
+        is_supervised = gang.is_supervised()
+        state = gang.state
+        self._give_back(training.uid, _holds(gang))
+        room = self._room(training.uid)
+        if self._slots is not None and room < training.spec.world_size.target:
+            self._waiting[training.uid] = training.key
+        return Seen(
+            ranks=[seen_rank(training.name, self._host, a) for a in state.attempts.values()],
+            wish=_wish(state),
+            is_supervised=is_supervised,
+            room=self._shown_room(room),
+            message=self._message(training, room),
+            rendezvous_endpoint=seen_endpoint(training, gang.directory),
+            mesh=seen_mesh(training, gang.directory),
+            bench=self._bench_seen(training),
+        )
+
+    async def measure(self, training: Training) -> None:
+        key = training.key
+        self._bench.start(training.uid, lambda: self._changed.put_nowait(key))
+
+    async def release(self, training: Training) -> None:
+        gang = self._gang(training)
+        await self._bench.stop(training.uid)
+        async with gang.turn:
+            rendezvous = gang.gang().get("rendezvous", {})
+            await gang.clear()
+        self._gangs.pop(training.uid, None)
+        self._held.pop(training.uid, None)
+        self._waiting.pop(training.uid, None)
+        self._tell_waiting()
+        if not self._held:  # others on this host wait for the same keys
+            with contextlib.suppress(BackendError):  # an etcd that is down must not hold us up
+                await withdraw(rendezvous)
+
+    async def purge(self, training: Training) -> None:
+        await self.release(training)
+        await asyncio.to_thread(shutil.rmtree, self._root / training.uid, ignore_errors=True)
+
+    async def changes(self) -> AsyncIterator[Key]:
+        while True:
+            yield await self._changed.get()
+
+    async def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        places = {} if tail is None else await self.log_places(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
+            yield line
+
+    async def log_places(
+        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
+    ) -> dict[int, int]:
+        return tail_places(self._logs_of(training), ranks, tail)
+
+    def logs_after(
+        self,
+        training: Training,
+        places: Mapping[int, int],
+        *,
+        ranks: Sequence[int] | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        return read_lines(self._logs_of(training), places, ranks=ranks, follow=follow)
+
+    def _logs_of(self, training: Training) -> Path:
+        return self._root / training.uid / "logs"
+
+    def _gang(self, training: Training) -> Supervision:
+        if training.uid not in self._gangs:
+            key = training.key
+            self._gangs[training.uid] = Supervision(
+                self._root / training.uid, lambda: self._changed.put_nowait(key)
+            )
+        return self._gangs[training.uid]
+
+    def _room(self, uid: str) -> int:
+        if self._slots is None:
+            return sys.maxsize
+        return self._slots - sum(held for other, held in self._held.items() if other != uid)
+
+    def _give_back(self, uid: str, needed: int) -> None:
+        """Room is free only once the ranks that were scaled away are gone."""
+        if needed < self._held.get(uid, 0):
+            self._held[uid] = needed
+            self._tell_waiting()
+
+    def _shown_room(self, room: int) -> int | None:
+        return None if self._slots is None else max(room, 0)
+
+    def _room_message(self) -> str:
+        if self._slots is None:
+            return ""
+        return f"{sum(self._held.values())} of {self._slots} slots of {self._host} are in use"
+
+    def _tell_waiting(self) -> None:
+        for key in self._waiting.values():
+            self._changed.put_nowait(key)
+        self._waiting.clear()
+
+    def _place_source(self, training: Training, directory: Path) -> None:
+        source = training.spec.source
+        if source is None:
+            return
+        path = directory / "source" / source.filename
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            draft = path.with_name(path.name + ".new")
+            draft.write_bytes(source.content)
+            draft.replace(path)
+
+    def _message(self, training: Training, room: int) -> str:
+        """What holds ranks up: their rendezvous, or the room."""
+        if error := read_rendezvous(self._root / training.uid).get("error"):
+            return str(error)
+        return self._room_message() if self._shown_room(room) is not None else ""
+
+    def _bench_seen(self, training: Training) -> BenchSeen | None:
+        return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)
+
+
+def _holds(gang: Supervision) -> int:
+    """Ranks that a gang has, or may have under its wish."""
+    wanted: int = gang.gang().get("size", 0)
+    return max([wanted, *(attempt.rank + 1 for attempt in gang.state.alive())])

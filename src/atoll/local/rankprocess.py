@@ -1,0 +1,151 @@
+"""One rank as a process: becoming it, and putting into words how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from math import isfinite
+from pathlib import Path
+from typing import Any, NoReturn
+
+from atoll.core.lines import split_lines
+from atoll.local import processes
+from atoll.local.ranklog import LogWriter
+from atoll.local.records import Attempt, Due, Record
+
+GO = b"g"
+RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
+SUPERVISOR_LOST = "SupervisorLost"
+
+
+class Process:
+    """A rank's running process: its pidfd, its output pipe, and what is being done to it."""
+
+    def __init__(self, attempt: Attempt, output: int, logs: Path) -> None:
+        self.attempt = attempt
+        self.pidfd = os.pidfd_open(attempt.pid)
+        self.output = output
+        self.log = LogWriter(logs / str(attempt.rank))
+        self.is_stopping = False
+        self.kill_at: float | None = None  # monotonic
+        self.frozen_since: float | None = None  # monotonic
+        self.is_frozen = False
+
+
+def become_rank(
+    directory: Path,
+    gang: dict[str, Any],
+    due: Due,
+    supervisor: int,
+    limits: tuple[int, int],
+    *,
+    go: int,
+    output: int,
+    failures: int,
+) -> NoReturn:
+    """In a forked child: wait for the word, then be the user's command."""
+    reason, what = "CannotRun", ""
+    try:
+        os.setsid()
+        processes.die_with_parent(supervisor)
+        signal.set_wakeup_fd(-1)
+        for number in RESET:
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if os.read(go, 1) != GO:
+            # Not to run, and not to end with a code that could be taken for the command's own.
+            os.kill(os.getpid(), signal.SIGKILL)
+        where = what = gang["working_dir"] or str(directory)
+        os.chdir(where)
+        reason, what = "CommandNotFound", gang["command"][0]
+        env = {**gang["env"], "PWD": where, **_own(directory, gang, due)}
+        os.execvpe(what, gang["command"], env)
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            reason = "CannotRun"
+        text = f"{due.rank} {due.attempt} {reason} {what[:200]}: {error.strerror}"
+        os.write(failures, " ".join(text.splitlines()).encode()[:1000] + b"\n")
+    finally:
+        os._exit(126 if reason == "CannotRun" else 127)
+
+
+def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
+    """The environment that differs from rank to rank and attempt to attempt."""
+    return {
+        **{name: str(due.rank) for name in gang["rank_variables"]},
+        "ATOLL_ATTEMPT": str(due.attempt),
+        "ATOLL_RESTARTS": str(due.restarts),
+        "ATOLL_SUPERVISOR": os.environ.get("ATOLL_SUPERVISOR", ""),
+        # Where torch's @record, and our own entry point, say when and why they failed.
+        "TORCHELASTIC_ERROR_FILE": str(directory / "errors" / f"{due.rank}.{due.attempt}.json"),
+    }
+
+
+def own_word(errors: Path, attempt: Attempt) -> dict[str, Any]:
+    """When and why the rank says it failed: it knows before its peers fall over it."""
+    try:
+        with (errors / f"{attempt.rank}.{attempt.attempt}.json").open("rb") as file:
+            written_at = os.fstat(file.fileno()).st_mtime
+            said = json.loads(file.read(1 << 20))["message"]
+        failed_at = float(said["extraInfo"]["timestamp"])
+        if failed_at.is_integer():  # torch rounds down, which would put it before its cause
+            failed_at = max(failed_at, min(written_at, failed_at + 1.0))
+        if not isfinite(failed_at):
+            return {}
+        # Python's own strings hold what nobody else can store: names of files that are not UTF-8.
+        text = str(said["message"]).encode(errors="backslashreplace").decode()
+        return {"failedAt": failed_at, "message": split_lines(text)[-1][:500]}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return {}
+
+
+def start_record(attempt: Attempt) -> Record:
+    return {
+        "t": "start",
+        "rank": attempt.rank,
+        "attempt": attempt.attempt,
+        "restarts": attempt.restarts,
+        "pid": attempt.pid,
+        "born": attempt.born,
+        "at": attempt.started_at,
+    }
+
+
+def lost_record(attempt: Attempt, ended: dict[int, int]) -> Record:
+    record = exit_record(attempt, ended.get(attempt.pid), time.time())
+    if record["code"] in (None, 128 + signal.SIGKILL):
+        record["reason"] = SUPERVISOR_LOST
+        record["message"] = "the process that supervised this rank was killed"
+    return record
+
+
+def exit_record(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
+    """How an attempt ended, from its wait status; unknown where there is none."""
+    code = number = None
+    if status is not None:
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        code = 128 + number if number else os.WEXITSTATUS(status)
+    reason = "Unknown" if code is None else "Completed" if code == 0 else "Error"
+    return {
+        "t": "exit",
+        "rank": attempt.rank,
+        "attempt": attempt.attempt,
+        "code": code,
+        "signal": _signal_name(number) if number else None,
+        "reason": "Signal" if number else reason,
+        "stopped": False,
+        "at": at,
+    }
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers, not names
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"

@@ -1,0 +1,101 @@
+"""The port and, where one is needed, the etcd of a local training, for its supervisor's life.
+
+Both are found again by a successor: the port and etcd's data are the training's, not the
+process's. Only the standard library is used here, as everywhere in the supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from atoll.core.errors import BackendError
+from atoll.core.mesh import key_path, split_endpoint
+from atoll.core.rendezvous import rendezvous_environment
+from atoll.local.etcd_server import EtcdServer, Leases, is_up, start_etcd
+from atoll.local.ports import PortLease, lease_port
+from atoll.local.rendezvous_file import read_rendezvous, write_rendezvous
+from atoll.mesh.gate import http_status
+
+ADDRESS = "127.0.0.1"
+HEAL_EVERY_S = 1.0
+
+
+class Rendezvous:
+    """What `wanted` (the gang document's part) asks for. `open()` may be repeated."""
+
+    def __init__(self, directory: Path, wanted: dict[str, Any]) -> None:
+        self._directory = directory
+        self._wanted = wanted
+        self._leases: list[PortLease] = []  # for MASTER_PORT, etcd's clients, etcd's peers
+        self._etcd: EtcdServer | None = None
+        self._endpoint: str = wanted.get("endpoint", "")  # of an etcd that is not ours
+        self._again_at = 0.0
+
+    def open(self) -> dict[str, str]:
+        """The environment for ranks; everything in it is there. Raises OSError: try again."""
+        try:
+            self._lease()
+            self._start_etcd()
+            self._put_keys()
+        except (BackendError, OSError) as error:
+            self._note(error=f"no rendezvous: {error}")
+            raise OSError(str(error)) from error
+        self._note()
+        port = self._leases[0].port
+        return rendezvous_environment(self._wanted["backend"], ADDRESS, port, self._endpoint)
+
+    def heal(self) -> float | None:
+        """An etcd that died is there again, with its keys, where it was. When to call again."""
+        if self._etcd is None or is_up(self._etcd):
+            return None
+        left = self._again_at - time.monotonic()
+        if left <= 0:
+            self._again_at = time.monotonic() + HEAL_EVERY_S
+            with contextlib.suppress(OSError):
+                self.open()
+                return None
+            left = HEAL_EVERY_S
+        return left
+
+    def _start_etcd(self) -> None:
+        if not self._wanted["etcd"] or (self._etcd is not None and is_up(self._etcd)):
+            return
+        leases: Leases = (self._leases[1], self._leases[2])
+        data = self._directory / "etcd"
+        try:
+            self._etcd = start_etcd(data, ADDRESS, binary=self._wanted["etcd"], leases=leases)
+        except BackendError:
+            del self._leases[1:]  # they were released
+            raise
+        self._endpoint = self._etcd.endpoint
+
+    def _put_keys(self) -> None:
+        if self._endpoint:
+            for key in self._wanted["keys"]:
+                self._put(self._endpoint, key)
+
+    def _lease(self) -> None:
+        """The ports of a predecessor, so that what was told of them stays true; or new ones."""
+        before = [*read_rendezvous(self._directory).get("ports", ()), 0, 0, 0]
+        count = 3 if self._wanted["etcd"] else 1
+        while len(self._leases) < count:
+            self._leases.append(lease_port(ADDRESS, before[len(self._leases)]))
+
+    def _put(self, endpoint: str, key: str) -> None:
+        place = split_endpoint(endpoint)
+        assert place is not None
+        code, why = http_status(place, key_path(key), 2.0, "PUT", "value=1")
+        if code not in (200, 201):
+            raise OSError(f"etcd did not take {key}: {why}")
+
+    def _note(self, error: str = "") -> None:
+        found = {
+            "ports": [lease.port for lease in self._leases],
+            "etcd": self._endpoint,
+            "error": error,
+        }
+        with contextlib.suppress(OSError):  # a full disk: it is there all the same
+            write_rendezvous(self._directory, found)

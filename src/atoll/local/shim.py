@@ -1,0 +1,176 @@
+"""Supervises the local ranks of one training, apart from the control plane.
+
+Two processes. The *keeper* does nothing but watch the supervisor: should that die or freeze, it
+kills every process of the training and journals how each rank ended. The *supervisor* starts,
+stops and restarts ranks and journals each exit before it does anything else. Both hold the gang's
+lock, so a free lock means that nobody is in charge and nothing is being cleaned up.
+
+Started by the local executor with the lock and a listening socket as inherited files. Only the
+standard library and atoll's light modules are imported: a rank cannot start sooner than this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.local import processes
+from atoll.local.journal import JournalWriter
+from atoll.local.rankprocess import lost_record
+from atoll.local.records import Attempt, Record
+
+FROZEN_AFTER_S = 3.0
+
+
+def main(directory: str, lock: int, listener: int) -> None:
+    """Runs as the keeper; returns when no process of the training is left."""
+    os.set_inheritable(lock, False)
+    os.set_inheritable(listener, False)
+    dismiss = _post_guard()
+    processes.adopt_orphans()
+    is_heir = _leave_mark(mark_of(Path(directory)))
+    supervisor = os.fork()
+    if supervisor == 0:
+        from atoll.local.supervisor import supervise
+
+        supervise(Path(directory), listener, is_heir=is_heir)
+        os._exit(0)
+    os.close(listener)
+    keep(Path(directory), supervisor)
+    with contextlib.suppress(OSError):
+        os.write(dismiss, b"dismissed\n")
+
+
+# Reads until it is dismissed, or until keeper and supervisor are both gone without a word; then
+# kills what they started. A shell, so that what kills atoll by name spares it.
+GUARD = """
+read word && exit
+while found=$(grep -ls "ATOLL_SUPERVISOR=$1" /proc/[0-9]*/environ); [ -n "$found" ]; do
+    for file in $found; do pid=${file#/proc/}; kill -9 "${pid%/environ}" 2>/dev/null; done
+done
+"""
+
+
+def _post_guard() -> int:
+    """The last resort against orphans. Dismissed by a line into the pipe whose end this is.
+
+    It is no child of the keeper, which kills all of its own.
+    """
+    orders, dismiss = os.pipe2(os.O_CLOEXEC)
+    # Every rank carries this, so the guard never takes a successor's ranks for its own.
+    os.environ["ATOLL_SUPERVISOR"] = f"{os.getpid()}.{processes.born(os.getpid())}."
+    between = os.fork()
+    if between == 0:
+        with contextlib.suppress(OSError):  # no shell: the next control plane will clear up
+            words = ["sh", "-c", GUARD, "guard", os.environ["ATOLL_SUPERVISOR"]]
+            place = [(os.POSIX_SPAWN_DUP2, orders, 0)]
+            path = {"PATH": os.environ.get("PATH", os.defpath)}
+            os.posix_spawnp("sh", words, path, file_actions=place, setsid=True)
+        os._exit(0)
+    os.waitpid(between, 0)
+    os.close(orders)
+    return dismiss
+
+
+def mark_of(directory: Path) -> Path:
+    """Names the keeper; there from its start until all is cleared away."""
+    return directory / "keeper"
+
+
+def _leave_mark(mark: Path) -> bool:
+    """Whether there was one: somebody was killed before all was cleared away."""
+    was_there = mark.exists()
+    with contextlib.suppress(OSError):  # on a full disk, the one that is there will do
+        mark.write_text(f"{os.getpid()} {processes.born(os.getpid())}")
+    return was_there
+
+
+def keep(directory: Path, supervisor: int) -> None:
+    status = _outlive(supervisor)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
+        return
+    ended = kill_descendants()
+    journal = JournalWriter(directory / "journal")
+    records = [lost_record(attempt, ended) for attempt in journal.state.alive()]
+    append_persistently(journal, records)
+    mark_of(directory).unlink(missing_ok=True)
+
+
+def _outlive(supervisor: int) -> int:
+    """Its wait status. One that is frozen for long is killed: it can do nothing for its ranks."""
+    while True:
+        _, status = os.waitpid(supervisor, os.WUNTRACED | os.WCONTINUED)
+        if not os.WIFSTOPPED(status):
+            if os.WIFCONTINUED(status):
+                continue
+            return status
+        deadline = time.monotonic() + FROZEN_AFTER_S
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            pid, status = os.waitpid(supervisor, os.WNOHANG | os.WCONTINUED)
+            if pid and not os.WIFCONTINUED(status):
+                return status
+            if pid:
+                break
+        else:
+            processes.kill(supervisor)
+
+
+def kill_descendants() -> dict[int, int]:
+    """Every process below this one is gone. The wait status of each, by pid.
+
+    Orphans come to this process, so killing children until there are none reaches all of them.
+    """
+    ended: dict[int, int] = {}
+    while True:
+        for pid in processes.children(os.getpid()):
+            processes.kill(pid)
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return ended
+        ended[pid] = status
+
+
+def bury(left: Sequence[Attempt], uid: str) -> None:
+    """Ranks that nobody supervises any more are dead, and so is all they started."""
+    marked = {pid for pid in processes.all_pids() if _uid(pid) == uid}
+    alive = {a.pid for a in left if processes.is_running(a.pid, a.born)}
+    while marked or alive:
+        for pid in marked:
+            processes.kill(pid)
+        for pid in alive:
+            processes.kill_group(pid, signal.SIGKILL)
+        time.sleep(0.01)
+        marked = {pid for pid in processes.all_pids() if _uid(pid) == uid}
+        alive = {a.pid for a in left if processes.is_running(a.pid, a.born)}
+
+
+def _uid(pid: int) -> str:
+    return processes.environment_of(pid).get(b"ATOLL_UID", b"").decode(errors="replace")
+
+
+def append_persistently(journal: JournalWriter, records: list[Record]) -> None:
+    """Journalled, however long the disk stays full."""
+    while records:
+        try:
+            journal.append(records)
+            return
+        except OSError:
+            time.sleep(0.5)
+
+
+def read_gang(directory: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((directory / "gang.json").read_bytes())
+    return data
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,392 @@
+"""The loop that starts, stops and restarts the ranks of one training.
+
+Everything it knows that matters is in the journal; a successor goes on from there. It ends when
+there is nothing left to run, and never leaves a descendant behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from atoll.local import processes
+from atoll.local.journal import JournalWriter
+from atoll.local.ranklog import last_lines
+from atoll.local.rankprocess import (
+    GO,
+    Process,
+    become_rank,
+    exit_record,
+    lost_record,
+    own_word,
+    start_record,
+)
+from atoll.local.records import Attempt, Due, Record
+from atoll.local.rendezvous import Rendezvous
+from atoll.local.shim import (
+    FROZEN_AFTER_S,
+    append_persistently,
+    bury,
+    kill_descendants,
+    mark_of,
+    read_gang,
+)
+
+PIPE_BYTES = 1 << 20
+TAIL_LINES = 20
+SWEEP_EVERY_S = 0.05
+
+
+def supervise(directory: Path, listener: int, *, is_heir: bool) -> None:
+    """`is_heir`: the shim before was killed and may have left processes behind."""
+    Supervisor(directory, listener, is_heir=is_heir).run()
+
+
+class Supervisor:
+    def __init__(self, directory: Path, listener: int, *, is_heir: bool) -> None:
+        self._directory = directory
+        self._pid = os.getpid()
+        self._journal = JournalWriter(directory / "journal")
+        self._gang: dict[str, Any] = {}
+        self._listener = socket.socket(fileno=listener)
+        self._clients: dict[int, socket.socket] = {}
+        self._by_pid: dict[int, Process] = {}
+        self._by_fd: dict[int, tuple[str, Process]] = {}
+        self._swept: set[int] = set()  # ranks that ended and may have left processes behind
+        self._exec_errors: dict[tuple[int, int], tuple[str, str]] = {}
+        self._oom_kills = processes.oom_kills()
+        self._last_at = 0.0
+        self._rendezvous: Rendezvous | None = None
+        self._prepare(is_heir)
+
+    def _prepare(self, is_heir: bool) -> None:
+        processes.adopt_orphans()
+        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1], self._limits[1]))
+        self._epoll = select.epoll()
+        self._listener.setblocking(False)
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        self._epoll.register(self._woken, select.EPOLLIN)
+        self._failures, self._failures_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        left = self._journal.state.alive()
+        if left or is_heir:
+            bury(left, read_gang(self._directory)["uid"])
+            append_persistently(self._journal, [lost_record(a, {}) for a in left])
+
+    def run(self) -> None:
+        self._accept_wish()
+        while self._step():
+            pass
+        kill_descendants()
+        mark_of(self._directory).unlink(missing_ok=True)
+
+    def _step(self) -> bool:
+        """One turn of the loop. False when nothing is left to do."""
+        later = self._act()
+        if not later and not self._by_pid:
+            return False
+        ended: list[Process] = []
+        for fd, _ in self._epoll.poll(min(later, default=None)):
+            self._handle(fd, ended)
+        if ended:
+            self._finish(ended)
+        return True
+
+    def _handle(self, fd: int, ended: list[Process]) -> None:
+        # Exits arrive in the order in which they happened: epoll keeps it.
+        if fd in self._by_fd:
+            kind, process = self._by_fd[fd]
+            if kind == "exit":
+                ended.append(process)
+            else:
+                self._copy_output(process)
+        elif fd == self._woken:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, 4096)
+            self._note_stops()
+            self._reap_orphans()
+        elif fd == self._listener.fileno():
+            self._accept_client()
+        elif fd in self._clients:
+            self._hear(fd)
+
+    # What there is to do
+
+    def _act(self) -> list[float]:
+        """Start, kill and sweep what is due; in how many seconds each other thing will be."""
+        now, later = time.monotonic(), self._start_due()
+        if self._rendezvous is not None and (left := self._rendezvous.heal()) is not None:
+            later.append(left)
+        for process in list(self._by_pid.values()):
+            self._stop_unwanted(process, now)
+            if process.kill_at is not None:
+                if now >= process.kill_at:
+                    processes.kill_group(process.attempt.pid, signal.SIGKILL)
+                    process.kill_at = None
+                else:
+                    later.append(process.kill_at - now)
+            if process.frozen_since is not None and not process.is_frozen:
+                left = process.frozen_since + FROZEN_AFTER_S - now
+                if left <= 0:
+                    process.is_frozen = True
+                    processes.kill_group(process.attempt.pid, signal.SIGKILL)
+                else:
+                    later.append(left)
+        if self._swept:
+            self._sweep()
+            later += [SWEEP_EVERY_S] if self._swept else []
+        return later
+
+    def _start_due(self) -> list[float]:
+        now = time.time()
+        ready: list[Due] = []
+        later: list[float] = []
+        for due in self._journal.state.due(self._gang["max_restarts"]):
+            if due.rank in self._swept:
+                later.append(SWEEP_EVERY_S)  # its last attempt is still being cleared away
+            elif due.at <= now:
+                ready.append(due)
+            else:
+                later.append(due.at - now)
+        if ready and not self._start(ready):
+            later.append(0.5)
+        return later
+
+    def _stop_unwanted(self, process: Process, now: float) -> None:
+        if process.is_stopping or process.attempt.rank < (self._journal.state.size or 0):
+            return
+        process.is_stopping = True
+        process.kill_at = now + self._gang["stop_grace_s"]
+        processes.kill_group(process.attempt.pid, signal.SIGTERM)
+        processes.kill_group(process.attempt.pid, signal.SIGCONT)
+
+    # Starting
+
+    def _start(self, ready: list[Due]) -> bool:
+        """Fork, journal, then let them run: a rank that runs is always in the journal."""
+        if not self._open_rendezvous():
+            return False
+        go_out, go_in = os.pipe2(os.O_CLOEXEC)
+        pids: list[int] = []
+        outputs: list[int] = []
+        made: list[Process] = []
+        try:
+            for due in ready:
+                output, output_in = os.pipe2(os.O_CLOEXEC)
+                outputs.append(output)
+                pid = self._fork(due, (go_out, go_in), output_in)
+                pids.append(pid)
+                born = processes.born(pid)
+                attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, self._now())
+                made.append(Process(attempt, output, self._directory / "logs"))
+            self._journal.append([start_record(process.attempt) for process in made])
+        except OSError:  # too many processes or files, or a full disk: nothing ran, try again
+            for fd in (go_in, go_out, *outputs, *(process.pidfd for process in made)):
+                os.close(fd)
+            for process in made:
+                process.log.close()
+            for pid in pids:
+                os.waitpid(pid, 0)
+            return False
+        for process in made:
+            self._watch(process)
+        os.write(go_in, GO * len(made))
+        os.close(go_in)
+        os.close(go_out)
+        self._tell_clients()
+        return True
+
+    def _open_rendezvous(self) -> bool:
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(self._directory, self._gang["rendezvous"])
+        try:
+            found = self._rendezvous.open()
+        except OSError:
+            self._tell_clients()  # why is in its file
+            return False
+        self._gang["env"] = {**found, **self._gang["env"]}
+        return True
+
+    def _fork(self, due: Due, go: tuple[int, int], output: int) -> int:
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.close(go[1])
+                become_rank(
+                    self._directory, self._gang, due, self._pid, self._limits,
+                    go=go[0], output=output, failures=self._failures_in,
+                )  # fmt: skip
+            return pid
+        finally:
+            os.close(output)
+
+    def _watch(self, process: Process) -> None:
+        os.set_blocking(process.output, False)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(process.output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._by_pid[process.attempt.pid] = process
+        self._by_fd[process.pidfd] = ("exit", process)
+        self._by_fd[process.output] = ("output", process)
+        self._epoll.register(process.pidfd, select.EPOLLIN)
+        self._epoll.register(process.output, select.EPOLLIN)
+
+    # Ending
+
+    def _finish(self, ended: list[Process]) -> None:
+        """Journal how they ended, in order; only then reap, clear away and tell."""
+        self._read_exec_errors()
+        records: list[Record] = []
+        for process in ended:
+            self._copy_output(process)
+            found = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
+            assert found is not None
+            status = (
+                found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status & 0x7F
+            )
+            records.append(self._explained(process, status))
+        append_persistently(self._journal, records)
+        for process in ended:
+            # Before it is reaped: until then nobody else can have its number.
+            processes.kill_group(process.attempt.pid, signal.SIGKILL)
+            os.waitpid(process.attempt.pid, 0)
+            self._copy_output(process)
+            for fd in (process.pidfd, process.output):
+                self._ignore(fd)
+                del self._by_fd[fd]
+                os.close(fd)
+            process.log.close()
+            del self._by_pid[process.attempt.pid]
+            self._swept.add(process.attempt.rank)
+        self._tell_clients()
+
+    def _explained(self, process: Process, status: int) -> Record:
+        attempt = process.attempt
+        record = exit_record(attempt, status, self._now())
+        failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
+        if process.is_stopping:
+            record["stopped"] = True
+            record["reason"] = "Stopped" if record["code"] else record["reason"]
+        elif process.is_frozen:
+            record["reason"] = "Frozen"
+            record["message"] = f"stopped by a signal for over {FROZEN_AFTER_S:g} s"
+        elif failure is not None:
+            record["reason"], record["message"] = failure
+        elif record["signal"] == "SIGKILL" and self._oom_kills < processes.oom_kills():
+            record["reason"] = "OOMKilled"
+        self._oom_kills = processes.oom_kills()
+        if record["code"] != 0 and not process.is_stopping:
+            record["tail"] = last_lines(self._directory / "logs" / str(attempt.rank), TAIL_LINES)
+            record.update(own_word(self._directory / "errors", attempt))
+        return record
+
+    def _read_exec_errors(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for line in os.read(self._failures, 1 << 16).decode(errors="replace").splitlines():
+                rank, attempt, reason, message = line.split(" ", 3)
+                self._exec_errors[int(rank), int(attempt)] = (reason, message)
+
+    def _sweep(self) -> None:
+        """Kill what ended ranks left behind: orphans come to us and still carry their rank."""
+        mains, left = set(self._by_pid), set()
+        for pid in processes.children(self._pid):
+            if pid in mains:
+                continue
+            said = processes.environment_of(pid).get(b"ATOLL_RANK", b"")
+            if said.isdigit() and int(said) in self._swept:
+                processes.kill(pid)
+                left.add(int(said))
+        self._reap_orphans()
+        self._swept = left
+
+    def _reap_orphans(self) -> None:
+        for pid in processes.children(self._pid):
+            if pid not in self._by_pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def _note_stops(self) -> None:
+        """A rank stopped by a signal is frozen, unless it goes on in time."""
+        flags = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, flags)) is not None and found.si_pid:
+                process = self._by_pid.get(found.si_pid)
+                if process is not None:
+                    is_stopped = found.si_code == os.CLD_STOPPED
+                    process.frozen_since = time.monotonic() if is_stopped else None
+
+    def _copy_output(self, process: Process) -> None:
+        try:
+            data = os.read(process.output, PIPE_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            process.log.write(data)
+        else:
+            self._ignore(process.output)  # closed by the rank, which may run on
+
+    def _ignore(self, fd: int) -> None:
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+
+    # The control plane
+
+    def _accept_wish(self) -> None:
+        gang = read_gang(self._directory)
+        self._gang = gang
+        if gang["version"] == self._journal.state.version:
+            return
+        record = {
+            "t": "applied",
+            "version": gang["version"],
+            "size": gang["size"],
+            "redo": gang["redo"],
+            "at": self._now(),
+        }
+        append_persistently(self._journal, [record])
+        self._tell_clients()
+
+    def _accept_client(self) -> None:
+        with contextlib.suppress(OSError):
+            client, _ = self._listener.accept()
+            client.setblocking(False)
+            self._clients[client.fileno()] = client
+            self._epoll.register(client.fileno(), select.EPOLLIN)
+            client.send(b"j")  # what was journalled while it waited to be let in
+
+    def _hear(self, fd: int) -> None:
+        """Any byte means: there is a new wish."""
+        try:
+            data = self._clients[fd].recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._accept_wish()
+            return
+        self._epoll.unregister(fd)
+        self._clients.pop(fd).close()
+
+    def _tell_clients(self) -> None:
+        """One byte means: the journal has grown. A full buffer already says so."""
+        for client in self._clients.values():
+            with contextlib.suppress(OSError):
+                client.send(b"j")
+
+    def _now(self) -> float:
+        """The time; never twice the same, so that records keep their order."""
+        self._last_at = max(time.time(), self._last_at + 1e-6)
+        return self._last_at

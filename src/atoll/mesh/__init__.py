@@ -1,0 +1,1 @@
+"""The mesh gate and the fabric that it waits for."""

@@ -1,0 +1,239 @@
+"""The agent beside a host's ranks: it listens, probes every other host, and reports.
+
+`python -m atoll.mesh.fabric --host NAME --address ADDR --etcd ENDPOINT`. It meets the others in
+the training's etcd: says where it listens, reads the roster the controller makes of all of them,
+and writes a report when, and only when, what it can say has changed. A process of its own, so it
+may use an event loop; nothing that a rank imports does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from atoll.core.errors import BackendError, ValidationError
+from atoll.core.mesh import split_endpoint
+from atoll.core.model import decode, encode
+from atoll.mesh.etcd import EtcdKeys
+from atoll.mesh.reach import FABRIC_DIR, NAMED, Report, Roster
+
+PROBE_S = 1.0  # for answering one
+PATIENCE_S = 1.0  # with all tries of a probe
+COMPANY_S = 0.25  # after which a try that hangs is given company, where the peer was reached before
+RETRY_S = 0.05  # the same where it was not, and after a failed probe; the more peers, the more:
+RETRY_MORE_S = 0.005
+LONGEST_RETRY_S = 1.0  # for etcd
+RECHECK_S = 5.0  # a reached peer is asked again this often
+AT_ONCE = 64  # probes in flight
+SETTLE_S = 0.02  # changes this close together make one report
+HELLO = b"atoll-fabric "
+
+
+class Agent:
+    """One host's view of a roster."""
+
+    def __init__(self, host: str, tell: Callable[[Report], Coroutine[Any, Any, None]]) -> None:
+        self._host = host
+        self._tell = tell
+        self._roster: Roster | None = None
+        self._reached: set[str] = set()
+        self._tried: set[str] = set()
+        self._nudges: dict[str, asyncio.Event] = {}
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._changed = asyncio.Event()
+        self._probes: dict[str, asyncio.Task[None]] = {}
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A peer's probe. That it came through is a hint to try the way back now."""
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
+            async with asyncio.timeout(PROBE_S):
+                line = await reader.readuntil(b"\n")
+                if line.startswith(HELLO):
+                    writer.write(HELLO + self._host.encode() + b"\n")
+                    await writer.drain()
+                    self._nudge(line.removeprefix(HELLO).strip().decode())
+        writer.close()
+
+    def follow(self, roster: Roster) -> None:
+        """Report on these hosts from now on. What is known of those that stayed is kept."""
+        if self._roster is not None and roster.version <= self._roster.version:
+            return
+        before = self._roster.addresses if self._roster else {}
+        self._roster = roster
+        others = {host: at for host, at in roster.addresses.items() if host != self._host}
+        for host in [host for host in self._probes if before.get(host) != others.get(host)]:
+            self._probes.pop(host).cancel()
+            self._reached.discard(host)
+            self._tried.discard(host)
+        self._nudges = {host: self._nudges.get(host) or asyncio.Event() for host in others}
+        for host in others.keys() - self._probes.keys():
+            self._probes[host] = asyncio.create_task(self._watch_peer(host, *others[host]))
+        self._changed.set()
+
+    def close(self) -> None:
+        for probe in self._probes.values():
+            probe.cancel()
+
+    async def report(self) -> None:
+        """For ever: one report when every peer was tried, then one for every change."""
+        told: Report | None = None
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            roster = self._roster
+            if roster is None or len(self._tried) < len(self._nudges):
+                continue
+            if len(self._reached) < len(self._nudges):
+                await asyncio.sleep(SETTLE_S)
+            current = self._current(roster)
+            if current == told or roster is not self._roster:
+                continue
+            try:
+                await self._tell(current)
+                told = current
+            except BackendError:
+                await asyncio.sleep(RETRY_S)
+                self._changed.set()
+
+    def _current(self, roster: Roster) -> Report:
+        missing = sorted(set(self._nudges) - self._reached)
+        return Report(
+            host=self._host,
+            roster=roster.version,
+            reached=len(self._reached),
+            unreached=len(missing),
+            named=missing[:NAMED],
+        )
+
+    async def _watch_peer(self, peer: str, address: str, port: int) -> None:
+        nudge = self._nudges[peer]
+        while True:
+            async with self._slots:
+                pause = COMPANY_S if peer in self._reached else self._retry_s
+                is_reached = await probe(self._host, peer, address, port, pause)
+            is_news = is_reached != (peer in self._reached) or peer not in self._tried
+            self._tried.add(peer)
+            (self._reached.add if is_reached else self._reached.discard)(peer)
+            if is_news:
+                self._changed.set()
+            pause = RECHECK_S if is_reached else self._retry_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await nudge.wait()
+            nudge.clear()
+
+    @property
+    def _retry_s(self) -> float:
+        return RETRY_S + RETRY_MORE_S * (len(self._nudges) - len(self._reached))
+
+    def _nudge(self, peer: str) -> None:
+        if peer in self._nudges and peer not in self._reached:
+            self._nudges[peer].set()
+
+
+async def probe(host: str, peer: str, address: str, port: int, company_s: float) -> bool:
+    """Whether that very peer answers there: another program on its port does not count.
+
+    A lost packet is sent again by the kernel after a second only, so a try that hangs is given
+    company every `company_s`.
+    """
+    pending: set[asyncio.Task[bool]] = set()
+    try:
+        for _ in range(max(round(PATIENCE_S / company_s), 1)):
+            pending.add(asyncio.create_task(_greet(host, peer, address, port)))
+            done, pending = await asyncio.wait(
+                pending, timeout=company_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                return any(task.result() for task in done)
+        return False
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+async def _greet(host: str, peer: str, address: str, port: int) -> bool:
+    writer = None
+    try:
+        reader, writer = await asyncio.open_connection(address, port)
+        writer.write(HELLO + host.encode() + b"\n")
+        return await reader.readuntil(b"\n") == HELLO + peer.encode() + b"\n"
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        return False
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+async def run(host: str, address: str, endpoint: str, folder: str = FABRIC_DIR) -> None:
+    """Until cancelled: listen on `address`, meet the others at `endpoint`."""
+    async with EtcdKeys(endpoint) as keys:
+
+        async def tell(report: Report) -> None:
+            await keys.put(f"{folder}/reports/{host}", encode(report).decode())
+
+        agent = Agent(host, tell)
+        server = await asyncio.start_server(agent.answer, address, 0, backlog=1024)
+        place = server.sockets[0].getsockname()[:2]
+        async with server, asyncio.TaskGroup() as tasks:
+            tasks.create_task(agent.report())
+            await _follow_roster(keys, folder, agent, f"{folder}/hosts/{host}", encode(place))
+
+
+async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, place: bytes) -> None:
+    """Looked at anew when nothing has come for a while: an etcd that was replaced is empty, and
+    would say nothing more."""
+    roster, pause = f"{folder}/roster", RETRY_S
+    while True:
+        try:
+            if await keys.get(own) != place.decode():
+                await keys.put(own, place.decode())
+            found, index = await keys.list(roster)
+            value, pause = found.get(roster), RETRY_S
+            is_quiet = False
+            while not is_quiet:
+                if value is not None:
+                    _follow(agent, value)
+                change = await keys.next_change(roster, index)
+                is_quiet = change is None
+                if change is not None:
+                    value, index = change.value, change.version
+        except BackendError:
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_RETRY_S)
+
+
+def _follow(agent: Agent, value: str) -> None:
+    with contextlib.suppress(ValidationError):  # not written by us
+        agent.follow(decode(value, Roster))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m atoll.mesh.fabric", description=__doc__)
+    parser.add_argument("--host", default=os.environ.get("NODE_NAME"))
+    parser.add_argument("--address", required=True, help="where this host's peers reach it")
+    parser.add_argument("--etcd", default=os.environ.get("ATOLL_MESH_ENDPOINT"))
+    parser.add_argument("--folder", default=FABRIC_DIR, help="of the training, in that etcd")
+    given = parser.parse_args()
+    if not given.host:
+        parser.error("--host: expected a host name, here or in NODE_NAME")
+    if not given.etcd or split_endpoint(given.etcd) is None:
+        parser.error(f"--etcd: {given.etcd!r}: expected host:port, here or in ATOLL_MESH_ENDPOINT")
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_until_stopped(run(given.host, given.address, given.etcd, given.folder)))
+
+
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Process 1 of a container is deaf to signals it does not handle."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await task
+
+
+if __name__ == "__main__":
+    main()

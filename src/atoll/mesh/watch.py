@@ -1,0 +1,187 @@
+"""The control plane's side of the mesh gate: agents in, reports in, keys out.
+
+One of these for a training with several hosts. It holds nothing that is not in etcd: a successor
+reads the agents, the roster and the reports there and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from typing import Any
+
+from atoll.core.errors import BackendError, ValidationError
+from atoll.core.mesh import DEGRADED_DIR, GATE_DIR, READY_DIR, MeshState
+from atoll.core.model import decode, encode
+from atoll.mesh.etcd import EtcdKeys
+from atoll.mesh.reach import (
+    DEADLINE_S,
+    FABRIC_DIR,
+    Fabric,
+    MeshVerdict,
+    Report,
+    Roster,
+    host_of,
+)
+
+AGAIN_S, LONGEST_AGAIN_S = 0.2, 2.0
+AT_ONCE = 4  # keys written; as many connections as are kept
+
+
+class MeshWatch:
+    """Follows the fabric of some agents and writes their hosts' keys; `on_verdict` is told every
+    change. Several agents may share a host: see `core.fabric.host_of`."""
+
+    def __init__(
+        self,
+        keys: EtcdKeys,
+        on_verdict: Callable[[MeshVerdict], None] = lambda verdict: None,
+        *,
+        deadline_s: float = DEADLINE_S,
+        folder: str = FABRIC_DIR,
+    ) -> None:
+        self._keys = keys
+        self._on_verdict = on_verdict
+        self._deadline_s = deadline_s
+        self._folder = folder
+        self._wanted: frozenset[str] = frozenset()
+        self._ever: set[str] = set()  # hosts wanted now or before: their keys are ours to remove
+        self._places: dict[str, tuple[str, int]] = {}
+        self._fabric = Fabric()
+        self._version = 0  # of the newest roster
+        self._is_overdue = False
+        self._was_ready = False
+        self._is_only_fewer = False
+        self._marked: set[str] = set()  # the gate's keys as they are in etcd
+        self.verdict = MeshVerdict(MeshState.PENDING, "not all hosts have come up")
+
+    @property
+    def hosts(self) -> set[str]:
+        return set(map(host_of, self._wanted))
+
+    async def run(self, agents: Iterable[str], already_s: float = 0.0) -> None:
+        """Until cancelled; run it again when the agents are others.
+
+        `already_s` of the deadline were used up by a predecessor.
+        """
+        before, self._wanted = self._wanted, frozenset(agents)
+        # Those that are left of a whole mesh are still whole: nobody is told that it is checked.
+        self._is_only_fewer = self.verdict.state is MeshState.READY and self._wanted <= before
+        self._ever |= self.hosts
+        self._places, self._marked = {}, set()
+        self._is_overdue = self._was_ready = False
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._overdue(max(self._deadline_s - already_s, 0.0)))
+            tasks.create_task(self._follow())
+
+    async def clear(self, keep: Collection[str] = ()) -> None:
+        """No key of these agents is left, nor the gate's of their hosts, but of those to `keep`."""
+        found, _ = await self._keys.list(self._folder)
+        for key, value in found.items():
+            self._note(key, value)
+        for directory in (READY_DIR, DEGRADED_DIR):
+            for host in sorted(self._ever.difference(keep)):
+                await self._keys.delete(f"{directory}/{host}")
+        await self._keys.delete_all(self._folder)
+
+    async def _overdue(self, left_s: float) -> None:
+        await asyncio.sleep(left_s)
+        self._is_overdue = True
+        while True:
+            if await self._has_worked(self._settle()):
+                return
+            await asyncio.sleep(LONGEST_AGAIN_S)
+
+    async def _follow(self) -> None:
+        pause_s = AGAIN_S
+        while True:
+            if await self._has_worked(self._follow_once()):
+                pause_s = AGAIN_S
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, LONGEST_AGAIN_S)
+
+    async def _has_worked(self, work: Coroutine[Any, Any, None]) -> bool:
+        """An etcd that cannot be reached says nothing against a mesh that was seen whole."""
+        try:
+            await work
+        except BackendError as error:
+            if self.verdict.state is not MeshState.READY:
+                state = MeshState.DEGRADED if self._is_overdue else MeshState.PENDING
+                self._tell(MeshVerdict(state, str(error)))
+            return False
+        return True
+
+    async def _follow_once(self) -> None:
+        """Until nothing has come for a while: an etcd that was replaced would say nothing more."""
+        found, index = await self._keys.list(self._folder)
+        if f"{self._folder}/roster" not in found:
+            self._fabric = Fabric()
+        for key, value in sorted(found.items(), key=lambda item: "/reports/" in item[0]):
+            self._note(key, value)
+        gate, _ = await self._keys.list(GATE_DIR)
+        self._marked = {key for key in gate if key.rpartition("/")[2] in self._ever}
+        while True:
+            await self._settle()
+            change = await self._keys.next_change(self._folder, index)
+            if change is None:
+                return
+            index = change.version
+            if change.value is not None:
+                self._note(change.key, change.value)
+
+    def _note(self, key: str, value: str) -> None:
+        kind, _, agent = key.removeprefix(self._folder + "/").partition("/")
+        with contextlib.suppress(ValidationError):  # not written by an agent of ours
+            if kind == "hosts":
+                place = decode(value, tuple[str, int])
+                self._ever.add(host_of(agent))
+                if agent in self._wanted:
+                    self._places[agent] = place
+            elif kind == "roster":
+                self._enlist(decode(value, Roster))
+            elif kind == "reports":
+                self._fabric.fold(decode(value, Report))
+
+    def _enlist(self, roster: Roster) -> None:
+        self._fabric.enlist(roster)
+        self._version = max(self._version, roster.version)
+
+    async def _settle(self) -> None:
+        """Roster and keys are what the agents and reports known now call for."""
+        roster = self._fabric.roster
+        is_complete = len(self._places) == len(self._wanted)
+        if is_complete and (roster is None or roster.addresses != self._places):
+            # Agents follow the newest, also one made anew by a successor in an empty etcd.
+            version = max(self._version + 1, int(time.time() * 1000))
+            new = Roster(version=version, addresses=dict(self._places))
+            await self._keys.put(f"{self._folder}/roster", encode(new).decode())
+            self._enlist(new)
+        verdict = self._fabric.judge(
+            is_overdue=self._is_overdue or self._was_ready,
+            missing=self._wanted.difference(self._places),
+        )
+        self._was_ready = self._was_ready or verdict.state is MeshState.READY
+        await self._mark(verdict.state)
+        if verdict.state is not MeshState.PENDING or not self._is_only_fewer:
+            self._tell(verdict)
+
+    def _tell(self, verdict: MeshVerdict) -> None:
+        if verdict != self.verdict:
+            self.verdict = verdict
+            self._on_verdict(verdict)
+
+    async def _mark(self, state: MeshState) -> None:
+        if state is MeshState.PENDING:
+            return
+        folder = READY_DIR if state is MeshState.READY else DEGRADED_DIR
+        wanted = {f"{folder}/{host}" for host in self.hosts}
+        # The new ones first: a rank that looks in between finds one or both, never none.
+        new = sorted(wanted - self._marked)
+        for at in range(0, len(new), AT_ONCE):
+            await asyncio.gather(*(self._keys.put(key, "1") for key in new[at : at + AT_ONCE]))
+        for key in sorted(self._marked - wanted):
+            await self._keys.delete(key)
+        self._marked = wanted

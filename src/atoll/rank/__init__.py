@@ -1,0 +1,1 @@
+"""What runs in a rank on every backend."""

@@ -1,0 +1,71 @@
+"""Runs a function as a replica: its arguments in, its result or its error out.
+
+A script has no need of this; it may call `give_result` to say what came of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from atoll.rank.result import MAX_BYTES, result_lines
+
+
+def give_result(value: Any) -> None:
+    """`value` is this replica's `result` for whoever collects it. The last call counts."""
+    import cloudpickle
+
+    payload = cloudpickle.dumps(value)
+    if len(payload) > MAX_BYTES:
+        raise ValueError(
+            f"the result has {len(payload) / 2**20:.0f} MiB, expected at most "
+            f"{MAX_BYTES // 2**20}: write it to a store and return its address"
+        )
+    sys.stdout.flush()
+    for line in result_lines(payload):
+        os.write(1, line)
+
+
+def main(payload: bytes) -> None:
+    """The function in the payload has run; the process ends as it did."""
+    try:
+        run(payload)
+    except Exception as error:
+        traceback.print_exc()
+        say_why(error)
+        sys.exit(1)
+
+
+def run(payload: bytes) -> None:
+    parts = pickle.loads(payload)
+    sys.path[:] = [*sys.path, *(p for p in parts["path"] if p not in sys.path)]
+    if "function" in parts:
+        function = pickle.loads(parts["function"])
+    else:
+        function = named_function(parts["name"])
+    give_result(function(**{key: pickle.loads(value) for key, value in parts["args"].items()}))
+
+
+def named_function(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def say_why(error: Exception) -> None:
+    """When and why, in the file and form that torch's own @record uses."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    message = f"{type(error).__name__}: {error}"
+    said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    Path(path).write_text(json.dumps({"message": said}))

@@ -1,1 +1,0 @@
-"""Thin clients for outside systems; they move bytes and decide nothing."""

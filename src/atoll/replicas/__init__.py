@@ -1,0 +1,1 @@
+"""Executors as a library: replicas launched from a script."""

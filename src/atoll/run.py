@@ -1,0 +1,269 @@
+"""The only place that builds real things and wires them together.
+
+`python -m atoll.run serve` is the control plane of one machine: store, executors, controller and
+server in one process. Ranks are not in it, so it may be stopped and started at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll.core.errors import AtollError, Conflict, Permanent
+from atoll.sdk.embedded import start_time, state_dir
+
+if TYPE_CHECKING:
+    import uvicorn
+    from litestar import Litestar
+
+    from atoll.local.executor import LocalExecutor
+    from atoll.server.streams import Streams
+    from atoll.store.sqlite import SQLiteStore
+
+DEFAULT_PORT = 7878
+NAMESPACE = "default"
+KEEP_ALIVE_S = 100  # longer than clients keep idle connections, so that we never close first
+PURGE_S = 60.0
+
+
+@dataclass
+class ControlPlane:
+    """Everything of one control plane, wired but not yet running."""
+
+    where: Path
+    store: SQLiteStore
+    app: Litestar
+    streams: Streams
+
+
+def build(where: Path, *, slots: int | None = None) -> ControlPlane:
+    """Raises Permanent if another control plane uses that directory, or it cannot be used."""
+    from atoll.controller.loop import Controller
+    from atoll.local.executor import LocalExecutor
+    from atoll.server.app import create_app
+    from atoll.server.background import beside
+    from atoll.server.gauges import Gauges
+    from atoll.server.streams import Streams
+    from atoll.store.sqlite import SQLiteStore
+
+    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    store = SQLiteStore(where / "atoll.db")
+    local = LocalExecutor(where / "ranks", slots=slots)
+    executors = {local.name: local}
+    gauges, streams = Gauges(), Streams()
+    controller = Controller(store, executors, on_pass=gauges.reconciled)
+
+    @contextlib.asynccontextmanager
+    async def controlled(_: Litestar) -> AsyncIterator[None]:
+        await _start_local(local, store)
+        async with beside(controller.run(), _end_if_dead):
+            yield
+        await local.close()
+        store.close()
+
+    app = create_app(
+        store=store, executors=executors, streams=streams, gauges=gauges, lifespan=[controlled]
+    )
+    return ControlPlane(where, store, app, streams)
+
+
+async def _start_local(local: LocalExecutor, store: SQLiteStore) -> None:
+    await local.start(training.uid for training in await store.list())
+
+
+def _end_if_dead(controller: asyncio.Task[None]) -> None:
+    """Without its controller the process must not pretend to go on."""
+    if not controller.cancelled() and controller.exception() is not None:
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "the controller died", "exception": controller.exception()}
+        )
+        os._exit(70)  # ranks go on; whoever starts us again takes them up
+
+
+def serve(
+    *,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    where: Path | None = None,
+    slots: int | None = None,
+    is_announced: bool = False,
+    is_owned: bool = False,
+) -> None:
+    """Serve until told to stop. `is_owned`: until standard input ends, and nothing is left then."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    where = where or state_dir()
+    listening = _listen(host, port)
+    plane = build(where, slots=slots)
+    asyncio.run(ensure_token(plane.store, where))
+    server = _server(plane, listening, is_announced=is_announced, is_owned=is_owned)
+    server.run(sockets=[listening])
+    if is_owned:
+        shutil.rmtree(where, ignore_errors=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Named as TCP: only then does asyncio turn off the delay that costs 40 ms an answer.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(2048)
+        return listening
+    except (OSError, OverflowError) as error:
+        listening.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        is_host = isinstance(error, socket.gaierror) or (
+            isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
+        )
+        wrong = "host" if is_host else "port"
+        raise Permanent(
+            f"cannot listen on {host}:{port}: {reason}; choose another --{wrong}"
+        ) from error
+
+
+async def ensure_token(store: SQLiteStore, where: Path) -> None:
+    """The user's own token is in a file that only the user can read, and known to the store."""
+    from atoll.server.auth import hashed, new_token
+
+    path = where / "token"
+    try:
+        token = path.read_text().strip()
+    except FileNotFoundError:
+        token = new_token()
+        _write_private(path, token + "\n")
+    if await store.token_namespace(hashed(token)) is None:
+        await store.add_token(hashed(token), NAMESPACE, "local user", time.time())
+
+
+def _server(
+    plane: ControlPlane, listening: socket.socket, *, is_announced: bool, is_owned: bool
+) -> uvicorn.Server:
+    import uvicorn
+
+    endpoint = plane.where / "endpoint.json"
+
+    class Server(uvicorn.Server):
+        """Says when it is ready, and ends open streams when it is to stop."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            self.loop = asyncio.get_running_loop()
+            told = json.dumps(_endpoint(listening))
+            _write_private(endpoint, told)
+            if is_announced:
+                sys.stdout.write(told + "\n")
+                sys.stdout.flush()
+            if is_owned:
+                self.loop.add_reader(0, self.abandon)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            plane.streams.close()
+            endpoint.unlink(missing_ok=True)
+            await super().shutdown(sockets)
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            # uvicorn would raise the signal again afterwards; to be asked to stop is no failure.
+            if self.should_exit:
+                self.force_exit = True
+            if is_owned:
+                self.loop.call_soon_threadsafe(self.abandon)
+            else:
+                self.should_exit = True
+
+        def abandon(self) -> None:
+            self.loop.remove_reader(0)
+            self.purging = self.loop.create_task(self.purge())
+
+        async def purge(self) -> None:
+            try:
+                await _remove_all(plane.store)
+            finally:
+                self.should_exit = True
+
+    return Server(
+        uvicorn.Config(
+            plane.app,
+            loop="asyncio",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=3,
+        )
+    )
+
+
+def _endpoint(listening: socket.socket) -> dict[str, Any]:
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    if host in ("0.0.0.0", "::"):
+        shown = "127.0.0.1"
+    return {
+        "url": f"http://{shown}:{port}",
+        "pid": os.getpid(),
+        "startTime": start_time(os.getpid()),
+    }
+
+
+async def _remove_all(store: SQLiteStore) -> None:
+    """Every training is being removed; returns when all of them are, or after a while."""
+    from msgspec.structs import replace
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PURGE_S):
+            version = await store.version()
+            while left := await store.list():
+                for training in left:
+                    if training.deletion_requested_at is None:
+                        with contextlib.suppress(Conflict):
+                            await store.update_spec(
+                                replace(training, deletion_requested_at=time.time())
+                            )
+                change = await anext(store.watch(version))
+                version = change.version
+
+
+def _write_private(path: Path, text: str) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m atoll.run")
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("serve", help="run the control plane of this machine")
+    command.add_argument("--host", default="127.0.0.1")
+    command.add_argument("--port", type=int, default=DEFAULT_PORT)
+    command.add_argument("--state-dir", type=Path, dest="where")
+    command.add_argument("--slots", type=int)
+    command.add_argument("--announce", action="store_true", dest="is_announced")
+    command.add_argument("--owned", action="store_true", dest="is_owned")
+    try:
+        serve(**vars(parser.parse_args(arguments)))
+    except (AtollError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The dialect of the public basilica-sdk client."""

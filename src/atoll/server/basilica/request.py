@@ -1,0 +1,179 @@
+"""What the basilica-sdk client sends, and the training it asks for. Pure.
+
+A field that is not known is refused, so that nothing a user asked for is dropped in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from atoll.core.checks import TEXT, check_int, is_text
+from atoll.core.errors import ValidationError
+from atoll.core.model import SpecModel
+from atoll.core.spec import (
+    MAX_SECONDS,
+    BenchSpec,
+    ProviderFilter,
+    RendezvousSpec,
+    Resources,
+    Source,
+    TrainingSpec,
+    WorldSize,
+)
+from atoll.server.basilica.shell import shell_script
+
+
+class Gpus(SpecModel, frozen=True):
+    count: int = 0
+    model: list[str] = []
+    min_gpu_memory_gb: int | None = None
+
+
+class Needs(SpecModel, frozen=True):
+    cpu: str | None = None
+    memory: str | None = None
+    gpus: Gpus | None = None
+
+
+class Backend(SpecModel, frozen=True):
+    backend: str = "etcd-v2"
+
+
+class Providers(SpecModel, frozen=True):
+    include: list[str] = []
+    exclude: list[str] = []
+
+
+class Spread(SpecModel, frozen=True):
+    strategy: str = "provider-aware"
+
+
+class Nccl(SpecModel, frozen=True):
+    env: dict[str, str] = {}
+
+
+class Bench(SpecModel, frozen=True):
+    mode: str = "off"
+    placement: str | None = None
+
+
+class World(SpecModel, frozen=True):
+    """As it comes: the bounds are checked where the spec is made."""
+
+    min: int
+    target: int
+    max: int
+
+
+class Distributed(SpecModel, frozen=True):
+    world_size: World
+    enabled: bool = True
+    command: str = "auto"
+    rendezvous: Backend = Backend()
+    provider_filter: Providers = Providers()
+    topology_spread: Spread = Spread()
+    nccl: Nccl = Nccl()
+    bench: Bench = Bench()
+
+
+class Create(SpecModel, frozen=True):
+    """The body of a create. Replicas, port and billing mean nothing here."""
+
+    instance_name: str
+    distributed: Distributed
+    image: str | None = None
+    replicas: int | None = None
+    port: int | None = None
+    command: list[str] | None = None
+    args: list[str] | None = None
+    env: dict[str, str] | None = None
+    resources: Needs = Needs()
+    ttl_seconds: int | None = None
+    enable_billing: bool | None = None
+
+
+class Scale(SpecModel, frozen=True):
+    target: int
+
+
+# What a field of the training is made from.
+FIELDS = {
+    "name": "instanceName",
+    "source": "distributed.command",
+    "world_size.min": "distributed.worldSize.min",
+    "world_size.target": "distributed.worldSize.target",
+    "world_size.max": "distributed.worldSize.max",
+    "rendezvous_backend": "distributed.rendezvous.backend",
+    "provider_filter.include": "distributed.providerFilter.include",
+    "provider_filter.exclude": "distributed.providerFilter.exclude",
+    "topology_spread": "distributed.topologySpread.strategy",
+    "nccl_env": "distributed.nccl.env",
+    "bench": "distributed.bench.mode",
+    "bench_placement": "distributed.bench.placement",
+    "cpu": "resources.cpu",
+    "memory": "resources.memory",
+    "gpu_count": "resources.gpus.count",
+    "gpu_models": "resources.gpus.model",
+    "min_gpu_memory_gb": "resources.gpus.minGpuMemoryGb",
+    "ttl_seconds": "ttlSeconds",
+    "deadline_s": "ttlSeconds",
+}
+
+
+def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> TrainingSpec:
+    """The training that is asked for. `backend` is the rendezvous there is where it runs.
+
+    The time to live bounds the run, as it does there; but what is over is kept as long again,
+    so that nobody waits for a training and finds it deleted.
+    """
+    wanted = create.distributed
+    if not wanted.command.strip():
+        raise ValidationError("source", wanted.command, "expected a command to run")
+    if not is_text(wanted.command):
+        raise ValidationError("source", wanted.command, TEXT)
+    args = [*(create.command or ()), *(create.args or ())]
+    script = shell_script(wanted.command, args=args, backend=backend, path_first=path_first)
+    gpus = create.resources.gpus or Gpus()
+    ttl_seconds = create.ttl_seconds or None
+    if ttl_seconds is not None:
+        check_int("ttl_seconds", ttl_seconds, 0, MAX_SECONDS)
+    return TrainingSpec(
+        name=create.instance_name,
+        world_size=WorldSize(
+            min=wanted.world_size.min,
+            target=wanted.world_size.target,
+            max=wanted.world_size.max,
+        ),
+        source=Source(kind="shell", content=script.encode(), filename="command.sh"),
+        args=args,
+        image=create.image,
+        env=create.env or {},
+        resources=Resources(
+            cpu=create.resources.cpu,
+            memory=create.resources.memory,
+            gpu_count=gpus.count,
+            gpu_models=gpus.model,
+            min_gpu_memory_gb=gpus.min_gpu_memory_gb,
+        ),
+        provider_filter=ProviderFilter(
+            include=wanted.provider_filter.include or None,
+            exclude=wanted.provider_filter.exclude,
+        ),
+        topology_spread=wanted.topology_spread.strategy,  # type: ignore[arg-type]
+        nccl_env=wanted.nccl.env,
+        bench=BenchSpec(
+            mode=wanted.bench.mode,  # type: ignore[arg-type]
+            placement=wanted.bench.placement or "preferred",
+        ),
+        rendezvous=RendezvousSpec(backend=backend),  # type: ignore[arg-type]
+        deadline_s=None if ttl_seconds is None else float(ttl_seconds),
+        ttl_seconds=ttl_seconds,
+    )
+
+
+class Probe(msgspec.Struct):
+    """Enough of a create to see what it is."""
+
+    distributed: Any = None

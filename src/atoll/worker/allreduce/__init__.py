@@ -1,8 +1,0 @@
-"""All-reduce through an object store: every replica ends a round with the same bits."""
-
-from __future__ import annotations
-
-from atoll.worker.allreduce.allreduce import ObjectStoreAllReduce, RoundReport
-from atoll.worker.allreduce.catchup import Checkpoint, JoinState, Mean
-
-__all__ = ["Checkpoint", "JoinState", "Mean", "ObjectStoreAllReduce", "RoundReport"]

@@ -1,0 +1,150 @@
+"""The pure parts of the all-reduce: decisions, names, envelopes, pace."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atoll.diloco.allreduce import roster, wire
+from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round, parse_upload
+from atoll.diloco.allreduce.layout import describe, difference, scatter, split, unflatten
+from atoll.diloco.allreduce.pace import FIRST_GRACE_S, MIN_GRACE_S, History, poll_pause
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("uploaded", "expected", "least", "is_over", "members"),
+    [
+        ([0, 1, 2], [0, 1, 2], 2, False, [0, 1, 2]),
+        ([0, 1], [0, 1, 2], 2, False, None),
+        ([0, 1], [0, 1, 2], 2, True, [0, 1]),
+        ([0], [0, 1, 2], 2, True, None),
+        ([3, 0, 1], [0, 1], 2, False, [0, 1, 3]),
+        ([], [], 1, True, None),
+    ],
+)
+def test_a_roster_needs_a_quorum_and_everyone_expected_or_the_end_of_the_grace(
+    uploaded: list[int], expected: list[int], least: int, is_over: bool, members: Any
+) -> None:
+    assert roster.decide(uploaded, expected, least, is_grace_over=is_over).members == members
+
+
+def test_of_two_uploads_of_a_rank_the_newest_unblamed_one_is_taken() -> None:
+    keys = Keys("run")
+    old, new = (keys.upload(4, 1, nonce * 16, 1.0, "f" * 16) for nonce in "ab")
+    other = keys.upload(3, 1, "c" * 16, 1.0, "f" * 16)
+    listing = [
+        (key, NOW + timedelta(seconds=age), parse_upload(key))
+        for age, key in enumerate([other, old, new])
+    ]
+    assert roster.look(listing, 4, [])[1].key == new  # type: ignore[arg-type]
+    assert roster.look(listing, 4, [new])[1].key == old  # type: ignore[arg-type]
+    assert roster.look(listing, 4, [new, old]) == {}  # type: ignore[arg-type]
+
+
+def test_members_own_their_shard_and_the_orphans_are_shared_out() -> None:
+    assert roster.owners([0, 1, 2, 3], 4, 9) == [0, 1, 2, 3]
+    assert roster.owners([1, 3], 5, 0) == [1, 1, 3, 3, 1]
+    assert roster.owners([1, 3], 5, 1) == [3, 1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1, 123456.789, 5e-324, 1e300])
+def test_names_carry_round_rank_and_the_exact_weight(weight: float) -> None:
+    key = Keys("run").upload(12, 3, "ab" * 8, weight, "0" * 16)
+    name = parse_upload(key)
+    assert name is not None
+    assert (name.round, name.rank, name.weight, name.layout) == (12, 3, weight, "0" * 16)
+    assert parse_round(key) == 12
+    assert parse_attempt(Keys("00000077.0001").shard(5, 2, 9)) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x", "run/up/00000001/hello", "run/up/a/00001.ab.0x1p0.cd", "run/up/00000001/00001." * 2],
+)
+def test_names_nobody_would_choose_are_not_parsed(name: str) -> None:
+    assert parse_upload(name) is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, wire.FOLD_BYTES, 3 * wire.FOLD_BYTES + 17])
+def test_an_envelope_opens_only_whole_unchanged_and_in_its_place(size: int) -> None:
+    body = np.random.default_rng(size).bytes(size)
+    place = wire.fence("here")
+    sealed = wire.seal(wire.SECTION, place, body)
+    assert bytes(wire.unseal(wire.SECTION, place, sealed)) == body
+    bad = [(wire.SHARD, place, sealed), (wire.SECTION, wire.fence("there"), sealed)]
+    bad += [(wire.SECTION, place, sealed[:-1]), (wire.SECTION, place, sealed + b"x")]
+    for at in np.random.default_rng(1).integers(0, len(sealed), 40):
+        flipped = bytearray(sealed)
+        flipped[at] ^= 1 << int(at) % 8
+        bad.append((wire.SECTION, place, bytes(flipped)))
+    if size > 2 * wire.FOLD_BYTES:  # blocks that changed places
+        fold, start = wire.FOLD_BYTES, wire.SEAL.size
+        blocks = sealed[start : start + fold], sealed[start + fold : start + 2 * fold]
+        swapped = sealed[:start] + blocks[1] + blocks[0] + sealed[start + 2 * fold :]
+        bad.append((wire.SECTION, place, swapped))
+    for kind, where, data in bad:
+        with pytest.raises(wire.Corrupt):
+            wire.unseal(kind, where, data)
+
+
+def test_a_layout_says_what_differs_first() -> None:
+    def layout(*shapes: tuple[int, ...], codec: str = "fp32", shards: int = 2) -> Any:
+        tensors = [np.zeros(shape, "f4") for shape in shapes]
+        return describe(tensors, shards=shards, codec=codec, down_codec="fp32", name="")
+
+    here = layout((2,), (3, 4))
+    assert difference(here, layout((2,), (4, 3))) == (
+        "tensor 1 is float32[4, 3] there and float32[3, 4] here"
+    )
+    assert "tensor 1 (float32[3, 4]) exists only here" in difference(here, layout((2,)))
+    assert "codec is 'int8' there" in difference(here, layout((2,), (3, 4), codec="int8"))
+    assert "world_size is 3 there" in difference(here, layout((2,), (3, 4), shards=3))
+    assert here.fingerprint != layout((2,), (4, 3)).fingerprint
+    assert type(here).unpack(here.pack()) == here
+
+
+def test_tensors_survive_being_cut_into_any_parts() -> None:
+    tensors = [
+        np.arange(5.0, dtype="f4"),
+        np.zeros((0, 3), "f4"),
+        np.ones((2, 2), "f2"),
+        np.float64(7),
+    ]
+    arrays = [np.asarray(t) for t in tensors]
+    layout = describe(arrays, shards=13, codec="fp32", down_codec="fp32", name="")
+    parts = [np.empty(layout.shard_size(s), "f4") for s in range(13)]
+    scatter(arrays, parts)
+    flat = np.concatenate(parts)
+    for got, gave in zip(unflatten(flat, arrays), arrays, strict=True):
+        assert got.dtype == gave.dtype
+        np.testing.assert_array_equal(got, gave)
+    assert [part.shape for part in split(flat, layout)] == [a.shape for a in arrays]
+
+
+def test_the_grace_is_learnt_from_the_rounds() -> None:
+    history = History()
+    assert history.straggler_grace() == FIRST_GRACE_S
+    history.note_spread(0.01)
+    assert history.straggler_grace() == MIN_GRACE_S
+    history.note_spread(2.0)
+    assert history.straggler_grace() == 8.0
+    history.note_late(3, 10.0)
+    assert history.straggler_grace() == 20.0
+    assert History(grace_s=1.5).straggler_grace() == 1.5
+
+
+def test_looks_become_rarer_and_the_first_waits_until_it_is_worth_it() -> None:
+    assert poll_pause(0.0, 1.0) == pytest.approx(0.9)
+    assert poll_pause(0.0, 0.0) == 0.02
+    assert poll_pause(0.95, 1.0) == pytest.approx(0.3)
+    assert poll_pause(3.0, 0.0) == 0.2
+    assert poll_pause(1000.0, 0.0) == 2.0
+    elapsed, looks = 0.0, 0
+    while elapsed < 10:
+        elapsed, looks = elapsed + poll_pause(elapsed, 0.0), looks + 1
+    assert looks < 50

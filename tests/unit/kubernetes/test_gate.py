@@ -1,0 +1,225 @@
+"""The start gate of a gang: when it opens, who is let through, what is told of those who wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.core.status import Wish
+from atoll.kubernetes.names import GATE_OPENED, START, YIELDED
+from atoll.kubernetes.read import Look, is_told_by_pods, look
+from atoll.kubernetes.render import render_job
+from tests.unit.kubernetes.kube import (
+    MADE,
+    NO_ROOM,
+    NOW,
+    Json,
+    Options,
+    Resources,
+    ended,
+    job,
+    only,
+    pod,
+    running,
+    stamp,
+    training,
+)
+
+INITIALIZING = {"waiting": {"reason": "PodInitializing"}}
+GRACE_S = 30.0  # of a TrainingSpec that names none
+
+
+def gated(*, started_at: float | None = NOW - 5, annotations: Json | None = None) -> Json:
+    template = {"spec": {"initContainers": [{"name": "start-gate"}]}}
+    made = job(annotations=annotations, template=template)
+    if started_at is not None:
+        made["status"] = {"startTime": stamp(started_at)}
+    return made
+
+
+def opened(**rest: Any) -> Json:
+    return gated(annotations={GATE_OPENED: str(NOW - 1)}, **rest)
+
+
+def waiting(rank: int, **rest: Any) -> Json:
+    return pod(rank, INITIALIZING, phase="Pending", gate=running(), **rest)
+
+
+def homeless(rank: int, **rest: Any) -> Json:
+    return pod(rank, None, phase="Pending", node=None, conditions=NO_ROOM, **rest)
+
+
+def turned_away(rank: int, code: int = 143, **rest: Any) -> Json:
+    return pod(rank, INITIALIZING, phase="Failed", gate=ended(code), **rest)
+
+
+def seen(gang: Json, *pods: Json, **spec: Any) -> Look:
+    """A world of min 2 and target 3."""
+    return look(training(**spec), gang, pods, Options(), NOW)
+
+
+def ranks(found: Look) -> list[int]:
+    return [held.rank for held in found.gate.held]
+
+
+def test_it_opens_when_all_ranks_have_reached_it() -> None:
+    found = seen(gated(), waiting(0), waiting(1), waiting(2))
+    assert found.gate.is_due
+    assert ranks(found) == [0, 1, 2]
+
+
+def test_ranks_that_wait_say_so_and_do_not_run() -> None:
+    found = seen(gated(), waiting(0), waiting(1), homeless(2))
+    assert not found.gate.is_due
+    assert ranks(found) == []
+    told = {r.rank: (r.state, r.message.split(":")[0]) for r in found.seen.ranks}
+    assert told == {0: ("waiting", "start gate"), 1: ("waiting", "start gate"),
+                    2: ("waiting", "no room")}  # fmt: skip
+    assert found.seen.ranks[0].message == "start gate: 2 of 3 ranks are ready to start"
+    assert found.gate.due_in_s == GRACE_S - 5
+
+
+# (when the Job could start, ranks at the gate, whether it opens)
+GRACES = [
+    (NOW - GRACE_S, 2, True),
+    (NOW - GRACE_S, 1, False),
+    (NOW - GRACE_S + 1, 2, False),
+    (None, 2, False),  # still in a queue
+]
+
+
+@pytest.mark.parametrize(("started_at", "able", "is_due"), GRACES)
+def test_min_ranks_start_once_the_grace_is_over(
+    started_at: float | None, able: int, is_due: bool
+) -> None:
+    pods = [*map(waiting, range(able)), *map(homeless, range(able, 3))]
+    found = seen(gated(started_at=started_at), *pods)
+    assert found.gate.is_due is is_due
+    assert ranks(found) == (list(range(able)) if is_due else [])
+
+
+def test_a_pod_on_its_way_out_does_not_count() -> None:
+    found = seen(gated(), waiting(0), waiting(1), waiting(2, left_at=NOW - 1))
+    assert not found.gate.is_due
+
+
+def test_a_gang_that_gives_way_is_not_let_through() -> None:
+    gang = gated(started_at=NOW - 100, annotations={YIELDED: str(NOW - 1)})
+    assert not seen(gang, waiting(0), waiting(1), waiting(2)).gate.is_due
+
+
+def test_ranks_beyond_the_target_neither_count_nor_pass() -> None:
+    world = training().spec.world_size
+    smaller = type(world)(min=1, target=2, max=8)
+    found = seen(gated(), waiting(0), homeless(1), waiting(2), world_size=smaller)
+    assert not found.gate.is_due
+    found = seen(gated(), waiting(0), waiting(1), waiting(2), world_size=smaller)
+    assert ranks(found) == [0, 1]
+
+
+def test_what_a_killed_operator_left_undone_is_done_by_the_next_look() -> None:
+    """The decision is in the Job; one of three pods was told of it."""
+    told = waiting(0, annotations={START: "true"})
+    found = seen(opened(), told, waiting(1), waiting(2))
+    assert not found.gate.is_due
+    assert ranks(found) == [1, 2]
+
+
+def test_once_open_nothing_is_done_for_pods_that_passed() -> None:
+    passed = [pod(r, running(), gate=ended(0, "Completed")) for r in range(3)]
+    found = seen(opened(), *passed)
+    assert (found.gate.is_due, ranks(found), found.gate.due_in_s) == (False, [], None)
+    assert {r.state for r in found.seen.ranks} == {"running"}
+
+
+def test_a_job_made_without_a_gate_has_none() -> None:
+    assert seen(job(), pod(0, running())).gate == (False, False, [], None, "")
+
+
+def test_a_gang_that_passed_the_gate_does_not_give_way() -> None:
+    pods = [pod(0, running()), homeless(1, made_at=NOW - 700), homeless(2, made_at=NOW - 700)]
+    assert [p.rank for p in seen(gated(), *pods).half] == [0]
+    assert seen(opened(), *pods).half == []
+
+
+def test_a_pod_stopped_at_the_gate_never_ran() -> None:
+    found = seen(gated(), turned_away(1, left_at=NOW - 2))
+    assert [r for r in found.seen.ranks if r.pod_name] == []
+    assert [p.rank for p in found.told] == [1]
+    evicted = seen(gated(), turned_away(1, reason="Evicted", message="low on memory"))
+    assert [r for r in evicted.seen.ranks if r.pod_name] == []
+
+
+def test_a_pod_on_its_way_out_of_the_gate_is_kept_until_its_end_is_known() -> None:
+    assert seen(gated(), waiting(1, left_at=NOW - 2)).told == []
+
+
+def test_a_node_lost_at_the_gate_costs_a_restart_and_is_told() -> None:
+    found = seen(gated(), waiting(1, left_at=NOW - 100))
+    rank = only(found)
+    assert (rank.state, rank.exit and rank.exit.reason) == ("exited", "HostLost")
+    assert [p.rank for p in found.lost] == [1]
+    marked = pod(1, INITIALIZING, phase="Failed", gate=running(), left_at=NOW - 100,
+                 reason="NodeLost", message="the node does not answer")  # fmt: skip
+    ended_so = only(seen(gated(), marked)).exit
+    assert ended_so is not None
+    assert (ended_so.code, ended_so.reason) == (None, "HostLost")
+
+
+def test_a_rank_lost_after_the_gate_ended_when_it_was_given_up_not_at_the_gate() -> None:
+    passed = ended(0, "Completed", at=MADE + 4)
+    gone = pod(1, running(MADE + 5), gate=passed, left_at=NOW - 50)
+    told = only(seen(opened(), gone)).exit
+    assert told is not None
+    assert (told.reason, told.at) == ("HostLost", NOW - 50)
+
+
+def test_an_image_without_a_shell_is_told_with_what_to_do() -> None:
+    said = 'exec: "sh": executable file not found in $PATH'
+    broken = pod(0, INITIALIZING, phase="Failed", gate=ended(128, "StartError", said))
+    told = only(seen(gated(), broken)).exit
+    assert told is not None
+    assert (told.code, told.reason) == (None, "StartGateFailed")
+    for words in ("start gate", said, "ghcr.io/acme/train:1", "is_start_gated=False"):
+        assert words in told.message
+
+
+def test_an_image_that_cannot_be_pulled_is_told_before_the_gate_too() -> None:
+    state = {"waiting": {"reason": "ErrImagePull", "message": "no such host"}}
+    found = only(seen(gated(), pod(0, INITIALIZING, phase="Pending", gate=state)))
+    assert "cannot be pulled: no such host" in found.message
+
+
+def test_a_job_read_before_it_could_start_is_read_again() -> None:
+    pods = [waiting(0), waiting(1), waiting(2)]
+    assert not is_told_by_pods(gated(started_at=None), pods)
+    assert is_told_by_pods(gated(), pods)
+    assert is_told_by_pods(job(), pods)
+
+
+def test_the_gate_asks_for_no_more_than_the_rank_and_keeps_its_class_of_service() -> None:
+    needs = Resources(cpu="2", memory="4Gi", gpu_count=1)
+    given = training(resources=needs)
+    made = render_job(given, Wish(version=1, size=3), Options(is_start_gated=True))
+    template = made["spec"]["template"]["spec"]
+    (gate,), (rank,) = template["initContainers"], template["containers"]
+    assert gate["image"] == rank["image"]
+    amounts = {"cpu": "2", "memory": "4Gi"}
+    assert gate["resources"] == {"requests": amounts, "limits": amounts}
+    assert rank["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_the_grace_is_counted_from_when_the_job_could_start() -> None:
+    """Not from when the training was made, which may have been long before."""
+    assert MADE + GRACE_S < NOW
+    assert not seen(gated(started_at=NOW - 1), waiting(0), waiting(1), homeless(2)).gate.is_due
+
+
+def test_a_gang_whose_other_pods_a_quota_forbids_gives_its_room_back() -> None:
+    held = waiting(0, made_at=NOW - 700)
+    refused = "exceeded quota: pods=1"
+    assert [p.rank for p in look(training(), gated(), [held], Options(), NOW, refused).half] == [0]
+    assert look(training(), gated(), [held], Options(), NOW).half == []  # they are just being made
+    early = waiting(0, made_at=NOW - 100)
+    assert look(training(), gated(), [early], Options(), NOW, refused).half == []

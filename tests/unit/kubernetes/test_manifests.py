@@ -1,0 +1,92 @@
+"""What is applied to a cluster: equal to the files in deploy/, fit for the published schemas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+
+from atoll.core.errors import ValidationError
+from atoll.core.model import decode
+from atoll.core.spec import TrainingSpec
+from atoll.kubernetes.crd import BOUNDS, spec_schema
+from atoll.kubernetes.manifests import RIGHTS, render_manifests
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+
+
+def written(*, update: bool) -> list[Any]:
+    crd, *rest = render_manifests(image="atoll")
+    texts = {
+        "crd.yaml": yaml.safe_dump(crd, sort_keys=False, width=100),
+        "operator.yaml": yaml.safe_dump_all(rest, sort_keys=False, width=100),
+    }
+    for name, text in texts.items():
+        if update:
+            (DEPLOY / "base" / name).write_text(text)
+    return [(name, text, (DEPLOY / "base" / name).read_text()) for name, text in texts.items()]
+
+
+def test_the_files_in_deploy_are_what_the_code_renders(request: pytest.FixtureRequest) -> None:
+    update = request.config.getoption("--update-golden", default=False)
+    for name, made, kept in written(update=update):
+        assert made == kept, f"deploy/base/{name} is old: run pytest --update-golden, and read it"
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+@pytest.mark.parametrize("namespace", [None, "team-a"])
+def test_manifests_fit_the_published_schemas(version: str, namespace: str | None) -> None:
+    for manifest in render_manifests(image="atoll:1", namespace=namespace):
+        kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_options_reach_the_operator_and_bad_ones_are_refused() -> None:
+    options = '{"kueueQueue": "research", "nodeSelector": {"cost": "$(LOW)"}}'
+    made = render_manifests(image="x", options=options)
+    (deployment,) = (m for m in made if m["kind"] == "Deployment")
+    command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[-2:] == ["--options", options.replace("$", "$$")]
+    with pytest.raises(ValidationError, match="--options: kueueQueu:"):
+        render_manifests(image="x", options='{"kueueQueu": "research"}')
+    with pytest.raises(ValidationError, match="--options: 'nope'"):
+        render_manifests(image="x", options="nope")
+
+
+def test_with_a_namespace_no_right_reaches_beyond_it() -> None:
+    made = render_manifests(image="atoll:1", home="ops", namespace="team-a")
+    bound = [m for m in made if m["kind"].endswith("RoleBinding")]
+    assert {(m["kind"], m["metadata"]["namespace"]) for m in bound} == {
+        ("RoleBinding", "team-a"),
+        ("RoleBinding", "ops"),
+    }
+
+
+def test_the_operator_may_not_read_secrets_or_run_in_pods_of_others() -> None:
+    everywhere = {resource for _, resources, _ in RIGHTS for resource in resources}
+    assert not everywhere & {"secrets", "pods/exec", "nodes", "*"}
+    verbs = {verb for _, _, verbs in RIGHTS for verb in verbs}
+    assert "*" not in verbs
+    assert "update" not in verbs
+
+
+def test_the_schema_names_every_field_of_the_spec_but_its_name() -> None:
+    wire = {field.encode_name for field in msgspec.structs.fields(TrainingSpec)}
+    assert set(spec_schema()["properties"]) == wire - {"name"}
+
+
+def test_every_bound_is_of_a_field_that_exists() -> None:
+    schema = spec_schema()
+    for path in BOUNDS:
+        node = schema
+        for part in path.split("."):
+            node = node["properties"][part]
+
+
+def test_the_example_is_a_training() -> None:
+    example = yaml.safe_load((DEPLOY / "examples" / "training.yaml").read_text())
+    spec = {**example["spec"], "name": example["metadata"]["name"]}
+    assert decode(msgspec.json.encode(spec), TrainingSpec).world_size.target == 4
