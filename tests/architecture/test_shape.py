@@ -14,8 +14,7 @@ import atoll
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-MOST_LINES = 400
-LONGER = {"src/atoll/diloco/allreduce/allreduce.py": 410}  # to be cut
+MOST_LINES = 600
 
 
 def test_import_contracts_hold() -> None:
@@ -30,8 +29,7 @@ def test_no_file_is_too_long_to_read() -> None:
     long = {
         str(path.relative_to(ROOT)): lines
         for path in everything
-        if (lines := len(path.read_text().splitlines()))
-        > LONGER.get(str(path.relative_to(ROOT)), MOST_LINES)
+        if (lines := len(path.read_text().splitlines())) > MOST_LINES
     }
     assert long == {}
 

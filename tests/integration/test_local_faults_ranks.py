@@ -11,8 +11,8 @@ import pytest
 from tests.support.control_plane import ControlPlane, wait_for
 
 from atoll.core.status import Training
+from atoll.local.journal import Due
 from atoll.local.rankprocess import become_rank
-from atoll.local.records import Due
 
 FOREVER = "exec sleep 1000"
 

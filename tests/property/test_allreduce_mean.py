@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.diloco.allreduce.reduce import BLOCK, weighted_mean
+from atoll.diloco.allreduce.exchange import BLOCK, weighted_mean
 
 FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.plan import STALE_S
 from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
-from atoll.local.records import Attempt, GangState
+from atoll.local.journal import Attempt, GangState
 
 
 class Crash(BaseException):

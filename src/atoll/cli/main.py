@@ -10,11 +10,32 @@ import signal
 import sys
 
 import click
+from click.shell_completion import get_completion_class
 
 import atoll
-from atoll.cli import change, cluster, launch, look, measure, plane, shells
+from atoll.cli import change, cluster, launch, look, measure, plane
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
+
+PROFILES = {
+    "bash": "~/.bashrc",
+    "zsh": "~/.zshrc",
+    "fish": "~/.config/fish/completions/atoll.fish",
+}
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(list(PROFILES)))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print a completion script for a shell.
+
+    `eval "$(atoll completion bash)"` in ~/.bashrc turns it on.
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    print(kind(ctx.find_root().command, {}, "atoll", "_ATOLL_COMPLETE").source())
+
 
 COMMANDS = (
     launch.run,
@@ -34,7 +55,7 @@ COMMANDS = (
     measure.estimate,
     cluster.operator,
     cluster.k8s,
-    shells.completion,
+    completion,
 )
 # What to do about an error, where its own words do not say it.
 HINTS: dict[type[AtollError], str] = {

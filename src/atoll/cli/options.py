@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from atoll.cli import names
 from atoll.core.errors import ValidationError
 
 COUNT = click.IntRange(1, 10_000)
@@ -17,7 +19,7 @@ Body = TypeVar("Body", bound=Callable[..., None])
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    return names.complete(incomplete)
+    return complete(incomplete)
 
 
 name_argument = click.argument("name", shell_complete=_complete)
@@ -95,7 +97,7 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
             options["mesh"] = True
         if pip_packages:
             options["pip_packages"] = list(pip_packages)
-        chosen = names.generated(command) if name is None else name
+        chosen = generated(command) if name is None else name
         try:
             body(Launch(chosen, options, given["deadline_s"]), **mine)
         except ValidationError as error:
@@ -142,3 +144,63 @@ def _variable(text: str) -> tuple[str, str]:
             raise ValidationError("--env", text, "expected K=V, or a variable that is set here")
         value = os.environ[name]
     return name, value
+
+
+_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
+_SUFFIX = 5
+# Programs that only run something else, so that they say little about a training.
+_RUNNERS = re.compile(r"(python|pypy)[\d.]*|torchrun|accelerate|bash|sh|env|uv|nice|time")
+
+
+def generated(command: Sequence[str]) -> str:
+    """A DNS label: what is run, and a random end."""
+    return f"{_stem(command)[: 62 - _SUFFIX].rstrip('-')}-{_random()}"
+
+
+def _random() -> str:
+    return "".join(secrets.choice(_LETTERS) for _ in range(_SUFFIX))
+
+
+def _stem(command: Sequence[str]) -> str:
+    """`train` for `python train.py --lr 3`, `nanogpt-train` for `python -m nanogpt.train`."""
+    found = next(filter(None, map(_label, _candidates(command))), None)
+    return found or (_label(command[0]) if command else "") or "training"
+
+
+def _candidates(command: Sequence[str]) -> Iterator[str]:
+    """Words that may be the program, the likeliest first."""
+    for before, word in zip(["", *command], command, strict=False):
+        if before == "-m":
+            yield word.replace(".", "-")
+            return
+        if before == "-c":
+            return
+        if word.startswith("-") or "=" in word:
+            continue
+        if word.endswith(".py") or not _RUNNERS.fullmatch(PurePath(word).name):
+            yield PurePath(word).stem
+            return
+
+
+def _label(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", PurePath(text).name.lower()).strip("-")
+
+
+def complete(incomplete: str) -> list[str]:
+    """Names that begin so, if a control plane is there to ask; never starts one."""
+    import os
+
+    from atoll.core.errors import AtollError
+
+    try:
+        if not os.environ.get("ATOLL_URL"):
+            from atoll.sdk.embedded import running, state_dir
+
+            if running(state_dir()) is None:
+                return []
+        from atoll.sdk.client import Client
+
+        with Client() as client:
+            return [training.name for training in client.list(prefix=incomplete)]
+    except (AtollError, OSError):
+        return []

@@ -7,15 +7,14 @@ every exit is stored before its successor is spoken of.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from atoll.core.model import decode
-from atoll.core.status import RankStatus, Seen, SeenRank, Training, Wish
+from atoll.core.status import Exit, RankStatus, Seen, SeenRank, Training, Wish
 from atoll.kubernetes.gate import Gate, is_gated, is_grace_unknown, read_gate
-from atoll.kubernetes.indexes import given_up
 from atoll.kubernetes.names import REGION, SHRINKS, WISH
 from atoll.kubernetes.options import Options
 from atoll.kubernetes.patch import is_released
@@ -261,3 +260,37 @@ def _half(
     if len(holding) >= training.spec.world_size.min:
         return []
     return holding if now - since > options.gang_timeout_s else []
+
+
+def indexes(text: str) -> set[int]:
+    """`1,3-5` is 1, 3, 4, 5."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def given_up(
+    training: Training,
+    job: Json | None,
+    wish: Wish | None,
+    there: Collection[int],
+    known: Mapping[int, RankStatus],
+    now: float,
+) -> Iterator[SeenRank]:
+    """`there` are ranks that have pods, which tell more."""
+    if job is None or wish is None:
+        return
+    for rank in sorted(indexes(job.get("status", {}).get("failedIndexes") or "")):
+        before = known.get(rank) or RankStatus(rank=rank)
+        if rank < wish.size and rank not in there and before.phase != "Failed":
+            yield SeenRank(
+                rank=rank,
+                state="exited",
+                attempt=before.attempt + 1,
+                restarts=training.spec.max_restarts,
+                exit=Exit(
+                    code=None, at=now, reason="Deleted", message="its pod was taken away unseen"
+                ),
+            )

@@ -22,8 +22,8 @@ from atoll.core.ports import Key
 from atoll.core.rendezvous import VARIABLES
 from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.local.bench import LocalBench
+from atoll.local.journal import Attempt, GangState, Record
 from atoll.local.logs import read_lines, tail_places
-from atoll.local.records import Attempt, GangState, Record
 from atoll.local.rendezvous_file import read_rendezvous
 from atoll.local.rendezvous_view import (
     seen_endpoint,

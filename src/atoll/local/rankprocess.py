@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from atoll.core.lines import split_lines
 from atoll.local import processes
+from atoll.local.journal import Attempt, Due, Record
 from atoll.local.ranklog import LogWriter
-from atoll.local.records import Attempt, Due, Record
 
 GO = b"g"
 RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)

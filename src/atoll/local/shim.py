@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.local import processes
-from atoll.local.journal import JournalWriter
+from atoll.local.journal import Attempt, JournalWriter, Record
 from atoll.local.rankprocess import lost_record
-from atoll.local.records import Attempt, Record
 
 FROZEN_AFTER_S = 3.0
 

@@ -19,8 +19,7 @@ from typing import Any
 import atoll
 from atoll.core.errors import Permanent, Temporary
 from atoll.local import processes
-from atoll.local.journal import JournalReader, write_durably
-from atoll.local.records import GangState
+from atoll.local.journal import GangState, JournalReader, write_durably
 
 SOURCE_ROOT = str(Path(atoll.__file__).parents[1])
 SHIM = (

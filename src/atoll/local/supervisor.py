@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.local import processes
-from atoll.local.journal import JournalWriter
+from atoll.local.journal import Attempt, Due, JournalWriter, Record
 from atoll.local.ranklog import last_lines
 from atoll.local.rankprocess import (
     GO,
@@ -29,7 +29,6 @@ from atoll.local.rankprocess import (
     own_word,
     start_record,
 )
-from atoll.local.records import Attempt, Due, Record
 from atoll.local.rendezvous import Rendezvous
 from atoll.local.shim import (
     FROZEN_AFTER_S,

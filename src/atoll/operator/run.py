@@ -7,11 +7,14 @@ in the cluster, and the next one goes on from there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
 import uuid
 from typing import Any
+
+import uvicorn
 
 from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
@@ -19,7 +22,8 @@ from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.executor import JobExecutor
 from atoll.kubernetes.lease import Lease
 from atoll.kubernetes.store import KubernetesStore
-from atoll.operator.serve import serve_api
+from atoll.server.app import create_app
+from atoll.server.streams import Streams
 
 log = logging.getLogger(__name__)
 
@@ -118,3 +122,36 @@ async def _sweep(store: KubernetesStore, executor: JobExecutor) -> None:
         except AtollError as error:
             log.warning("sweeping: %s", error)
         await asyncio.sleep(SWEEP_S)
+
+
+class _Server(uvicorn.Server):
+    def capture_signals(self) -> Any:
+        """The operator ends as a whole; the server does not decide that."""
+        return contextlib.nullcontext()
+
+
+async def serve_api(
+    cluster: Cluster, store: KubernetesStore, options: dict[str, Any], *, host: str, port: int
+) -> None:
+    """Until cancelled. Open watches end first, so that clients turn to another replica."""
+    executor = JobExecutor(cluster=cluster, **options)
+    streams = Streams()
+    app = create_app(store=store, executors={executor.name: executor}, streams=streams)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=3,
+        )
+    )
+    task = asyncio.create_task(server.serve())
+    try:
+        await asyncio.shield(task)
+    finally:
+        streams.close()
+        server.should_exit = True
+        await task

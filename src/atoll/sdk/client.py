@@ -10,12 +10,11 @@ from atoll.core.checks import check_name
 from atoll.core.errors import BelowMinimumWorld
 from atoll.core.spec import TrainingSpec
 from atoll.sdk import flows
-from atoll.sdk.drive import adrive, drive
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.endpoint import Endpoint, chosen
 from atoll.sdk.options import Options, spec_of, wait_of
 from atoll.sdk.training import DistributedTraining
-from atoll.sdk.wire import Wire
+from atoll.sdk.wire import AsyncPerformer, Performer, Wire
 
 Trainings = list[DistributedTraining]
 
@@ -145,3 +144,37 @@ class Client:
 
 def _left(name: str) -> str:
     return f"the training goes on: client.get({name!r}) finds it, and its delete() removes it"
+
+
+def drive(flow: Flow[T], wire: Wire) -> T:
+    perform = Performer(wire)
+    try:
+        effect = next(flow)
+        while True:
+            try:
+                answer = perform(effect)
+            except Exception as error:
+                effect = flow.throw(error)
+            else:
+                effect = flow.send(answer)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    finally:
+        perform.close()
+
+
+async def adrive(flow: Flow[T], wire: Wire) -> T:
+    perform = AsyncPerformer(wire)
+    try:
+        effect = next(flow)
+        while True:
+            try:
+                answer = await perform(effect)
+            except Exception as error:
+                effect = flow.throw(error)
+            else:
+                effect = flow.send(answer)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    finally:
+        await perform.close()

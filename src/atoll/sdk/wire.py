@@ -20,10 +20,40 @@ from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.ports import Change
 from atoll.sdk.effects import Effect, NextChange, Pause, Reply, Send
 from atoll.sdk.endpoint import Address, Endpoint
-from atoll.sdk.events import Parser
 
 if TYPE_CHECKING:
     import httpx2
+from atoll.core.model import decode
+from atoll.core.problem import Problem
+from atoll.core.status import Training
+
+
+class Parser:
+    """Chunks in, changes out. Raises Temporary when the server ends the stream with an error."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> Iterator[Change]:
+        *whole, self._rest = (self._rest + chunk).split(b"\n\n")
+        for block in whole:
+            change = _change(block)
+            if change is not None:
+                yield change
+
+
+def _change(block: bytes) -> Change | None:
+    fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line)
+    if b"data" not in fields or b"event" not in fields:
+        return None
+    if fields[b"event"] == b"error":
+        raise Temporary(decode(fields[b"data"], Problem).detail)
+    return Change(
+        version=int(fields[b"id"]),
+        training=decode(fields[b"data"], Training),
+        is_removed=fields[b"event"] == b"removed",
+    )
+
 
 CONNECT_S = 5.0
 READ_S = 30.0  # three heartbeats of the server

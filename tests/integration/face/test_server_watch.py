@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from atoll.core.ports import Change
-from atoll.sdk.events import Parser
+from atoll.sdk.wire import Parser
 
 from .conftest import Served
 

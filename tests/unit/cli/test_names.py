@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.cli.names import generated
+from atoll.cli.options import generated
 from atoll.core.checks import check_name
 
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from atoll.core.plan import plan
 from atoll.core.status import Exit, Status
-from atoll.kubernetes.indexes import indexes
 from atoll.kubernetes.names import SHRINKS
 from atoll.kubernetes.patch import (
     render_released,
@@ -20,7 +19,7 @@ from atoll.kubernetes.patch import (
     render_yield,
 )
 from atoll.kubernetes.pod import WAITING, Pod
-from atoll.kubernetes.read import finished, look, wish_of
+from atoll.kubernetes.read import finished, indexes, look, wish_of
 from tests.unit.kubernetes.kube import (
     MADE,
     NO_ROOM,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
+import operator
 import os
+import re
 import secrets
 import threading
 import time
@@ -14,20 +17,65 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from atoll.core.errors import AtollError, Permanent, ValidationError
-from atoll.diloco.allreduce import arguments, catchup, sweep
+from atoll.core.checks import check_int, check_number
+from atoll.core.errors import AtollError, BackendError, NotFound, Permanent, ValidationError
+from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.catchup import Checkpoint, JoinState
 from atoll.diloco.allreduce.codecs import Codec, get_codec
 from atoll.diloco.allreduce.exchange import Abandoned, Behind, Exchange
 from atoll.diloco.allreduce.feedback import Feedback
-from atoll.diloco.allreduce.keys import Keys
+from atoll.diloco.allreduce.keys import Keys, parse_round
 from atoll.diloco.allreduce.layout import Layout, Vector, difference
 from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.settle import Me, Settler
 from atoll.diloco.allreduce.upload import Cargo
 from atoll.diloco.blobs import Blobs, Usage
+
+MOST_REPLICAS = 99_999  # a rank has five digits in the names of objects
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def read_whole(field: str, given: Any, low: int, high: int) -> int:
+    """A plain int, also out of numpy's and torch's."""
+    try:
+        number = given if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        number = given
+    check_int(field, number, low, high)
+    return int(number)
+
+
+def check_seconds(field: str, given: float) -> None:
+    check_number(field, given, 1e-6, math.inf)
+
+
+def read_min(given: int | None, world_size: int) -> int:
+    if given is not None:
+        return read_whole("min_replicas", given, 1, world_size)
+    told = os.environ.get("ATOLL_WORLD_MIN", "")
+    if told.isdecimal() and 1 <= int(told) <= world_size:
+        return int(told)
+    return (world_size + 1) // 2
+
+
+def read_run_id(given: str | None) -> str:
+    name = given or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
+    if not isinstance(name, str) or not RUN_ID.fullmatch(name):
+        raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
+    return name
+
+
+def read_weight(given: Any) -> float:
+    try:
+        weight = math.nan if isinstance(given, str) else float(given)  # a 0-d tensor is one too
+    except (TypeError, ValueError, OverflowError):
+        weight = math.nan
+    if not (math.isfinite(weight) and weight > 0):
+        raise ValidationError("weight", given, "expected a number greater than 0")
+    return weight
+
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -91,16 +139,16 @@ class ObjectStoreAllReduce:
         what it brings to the next one. None: only with a lossy codec, where the same is done with
         everything that the codec left out.
         """
-        self.world_size = arguments.read_whole("world_size", world_size, 1, arguments.MOST_REPLICAS)
-        self.rank = arguments.read_whole("rank", rank, 0, self.world_size - 1)
-        least = arguments.read_min(min_replicas, self.world_size)
-        arguments.check_seconds("timeout", timeout)
+        self.world_size = read_whole("world_size", world_size, 1, MOST_REPLICAS)
+        self.rank = read_whole("rank", rank, 0, self.world_size - 1)
+        least = read_min(min_replicas, self.world_size)
+        check_seconds("timeout", timeout)
         if grace_s is not None:
-            arguments.check_seconds("grace_s", grace_s)
+            check_seconds("grace_s", grace_s)
         self.codec = get_codec(codec)
         self.down_codec = get_codec(codec if down_codec is None else down_codec)
-        self.keys = Keys(arguments.read_run_id(run_id))
-        self._keep_rounds = arguments.read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
+        self.keys = Keys(read_run_id(run_id))
+        self._keep_rounds = read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
         self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.last_round: RoundReport | None = None
         self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
@@ -135,7 +183,7 @@ class ObjectStoreAllReduce:
         Raises BelowMinimumWorld when no quorum came within the timeout, ValidationError when the
         replicas' tensors differ.
         """
-        weighs = arguments.read_weight(weight)
+        weighs = read_weight(weight)
         with self._lock:
             before, started = self.blobs.usage, time.monotonic()
             arrays = layouts.as_arrays(tensors)
@@ -323,7 +371,7 @@ class ObjectStoreAllReduce:
         if number % self._keep_rounds or (self._sweeping and not self._sweeping.done()):
             return
         oldest = number - self._keep_rounds
-        self._sweeping = self._pool.submit(sweep.collect, self.blobs, self.keys, oldest)
+        self._sweeping = self._pool.submit(collect_garbage, self.blobs, self.keys, oldest)
 
     def _start(self) -> int:
         """The round after the newest one that was decided."""
@@ -382,3 +430,36 @@ def _refuse_unconditional(blobs: Blobs) -> None:
         f"{blobs.name}: the store ignores conditional writes (If-None-Match: *), without which "
         "replicas cannot agree; use one that honours them, such as S3, GCS, Azure, R2 or MinIO"
     )
+
+
+KEPT_CHECKPOINTS = 2
+
+
+def collect_garbage(blobs: Blobs, keys: Keys, oldest: int) -> None:
+    """Uploads of rounds before `oldest` go; means only if a checkpoint makes up for them."""
+    try:
+        saved = [b.key for b in blobs.find(keys.checkpoints())]
+        # A joiner that finds no checkpoint begins at the start, if there is one, with all means.
+        first = 0 if not saved and _exists(blobs, keys.start()) else oldest
+        done = max((parse_round(key) or 0 for key in saved), default=first)
+        spent = min(oldest, done)
+        uploads = [b.key for b in blobs.find(keys.uploads()) if _is_before(b.key, oldest)]
+        means = [b.key for b in blobs.find(keys.sums()) if _is_before(b.key, spent)]
+        doomed = uploads + means + saved[:-KEPT_CHECKPOINTS]
+        if doomed:
+            blobs.delete(doomed)
+    except BackendError as error:
+        log.warning("old rounds were not collected, the next sweep will: %s", error)
+
+
+def _exists(blobs: Blobs, key: str) -> bool:
+    try:
+        blobs.get(key, 0, 1)
+    except NotFound:
+        return False
+    return True
+
+
+def _is_before(key: str, number: int) -> bool:
+    found = parse_round(key)
+    return found is not None and found < number

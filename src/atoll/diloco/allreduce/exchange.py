@@ -7,6 +7,7 @@ place holds the note that it was given up; places are created once, so all repli
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -22,7 +23,6 @@ from atoll.diloco.allreduce.feedback import Feedback
 from atoll.diloco.allreduce.keys import Keys, parse_round
 from atoll.diloco.allreduce.layout import Layout, Vector
 from atoll.diloco.allreduce.pace import History, poll_pause
-from atoll.diloco.allreduce.reduce import weighted_mean
 from atoll.diloco.allreduce.roster import Roster, blamed_uploads
 from atoll.diloco.allreduce.settle import Me
 from atoll.diloco.allreduce.upload import Blamed, read_section
@@ -265,3 +265,33 @@ class Exchange:
             f"round {self.roster.round}: no shards from ranks {owners} "
             f"within {self.me.timeout:g} s{damaged}"
         )
+
+
+BLOCK = 1 << 15  # elements; one block of sums stays in the cache
+
+
+def weighted_mean(parts: Sequence[Vector], weights: Sequence[float]) -> Vector:
+    """Summed in float64 and rounded once, so within one unit in the last place of the true mean."""
+    plain = all(weight == weights[0] for weight in weights)
+    # By a power of two, which changes no bits: sums of huge or tiny weights would be infinite or 0.
+    _, exponent = math.frexp(max(weights))
+    weights = [math.ldexp(weight, -exponent) for weight in weights]
+    total = sum(weights)
+    size = len(parts[0])
+    out = np.empty(size, np.float32)
+    sums = np.empty(min(size, BLOCK), np.float64)
+    term = np.empty_like(sums)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinity and its opposite make a NaN
+        for start in range(0, size, BLOCK):
+            end = min(start + BLOCK, size)
+            acc, scaled = sums[: end - start], term[: end - start]
+            acc.fill(0.0)
+            for part, weight in zip(parts, weights, strict=True):
+                if plain:
+                    np.add(acc, part[start:end], out=acc)
+                else:
+                    np.multiply(part[start:end], weight, out=scaled, dtype=np.float64)
+                    np.add(acc, scaled, out=acc)
+            count = float(len(parts)) if plain else total
+            np.divide(acc, count, out=out[start:end], casting="unsafe")
+    return out

@@ -20,12 +20,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.codecs.e3m0 import E3m0
-from atoll.diloco.allreduce.codecs.exact import Bf16, Fp32
+from atoll.diloco.allreduce.codecs.dense import Bf16, E3m0, Fp32, Int8, Uniform
 from atoll.diloco.allreduce.codecs.frame import Data, Floats
-from atoll.diloco.allreduce.codecs.int8 import Int8
 from atoll.diloco.allreduce.codecs.sparse import Sparse
-from atoll.diloco.allreduce.codecs.uniform import Uniform
 
 __all__ = ["CODECS", "Codec", "get_codec"]
 
