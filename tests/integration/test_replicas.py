@@ -424,7 +424,7 @@ def test_replicas_end_with_a_script_that_forgets_them(tmp_path: Path) -> None:
 
 def test_the_next_script_clears_up_when_the_guard_was_killed_too(tmp_path: Path) -> None:
     launcher, root = start_script(tmp_path, str(tmp_path), "executor.collect(handles)")
-    (guard,) = [p for p in processes.children(launcher.pid) if "replica_guard" in _command(p)]
+    (guard,) = [p for p in processes.children(launcher.pid) if "replicas.guard" in _command(p)]
     with launcher:
         os.kill(guard, signal.SIGKILL)
         launcher.kill()
