@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -101,9 +100,6 @@ class KubernetesStore:
             if t.name > after and phase in (None, t.status.phase) and t.name.startswith(prefix)
         ]
         return found if limit < 0 else found[:limit]
-
-    async def count_by_phase(self) -> dict[str, int]:
-        return dict(Counter(str(t.status.phase) for t in await self.list()))
 
     async def update_spec(self, training: Training) -> Training:
         patch = [

@@ -99,10 +99,6 @@ class SQLiteStore:
             ).fetchall()
         return [_training.decode(row[0]) for row in rows]
 
-    async def count_by_phase(self) -> dict[str, int]:
-        with _explained(self._path):
-            return dict(self._db.execute("select phase, count(*) from trainings group by phase"))
-
     async def update_spec(self, training: Training) -> Training:
         with self._write() as changes:
             current = self._current(training)
@@ -159,22 +155,8 @@ class SQLiteStore:
             for id, at, kind, reason, message, count in rows
         ]
 
-    async def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
-        self._check_kept(after)
-        with self._feed.subscribe(key) as live:
-            cursor = after
-            while True:
-                for change in self._logged(cursor, key):
-                    cursor = change.version
-                    yield change
-                while (batch := await live.next()) is not None:
-                    for change in batch:
-                        if change.version > cursor:
-                            cursor = change.version
-                            yield change
-                if live.is_closed:
-                    return
-                self._check_kept(cursor)  # fell so far behind that the log must be read again
+    def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
+        return self._feed.follow(self, after, key)
 
     async def source(self, training: Training) -> bytes:
         with _explained(self._path):
@@ -296,7 +278,7 @@ class SQLiteStore:
         changes.append(Change(version=version, training=stored, is_removed=is_removed))
         return stored
 
-    def _logged(self, after: int, key: Key | None) -> Iterator[Change]:
+    def logged(self, after: int, key: Key | None) -> Iterator[Change]:
         namespace, name = key or (None, None)
         while True:
             with _explained(self._path):
@@ -312,7 +294,7 @@ class SQLiteStore:
             if len(rows) < 100:
                 return
 
-    def _check_kept(self, after: int) -> None:
+    def check_kept(self, after: int) -> None:
         with _explained(self._path):
             oldest, newest = self._db.execute(
                 "select min(version), (select seq from sqlite_sequence where name = 'changes') "
