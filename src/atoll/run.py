@@ -64,7 +64,7 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     local = LocalExecutor(where / "ranks", slots=slots)
     executors = {local.name: local}
     gauges, streams = Gauges(), Streams()
-    controller = Controller(store, executors, on_pass=gauges.reconciled)
+    controller = Controller(store, executors, on_pass=lambda done: gauges.reconciled(done.seconds))
 
     @contextlib.asynccontextmanager
     async def controlled(_: Litestar) -> AsyncIterator[None]:

@@ -36,10 +36,9 @@ def test_a_watcher_that_falls_behind_the_log_is_told_so() -> None:
         await asyncio.sleep(0)
         for n in range(1200):
             one = await store.update_status(one, Status(message=str(n)))
+        await first
         with pytest.raises(Gone):
-            await first
-            async for _ in watch:
-                pass
+            await take(watch, 1200)
 
     asyncio.run(check())
 
