@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from atoll.controller.queue import WorkQueue
 from atoll.controller.reconcile import Reconciler
-from atoll.core.errors import Denied, Gone, Temporary
+from atoll.core.errors import Denied, Gone, Permanent, Temporary
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import Training
 
@@ -101,7 +101,7 @@ class Controller:
             log.info("%s/%s: %s; trying again", *key, error)
             self._queue.retry(key, error.retry_after_s)
             return
-        if isinstance(error, Denied):  # nothing to debug here: a quota, or a right that is missing
+        if isinstance(error, Denied | Permanent):  # nothing to debug here: the backend said no
             log.warning("%s/%s: %s; trying again", *key, error)
         else:
             log.error("%s/%s: the pass failed; trying again", *key, exc_info=error)
