@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     import uvicorn
     from litestar import Litestar
 
+    from atoll.core.ports import Tokens
     from atoll.local.executor import LocalExecutor
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
+    from atoll.store.tokens import SQLiteTokens
 
 DEFAULT_PORT = 7878
 NAMESPACE = "default"
@@ -45,6 +47,7 @@ class ControlPlane:
 
     where: Path
     store: SQLiteStore
+    tokens: SQLiteTokens
     app: Litestar
     streams: Streams
 
@@ -58,9 +61,11 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     from atoll.server.gauges import Gauges
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
+    from atoll.store.tokens import SQLiteTokens
 
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     store = SQLiteStore(where / "atoll.db")
+    tokens = SQLiteTokens(where / "atoll.db")
     local = LocalExecutor(where / "ranks", slots=slots)
     executors = {local.name: local}
     gauges, streams = Gauges(), Streams()
@@ -72,12 +77,18 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
         async with beside(controller.run(), _end_if_dead):
             yield
         await local.close()
+        tokens.close()
         store.close()
 
     app = create_app(
-        store=store, executors=executors, streams=streams, gauges=gauges, lifespan=[controlled]
+        store=store,
+        tokens=tokens,
+        executors=executors,
+        streams=streams,
+        gauges=gauges,
+        lifespan=[controlled],
     )
-    return ControlPlane(where, store, app, streams)
+    return ControlPlane(where, store, tokens, app, streams)
 
 
 async def _start_local(local: LocalExecutor, store: SQLiteStore) -> None:
@@ -107,7 +118,7 @@ def serve(
     where = where or state_dir()
     listening = _listen(host, port)
     plane = build(where, slots=slots)
-    asyncio.run(ensure_token(plane.store, where))
+    asyncio.run(ensure_token(plane.tokens, where))
     server = _server(plane, listening, is_announced=is_announced, is_owned=is_owned)
     server.run(sockets=[listening])
     if is_owned:
@@ -135,8 +146,8 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-async def ensure_token(store: SQLiteStore, where: Path) -> None:
-    """The user's own token is in a file that only the user can read, and known to the store."""
+async def ensure_token(tokens: Tokens, where: Path) -> None:
+    """The user's own token is in a file that only the user can read, and known to the server."""
     from atoll.server.auth import hashed, new_token
 
     path = where / "token"
@@ -145,8 +156,8 @@ async def ensure_token(store: SQLiteStore, where: Path) -> None:
     except FileNotFoundError:
         token = new_token()
         _write_private(path, token + "\n")
-    if await store.token_namespace(hashed(token)) is None:
-        await store.add_token(hashed(token), NAMESPACE, "local user", time.time())
+    if await tokens.namespace_of(hashed(token)) is None:
+        await tokens.add(hashed(token), NAMESPACE, "local user", time.time())
 
 
 def _server(

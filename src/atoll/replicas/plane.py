@@ -103,9 +103,9 @@ class ScriptPlane:
         gang = Gang(training)
         try:
             self.call(self._launch(gang))
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(AtollError):  # the controller goes on trying
-                self.call(self._delete(gang))
+                self.call(self._delete(gang, is_away=isinstance(error, Temporary)))
             raise
         return gang
 
@@ -127,11 +127,14 @@ class ScriptPlane:
         if gang.is_over:
             return
         deadline = gang.grace_ends
-
-        def cancelled(training: Training) -> Training:
-            return replace(training, spec=replace(training.spec, cancel=True))
-
-        await self._ask(gang, cancelled, lambda: gang.is_over, deadline)
+        gang.fault = None
+        training = await self.store.get(gang.training.key)
+        await self.store.update_spec(replace(training, spec=replace(training.spec, cancel=True)))
+        since = time.perf_counter()
+        await self.wait([gang], lambda: gang.is_over or gang.is_passed(since), deadline)
+        error = gang.error
+        if error is not None and not gang.is_over and not isinstance(error, Conflict | NotFound):
+            raise error
         await self.wait([gang], lambda: gang.is_over, deadline)
 
     async def wait(
@@ -221,33 +224,18 @@ class ScriptPlane:
         if status.failing == "ExecutorRefused":
             raise Permanent(status.failing_message)
 
-    async def _ask(
-        self,
-        gang: Gang,
-        changed: Callable[[Training], Training],
-        is_done: Callable[[], bool],
-        deadline: float,
-    ) -> None:
-        """The change is written, and a pass has been made over it. Raises what that ran into."""
-        gang.fault = None
-        await self.store.update_spec(changed(await self.store.get(gang.training.key)))
-        since = time.perf_counter()
-        await self.wait([gang], lambda: is_done() or gang.is_passed(since), deadline)
-        error = gang.error
-        if error is not None and not is_done() and not isinstance(error, Conflict | NotFound):
-            raise error
+    async def _delete(self, gang: Gang, *, is_away: bool = False) -> None:
+        """Stopped and removed, logs too, within the grace; a backend that is away is not awaited.
 
-    async def _delete(self, gang: Gang) -> None:
-        """Stopped and removed, logs too. Raises what keeps the backend from letting go."""
+        Raises what keeps the backend from letting go.
+        """
         if gang.training.key not in self._gangs or gang.is_removed:
             return
-        deadline = gang.grace_ends
-
-        def marked(training: Training) -> Training:
-            return replace(training, deletion_requested_at=time.time())
-
+        deadline = 0.0 if is_away else gang.grace_ends
+        gang.fault = None
         with contextlib.suppress(Exception):  # of what is released nothing more need be asked
-            await self._ask(gang, marked, lambda: gang.is_removed, deadline)
+            training = await self.store.get(gang.training.key)
+            await self.store.update_spec(replace(training, deletion_requested_at=time.time()))
             await self.wait([gang], lambda: gang.is_removed, deadline)
         if not gang.is_removed:
             await self.executor.release(gang.training)

@@ -1,4 +1,4 @@
-"""Trainings, events and tokens in one SQLite file, owned by one process.
+"""Trainings and events in one SQLite file, owned by one process.
 
 Every write takes a version from one growing counter and is kept in a change log, so a watcher can
 follow from any version still kept. The log is bounded in bytes; older versions raise `Gone`.
@@ -30,7 +30,7 @@ _training = msgspec.json.Decoder(Training)
 
 
 class SQLiteStore:
-    """The Store of `core/ports.py` on one file, and the tokens of its server."""
+    """The Store of `core/ports.py` on one file."""
 
     def __init__(self, path: Path | str, *, log_bytes: int = LOG_BYTES) -> None:
         self._path = Path(path)
@@ -173,30 +173,6 @@ class SQLiteStore:
                 "select seq from sqlite_sequence where name = 'changes'"
             ).fetchone()
         return int(row[0]) if row else 0
-
-    async def add_token(self, hashed: str, namespace: str, label: str, now: float) -> None:
-        with self._write():
-            self._db.execute(
-                "insert or replace into tokens values (?, ?, ?, ?)", (hashed, namespace, label, now)
-            )
-
-    async def token_namespace(self, hashed: str) -> str | None:
-        with _explained(self._path):
-            row = self._db.execute(
-                "select namespace from tokens where hash = ?", (hashed,)
-            ).fetchone()
-        return str(row[0]) if row else None
-
-    async def tokens(self) -> Sequence[tuple[str, str, str, float]]:
-        """Hash, namespace, label and time of making, oldest first."""
-        with _explained(self._path):
-            return self._db.execute("select * from tokens order by created_at").fetchall()
-
-    async def remove_token(self, hash_prefix: str) -> int:
-        with self._write():
-            return self._db.execute(
-                "delete from tokens where substr(hash, 1, length(?1)) = ?1", (hash_prefix,)
-            ).rowcount
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[Changes]:
