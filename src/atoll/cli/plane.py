@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
@@ -61,6 +60,8 @@ def token() -> None:
 @json_option
 def create(namespace: str, label: str, state_dir: Path | None, is_json: bool) -> None:
     """Make a token and print it. It is kept as a hash: this is the only time it is shown."""
+    import asyncio
+
     from atoll.cli.show import full, print_json
     from atoll.server.auth import hashed, new_token
 
@@ -75,6 +76,8 @@ def create(namespace: str, label: str, state_dir: Path | None, is_json: bool) ->
 @json_option
 def list_tokens(state_dir: Path | None, is_json: bool) -> None:
     """List tokens by id: what they are is not kept."""
+    import asyncio
+
     from atoll.cli import show
 
     found = asyncio.run(_tokens(state_dir).all())
@@ -91,6 +94,8 @@ def list_tokens(state_dir: Path | None, is_json: bool) -> None:
 @json_option
 def remove(id: str, state_dir: Path | None, is_json: bool) -> None:
     """Remove the token with that ID (`atoll token list`): it is refused from now on."""
+    import asyncio
+
     from atoll.cli.show import print_json
 
     if not id:
