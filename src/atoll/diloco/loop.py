@@ -23,7 +23,7 @@ from atoll.diloco.blobs import Blobs
 from atoll.diloco.estimate import MEANS
 from atoll.diloco.outer import Floats, Fragment, load_bytes, split, to_bytes
 from atoll.diloco.place import Place, find_place, fragment_run
-from atoll.diloco.stream import Agreed, Alone, StoreStream, Stream
+from atoll.diloco.stream import Alone, Commit, StoreStream, Stream
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +49,12 @@ class RoundReport(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A round on its way: `job` yields what was agreed and how many seconds it took."""
+    """A round on its way: `job` yields its commit and how many seconds it took."""
 
     fragment: int
     weight: float
     mark: tuple[float, int]  # what was counted, and the steps, when it was sent
-    job: Future[tuple[Agreed, float]]
+    job: Future[tuple[Commit, float]]
     blocked_s: float
 
 
@@ -254,10 +254,10 @@ class DiLoCo:
         gradient = self._in_model_dtypes(fragment) - self._read(fragment)
         weight, mark = self._weight(at), (self._counted, self.steps)
 
-        def work() -> tuple[Agreed, float]:
+        def work() -> tuple[Commit, float]:
             started = time.monotonic()
-            agreed = stream.advance(fragment, gradient, weight)
-            return agreed, time.monotonic() - started
+            commit = stream.advance(fragment, gradient, weight)
+            return commit, time.monotonic() - started
 
         job = _in_background(work) if self._overlap else _at_once(work)
         self._pending = _Pending(at, weight, mark, job, time.monotonic() - began)
@@ -268,18 +268,18 @@ class DiLoCo:
         if pending is None:
             return
         began = time.monotonic()
-        agreed, took_s = pending.job.result()
+        commit, took_s = pending.job.result()
         self._sent_at[pending.fragment] = pending.mark
         self._apply(pending.fragment, self._mix)
         waited_s = time.monotonic() - began
         report = RoundReport(
-            agreed.round,
+            commit.round,
             pending.fragment,
-            agreed.roster,
+            commit.roster,
             pending.weight,
-            agreed.bytes_up,
-            agreed.bytes_down,
-            agreed.requests,
+            commit.bytes_up,
+            commit.bytes_down,
+            commit.requests,
             hidden_s=max(0.0, took_s - waited_s) if self._overlap else 0.0,
             blocked_s=pending.blocked_s + waited_s,
         )

@@ -87,12 +87,12 @@ def split(
         raise ValidationError(
             "fragments", parts, f"expected at most {len(shapes)}, one for each parameter"
         )
-    return [Fragment(_slots(shapes, sorted(chosen)), lr, beta) for chosen in members]
+    return [Fragment(_slots(shapes, sorted(indexes)), lr, beta) for indexes in members]
 
 
-def _slots(shapes: Sequence[tuple[str, tuple[int, ...]]], chosen: Sequence[int]) -> list[Slot]:
+def _slots(shapes: Sequence[tuple[str, tuple[int, ...]]], indexes: Sequence[int]) -> list[Slot]:
     slots, start = [], 0
-    for at in chosen:
+    for at in indexes:
         name, shape = shapes[at]
         stop = start + int(np.prod(shape))
         slots.append(Slot(name, tuple(shape), start, stop))

@@ -24,7 +24,7 @@ _PATIENCE_S = 600.0
 _FIRST_RANK_S = 10.0  # how long the others leave it to rank 0 to say where all start
 
 
-class Agreed(NamedTuple):
+class Commit(NamedTuple):
     """One committed round: the same on every replica, but for the byte counts."""
 
     round: int
@@ -40,7 +40,7 @@ class Stream(Protocol):
     def join(self, fragment: Fragment) -> None:
         """`fragment` holds what all replicas agree on, as of the newest round."""
 
-    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Agreed:
+    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         """`fragment` has taken the outer step of a round in which this replica took part.
 
         If rounds went on without this replica, `fragment` has taken the steps of all of them.
@@ -60,9 +60,9 @@ class Alone:
     def join(self, fragment: Fragment) -> None:
         pass
 
-    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Agreed:
+    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         fragment.step(gradient)
-        return Agreed(fragment.rounds - 1, (0,))
+        return Commit(fragment.rounds - 1, (0,))
 
     def feedback(self) -> dict[str, Any]:
         return {}
@@ -104,7 +104,7 @@ class StoreStream:
             fragment.step(_row(mean.tensors))
         self._is_stale = False
 
-    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Agreed:
+    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         allreduce = self._allreduce
         means = allreduce.allreduce(fragment.rows(gradient), weight=weight)
         report = allreduce.last_round
@@ -119,7 +119,7 @@ class StoreStream:
         is_due = fragment.rounds == 1 or fragment.rounds % self._checkpoint_every == 0
         if is_due and roster[0] == allreduce.rank and not report.skipped:
             self._save(fragment, report.round)
-        return Agreed(report.round, roster, report.bytes_up, report.bytes_down, report.requests)
+        return Commit(report.round, roster, report.bytes_up, report.bytes_down, report.requests)
 
     def feedback(self) -> dict[str, Any]:
         return self._allreduce.state_dict()

@@ -447,14 +447,14 @@ KEPT_CHECKPOINTS = 2
 def collect_garbage(blobs: Blobs, keys: Keys, oldest: int) -> None:
     """Delete the uploads of rounds before `oldest`, and those means that no joiner needs."""
     try:
-        saved = [b.key for b in blobs.find(keys.checkpoints())]
+        checkpoints = [b.key for b in blobs.find(keys.checkpoints())]
         # Without a checkpoint, a joiner takes the start, if there is one, and needs all means.
-        first = 0 if not saved and _exists(blobs, keys.start()) else oldest
-        done = max((parse_round(key) or 0 for key in saved), default=first)
-        spent = min(oldest, done)
+        first = 0 if not checkpoints and _exists(blobs, keys.start()) else oldest
+        newest = max((parse_round(key) or 0 for key in checkpoints), default=first)
+        oldest_mean = min(oldest, newest)
         uploads = [b.key for b in blobs.find(keys.uploads()) if _is_before(b.key, oldest)]
-        means = [b.key for b in blobs.find(keys.sums()) if _is_before(b.key, spent)]
-        doomed = uploads + means + saved[:-KEPT_CHECKPOINTS]
+        means = [b.key for b in blobs.find(keys.sums()) if _is_before(b.key, oldest_mean)]
+        doomed = uploads + means + checkpoints[:-KEPT_CHECKPOINTS]
         if doomed:
             blobs.delete(doomed)
     except BackendError as error:

@@ -161,8 +161,8 @@ class Exchange:
         self.blobs.put(self._key(shard), self._note(shard, blame))
         raise Abandoned(blame)
 
-    def _gather(self, wanted: list[int], mean: Vector) -> None:
-        pending = self._slowest_first(wanted)
+    def _gather(self, shards: list[int], mean: Vector) -> None:
+        pending = self._slowest_first(shards)
         started = progress = time.monotonic()
         grace = self.history.owner_grace(started - self._started)
         usual = self.history.usual(f"shards {self.layout.name}")
@@ -192,13 +192,13 @@ class Exchange:
         self.history.note_wait(f"shards {self.layout.name}", waited_s)
         self.history.note_reduce(time.monotonic() - self._started)
 
-    def _slowest_first(self, wanted: list[int]) -> list[int]:
+    def _slowest_first(self, shards: list[int]) -> list[int]:
         """The owner that was last in the round before comes first.
 
         Once its shard is there, the others usually are too, so few requests are made in vain.
         """
-        slow = [s for s in wanted if self.roster.owners[s] == self.history.slowest_owner]
-        return slow + [s for s in wanted if s not in slow]
+        slow = [s for s in shards if self.roster.owners[s] == self.history.slowest_owner]
+        return slow + [s for s in shards if s not in slow]
 
     def _fetch(self, shards: list[int], mean: Vector) -> list[int]:
         """Read the shards into `mean`; returns those that are not there yet."""

@@ -16,11 +16,11 @@ from atoll.diloco.allreduce.layout import Vector
 def left_out(values: Vector, sent: Vector) -> Vector:
     """What `sent` lacks of `values`; 0 instead of infinity and NaN, which would stay for ever."""
     with np.errstate(invalid="ignore", over="ignore"):
-        left = values - sent
-    is_number = np.isfinite(left)
+        residual = values - sent
+    is_number = np.isfinite(residual)
     if not is_number.all():
-        left[~is_number] = 0
-    return left
+        residual[~is_number] = 0
+    return residual
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Feedback:
 
     def owed(self, shard: int, mean: Vector) -> Vector:
         """The mean together with what earlier means of the shard left out."""
-        left = self.down.get(shard)
-        return mean if left is None or left.shape != mean.shape else mean + left
+        residual = self.down.get(shard)
+        return mean if residual is None or residual.shape != mean.shape else mean + residual
 
     def keep_shard(self, shard: int, owed: Vector, published: Vector) -> None:
         self.pending[shard] = left_out(owed, published)

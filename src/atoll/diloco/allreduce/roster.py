@@ -77,11 +77,11 @@ def look(
 
     A rank has two when it was restarted within the round, or when two processes claim it.
     """
-    refused = set(blamed)
+    blamed_keys = set(blamed)
     newest: dict[int, tuple[datetime, str]] = {}
     uploads: dict[int, UploadName] = {}
     for key, modified, name in listing:
-        if name.round != number or key in refused:
+        if name.round != number or key in blamed_keys:
             continue
         if name.rank not in newest or (modified, key) > newest[name.rank]:
             newest[name.rank] = (modified, key)

@@ -53,7 +53,7 @@ class Ballot:
     quorum_at: float | None = None
     upload_again: Callable[[], None] | None = None
     is_blamed: bool = False  # this rank's upload may not be used
-    seen: dict[int, UploadName] = field(default_factory=dict)
+    uploads: dict[int, UploadName] = field(default_factory=dict)
 
 
 class Settler:
@@ -78,13 +78,13 @@ class Settler:
     def next_ballot(self, roster: Roster, blame: wire.Blame) -> Ballot:
         """The ballot after `roster` was given up. The rank that gave it up decides first."""
         out = {m.rank for m in roster.members if m.upload in blame.uploads}
-        left = [m.rank for m in roster.members if m.rank not in out]
-        turn = rosters.turn(self.me.rank, left, self.me.world_size) + 1
+        ranks = [m.rank for m in roster.members if m.rank not in out]
+        turn = rosters.turn(self.me.rank, ranks, self.me.world_size) + 1
         return Ballot(
             roster.round,
             roster.attempt + 1,
             0 if blame.by == self.me.rank else turn,
-            set(left),
+            set(ranks),
             sorted({*roster.blamed, *blame.uploads}),
         )
 
@@ -112,7 +112,7 @@ class Settler:
                 self.history.note_wait(what, time.monotonic() - started)
                 return roster
             # This rank's upload is damaged or deleted: a quorum would have gone on by now.
-            is_lost = is_looking and self.me.rank not in ballot.seen and elapsed > 2 * again_s
+            is_lost = is_looking and self.me.rank not in ballot.uploads and elapsed > 2 * again_s
             # Or this rank was given up on and nobody goes on without it: it says that it is alive.
             is_alive = ballot.is_blamed and elapsed > again_s
             if ballot.upload_again and (is_lost or is_alive):
@@ -156,15 +156,15 @@ class Settler:
 
     def _propose(self, key: str, ballot: Ballot, layout: Layout, codec: Codec) -> Roster | None:
         late = self._look(ballot)
-        foreign = [n for n in ballot.seen.values() if n.layout != layout.fingerprint]
+        foreign = [n for n in ballot.uploads.values() if n.layout != layout.fingerprint]
         if foreign:
             return self._refuse(key, ballot, layout, foreign)
         now = time.monotonic()
-        if len(ballot.seen) >= self.me.min_replicas and ballot.quorum_at is None:
+        if len(ballot.uploads) >= self.me.min_replicas and ballot.quorum_at is None:
             ballot.quorum_at = now
         waited = 0.0 if ballot.quorum_at is None else now - ballot.quorum_at
         verdict = rosters.decide(
-            ballot.seen,
+            ballot.uploads,
             ballot.expected | late,
             self.me.min_replicas,
             is_grace_over=waited >= self.history.straggler_grace(),
@@ -195,14 +195,14 @@ class Settler:
         )
 
     def _look(self, ballot: Ballot) -> set[int]:
-        """Fill `ballot.seen`; returns the ranks that were too late for the round before."""
+        """Fill `ballot.uploads`; returns the ranks that were too late for the round before."""
         after = self.keys.uploads(ballot.number - 1) if ballot.number else None
         listing = [
             (blob.key, blob.modified, name)
             for blob in self.blobs.find(self.keys.uploads(), after)
             if (name := parse_upload(blob.key, blob.size))
         ]
-        ballot.seen = rosters.look(listing, ballot.number, ballot.blamed)
+        ballot.uploads = rosters.look(listing, ballot.number, ballot.blamed)
         last = self.last
         if last is None or last.round != ballot.number - 1 or ballot.attempt:
             return set()
@@ -219,7 +219,7 @@ class Settler:
         self, ballot: Ballot, ranks: list[int], layout: Layout, codec: Codec
     ) -> list[Member] | None:
         """The roster's members; None if an upload is bad: it is blamed, and the ballot goes on."""
-        names = [ballot.seen[rank] for rank in ranks]
+        names = [ballot.uploads[rank] for rank in ranks]
         if codec.is_exact:
             return [Member(n.rank, n.key, n.weight) for n in names]
         footers = [self.pool.submit(read_footer, self.blobs, n.key, n.size, layout) for n in names]
@@ -251,11 +251,12 @@ class Settler:
 
     def _no_quorum(self, ballot: Ballot) -> BelowMinimumWorld:
         self._look(ballot)
-        missing = sorted(set(range(self.me.world_size)) - set(ballot.seen))
+        ready = len(ballot.uploads)
+        missing = sorted(set(range(self.me.world_size)) - set(ballot.uploads))
         return BelowMinimumWorld(
-            f"round {ballot.number}: {len(ballot.seen)} of at least {self.me.min_replicas} ranks "
+            f"round {ballot.number}: {ready} of at least {self.me.min_replicas} ranks "
             f"uploaded within {self.me.timeout:g} s; missing: ranks {missing}",
-            ready=len(ballot.seen),
+            ready=ready,
             required_min=self.me.min_replicas,
             timeout=self.me.timeout,
         )

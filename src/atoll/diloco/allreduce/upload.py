@@ -114,11 +114,13 @@ class Cargo:
         return memoryview(out)  # type: ignore[arg-type]
 
     def _left_out(self, payloads: dict[int, bytes]) -> Vector:
-        left = np.zeros(self.layout.size, np.float32)
+        residual = np.zeros(self.layout.size, np.float32)
         for shard, payload in payloads.items():
             start, end = self.layout.bounds(shard)
-            left[start:end] = left_out(self.parts[shard], self.codec.decode(payload, end - start))
-        return left
+            residual[start:end] = left_out(
+                self.parts[shard], self.codec.decode(payload, end - start)
+            )
+        return residual
 
 
 def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Footer:

@@ -185,9 +185,9 @@ def _bf16_bits(part: Floats, step: float) -> np.ndarray[tuple[int], np.dtype[np.
     mean_square = np.einsum("ij,ij->i", scaled, scaled, dtype=np.float32) / np.float32(
         UNIFORM_BLOCK
     )
-    wanted = np.minimum(np.sqrt(mean_square) * np.float32(step) * top, _LARGEST_STEP)
-    wanted = np.where(wanted < np.finfo(np.float32).tiny, np.float32(0), wanted)
-    return (wanted.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    steps = np.minimum(np.sqrt(mean_square) * np.float32(step) * top, _LARGEST_STEP)
+    steps = np.where(steps < np.finfo(np.float32).tiny, np.float32(0), steps)
+    return (steps.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def _floats(upper: np.ndarray[tuple[int], np.dtype[np.uint16]]) -> Floats:
