@@ -48,31 +48,31 @@ class MeshWatch:
         self._on_verdict = on_verdict
         self._deadline_s = deadline_s
         self._folder = folder
-        self._wanted: frozenset[str] = frozenset()
-        self._ever: set[str] = set()  # hosts wanted now or before: their keys are ours to remove
+        self._agents: frozenset[str] = frozenset()
+        self._all_hosts: set[str] = set()  # those of now and before: their keys are ours to remove
         self._places: dict[str, tuple[str, int]] = {}
         self._fabric = Fabric()
         self._version = 0  # of the newest roster
         self._is_overdue = False
         self._was_ready = False
         self._is_only_fewer = False
-        self._marked: set[str] = set()  # the gate's keys as they are in etcd
+        self._gate_keys: set[str] = set()  # as they are in etcd
         self.verdict = MeshVerdict(MeshState.PENDING, "not all hosts have come up")
 
     @property
     def hosts(self) -> set[str]:
-        return set(map(host_of, self._wanted))
+        return set(map(host_of, self._agents))
 
     async def run(self, agents: Iterable[str], already_s: float = 0.0) -> None:
         """Follow `agents` until cancelled; for another set of agents, run it again.
 
         `already_s` is the part of the deadline that a predecessor has used up.
         """
-        before, self._wanted = self._wanted, frozenset(agents)
+        before, self._agents = self._agents, frozenset(agents)
         # What is left of a whole mesh is still whole: the verdict stays while it is checked.
-        self._is_only_fewer = self.verdict.state is MeshState.READY and self._wanted <= before
-        self._ever |= self.hosts
-        self._places, self._marked = {}, set()
+        self._is_only_fewer = self.verdict.state is MeshState.READY and self._agents <= before
+        self._all_hosts |= self.hosts
+        self._places, self._gate_keys = {}, set()
         self._is_overdue = self._was_ready = False
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._overdue(max(self._deadline_s - already_s, 0.0)))
@@ -84,7 +84,7 @@ class MeshWatch:
         for key, value in values.items():
             self._note(key, value)
         for directory in (READY_DIR, DEGRADED_DIR):
-            for host in sorted(self._ever.difference(keep)):
+            for host in sorted(self._all_hosts.difference(keep)):
                 await self._keys.delete(f"{directory}/{host}")
         await self._keys.delete_all(self._folder)
 
@@ -127,7 +127,7 @@ class MeshWatch:
         for key, value in sorted(values.items(), key=lambda item: "/reports/" in item[0]):
             self._note(key, value)
         gate, _ = await self._keys.list(GATE_DIR)
-        self._marked = {key for key in gate if key.rpartition("/")[2] in self._ever}
+        self._gate_keys = {key for key in gate if key.rpartition("/")[2] in self._all_hosts}
         while True:
             await self._settle()
             change = await self._keys.next_change(self._folder, index)
@@ -142,8 +142,8 @@ class MeshWatch:
         with contextlib.suppress(ValidationError):  # not written by an agent of ours
             if kind == "hosts":
                 place = decode(value, tuple[str, int])
-                self._ever.add(host_of(agent))
-                if agent in self._wanted:
+                self._all_hosts.add(host_of(agent))
+                if agent in self._agents:
                     self._places[agent] = place
             elif kind == "roster":
                 self._enlist(decode(value, Roster))
@@ -157,7 +157,7 @@ class MeshWatch:
     async def _settle(self) -> None:
         """Roster, keys and verdict are what follows from the agents and reports known now."""
         roster = self._fabric.roster
-        is_complete = len(self._places) == len(self._wanted)
+        is_complete = len(self._places) == len(self._agents)
         if is_complete and (roster is None or roster.addresses != self._places):
             # Agents follow the highest version; a successor with an empty etcd must exceed it too.
             version = max(self._version + 1, int(time.time() * 1000))
@@ -166,7 +166,7 @@ class MeshWatch:
             self._enlist(new)
         verdict = self._fabric.judge(
             is_overdue=self._is_overdue or self._was_ready,
-            missing=self._wanted.difference(self._places),
+            missing=self._agents.difference(self._places),
         )
         self._was_ready = self._was_ready or verdict.state is MeshState.READY
         await self._mark(verdict.state)
@@ -182,11 +182,11 @@ class MeshWatch:
         if state is MeshState.PENDING:
             return
         folder = READY_DIR if state is MeshState.READY else DEGRADED_DIR
-        wanted = {f"{folder}/{host}" for host in self.hosts}
+        gate_keys = {f"{folder}/{host}" for host in self.hosts}
         # The new keys come first: a rank that looks in between finds one or both, never none.
-        new = sorted(wanted - self._marked)
+        new = sorted(gate_keys - self._gate_keys)
         for at in range(0, len(new), AT_ONCE):
             await asyncio.gather(*(self._keys.put(key, "1") for key in new[at : at + AT_ONCE]))
-        for key in sorted(self._marked - wanted):
+        for key in sorted(self._gate_keys - gate_keys):
             await self._keys.delete(key)
-        self._marked = wanted
+        self._gate_keys = gate_keys
