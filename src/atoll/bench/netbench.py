@@ -95,14 +95,14 @@ class Link:
     def catch(self, chunk: int) -> list[float]:
         """Receive a stream; returns the Gbit/s of each window."""
         windows: list[float] = []
-        began, caught, is_last = time.perf_counter(), 0, False
+        began, window_bytes, is_last = time.perf_counter(), 0, False
         while not is_last:
             is_last = bool(self.receive(chunk)[0])
-            caught += chunk
+            window_bytes += chunk
             now = time.perf_counter()
             if now - began >= WINDOW_S:
-                windows.append(caught * 8e-9 / (now - began))
-                began, caught = now, 0
+                windows.append(window_bytes * 8e-9 / (now - began))
+                began, window_bytes = now, 0
         return windows
 
     def _limit(self) -> None:
