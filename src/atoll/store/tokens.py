@@ -60,7 +60,7 @@ class Tokens:
             raise Permanent(f"cannot open {self._path}: {error}") from error
         with contextlib.closing(db):
             try:
-                prepare(db, self._path)
+                prepare(db, self._path, is_owner=False)
                 db.execute("begin immediate")
                 yield db
                 db.execute("commit")
