@@ -97,7 +97,10 @@ def test_everything_is_there_and_ranks_go_on(
         processes.kill(pid)
     if is_in_place:
         upgrade(old.path)
-    after = Site(old.path if is_in_place else NEW, state).start(*NEW_SERVE)
+        site = old
+    else:
+        site = Site(NEW, state)
+    after = site.start(*NEW_SERVE)
     with atoll.Client(after.url, after.token) as client:
         again = client.wire.client().post("/v1/trainings", json=KEYED, headers=key)
         assert (again.status_code, again.json()["uid"]) == (200, keyed["uid"])
@@ -111,7 +114,7 @@ def test_everything_is_there_and_ranks_go_on(
             assert Ranks(client.get(name)).pids() == pids[name], name
             assert supervisor(state, uids[name]) == shims[name], name
             assert all(Path(f"/proc/{pid}").exists() for pid in pids[name].values())
-        live_on(client, steps, is_in_place=is_in_place)
+        live_on(client, steps)
         assert supervisor(state, uids["shell"]) == shims["shell"]
         end(client, steps, state, uids)
     after.stop()
@@ -121,13 +124,12 @@ def test_everything_is_there_and_ranks_go_on(
 KEYED = {"name": "keyed", "command": ["true"], "worldSize": {"min": 1, "target": 1, "max": 1}}
 
 
-def live_on(client: atoll.Client, steps: Path, *, is_in_place: bool) -> None:
+def live_on(client: atoll.Client, steps: Path) -> None:
     """Ranks are restarted, scaled, cancelled and removed under a supervisor of the old release."""
     for name in ("shell", "function", "packages"):
         (steps / f"fail.{name}.1.0").touch()
         Ranks(client.get(name)).until_begun(1, 1)
-    scaled = ("shell", "function") if is_in_place else ("shell",)
-    for name in scaled:
+    for name in ("shell", "function"):
         training = client.get(name)
         training.scale(3)
         training.wait_until_target_world(timeout=60)

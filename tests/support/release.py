@@ -22,7 +22,10 @@ WHEEL = next((Path(__file__).parents[1] / "releases").glob("*.whl"))
 NEW = Path(__file__).parents[2] / "src"
 OLD_SERVE = ("-m", "atoll.main", "serve")
 NEW_SERVE = ("-m", "atoll.run", "serve")
-WITHHELD = ("ATOLL_URL", "ATOLL_TOKEN", "ATOLL_STATE_DIR", "NO_COLOR", "FORCE_COLOR")
+WITHHELD = (
+    *("ATOLL_URL", "ATOLL_TOKEN", "ATOLL_STATE_DIR", "NO_COLOR", "FORCE_COLOR"),
+    *("PYTHONPATH", "VIRTUAL_ENV"),
+)
 PATIENCE_S = 100.0
 
 
@@ -38,19 +41,34 @@ def upgrade(folder: Path) -> None:
     shutil.copytree(NEW / "atoll", folder / "atoll", ignore=shutil.ignore_patterns("__pycache__"))
 
 
+def environment(folder: Path, path: Path) -> str:
+    """The Python of a virtual environment in which the atoll in `path` is installed."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = folder / "lib" / version / "site-packages"
+    packages.mkdir(parents=True)
+    shared = [entry for entry in sys.path if entry.endswith("site-packages")]
+    (packages / "atoll.pth").write_text("\n".join([str(path), *shared]))
+    home = Path(os.path.realpath(sys.executable)).parent
+    (folder / "pyvenv.cfg").write_text(f"home = {home}\ninclude-system-site-packages = false\n")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+    return str(folder / "bin" / "python")
+
+
 class Site:
-    """One atoll on the path, and one state directory."""
+    """One atoll, installed in an environment of its own, and one state directory."""
 
     def __init__(self, path: Path, state: Path) -> None:
         self.path = path
         self.state = state
+        self.python = environment(state.with_name(f"{path.name}-env"), path)
         kept = {name: value for name, value in os.environ.items() if name not in WITHHELD}
-        self.env = kept | {"PYTHONPATH": str(path), "ATOLL_STATE_DIR": str(state)}
-        self.env |= {"COLUMNS": "120", "PYTHONDONTWRITEBYTECODE": "1"}
+        self.env = kept | {"ATOLL_STATE_DIR": str(state)}
+        self.env |= {"COLUMNS": "120"}
 
     def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *words],
+            [self.python, *words],
             cwd=self.state.parent,
             env=self.env | env,
             stdin=subprocess.DEVNULL,
@@ -73,7 +91,7 @@ class Site:
         """A control plane, once it answers."""
         with self.state.with_name("server.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *serve, "--state-dir", str(self.state), "--announce"]
+                [self.python, *serve, "--state-dir", str(self.state), "--announce"]
                 + ["--port", "0", "--slots", "32"],
                 env=self.env,
                 stdin=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.model import decode
 from atoll.core.problem import Problem, error_of
 from atoll.sdk.effects import Flow, Pause, Reply, Send, T
+from atoll.sdk.release import explained
 
 Clock = Callable[[], float]
 
@@ -40,7 +41,7 @@ def accepted(reply: Reply) -> bytes:
     except ValueError:
         text = " ".join(reply.body[:80].decode(errors="replace").split())
         problem = Problem(title="HTTP error", status=reply.status, detail=f"{FOREIGN}: {text!r}")
-    error = error_of(problem)
+    error = error_of(explained(problem, reply.release))
     if reply.status >= 500 or reply.status == 429:
         raise Temporary(str(error))
     raise error
