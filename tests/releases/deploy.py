@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import atoll
+from atoll import ObjectStoreAllReduce
 
 RANK = """echo "rank $RANK attempt $ATOLL_ATTEMPT pid $$"
 until [ -e {0}/end ] || [ -e {0}/fail.$ATOLL_NAME.$RANK.$ATOLL_ATTEMPT ]; do sleep 0.05; done
@@ -29,6 +30,9 @@ def train(steps: str) -> None:
         if os.path.exists(f"{steps}/{me}"):
             raise ValueError("loss is nan")
         time.sleep(0.05)
+    # Loaded now: the files of another release may be there by then.
+    assert callable(atoll.mesh_wait)
+    assert ObjectStoreAllReduce.__name__ == "ObjectStoreAllReduce"
     print("bye")
 
 
@@ -37,7 +41,8 @@ def main(steps: str, wheel: str) -> None:
     rank = ["sh", "-c", RANK.format(steps)]
     script = Path(steps, "train.py")
     script.write_text(
-        f"import sys, tidal\n{inspect.getsource(train)}\ntrain(sys.argv[1])\nprint(tidal.HIGH)\n"
+        "import sys, atoll, tidal\nfrom atoll import ObjectStoreAllReduce\n"
+        f"{inspect.getsource(train)}\ntrain(sys.argv[1])\nprint(tidal.HIGH)\n"
     )
     elastic = atoll.WorldSize(min=1, target=2, max=4)
     all_of_them = {

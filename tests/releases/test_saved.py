@@ -5,6 +5,7 @@ None of its code runs here. `save.py` says how the files were made.
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import sqlite3
@@ -65,6 +66,19 @@ def dump(path: Path) -> list[str]:
         return [f"version {db.execute('pragma user_version').fetchone()}", *db.iterdump()]
     finally:
         db.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mesh:mesh_wait", "mesh:mesh_status", "allreduce.allreduce:ObjectStoreAllReduce"]
+    + ["allreduce:ObjectStoreAllReduce", "diloco:DiLoCo", "torchft_manager:ObjectStoreManager"],
+)
+def test_shipped_functions_find_what_they_refer_to(name: str) -> None:
+    """A pickled function names what it uses by the module that had it then."""
+    module, attribute = name.split(":")
+    public = atoll if attribute in atoll.__all__ else importlib.import_module("atoll.diloco")
+    found = getattr(importlib.import_module(f"atoll.worker.{module}"), attribute)
+    assert found is getattr(public, attribute)
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
