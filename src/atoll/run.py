@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import atoll
 from atoll.core.errors import AtollError, Conflict, Permanent
 from atoll.sdk.embedded import start_time, state_dir
+from atoll.sdk.release import HEADER
 
 if TYPE_CHECKING:
     import uvicorn
@@ -213,6 +215,7 @@ def _server(
             log_config=None,
             access_log=False,
             server_header=False,
+            headers=[(HEADER, atoll.__version__)],
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=3,
         )
@@ -228,6 +231,7 @@ def _endpoint(listening: socket.socket) -> dict[str, Any]:
         "url": f"http://{shown}:{port}",
         "pid": os.getpid(),
         "startTime": start_time(os.getpid()),
+        "release": atoll.__version__,
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+import atoll
 from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
 from atoll.core.ports import Tokens
@@ -24,6 +25,7 @@ from atoll.kubernetes.executor import JobExecutor
 from atoll.kubernetes.lease import Lease
 from atoll.kubernetes.store import KubernetesStore
 from atoll.kubernetes.tokens import KubernetesTokens
+from atoll.sdk.release import HEADER
 from atoll.server.app import create_app
 from atoll.server.streams import Streams
 
@@ -156,6 +158,7 @@ async def serve_api(
             log_config=None,
             access_log=False,
             server_header=False,
+            headers=[(HEADER, atoll.__version__)],
             timeout_graceful_shutdown=3,
         )
     )

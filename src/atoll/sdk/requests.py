@@ -10,6 +10,7 @@ from atoll.core.model import decode
 from atoll.core.problem import Problem, error_of
 from atoll.core.retry import Retry
 from atoll.sdk.effects import Flow, Pause, Reply, Send, T
+from atoll.sdk.release import explained
 
 Clock = Callable[[], float]
 
@@ -46,7 +47,7 @@ def accepted(reply: Reply) -> bytes:
     except ValueError:
         text = " ".join(reply.body[:80].decode(errors="replace").split())
         problem = Problem(title="HTTP error", status=reply.status, detail=f"{FOREIGN}: {text!r}")
-    error = error_of(problem)
+    error = error_of(explained(problem, reply.release))
     if reply.status >= 500 or reply.status == 429:
         raise Temporary(str(error), problem.retry_after_s or 0.0)
     raise error

@@ -37,17 +37,17 @@ class SQLiteStore:
         self._log_bytes = log_bytes
         self._feed = Feed()
         self._lock = _owned(self._path)
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, self._lock)
             with _explained(self._path):
                 self._db = sqlite3.connect(
                     self._path, isolation_level=None, check_same_thread=False
                 )
-                prepare(self._db, self._path)
+                opened.callback(self._db.close)
+                prepare(self._db, self._path, is_owner=True)
                 row = self._db.execute("select total(length(body)) from changes").fetchone()
                 self._logged_bytes = int(row[0])
-        except BaseException:
-            os.close(self._lock)
-            raise
+            opened.pop_all()
 
     def close(self) -> None:
         self._feed.close()

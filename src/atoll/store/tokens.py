@@ -59,7 +59,7 @@ class SQLiteTokens:
             self._path, isolation_level=None, timeout=BUSY_S, check_same_thread=False
         )
         try:
-            prepare(db, self._path)
+            prepare(db, self._path, is_owner=False)
         except BaseException:
             db.close()
             raise
