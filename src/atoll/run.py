@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import uvicorn
     from litestar import Litestar
 
-    from atoll.local.executor import LocalExecutor
+    from atoll.local.executor import LocalBackend
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
 
@@ -52,7 +52,7 @@ class ControlPlane:
 def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     """Raises Permanent if another control plane uses that directory, or it cannot be used."""
     from atoll.controller.loop import Controller
-    from atoll.local.executor import LocalExecutor
+    from atoll.local.executor import LocalBackend
     from atoll.server.app import create_app
     from atoll.server.background import beside
     from atoll.server.gauges import Gauges
@@ -61,7 +61,7 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
 
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     store = SQLiteStore(where / "atoll.db")
-    local = LocalExecutor(where / "ranks", slots=slots)
+    local = LocalBackend(where / "ranks", slots=slots)
     executors = {local.name: local}
     gauges, streams = Gauges(), Streams()
     controller = Controller(store, executors, on_pass=gauges.reconciled)
@@ -80,7 +80,7 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     return ControlPlane(where, store, app, streams)
 
 
-async def _start_local(local: LocalExecutor, store: SQLiteStore) -> None:
+async def _start_local(local: LocalBackend, store: SQLiteStore) -> None:
     await local.start(training.uid for training in await store.list())
 
 

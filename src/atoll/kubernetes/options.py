@@ -11,9 +11,9 @@ from atoll.core.checks import check_choice, check_int, check_name, check_number,
 from atoll.core.errors import ValidationError
 from atoll.core.mesh import split_endpoint
 from atoll.core.model import SpecModel
-from atoll.core.rendezvous import ETCD_BACKEND, needs_etcd
 from atoll.core.spec import MAX_SECONDS, TrainingSpec
 from atoll.mesh.reach import DEADLINE_S
+from atoll.rank.launch import ETCD_BACKEND, needs_etcd
 
 Json = dict[str, Any]
 PullPolicy = Literal["Always", "IfNotPresent", "Never"]

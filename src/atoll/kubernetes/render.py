@@ -9,14 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import shlex
 from typing import Any
 
 from atoll.core.errors import Permanent
 from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import encode
-from atoll.core.rendezvous import needs_etcd, rendezvous_environment
-from atoll.core.spec import Resources, TrainingSpec
+from atoll.core.spec import Resources
 from atoll.core.status import Training, Wish
 from atoll.kubernetes.fabric import render_agent
 from atoll.kubernetes.gate import (
@@ -49,13 +47,12 @@ from atoll.kubernetes.place import (
     spread,
     tolerations,
 )
-from atoll.rank.environment import RANK_VARIABLES, gang_environment
+from atoll.rank.launch import Meeting, RankLaunch, RankPlace, needs_etcd, render_launch
 
 Json = dict[str, Any]
 
 SOURCE_DIR = "/atoll/source"
 SOURCE_MAX = 900_000  # a ConfigMap holds 1 MiB with everything in it
-SIZE_VARIABLES = ("WORLD_SIZE", "ATOLL_WORLD_TARGET", "BASILICA_WORLD_TARGET")
 
 
 def gang_name(training: Training) -> str:
@@ -228,11 +225,12 @@ def _template(training: Training, options: Options) -> Json:
 
 def _container(training: Training, options: Options) -> Json:
     spec = training.spec
+    launch = render_launch(training, rank_place(training, options))
     made: Json = {
         "name": CONTAINER,
         "image": spec.image or options.image,
-        "command": [_literal(word) for word in render_command(spec, options)],
-        "env": _environment(training, options),
+        "command": [_literal(word) for word in launch.command],
+        "env": _environment(training, launch),
         # The last lines of a rank that failed travel in its status, however soon it is gone.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -252,23 +250,6 @@ def _container(training: Training, options: Options) -> Json:
     return made | {field: value for field, value in optional.items() if value is not None}
 
 
-def render_command(spec: TrainingSpec, options: Options) -> list[str]:
-    if spec.source is None:
-        command = [*(spec.command or ()), *spec.args]
-    else:
-        starts = {
-            "script": [options.python],
-            "shell": ["sh"],
-            "function": [options.python, "-m", "atoll.rank.entrypoint", "function"],
-        }
-        path = f"{SOURCE_DIR}/{spec.source.filename}"
-        command = [*starts[spec.source.kind], path, *spec.args]
-    if not spec.pip_packages:
-        return command
-    install = shlex.join([options.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
-    return ["sh", "-c", f'{install} && exec "$@"', "sh", *command]
-
-
 def rank_zero(training: Training) -> str:
     """Where ranks meet: the stable name of rank 0."""
     name = gang_name(training)
@@ -276,7 +257,8 @@ def rank_zero(training: Training) -> str:
 
 
 def rendezvous_endpoint(training: Training, options: Options) -> str:
-    return _rendezvous(training, options)["BASILICA_RDZV_ENDPOINT"]
+    launch = render_launch(training, rank_place(training, options))
+    return launch.env["BASILICA_RDZV_ENDPOINT"]
 
 
 def etcd_name(training: Training) -> str:
@@ -291,46 +273,34 @@ def etcd_endpoint(training: Training, options: Options) -> str:
     return options.etcd_endpoint or f"{etcd_name(training)}:{DEFAULT_ETCD_PORT}"
 
 
-def _rendezvous(training: Training, options: Options) -> dict[str, str]:
-    """What the user has set stays."""
-    spec = training.spec
-    made = rendezvous_environment(
-        spec.rendezvous.backend,
-        rank_zero(training),
-        options.master_port,
-        etcd_endpoint(training, options),
+def rank_place(training: Training, options: Options) -> RankPlace:
+    etcd = etcd_endpoint(training, options)
+    # Without the gate's agent nobody would write the keys.
+    mesh = etcd if options.has_gate(training.spec) else ""
+    return RankPlace(
+        python=options.python,
+        shell="sh",
+        source=SOURCE_DIR,
+        packages=None,
+        has_atoll=False,
+        rendezvous_uri="",
+        meeting=Meeting(rank_zero(training), options.master_port, etcd=etcd, mesh=mesh),
     )
-    if not options.has_gate(spec):  # nobody would write the keys
-        made["ATOLL_MESH_ENDPOINT"] = ""
-    given = {**spec.nccl_env, **spec.env}
-    return {name: given.get(name, value) for name, value in made.items()}
 
 
-def _environment(training: Training, options: Options) -> list[Json]:
-    shared = gang_environment(
-        training,
-        host="",
-        master=rank_zero(training),
-        port=options.master_port,
-        rendezvous_uri=training.spec.rendezvous.uri or "",
-    )
-    shared |= _rendezvous(training, options)
-    by_field = dict.fromkeys(RANK_VARIABLES, f"metadata.annotations['{INDEX}']")
-    by_field["NODE_NAME"] = "spec.nodeName"
+def _environment(training: Training, launch: RankLaunch) -> list[Json]:
+    by_field = dict.fromkeys(launch.rank_variables, f"metadata.annotations['{INDEX}']")
+    by_field |= dict.fromkeys(launch.node_variables, "spec.nodeName")
     by_field["ATOLL_ATTEMPT"] = f"metadata.annotations['{FAILURES}']"
-    made: list[Json] = [
-        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-        for name, path in by_field.items()
+    size = {"configMapKeyRef": {"name": gang_name(training), "key": "size"}}
+    return [
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in by_field.items()
+        ),
+        *({"name": name, "valueFrom": size} for name in launch.size_variables),
+        *({"name": name, "value": _literal(value)} for name, value in launch.env.items()),
     ]
-    world = {"configMapKeyRef": {"name": gang_name(training), "key": "size"}}
-    made += [{"name": name, "valueFrom": world} for name in SIZE_VARIABLES]
-    taken = {*by_field, *SIZE_VARIABLES}
-    made += [
-        {"name": name, "value": _literal(value)}
-        for name, value in shared.items()
-        if name not in taken
-    ]
-    return made
 
 
 def _literal(text: str) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import atoll
 from atoll.local import processes
-from atoll.local.executor import LocalExecutor
+from atoll.local.executor import LocalBackend
 
 PREFIX = "atoll-replicas-"
 _START = (
@@ -67,7 +67,7 @@ def clear(root: Path) -> None:
         return
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
-        asyncio.run(LocalExecutor(root / "gangs").start(()))
+        asyncio.run(LocalBackend(root / "gangs").start(()))
         shutil.rmtree(root, ignore_errors=True)
     finally:
         os.close(held)

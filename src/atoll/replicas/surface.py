@@ -34,7 +34,7 @@ from atoll.core.spec import (
     WorldSize,
 )
 from atoll.core.status import Training
-from atoll.local.executor import LocalExecutor
+from atoll.local.executor import LocalBackend
 from atoll.rank.result import lines_expected, result_of, visible
 from atoll.replicas.entrypoints import Call, Entry, Module, Script, read_entry
 from atoll.replicas.gangs import Gang, Gangs
@@ -267,7 +267,7 @@ class LocalProcessExecutor(ReplicaSurface):
     supports_inter_replica_network = True
 
     def make_executor(self) -> Executor:
-        return LocalExecutor(self._root / "gangs")
+        return LocalBackend(self._root / "gangs")
 
     @cached_property
     def _root(self) -> Path:
