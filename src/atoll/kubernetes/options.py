@@ -81,6 +81,9 @@ class Options(SpecModel, frozen=True):
     image_timeout_s: float = 300.0  # an image that cannot be pulled ends the training after this
     is_exit_held: bool = False  # pods stay until their exit is stored; needs a controller
     is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
+    # Ranks write how they ended, by rank/report.py; the image needs sh. Unset: where the start is
+    # gated. False: the command runs exactly as given, and the kubelet's word counts.
+    is_exit_recorded: bool | None = None
 
     def __post_init__(self) -> None:
         for field in ("namespace", "service_account", "kueue_queue"):
@@ -160,6 +163,10 @@ class Options(SpecModel, frozen=True):
                 "expected 'preferred' with bench_require_gbps: the link is measured before the "
                 "ranks have nodes",
             )
+
+    @property
+    def records_exits(self) -> bool:
+        return self.is_start_gated if self.is_exit_recorded is None else self.is_exit_recorded
 
     def gates_start(self, spec: TrainingSpec) -> bool:
         """Whether ranks wait for each other, or for their etcd; one alone may have neither."""

@@ -7,8 +7,12 @@ may not change while it runs (the world's size now), so that a rank started late
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
+import json
 import math
+import shlex
+from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import Permanent
@@ -35,6 +39,7 @@ from atoll.kubernetes.names import (
     NAMESPACE,
     PART,
     QUEUE,
+    REPORT_DIR,
     STOPPED,
     TRAINING,
     UID,
@@ -47,12 +52,19 @@ from atoll.kubernetes.place import (
     spread,
     tolerations,
 )
+from atoll.rank import report
 from atoll.rank.launch import Meeting, RankLaunch, RankPlace, needs_etcd, render_launch
 
 Json = dict[str, Any]
 
 SOURCE_DIR = "/atoll/source"
+REPORT_VOLUME = "atoll-report"
+TERMINATION_LOG = "/dev/termination-log"
 SOURCE_MAX = 900_000  # a ConfigMap holds 1 MiB with everything in it
+REPORT = "report.py"  # the key in the gang's ConfigMap
+# What containers say of their end has 12 KiB in a pod, in equal shares of 4 KiB at the most: the
+# rank's, the start gate's, the mesh agent's, and one that somebody else may put there.
+RECORD_BYTES = 3072
 
 
 def gang_name(training: Training) -> str:
@@ -89,6 +101,8 @@ def render_world(
     }
     if options.gates_start(training.spec):
         body["data"] |= render_opened_world(is_opened=is_opened)
+    if options.records_exits:
+        body["data"][REPORT] = report_source()
     if source is not None:
         if len(source.content) > SOURCE_MAX:
             raise Permanent(
@@ -229,7 +243,7 @@ def _container(training: Training, options: Options) -> Json:
     made: Json = {
         "name": CONTAINER,
         "image": spec.image or options.image,
-        "command": [_literal(word) for word in launch.command],
+        "command": [_literal(word) for word in render_recorded(launch.command, options)],
         "env": _environment(training, launch),
         # The last lines of a rank that failed travel in its status, however soon it is gone.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -239,6 +253,8 @@ def _container(training: Training, options: Options) -> Json:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     if spec.source is not None:
         mounts.append({"name": "source", "mountPath": SOURCE_DIR, "readOnly": True})
+    if options.records_exits:
+        mounts.append({"name": REPORT_VOLUME, "mountPath": REPORT_DIR, "readOnly": True})
     optional = {
         "imagePullPolicy": options.image_pull_policy,
         "securityContext": options.container_security_context,
@@ -248,6 +264,31 @@ def _container(training: Training, options: Options) -> Json:
         "envFrom": [{"secretRef": {"name": s}} for s in options.env_from_secrets] or None,
     }
     return made | {field: value for field, value in optional.items() if value is not None}
+
+
+def render_recorded(command: list[str], options: Options) -> list[str]:
+    """The command under rank/report.py; exactly as it is where the image has no fit Python."""
+    if not options.records_exits:
+        return command
+    # What is called `python` may be of the second version.
+    python = shlex.quote("python3" if options.python == "python" else options.python)
+    wrapper = f"{python} -S -I {REPORT_DIR}/{REPORT}"
+    words = f"{command[0]}: not found in the image"
+    missing = {report.MARK: 1, "code": 127, "reason": "CommandNotFound", "message": words}
+    script = (
+        f"if command -v {python} >/dev/null && {wrapper} --check >/dev/null 2>&1; then "
+        f'exec {wrapper} --record={TERMINATION_LOG} --limit={RECORD_BYTES} -- "$@"; fi; '
+        'command -v "$1" >/dev/null || { '
+        f"printf '%s' {shlex.quote(json.dumps(missing))} >{TERMINATION_LOG}; "
+        'echo "atoll: $1: not found" >&2; exit 127; }; '
+        'exec "$@"'
+    )
+    return ["sh", "-c", script, "sh", *command]
+
+
+@functools.cache
+def report_source() -> str:
+    return Path(report.__file__).read_text()
 
 
 def rank_zero(training: Training) -> str:
@@ -326,6 +367,15 @@ def _volumes(training: Training, options: Options) -> list[Json]:
     if training.spec.source is not None:
         item = {"key": "source", "path": training.spec.source.filename}
         made.append({"name": "source", "configMap": {"name": gang_name(training), "items": [item]}})
+    if options.records_exits:
+        # Where the ConfigMap is gone, the command still runs.
+        item = {"key": REPORT, "path": REPORT}
+        made.append(
+            {
+                "name": REPORT_VOLUME,
+                "configMap": {"name": gang_name(training), "items": [item], "optional": True},
+            }
+        )
     if options.gates_start(training.spec):
         made.append(render_gate_volume())
     return made
