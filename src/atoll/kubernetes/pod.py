@@ -29,7 +29,6 @@ STOPPED = "Stopped"
 TURNED_AWAY = 143  # exit code of a start gate whose pod is taken away
 CLOCK_SKEW_S = 5.0
 STOPPABLE = frozenset({"Error", "Signal", "Unknown", "Evicted", "DeadlineExceeded"})
-NO_RECORD = "as its kubelet says; the rank left no record of its own"
 NO_SHELL = "the executor option is_exit_recorded=False runs the command without sh"
 LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
 
@@ -279,7 +278,7 @@ class Pod:
         if record is not None:
             exit = recorded_exit(exit, record)
         elif self._is_recorder and reason in ("Error", "Signal") and not is_stopped:
-            exit = replace(exit, message=NO_RECORD)
+            exit = replace(exit, is_backends_word=True)
         if is_stopped and exit.reason in STOPPABLE:
             return replace(exit, is_stopped=True, reason=STOPPED)
         return replace(exit, is_stopped=is_stopped)

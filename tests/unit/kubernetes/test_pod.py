@@ -240,8 +240,9 @@ def recorder(state: Json) -> Pod:
 def test_an_exit_without_the_record_that_was_asked_for_says_whose_word_it_is() -> None:
     exit = recorder(ended(3, message="last line")).exit(is_stopped=False, now=NOW)
     assert (exit.code, exit.reason, exit.log_tail) == (3, "Error", ["last line"])
-    assert "its kubelet" in exit.message
-    assert recorder(ended(143)).exit(is_stopped=True, now=NOW).message == ""
+    assert (exit.is_backends_word, exit.message) == (True, "")
+    assert not recorder(ended(143)).exit(is_stopped=True, now=NOW).is_backends_word
+    assert not recorded(3, record(3)).is_backends_word
 
 
 def test_an_image_without_sh_is_told_how_to_do_without() -> None:
