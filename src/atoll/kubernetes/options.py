@@ -81,8 +81,9 @@ class Options(SpecModel, frozen=True):
     image_timeout_s: float = 300.0  # an image that cannot be pulled ends the training after this
     is_exit_held: bool = False  # pods stay until their exit is stored; needs a controller
     is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
-    # Ranks write how they ended, by rank/report.py; the image needs sh. Unset: where the start is
-    # gated. False: the command runs exactly as given, and the kubelet's word counts.
+    # Ranks write how they ended, by rank/report.py; the image needs sh. Unset: those do that may
+    # have peers and a start gate. False: the command runs exactly as given, and the kubelet's
+    # word counts.
     is_exit_recorded: bool | None = None
 
     def __post_init__(self) -> None:
@@ -164,9 +165,10 @@ class Options(SpecModel, frozen=True):
                 "ranks have nodes",
             )
 
-    @property
-    def records_exits(self) -> bool:
-        return self.is_start_gated if self.is_exit_recorded is None else self.is_exit_recorded
+    def records_exits(self, spec: TrainingSpec) -> bool:
+        if self.is_exit_recorded is not None:
+            return self.is_exit_recorded
+        return self.is_start_gated and spec.world_size.max > 1
 
     def gates_start(self, spec: TrainingSpec) -> bool:
         """Whether ranks wait for each other, or for their etcd; one alone may have neither."""

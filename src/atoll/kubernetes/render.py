@@ -101,7 +101,7 @@ def render_world(
     }
     if options.gates_start(training.spec):
         body["data"] |= render_opened_world(is_opened=is_opened)
-    if options.records_exits:
+    if options.records_exits(training.spec):
         body["data"][REPORT] = report_source()
     if source is not None:
         if len(source.content) > SOURCE_MAX:
@@ -240,10 +240,13 @@ def _template(training: Training, options: Options) -> Json:
 def _container(training: Training, options: Options) -> Json:
     spec = training.spec
     launch = render_launch(training, rank_place(training, options))
+    command = launch.command
+    if options.records_exits(spec):
+        command = render_recorded(command, options.python)
     made: Json = {
         "name": CONTAINER,
         "image": spec.image or options.image,
-        "command": [_literal(word) for word in render_recorded(launch.command, options)],
+        "command": [_literal(word) for word in command],
         "env": _environment(training, launch),
         # The last lines of a rank that failed travel in its status, however soon it is gone.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -253,7 +256,7 @@ def _container(training: Training, options: Options) -> Json:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     if spec.source is not None:
         mounts.append({"name": "source", "mountPath": SOURCE_DIR, "readOnly": True})
-    if options.records_exits:
+    if options.records_exits(training.spec):
         mounts.append({"name": REPORT_VOLUME, "mountPath": REPORT_DIR, "readOnly": True})
     optional = {
         "imagePullPolicy": options.image_pull_policy,
@@ -266,12 +269,10 @@ def _container(training: Training, options: Options) -> Json:
     return made | {field: value for field, value in optional.items() if value is not None}
 
 
-def render_recorded(command: list[str], options: Options) -> list[str]:
+def render_recorded(command: list[str], python: str) -> list[str]:
     """The command under rank/report.py; exactly as it is where the image has no fit Python."""
-    if not options.records_exits:
-        return command
     # What is called `python` may be of the second version.
-    python = shlex.quote("python3" if options.python == "python" else options.python)
+    python = shlex.quote("python3" if python == "python" else python)
     wrapper = f"{python} -S -I {REPORT_DIR}/{REPORT}"
     words = f"{command[0]}: not found in the image"
     missing = {report.MARK: 1, "code": 127, "reason": "CommandNotFound", "message": words}
@@ -367,7 +368,7 @@ def _volumes(training: Training, options: Options) -> list[Json]:
     if training.spec.source is not None:
         item = {"key": "source", "path": training.spec.source.filename}
         made.append({"name": "source", "configMap": {"name": gang_name(training), "items": [item]}})
-    if options.records_exits:
+    if options.records_exits(training.spec):
         # Where the ConfigMap is gone, the command still runs.
         item = {"key": REPORT, "path": REPORT}
         made.append(

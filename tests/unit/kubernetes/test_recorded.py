@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from atoll.kubernetes.names import REPORT_DIR
-from atoll.kubernetes.options import Options
 from atoll.kubernetes.render import TERMINATION_LOG, render_recorded
 from atoll.rank import report
 from atoll.rank.report import read_record
@@ -40,7 +39,7 @@ class Image:
         path.chmod(0o755)
 
     def run(self, *command: str) -> tuple[int, str]:
-        words = render_recorded(list(command), Options(is_exit_recorded=True))
+        words = render_recorded(list(command), "python")
         script = words[2].replace(TERMINATION_LOG, str(self.log))
         script = script.replace(REPORT_DIR, os.path.dirname(report.__file__))
         done = subprocess.run(

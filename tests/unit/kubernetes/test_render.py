@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 
 from atoll.core.errors import Permanent, ValidationError
-from atoll.core.spec import BenchSpec, ProviderFilter, RendezvousSpec
+from atoll.core.spec import BenchSpec, ProviderFilter, RendezvousSpec, WorldSize
 from atoll.core.status import Wish
 from atoll.kubernetes.executor import JobExecutor
 from atoll.kubernetes.options import EKS_GPU_NODES
@@ -429,15 +429,20 @@ def test_a_rank_whose_exit_is_recorded_runs_under_the_wrapper() -> None:
     assert "exec /opt/py -S -I" in container_of(made)["command"][2]
 
 
-@pytest.mark.parametrize(
-    "options", [Options(), Options(is_start_gated=True, is_exit_recorded=False)]
-)
-def test_the_command_is_exactly_as_given_where_no_record_is_asked_for(options: Options) -> None:
-    made = job_of(options, command=["train"])
+AS_GIVEN: dict[str, tuple[Options, Json]] = {
+    "no start gate": (Options(), {}),
+    "said so": (Options(is_start_gated=True, is_exit_recorded=False), {}),
+    "no peers": (Options(is_start_gated=True), {"world_size": WorldSize(min=1, target=1, max=1)}),
+}
+
+
+@pytest.mark.parametrize("case", AS_GIVEN)
+def test_the_command_is_exactly_as_given_where_no_record_is_asked_for(case: str) -> None:
+    options, spec = AS_GIVEN[case]
+    made = job_of(options, command=["train"], **spec)
     assert container_of(made)["command"] == ["train"]
-    assert (
-        "report.py" not in render_world(training(), Wish(version=1, size=1), options, None)["data"]
-    )
+    world = render_world(training(**spec), Wish(version=1, size=1), options, None)
+    assert "report.py" not in world["data"]
     assert "atoll-report" not in json.dumps(made)
 
 
