@@ -7,7 +7,6 @@ supervises local ranks loads this file.
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -111,6 +110,8 @@ def render_command(spec: TrainingSpec, place: RankPlace) -> list[str]:
     if place.packages is not None and place.has_atoll:
         prepare = [place.python, "-m", "atoll.rank.prepare", place.packages]
         return [*prepare, *spec.pip_packages, "--", *command]
+    import shlex  # late: the supervisor has no use for it
+
     install = shlex.join([place.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
     return ["sh", "-c", f'{install} && exec "$@"', "sh", *command]
 

@@ -157,7 +157,7 @@ class _Command:
             fcntl.fcntl(self._output, getattr(fcntl, "F_SETPIPE_SZ", 1031), PIPE_BYTES)
         self._before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
-            signal.set_wakeup_fd(wake)
+            signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
             signal.signal(signal.SIGCHLD, _ignore)
             self._taken = [n for n in FORWARDED if signal.getsignal(n) != signal.SIG_IGN]
             for number in self._taken:
