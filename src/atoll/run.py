@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from litestar import Litestar
 
     from atoll.core.ports import Tokens
-    from atoll.local.executor import LocalExecutor
+    from atoll.local.executor import LocalBackend
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
     from atoll.store.tokens import SQLiteTokens
@@ -57,7 +57,7 @@ class ControlPlane:
 def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     """Raises Permanent if another control plane uses that directory, or it cannot be used."""
     from atoll.controller.loop import Controller
-    from atoll.local.executor import LocalExecutor
+    from atoll.local.executor import LocalBackend
     from atoll.server.app import create_app
     from atoll.server.background import beside
     from atoll.server.gauges import Gauges
@@ -68,7 +68,7 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
-    local = LocalExecutor(where / "ranks", slots=slots)
+    local = LocalBackend(where / "ranks", slots=slots)
     executors = {local.name: local}
     gauges, streams = Gauges(), Streams()
     controller = Controller(store, executors, on_pass=lambda done: gauges.reconciled(done.seconds))
@@ -93,7 +93,7 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     return ControlPlane(where, store, tokens, app, streams)
 
 
-async def _start_local(local: LocalExecutor, store: SQLiteStore) -> None:
+async def _start_local(local: LocalBackend, store: SQLiteStore) -> None:
     await local.start(training.uid for training in await store.list())
 
 

@@ -21,7 +21,7 @@ from atoll.core.errors import NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
 from atoll.core.status import Training, Wish
 from atoll.local import processes
-from atoll.local.executor import LocalExecutor
+from atoll.local.executor import LocalBackend
 from atoll.rank.replica_entry import give_result
 
 KEYS = {
@@ -326,7 +326,7 @@ def test_cancelling_what_is_over_changes_nothing(
 def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cancelled(
     tmp_path: Path,
 ) -> None:
-    class Refusing(LocalExecutor):
+    class Refusing(LocalBackend):
         is_refusing = True
 
         async def apply(self, training: Training, wish: Wish) -> None:
@@ -351,7 +351,7 @@ def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cance
 
 
 def test_one_question_answers_for_the_whole_gang(tmp_path: Path) -> None:
-    class Counting(LocalExecutor):
+    class Counting(LocalBackend):
         questions = 0
 
         async def observe(self, training: Training):  # type: ignore[no-untyped-def]

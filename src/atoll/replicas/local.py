@@ -25,7 +25,7 @@ from atoll.core.checks import ARGS_VARIABLE
 from atoll.core.ports import Executor
 from atoll.core.status import Training
 from atoll.local import processes
-from atoll.local.executor import LocalExecutor
+from atoll.local.executor import LocalBackend
 from atoll.replicas.entrypoints import Call, Entry, Module, Script
 from atoll.replicas.surface import ReplicaSurface
 
@@ -79,7 +79,7 @@ class LocalProcessExecutor(ReplicaSurface):
             self._guard.wait()
 
 
-class _ScriptProcesses(LocalExecutor):
+class _ScriptProcesses(LocalBackend):
     async def purge(self, training: Training) -> None:
         """Logs go with the whole directory: a script that ends can start no thread for it."""
         await self.release(training)
@@ -124,7 +124,7 @@ def clear(root: Path) -> None:
         return
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
-        asyncio.run(LocalExecutor(root / "gangs").start(()))
+        asyncio.run(LocalBackend(root / "gangs").start(()))
         shutil.rmtree(root, ignore_errors=True)
     finally:
         os.close(held)
