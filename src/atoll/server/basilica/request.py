@@ -59,7 +59,7 @@ class Bench(SpecModel, frozen=True):
     placement: str | None = None
 
 
-class World(SpecModel, frozen=True):
+class DeploymentWorld(SpecModel, frozen=True):
     """As it comes: the bounds are checked where the spec is made."""
 
     min: int
@@ -68,7 +68,7 @@ class World(SpecModel, frozen=True):
 
 
 class Distributed(SpecModel, frozen=True):
-    world_size: World
+    world_size: DeploymentWorld
     enabled: bool = True
     command: str = "auto"
     rendezvous: Backend = Backend()
@@ -94,7 +94,7 @@ class Create(SpecModel, frozen=True):
     enable_billing: bool | None = None
 
 
-class Scale(SpecModel, frozen=True):
+class DeploymentScale(SpecModel, frozen=True):
     target: int
 
 
