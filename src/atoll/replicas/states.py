@@ -7,7 +7,7 @@ from typing import Literal
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
 from atoll.core.ranks import in_words
-from atoll.core.spec import Resources
+from atoll.core.spec import MAX_GPUS, Resources
 from atoll.core.status import RankStatus, Training
 
 ReplicaState = Literal["pending", "running", "succeeded", "failed", "cancelled"]
@@ -55,7 +55,7 @@ def read_gpu(gpu: str | int | None) -> Resources:
     if gpu is None:
         return Resources()
     if isinstance(gpu, int):
-        check_int("gpu", gpu, 1, 1024)
+        check_int("gpu", gpu, 1, MAX_GPUS)
         return Resources(gpu_count=gpu)
     model, _, count = str(gpu).partition(":")
     if not isinstance(gpu, str) or not model or (":" in gpu and not count.isdigit()):

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import atoll
-from atoll.core.checks import ARGS_VARIABLE, check_int, check_number, check_timeout
+from atoll.core.checks import ARGS_VARIABLE, check_as, check_int, check_timeout
 from atoll.core.errors import NotFound
 from atoll.core.ports import Executor
 from atoll.core.spec import (
-    MAX_SECONDS,
-    MAX_WORLD,
+    Deadline,
+    RankCount,
     RendezvousSpec,
     Source,
     TrainingSpec,
@@ -111,9 +111,8 @@ class ReplicaSurface:
         still running after `timeout` seconds is stopped and has failed. Bad input raises
         ValidationError, a ValueError, and nothing is launched.
         """
-        check_int("n_replicas", n_replicas, 1, MAX_WORLD)
-        if timeout is not None:
-            check_number("timeout", timeout, 0.001, MAX_SECONDS)
+        check_as("n_replicas", n_replicas, RankCount)
+        check_as("timeout", timeout, Deadline | None)
         args = {} if entrypoint_args is None else entrypoint_args
         entry = read_entry(entrypoint, args)
         self._gangs.check_open()

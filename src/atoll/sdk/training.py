@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from msgspec.structs import replace
 
-from atoll.core.checks import check_int, check_timeout
+from atoll.core.checks import check_as, check_timeout
 from atoll.core.errors import AtollError, NotFound
 from atoll.core.metrics import Metrics
-from atoll.core.spec import TrainingSpec
+from atoll.core.spec import LineCount, RankNumber, TrainingSpec
 from atoll.core.status import (
     BenchResult,
     BenchStatus,
@@ -291,10 +291,8 @@ class DistributedTraining:
         return flow(self._who, timeout, on_read=self._keep)  # type: ignore[no-any-return]
 
     def _position(self, rank: int | None, tail: int | None, follow: bool) -> Position:
-        if rank is not None:
-            check_int("rank", rank, 0, 2**31 - 1)
-        if tail is not None:
-            check_int("tail", tail, 0, 10_000_000)
+        check_as("rank", rank, RankNumber | None)
+        check_as("tail", tail, LineCount | None)
         return Position(self._who, None if rank is None else [rank], tail, follow)
 
 

@@ -39,7 +39,7 @@ from atoll.server import reports, trainings
 from atoll.server.admission import admitted, default_executor, executor_of
 from atoll.server.auth import caller
 from atoll.server.basilica.answers import CLOSE, ON_ERROR, UNSUPPORTED, Unsupported, said
-from atoll.server.basilica.request import Create, DeploymentScale, Probe, spec_of
+from atoll.server.basilica.request import Create, Probe, spec_of
 from atoll.server.basilica.wire import deployment, event_item, is_settled, listed, moment
 from atoll.server.operations import Answer, Call, Operation, Plane, Query, Said, routes
 
@@ -289,7 +289,7 @@ ROWS = (
     Operation("GET", "/deployments", read_all, "All of them.", _OK),
     Operation("GET", ONE, read, "One of them.", _OK),
     Operation("DELETE", ONE, delete, "Stop and remove.", _OK),
-    Operation("POST", f"{ONE}/scale-distributed", scale, "Resize.", _OK, body=DeploymentScale),
+    Operation("POST", f"{ONE}/scale-distributed", scale, "Resize.", _OK, body=trainings.Scale),
     Operation("POST", f"{ONE}/restart", restart, "From the start again.", _OK),
     Operation("GET", f"{ONE}/logs", logs, "What ranks print.", _OK, query=DeploymentLogQuery),
     Operation("GET", f"{ONE}/events", events, "What happened.", _OK, query=DeploymentEventQuery),
