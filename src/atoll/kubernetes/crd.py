@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from atoll.core.checks import ARGS_VARIABLE, NAME_PATTERN, RESERVED_ENV, RESERVED_ENV_PREFIXES
+from atoll.core.ends import PhaseReason, RankEnd, listing
+from atoll.core.phase import Phase
 from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN, TrainingSpec
 
 Json = dict[str, Any]
@@ -224,10 +226,15 @@ def _status_schema() -> Json:
     world = dict.fromkeys(("ready", "target", "min", "max"), whole)
     return {
         "type": "object",
+        "description": f"What was seen. Of rankExits, terminationReason is {listing(RankEnd)}.",
         "x-kubernetes-preserve-unknown-fields": True,
         "properties": {
-            "phase": {"type": "string"},
-            "message": {"type": "string"},
+            "phase": {"type": "string", "description": f"One of {', '.join(filter(None, Phase))}."},
+            "reason": {
+                "type": "string",
+                "description": f"Why it is in its phase. {listing(PhaseReason)}.",
+            },
+            "message": {"type": "string", "description": "The same for people, in one sentence."},
             "observedGeneration": whole,
             "selector": {"type": "string"},
             "world": {

@@ -11,6 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
+from atoll.core.ends import RankEnd
 from atoll.core.lines import split_lines
 from atoll.local import processes
 from atoll.local.journal import Attempt, Due, Record
@@ -18,7 +19,6 @@ from atoll.local.ranklog import LogWriter
 
 GO = b"g"
 RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
-SUPERVISOR_LOST = "SupervisorLost"
 
 
 class Process:
@@ -47,7 +47,7 @@ def become_rank(
     failures: int,
 ) -> NoReturn:
     """In a forked child: wait for the word, then be the user's command."""
-    reason, what = "CannotRun", ""
+    reason, what = RankEnd.CANNOT_RUN, ""
     try:
         os.setsid()
         processes.die_with_parent(supervisor)
@@ -63,16 +63,16 @@ def become_rank(
             os.kill(os.getpid(), signal.SIGKILL)
         where = what = gang["working_dir"] or str(directory)
         os.chdir(where)
-        reason, what = "CommandNotFound", gang["command"][0]
+        reason, what = RankEnd.COMMAND_NOT_FOUND, gang["command"][0]
         env = {**gang["env"], "PWD": where, **_own(directory, gang, due)}
         os.execvpe(what, gang["command"], env)
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
-            reason = "CannotRun"
+            reason = RankEnd.CANNOT_RUN
         text = f"{due.rank} {due.attempt} {reason} {what[:200]}: {error.strerror}"
         os.write(failures, " ".join(text.splitlines()).encode()[:1000] + b"\n")
     finally:
-        os._exit(126 if reason == "CannotRun" else 127)
+        os._exit(126 if reason is RankEnd.CANNOT_RUN else 127)
 
 
 def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
@@ -120,7 +120,7 @@ def start_record(attempt: Attempt) -> Record:
 def lost_record(attempt: Attempt, ended: dict[int, int]) -> Record:
     record = exit_record(attempt, ended.get(attempt.pid), time.time())
     if record["code"] in (None, 128 + signal.SIGKILL):
-        record["reason"] = SUPERVISOR_LOST
+        record["reason"] = RankEnd.SUPERVISOR_LOST
         record["message"] = "the process that supervised this rank was killed"
     return record
 
@@ -131,14 +131,18 @@ def exit_record(attempt: Attempt, status: int | None, at: float) -> dict[str, An
     if status is not None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         code = 128 + number if number else os.WEXITSTATUS(status)
-    reason = "Unknown" if code is None else "Completed" if code == 0 else "Error"
+    reason = RankEnd.COMPLETED if code == 0 else RankEnd.ERROR
+    if number:
+        reason = RankEnd.SIGNAL
+    elif code is None:
+        reason = RankEnd.UNKNOWN
     return {
         "t": "exit",
         "rank": attempt.rank,
         "attempt": attempt.attempt,
         "code": code,
         "signal": _signal_name(number) if number else None,
-        "reason": "Signal" if number else reason,
+        "reason": reason,
         "stopped": False,
         "at": at,
     }

@@ -6,7 +6,7 @@ from typing import Literal
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
-from atoll.core.ranks import in_words
+from atoll.core.narrate import exit_in_words
 from atoll.core.spec import MAX_GPUS, Resources
 from atoll.core.status import RankStatus, Training
 
@@ -44,10 +44,11 @@ def error_of(training: Training, found: RankStatus, state: ReplicaState) -> str:
     why = status.failing_message or status.message
     if ended is None:
         return why or "it was never started"
+    words = exit_in_words(ended)
     if ended.is_stopped:
-        return f"{why}; {in_words(ended)}" if why else in_words(ended)
+        return f"{why}; it {words}" if why else words
     last = next((line.strip() for line in reversed(ended.log_tail) if line.strip()), "")
-    return in_words(ended) if ended.message or not last else f"{in_words(ended)}: {last}"
+    return words if ended.message or not last else f"{words}: {last}"
 
 
 def read_gpu(gpu: str | int | None) -> Resources:
