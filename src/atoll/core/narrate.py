@@ -35,8 +35,8 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     started = [r.rank for r in after if r.is_alive and _is_new(before.get(r.rank), r)]
     for rank in after:
         was = before.get(rank.rank)
-        if rank.previous is not None and rank.previous not in _told_of(was):
-            yield "Warning", "RankRestarting", f"rank {rank.rank} {exit_in_words(rank.previous)}"
+        if rank.previous is not None and rank.previous not in _exits_of(was):
+            yield "Warning", "RankRestarting", exit_line(rank.rank, rank.previous)
         if rank.exit is not None and (was is None or was.exit != rank.exit):
             yield _ending(rank)
     if started:
@@ -52,7 +52,7 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
         yield kind, new.phase.capitalize(), status_in_words(new)
 
 
-def _told_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
+def _exits_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
     return (None, None) if was is None else (was.exit, was.previous)
 
 
@@ -73,7 +73,7 @@ def _is_new(was: RankStatus | None, rank: RankStatus) -> bool:
 def _ending(rank: RankStatus) -> tuple[EventType, str, str]:
     ended = rank.exit
     assert ended is not None
-    text = f"rank {rank.rank} {exit_in_words(ended)}"
+    text = exit_line(rank.rank, ended)
     if rank.phase == "Succeeded":
         return "Normal", "RankSucceeded", text
     if ended.is_stopped:
@@ -85,10 +85,7 @@ def _ending(rank: RankStatus) -> tuple[EventType, str, str]:
 
 def exit_in_words(ended: Exit | RankExit) -> str:
     """What the rank did: `was killed by SIGSEGV (segmentation fault), exit code 139`."""
-    if isinstance(ended, RankExit):
-        code, reason = ended.exit_code, ended.termination_reason
-    else:
-        code, reason = ended.code, ended.reason
+    code, reason = _code_and_reason(ended)
     if code is None:
         text = "ended with an exit code that could not be learned"
     elif ended.signal:
@@ -105,14 +102,19 @@ def _signal_in_words(name: str) -> str:
     return f"{name} ({meaning.lower()})" if meaning else name
 
 
-def exit_line(ended: RankExit) -> str:
+def _code_and_reason(ended: Exit | RankExit) -> tuple[int | None, str]:
+    if isinstance(ended, RankExit):
+        return ended.exit_code, ended.termination_reason
+    return ended.code, ended.reason
+
+
+def exit_line(rank: int, ended: Exit | RankExit) -> str:
     """`rank 1: exit_code=137 reason=OOMKilled signal=SIGKILL: out of memory`."""
-    code = "unknown" if ended.exit_code is None else ended.exit_code
-    text = f"rank {ended.rank}: exit_code={code} reason={ended.termination_reason}"
+    code, reason = _code_and_reason(ended)
+    text = f"rank {rank}: exit_code={'unknown' if code is None else code} reason={reason}"
     if ended.signal:
         text += f" signal={ended.signal}"
-    is_known = ended.termination_reason in RANK_ENDS
-    why = why_ended(ended.termination_reason, ended.message) if is_known else ended.message
+    why = why_ended(reason, ended.message) if reason in RANK_ENDS else ended.message
     return f"{text}: {why}" if why else text
 
 
@@ -138,7 +140,7 @@ def failure_in_words(training: Training) -> str:
     bad = [ended for ended in status.rank_exits if ended.is_failure]
     if cause is not None:
         bad.sort(key=lambda ended: ended.rank != cause.rank)
-    reasons = [exit_line(ended) for ended in bad]
+    reasons = [exit_line(ended.rank, ended) for ended in bad]
     if cause is None and (status.phase is Phase.FAILED or not reasons):
         reasons.insert(0, phase_in_words(status))  # no rank is to blame
     text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
@@ -157,7 +159,7 @@ def status_in_words(status: Status) -> str:
     """What a status says of itself, in one sentence."""
     world = status.world
     if status.root_cause is not None:
-        return exit_line(status.root_cause)
+        return exit_line(status.root_cause.rank, status.root_cause)
     if status.failing_message:
         return status.failing_message
     if status.phase is Phase.SUCCEEDED:

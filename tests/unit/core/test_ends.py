@@ -125,7 +125,7 @@ def test_what_supervises_ranks_can_import_the_names_without_any_package() -> Non
 )
 def test_an_exit_in_words(rank_exit: RankExit, words: str, line: str) -> None:
     assert exit_in_words(rank_exit) == words
-    assert exit_line(rank_exit) == line
+    assert exit_line(1, rank_exit) == line
     attempt = Exit(
         code=rank_exit.exit_code,
         at=0.0,
@@ -134,13 +134,14 @@ def test_an_exit_in_words(rank_exit: RankExit, words: str, line: str) -> None:
         message=rank_exit.message,
     )
     assert exit_in_words(attempt) == words
+    assert exit_line(1, attempt) == line
 
 
 @pytest.mark.parametrize("reason", [*RANK_ENDS, "EatenByABear", ""])
 def test_every_end_is_told_by_everybody_in_the_same_words(reason: str) -> None:
     cause = ended(7, reason, message="so it says")
     training = failed(cause, reason="RankFailed")
-    line, words = exit_line(cause), exit_in_words(cause)
+    line, words = exit_line(1, cause), exit_in_words(cause)
     assert status_in_words(training.status) == line
     assert line in failure_in_words(training)
     assert end_in_words(training) == f"t failed: rank 1 failed first: it {words}"
