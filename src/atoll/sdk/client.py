@@ -12,7 +12,7 @@ from atoll.core.spec import TrainingSpec
 from atoll.sdk import flows
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.endpoint import Endpoint, chosen
-from atoll.sdk.options import Options, spec_of, wait_of
+from atoll.sdk.options import DeployOptions, spec_of, wait_of
 from atoll.sdk.training import DistributedTraining
 from atoll.sdk.wire import AsyncPerformer, Performer, Wire
 
@@ -45,11 +45,13 @@ class Client:
         self.endpoint = endpoint
         self.wire = Wire(endpoint)
 
-    def deploy_distributed(self, name: str, **options: Unpack[Options]) -> DistributedTraining:
+    def deploy_distributed(
+        self, name: str, **options: Unpack[DeployOptions]
+    ) -> DistributedTraining:
         """Store a training and return its handle at once; `wait=` also waits, up to `timeout`.
 
-        Options: see `atoll.sdk.options.Options`. Raises ValidationError before anything is sent.
-        A training whose wait fails goes on: `client.get(name)` finds it.
+        Options: see `atoll.sdk.options.DeployOptions`. Raises ValidationError before anything is
+        sent. A training whose wait fails goes on: `client.get(name)` finds it.
         """
         spec, (wait, timeout) = spec_of(name, options), wait_of(options)
         made = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
@@ -65,7 +67,7 @@ class Client:
         return training
 
     async def deploy_distributed_async(
-        self, name: str, **options: Unpack[Options]
+        self, name: str, **options: Unpack[DeployOptions]
     ) -> DistributedTraining:
         spec, (wait, timeout) = spec_of(name, options), wait_of(options)
         made = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))

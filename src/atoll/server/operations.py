@@ -135,7 +135,7 @@ def read_query(request: Request[Any, Any, Any], kind: type[Q]) -> Q:
     try:
         query = msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise named(error, given) from error
+        raise named(error, kind, given) from error
     for name, value in given.items():
         if value == "null" and name not in lists:  # which msgspec takes for None
             raise ValidationError(name, value, "expected a value, or leave the option out")
