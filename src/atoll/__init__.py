@@ -26,7 +26,7 @@ _HOME = {
     "DistributedTraining": "sdk.training",
     "EKSExecutor": "replicas.kubernetes",
     "KubernetesExecutor": "replicas.kubernetes",
-    "LocalProcessExecutor": "replicas.surface",
+    "LocalProcessExecutor": "replicas.local",
     "NotFound": "core.errors",
     "ObjectStoreAllReduce": "diloco.allreduce",
     "ProviderFilter": "core.spec",
