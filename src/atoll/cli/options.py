@@ -52,7 +52,7 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
     (("--bench",), "bench", str, "Measure the link between hosts: off, on-start."),
     (("--bench-require-gbps",), "bench_require_gbps", float, "Start only over a link this fast."),
     (("--bench-placement",), "bench_placement", str, "Where to measure: preferred, strict."),
-    (("--executor",), "executor", str, "local or kubernetes; that of the control plane."),
+    (("--executor",), "executor", str, "Where to run, by name; see 'atoll executors'."),
     (("--image",), "image", str, "Container image, where ranks have one."),
     (("--cpu",), "cpu", str, "CPUs of a rank: 2, 500m."),
     (("--memory",), "memory", str, "Memory of a rank: 4Gi."),
@@ -80,7 +80,7 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
     @wraps(body)
     def run(
         command: tuple[str, ...],
-        ranks: int,
+        ranks: int | None,
         low: int | None,
         high: int | None,
         name: str | None,
@@ -89,17 +89,21 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         mesh: bool,
         **given: Any,
     ) -> None:
+        from atoll.sdk.config import with_defaults
+
         mine = {option: given.pop(option) for option in own if option in given}
         options = {option: value for option, value in given.items() if value is not None}
         options |= {"command": list(_command(command)), "env": dict(map(_variable, env))}
-        options["world_size"] = _world_size(ranks, low, high)
+        if any(count is not None for count in (ranks, low, high)):
+            options["world_size"] = _world_size(1 if ranks is None else ranks, low, high)
         if mesh:
             options["mesh"] = True
         if pip_packages:
             options["pip_packages"] = list(pip_packages)
         chosen = generated(command) if name is None else name
+        options = with_defaults(options)
         try:
-            body(Launch(chosen, options, given["deadline_s"]), **mine)
+            body(Launch(chosen, options, options.get("deadline_s")), **mine)
         except ValidationError as error:
             from atoll.core.fields import renamed
 
@@ -116,7 +120,7 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
     click.option("--min", "low", type=COUNT, help="Fewest ranks to go on with; -n if not given.")(
         run
     )
-    click.option("--ranks", "-n", type=COUNT, default=1, help="Ranks wanted; 1 if not given.")(run)
+    click.option("--ranks", "-n", type=COUNT, help="Ranks wanted; 1 if not given.")(run)
     click.argument("command", nargs=-1, type=click.UNPROCESSED)(run)
     return run
 

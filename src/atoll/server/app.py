@@ -20,6 +20,7 @@ from atoll.server.auth import caller
 from atoll.server.background import beside
 from atoll.server.basilica import answers as deployments_answers
 from atoll.server.basilica import deployments
+from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
 from atoll.server.openapi import document
 from atoll.server.operations import Operation, Plane, TokenStore, routes
@@ -36,6 +37,7 @@ def create_app(
     store: TokenStore,
     executors: Mapping[str, Executor],
     streams: Streams | None = None,
+    setup: Setup | None = None,
     gauges: Gauges | None = None,
     more: Sequence[Operation] = (),
     handlers: Sequence[BaseRouteHandler] = (),
@@ -48,7 +50,12 @@ def create_app(
     files. Call `streams.close()` when shutdown begins, so that open watches end.
     """
     gauges = Gauges() if gauges is None else gauges
-    plane = Plane(store, executors, Streams() if streams is None else streams)
+    plane = Plane(
+        store,
+        executors,
+        Streams() if streams is None else streams,
+        Setup() if setup is None else setup,
+    )
     rows = (*api.NATIVE, *health.operations(gauges), *more)
 
     @cache

@@ -18,6 +18,7 @@ from atoll.core.status import Event, LogLine, Training
 from atoll.core.usage import usage as used
 from atoll.server.admission import executor_of
 from atoll.server.background import beside
+from atoll.server.executors import probed
 from atoll.server.operations import (
     NDJSON,
     Answer,
@@ -59,13 +60,17 @@ class EventList(Model, frozen=True):
 async def logs(call: Call) -> Answer:
     query: LogQuery = call.query
     training = await _meant(call)
-    executor = executor_of(training, call.plane.executors)
+    executor = executor_of(training, call.plane)
     end = End(training)
     follow = end.is_reached if query.follow else None
     lines, head = await _begun(executor, training, query, follow)
     watched = end.watched(call.plane.store) if query.follow else contextlib.nullcontext()
     source = _encoded(lines, watched, head)
     return stream_answer(call.plane.streams.run(source, beat=BEAT, cut=CUT), NDJSON)
+
+
+async def executors(call: Call) -> Answer:
+    return json_answer(await probed(call.plane.executors, call.plane.setup))
 
 
 class End:
