@@ -12,6 +12,7 @@ import msgspec
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL, check_kind
+from atoll.core.fields import renamed
 from atoll.core.model import Model, named
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -53,7 +54,7 @@ def parse(text: str, path: str, digest: str = "") -> Config:
             executors[name] = _executor(name, _table(f"executors.{name}", table))
         defaults = _table("defaults", tables.get("defaults", {}))
         default = defaults.get("executor", LOCAL)
-        if default not in executors:
+        if not isinstance(default, str) or default not in executors:
             known = ", ".join(executors)
             raise ValidationError("defaults.executor", default, f"expected one of {known}")
     except ValidationError as error:
@@ -90,9 +91,7 @@ def options_of(kind: type[T], table: Mapping[str, Any]) -> T:
         return msgspec.convert({names[name]: value for name, value in table.items()}, kind)
     except msgspec.ValidationError as error:
         refused = named(error, {names[name]: value for name, value in table.items()})
-        first, dot, rest = refused.field.partition(".")
-        python = {wire: name for name, wire in names.items()}.get(first, first)
-        raise ValidationError(f"{python}{dot}{rest}", refused.value, refused.expected) from error
+        raise renamed(refused, {wire: name for name, wire in names.items()}) from error
 
 
 def _check_known(table: str, keys: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -111,7 +110,7 @@ def _table(field: str, value: object) -> dict[str, Any]:
 
 
 def _line_of(error: tomllib.TOMLDecodeError, text: str) -> str:
-    """The line that is no TOML; older Pythons tell it in words alone."""
-    words = str(error).rpartition("(at line ")[2].partition(",")[0]
-    lines = text.splitlines()
-    return lines[int(words) - 1] if words.isdigit() and int(words) <= len(lines) else ""
+    """The line that is no TOML; the error tells its number in words alone."""
+    number = str(error).rpartition("(at line ")[2].partition(",")[0]
+    lines = text.splitlines() or [""]
+    return lines[int(number) - 1 if number.isdigit() else -1]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.errors import ValidationError
+from atoll.core.errors import Permanent, ValidationError
 
 if TYPE_CHECKING:
     from atoll.core.config import Config
@@ -35,7 +35,8 @@ def find() -> Path | None:
 def read(path: Path | None = None) -> Config:
     """That file, or the one that `find` finds; without one, what holds where there is none.
 
-    Raises ValidationError naming the file, the field, its value and what would be right.
+    Raises Permanent if it cannot be read, and ValidationError naming the file, the field, its
+    value and what would be right.
     """
     from atoll.core.config import Config, in_file, parse
 
@@ -46,9 +47,7 @@ def read(path: Path | None = None) -> Config:
         content = path.read_bytes()
         text = content.decode()
     except OSError as error:
-        raise ValidationError(
-            "config", str(path), f"expected a file that can be read ({error.strerror})"
-        ) from error
+        raise Permanent(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValidationError(str(path), content[:40], "expected text in UTF-8") from error
     config = parse(text, str(path), digest_of(content))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -10,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.core.errors import Gone, NotFound, ValidationError
+from atoll.core.errors import Gone, NotFound, Temporary, ValidationError
 from atoll.core.metrics import measured
 from atoll.core.model import Model, encode
 from atoll.core.ports import Executor, Resuming, Store
@@ -28,8 +29,10 @@ from atoll.server.operations import (
     stream_answer,
 )
 
+log = logging.getLogger(__name__)
+
 BEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
-CUT = b'{"cut":true}\n'  # the server goes away; ask again for the rest
+CUT = b'{"cut":true}\n'  # the server or the backend goes away; ask again for the rest
 
 Rank = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
@@ -129,6 +132,9 @@ async def _encoded(
                 yield head
             async for line in lines:
                 yield encode(line) + b"\n"
+        except Temporary as error:
+            log.info("logs: %s", error)
+            yield CUT
         finally:
             if hasattr(lines, "aclose"):
                 await lines.aclose()
