@@ -87,7 +87,7 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
     (("--bench",), "bench", str, "Measure the link between hosts: off, on-start."),
     (("--bench-require-gbps",), "bench_require_gbps", float, "Start only over a link this fast."),
     (("--bench-placement",), "bench_placement", str, "Where to measure: preferred, strict."),
-    (("--executor",), "executor", str, "local or kubernetes; that of the control plane."),
+    (("--executor",), "executor", str, "Where to run, by name; see 'atoll executors'."),
     (("--image",), "image", str, "Container image, where ranks have one."),
     (("--cpu",), "cpu", str, "CPUs of a rank: 2, 500m."),
     (("--memory",), "memory", str, "Memory of a rank: 4Gi."),
@@ -100,10 +100,10 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
 
 
 # The world: flags, parameter, field of its size, default, help. The last comes first in the help.
-WORLD: tuple[tuple[tuple[str, ...], str, str, int | None, str], ...] = (
-    (("--max",), "high", "max", None, "Most ranks to scale to; -n if not given."),
-    (("--min",), "low", "min", None, "Fewest ranks to go on with; -n if not given."),
-    (("--ranks", "-n"), "ranks", "target", 1, "Ranks wanted; 1 if not given."),
+WORLD: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("--max",), "high", "max", "Most ranks to scale to; -n if not given."),
+    (("--min",), "low", "min", "Fewest ranks to go on with; -n if not given."),
+    (("--ranks", "-n"), "ranks", "target", "Ranks wanted; 1 if not given."),
 )
 
 
@@ -123,7 +123,7 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
     @wraps(body)
     def run(
         command: tuple[str, ...],
-        ranks: int,
+        ranks: int | None,
         low: int | None,
         high: int | None,
         name: str | None,
@@ -132,17 +132,21 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         mesh: bool,
         **given: Any,
     ) -> None:
+        from atoll.sdk.config import with_defaults
+
         mine = {option: given.pop(option) for option in own if option in given}
         options = {option: value for option, value in given.items() if value is not None}
         options |= {"command": list(_command(command)), "env": dict(map(_variable, env))}
-        options["world_size"] = _world_size(ranks, low, high)
+        if any(count is not None for count in (ranks, low, high)):
+            options["world_size"] = _world_size(1 if ranks is None else ranks, low, high)
         if mesh:
             options["mesh"] = True
         if pip_packages:
             options["pip_packages"] = list(pip_packages)
         chosen = generated(command) if name is None else name
+        options = with_defaults(options)
         try:
-            body(Launch(chosen, options, given["deadline_s"]), **mine)
+            body(Launch(chosen, options, options.get("deadline_s")), **mine)
         except ValidationError as error:
             from atoll.core.fields import renamed
 
@@ -157,9 +161,9 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
     click.option("--pip", "pip_packages", multiple=True, help="Package that ranks need.")(run)
     click.option("--env", "-e", multiple=True, help="K=V, or K to pass on its value here.")(run)
     click.option("--name", help="Made from the command if not given.")(run)
-    for flags, name_here, field, default, text in WORLD:
+    for flags, name_here, field, text in WORLD:
         count = WholeNumber(f"world_size.{field}")
-        click.option(*flags, name_here, type=count, default=default, help=text)(run)
+        click.option(*flags, name_here, type=count, help=text)(run)
     click.argument("command", nargs=-1, type=click.UNPROCESSED)(run)
     return run
 

@@ -11,11 +11,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
+from atoll.core.config import options_of
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
+from atoll.core.executors import Home
 from atoll.core.ports import Key
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Seen, Training, Wish
@@ -28,8 +31,8 @@ from atoll.kubernetes.hosts import Hosts
 from atoll.kubernetes.keep import Keeper
 from atoll.kubernetes.logs import Source, follow_logs, read_logs, tail_places
 from atoll.kubernetes.mirror import Mirror
-from atoll.kubernetes.names import CONTAINER, NAMESPACE, TRAINING, UID
-from atoll.kubernetes.options import Options
+from atoll.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
+from atoll.kubernetes.options import ClusterOptions, Options
 from atoll.kubernetes.patch import (
     render_begun,
     render_released,
@@ -94,6 +97,22 @@ class JobExecutor:
         ring, ring_in = self._changed.put_nowait, self._alarms.set
         self._world = World(self.cluster, self.options, is_owner=is_owner)
         self._beside = Beside(self.cluster, self.options, ring, ring_in, is_owner=is_owner)
+
+    @classmethod
+    def configured(cls, name: str, options: dict[str, Any], home: Home) -> JobExecutor:
+        """As `[executors.NAME]` says; without a namespace, in that of the kubeconfig's context."""
+        table = options_of(ClusterOptions, options)
+        file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
+        cluster = Cluster.connect(table.context, file)
+        stated = {field.name: getattr(table, field.name) for field in fields(Options)}
+        stated["namespace"] = table.namespace or cluster.namespace
+        stated["labels"] = {**table.labels, PLANE: home.plane}
+        executor = cls(cluster=cluster, **stated)
+        executor.name = name
+        return executor
+
+    async def probe(self) -> None:
+        await self.cluster.version()
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
@@ -230,7 +249,7 @@ class JobExecutor:
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""
-        await self._keeper.sweep(self.options.namespace, known)
+        await self._keeper.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
         await self._beside.sweep(known)
 
     def _place(self, training: Training) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from atoll.core.errors import NotFound
 from atoll.kubernetes.client import Cluster, gather
 from atoll.kubernetes.gate import render_start
-from atoll.kubernetes.names import SELECTOR, UID
+from atoll.kubernetes.names import PLANE, SELECTOR, UID
 from atoll.kubernetes.patch import LET_GO, render_lost, render_stopped
 from atoll.kubernetes.pod import Pod
 
@@ -29,9 +29,18 @@ class Keeper:
         listed = await self._cluster.list("pods", namespace, labels=labels)
         await self.let_go(map(Pod, listed.items))
 
-    async def sweep(self, namespace: str | None, known: Callable[[], Awaitable[set[str]]]) -> None:
-        """Pods of trainings that are no more are let go; without this they would never leave."""
-        listed = await self._cluster.list("pods", namespace, labels=SELECTOR)
+    async def sweep(
+        self,
+        namespace: str | None,
+        known: Callable[[], Awaitable[set[str]]],
+        plane: str | None = None,
+    ) -> None:
+        """Pods of trainings that are no more are let go; without this they would never leave.
+
+        Those of another control plane are left to it: their trainings are not known here.
+        """
+        own = f"!{PLANE}" if plane is None else f"{PLANE}={plane}"
+        listed = await self._cluster.list("pods", namespace, labels=f"{SELECTOR},{own}")
         held = [pod for pod in map(Pod, listed.items) if pod.is_held]
         if held:
             # Asked after the pods, so that none of a new training is taken for a stray.

@@ -174,3 +174,18 @@ class Options(SpecModel, frozen=True):
     def has_own_etcd(self, spec: TrainingSpec) -> bool:
         is_needed = needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh)
         return is_needed and self.etcd_endpoint is None
+
+
+class ClusterOptions(Options, frozen=True):
+    """What `[executors.NAME]` with `kind = "kubernetes"` may say.
+
+    A control plane takes exits and keeps the deadline, so exits are held for it, and the Job until
+    it has taken them.
+    """
+
+    context: str | None = None  # unset: the current one
+    kubeconfig: str | None = None  # unset: KUBECONFIG, else ~/.kube/config
+    is_exit_held: bool = True
+    is_start_gated: bool = True
+    ttl_seconds_after_finished: int | None = None
+    deadline_margin_s: int = 60

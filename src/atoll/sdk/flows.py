@@ -22,6 +22,7 @@ from atoll.core.errors import (
     ValidationError,
     WorldSizeOutOfBounds,
 )
+from atoll.core.executors import ExecutorList, is_missing
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model, encode
 from atoll.core.narrate import failure_in_words
@@ -64,9 +65,17 @@ def ignore(training: Training) -> None:
     """For those who do not care to see every state."""
 
 
-def create(spec: TrainingSpec, key: str, *, clock: Clock = time.monotonic) -> Flow[Training]:
+def create(
+    spec: TrainingSpec,
+    key: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    clock: Clock = time.monotonic,
+) -> Flow[Training]:
     """Stored once, however often the request has to be repeated."""
-    effect = Send("POST", ALL, body=encode(spec), headers={"Idempotency-Key": key})
+    effect = Send(
+        "POST", ALL, body=encode(spec), headers={"Idempotency-Key": key, **(headers or {})}
+    )
     return answered((yield from send(effect, clock=clock)), Training)
 
 
@@ -74,11 +83,14 @@ def deploy(spec: TrainingSpec, shared: Mapping[str, Any], key: str) -> Flow[Trai
     """Stored; with `shared`, the fields that a rank beside the caller gets, if it runs there.
 
     A control plane on this machine need not run ranks on it: the way to a cluster's may lead
-    through a port here. So `local` is asked for first, and is refused where it is not.
+    through a port here. So `local` is asked for first, and is refused where it is not, or is not
+    the default.
     """
     if shared:
+        headers = {} if spec.executor else {"Atoll-If-Default": "local"}
+        local = replace(spec, executor="local", **shared)
         try:
-            return (yield from create(replace(spec, executor="local", **shared), key))
+            return (yield from create(local, key, headers=headers))
         except ValidationError as error:
             if spec.executor is not None or error.field != "executor":
                 raise
@@ -102,6 +114,11 @@ def read(
     if training.uid != who.uid:
         raise NotFound("training", who.name)
     return training
+
+
+def executors() -> Flow[ExecutorList]:
+    effect = Send("GET", "/v1/executors", timeout=READ_S)
+    return answered((yield from send(effect)), ExecutorList)
 
 
 def list_all(phase: str | None = None, prefix: str | None = None) -> Flow[list[Training]]:
@@ -152,6 +169,11 @@ def delete(
         while (left := deadline - clock()) > 0:
             training = yield from _next(who, training, left, clock=clock)
             on_read(training)
+            if is_missing(training):
+                raise Temporary(
+                    f"{who.name!r} is not removed yet: its executor {training.executor!r} is not "
+                    "configured, and only there can its ranks be stopped"
+                )
     except NotFound:
         return
 

@@ -18,6 +18,7 @@ from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode, named
 from atoll.core.ports import Executor, Store, Tokens
+from atoll.server.executors import Setup
 from atoll.server.streams import Streams
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -44,6 +45,7 @@ class Plane:
     tokens: Tokens
     executors: Mapping[str, Executor]
     streams: Streams = field(default_factory=Streams)
+    setup: Setup = field(default_factory=Setup)
 
 
 @dataclass(frozen=True)

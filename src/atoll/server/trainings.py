@@ -24,14 +24,15 @@ from atoll.core.errors import (
 from atoll.core.model import Model, SpecModel, encode
 from atoll.core.ports import Change, Key, Store
 from atoll.core.problem import problem_of
-from atoll.core.spec import ScaleTarget
+from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import Event, Training, TrainingList
-from atoll.server.admission import admitted
+from atoll.server.admission import admitted, default_executor
 from atoll.server.operations import SSE, Answer, Call, Query, json_answer, stream_answer
 from atoll.server.problems import status_of
 
 WRITE_ATTEMPTS = 50
 MAX_KEY = 200
+IF_DEFAULT = "Atoll-If-Default"
 BEAT = b": still here\n\n"
 
 Version = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -65,7 +66,8 @@ class Removal(Model, frozen=True):
 
 
 async def create(call: Call) -> Answer:
-    spec = admitted(call.body, call.plane.executors)
+    spec = admitted(call.body, call.plane)
+    _check_default(call, spec)
     wish = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
@@ -74,6 +76,14 @@ async def create(call: Call) -> Answer:
     if not is_new and made.generation == 1 and shown(made).spec != shown(wish).spec:
         raise Conflict(f"this idempotency key made {made.name!r} from another spec")
     return json_answer(shown(made), 201 if is_new else 200)
+
+
+def _check_default(call: Call, spec: TrainingSpec) -> None:
+    """A caller on this machine sends along what local ranks share with it, for them alone."""
+    wanted = call.request.headers.get(IF_DEFAULT.lower())
+    default = default_executor(call.plane)
+    if wanted is not None and wanted != default:
+        raise ValidationError("executor", spec.executor, f"the default here is {default}")
 
 
 def _key(call: Call) -> str | None:

@@ -102,13 +102,13 @@ async def create(call: Call) -> Answer:
     wish = decode(body, Create)
     if not wish.distributed.enabled:
         raise ValidationError("distributed.enabled", False, "expected true")
-    executor = default_executor(call.plane.executors)
+    executor = default_executor(call.plane)
     spec = spec_of(
         wish,
         backend=rendezvous_of(wish.distributed.rendezvous.backend, executor),
         path_first=str(Path(sys.executable).parent) if executor == "local" else None,
     )
-    spec = admitted(spec, call.plane.executors)
+    spec = admitted(spec, call.plane)
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
@@ -232,7 +232,7 @@ async def restart(call: Call) -> Answer:
     old = await store.get(call.key)
     if old.deletion_requested_at is not None:
         raise Conflict(f"training {call.name!r} is being deleted: deploy it again")
-    spec = replace(admitted(old.spec, call.plane.executors), cancel=False)
+    spec = replace(admitted(old.spec, call.plane), cancel=False)
     if spec.source is not None:  # read now: the code goes with the record
         spec = replace(spec, source=replace(spec.source, content=await store.source(old)))
     await trainings.delete(call)
@@ -258,7 +258,7 @@ async def logs(call: Call) -> Answer:
     query: DeploymentLogQuery = call.query
     training = await call.plane.store.get(call.key)
     end = reports.End(training)
-    lines = executor_of(training, call.plane.executors).logs(
+    lines = executor_of(training, call.plane).logs(
         training, tail=query.tail, follow=end.is_reached if query.follow else None
     )
     is_shown = training.spec.world_size.max > 1
