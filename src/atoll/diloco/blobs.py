@@ -22,6 +22,7 @@ import obstore.exceptions as failures
 from obstore.store import LocalStore, MemoryStore, from_url
 
 from atoll.core.errors import NotFound, Permanent, Temporary, ValidationError
+from atoll.core.retry import Retry
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -190,8 +191,13 @@ class Blobs:
         up: int = 0,
         temporary: tuple[type[Exception], ...] = (),
     ) -> T:
-        deadline = time.monotonic() + self._patience_s
-        pause = 0.05
+        retry = Retry(
+            0.05,
+            2.0,
+            jitter=lambda: random.uniform(0.5, 1.0),
+            patience_s=self._patience_s,
+            clock=time.monotonic,
+        )
         while True:
             with self._lock:
                 self._usage.requests += 1
@@ -210,13 +216,12 @@ class Blobs:
                 problem: Exception = e
             except (failures.BaseError, OSError, Temporary) as e:
                 problem = e
-            if time.monotonic() >= deadline:
+            pause_s = retry.pause_s()
+            if pause_s is None:
                 raise Temporary(
                     f"{self.name}: no answer for {self._patience_s:g} s: {_first_line(problem)}"
                 ) from problem
-            # Jitter: ranks that failed together should not come back together.
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, 2.0)
+            time.sleep(pause_s)
 
 
 def _open_store(uri: str) -> Any:

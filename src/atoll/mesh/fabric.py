@@ -19,6 +19,7 @@ from typing import Any
 from atoll.core.errors import BackendError, ValidationError
 from atoll.core.mesh import split_endpoint
 from atoll.core.model import decode, encode
+from atoll.core.retry import Retry
 from atoll.mesh.etcd import EtcdKeys
 from atoll.mesh.reach import FABRIC_DIR, NAMED, Report, Roster
 
@@ -191,13 +192,14 @@ async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, pl
     Both are checked again when nothing has come for a while: an etcd that was replaced is empty and
     would report no change.
     """
-    roster, pause = f"{folder}/roster", RETRY_S
+    roster, retry = f"{folder}/roster", Retry(RETRY_S, LONGEST_RETRY_S)
     while True:
         try:
             if await keys.get(own) != place.decode():
                 await keys.put(own, place.decode())
             values, index = await keys.list(roster)
-            value, pause = values.get(roster), RETRY_S
+            value = values.get(roster)
+            retry.has_worked()
             is_quiet = False
             while not is_quiet:
                 if value is not None:
@@ -207,8 +209,7 @@ async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, pl
                 if change is not None:
                     value, index = change.value, change.version
         except BackendError:
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, LONGEST_RETRY_S)
+            await asyncio.sleep(retry.pause_s() or 0.0)
 
 
 def _follow(agent: Agent, value: str) -> None:

@@ -13,15 +13,13 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from atoll.core.mesh import degraded_path, ready_path, split_endpoint
+from atoll.core.retry import Retry
 
 if TYPE_CHECKING:
     import socket
 
 MeshStatus = Literal["ready", "degraded", "timeout"]
 
-FIRST_PAUSE_S = 0.02
-GROWTH = 1.6
-LONGEST_PAUSE_S = 2.0
 REQUEST_S = 2.0  # one request, name lookup included
 LEAST_REQUEST_S = 0.5  # so that `timeout=0` can still get an answer
 HOST_NAMES = ("NODE_NAME", "KUBERNETES_NODE_NAME")
@@ -67,7 +65,8 @@ def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshSt
         ("ready", ready_path(host)),
         ("degraded", degraded_path(host)),
     )
-    pause = FIRST_PAUSE_S
+    patience_s = deadline - time.monotonic()
+    retry = Retry(0.02, 2.0, growth=1.6, patience_s=patience_s, clock=time.monotonic)
     why = ""
     while True:
         for outcome, path in outcomes:
@@ -77,11 +76,10 @@ def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshSt
                 return outcome, ""
             if code is None or time.monotonic() >= deadline:
                 break  # no answer, or no time left: asking for the second key would not help
-        left = deadline - time.monotonic()
-        if left <= 0:
+        pause_s = retry.pause_s()
+        if pause_s is None:
             return "timeout", f" last: {why}"
-        time.sleep(min(pause, left))
-        pause = min(pause * GROWTH, LONGEST_PAUSE_S)
+        time.sleep(pause_s)
 
 
 def http_status(

@@ -15,6 +15,7 @@ from typing import Any
 from atoll.core.errors import BackendError, ValidationError
 from atoll.core.mesh import DEGRADED_DIR, GATE_DIR, READY_DIR, MeshState
 from atoll.core.model import decode, encode
+from atoll.core.retry import Retry
 from atoll.mesh.etcd import EtcdKeys
 from atoll.mesh.reach import (
     DEADLINE_S,
@@ -97,13 +98,12 @@ class MeshWatch:
             await asyncio.sleep(LONGEST_AGAIN_S)
 
     async def _follow(self) -> None:
-        pause_s = AGAIN_S
+        retry = Retry(AGAIN_S, LONGEST_AGAIN_S, growth=1.5)
         while True:
             if await self._has_worked(self._follow_once()):
-                pause_s = AGAIN_S
+                retry.has_worked()
             else:
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, LONGEST_AGAIN_S)
+                await asyncio.sleep(retry.pause_s() or 0.0)
 
     async def _has_worked(self, work: Coroutine[Any, Any, None]) -> bool:
         """Whether `work` ended without a BackendError.
