@@ -13,7 +13,7 @@ from atoll.core.ends import RankEnd
 from atoll.local import processes
 from atoll.local.journal import Attempt, Due, Record
 from atoll.local.ranklog import LogWriter
-from atoll.rank.report import ERROR_VARIABLE, ending
+from atoll.rank.report import ERROR_VARIABLE, exit_record
 
 GO = b"g"
 RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
@@ -97,20 +97,20 @@ def start_record(attempt: Attempt) -> Record:
 
 
 def lost_record(attempt: Attempt, ended: dict[int, int]) -> Record:
-    record = exit_record(attempt, ended.get(attempt.pid), time.time())
+    record = attempt_end(attempt, ended.get(attempt.pid), time.time())
     if record["code"] in (None, 128 + signal.SIGKILL):
         record["reason"] = RankEnd.SUPERVISOR_LOST
         record["message"] = "the process that supervised this rank was killed"
     return record
 
 
-def exit_record(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
+def attempt_end(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
     """How an attempt ended, for the journal."""
     return {
         "t": "exit",
         "rank": attempt.rank,
         "attempt": attempt.attempt,
-        **ending(status, at),
+        **exit_record(status, at),
         "stopped": False,
     }
 

@@ -24,9 +24,9 @@ from atoll.local.ranklog import last_lines
 from atoll.local.rankprocess import (
     GO,
     Process,
+    attempt_end,
     become_rank,
     error_file,
-    exit_record,
     lost_record,
     start_record,
 )
@@ -275,7 +275,7 @@ class Supervisor:
 
     def _explained(self, process: Process, status: int) -> Record:
         attempt = process.attempt
-        record = exit_record(attempt, status, self._now())
+        record = attempt_end(attempt, status, self._now())
         failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
         if process.is_stopping:
             record["stopped"] = True
