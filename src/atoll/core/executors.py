@@ -17,7 +17,7 @@ LOCAL = "local"
 MISSING = "ExecutorMissing"  # the condition of a training whose executor is not configured
 
 KINDS = {
-    LOCAL: "atoll.local.executor:LocalExecutor",
+    LOCAL: "atoll.local.executor:LocalBackend",
     "kubernetes": "atoll.kubernetes.executor:JobExecutor",
 }
 # Kinds that need packages which a plain `pip install atoll` does not bring.

@@ -7,7 +7,7 @@ from typing import Literal
 from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 from atoll.core.phase import Phase
-from atoll.core.spec import TrainingSpec
+from atoll.core.spec import TrainingSpec, WorldSize
 
 SILENT_S = 1.0  # how much later than it happened a death by signal may be noticed
 
@@ -27,6 +27,8 @@ class Exit(Model, frozen=True):
     failed_at: float | None = None  # the rank's own word on when it failed, before it unwound
     message: str = ""
     log_tail: list[str] = []
+    # The rank was to leave a record of its own, and left none: code and time are the backend's.
+    is_backends_word: bool = False
 
     @property
     def is_success(self) -> bool:
@@ -52,6 +54,17 @@ class WorldStatus(Model, frozen=True):
     min: int = 0
     max: int = 0
     below_minimum: bool = True
+
+    @classmethod
+    def of(cls, ready: int, size: WorldSize) -> WorldStatus:
+        """Ready as seen, the rest as wished."""
+        return cls(
+            ready=ready,
+            target=size.target,
+            min=size.min,
+            max=size.max,
+            below_minimum=ready < size.min,
+        )
 
 
 class RankStatus(Model, frozen=True):
@@ -241,6 +254,11 @@ class Training(Model, frozen=True):
     @property
     def key(self) -> tuple[str, str]:
         return self.namespace, self.spec.name
+
+    @property
+    def world(self) -> WorldStatus:
+        """Ready as seen, the rest as wished now: a scale shows at once in `target`."""
+        return WorldStatus.of(self.status.world.ready, self.spec.world_size)
 
     @property
     def executor(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from atoll.core.ends import RankEnd
 from atoll.core.model import decode
 from atoll.core.status import Exit, RankStatus, Seen, SeenRank, Training, Wish
 from atoll.kubernetes.gate import Gate, is_gated, is_grace_unknown, read_gate
@@ -291,6 +292,9 @@ def given_up(
                 attempt=before.attempt + 1,
                 restarts=training.spec.max_restarts,
                 exit=Exit(
-                    code=None, at=now, reason="Deleted", message="its pod was taken away unseen"
+                    code=None,
+                    at=now,
+                    reason=RankEnd.DELETED,
+                    message="its pod was taken away unseen",
                 ),
             )

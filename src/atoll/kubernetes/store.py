@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.core.ends import PhaseReason
 from atoll.core.errors import (
     AtollError,
     Conflict,
@@ -41,7 +41,6 @@ from atoll.kubernetes.resource import (
     to_training,
     with_events,
 )
-from atoll.kubernetes.tokens import KubernetesTokens
 
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -54,11 +53,8 @@ READ_KEPT = 1000
 class KubernetesStore:
     """The Store of `core/ports.py` on `trainings.atoll.dev`, in one namespace or in all."""
 
-    def __init__(
-        self, cluster: Cluster, namespace: str | None = None, *, home: str | None = None
-    ) -> None:
+    def __init__(self, cluster: Cluster, namespace: str | None = None) -> None:
         self._cluster = cluster
-        self.tokens = KubernetesTokens(cluster, home or cluster.namespace)
         self._namespace = namespace
         self._copies: set[asyncio.Task[None]] = set()
         self._read: dict[str, Json] = {}  # as last read or written, by uid
@@ -101,9 +97,6 @@ class KubernetesStore:
             if t.name > after and phase in (None, t.status.phase) and t.name.startswith(prefix)
         ]
         return found if limit < 0 else found[:limit]
-
-    async def count_by_phase(self) -> dict[str, int]:
-        return dict(Counter(str(t.status.phase) for t in await self.list()))
 
     async def update_spec(self, training: Training) -> Training:
         patch = [
@@ -200,9 +193,6 @@ class KubernetesStore:
     async def version(self) -> int:
         return int((await self._cluster.list(KIND, self._namespace, limit=1)).version)
 
-    async def token_namespace(self, hashed: str) -> str | None:
-        return await self.tokens.namespace(hashed)
-
     async def close(self) -> None:
         await asyncio.gather(*self._copies, return_exceptions=True)
 
@@ -280,7 +270,7 @@ class KubernetesStore:
             return None
 
     async def _refuse(self, raw: Json, words: str) -> None:
-        body = {**(raw.get("status") or {}), "phase": "failed", "reason": "InvalidSpec"}
+        body = {**(raw.get("status") or {}), "phase": "failed", "reason": PhaseReason.INVALID_SPEC}
         await self._write_status(raw, {**body, "message": words})
 
     def _copy(self, raw: Json, events: Sequence[Event]) -> None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
 import time
-from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.core.lines import split_lines
+from atoll.core.ends import RankEnd
 from atoll.local import processes
 from atoll.local.journal import Attempt, Due, Record
 from atoll.local.ranklog import LogWriter
+from atoll.rank.report import ERROR_VARIABLE, ending
 
 GO = b"g"
 RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
-SUPERVISOR_LOST = "SupervisorLost"
 
 
 class Process:
@@ -47,7 +45,7 @@ def become_rank(
     failures: int,
 ) -> NoReturn:
     """In a forked child: wait for the word, then be the user's command."""
-    reason, what = "CannotRun", ""
+    reason, what = RankEnd.CANNOT_RUN, ""
     try:
         os.setsid()
         processes.die_with_parent(supervisor)
@@ -63,16 +61,16 @@ def become_rank(
             os.kill(os.getpid(), signal.SIGKILL)
         where = what = gang["working_dir"] or str(directory)
         os.chdir(where)
-        reason, what = "CommandNotFound", gang["command"][0]
+        reason, what = RankEnd.COMMAND_NOT_FOUND, gang["command"][0]
         env = {**gang["env"], "PWD": where, **_own(directory, gang, due)}
         os.execvpe(what, gang["command"], env)
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
-            reason = "CannotRun"
+            reason = RankEnd.CANNOT_RUN
         text = f"{due.rank} {due.attempt} {reason} {what[:200]}: {error.strerror}"
         os.write(failures, " ".join(text.splitlines()).encode()[:1000] + b"\n")
     finally:
-        os._exit(126 if reason == "CannotRun" else 127)
+        os._exit(126 if reason is RankEnd.CANNOT_RUN else 127)
 
 
 def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
@@ -82,27 +80,8 @@ def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
         "ATOLL_ATTEMPT": str(due.attempt),
         "ATOLL_RESTARTS": str(due.restarts),
         "ATOLL_SUPERVISOR": os.environ.get("ATOLL_SUPERVISOR", ""),
-        # Where torch's @record, and our own entry point, say when and why they failed.
-        "TORCHELASTIC_ERROR_FILE": str(directory / "errors" / f"{due.rank}.{due.attempt}.json"),
+        ERROR_VARIABLE: error_file(directory, due.rank, due.attempt),
     }
-
-
-def own_word(errors: Path, attempt: Attempt) -> dict[str, Any]:
-    """When and why the rank says it failed: it knows before its peers fall over it."""
-    try:
-        with (errors / f"{attempt.rank}.{attempt.attempt}.json").open("rb") as file:
-            written_at = os.fstat(file.fileno()).st_mtime
-            said = json.loads(file.read(1 << 20))["message"]
-        failed_at = float(said["extraInfo"]["timestamp"])
-        if failed_at.is_integer():  # torch rounds down, which would put it before its cause
-            failed_at = max(failed_at, min(written_at, failed_at + 1.0))
-        if not isfinite(failed_at):
-            return {}
-        # Python's own strings hold what nobody else can store: names of files that are not UTF-8.
-        text = str(said["message"]).encode(errors="backslashreplace").decode()
-        return {"failedAt": failed_at, "message": split_lines(text)[-1][:500]}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return {}
 
 
 def start_record(attempt: Attempt) -> Record:
@@ -120,32 +99,22 @@ def start_record(attempt: Attempt) -> Record:
 def lost_record(attempt: Attempt, ended: dict[int, int]) -> Record:
     record = exit_record(attempt, ended.get(attempt.pid), time.time())
     if record["code"] in (None, 128 + signal.SIGKILL):
-        record["reason"] = SUPERVISOR_LOST
+        record["reason"] = RankEnd.SUPERVISOR_LOST
         record["message"] = "the process that supervised this rank was killed"
     return record
 
 
 def exit_record(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
-    """How an attempt ended, from its wait status; unknown where there is none."""
-    code = number = None
-    if status is not None:
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        code = 128 + number if number else os.WEXITSTATUS(status)
-    reason = "Unknown" if code is None else "Completed" if code == 0 else "Error"
+    """How an attempt ended, for the journal."""
     return {
         "t": "exit",
         "rank": attempt.rank,
         "attempt": attempt.attempt,
-        "code": code,
-        "signal": _signal_name(number) if number else None,
-        "reason": "Signal" if number else reason,
+        **ending(status, at),
         "stopped": False,
-        "at": at,
     }
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have numbers, not names
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+def error_file(directory: Path, rank: int, attempt: int) -> str:
+    """Where torch's @record, and our own entry points, say when and why they failed."""
+    return str(directory / "errors" / f"{rank}.{attempt}.json")

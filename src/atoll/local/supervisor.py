@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from atoll.core.ends import RankEnd
 from atoll.local import processes
 from atoll.local.journal import Attempt, Due, JournalWriter, Record
 from atoll.local.ranklog import last_lines
@@ -24,9 +25,9 @@ from atoll.local.rankprocess import (
     GO,
     Process,
     become_rank,
+    error_file,
     exit_record,
     lost_record,
-    own_word,
     start_record,
 )
 from atoll.local.rendezvous import Rendezvous
@@ -38,6 +39,7 @@ from atoll.local.shim import (
     mark_of,
     read_gang,
 )
+from atoll.rank.report import own_word
 
 PIPE_BYTES = 1 << 20
 TAIL_LINES = 20
@@ -277,18 +279,19 @@ class Supervisor:
         failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
         if process.is_stopping:
             record["stopped"] = True
-            record["reason"] = "Stopped" if record["code"] else record["reason"]
+            record["reason"] = RankEnd.STOPPED if record["code"] else record["reason"]
         elif process.is_frozen:
-            record["reason"] = "Frozen"
+            record["reason"] = RankEnd.FROZEN
             record["message"] = f"stopped by a signal for over {FROZEN_AFTER_S:g} s"
         elif failure is not None:
             record["reason"], record["message"] = failure
         elif record["signal"] == "SIGKILL" and self._oom_kills < processes.oom_kills():
-            record["reason"] = "OOMKilled"
+            record["reason"] = RankEnd.OOM_KILLED
         self._oom_kills = processes.oom_kills()
         if record["code"] != 0 and not process.is_stopping:
             record["tail"] = last_lines(self._directory / "logs" / str(attempt.rank), TAIL_LINES)
-            record.update(own_word(self._directory / "errors", attempt))
+            word = own_word(error_file(self._directory, attempt.rank, attempt.attempt))
+            record.update(word)
         return record
 
     def _read_exec_errors(self) -> None:

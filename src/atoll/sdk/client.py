@@ -14,7 +14,7 @@ from atoll.sdk import flows
 from atoll.sdk.config import with_defaults
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.endpoint import Endpoint, chosen
-from atoll.sdk.options import Options, spec_of, wait_of
+from atoll.sdk.options import DeployOptions, spec_of, wait_of
 from atoll.sdk.training import DistributedTraining
 from atoll.sdk.wire import AsyncPerformer, Performer, Wire
 
@@ -48,11 +48,13 @@ class Client:
         self.endpoint = endpoint
         self.wire = Wire(endpoint)
 
-    def deploy_distributed(self, name: str, **options: Unpack[Options]) -> DistributedTraining:
+    def deploy_distributed(
+        self, name: str, **options: Unpack[DeployOptions]
+    ) -> DistributedTraining:
         """Store a training and return its handle at once; `wait=` also waits, up to `timeout`.
 
-        Options: see `atoll.sdk.options.Options`. Raises ValidationError before anything is sent.
-        A training whose wait fails goes on: `client.get(name)` finds it.
+        Options: see `atoll.sdk.options.DeployOptions`. Raises ValidationError before anything is
+        sent. A training whose wait fails goes on: `client.get(name)` finds it.
         """
         spec, (wait, timeout) = _spec(name, options), wait_of(options)
         made = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
@@ -68,7 +70,7 @@ class Client:
         return training
 
     async def deploy_distributed_async(
-        self, name: str, **options: Unpack[Options]
+        self, name: str, **options: Unpack[DeployOptions]
     ) -> DistributedTraining:
         spec, (wait, timeout) = _spec(name, options), wait_of(options)
         made = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
@@ -152,9 +154,9 @@ class Client:
         return self.endpoint.shared(spec) if spec.executor in (None, "local") else {}
 
 
-def _spec(name: str, options: Options) -> TrainingSpec:
+def _spec(name: str, options: DeployOptions) -> TrainingSpec:
     """What the caller says wins over `[defaults]` of atoll.toml."""
-    return spec_of(name, cast(Options, with_defaults(options)))
+    return spec_of(name, cast(DeployOptions, with_defaults(options)))
 
 
 def _left(name: str) -> str:

@@ -73,13 +73,13 @@ def is_changed(config: Config) -> bool:
 
 
 def _check_defaults(defaults: Mapping[str, Any]) -> None:
-    from atoll.sdk.options import Options, spec_of
+    from atoll.sdk.options import DeployOptions, spec_of
 
     for name, value in defaults.items():
         if name in NO_DEFAULTS:
             raise ValidationError(name, value, "expected none: each training says its own")
     # As a training would have them: the same names, bounds and words.
-    options: Options = {"command": ["true"], **as_options(defaults, Path())}  # type: ignore[typeddict-item]
+    options: DeployOptions = {"command": ["true"], **as_options(defaults, Path())}  # type: ignore[typeddict-item]
     spec_of("defaults", options)
 
 

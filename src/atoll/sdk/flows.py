@@ -25,12 +25,12 @@ from atoll.core.errors import (
 from atoll.core.executors import ExecutorList, is_missing
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model, encode
+from atoll.core.narrate import failure_in_words
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Event, Training, TrainingList, Usage, WorldStatus
 from atoll.sdk.effects import Flow, NextChange, Pause, Send
-from atoll.sdk.requests import PATIENCE_S, Clock, answered, backoff, send
-from atoll.sdk.verdict import late, verdict, world_of
+from atoll.sdk.requests import PATIENCE_S, Clock, answered, new_retry, send
 
 T = TypeVar("T")
 
@@ -226,7 +226,7 @@ def wait(
         if left <= 0:
             ready = training.status.world.ready
             raise BelowMinimumWorld(
-                late(training, needed(training), timeout or 0.0),
+                _late(training, needed(training), timeout or 0.0),
                 ready=ready,
                 required_min=needed(training),
                 timeout=timeout,
@@ -248,7 +248,8 @@ def _next(
     Once time is up it is read a last time; where even that fails, the old state is all there is.
     """
     deadline = clock() + left
-    for delay in backoff():
+    retry = new_retry(left, clock)
+    while True:
         watch_s = inf if deadline == inf else min(deadline - clock(), WATCH_S)
         change = yield NextChange(who.path, training.resource_version, watch_s)
         if change is not None:
@@ -267,26 +268,33 @@ def _next(
         if found.resource_version != training.resource_version or clock() >= deadline:
             return found
         # Connected, but not for long: a server that drops every watch is not asked in a rush.
-        yield Pause(min(delay, max(0.0, deadline - clock())))
-    raise AssertionError
+        yield Pause(retry.pause_s() or 0.0)
+
+
+def _late(training: Training, needed: int, timeout: float) -> str:
+    status = training.status
+    waits = [f"rank {r.rank}: {r.message}" for r in status.ranks if r.phase == "Pending"][:3]
+    text = f"training {training.name!r}: {status.world.ready} of {needed} ranks"
+    text += f" ready after {timeout:g} s (phase {status.phase.value or 'not seen yet'})"
+    return text + "".join(f"; {line}" for line in waits if not line.endswith(": "))
 
 
 def _has_min(training: Training) -> WorldStatus | None:
     _raise_if_lost(training, training.spec.world_size.min)
-    world = world_of(training)
+    world = training.world
     return world if _is_won(training) or world.ready >= world.min else None
 
 
 def _has_target(training: Training) -> WorldStatus | None:
     _raise_if_lost(training, training.spec.world_size.target)
-    world = world_of(training)
+    world = training.world
     is_fresh = training.status.observed_generation >= training.generation
     return world if _is_won(training) or (is_fresh and world.ready >= world.target) else None
 
 
 def _ended(training: Training) -> WorldStatus | None:
     _raise_if_lost(training, training.spec.world_size.target)
-    return world_of(training) if _is_won(training) else None
+    return training.world if _is_won(training) else None
 
 
 def _refuse_if_over(training: Training) -> None:
@@ -319,7 +327,7 @@ def _raise_if_lost(training: Training, required: int) -> None:
     if status.phase not in (Phase.FAILED, Phase.CANCELLED):
         return
     raise BelowMinimumWorld(
-        verdict(training),
+        failure_in_words(training),
         ready=status.world.ready,
         required_min=required,
         rank_exits=[rank_exit for rank_exit in status.rank_exits if rank_exit.is_failure],

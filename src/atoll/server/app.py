@@ -14,7 +14,7 @@ from litestar.handlers import BaseRouteHandler
 
 from atoll.core.errors import AtollError
 from atoll.core.model import encode
-from atoll.core.ports import Executor
+from atoll.core.ports import Executor, Store, Tokens
 from atoll.server import api, health
 from atoll.server.auth import caller
 from atoll.server.background import beside
@@ -23,7 +23,7 @@ from atoll.server.basilica import deployments
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
 from atoll.server.openapi import document
-from atoll.server.operations import Operation, Plane, TokenStore, routes
+from atoll.server.operations import Operation, Plane, routes
 from atoll.server.problems import on_any_error, on_atoll_error, on_http_error
 from atoll.server.streams import Streams
 
@@ -34,7 +34,8 @@ Lifespan = Callable[[Litestar], AbstractAsyncContextManager[None]]
 
 def create_app(
     *,
-    store: TokenStore,
+    store: Store,
+    tokens: Tokens,
     executors: Mapping[str, Executor],
     streams: Streams | None = None,
     setup: Setup | None = None,
@@ -52,6 +53,7 @@ def create_app(
     gauges = Gauges() if gauges is None else gauges
     plane = Plane(
         store,
+        tokens,
         executors,
         Streams() if streams is None else streams,
         Setup() if setup is None else setup,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from litestar import Request, Response
@@ -17,7 +17,7 @@ from litestar.response import Stream
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode, named
-from atoll.core.ports import Executor, Store
+from atoll.core.ports import Executor, Store, Tokens
 from atoll.server.executors import Setup
 from atoll.server.streams import Streams
 
@@ -27,12 +27,6 @@ Method = Literal["GET", "POST", "DELETE", "PUT", "PATCH"]
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
-
-
-class TokenStore(Store, Protocol):
-    """What the server needs of a store: trainings, and whose token this is."""
-
-    async def token_namespace(self, hashed: str) -> str | None: ...
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +41,8 @@ class NoQuery(Query, frozen=True):
 class Plane:
     """All that handlers act on."""
 
-    store: TokenStore
+    store: Store
+    tokens: Tokens
     executors: Mapping[str, Executor]
     streams: Streams = field(default_factory=Streams)
     setup: Setup = field(default_factory=Setup)
@@ -142,7 +137,7 @@ def read_query(request: Request[Any, Any, Any], kind: type[Q]) -> Q:
     try:
         query = msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise named(error, given) from error
+        raise named(error, kind, given) from error
     for name, value in given.items():
         if value == "null" and name not in lists:  # which msgspec takes for None
             raise ValidationError(name, value, "expected a value, or leave the option out")

@@ -15,6 +15,7 @@ from atoll.core.errors import Gone, NotFound, Temporary, ValidationError
 from atoll.core.metrics import measured
 from atoll.core.model import Model, encode
 from atoll.core.ports import Executor, Resuming, Store
+from atoll.core.spec import LineCount, RankNumber
 from atoll.core.status import Event, LogLine, Training
 from atoll.core.usage import usage as used
 from atoll.server.admission import executor_of
@@ -34,8 +35,6 @@ log = logging.getLogger(__name__)
 BEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
 CUT = b'{"cut":true}\n'  # the server or the backend goes away; ask again for the rest
 
-Rank = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
 
 class ReportQuery(Query, frozen=True):
     # Only of the training with this uid: another one may have taken its name.
@@ -43,8 +42,8 @@ class ReportQuery(Query, frozen=True):
 
 
 class LogQuery(ReportQuery, frozen=True):
-    rank: list[Rank] = []
-    tail: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    rank: list[RankNumber] = []
+    tail: LineCount | None = None
     follow: bool = False
     # Go on after these lines, by rank: the `at` of each, or the places told first. `0:120,3:8`
     places: (

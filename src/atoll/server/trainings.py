@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 from msgspec.structs import replace
 
-from atoll.core.checks import NAME_PATTERN, check_int
+from atoll.core.checks import NAME_PATTERN
 from atoll.core.errors import (
     Conflict,
     Gone,
@@ -24,7 +24,7 @@ from atoll.core.errors import (
 from atoll.core.model import Model, SpecModel, encode
 from atoll.core.ports import Change, Key, Store
 from atoll.core.problem import problem_of
-from atoll.core.spec import TrainingSpec
+from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import Event, Training, TrainingList
 from atoll.server.admission import admitted, default_executor
 from atoll.server.operations import SSE, Answer, Call, Query, json_answer, stream_answer
@@ -54,7 +54,7 @@ class ListQuery(OneQuery, frozen=True, rename={"continue_": "continue"}):
 
 
 class Scale(SpecModel, frozen=True):
-    target: int
+    target: ScaleTarget
 
 
 class Removal(Model, frozen=True):
@@ -221,7 +221,6 @@ async def scale(call: Call) -> Answer:
         world_size = replace(size, target=target)
         return replace(training, spec=replace(training.spec, world_size=world_size))
 
-    check_int("target", target, -(2**31), 2**31)
     try:
         return json_answer(shown(await _change(call, wish)))
     except UDTerminalState as error:

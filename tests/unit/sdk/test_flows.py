@@ -22,6 +22,7 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.model import encode
+from atoll.core.narrate import failure_in_words
 from atoll.core.phase import Phase
 from atoll.core.ports import Change
 from atoll.core.problem import problem_of
@@ -30,7 +31,6 @@ from atoll.core.status import RankExit, Status, Training, WorldStatus
 from atoll.sdk import flows
 from atoll.sdk.effects import Effect, Flow, NextChange, Pause, Reply, Send
 from atoll.sdk.flows import Who
-from atoll.sdk.verdict import verdict, world_of
 
 WHO = Who("t", "uid-1")
 
@@ -236,6 +236,13 @@ def test_trouble_is_retried_until_the_deadline(trouble: str) -> None:
     assert 0 < script.now < 60
 
 
+def test_a_server_that_asks_for_time_is_given_it() -> None:
+    busy = refused(Temporary("the disk is full", retry_after_s=3.0), 503)
+    script = Script([busy, training()])
+    script.play(flows.create(training().spec, "key-1", clock=script.clock))
+    assert script.now == pytest.approx(3.0)
+
+
 def test_trouble_to_the_end_says_so() -> None:
     script = Script([Temporary("cannot reach host:1")])
     with pytest.raises(Temporary, match="cannot reach"):
@@ -318,7 +325,7 @@ def test_scale_out_of_bounds_sends_no_scale_request(target: Any) -> None:
 def test_scale_answers_with_what_was_asked() -> None:
     after = training("ready", 4, target=6, generation=2, observed=1)
     script = Script([training("ready", 4), after])
-    world = world_of(script.play(flows.scale(training("ready", 4), 6)))
+    world = script.play(flows.scale(training("ready", 4), 6)).world
     assert (world.target, world.ready, world.below_minimum) == (6, 4, False)
 
 
@@ -377,7 +384,7 @@ def test_the_cause_comes_first_and_brings_its_log() -> None:
     failed = msgspec.structs.replace(
         failed, status=replace(failed.status, rank_exits=[other, cause])
     )
-    text = verdict(failed)
+    text = failure_in_words(failed)
     assert text.index("rank 2: exit_code=1") < text.index("rank 0: exit_code=137")
     assert text.endswith("boom")
 
@@ -386,11 +393,13 @@ def test_a_failure_says_why_where_the_exits_do_not() -> None:
     cannot = RankExit(
         rank=0, exit_code=126, termination_reason="CannotRun", message="x: Permission denied"
     )
-    assert verdict(training("failed", exits=[cannot])).endswith("CannotRun (x: Permission denied)")
+    assert failure_in_words(training("failed", exits=[cannot])).endswith(
+        "reason=CannotRun: the command cannot be run (x: Permission denied)"
+    )
     stopped = RankExit(rank=0, exit_code=143, termination_reason="Stopped")
     late = training("failed", exits=[stopped])
     status = replace(late.status, root_cause=None, message="still running 5 s after the start")
-    text = verdict(replace(late, status=status))
+    text = failure_in_words(replace(late, status=status))
     assert "failed: still running 5 s after the start; rank 0: exit_code=143" in text
 
 

@@ -39,7 +39,7 @@ from atoll.server import reports, trainings
 from atoll.server.admission import admitted, default_executor, executor_of
 from atoll.server.auth import caller
 from atoll.server.basilica.answers import CLOSE, ON_ERROR, UNSUPPORTED, Unsupported, said
-from atoll.server.basilica.request import Create, Probe, Scale, spec_of
+from atoll.server.basilica.request import Create, Probe, spec_of
 from atoll.server.basilica.wire import deployment, event_item, is_settled, listed, moment
 from atoll.server.operations import Answer, Call, Operation, Plane, Query, Said, routes
 
@@ -50,12 +50,12 @@ SETTLE_S = 1.0
 DRAIN_S = 20.0
 
 
-class LogQuery(Query, frozen=True):
+class DeploymentLogQuery(Query, frozen=True):
     follow: bool = False
     tail: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
 
 
-class EventQuery(Query, frozen=True):
+class DeploymentEventQuery(Query, frozen=True):
     limit: Annotated[int, Meta(ge=0, le=2**31)] | None = None
 
 
@@ -255,7 +255,7 @@ async def logs(call: Call) -> Answer:
 
     `tail` is per rank. A follow ends with the training, or before the client would give up.
     """
-    query: LogQuery = call.query
+    query: DeploymentLogQuery = call.query
     training = await call.plane.store.get(call.key)
     end = reports.End(training)
     lines = executor_of(training, call.plane).logs(
@@ -289,8 +289,8 @@ ROWS = (
     Operation("GET", "/deployments", read_all, "All of them.", _OK),
     Operation("GET", ONE, read, "One of them.", _OK),
     Operation("DELETE", ONE, delete, "Stop and remove.", _OK),
-    Operation("POST", f"{ONE}/scale-distributed", scale, "Resize.", _OK, body=Scale),
+    Operation("POST", f"{ONE}/scale-distributed", scale, "Resize.", _OK, body=trainings.Scale),
     Operation("POST", f"{ONE}/restart", restart, "From the start again.", _OK),
-    Operation("GET", f"{ONE}/logs", logs, "What ranks print.", _OK, query=LogQuery),
-    Operation("GET", f"{ONE}/events", events, "What happened.", _OK, query=EventQuery),
+    Operation("GET", f"{ONE}/logs", logs, "What ranks print.", _OK, query=DeploymentLogQuery),
+    Operation("GET", f"{ONE}/events", events, "What happened.", _OK, query=DeploymentEventQuery),
 )
