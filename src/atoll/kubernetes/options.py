@@ -34,7 +34,7 @@ EKS_GPU_NODES: dict[str, dict[str, str]] = {
 }
 
 
-class Options(SpecModel, frozen=True):
+class KubernetesOptions(SpecModel, frozen=True):
     """The options of KubernetesExecutor. Unset means: as the cluster does it by default."""
 
     namespace: str | None = None  # unset: the training's own

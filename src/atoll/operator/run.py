@@ -19,7 +19,7 @@ import uvicorn
 from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
 from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.lease import Lease
 from atoll.kubernetes.store import KubernetesStore
 from atoll.server.app import create_app
@@ -93,7 +93,7 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
     """One controller after another: where the API server is away or refuses, the next one."""
     while True:
         store = KubernetesStore(cluster, namespace)
-        executor = JobExecutor(**options, cluster=cluster, is_owner=True)
+        executor = KubernetesBackend(**options, cluster=cluster, is_owner=True)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Controller(store, {executor.name: executor}).run())
@@ -110,7 +110,7 @@ def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-async def _sweep(store: KubernetesStore, executor: JobExecutor) -> None:
+async def _sweep(store: KubernetesStore, executor: KubernetesBackend) -> None:
     """Pods of trainings that were removed by force would otherwise wait for us for ever."""
 
     async def known() -> set[str]:
@@ -134,7 +134,7 @@ async def serve_api(
     cluster: Cluster, store: KubernetesStore, options: dict[str, Any], *, host: str, port: int
 ) -> None:
     """Until cancelled. Open watches end first, so that clients turn to another replica."""
-    executor = JobExecutor(cluster=cluster, **options)
+    executor = KubernetesBackend(cluster=cluster, **options)
     streams = Streams()
     app = create_app(store=store, executors={executor.name: executor}, streams=streams)
     server = _Server(

@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, NotFound, Temporary
 from atoll.core.plan import Apply, Release, plan
-from atoll.core.ports import Executor, Key
-from atoll.core.status import Training
+from atoll.core.ports import Executor, Key, Tending
+from atoll.core.status import Training, sooner
 
 T = TypeVar("T")
 
@@ -174,13 +174,16 @@ class Gangs:
             seen = await self.executor.observe(gang.training)
             made = plan(gang.training, seen, time.time())
             gang.move(replace(gang.training, status=made.status))
+            if isinstance(self.executor, Tending):
+                for chore in seen.chores:
+                    await self.executor.perform(gang.training, chore)
             for action in made.actions:
                 match action:
                     case Apply(wish):
                         await self.executor.apply(gang.training, wish)
                     case Release():
                         await self.executor.release(gang.training)
-            return made.requeue_after_s
+            return sooner(made.requeue_after_s, seen.again_in_s)
 
     async def _abandon(self, gang: Gang) -> None:
         if gang.driver is not None:

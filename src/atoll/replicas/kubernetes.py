@@ -13,13 +13,13 @@ from atoll.core.errors import AtollError, ValidationError
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, Wish
 from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.executor import JobExecutor
-from atoll.kubernetes.options import EKS_GPU_NODES, Options
+from atoll.kubernetes.executor import KubernetesBackend
+from atoll.kubernetes.options import EKS_GPU_NODES, KubernetesOptions
 from atoll.replicas.surface import ReplicaSurface
 
 
 class KubernetesExecutor(ReplicaSurface):
-    """Replicas as the pods of one Indexed Job a launch. Options: see `Options`; `image` is one.
+    """Replicas as the pods of one Indexed Job a launch. `image` is one of `KubernetesOptions`.
 
     `context` and `kubeconfig` choose the cluster; by default it is the pod's own, `KUBECONFIG` or
     ~/.kube/config. Bad options raise ValidationError here, clashes at the launch.
@@ -32,14 +32,14 @@ class KubernetesExecutor(ReplicaSurface):
         self, *, context: str | None = None, kubeconfig: str | None = None, **options: Any
     ) -> None:
         try:
-            self.options = Options(**options)
+            self.options = KubernetesOptions(**options)
         except TypeError as error:
             raise ValidationError("options", sorted(options), str(error)) from error
         self._given = options
         self._context = context
         self._kubeconfig = kubeconfig
 
-    def make_executor(self) -> JobExecutor:
+    def make_executor(self) -> KubernetesBackend:
         cluster = Cluster.connect(self._context, self._kubeconfig)
         options = {"namespace": cluster.namespace, **self._given}
         return _CheckedJobs(check=self.check_launch, cluster=cluster, **options)
@@ -70,7 +70,7 @@ class EKSExecutor(KubernetesExecutor):
         super().__init__(**{"gpu_nodes": EKS_GPU_NODES} | options)
 
 
-class _CheckedJobs(JobExecutor):
+class _CheckedJobs(KubernetesBackend):
     """Refuses a launch by the name of the field, before anything is created."""
 
     def __init__(self, *, check: Callable[[TrainingSpec], None], **options: Any) -> None:

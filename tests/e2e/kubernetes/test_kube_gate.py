@@ -16,7 +16,7 @@ import pytest
 
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training, Wish
-from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.executor import KubernetesBackend
 from tests.e2e.kubernetes.conformance_backend import ArmedOperator
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
@@ -185,7 +185,7 @@ def test_without_the_gate_such_an_image_runs(
 
 def test_a_look_at_ranks_that_wait_costs_one_request(space: Space, run: Callable[..., Any]) -> None:
     async def cost_of(looks: int) -> int:
-        executor = JobExecutor(
+        executor = KubernetesBackend(
             cluster=space.site.connect(), namespace=space.name, image=IMAGE, is_start_gated=True
         )
         world = WorldSize(min=3, target=3, max=3)

@@ -12,17 +12,20 @@ import pytest
 from atoll.core.model import encode
 from atoll.core.spec import BenchSpec, RendezvousSpec
 from atoll.core.status import BenchResult, BenchStatus, Status, Wish
-from atoll.kubernetes.bench import is_over, read_bench, render_bench, render_bench_service
-from atoll.kubernetes.etcd import (
-    address,
-    answering,
-    render_etcd,
-    render_etcd_service,
-    words,
-)
 from atoll.kubernetes.fabric import members
 from atoll.kubernetes.gate import read_gate
 from atoll.kubernetes.names import HELD, PART
+from atoll.kubernetes.parts import (
+    address,
+    answering,
+    etcd_words,
+    is_bench_over,
+    read_bench,
+    render_bench,
+    render_bench_service,
+    render_etcd,
+    render_etcd_service,
+)
 from atoll.kubernetes.patch import is_held, render_begun
 from atoll.kubernetes.pod import Pod
 from atoll.kubernetes.read import is_told_by_pods
@@ -187,7 +190,7 @@ def test_an_etcd_answers_once_its_pod_is_ready() -> None:
     assert found is not None
     assert address(found) == "10.0.0.9:2379"
     assert address(Pod(etcd(True, ip="fd00::9"))) == "[fd00::9]:2379"
-    assert words([Pod(beside("etcd", conditions=NO_ROOM, node=None))]).startswith(
+    assert etcd_words([Pod(beside("etcd", conditions=NO_ROOM, node=None))]).startswith(
         "waits for its etcd: no room: 0/2 nodes"
     )
 
@@ -340,7 +343,7 @@ def test_names_of_everything_beside_fit_a_dns_label() -> None:
 
 
 def test_what_is_stored_of_a_bench_lets_its_pods_go() -> None:
-    assert not is_over(BENCHED)
+    assert not is_bench_over(BENCHED)
     for phase in ("Succeeded", "Failed", "TimedOut", "Skipped"):
         done = training(bench=BENCHED.spec.bench, status=Status(bench=BenchStatus(phase=phase)))
-        assert is_over(done)
+        assert is_bench_over(done)
