@@ -94,6 +94,39 @@ def test_ranks_start_together_when_the_last_one_can(
     assert min(rank["running"]["startedAt"] for _, rank in found) >= reached
 
 
+def admitted(status: Json) -> str:
+    found = (c["status"] for c in status.get("conditions", ()) if c["type"] == "Admitted")
+    return next(found, "")
+
+
+def is_past(at: float) -> Callable[[Json], bool]:
+    return lambda status: time.time() > at
+
+
+def test_ranks_without_room_use_up_no_deadline(
+    space: Space, operator: Operator, room: Callable[[int], None]
+) -> None:
+    room(0)
+    submit(space, min=2, target=2, deadlineS=4, stopGraceS=1)
+    status = space.until(
+        "tiny", "no room", lambda s: "no room" in str([r["message"] for r in s.get("ranks", ())])
+    )
+    (job,) = space.json("get", "jobs")["items"]
+    assert "activeDeadlineSeconds" not in job["spec"]
+    status = space.until("tiny", "the deadline, if it counted", is_past(time.time() + 6))
+    assert (status["phase"], admitted(status)) == ("pending", "False")
+    for number in (0, 1):
+        give_back(space, f"squatter-{number}")
+    status = space.until_phase("tiny", "ready")
+    assert admitted(status) == "True"
+    (job,) = space.json("get", "jobs")["items"]
+    assert float(job["metadata"]["annotations"]["atoll.dev/gate-opened"]) == status["gateOpenedAt"]
+    status = space.until_phase("tiny", "failed")
+    assert status["reason"] == "DeadlineExceeded"
+    assert status["message"] == "still running 4 s after the start"
+    assert status["endedAt"] >= status["gateOpenedAt"] + 4
+
+
 def test_min_ranks_start_after_the_grace_and_a_late_one_joins(
     space: Space, operator: Operator, room: Callable[[int], None]
 ) -> None:
