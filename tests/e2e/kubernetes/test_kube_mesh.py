@@ -284,8 +284,11 @@ def test_a_look_costs_one_request_by_list_and_none_by_watch(space: Space, run: A
 
         async def until(test: Callable[[Seen], Any]) -> None:
             while True:
-                if test(await executor.observe(training)):
+                seen = await executor.observe(training)
+                if test(seen):
                     return
+                for chore in seen.chores:
+                    await executor.perform(training, chore)
                 await asyncio.sleep(0.1)
 
         try:
