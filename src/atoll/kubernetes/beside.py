@@ -212,13 +212,15 @@ class Beside:
         bench = [pod for pod in pods if pod.part == BENCH]
         if job is not None and is_held(job) and answering(etcd) is not None:
             seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_begun(job)))
-        is_wanted = seen.is_supervised and seen.wish is not None and seen.wish.size > 0
-        if self._options.has_own_etcd(training.spec) and is_wanted:
+        if seen.wish is None or seen.wish.size == 0:
+            return self._look_at_bench(training, newest, bench, seen, now)
+        is_ending = training.is_cancelling or bool(training.status.failing)
+        is_etcd_wanted = seen.is_supervised and not is_ending
+        if self._options.has_own_etcd(training.spec) and is_etcd_wanted:
             seen = self._look_at_etcd(training, job, etcd, seen, now)
-        if self._options.has_gate(training.spec) and seen.wish is not None and seen.wish.size > 0:
-            seen = self._look_at_mesh(training, members(newest, seen.wish), etcd, seen)
-        if training.spec.bench.mode == "off":
-            return seen
+        if self._options.has_gate(training.spec):
+            agents = None if seen.wish is None else members(newest, seen.wish)
+            seen = self._look_at_mesh(training, agents, etcd, seen)
         return self._look_at_bench(training, newest, bench, seen, now)
 
     async def perform(self, training: Training, namespace: str, chore: Chore, now: float) -> None:
@@ -298,6 +300,8 @@ class Beside:
     def _look_at_bench(
         self, training: Training, newest: list[Pod], pods: list[Pod], seen: Seen, now: float
     ) -> Seen:
+        if training.spec.bench.mode == "off":
+            return seen
         placed = None if seen.wish is None else members(newest, seen.wish)
         asked_at = self._benches.get(training.uid)
         bench = read_bench(
