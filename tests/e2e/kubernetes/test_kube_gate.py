@@ -147,15 +147,22 @@ def test_min_ranks_start_after_the_grace_and_a_late_one_joins(
         assert space.kubectl("logs", pod["metadata"]["name"]).stdout == f"rank {rank} of 3\n"
 
 
-def test_an_operator_killed_while_it_opens_the_gate(space: Space, tmp_path: Path) -> None:
-    """The decision is taken, no pod has been told of it."""
+# (the step, whether the decision is taken then); no pod has been told of it in either.
+KILLED = [("before perform 1", False), ("after perform 1", True), ("before let_start 1", True)]
+
+
+@pytest.mark.parametrize(("step", "is_decided"), KILLED)
+def test_an_operator_killed_while_it_opens_the_gate(
+    space: Space, tmp_path: Path, step: str, is_decided: bool
+) -> None:
     operator = ArmedOperator(space, tmp_path, {})
     try:
-        operator.arm("before let_start 1")
+        operator.arm(step)
         space.submit("tiny", command=FOREVER, worldSize={"min": 3, "target": 3, "max": 3})
         operator.process.wait(60)
         (job,) = space.json("get", "jobs")["items"]
-        assert "atoll.dev/gate-opened" in job["metadata"]["annotations"]
+        assert ("atoll.dev/gate-opened" in job["metadata"]["annotations"]) is is_decided
+        assert space.status("tiny")["phase"] == "pending"
         assert all("running" in states(pod)[0] for pod in space.pods())
         operator.revive()
         status = space.until_ready("tiny", 3)
