@@ -113,16 +113,11 @@ def look(
     ranks, told, leaving, lost, is_more = [], [], [], [], False
     for rank, mine in sorted(pods.items()):
         mine.sort(key=_age)
-        untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
-        told += [p for p in mine if p not in untold and _may_go(p, now)]
+        shown, later = _next_told(mine, known.get(rank), now)
+        told += [p for p in mine if p not in later and _may_go(p, now)]
         leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
         lost += [p for p in mine if p.is_lost(now)]
-        news = [p for p in untold if not _is_nothing(p, now)]
-        told += [p for p in untold if _is_nothing(p, now) and _may_go(p, now)]
-        ended = [p for p in news if p.is_over or p.is_lost(now)]
-        shown = ended[0] if ended else (news or mine)[-1]
-        told += [p for p in ended[:1] if _may_go(p, now)]
-        is_more = is_more or (bool(ended) and shown is not news[-1])
+        is_more = is_more or bool(later)
         if not _is_nothing(shown, now):
             ranks.append(_rank(shown, _is_asked(shown, job, shrinks, now), gate, now, silent))
     lost_unseen = list(given_up(training, job, wish, pods, known, now))
@@ -242,6 +237,15 @@ def _unstarted(training: Training, job: Json | None, seen: Seen) -> str:
     if job is None or was_let_go or finished(job) != "DeadlineExceeded":
         return ""
     return f"no rank could start within {job['spec'].get('activeDeadlineSeconds')} s"
+
+
+def _next_told(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
+    """Which of a rank's pods is told of in this look, and which only after that."""
+    news = [p for p in pods if not _is_recorded(p, known) and not _is_nothing(p, now)]
+    for at, pod in enumerate(news):
+        if pod.is_over or pod.is_lost(now):
+            return pod, news[at + 1 :]
+    return (news or pods)[-1], []
 
 
 def _age(pod: Pod) -> tuple[float, int]:
