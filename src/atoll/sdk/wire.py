@@ -20,6 +20,7 @@ from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.ports import Change
 from atoll.sdk.effects import Effect, NextChange, Pause, Reply, Send
 from atoll.sdk.endpoint import Address, Endpoint
+from atoll.sdk.release import HEADER
 
 if TYPE_CHECKING:
     import httpx2
@@ -117,7 +118,7 @@ class Performer:
 
     def _send(self, effect: Send) -> Reply:
         response = self._wire.client().request(**_request(effect))
-        return Reply(response.status_code, response.content)
+        return reply(response, response.content)
 
     def _next(self, effect: NextChange) -> Change | None:
         try:
@@ -165,7 +166,7 @@ class AsyncPerformer:
         with translated(self._wire.endpoint):
             client = await self._connected()
             response = await client.request(**_request(effect))
-            return Reply(response.status_code, response.content)
+            return reply(response, response.content)
 
     async def _connected(self) -> httpx2.AsyncClient:
         if self._client is None:
@@ -190,6 +191,10 @@ class AsyncPerformer:
             await self._exits.aclose()
             self._changes = None
         return change
+
+
+def reply(response: httpx2.Response, body: bytes) -> Reply:
+    return Reply(response.status_code, body, response.headers.get(HEADER))
 
 
 def _settings(address: Address) -> dict[str, Any]:

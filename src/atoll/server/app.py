@@ -14,7 +14,7 @@ from litestar.handlers import BaseRouteHandler
 
 from atoll.core.errors import AtollError
 from atoll.core.model import encode
-from atoll.core.ports import Executor
+from atoll.core.ports import Executor, Store, Tokens
 from atoll.server import api, health
 from atoll.server.auth import caller
 from atoll.server.background import beside
@@ -22,7 +22,7 @@ from atoll.server.basilica import answers as deployments_answers
 from atoll.server.basilica import deployments
 from atoll.server.gauges import Gauges
 from atoll.server.openapi import document
-from atoll.server.operations import Operation, Plane, TokenStore, routes
+from atoll.server.operations import Operation, Plane, routes
 from atoll.server.problems import on_any_error, on_atoll_error, on_http_error
 from atoll.server.streams import Streams
 
@@ -33,7 +33,8 @@ Lifespan = Callable[[Litestar], AbstractAsyncContextManager[None]]
 
 def create_app(
     *,
-    store: TokenStore,
+    store: Store,
+    tokens: Tokens,
     executors: Mapping[str, Executor],
     streams: Streams | None = None,
     gauges: Gauges | None = None,
@@ -48,7 +49,7 @@ def create_app(
     files. Call `streams.close()` when shutdown begins, so that open watches end.
     """
     gauges = Gauges() if gauges is None else gauges
-    plane = Plane(store, executors, Streams() if streams is None else streams)
+    plane = Plane(store, tokens, executors, Streams() if streams is None else streams)
     rows = (*api.NATIVE, *health.operations(gauges), *more)
 
     @cache

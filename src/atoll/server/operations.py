@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from litestar import Request, Response
@@ -17,7 +17,7 @@ from litestar.response import Stream
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode, named
-from atoll.core.ports import Executor, Store
+from atoll.core.ports import Executor, Store, Tokens
 from atoll.server.streams import Streams
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -26,12 +26,6 @@ Method = Literal["GET", "POST", "DELETE", "PUT", "PATCH"]
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
-
-
-class TokenStore(Store, Protocol):
-    """What the server needs of a store: trainings, and whose token this is."""
-
-    async def token_namespace(self, hashed: str) -> str | None: ...
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +40,8 @@ class NoQuery(Query, frozen=True):
 class Plane:
     """All that handlers act on."""
 
-    store: TokenStore
+    store: Store
+    tokens: Tokens
     executors: Mapping[str, Executor]
     streams: Streams = field(default_factory=Streams)
 
