@@ -30,14 +30,14 @@ from tests.e2e.kubernetes.control_plane import ControlPlane, assets  # noqa: E40
 from atoll.core.spec import TrainingSpec, WorldSize  # noqa: E402
 from atoll.core.status import Training, Wish  # noqa: E402
 from atoll.kubernetes.client import Cluster, gather  # noqa: E402
-from atoll.kubernetes.executor import JobExecutor  # noqa: E402
+from atoll.kubernetes.executor import KubernetesBackend  # noqa: E402
 
 LOOKS = 20
 IDLE_S = 10.0
 
 
 async def measure(cluster: Cluster, size: int) -> dict[str, Any]:
-    executor = JobExecutor(cluster=cluster, image="none:1")
+    executor = KubernetesBackend(cluster=cluster, image="none:1")
     world = WorldSize(min=1, target=size, max=size)
     spec = TrainingSpec(
         name=f"bench-{size}", command=["true"], world_size=world, executor="kubernetes"
@@ -78,7 +78,7 @@ async def _are_made(cluster: Cluster, training: Training) -> bool:
     return len(await _pods(cluster, training)) >= training.spec.world_size.target
 
 
-async def _are_live(executor: JobExecutor) -> bool:
+async def _are_live(executor: KubernetesBackend) -> bool:
     return executor._jobs.is_live and executor._pods.is_live
 
 
@@ -112,7 +112,7 @@ async def _hand_played_kubelet(cluster: Cluster, training: Training) -> None:
 
 
 async def _looks(
-    executor: JobExecutor, cluster: Cluster, training: Training, how: str
+    executor: KubernetesBackend, cluster: Cluster, training: Training, how: str
 ) -> dict[str, Any]:
     before, times = cluster.requests.total(), []
     for _ in range(LOOKS):
@@ -139,7 +139,9 @@ async def _one_by_one(cluster: Cluster, training: Training) -> dict[str, Any]:
     }
 
 
-async def _watched(executor: JobExecutor, cluster: Cluster, training: Training) -> dict[str, Any]:
+async def _watched(
+    executor: KubernetesBackend, cluster: Cluster, training: Training
+) -> dict[str, Any]:
     follower = asyncio.create_task(_drain(executor.changes()))
     await _until(lambda: _are_live(executor))
     await asyncio.sleep(1.0)  # until both watches are open

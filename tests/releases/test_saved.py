@@ -18,7 +18,7 @@ import pytest
 
 import atoll
 from atoll.core.status import Event, Seen, Training
-from atoll.kubernetes.options import Options
+from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.read import look, wish_of
 from atoll.kubernetes.resource import read_events, to_training
 from tests.support.release import NEW, NEW_SERVE, Site, cleared
@@ -92,10 +92,10 @@ def test_a_resource_is_the_training_it_was(case: dict[str, Any]) -> None:
 def test_jobs_and_pods_are_understood(case: dict[str, Any]) -> None:
     training, job = msgspec.convert(case["training"], Training), case["job"]
     before = msgspec.structs.replace(training, status=type(training.status)())
-    options = Options(is_exit_held=True, is_start_gated=True)
+    options = KubernetesOptions(is_exit_held=True, is_start_gated=True)
     found = look(before, job, case["pods"], options, NOW)
     seen = msgspec.convert(case["seen"], Seen)
     assert found.seen.ranks == seen.ranks
     assert wish_of(job) == found.seen.wish == seen.wish
     gate = found.gate
-    assert [gate.is_open, gate.is_due, len(gate.held)] == case["gate"]
+    assert [gate.opened_at is not None, gate.is_due, len(gate.held)] == case["gate"]

@@ -15,7 +15,7 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Event, Status, Training
 from atoll.core.usage import usage
 from atoll.store.memory import MemoryStore
-from tests.sim.world import Crash, Faults, Machine, SimExecutor
+from tests.sim.world import Crash, Faults, Machine, SimExecutor, has_exit
 
 T = TypeVar("T")
 FAULTS_UNTIL_S = 40.0
@@ -67,7 +67,10 @@ class Schedule:
             random.Random(seed + 2),
             spec.max_restarts,
             fail_chance=self.random.choice([0.0, 0.1, 0.6]),
+            has_gate=self.random.random() < 0.5,
+            is_exit_held=self.random.random() < 0.5,
         )
+        self._exits: set[tuple[int, int]] = set()  # that were ever stored
         training = Training(namespace="sim", uid=f"uid-{seed}", spec=spec, created_at=self.now)
         self.key = training.key
         self._seen_last = run_now(store.create(training))
@@ -89,10 +92,13 @@ class Schedule:
         )
 
     def _controller(self) -> Reconciler:
-        executor = SimExecutor(self.machine, lambda: self.now, self._faults)
+        executor = SimExecutor(self.machine, lambda: self.now, self._faults, self._stored)
         store: Any = FaultyStore(self._store, self._faults)
         executors: Any = {"local": executor}
         return Reconciler(store, executors, lambda: self.now)
+
+    def _stored(self) -> Status:
+        return run_now(self._store.get(self.key)).status
 
     def run(self) -> None:
         end = self.now + FAULTS_UNTIL_S
@@ -211,6 +217,12 @@ class Schedule:
             return
         old, new = self._seen_last.status, training.status
         self._seen_last = training
+        self._exits |= {
+            (run.rank, run.attempt)
+            for run in self.machine.runs
+            if run.ended_at is not None and has_exit(new, run.rank, run.attempt)
+        }
+        self._check_gate(training)
         if new != old:
             self._note(f"status: {new.phase} {new.reason} {new.message} {new.world}")
         assert new.phase == old.phase or new.phase in EDGES[old.phase], (old.phase, new.phase)
@@ -229,9 +241,28 @@ class Schedule:
         if new.phase.is_terminal:
             assert not self.machine.alive(), "a finished training has a living rank"
 
+    def _check_gate(self, training: Training) -> None:
+        """One gate, one clock: ranks run once it is open, and their time counts from then."""
+        status, machine = training.status, self.machine
+        opened_at = status.gate_opened_at
+        if machine.has_gate:
+            assert opened_at is None or opened_at in machine.openings, "opened at another time"
+            assert len(machine.openings) <= 1 + machine.wipes, "opened twice"
+            first = min(machine.openings, default=float("inf"))
+            assert all(run.started_at >= first for run in machine.runs), "started at a shut gate"
+        (admitted,) = [c for c in status.conditions if c.type == "Admitted"] or [None]
+        assert admitted is None or (admitted.status == "True") == (opened_at is not None)
+        deadline_s = training.spec.deadline_s
+        if status.failing == "DeadlineExceeded" and deadline_s is not None:
+            assert opened_at is not None, "no time is used up before ranks are let go"
+            assert self.now >= opened_at + deadline_s
+
     def _check_verdict(self, training: Training) -> None:
         status, runs = training.status, self.machine.runs
         last = {run.rank: run for run in runs}
+        if self.machine.is_exit_held:
+            kept = {(run.rank, run.attempt) for run in runs if not run.is_forgotten}
+            assert kept <= self._exits, "an exit was lost"
         recorded = {e.rank: e for e in status.rank_exits}
         assert len(recorded) == len(status.rank_exits), "a rank has two exit records"
         seen = {rank for rank, run in last.items() if not run.is_forgotten}

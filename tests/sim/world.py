@@ -1,24 +1,40 @@
 """A simulated machine for ranks, with a virtual clock, and faults wherever there is a step.
 
 The executor here is a model of what every real one promises: it accepts wishes durably, restarts
-within the budget by itself, shows itself late, and may lose its supervisor or all its memory.
+within the budget by itself, shows itself late, and may lose its supervisor or all its memory. It
+may have a start gate of its own, and may hold each exit until it is let go: then its looks ask for
+chores, and a rank starts again only once its last exit was let go.
 What truly happened is kept apart from what is shown, for the invariants to compare with.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
 
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.plan import STALE_S
-from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
+from atoll.core.status import Chore, Exit, Seen, SeenRank, Status, Training, Wish
 from atoll.local.journal import Attempt, GangState
 
 
 class Crash(BaseException):
     """The controller was killed at this step."""
+
+
+class Open(Chore, frozen=True):
+    """The start gate: the ranks are ready."""
+
+
+class LetExitGo(Chore, frozen=True):
+    """Nobody can learn of it again."""
+
+    rank: int
+    attempt: int
 
 
 @dataclass
@@ -50,6 +66,14 @@ class Machine:
     history: list[tuple[float, Seen]] = field(default_factory=list)
     fail_chance: float = 0.2
     is_released: bool = False
+    has_gate: bool = False
+    ready_at: float | None = None  # when all ranks are at the gate, which nobody is told of
+    openings: list[float] = field(default_factory=list)
+    gate_opened_at: float | None = None
+    wipes: int = 0
+    is_exit_held: bool = False
+    gone: set[tuple[int, int]] = field(default_factory=set)  # exits that were let go
+    is_touched: bool = False
 
     def alive(self) -> list[Run]:
         return [run for run in self.runs if run.ended_at is None]
@@ -63,11 +87,27 @@ class Machine:
             {"t": "applied", "version": wish.version, "size": wish.size, "redo": redo, "at": now}
         )
         self.is_supervised = True
+        if self.has_gate and self.ready_at is None:
+            self.ready_at = now + self.random.choice([0.0, 1.0, 20.0, 100.0])
+        self.remember(now)
+
+    def open(self, now: float) -> None:
+        if self.gate_opened_at is None:
+            self.gate_opened_at = now
+            self.openings.append(now)
+            self.touch(now)
+
+    def let_go(self, rank: int, attempt: int, now: float) -> None:
+        self.gone.add((rank, attempt))
+        self.touch(now)
+
+    def touch(self, now: float) -> None:
+        self.is_touched = True
         self.remember(now)
 
     def advance(self, now: float) -> bool:
         """Everything due by `now` happens. True if anything did."""
-        changed = False
+        changed, self.is_touched = self.is_touched, False
         for run in self.alive():
             changed |= self._maybe_end(run, now)
         if self.is_supervised:
@@ -105,7 +145,7 @@ class Machine:
 
     def _start_due(self, now: float) -> bool:
         changed = False
-        for due in list(self.state.due(self.spec_restarts)):
+        for due in list(self._due()):
             name = (due.rank, due.attempt)
             at = self.starts_at.setdefault(name, max(due.at, now) + self.random.random())
             if at > now:
@@ -128,10 +168,19 @@ class Machine:
             changed = True
         return changed
 
+    def _due(self) -> Iterator[Any]:
+        """Ranks that nothing holds back from being started."""
+        if self.has_gate and self.gate_opened_at is None:
+            return
+        for due in self.state.due(self.spec_restarts):
+            last = self.state.attempts.get(due.rank)
+            if not self.is_exit_held or last is None or (last.rank, last.attempt) in self.gone:
+                yield due
+
     def next_time(self, now: float) -> float | None:
         times = [min(r.ends_at, self.stop_at.get(r.rank, r.ends_at)) for r in self.alive()]
         if self.is_supervised:
-            for due in self.state.due(self.spec_restarts):
+            for due in self._due():
                 times.append(self.starts_at.get((due.rank, due.attempt), max(due.at, now)))
         return min(times, default=None)
 
@@ -152,11 +201,21 @@ class Machine:
         self.starts_at.clear()
         self.stop_at.clear()
         self.is_supervised = False
+        self.ready_at = self.gate_opened_at = None
+        self.wipes += 1
+        self.gone.clear()
         self.history.clear()  # late answers come from the same memory
 
     def shown_at(self, at: float) -> Seen:
         """What was true then. Times before the first wish show nothing."""
-        return next((seen for when, seen in reversed(self.history) if when <= at), Seen())
+        nothing = Seen(has_gate=self.has_gate)
+        seen = next((seen for when, seen in reversed(self.history) if when <= at), nothing)
+        is_shut = seen.wish is not None and seen.wish.size > 0 and seen.gate_opened_at is None
+        if not self.has_gate or not is_shut or self.ready_at is None:
+            return seen
+        if at < self.ready_at:
+            return replace(seen, again_in_s=self.ready_at - at)
+        return replace(seen, chores=(*seen.chores, Open()))
 
     def remember(self, now: float) -> None:
         self.history.append((now, self.show()))
@@ -167,10 +226,15 @@ class Machine:
             wish = Wish(
                 version=self.state.version, size=self.state.size, redo=dict(self.state.redo)
             )
+        shown = [a for a in self.state.attempts.values() if (a.rank, a.attempt) not in self.gone]
+        ended = [a for a in shown if a.exit is not None and self.is_exit_held]
         return Seen(
-            ranks=[_seen(a) for a in self.state.attempts.values()],
+            ranks=[_seen(a) for a in shown],
             wish=wish,
             is_supervised=self.is_supervised,
+            has_gate=self.has_gate,
+            gate_opened_at=self.gate_opened_at,
+            chores=tuple(LetExitGo(rank=a.rank, attempt=a.attempt) for a in ended),
         )
 
 
@@ -199,8 +263,15 @@ class SimExecutor:
 
     name = "local"
 
-    def __init__(self, machine: Machine, clock: Callable[[], float], faults: Faults) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        clock: Callable[[], float],
+        faults: Faults,
+        stored: Callable[[], Status],
+    ) -> None:
         self.machine = machine
+        self._stored = stored
         self._clock = clock
         self._faults = faults
 
@@ -225,6 +296,23 @@ class SimExecutor:
         with self._faults.step("observe"):
             lag = STALE_S * 0.99 * self._faults.lateness()
             return self.machine.shown_at(self._clock() - lag)
+
+    async def perform(self, training: Training, chore: Chore) -> None:
+        with self._faults.step("perform"):
+            match chore:
+                case Open():
+                    self.machine.open(self._clock())
+                case LetExitGo(rank=rank, attempt=attempt):
+                    assert has_exit(self._stored(), rank, attempt), "let go of before it was stored"
+                    self.machine.let_go(rank, attempt, self._clock())
+
+
+def has_exit(status: Status, rank: int, attempt: int) -> bool:
+    """Whether it knows the end of that attempt, or has known it and knows a later one."""
+    known = {r.rank: r for r in (*status.ranks, *status.retired)}.get(rank)
+    if known is None or known.attempt < attempt:
+        return False
+    return known.attempt > attempt or known.exit is not None
 
 
 @dataclass

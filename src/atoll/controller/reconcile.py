@@ -1,7 +1,8 @@
 """One pass over one training: observe, plan, write the status once, then act.
 
 It may be killed between any two steps: the next pass starts from what is stored and what is
-really running.
+really running. Nothing is done before what was seen is stored, and nothing is done at all where
+the status was written by somebody else meanwhile.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from atoll.core.errors import Conflict, NotFound, Permanent
+from atoll.core.errors import AtollError, Conflict, NotFound, Permanent
 from atoll.core.missing import left_alone, rejoined
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
-from atoll.core.ports import Executor, Key, Measuring, Store
-from atoll.core.status import Seen, Training
+from atoll.core.ports import Executor, Key, Measuring, Store, Tending
+from atoll.core.status import Seen, Training, sooner
 
 Clock = Callable[[], float]
 
@@ -33,27 +34,30 @@ class Reconciler:
         except NotFound:
             return None
         if training.executor not in self._executors:
-            made = left_alone(training, self._clock())
+            seen, made = Seen(), left_alone(training, self._clock())
         else:
-            made = plan(rejoined(training), await self._observe(training), self._clock())
+            seen = await self._observe(training)
+            made = plan(rejoined(training), seen, self._clock())
         try:
             training = await self._write(training, made)
         except (Conflict, NotFound):
             return 0.0  # changed under us: what was planned is out of date
+        # Chores first: an action may have to wait for one, as for the last pod of a rank to go.
+        # But one that fails keeps nobody from being stopped: it is raised after the actions.
+        trouble = await self._tend(training, seen)
         for action in made.actions:
-            if not await self._perform(training, action):
+            if not await self._act(training, action):
                 return 0.0
-        return made.requeue_after_s
+        if trouble is not None:
+            raise trouble
+        return sooner(made.requeue_after_s, seen.again_in_s)
 
     async def _observe(self, training: Training) -> Seen:
         if training.status.is_released:
             return Seen()
         executor = self._executors[training.executor]
         if fault := self._faults.get(training.uid):
-            seen = await executor.observe(training)
-            return Seen(
-                ranks=seen.ranks, wish=seen.wish, is_supervised=seen.is_supervised, fault=fault
-            )
+            return _only_ranks(await executor.observe(training), fault)
         return await executor.observe(training)
 
     async def _write(self, training: Training, made: Plan) -> Training:
@@ -69,7 +73,18 @@ class Reconciler:
         source = replace(source, content=await self._store.source(training))
         return replace(training, spec=replace(training.spec, source=source))
 
-    async def _perform(self, training: Training, action: Action) -> bool:
+    async def _tend(self, training: Training, seen: Seen) -> AtollError | None:
+        """The first error of a chore; the chores after it are left to the next look."""
+        executor = self._executors.get(training.executor)
+        if isinstance(executor, Tending):
+            try:
+                for chore in seen.chores:
+                    await executor.perform(training, chore)
+            except AtollError as error:
+                return error
+        return None
+
+    async def _act(self, training: Training, action: Action) -> bool:
         """False when the action will never work; the next pass fails the training."""
         executor = self._executors[training.executor]
         try:
@@ -90,3 +105,17 @@ class Reconciler:
             self._faults[training.uid] = str(error)
             return False
         return True
+
+
+def _only_ranks(seen: Seen, fault: str) -> Seen:
+    """What counts of a look at a training that the executor will never run as it is asked to."""
+    return Seen(
+        ranks=seen.ranks,
+        wish=seen.wish,
+        is_supervised=seen.is_supervised,
+        fault=fault,
+        has_gate=seen.has_gate,
+        gate_opened_at=seen.gate_opened_at,
+        chores=seen.chores,
+        again_in_s=seen.again_in_s,
+    )

@@ -50,11 +50,11 @@ def bench_over(spec: TrainingSpec, bench: BenchStatus, now: float) -> BenchStatu
 
 
 def must_measure(spec: TrainingSpec, status: Status, seen: Seen) -> bool:
-    """Beside the ranks, once they may start; before them, if they may not without it."""
+    """Beside the ranks, once they are asked for; before them, if they may not without it."""
     is_idle = seen.bench is not None and seen.bench.state == "idle"
     if spec.bench.mode == "off" or status.bench.phase in DONE or not is_idle:
         return False
-    return status.gate_opened_at is not None or has_floor(spec)
+    return status.asked is not None or has_floor(spec)
 
 
 def holds_start(spec: TrainingSpec, bench: BenchStatus) -> bool:

@@ -18,7 +18,7 @@ MISSING = "ExecutorMissing"  # the condition of a training whose executor is not
 
 KINDS = {
     LOCAL: "atoll.local.executor:LocalBackend",
-    "kubernetes": "atoll.kubernetes.executor:JobExecutor",
+    "kubernetes": "atoll.kubernetes.executor:KubernetesBackend",
 }
 # Kinds that need packages which a plain `pip install atoll` does not bring.
 EXTRAS = {"kubernetes": "kubernetes"}

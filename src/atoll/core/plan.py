@@ -103,7 +103,7 @@ def _observed(training: Training, seen: Seen, now: float) -> Status:
         else:
             retired.append(found)
             redo[rank] = found.attempt
-    is_stopping = bool(old.failing) or _is_cancelling(training)
+    is_stopping = bool(old.failing) or training.is_cancelling
     for found in ranks:
         if found.exit is not None and must_redo(found.exit) and not is_stopping:
             redo[found.rank] = found.attempt
@@ -117,6 +117,7 @@ def _observed(training: Training, seen: Seen, now: float) -> Status:
         started_at=old.started_at if old.started_at is not None else min(started, default=None),
         rendezvous_endpoint=seen.rendezvous_endpoint or old.rendezvous_endpoint,
         mesh=seen.mesh or old.mesh,
+        gate_opened_at=seen.gate_opened_at if old.gate_opened_at is None else old.gate_opened_at,
         bench=bench_after(training, old.bench, seen, now),
     )
 
@@ -126,18 +127,17 @@ def _decided(
 ) -> tuple[Status, tuple[Action, ...]]:
     """Stop, start or resize, and why the training must fail if it must."""
     world = training.spec.world_size
-    is_cancelling = _is_cancelling(training)
+    is_cancelling = training.is_cancelling
     if not is_cancelling and not status.failing:
         reason, message = _reason_to_fail(training, status, seen, now)
         status = replace(status, failing=reason, failing_message=message)
     if is_cancelling or status.failing:
         is_held = seen.wish is not None and _alive(status, seen, now) > 0
         return _asking(status, seen, 0, now) if is_held else (status, ())
-    is_held = holds_start(training.spec, status.bench)
-    if status.gate_opened_at is None and not is_held and _may_start(training, seen, now):
-        status = replace(status, gate_opened_at=now)
-    if status.gate_opened_at is None:
+    if status.gate_opened_at is None and not _may_start(training, status, seen, now):
         return status, ()
+    if status.gate_opened_at is None and not seen.has_gate:
+        status = replace(status, gate_opened_at=now)
     if seen.wish is None and status.has_run:
         return status, ()  # either late or lost; asking again would start ranks twice
     size = world.target if seen.room is None else min(world.target, seen.room)
@@ -168,7 +168,7 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
         succeeded=sum(r.phase == "Succeeded" for r in wanted),
         alive=_alive(status, seen, now),
         is_failing=bool(status.failing),
-        is_cancelling=_is_cancelling(training),
+        is_cancelling=training.is_cancelling,
         is_gate_open=status.gate_opened_at is not None,
     )
     verdict = advance(old.phase, tally)
@@ -235,10 +235,6 @@ def _refusal(training: Training, phase: Phase, now: float) -> Event:
     return Event(type="Warning", reason="UDTerminalState", message=str(refused), at=now)
 
 
-def _is_cancelling(training: Training) -> bool:
-    return training.spec.cancel or training.deletion_requested_at is not None
-
-
 def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) -> tuple[str, str]:
     spec, world = training.spec, training.spec.world_size
     if seen.fault:
@@ -257,7 +253,10 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
     return why_refused(spec, status)
 
 
-def _may_start(training: Training, seen: Seen, now: float) -> bool:
+def _may_start(training: Training, status: Status, seen: Seen, now: float) -> bool:
+    """Whether the executor may be asked for ranks. One without a gate lets them go by that."""
+    if holds_start(training.spec, status.bench):
+        return False
     is_grace_over = now >= training.created_at + training.spec.start_grace_s
     return seen.room is None or may_start(
         seen.room, training.spec.world_size, is_grace_over=is_grace_over

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from atoll.core.errors import Permanent
 from atoll.core.model import Model
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Event, LogLine, Seen, Status, Training, Wish
+from atoll.core.status import Chore, Event, LogLine, Seen, Status, Training, Wish
 
 Key = tuple[str, str]  # namespace, name
 
@@ -34,7 +34,10 @@ class Executor(Protocol):
         """
 
     async def observe(self, training: Training) -> Seen:
-        """The whole gang, in one question to the backend. Raises Temporary when it cannot tell."""
+        """The whole gang, in one question to the backend. Raises Temporary when it cannot tell.
+
+        It changes nothing: what a look makes necessary comes back in `Seen.chores`.
+        """
 
     async def release(self, training: Training) -> None:
         """Only logs of the training are left with the backend. Already gone is success."""
@@ -109,6 +112,14 @@ class Measuring(Protocol):
 
     async def measure(self, training: Training) -> None:
         """The link bench is being run, beside the ranks and in none of their slots."""
+
+
+@runtime_checkable
+class Tending(Protocol):
+    """An executor whose looks ask for chores."""
+
+    async def perform(self, training: Training, chore: Chore) -> None:
+        """Done, or no longer necessary. `training` has the status that holds what was seen."""
 
 
 class Change(Model, frozen=True):

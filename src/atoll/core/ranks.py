@@ -126,7 +126,7 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
         return exit_in_words(rank.exit) if rank.exit else ""
     if status.gate_opened_at is None and status.bench.phase in ("Pending", "Running"):
         return f"start gate: the link must be measured first; {status.bench.message}"
-    if status.gate_opened_at is None and seen.room is not None:
+    if status.gate_opened_at is None and seen.room is not None and not seen.has_gate:
         return f"start gate: room for {seen.room} of {world.target} ranks; {seen.message}"
     if seen.room is not None and rank.rank >= seen.room:
         return f"no room: {seen.message}"

@@ -205,7 +205,7 @@ class Status(Model, frozen=True):
     conditions: list[Condition] = []
     started_at: float | None = None  # first rank running
     ended_at: float | None = None
-    gate_opened_at: float | None = None
+    gate_opened_at: float | None = None  # when ranks were let go
     failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
     failing_message: str = ""
     asked_at: float | None = None  # when the executor, seen with nothing, was last asked for ranks
@@ -261,6 +261,10 @@ class Training(Model, frozen=True):
         return WorldStatus.of(self.status.world.ready, self.spec.world_size)
 
     @property
+    def is_cancelling(self) -> bool:
+        return self.spec.cancel or self.deletion_requested_at is not None
+
+    @property
     def executor(self) -> str:
         """Where its ranks run. Records that name none are older than the choice."""
         return "local" if self.spec.executor is None else self.spec.executor
@@ -308,8 +312,19 @@ class SeenRank(Model, frozen=True):
     message: str = ""
 
 
+class Chore(Model, frozen=True):
+    """What a look makes necessary beside the plan. Only the executor that asks knows what it is.
+
+    It may be repeated, and is never stored: the next look asks for what is still to be done.
+    """
+
+
 class Seen(Model, frozen=True):
-    """One look at a whole gang. May be late, by less than `plan.STALE_S`."""
+    """One look at a whole gang. May be late, by less than `plan.STALE_S`.
+
+    An executor with a start gate of its own is asked for ranks before they may run, and tells when
+    it let them go; for one without, the plan decides that.
+    """
 
     ranks: list[SeenRank] = []
     wish: Wish | None = None  # the one accepted; None while there is none
@@ -321,6 +336,15 @@ class Seen(Model, frozen=True):
     rendezvous_endpoint: str = ""
     mesh: MeshStatus | None = None
     bench: BenchSeen | None = None  # None: this executor cannot measure links
+    has_gate: bool = False  # the executor holds ranks back by itself
+    gate_opened_at: float | None = None  # and let them go then
+    chores: tuple[Chore, ...] = ()  # to be performed once what was seen is stored
+    again_in_s: float | None = None  # look again then, though nothing may change
+
+
+def sooner(*seconds: float | None) -> float | None:
+    """The shortest of these times; None is never."""
+    return min((s for s in seconds if s is not None), default=None)
 
 
 class LogLine(Model, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from atoll.core.errors import AtollError, NotFound
@@ -44,6 +45,13 @@ class Archive:
             task = asyncio.create_task(self._capture(pod, limit))
             self._tasks[key] = task
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def settle(self, pods: Iterable[Pod], timeout_s: float) -> None:
+        """Logs of these pods that are being read are stored, unless it takes too long."""
+        keys = (pod.metadata.get("uid") for pod in pods)
+        tasks = [self._tasks[key] for key in keys if key in self._tasks]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
 
     async def lines(self, namespace: str, uid: str, rank: int) -> list[str]:
         """Of all attempts of that rank that were taken away, oldest first."""

@@ -5,65 +5,189 @@ All of it is found in the same list or watch as the ranks' pods, so a look costs
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from atoll.core.bench import LIMIT_S
-from atoll.core.errors import Conflict, NotFound
+from atoll.core.errors import BackendError, Conflict, NotFound
 from atoll.core.mesh import MeshState
 from atoll.core.ports import Key
-from atoll.core.status import BenchSeen, MeshStatus, Seen, Training
-from atoll.kubernetes.bench import (
+from atoll.core.status import BenchSeen, Chore, MeshStatus, Seen, Training, sooner
+from atoll.kubernetes.chores import PatchJob
+from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.fabric import Members, fabric_folder, members
+from atoll.kubernetes.names import BENCH, ETCD
+from atoll.kubernetes.options import KubernetesOptions
+from atoll.kubernetes.parts import (
+    address,
+    answering,
     bench_name,
-    is_over,
+    etcd_words,
+    is_bench_over,
     read_bench,
     render_bench,
     render_bench_service,
-)
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.etcd import (
-    address,
-    answering,
     render_etcd,
     render_etcd_service,
     trouble_of,
-    words,
 )
-from atoll.kubernetes.fabric import members
-from atoll.kubernetes.mesh import Meshes
-from atoll.kubernetes.names import BENCH, ETCD
-from atoll.kubernetes.options import Options
-from atoll.kubernetes.patch import is_held
+from atoll.kubernetes.patch import is_held, render_begun
 from atoll.kubernetes.pod import BROKEN, HOPELESS, Pod
 from atoll.kubernetes.render import etcd_name, owner_of, reference_to
+from atoll.mesh.etcd import EtcdKeys
+from atoll.mesh.reach import MeshVerdict
+from atoll.mesh.watch import MeshWatch
 
 Json = dict[str, Any]
+log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 5.0  # for an etcd of which there is no pod
-CLEAR_S = 1.0  # after what is to be stored was told
+BENCH_EVERY_S = 5.0
+HELD_EVERY_S = 30.0
+
+
+class StartEtcd(Chore, frozen=True):
+    """It is there or being started. `job` takes it along where there is no Training to do so."""
+
+    job: Json | None
+
+
+class FollowMesh(Chore, frozen=True):
+    """These are the agents that must reach each other, and the etcd where they say so."""
+
+    endpoint: str
+    members: Members | None
+
+
+class ClearBench(Chore, frozen=True):
+    """What came of the bench is stored; its pods go."""
+
+
+class FollowedMesh:
+    """The mesh of one training, at one etcd."""
+
+    def __init__(
+        self, training: Training, endpoint: str, deadline_s: float, notify: Callable[[], None]
+    ):
+        self.endpoint = endpoint
+        self.agents: frozenset[str] = frozenset()
+        self._notify = notify
+        self._keys = EtcdKeys(endpoint)
+        self._task: asyncio.Task[None] | None = None
+        self.watch = MeshWatch(
+            self._keys, self._on_verdict, deadline_s=deadline_s, folder=fabric_folder(training)
+        )
+
+    def follow(self, members: Members, now: float) -> None:
+        if members.agents != self.agents:
+            self.agents = members.agents
+            already_s = max(now - members.placed_at, 0.0)
+            self._task = asyncio.create_task(self._run(self._task, already_s))
+            self._task.add_done_callback(_log_end)
+
+    async def _run(self, before: asyncio.Task[None] | None, already_s: float) -> None:
+        await _end(before)
+        await self.watch.run(self.agents, already_s)
+
+    async def close(self) -> None:
+        await _end(self._task)
+        self._task = None
+        await self._keys.close()
+
+    def _on_verdict(self, verdict: MeshVerdict) -> None:
+        self._notify()
+
+
+class Meshes:
+    """One watch for each training with a mesh. `notify` hears of those whose verdict has changed.
+
+    A watch reads what the agents report and writes the keys of their hosts as soon as it can tell.
+    It stays between looks because that may not wait for one: reports come through the training's
+    etcd, in no order, and cost the API server nothing. Only a chore starts or changes one.
+    """
+
+    def __init__(self, notify: Callable[[Key], None], deadline_s: float) -> None:
+        self._notify = notify
+        self._deadline_s = deadline_s
+        self._meshes: dict[str, FollowedMesh] = {}
+
+    def verdict(self, uid: str, endpoint: str) -> MeshStatus | None:
+        """The newest one at that etcd, at any if it does not answer; None if nothing is known."""
+        mesh = self._meshes.get(uid)
+        if mesh is None or (endpoint and mesh.endpoint != endpoint):
+            return None
+        verdict = mesh.watch.verdict
+        return MeshStatus(state=verdict.state, message=verdict.message, hosts=len(mesh.watch.hosts))
+
+    def is_followed(self, uid: str, endpoint: str, members: Members | None) -> bool:
+        """`endpoint` is empty while its etcd does not answer, `members` None while ranks are
+        placed: what was followed before will do until then."""
+        mesh = self._meshes.get(uid)
+        if mesh is None:
+            return not endpoint or members is None
+        is_there = not endpoint or mesh.endpoint == endpoint
+        return is_there and (members is None or members.agents == mesh.agents)
+
+    async def follow(
+        self, training: Training, endpoint: str, members: Members | None, now: float
+    ) -> None:
+        mesh = self._meshes.get(training.uid)
+        if mesh is not None and endpoint and mesh.endpoint != endpoint:
+            await self._meshes.pop(training.uid).close()
+            mesh = None
+        if mesh is None and endpoint and members is not None:
+            key = training.key
+            mesh = FollowedMesh(training, endpoint, self._deadline_s, lambda: self._notify(key))
+            self._meshes[training.uid] = mesh
+        if mesh is not None and members is not None:
+            mesh.follow(members, now)
+
+    async def drop(self, training: Training, shared: str | None) -> None:
+        """It is watched no more; in an etcd that outlives it, its keys are gone."""
+        mesh = self._meshes.pop(training.uid, None)
+        if mesh is not None:
+            await mesh.close()
+        if shared is None:
+            return
+        others = {host for other in self._meshes.values() for host in other.watch.hosts}
+        async with EtcdKeys(shared) as keys:
+            watch = MeshWatch(keys, folder=fabric_folder(training))
+            with contextlib.suppress(BackendError):  # an etcd that is down must not hold us up
+                await watch.clear(keep=others)
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        """Trainings that were removed by force are watched no more."""
+        watched = set(self._meshes)
+        for uid in watched - await known() if watched else ():
+            if mesh := self._meshes.pop(uid, None):
+                await mesh.close()
+
+    async def close(self) -> None:
+        while self._meshes:
+            await self._meshes.popitem()[1].close()
 
 
 class Beside:
-    """`ring` asks for another look at a training, now; `ring_in` in so many seconds."""
+    """`notify` hears of trainings that may look different now."""
 
     def __init__(
         self,
         cluster: Cluster,
-        options: Options,
-        ring: Callable[[Key], None],
-        ring_in: Callable[[Key, float], None],
+        options: KubernetesOptions,
+        notify: Callable[[Key], None],
         *,
         is_owner: bool,
     ) -> None:
         self._cluster = cluster
         self._options = options
-        self._ring_in = ring_in
         self._is_owner = is_owner
-        self._meshes = Meshes(ring, options.mesh_deadline_s)
+        self._meshes = Meshes(notify, options.mesh_deadline_s)
         # When each was last asked for, by training; and what stood in the way of the etcd's pod.
         self._etcds: dict[str, tuple[float, str]] = {}
         self._benches: dict[str, float] = {}
@@ -74,10 +198,9 @@ class Beside:
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         await self._meshes.sweep(known)
 
-    async def observe(
+    def look(
         self,
         training: Training,
-        namespace: str,
         job: Json | None,
         newest: list[Pod],
         pods: list[Pod],
@@ -87,16 +210,27 @@ class Beside:
         """`seen` with what is beside the ranks in it; `newest` is the last pod of each rank."""
         etcd = [pod for pod in pods if pod.part == ETCD]
         bench = [pod for pod in pods if pod.part == BENCH]
-        if self._options.has_own_etcd(training.spec) and seen.is_supervised:
-            seen = await self._keep_etcd(training, namespace, job, etcd, seen, now)
-        seen = replace(seen, mesh=await self._mesh(training, newest, etcd, seen, now))
-        if training.spec.bench.mode == "off":
-            return seen
-        return replace(seen, bench=await self._bench(training, namespace, newest, bench, seen, now))
+        if job is not None and is_held(job) and answering(etcd) is not None:
+            seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_begun(job)))
+        if seen.wish is None or seen.wish.size == 0:
+            return self._look_at_bench(training, newest, bench, seen, now)
+        is_ending = training.is_cancelling or bool(training.status.failing)
+        is_etcd_wanted = seen.is_supervised and not is_ending
+        if self._options.has_own_etcd(training.spec) and is_etcd_wanted:
+            seen = self._look_at_etcd(training, job, etcd, seen, now)
+        if self._options.has_gate(training.spec):
+            agents = None if seen.wish is None else members(newest, seen.wish)
+            seen = self._look_at_mesh(training, agents, etcd, seen)
+        return self._look_at_bench(training, newest, bench, seen, now)
 
-    def may_begin(self, job: Json, pods: Iterable[Pod]) -> bool:
-        """Whether a Job that is held need be no longer."""
-        return is_held(job) and answering([p for p in pods if p.part == ETCD]) is not None
+    async def perform(self, training: Training, namespace: str, chore: Chore, now: float) -> None:
+        match chore:
+            case StartEtcd(job=job):
+                await self._start_etcd(training, namespace, job, now)
+            case FollowMesh(endpoint=endpoint, members=agents):
+                await self._meshes.follow(training, endpoint, agents, now)
+            case ClearBench():
+                await self._clear_bench(training, namespace)
 
     async def measure(
         self, training: Training, namespace: str, job: Json | None, now: float
@@ -108,7 +242,6 @@ class Beside:
         with contextlib.suppress(Conflict):  # made already, by us or by whom we follow
             await self._cluster.create("jobs", namespace, body)
         self._benches.setdefault(training.uid, now)
-        self._ring_in(training.key, self._options.image_timeout_s)
 
     async def release(self, training: Training, namespace: str) -> None:
         """Nothing of it is left. May be repeated."""
@@ -123,84 +256,75 @@ class Beside:
         if spec.bench.mode != "off":
             await self._clear_bench(training, namespace)
 
-    async def _keep_etcd(
-        self,
-        training: Training,
-        namespace: str,
-        job: Json | None,
-        pods: list[Pod],
-        seen: Seen,
-        now: float,
+    def _look_at_etcd(
+        self, training: Training, job: Json | None, pods: list[Pod], seen: Seen, now: float
     ) -> Seen:
-        """It is there or being started; and what of it holds up the Job is told."""
+        """Asked for again where it is not to be seen: somebody may have removed it."""
+        asked_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
         if not pods:
-            await self._start_etcd(training, namespace, job, now)
+            is_due = now - asked_at >= ASK_AGAIN_S
+            chores = (StartEtcd(job=job),) if is_due else ()
+            seen = _asking(seen, *chores, again_in_s=ASK_AGAIN_S)
         if not is_held(job):
             return seen
         limit_s = self._options.image_timeout_s
-        self._ring_in(training.key, min(limit_s, 30.0))
+        seen = _asking(seen, again_in_s=min(limit_s, HELD_EVERY_S))
         for pod in pods:
             is_late = now - pod.created_at > limit_s
             if pod.waiting_reason in HOPELESS or (is_late and pod.waiting_reason in BROKEN):
                 return replace(seen, fault=f"its etcd: {pod.waits_for}")
-        _, trouble = self._etcds.get(training.uid, (now, ""))
-        return replace(seen, message=words(pods, trouble))
+        return replace(seen, message=etcd_words(pods, trouble))
 
     async def _start_etcd(
         self, training: Training, namespace: str, job: Json | None, now: float
     ) -> None:
-        """Asked for again where it is not to be seen: somebody may have removed it."""
-        asked_at, _ = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
-        if now - asked_at >= ASK_AGAIN_S:
-            owner, name = self._owner(training, job), etcd_name(training)
-            service = render_etcd_service(training, self._options, owner)
-            await self._cluster.patch("services", namespace, name, service, type="apply")
-            body = render_etcd(training, self._options, owner)
-            made = await self._cluster.patch("deployments", namespace, name, body, type="apply")
-            self._etcds[training.uid] = (now, trouble_of(made))
-        self._ring_in(training.key, ASK_AGAIN_S)
+        owner, name = self._owner(training, job), etcd_name(training)
+        service = render_etcd_service(training, self._options, owner)
+        await self._cluster.patch("services", namespace, name, service, type="apply")
+        body = render_etcd(training, self._options, owner)
+        deployment = await self._cluster.patch("deployments", namespace, name, body, type="apply")
+        self._etcds[training.uid] = (now, trouble_of(deployment))
 
-    async def _mesh(
-        self, training: Training, newest: list[Pod], etcd: list[Pod], seen: Seen, now: float
-    ) -> MeshStatus | None:
-        if not self._options.has_gate(training.spec):
-            return None
-        if seen.wish is None or seen.wish.size == 0:
-            return None
+    def _look_at_mesh(
+        self, training: Training, agents: Members | None, etcd: list[Pod], seen: Seen
+    ) -> Seen:
         pod = answering(etcd)
         endpoint = self._options.etcd_endpoint or (address(pod) if pod else "")
-        found = await self._meshes.follow(training, endpoint, members(newest, seen.wish), now)
-        if found is None and training.status.mesh is None:
-            return MeshStatus(state=MeshState.PENDING, message="its ranks are being placed")
-        return found
+        status = self._meshes.verdict(training.uid, endpoint)
+        if status is None and training.status.mesh is None:
+            status = MeshStatus(state=MeshState.PENDING, message="its ranks are being placed")
+        if not self._meshes.is_followed(training.uid, endpoint, agents):
+            seen = _asking(seen, FollowMesh(endpoint=endpoint, members=agents), again_in_s=0.0)
+        return replace(seen, mesh=status)
 
-    async def _bench(
-        self,
-        training: Training,
-        namespace: str,
-        newest: list[Pod],
-        pods: list[Pod],
-        seen: Seen,
-        now: float,
-    ) -> BenchSeen:
+    def _look_at_bench(
+        self, training: Training, newest: list[Pod], pods: list[Pod], seen: Seen, now: float
+    ) -> Seen:
+        if training.spec.bench.mode == "off":
+            return seen
         placed = None if seen.wish is None else members(newest, seen.wish)
-        made_at = self._benches.get(training.uid)
-        if is_over(training) and (made_at is not None or any(not p.is_leaving for p in pods)):
-            await self._clear_bench(training, namespace)
-        found = read_bench(
+        asked_at = self._benches.get(training.uid)
+        bench = read_bench(
             training,
             pods,
             newest,
             self._options,
             now,
-            made_at=made_at,
+            made_at=asked_at,
             are_ranks_placed=placed is not None,
         )
+        seen = replace(seen, bench=bench)
+        if asked_at is None and all(pod.is_leaving for pod in pods):
+            return seen
+        if self._is_bench_to_go(training, bench, now) and not seen.fault:
+            return _asking(seen, ClearBench())
+        return _asking(seen, again_in_s=BENCH_EVERY_S)
+
+    def _is_bench_to_go(self, training: Training, bench: BenchSeen, now: float) -> bool:
+        """Whether this pass stores what came of it, if that is not stored already."""
         since = training.status.bench.started_at
         is_late = since is not None and now >= since + LIMIT_S
-        if not is_over(training) and (is_late or found.state in ("done", "failed")):
-            self._ring_in(training.key, CLEAR_S)  # to clear it away, once that is stored
-        return found
+        return is_bench_over(training) or is_late or bench.state in ("done", "failed")
 
     async def _clear_bench(self, training: Training, namespace: str) -> None:
         for kind in ("jobs", "services"):
@@ -213,3 +337,19 @@ class Beside:
         if self._is_owner:
             return owner_of(training)
         return reference_to("batch/v1", "Job", job["metadata"]) if job else None
+
+
+def _asking(seen: Seen, *chores: Chore, again_in_s: float | None = None) -> Seen:
+    again_in_s = sooner(seen.again_in_s, again_in_s)
+    return replace(seen, chores=(*seen.chores, *chores), again_in_s=again_in_s)
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        log.error("the watch over a mesh ended: %s", error, exc_info=error)

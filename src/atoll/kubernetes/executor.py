@@ -21,35 +21,20 @@ from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, Validati
 from atoll.core.executors import Home
 from atoll.core.ports import Key
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import LogLine, Seen, Training, Wish
-from atoll.kubernetes.alarms import Alarms
+from atoll.core.status import Chore, LogLine, Seen, Training, Wish, sooner
 from atoll.kubernetes.archive import Archive
 from atoll.kubernetes.beside import Beside
+from atoll.kubernetes.chores import GangChores, GangObjects, PodKeeper
 from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.gate import Gate, render_opened, render_opened_world
-from atoll.kubernetes.hosts import Hosts
-from atoll.kubernetes.keep import Keeper
-from atoll.kubernetes.logs import Source, follow_logs, read_logs, tail_places
+from atoll.kubernetes.logs import LogSource, follow_logs, read_logs, tail_places
 from atoll.kubernetes.mirror import Mirror
 from atoll.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
-from atoll.kubernetes.options import ClusterOptions, Options
-from atoll.kubernetes.patch import (
-    render_begun,
-    render_released,
-    render_resize,
-    render_return,
-    render_yield,
-    yielded_at,
-)
+from atoll.kubernetes.options import ClusterOptions, KubernetesOptions
+from atoll.kubernetes.patch import render_released, render_resize
 from atoll.kubernetes.pod import Pod, part_of
-from atoll.kubernetes.read import Look, finished, is_told_by_pods, look, wish_of
-from atoll.kubernetes.render import (
-    gang_name,
-    owner_of,
-    render_job,
-)
-from atoll.kubernetes.trouble import Troubles
-from atoll.kubernetes.world import World, render_mended
+from atoll.kubernetes.read import finished, is_told_by_pods, look, wish_of
+from atoll.kubernetes.render import gang_name, owner_of, render_job
+from atoll.kubernetes.trouble import Hosts, Troubles
 
 Json = dict[str, Any]
 
@@ -58,8 +43,8 @@ FEW = 16
 PAUSE_A_RANK_S = 0.002
 
 
-class JobExecutor:
-    """The Executor of `core/ports.py` for a cluster. Options are those of `Options`.
+class KubernetesBackend:
+    """The Executor of `core/ports.py` for a cluster. Options are those of `KubernetesOptions`.
 
     `is_owner` gives the Job to a Training object of the same cluster, which then takes the Job
     with it when it goes.
@@ -77,14 +62,18 @@ class JobExecutor:
         **options: Any,
     ) -> None:
         try:
-            self.options = Options(**options)
+            self.options = KubernetesOptions(**options)
         except TypeError as error:
             raise ValidationError("options", sorted(options), str(error)) from error
         self.cluster = cluster or Cluster.connect(context)
         self._is_owner = is_owner
         self._clock = clock
-        self._keeper = Keeper(self.cluster)
+        self._keeper = PodKeeper(self.cluster)
         self._archive = Archive(self.cluster)
+        self._objects = GangObjects(self.cluster, self.options, is_owner=is_owner)
+        self._chores = GangChores(
+            self._keeper, self._objects, self._archive, self._patch_job, clock
+        )
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
         self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
         self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
@@ -92,19 +81,19 @@ class JobExecutor:
         self._last: dict[str, Json] = {}  # Jobs as last read without the copy
         self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
-        self._alarms = Alarms(self._changed.put_nowait)
-        self._troubles = Troubles(self.cluster, self._alarms)
-        ring, ring_in = self._changed.put_nowait, self._alarms.set
-        self._world = World(self.cluster, self.options, is_owner=is_owner)
-        self._beside = Beside(self.cluster, self.options, ring, ring_in, is_owner=is_owner)
+        self._noted: set[Key] = set()  # large gangs that are to be told of in a moment
+        self._troubles = Troubles(self.cluster)
+        self._beside = Beside(
+            self.cluster, self.options, self._changed.put_nowait, is_owner=is_owner
+        )
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> JobExecutor:
+    def configured(cls, name: str, options: dict[str, Any], home: Home) -> KubernetesBackend:
         """As `[executors.NAME]` says; without a namespace, in that of the kubeconfig's context."""
         table = options_of(ClusterOptions, options)
         file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
         cluster = Cluster.connect(table.context, file)
-        stated = {field.name: getattr(table, field.name) for field in fields(Options)}
+        stated = {field.name: getattr(table, field.name) for field in fields(KubernetesOptions)}
         stated["namespace"] = table.namespace or cluster.namespace
         stated["labels"] = {**table.labels, PLANE: home.plane}
         executor = cls(cluster=cluster, **stated)
@@ -119,7 +108,6 @@ class JobExecutor:
         self.options.check(spec)
 
     async def close(self) -> None:
-        self._alarms.close()
         for task in self._watching:
             task.remove_done_callback(self._note_end)
             task.cancel()
@@ -149,21 +137,14 @@ class JobExecutor:
         beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         silent = self._hosts.follow(training.key, pods)
-        seen = look(training, job, pods, self.options, now, trouble, silent)
-        seen = await self._troubles.explain(training, seen, now)
-        await self._follow_up(training, job, seen, now)
-        self._wake_later(training, seen, now)
-        if job is not None and self._beside.may_begin(job, beside):
-            await self._patch_job(training, render_begun(job))
-        namespace, _ = self._place(training)
-        told = await self._beside.observe(
-            training, namespace, job, seen.newest, beside, seen.seen, now
-        )
-        if left := await self._come_back(training, job, now):
-            self._alarms.set(training.key, left)
-            words = f"too few nodes for min ranks at once; gave way, next try in {left:.0f} s"
-            return replace(told, room=0, message=words)
-        return told
+        found = look(training, job, pods, self.options, now, trouble.text, silent)
+        seen = replace(found.seen, again_in_s=sooner(found.seen.again_in_s, trouble.again_in_s))
+        seen = await self._troubles.explain(training, seen, found.newest, now)
+        return self._beside.look(training, job, found.newest, beside, seen, now)
+
+    async def perform(self, training: Training, chore: Chore) -> None:
+        await self._chores.perform(training, chore)
+        await self._beside.perform(training, self._place(training)[0], chore, self._clock())
 
     async def measure(self, training: Training) -> None:
         job = await self._job(training)
@@ -243,9 +224,9 @@ class JobExecutor:
         is_over = follow or (lambda: True)
         return follow_logs(self._log_source(training), places, ranks=ranks, is_over=is_over)
 
-    def _log_source(self, training: Training) -> Source:
+    def _log_source(self, training: Training) -> LogSource:
         namespace, _ = self._place(training)
-        return Source.of(training, namespace, self.cluster, self._pods, self._archive)
+        return LogSource.of(training, namespace, self.cluster, self._pods, self._archive)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""
@@ -283,7 +264,7 @@ class JobExecutor:
 
     async def _create(self, training: Training, wish: Wish) -> None:
         namespace, name = self._place(training)
-        await self._world.make(training, wish)
+        await self._objects.make(training, wish)
         owner = owner_of(training) if self._is_owner else None
         body = render_job(training, wish, self.options, owner)
         try:
@@ -291,7 +272,7 @@ class JobExecutor:
         except Conflict as error:
             raise Temporary(f"the Job {name} is there already or still going: {error}") from error
         self._note_job(training, job)
-        await self._world.tie(job)
+        await self._objects.tie(job)
 
     async def _resize(self, training: Training, wish: Wish, job: Json) -> None:
         namespace, name = self._place(training)
@@ -304,7 +285,7 @@ class JobExecutor:
             if reason := finished(job):  # the next look tells that it is closed
                 raise Temporary(f"the Job {name} is over ({reason}) and cannot grow to {wish.size}")
             await self._check_room_above(training, before, wish.size)
-        await self._world.resize(training, wish, job)
+        await self._objects.resize(training, wish, job)
         try:
             await self._patch_job(training, render_resize(wish, job, self._clock()))
         except Conflict:  # its status moved on; the wish in it may have, too
@@ -319,73 +300,16 @@ class JobExecutor:
             raise Temporary(f"ranks {ranks} are still being stopped", retry_after_s=0.3)
 
     async def _patch_job(self, training: Training, patch: Json) -> None:
-        job = await self.cluster.patch("jobs", *self._place(training), patch)
+        try:
+            job = await self.cluster.patch("jobs", *self._place(training), patch)
+        except (Conflict, NotFound):
+            self._last.pop(training.uid, None)  # it is not as it was read
+            raise
         self._note_job(training, job)
 
     def _note_job(self, training: Training, job: Json) -> None:
         self._written[training.uid] = _version(job)
         self._last[training.uid] = job
-
-    async def _follow_up(
-        self, training: Training, job: Json | None, seen: Look, now: float
-    ) -> None:
-        """What a look makes plain: pods that may go, ranks that are lost, a gang to give way."""
-        for pod in seen.leaving:
-            self._archive.capture(pod, len(seen.seen.ranks))
-        await self._keeper.let_go(seen.told)
-        await self._keeper.give_up(seen.lost)
-        if seen.is_more:
-            self._changed.put_nowait(training.key)
-        if job is not None and seen.half and yielded_at(job) is None:
-            await self._give_way(training, job, seen.half, now)
-        await self._let_start(training, seen.gate, now)
-        if job is not None and (wish := seen.seen.wish) is not None and not finished(job):
-            await self._mend(training, wish, job, seen)
-
-    async def _mend(self, training: Training, wish: Wish, job: Json, seen: Look) -> None:
-        """What somebody has changed or deleted of the gang."""
-        await self._world.mend(training, wish, job, seen.newest)
-        if not seen.half and (patch := render_mended(job, wish)):
-            with contextlib.suppress(Conflict):  # it has changed since; so there will be a look
-                await self._patch_job(training, patch)
-
-    async def _let_start(self, training: Training, gate: Gate, now: float) -> None:
-        """The decision first: what of the rest is left undone, the next look does."""
-        if gate.is_due:
-            await self._patch_job(training, render_opened(now))
-        if gate.held:
-            world = {"data": render_opened_world()}
-            with contextlib.suppress(NotFound):  # deleted; it is mended when a pod misses it
-                await self.cluster.patch("configmaps", *self._place(training), world)
-            await self._keeper.let_start(gate.held)
-
-    async def _give_way(
-        self, training: Training, job: Json, holding: list[Pod], now: float
-    ) -> None:
-        """The room goes back to the cluster; the ranks' restarts are not touched."""
-        await self._keeper.mark_stopped(holding, now)
-        await self._patch_job(training, render_yield(job, now))
-
-    async def _come_back(self, training: Training, job: Json | None, now: float) -> float:
-        """Seconds until a gang that gave way may try again; 0 if none is to be waited for."""
-        since = None if job is None else yielded_at(job)
-        if job is None or since is None:
-            return 0.0
-        left = since + self.options.gang_backoff_s - now
-        wish = wish_of(job)
-        if left <= 0 and wish is not None and wish.size > 0:
-            await self._patch_job(training, render_return(job))
-        return max(left, 0.0)
-
-    def _wake_later(self, training: Training, seen: Look, now: float) -> None:
-        """Timeouts are looked at when they pass, though nothing in the cluster changes."""
-        if any(rank.state == "waiting" for rank in seen.seen.ranks):
-            limits = (self.options.image_timeout_s, self.options.gang_timeout_s or 1e9)
-            self._alarms.set(training.key, min(*limits, 30.0))
-        if seen.gate.due_in_s is not None:
-            self._alarms.set(training.key, seen.gate.due_in_s)
-        if seen.lost or seen.leaving:
-            self._alarms.set(training.key, 1.0 if seen.lost else 5.0)
 
     def _note(self, item: Json) -> None:
         """A large gang is looked at less often than its pods change: each look writes a status."""
@@ -396,8 +320,14 @@ class JobExecutor:
         ranks = len(self._pods.of(labels.get(UID, "")))
         if ranks <= FEW:
             self._changed.put_nowait(key)
-        else:
-            self._alarms.set(key, min(ranks * PAUSE_A_RANK_S, 1.0))
+        elif key not in self._noted:
+            self._noted.add(key)
+            pause_s = min(ranks * PAUSE_A_RANK_S, 1.0)
+            asyncio.get_running_loop().call_later(pause_s, self._tell, key)
+
+    def _tell(self, key: Key) -> None:
+        self._noted.discard(key)
+        self._changed.put_nowait(key)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):

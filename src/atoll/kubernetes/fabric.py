@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from atoll.core.status import Training, Wish
 from atoll.kubernetes.names import AGENT, INDEX
-from atoll.kubernetes.options import Options
+from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.pod import Pod, when
 from atoll.mesh.reach import FABRIC_DIR, agent_name
 
@@ -37,7 +37,7 @@ def fabric_folder(training: Training) -> str:
     return f"{FABRIC_DIR}/{training.uid}"
 
 
-def render_agent(training: Training, etcd: str, options: Options) -> Json:
+def render_agent(training: Training, etcd: str, options: KubernetesOptions) -> Json:
     """A native sidecar: it starts before the rank, and ends after it without holding it up."""
     fields = {
         "RANK": f"metadata.annotations['{INDEX}']",

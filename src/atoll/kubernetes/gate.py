@@ -35,10 +35,10 @@ TURNED_AWAY_RULE: Json = {
 }
 
 
-class Gate(NamedTuple):
+class StartGate(NamedTuple):
     """Of a gang that has none: neither due nor open, and nobody held."""
 
-    is_open: bool = False
+    opened_at: float | None = None
     is_due: bool = False  # to be opened now
     held: list[Pod] = []  # to be let through
     due_in_s: float | None = None  # when fewer than all will do
@@ -84,8 +84,13 @@ def render_start() -> Json:
     return {"metadata": {"annotations": {START: "true"}}}
 
 
+def opened_at(job: Json | None) -> float | None:
+    noted = ((job or {}).get("metadata", {}).get("annotations") or {}).get(GATE_OPENED)
+    return float(noted) if noted else None
+
+
 def is_open(job: Json | None) -> bool:
-    return GATE_OPENED in ((job or {}).get("metadata", {}).get("annotations") or {})
+    return opened_at(job) is not None
 
 
 def is_gated(job: Json) -> bool:
@@ -101,28 +106,30 @@ def is_grace_unknown(job: Json) -> bool:
 
 def read_gate(
     training: Training, job: Json | None, wish: Wish | None, newest: Iterable[Pod], now: float
-) -> Gate:
+) -> StartGate:
     """`newest` is the last pod of each rank."""
     if job is None or wish is None or not is_gated(job):
-        return Gate()
+        return StartGate()
     world = training.spec.world_size
     wanted = [p for p in newest if p.rank < world.target and not p.is_leaving and not p.is_over]
     waiting = [p for p in wanted if p.is_at_gate]
     untold = [p for p in waiting if START not in p.annotations]
     if is_open(job):
-        return Gate(is_open=True, held=untold, message="start gate: open, starting")
+        return StartGate(opened_at(job), held=untold, message="start gate: open, starting")
     able = sum(p.is_at_gate or p.has_passed for p in wanted)
     # Time spent in a queue is not counted: the Job starts when it is let go.
     since = when(job.get("status", {}).get("startTime"))
     left = None if since is None else since + training.spec.start_grace_s - now
     is_grace_over = left is not None and left <= 0
+    is_ending = training.is_cancelling or bool(training.status.failing)
     is_due = (
         wish.size > 0
+        and not is_ending
         and yielded_at(job) is None
         and not is_held(job)
         and may_start(able, world, is_grace_over=is_grace_over)
     )
-    return Gate(
+    return StartGate(
         is_due=is_due,
         held=untold if is_due else [],
         due_in_s=None if is_grace_over else left,

@@ -27,7 +27,7 @@ AT_ONCE = 16
 GONE = "[the log went with its pod; these are the last lines of it]"
 
 
-class Source(NamedTuple):
+class LogSource(NamedTuple):
     """Where the lines of one training come from."""
 
     cluster: Cluster
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     @classmethod
     def of(
         cls, training: Training, namespace: str, cluster: Cluster, mirror: Mirror, archive: Archive
-    ) -> Source:
+    ) -> LogSource:
         async def pods() -> list[Json]:
             if mirror.is_live:
                 return list(mirror.of(training.uid).values())
@@ -52,7 +52,7 @@ class Source(NamedTuple):
 
 
 async def read_logs(
-    source: Source,
+    source: LogSource,
     *,
     ranks: Sequence[int] | None,
     tail: int | None,
@@ -70,7 +70,9 @@ async def read_logs(
         yield line
 
 
-async def tail_places(source: Source, *, ranks: Sequence[int] | None, tail: int) -> dict[int, int]:
+async def tail_places(
+    source: LogSource, *, ranks: Sequence[int] | None, tail: int
+) -> dict[int, int]:
     """After which nanosecond the last `tail` lines of each rank were written."""
     slots = asyncio.Semaphore(AT_ONCE)
 
@@ -96,7 +98,7 @@ async def tail_places(source: Source, *, ranks: Sequence[int] | None, tail: int)
 
 
 async def _whole(
-    source: Source, rank: int, mine: list[Pod], tail: int | None
+    source: LogSource, rank: int, mine: list[Pod], tail: int | None
 ) -> AsyncIterator[LogLine]:
     """All attempts of a rank that can still be read, or what is known of the last one."""
     lines = await source.archived(rank) if _was_taken(source.training, rank, mine) else []
@@ -122,7 +124,7 @@ def _was_taken(training: Training, rank: int, mine: list[Pod]) -> bool:
 
 
 async def follow_logs(
-    source: Source,
+    source: LogSource,
     places: Mapping[int, int],
     *,
     ranks: Sequence[int] | None,

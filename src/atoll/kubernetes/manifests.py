@@ -12,7 +12,7 @@ import msgspec
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode
 from atoll.kubernetes.crd import GROUP, render_crd
-from atoll.kubernetes.options import Options
+from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.tokens import NAME as TOKENS
 
 Json = dict[str, Any]
@@ -79,13 +79,15 @@ def render_manifests(
 def read_options(text: str) -> dict[str, Any]:
     """The options that the JSON names; the operator has its own defaults for the others."""
     try:
-        options, given = decode(text, Options), msgspec.json.decode(text)
+        options, given = decode(text, KubernetesOptions), msgspec.json.decode(text)
     except ValidationError as error:
         field = "--options" if error.field == "body" else f"--options: {error.field}"
         raise ValidationError(field, error.value, error.expected) from error
     if "namespace" in given:
         raise ValidationError("--options: namespace", given["namespace"], "expected as --namespace")
-    names = zip(Options.__struct_fields__, Options.__struct_encode_fields__, strict=True)
+    names = zip(
+        KubernetesOptions.__struct_fields__, KubernetesOptions.__struct_encode_fields__, strict=True
+    )
     return {name: getattr(options, name) for name, sent in names if sent in given}
 
 

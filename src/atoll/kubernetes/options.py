@@ -37,7 +37,7 @@ EKS_GPU_NODES: dict[str, dict[str, str]] = {
 }
 
 
-class Options(SpecModel, frozen=True):
+class KubernetesOptions(SpecModel, frozen=True):
     """The options of KubernetesExecutor. Unset means: as the cluster does it by default."""
 
     namespace: str | None = None  # unset: the training's own
@@ -176,7 +176,7 @@ class Options(SpecModel, frozen=True):
         return is_needed and self.etcd_endpoint is None
 
 
-class ClusterOptions(Options, frozen=True):
+class ClusterOptions(KubernetesOptions, frozen=True):
     """What `[executors.NAME]` with `kind = "kubernetes"` may say.
 
     A control plane takes exits and keeps the deadline, so exits are held for it, and the Job until

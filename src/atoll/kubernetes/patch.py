@@ -68,13 +68,33 @@ def render_begun(before: Json) -> Json:
 def render_yield(before: Json, now: float) -> Json:
     """A merge patch that stops half a gang for a while."""
     annotations = {YIELDED: str(now), **_shrunk(before, 0, now)}
-    return {"metadata": {"annotations": annotations}, "spec": {"parallelism": 0}}
+    return {"metadata": _as_read(before, annotations), "spec": {"parallelism": 0}}
 
 
 def render_return(before: Json) -> Json:
     """A merge patch that lets a gang try again."""
     size = before["spec"]["completions"]
-    return {"metadata": {"annotations": {YIELDED: None}}, "spec": {"parallelism": size}}
+    return {"metadata": _as_read(before, {YIELDED: None}), "spec": {"parallelism": size}}
+
+
+def render_size_restored(before: Json, wish: Wish) -> Json:
+    """A merge patch that gives a Job its size back which somebody has changed; {} if nobody has."""
+    if yielded_at(before) is not None or QUEUE in (before["metadata"].get("labels") or {}):
+        return {}
+    # Completions may never be 0.
+    due = {"parallelism": wish.size} | ({"completions": wish.size} if wish.size else {})
+    if all(before["spec"].get(field) == size for field, size in due.items()):
+        return {}
+    return {"metadata": _as_read(before), "spec": due}
+
+
+def render_deadline(before: Json, seconds: int) -> Json:
+    """A merge patch: the Job is over then, should nobody be there to say so; {} if it is already.
+
+    The Job counts from when its pods could be made, the training from when its ranks were let go.
+    """
+    is_later = seconds > before["spec"].get("activeDeadlineSeconds", 0)
+    return {"spec": {"activeDeadlineSeconds": seconds}} if is_later else {}
 
 
 def render_stopped(now: float) -> Json:
@@ -98,6 +118,12 @@ def yielded_at(job: Json) -> float | None:
 def render_lost(node: str | None) -> Json:
     words = f"the node {node} does not answer"
     return {"status": {"phase": "Failed", "reason": "NodeLost", "message": words}}
+
+
+def _as_read(before: Json, annotations: Json | None = None) -> Json:
+    """Metadata of a patch that is refused if the object has changed since."""
+    version = before["metadata"].get("resourceVersion")
+    return {"resourceVersion": version} | ({"annotations": annotations} if annotations else {})
 
 
 def _shrunk(before: Json, size: int, now: float) -> dict[str, str]:

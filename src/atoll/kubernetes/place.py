@@ -7,7 +7,7 @@ from typing import Any
 from atoll.core.spec import Resources
 from atoll.core.status import Training
 from atoll.kubernetes.names import CONTAINER, PART, PROVIDER, REGION, UID
-from atoll.kubernetes.options import Options
+from atoll.kubernetes.options import KubernetesOptions
 
 Json = dict[str, Any]
 
@@ -20,7 +20,7 @@ def ranks_of(training: Training) -> dict[str, str]:
     return {UID: training.uid, PART: CONTAINER}
 
 
-def tolerations(needs: Resources, options: Options) -> list[Json]:
+def tolerations(needs: Resources, options: KubernetesOptions) -> list[Json]:
     made: list[Json] = []
     if options.tolerations is not None:
         made += options.tolerations
@@ -40,14 +40,14 @@ def tolerations(needs: Resources, options: Options) -> list[Json]:
     return made
 
 
-def node_selector(needs: Resources, options: Options) -> dict[str, str]:
+def node_selector(needs: Resources, options: KubernetesOptions) -> dict[str, str]:
     """The table's labels under the caller's own."""
     if len(needs.gpu_models) != 1:
         return dict(options.node_selector)
     return {**options.gpu_nodes[needs.gpu_models[0].upper()], **options.node_selector}
 
 
-def _node_rules(training: Training, options: Options) -> list[Json]:
+def _node_rules(training: Training, options: KubernetesOptions) -> list[Json]:
     needs, providers = training.spec.resources, training.spec.provider_filter
     rules: list[tuple[str, str, list[str]]] = []
     if len(needs.gpu_models) > 1:
@@ -65,7 +65,7 @@ def _node_rules(training: Training, options: Options) -> list[Json]:
     return [{"key": key, "operator": how, "values": values} for key, how, values in rules]
 
 
-def affinity(training: Training, options: Options) -> Json | None:
+def affinity(training: Training, options: KubernetesOptions) -> Json | None:
     made: Json = {**(options.affinity or {})}
     if rules := _node_rules(training, options):
         node = {**made.get("nodeAffinity", {})}

@@ -1,4 +1,4 @@
-"""One look at a gang: the Job and its pods in, `Seen` out. Pure.
+"""One look at a gang: the Job and its pods in, `Seen` out, with the chores that follow. Pure.
 
 A rank may have several pods one after another. They are told one at a time, oldest first, so that
 every exit is stored before its successor is spoken of.
@@ -6,33 +6,60 @@ every exit is stored before its successor is spoken of.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from atoll.core.ends import RankEnd
 from atoll.core.model import decode
-from atoll.core.status import Exit, RankStatus, Seen, SeenRank, Training, Wish
-from atoll.kubernetes.gate import Gate, is_gated, is_grace_unknown, read_gate
+from atoll.core.status import Chore, Exit, RankStatus, Seen, SeenRank, Training, Wish, sooner
+from atoll.kubernetes.chores import (
+    GiveUp,
+    KeepLogs,
+    LetGo,
+    MarkStopped,
+    OpenGate,
+    PatchJob,
+    RestoreObjects,
+)
+from atoll.kubernetes.gate import (
+    StartGate,
+    is_gated,
+    is_grace_unknown,
+    read_gate,
+    render_opened,
+)
 from atoll.kubernetes.names import REGION, SHRINKS, WISH
-from atoll.kubernetes.options import Options
-from atoll.kubernetes.patch import is_released
+from atoll.kubernetes.options import KubernetesOptions
+from atoll.kubernetes.patch import (
+    is_released,
+    render_deadline,
+    render_return,
+    render_size_restored,
+    render_yield,
+    yielded_at,
+)
 from atoll.kubernetes.pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod, when
-from atoll.kubernetes.render import rendezvous_endpoint
+from atoll.kubernetes.render import gang_name, rendezvous_endpoint
 
 Json = dict[str, Any]
+
+WAITING_EVERY_S = 30.0
+LOST_EVERY_S, LEAVING_EVERY_S = 1.0, 5.0
 
 
 class Look(NamedTuple):
     seen: Seen
-    told: list[Pod]  # leaving, and nothing more to learn of them: they may go
+    told: list[Pod]  # leaving, and nothing to learn of them that is not in `seen`: they may go
     leaving: list[Pod]  # taken away while they ran: their logs go with them
     lost: list[Pod]  # on nodes that do not answer, given up by the cluster
     is_more: bool  # some exits are told in the next look
     half: list[Pod]  # hold room for fewer than `min` ranks, for too long
-    gate: Gate
+    gate: StartGate
     newest: list[Pod]  # the last one of each rank
 
 
@@ -65,7 +92,7 @@ def look(
     training: Training,
     job: Json | None,
     manifests: Iterable[Json],
-    options: Options,
+    options: KubernetesOptions,
     now: float,
     trouble: str = "",
     silent: Collection[str] = (),
@@ -87,15 +114,11 @@ def look(
     ranks, told, leaving, lost, is_more = [], [], [], [], False
     for rank, mine in sorted(pods.items()):
         mine.sort(key=_age)
-        untold = [p for p in mine if not _is_recorded(p, known.get(rank))]
-        told += [p for p in mine if p not in untold and _may_go(p, now)]
+        shown, later = _next_told(mine, known.get(rank), now)
+        told += [p for p in mine if p not in later and _may_go(p, now)]
         leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
         lost += [p for p in mine if p.is_lost(now)]
-        news = [p for p in untold if not _is_nothing(p, now)]
-        told += [p for p in untold if _is_nothing(p, now) and _may_go(p, now)]
-        ended = [p for p in news if p.is_over or p.is_lost(now)]
-        shown = ended[0] if ended else (news or mine)[-1]
-        is_more = is_more or (bool(ended) and shown is not news[-1])
+        is_more = is_more or bool(later)
         if not _is_nothing(shown, now):
             ranks.append(_rank(shown, _is_asked(shown, job, shrinks, now), gate, now, silent))
     lost_unseen = list(given_up(training, job, wish, pods, known, now))
@@ -103,16 +126,21 @@ def look(
     for rank in {*range(wish.size if wish else 0)} - {r.rank for r in lost_unseen}:
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
-    return Look(
-        seen=Seen(
-            ranks=ranks,
-            wish=wish,
-            is_supervised=wish is not None and not (job and finished(job)),
-            is_closed=wish is not None and bool(job and finished(job)),
-            message=_message(job, trouble, options),
-            fault=_fault(training, newest, options, now),
-            rendezvous_endpoint=rendezvous_endpoint(training, options),
-        ),
+    started_at = min((r.started_at for r in ranks if r.started_at is not None), default=None)
+    seen = Seen(
+        ranks=ranks,
+        wish=wish,
+        is_supervised=wish is not None and not (job and finished(job)),
+        is_closed=wish is not None and bool(job and finished(job)),
+        message=_message(job, trouble, options),
+        rendezvous_endpoint=rendezvous_endpoint(training, options),
+        has_gate=True,
+        # A rank that has no gate before it is let go by its node.
+        gate_opened_at=started_at if gate.opened_at is None else gate.opened_at,
+    )
+    fault = _fault(training, newest, options, now) or _unstarted(training, job, seen)
+    found = Look(
+        seen=replace(seen, fault=fault),
         told=told,
         leaving=leaving,
         lost=lost,
@@ -121,6 +149,104 @@ def look(
         gate=gate,
         newest=newest,
     )
+    found = found._replace(seen=_giving_way(found.seen, job, options, now))
+    chores = (*_chores_of_pods(found), *_chores_of_job(training, job, found, options, now))
+    again_in_s = sooner(found.seen.again_in_s, _again_in_s(found, options))
+    return found._replace(seen=replace(found.seen, chores=chores, again_in_s=again_in_s))
+
+
+def _chores_of_pods(found: Look) -> Iterator[Chore]:
+    if found.leaving:
+        yield KeepLogs(pods=tuple(found.leaving), ranks=len(found.seen.ranks))
+    if found.lost:
+        yield GiveUp(pods=tuple(found.lost))
+    if found.told:
+        yield LetGo(pods=tuple(found.told))
+
+
+def _chores_of_job(
+    training: Training, job: Json | None, found: Look, options: KubernetesOptions, now: float
+) -> Iterator[Chore]:
+    """For one that is there, and is to go on."""
+    wish = found.seen.wish
+    if job is None or wish is None:
+        return
+    if found.half and yielded_at(job) is None:
+        yield MarkStopped(pods=tuple(found.half))
+        yield PatchJob(why="half a gang gives way", patch=render_yield(job, now))
+    if found.gate.is_due:
+        # The decision first: what of the rest is left undone, the next look asks for.
+        yield PatchJob(why="the start gate opens", patch=render_opened(now))
+    if found.gate.held:
+        yield OpenGate(pods=tuple(found.gate.held))
+    if finished(job):
+        return
+    if patch := _deadline(training, job, found.seen.gate_opened_at, options):
+        yield PatchJob(why="its deadline counts from when ranks were let go", patch=patch)
+    name = gang_name(training)
+    # The source, if there is one, is with the controller only while it applies a wish.
+    if training.spec.source is None and any(pod.misses(name) for pod in found.newest):
+        yield RestoreObjects(wish=wish, job=job)
+    if not found.half and (patch := render_size_restored(job, wish)):
+        yield PatchJob(why="somebody has changed its size", patch=patch)
+    if _waits_for_room(job, options, now) == 0.0 and wish.size > 0:
+        yield PatchJob(why="a gang that gave way tries again", patch=render_return(job))
+
+
+def _again_in_s(found: Look, options: KubernetesOptions) -> float | None:
+    """Timeouts are looked at when they pass, though nothing in the cluster changes."""
+    times = [found.gate.due_in_s]
+    if found.is_more:
+        times.append(0.0)
+    if any(rank.state == "waiting" for rank in found.seen.ranks):
+        limits = (options.image_timeout_s, options.gang_timeout_s or WAITING_EVERY_S)
+        times.append(min(*limits, WAITING_EVERY_S))
+    if found.lost or found.leaving:
+        times.append(LOST_EVERY_S if found.lost else LEAVING_EVERY_S)
+    return sooner(*times)
+
+
+def _waits_for_room(job: Json | None, options: KubernetesOptions, now: float) -> float | None:
+    """Seconds until a gang that gave way may try again; None if it did not."""
+    since = None if job is None else yielded_at(job)
+    return None if since is None else max(since + options.gang_backoff_s - now, 0.0)
+
+
+def _giving_way(seen: Seen, job: Json | None, options: KubernetesOptions, now: float) -> Seen:
+    left_s = _waits_for_room(job, options, now)
+    if not left_s:
+        return seen
+    words = f"too few nodes for min ranks at once; gave way, next try in {left_s:.0f} s"
+    return replace(seen, room=0, message=words, again_in_s=left_s)
+
+
+def _deadline(
+    training: Training, job: Json, opened_at: float | None, options: KubernetesOptions
+) -> Json:
+    """A patch of a Job whose own deadline would come before the training's."""
+    deadline_s = training.spec.deadline_s
+    since = when(job.get("status", {}).get("startTime"))
+    if deadline_s is None or opened_at is None or since is None:
+        return {}
+    waited_s = max(opened_at - since, 0.0)
+    return render_deadline(job, math.ceil(waited_s + deadline_s) + options.deadline_margin_s)
+
+
+def _unstarted(training: Training, job: Json | None, seen: Seen) -> str:
+    """A Job that carries its deadline from the start may be over before a rank was let go."""
+    was_let_go = seen.gate_opened_at is not None or training.status.gate_opened_at is not None
+    if job is None or was_let_go or finished(job) != "DeadlineExceeded":
+        return ""
+    return f"no rank could start within {job['spec'].get('activeDeadlineSeconds')} s"
+
+
+def _next_told(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
+    """Which of a rank's pods is told of in this look, and which only after that."""
+    news = [p for p in pods if not _is_recorded(p, known) and not _is_nothing(p, now)]
+    for at, pod in enumerate(news):
+        if pod.is_over or pod.is_lost(now):
+            return pod, news[at + 1 :]
+    return (news or pods)[-1], []
 
 
 def _age(pod: Pod) -> tuple[float, int]:
@@ -131,7 +257,9 @@ def _newest(mine: list[Pod]) -> Pod:
     return max(mine, key=_age)
 
 
-def _rank(pod: Pod, is_asked: bool, gate: Gate, now: float, silent: Collection[str]) -> SeenRank:
+def _rank(
+    pod: Pod, is_asked: bool, gate: StartGate, now: float, silent: Collection[str]
+) -> SeenRank:
     is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
     if is_over:
@@ -212,7 +340,7 @@ def _is_suspended(pod: Pod, job: Json, ended_at: float) -> bool:
     return pod.created_at < since  # of resuming: it is from before the pause
 
 
-def _message(job: Json | None, trouble: str, options: Options) -> str:
+def _message(job: Json | None, trouble: str, options: KubernetesOptions) -> str:
     if trouble and job is None:
         return trouble
     if trouble:
@@ -224,7 +352,7 @@ def _message(job: Json | None, trouble: str, options: Options) -> str:
     return ""
 
 
-def _fault(training: Training, newest: list[Pod], options: Options, now: float) -> str:
+def _fault(training: Training, newest: list[Pod], options: KubernetesOptions, now: float) -> str:
     """What no waiting will mend, once it leaves fewer than `min` ranks possible."""
     broken = [
         p
@@ -241,9 +369,9 @@ def _fault(training: Training, newest: list[Pod], options: Options, now: float) 
     return f"rank {broken[0].rank}: {broken[0].waits_for}"
 
 
-def _idle_since(job: Json | None, gate: Gate, newest: list[Pod], trouble: str) -> float | None:
+def _idle_since(job: Json | None, gate: StartGate, newest: list[Pod], trouble: str) -> float | None:
     """When a gang began to wait that holds room to no end; None if it does not."""
-    if gate.is_open:
+    if gate.opened_at is not None:
         return None
     waiting = [p for p in newest if p.waiting_reason == "Unschedulable" and not p.is_leaving]
     if not waiting and trouble and job is not None and is_gated(job):
@@ -252,7 +380,11 @@ def _idle_since(job: Json | None, gate: Gate, newest: list[Pod], trouble: str) -
 
 
 def _half(
-    training: Training, newest: list[Pod], options: Options, now: float, since: float | None
+    training: Training,
+    newest: list[Pod],
+    options: KubernetesOptions,
+    now: float,
+    since: float | None,
 ) -> list[Pod]:
     """A plain Job is not gang-scheduled: some ranks may hold nodes that help nobody."""
     holding = [p for p in newest if p.node is not None and not p.is_over]

@@ -1,23 +1,28 @@
-"""What only events tell, asked for when it is needed.
+"""Signs of trouble that a Job and its pods do not show.
 
-Why a Job's pods are missing (quota, admission), and why a pod that has its node does not get
-further (a volume, the network).
+Which nodes have stopped answering is known in seconds; the cluster takes the best part of a minute.
+It is only told, not acted on: a node that is cut off from us alone still runs its ranks, and a
+second copy of them would be worse than a late one. Why a Job's pods are missing (quota, admission),
+and why a pod that has its node does not get further (a volume, the network), only events tell; they
+are asked for when they are needed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from atoll.core.errors import Denied
-from atoll.core.status import Seen, Training
-from atoll.kubernetes.alarms import Alarms
+from atoll.core.ports import Key
+from atoll.core.status import Seen, Training, sooner
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.pod import Pod
-from atoll.kubernetes.read import Look, finished
+from atoll.kubernetes.read import finished
 
 Json = dict[str, Any]
 
@@ -25,13 +30,95 @@ TROUBLE_AFTER_S = 3.0  # pods missing for this long: ask the Job controller why
 STUCK_AFTER_S = 10.0  # a container in the making for this long: ask the kubelet why
 STUCK_EVERY_S = 15.0
 
+CONNECT_S = 1.5
+AGAIN_S = 1.0
+# The kernel asks an idle connection every second and gives up after three answers are missing.
+KEEPALIVE = (
+    (socket.SO_KEEPALIVE, socket.SOL_SOCKET, 1),
+    (socket.TCP_KEEPIDLE, socket.IPPROTO_TCP, 1),
+    (socket.TCP_KEEPINTVL, socket.IPPROTO_TCP, 1),
+    (socket.TCP_KEEPCNT, socket.IPPROTO_TCP, 3),
+)
+
+
+class Hosts:
+    """One idle connection to each node's kubelet. `notify` hears of trainings it matters to.
+
+    A node that never answered is not called silent: it may be out of our reach by design.
+    """
+
+    def __init__(self, port: int | None, notify: Callable[[Key], None]) -> None:
+        self._port = port
+        self._notify = notify
+        self._of: dict[Key, frozenset[str]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._silent: set[str] = set()
+
+    def follow(self, key: Key, pods: Iterable[Json]) -> Collection[str]:
+        """These are the pods of the training now. The addresses of silent nodes are returned."""
+        found = (p for p in map(Pod, pods) if "running" in p.state)
+        addresses = frozenset(p.address for p in found if p.address)
+        if self._port is None or self._of.get(key, frozenset()) == addresses:
+            return self._silent
+        self._of[key] = addresses
+        if not addresses:
+            del self._of[key]
+        wanted = frozenset[str]().union(*self._of.values())
+        for gone in self._tasks.keys() - wanted:
+            self._tasks.pop(gone).cancel()
+            self._silent.discard(gone)
+        for new in wanted - self._tasks.keys():
+            self._tasks[new] = asyncio.create_task(self._ask(new, self._port))
+        return self._silent
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _ask(self, address: str, port: int) -> None:
+        has_answered = False
+        while True:
+            writer = None
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    reader, writer = await asyncio.open_connection(address, port)
+                has_answered = True
+                self._mark(address, is_silent=False)
+                for option, level, value in KEEPALIVE:
+                    writer.get_extra_info("socket").setsockopt(level, option, value)
+                await reader.read(1)  # until it is closed, or the kernel has given it up
+            except (ConnectionRefusedError, ConnectionResetError):
+                has_answered = True  # by the machine, though the kubelet is away
+                self._mark(address, is_silent=False)
+            except OSError:  # a timeout is one too
+                if has_answered:
+                    self._mark(address, is_silent=True)
+            finally:
+                if writer is not None:
+                    with contextlib.suppress(OSError):
+                        writer.close()
+            await asyncio.sleep(AGAIN_S)
+
+    def _mark(self, address: str, *, is_silent: bool) -> None:
+        if is_silent == (address in self._silent):
+            return
+        (self._silent.add if is_silent else self._silent.discard)(address)
+        for key, addresses in self._of.items():
+            if address in addresses:
+                self._notify(key)
+
+
+class Trouble(NamedTuple):
+    text: str = ""
+    again_in_s: float | None = None  # ask again then
+
 
 class Troubles:
     """What was last heard, and when, by training."""
 
-    def __init__(self, cluster: Cluster, alarms: Alarms) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._alarms = alarms
         self._heard: dict[str, tuple[float, str]] = {}
         self._stuck: dict[str, tuple[float, str]] = {}
         self._refused: dict[str, str] = {}
@@ -51,44 +138,40 @@ class Troubles:
             raise
         self._refused.pop(uid, None)
 
-    async def of(self, training: Training, job: Json | None, pods: int, now: float) -> str:
+    async def of(self, training: Training, job: Json | None, pods: int, now: float) -> Trouble:
         """`pods` are there now."""
         if job is None:
-            return self._refused.get(training.uid, "")
+            return Trouble(self._refused.get(training.uid, ""))
         if job["spec"].get("suspend") or finished(job):
-            return ""
+            return Trouble()
         if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
             self._heard.pop(training.uid, None)
-            return ""
-        asked_at, text = self._heard.get(training.uid, (now, ""))
-        if training.uid not in self._heard or now - asked_at < TROUBLE_AFTER_S:
-            self._heard[training.uid] = (asked_at, text)
-            self._alarms.set(training.key, TROUBLE_AFTER_S - (now - asked_at))
-            return text
+            return Trouble()
+        asked_at, text = self._heard.setdefault(training.uid, (now, ""))
+        left_s = asked_at + TROUBLE_AFTER_S - now
+        if left_s > 0:
+            return Trouble(text, left_s)
         fields = f"involvedObject.uid={job['metadata']['uid']},reason=FailedCreate"
         namespace = job["metadata"]["namespace"]
         listed = await self._cluster.list("events", namespace, fields=fields)
         text = listed.items[-1].get("message", "") if listed.items else ""
         self._heard[training.uid] = (now, text)
-        self._alarms.set(training.key, TROUBLE_AFTER_S)
-        return text
+        return Trouble(text, TROUBLE_AFTER_S)
 
-    async def explain(self, training: Training, seen: Look, now: float) -> Look:
+    async def explain(self, training: Training, seen: Seen, newest: list[Pod], now: float) -> Seen:
         """With what keeps containers from being made, in the kubelet's words."""
-        made = [pod for pod in seen.newest if pod.is_being_made]
-        if not made:
-            self._stuck.pop(training.uid, None)
-            return seen
-        stuck = [pod for pod in made if now - pod.created_at >= STUCK_AFTER_S]
+        making = [pod for pod in newest if pod.is_being_made]
+        stuck = [pod for pod in making if now - pod.created_at >= STUCK_AFTER_S]
         if not stuck:
-            self._alarms.set(training.key, STUCK_AFTER_S)
-            return seen
+            self._stuck.pop(training.uid, None)
+            again_in_s = STUCK_AFTER_S if making else None
+            return replace(seen, again_in_s=sooner(seen.again_in_s, again_in_s))
         asked_at, text = self._stuck.get(training.uid, (0.0, ""))
         if now - asked_at >= STUCK_EVERY_S:
             text = await self._ask(stuck[0])
             self._stuck[training.uid] = (now, text)
-        self._alarms.set(training.key, STUCK_EVERY_S)
-        return seen._replace(seen=_with_words(seen.seen, {p.name for p in stuck}, text))
+        seen = replace(seen, again_in_s=sooner(seen.again_in_s, STUCK_EVERY_S))
+        return _with_words(seen, {p.name for p in stuck}, text)
 
     async def _ask(self, pod: Pod) -> str:
         fields = f"involvedObject.uid={pod.metadata['uid']},type=Warning"

@@ -22,7 +22,7 @@ from atoll.controller.sweep import keep_swept
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
 from atoll.core.ports import Tokens
 from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.lease import Lease
 from atoll.kubernetes.store import KubernetesStore
 from atoll.kubernetes.tokens import KubernetesTokens
@@ -98,7 +98,7 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
     """One controller after another: where the API server is away or refuses, the next one."""
     while True:
         store = KubernetesStore(cluster, namespace)
-        executor = JobExecutor(**options, cluster=cluster, is_owner=True)
+        executor = KubernetesBackend(**options, cluster=cluster, is_owner=True)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Controller(store, {executor.name: executor}).run())
@@ -131,7 +131,7 @@ async def serve_api(
     port: int,
 ) -> None:
     """Until cancelled. Open watches end first, so that clients turn to another replica."""
-    executor = JobExecutor(cluster=cluster, **options)
+    executor = KubernetesBackend(cluster=cluster, **options)
     streams = Streams()
     app = create_app(
         store=store, tokens=tokens, executors={executor.name: executor}, streams=streams

@@ -10,13 +10,13 @@ from typing import Any
 from atoll.core.errors import ValidationError
 from atoll.core.spec import TrainingSpec
 from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.executor import JobExecutor
-from atoll.kubernetes.options import EKS_GPU_NODES, Options
+from atoll.kubernetes.executor import KubernetesBackend
+from atoll.kubernetes.options import EKS_GPU_NODES, KubernetesOptions
 from atoll.replicas.surface import ReplicaSurface
 
 
 class KubernetesExecutor(ReplicaSurface):
-    """Replicas as the pods of one Indexed Job a launch. Options: see `Options`; `image` is one.
+    """Replicas as the pods of one Indexed Job a launch. `image` is one of `KubernetesOptions`.
 
     `context` and `kubeconfig` choose the cluster; by default it is the pod's own, `KUBECONFIG` or
     ~/.kube/config. Bad options raise ValidationError here, clashes at the launch.
@@ -29,17 +29,17 @@ class KubernetesExecutor(ReplicaSurface):
         self, *, context: str | None = None, kubeconfig: str | None = None, **options: Any
     ) -> None:
         try:
-            self.options = Options(**options)
+            self.options = KubernetesOptions(**options)
         except TypeError as error:
             raise ValidationError("options", sorted(options), str(error)) from error
         self._given = options
         self._context = context
         self._kubeconfig = kubeconfig
 
-    def make_executor(self) -> JobExecutor:
+    def make_executor(self) -> KubernetesBackend:
         cluster = Cluster.connect(self._context, self._kubeconfig)
         options = {"namespace": cluster.namespace, **self._given}
-        return JobExecutor(cluster=cluster, **options)
+        return KubernetesBackend(cluster=cluster, **options)
 
     def check_launch(self, spec: TrainingSpec) -> None:
         """Raises ValidationError where the launch cannot be done with these options."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from atoll.controller.loop import Controller
 from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.store import KubernetesStore
 from atoll.operator.run import DEFAULTS
 from tests.support.serve import Crashing
@@ -38,10 +38,10 @@ class Armed(Crashing):
 async def main(namespace: str, options: dict[str, Any], file: Path) -> None:
     cluster = Cluster.connect()
     store = KubernetesStore(cluster, namespace)
-    executor = JobExecutor(
+    executor = KubernetesBackend(
         cluster=cluster, is_owner=True, namespace=namespace, **{**DEFAULTS, **options}
     )
-    executor._keeper = Armed(executor._keeper, file)  # its steps are between the controller's
+    executor._chores._keeper = Armed(executor._keeper, file)  # its steps are within a chore
     armed = Armed(executor, file)
     await Controller(Armed(store, file), {"kubernetes": armed}).run()
 

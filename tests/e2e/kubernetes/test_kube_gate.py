@@ -16,7 +16,7 @@ import pytest
 
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training, Wish
-from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.executor import KubernetesBackend
 from tests.e2e.kubernetes.conformance_backend import ArmedOperator
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
@@ -94,6 +94,38 @@ def test_ranks_start_together_when_the_last_one_can(
     assert min(rank["running"]["startedAt"] for _, rank in found) >= reached
 
 
+def admitted(status: Json) -> str:
+    found = (c["status"] for c in status.get("conditions", ()) if c["type"] == "Admitted")
+    return next(found, "")
+
+
+def is_past(at: float) -> Callable[[Json], bool]:
+    return lambda status: time.time() > at
+
+
+def test_ranks_without_room_use_up_no_deadline(
+    space: Space, operator: Operator, room: Callable[[int], None]
+) -> None:
+    room(0)
+    submit(space, min=2, target=2, deadlineS=5, stopGraceS=1)
+    status = space.until(
+        "tiny", "no room", lambda s: "no room" in str([r["message"] for r in s.get("ranks", ())])
+    )
+    (job,) = space.json("get", "jobs")["items"]
+    assert "activeDeadlineSeconds" not in job["spec"]
+    status = space.until("tiny", "the deadline, if it counted", is_past(time.time() + 7))
+    assert (status["phase"], admitted(status)) == ("pending", "False")
+    for number in (0, 1):
+        give_back(space, f"squatter-{number}")
+    status = space.until("tiny", "admitted", lambda s: admitted(s) == "True")
+    (job,) = space.json("get", "jobs")["items"]
+    assert float(job["metadata"]["annotations"]["atoll.dev/gate-opened"]) == status["gateOpenedAt"]
+    status = space.until_phase("tiny", "failed")
+    assert status["reason"] == "DeadlineExceeded"
+    assert status["message"] == "still running 5 s after the start"
+    assert status["endedAt"] >= status["gateOpenedAt"] + 5
+
+
 def test_min_ranks_start_after_the_grace_and_a_late_one_joins(
     space: Space, operator: Operator, room: Callable[[int], None]
 ) -> None:
@@ -115,15 +147,22 @@ def test_min_ranks_start_after_the_grace_and_a_late_one_joins(
         assert space.kubectl("logs", pod["metadata"]["name"]).stdout == f"rank {rank} of 3\n"
 
 
-def test_an_operator_killed_while_it_opens_the_gate(space: Space, tmp_path: Path) -> None:
-    """The decision is taken, no pod has been told of it."""
+# (the step, whether the decision is taken then); no pod has been told of it in either.
+KILLED = [("before perform 1", False), ("after perform 1", True), ("before let_start 1", True)]
+
+
+@pytest.mark.parametrize(("step", "is_decided"), KILLED)
+def test_an_operator_killed_while_it_opens_the_gate(
+    space: Space, tmp_path: Path, step: str, is_decided: bool
+) -> None:
     operator = ArmedOperator(space, tmp_path, {})
     try:
-        operator.arm("before let_start 1")
+        operator.arm(step)
         space.submit("tiny", command=FOREVER, worldSize={"min": 3, "target": 3, "max": 3})
         operator.process.wait(60)
         (job,) = space.json("get", "jobs")["items"]
-        assert "atoll.dev/gate-opened" in job["metadata"]["annotations"]
+        assert ("atoll.dev/gate-opened" in job["metadata"]["annotations"]) is is_decided
+        assert space.status("tiny")["phase"] == "pending"
         assert all("running" in states(pod)[0] for pod in space.pods())
         operator.revive()
         status = space.until_ready("tiny", 3)
@@ -185,7 +224,7 @@ def test_without_the_gate_such_an_image_runs(
 
 def test_a_look_at_ranks_that_wait_costs_one_request(space: Space, run: Callable[..., Any]) -> None:
     async def cost_of(looks: int) -> int:
-        executor = JobExecutor(
+        executor = KubernetesBackend(
             cluster=space.site.connect(), namespace=space.name, image=IMAGE, is_start_gated=True
         )
         world = WorldSize(min=3, target=3, max=3)

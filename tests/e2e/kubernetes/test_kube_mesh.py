@@ -17,7 +17,7 @@ import pytest
 from atoll.core.mesh import MeshState
 from atoll.core.spec import BenchSpec, TrainingSpec, WorldSize
 from atoll.core.status import Seen, Training, Wish
-from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.executor import KubernetesBackend
 from atoll.local.etcd_server import start_etcd, stop_etcd
 from atoll.mesh.etcd import EtcdKeys
 from tests.e2e.kubernetes.conftest import Operator, Site, Space
@@ -263,7 +263,7 @@ def test_a_look_costs_one_request_by_list_and_none_by_watch(space: Space, run: A
 
     async def scene() -> None:
         cluster = space.site.connect()
-        executor = JobExecutor(
+        executor = KubernetesBackend(
             cluster=cluster, namespace=space.name, etcd_image=ETCD, agent_image=ATOLL
         )
         training = Training(
@@ -284,8 +284,11 @@ def test_a_look_costs_one_request_by_list_and_none_by_watch(space: Space, run: A
 
         async def until(test: Callable[[Seen], Any]) -> None:
             while True:
-                if test(await executor.observe(training)):
+                seen = await executor.observe(training)
+                if test(seen):
                     return
+                for chore in seen.chores:
+                    await executor.perform(training, chore)
                 await asyncio.sleep(0.1)
 
         try:

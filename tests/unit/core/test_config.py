@@ -7,7 +7,7 @@ import pytest
 from atoll.core.config import ExecutorConfig, options_of, parse
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.executors import KINDS, load
-from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.options import ClusterOptions
 from atoll.local.executor import LocalBackend, LocalOptions
 
@@ -94,7 +94,7 @@ def test_a_control_plane_has_exits_held_for_it() -> None:
 
 
 def test_each_kind_is_loaded_by_its_name() -> None:
-    assert [load(kind) for kind in KINDS] == [LocalBackend, JobExecutor]
+    assert [load(kind) for kind in KINDS] == [LocalBackend, KubernetesBackend]
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:

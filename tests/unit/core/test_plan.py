@@ -142,6 +142,51 @@ def test_the_gate_stays_shut_below_the_minimum_however_long_it_takes() -> None:
     assert story.wished is None
 
 
+def admitted(story: Story) -> str:
+    (condition,) = [c for c in story.status.conditions if c.type == "Admitted"]
+    return str(condition.status)
+
+
+def test_where_ranks_are_let_go_at_once_they_are_admitted_by_the_plan() -> None:
+    story = Story(start_grace_s=30)
+    story.look(room=3)
+    assert (admitted(story), story.status.gate_opened_at) == ("False", None)
+    story.look(room=4)
+    assert (admitted(story), story.status.gate_opened_at) == ("True", story.now)
+
+
+def test_an_executor_with_a_gate_is_asked_for_ranks_before_it_opens() -> None:
+    story = Story()
+    story.look(has_gate=True)
+    assert story.wished == 4
+    assert (admitted(story), story.status.gate_opened_at) == ("False", None)
+    assert story.status.reason == "WaitingForRoom"
+
+
+def test_a_deadline_does_not_count_while_ranks_wait_at_the_executors_gate() -> None:
+    story = Story(deadline_s=60)
+    story.look(has_gate=True)
+    story.look(after_s=1000.0)
+    assert (admitted(story), story.status.failing) == ("False", "")
+    opened_at = story.now + 1.0
+    story.look(after_s=2.0, gate_opened_at=opened_at)
+    assert (admitted(story), story.status.gate_opened_at) == ("True", opened_at)
+    story.ranks(**{f"r{rank}": "running" for rank in range(4)})
+    assert story.look(after_s=50.0).status.failing == ""
+    story.look(after_s=10.0)
+    assert story.status.failing == "DeadlineExceeded"
+    assert story.status.failing_message == "still running 60 s after the start"
+
+
+def test_when_the_gate_opened_is_told_once() -> None:
+    """A Job that was deleted, or is read late, takes nothing back."""
+    story = Story()
+    story.look(has_gate=True, gate_opened_at=7.0)
+    story.look(gate_opened_at=None)
+    story.look(gate_opened_at=9.0)
+    assert story.status.gate_opened_at == 7.0
+
+
 def test_a_later_rank_joins_when_there_is_room() -> None:
     story = Story(start_grace_s=0)
     story.look(room=2)

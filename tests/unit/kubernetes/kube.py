@@ -9,7 +9,7 @@ from atoll.core.model import encode
 from atoll.core.spec import Resources, Source, TrainingSpec, WorldSize
 from atoll.core.status import RankStatus, SeenRank, Status, Training, Wish
 from atoll.kubernetes.names import FAILURES, FINALIZER, INDEX, WISH
-from atoll.kubernetes.options import Options
+from atoll.kubernetes.options import KubernetesOptions as Options
 from atoll.kubernetes.read import Look, look
 
 Json = dict[str, Any]

@@ -11,21 +11,27 @@ import pytest
 
 from atoll.core.model import encode
 from atoll.core.spec import BenchSpec, RendezvousSpec
-from atoll.core.status import BenchResult, BenchStatus, Status, Wish
-from atoll.kubernetes.bench import is_over, read_bench, render_bench, render_bench_service
-from atoll.kubernetes.etcd import (
-    address,
-    answering,
-    render_etcd,
-    render_etcd_service,
-    words,
-)
+from atoll.core.status import BenchResult, BenchStatus, Seen, Status, Wish
+from atoll.kubernetes.beside import Beside, FollowMesh
+from atoll.kubernetes.chores import PatchJob
 from atoll.kubernetes.fabric import members
 from atoll.kubernetes.gate import read_gate
 from atoll.kubernetes.names import HELD, PART
+from atoll.kubernetes.parts import (
+    address,
+    answering,
+    etcd_words,
+    is_bench_over,
+    read_bench,
+    render_bench,
+    render_bench_service,
+    render_etcd,
+    render_etcd_service,
+)
 from atoll.kubernetes.patch import is_held, render_begun
 from atoll.kubernetes.pod import Pod
 from atoll.kubernetes.read import is_told_by_pods
+from atoll.kubernetes.read import look as look_at_ranks
 from atoll.kubernetes.render import gang_name, render_job, render_service
 from atoll.mesh.reach import FABRIC_DIR
 from tests.unit.kubernetes.kube import (
@@ -187,7 +193,7 @@ def test_an_etcd_answers_once_its_pod_is_ready() -> None:
     assert found is not None
     assert address(found) == "10.0.0.9:2379"
     assert address(Pod(etcd(True, ip="fd00::9"))) == "[fd00::9]:2379"
-    assert words([Pod(beside("etcd", conditions=NO_ROOM, node=None))]).startswith(
+    assert etcd_words([Pod(beside("etcd", conditions=NO_ROOM, node=None))]).startswith(
         "waits for its etcd: no room: 0/2 nodes"
     )
 
@@ -340,7 +346,74 @@ def test_names_of_everything_beside_fit_a_dns_label() -> None:
 
 
 def test_what_is_stored_of_a_bench_lets_its_pods_go() -> None:
-    assert not is_over(BENCHED)
+    assert not is_bench_over(BENCHED)
     for phase in ("Succeeded", "Failed", "TimedOut", "Skipped"):
         done = training(bench=BENCHED.spec.bench, status=Status(bench=BenchStatus(phase=phase)))
-        assert is_over(done)
+        assert is_bench_over(done)
+
+
+def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Seen:
+    """One look beside the ranks; any request would fail."""
+    gang = more.pop("gang", job())
+    subject = training(**more)
+    cluster: Any = object()
+    parts = Beside(cluster, options, lambda key: None, is_owner=True)
+    ranks = [p for p in pods if p["metadata"].get("labels", {}).get(PART, "rank") == "rank"]
+    others = [Pod(p) for p in pods if p not in ranks]
+    found = look_at_ranks(subject, gang, ranks, options, NOW)
+    return parts.look(subject, gang, found.newest, others, found.seen, NOW)
+
+
+def kinds(found: Seen) -> list[str]:
+    return [type(chore).__name__ for chore in found.chores]
+
+
+HELD_JOB = job(annotations={HELD: "etcd"}, suspend=True)
+
+
+def test_an_etcd_that_is_not_there_is_asked_for() -> None:
+    found = asked_beside(rendezvous=ETCD_V2, gang=HELD_JOB)
+    assert kinds(found) == ["StartEtcd"]
+    assert (found.message, found.again_in_s) == ("waits for its etcd", 5.0)
+    assert kinds(asked_beside(etcd(False), rendezvous=ETCD_V2, gang=HELD_JOB)) == []
+
+
+@pytest.mark.parametrize("ending", [{"cancel": True}, {"status": Status(failing="RankFailed")}])
+def test_no_etcd_is_started_for_ranks_that_are_being_stopped(ending: Json) -> None:
+    assert kinds(asked_beside(rendezvous=ETCD_V2, gang=HELD_JOB, **ending)) == []
+
+
+def test_a_job_is_let_go_once_its_etcd_answers() -> None:
+    found = asked_beside(etcd(True), rendezvous=ETCD_V2, gang=HELD_JOB)
+    (begun,) = found.chores
+    assert isinstance(begun, PatchJob)
+    assert begun.patch == render_begun(HELD_JOB)
+
+
+def test_a_mesh_is_followed_by_a_chore_and_looked_at_next() -> None:
+    ranks = [pod(rank, running(), node=f"node-{rank}") for rank in range(3)]
+    found = asked_beside(etcd(True), *ranks, mesh=True)
+    (follow,) = found.chores
+    assert isinstance(follow, FollowMesh)
+    assert (follow.endpoint, found.again_in_s) == ("10.0.0.9:2379", 0.0)
+    assert follow.members is not None
+    assert len(follow.members.agents) == 3
+    assert found.mesh is not None
+    assert found.mesh.message == "its ranks are being placed"
+    assert kinds(asked_beside(*ranks, mesh=True)) == ["StartEtcd"]  # nowhere to follow it
+
+
+def test_a_bench_is_cleared_away_in_the_pass_that_stores_its_end() -> None:
+    on_start = BENCHED.spec.bench
+    one = beside("bench", 0, running(), node="a")
+    two = beside("bench", 1, running(), node="b")
+    found = asked_beside(one, two, bench=on_start)
+    assert (kinds(found), found.again_in_s) == ([], 5.0)
+    over = beside("bench", 1, told(RESULT), phase="Succeeded", node="b")
+    found = asked_beside(one, over, bench=on_start)
+    assert kinds(found) == ["ClearBench"]
+    assert found.bench is not None
+    assert found.bench.result is not None
+    done = Status(bench=BenchStatus(phase="Succeeded"))
+    assert kinds(asked_beside(one, over, bench=on_start, status=done)) == ["ClearBench"]
+    assert kinds(asked_beside(bench=on_start, status=done)) == []

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from atoll.core.status import Wish
+from atoll.core.phase import Phase
+from atoll.core.plan import plan
+from atoll.core.status import Status, Training, Wish
+from atoll.kubernetes.chores import OpenGate, PatchJob
 from atoll.kubernetes.names import GATE_OPENED, START, YIELDED
 from atoll.kubernetes.read import Look, is_told_by_pods, look
 from atoll.kubernetes.render import render_job
@@ -67,6 +71,89 @@ def test_it_opens_when_all_ranks_have_reached_it() -> None:
     found = seen(gated(), waiting(0), waiting(1), waiting(2))
     assert found.gate.is_due
     assert ranks(found) == [0, 1, 2]
+
+
+def test_opening_it_is_asked_for_and_not_done_by_the_look() -> None:
+    decision, told = seen(gated(), waiting(0), waiting(1), waiting(2)).seen.chores
+    assert isinstance(decision, PatchJob)
+    assert decision.patch == {"metadata": {"annotations": {GATE_OPENED: str(NOW)}}}
+    assert isinstance(told, OpenGate)
+    assert [pod.rank for pod in told.pods] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["cancel", "failing"])
+def test_it_is_not_opened_for_ranks_that_are_about_to_be_stopped(how: str) -> None:
+    changes: Json = (
+        {"cancel": True} if how == "cancel" else {"status": Status(failing="RankFailed")}
+    )
+    found = seen(gated(), waiting(0), waiting(1), waiting(2), **changes)
+    assert found.seen.chores == ()
+
+
+def pass_over(given: Training, gang: Json | None, *pods: Json, now: float) -> Training:
+    """One pass of the controller, as far as its status goes."""
+    found = look(given, gang, pods, Options(is_exit_held=True, is_start_gated=True), now)
+    return replace(given, status=plan(given, found.seen, now).status)
+
+
+def admitted(given: Training) -> str:
+    return next(c.status for c in given.status.conditions if c.type == "Admitted")
+
+
+def test_unschedulable_pods_are_not_admitted_and_use_up_no_deadline() -> None:
+    given = training(deadline_s=60)
+    given = pass_over(given, None, now=NOW)
+    assert given.status.asked is not None  # pods must be there to wait
+    gang = gated(started_at=NOW)
+    for now in (NOW + 1, NOW + 62, NOW + 3600):
+        given = pass_over(given, gang, *map(homeless, range(3)), now=now)
+        assert (admitted(given), given.status.gate_opened_at) == ("False", None)
+        assert (given.status.phase, given.status.failing) == (Phase.PENDING, "")
+    opened_at = NOW + 4000
+    gang = gated(started_at=NOW, annotations={GATE_OPENED: str(opened_at)})
+    given = pass_over(given, gang, *map(waiting, range(3)), now=opened_at + 1)
+    assert (admitted(given), given.status.gate_opened_at) == ("True", opened_at)
+    ranks = [pod(rank, running(opened_at)) for rank in range(3)]
+    assert pass_over(given, gang, *ranks, now=opened_at + 59).status.failing == ""
+    given = pass_over(given, gang, *ranks, now=opened_at + 60)
+    assert given.status.failing == "DeadlineExceeded"
+
+
+def test_without_a_gate_ranks_are_let_go_when_the_first_one_runs() -> None:
+    given = training(deadline_s=60)
+    given = pass_over(given, job(), *map(homeless, range(3)), now=NOW)
+    assert admitted(given) == "False"
+    given = pass_over(given, job(), pod(0, running(NOW + 70)), homeless(1), now=NOW + 75)
+    assert (admitted(given), given.status.gate_opened_at) == ("True", NOW + 70)
+
+
+def deadlines(gang: Json, now: float = NOW, **options: Any) -> list[int]:
+    ranks = [pod(rank, running(NOW - 1)) for rank in range(3)]
+    found = look(training(deadline_s=60), gang, ranks, Options(**options), now)
+    patches = [c.patch.get("spec", {}) for c in found.seen.chores if isinstance(c, PatchJob)]
+    return [p["activeDeadlineSeconds"] for p in patches if "activeDeadlineSeconds" in p]
+
+
+def test_the_jobs_own_deadline_counts_from_the_same_instant() -> None:
+    """A Job counts from when it could start; ranks were let go 99 s after that."""
+    gang = opened(started_at=NOW - 100)
+    assert deadlines(gang, deadline_margin_s=5) == [99 + 60 + 5]
+    gang["spec"]["activeDeadlineSeconds"] = 164
+    assert deadlines(gang, deadline_margin_s=5) == []
+    closed = gated(started_at=NOW - 100)
+    found = look(training(deadline_s=60), closed, [waiting(0)], Options(), NOW)
+    assert found.seen.chores == ()
+    made = render_job(training(deadline_s=60), Wish(version=1, size=3), Options(is_exit_held=True))
+    assert "activeDeadlineSeconds" not in made["spec"]
+
+
+def test_a_job_that_carries_its_deadline_may_be_over_before_a_rank_could_start() -> None:
+    over = job(activeDeadlineSeconds=60)
+    over["status"] = {
+        "conditions": [{"type": "Failed", "status": "True", "reason": "DeadlineExceeded"}]
+    }
+    assert seen(over).seen.fault == "no rank could start within 60 s"
+    assert seen(over, pod(0, running())).seen.fault == ""
 
 
 def test_ranks_that_wait_say_so_and_do_not_run() -> None:
@@ -134,7 +221,7 @@ def test_once_open_nothing_is_done_for_pods_that_passed() -> None:
 
 
 def test_a_job_made_without_a_gate_has_none() -> None:
-    assert seen(job(), pod(0, running())).gate == (False, False, [], None, "")
+    assert seen(job(), pod(0, running())).gate == (None, False, [], None, "")
 
 
 def test_a_gang_that_passed_the_gate_does_not_give_way() -> None:

@@ -13,7 +13,7 @@ import pytest
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.spec import BenchSpec, ProviderFilter, RendezvousSpec, WorldSize
 from atoll.core.status import Wish
-from atoll.kubernetes.executor import JobExecutor
+from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.options import EKS_GPU_NODES
 from atoll.kubernetes.render import (
     gang_name,
@@ -342,9 +342,9 @@ def test_every_option_reaches_the_job(option: str) -> None:
 
 
 def test_the_namespace_option_decides_where_the_job_is_made() -> None:
-    executor = JobExecutor(cluster=object(), namespace="jobs")
+    executor = KubernetesBackend(cluster=object(), namespace="jobs")
     assert executor._place(training())[0] == "jobs"
-    assert JobExecutor(cluster=object())._place(training())[0] == "team-a"
+    assert KubernetesBackend(cluster=object())._place(training())[0] == "team-a"
 
 
 CLASHES: list[tuple[str, Json, Json]] = [
@@ -366,7 +366,7 @@ CLASHES: list[tuple[str, Json, Json]] = [
 def test_clashes_are_refused_before_anything_is_created(
     field: str, options: Json, spec: Json
 ) -> None:
-    executor = JobExecutor(cluster=object(), **options)  # any request would fail
+    executor = KubernetesBackend(cluster=object(), **options)  # any request would fail
     with pytest.raises(ValidationError) as refused:
         executor.check(training(**spec).spec)
     assert refused.value.field == field

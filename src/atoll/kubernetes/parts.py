@@ -1,8 +1,14 @@
-"""The link bench of a training on a cluster: a Job of two pods that measure each other. Pure.
+"""The parts of a training beside its ranks, its etcd and its link bench. Pure.
 
-`strict` pods run on the nodes of the ranks, on two of them, or wait. `preferred` ones do if they
-can. With a floor the link is measured before there are ranks: then on nodes that the ranks may
-run on, and the result says that they are not (yet) theirs.
+The etcd is a Deployment of one pod behind a headless Service. It keeps nothing that is worth a
+disk: the keys of a training that runs are written again. The Job is held until it answers, so that
+no rank starts before it can meet the others: it is suspended, or its start gate stays shut where a
+queue decides when it runs.
+
+The link bench is a Job of two pods that measure each other. `strict` pods run on the nodes of the
+ranks, on two of them, or wait. `preferred` ones do if they can. With a floor the link is measured
+before there are ranks: then on nodes that the ranks may run on, and the result says that they are
+not (yet) theirs.
 """
 
 from __future__ import annotations
@@ -14,50 +20,148 @@ from msgspec.structs import replace
 
 from atoll.core.bench import DONE, LIMIT_S, has_floor
 from atoll.core.errors import ValidationError
+from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import decode
 from atoll.core.status import BenchResult, BenchSeen, Training
 from atoll.kubernetes.fabric import RESTRICTED
-from atoll.kubernetes.names import BENCH, PART, UID
-from atoll.kubernetes.options import Options
+from atoll.kubernetes.names import BENCH, ETCD, PART, UID
+from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.place import affinity, node_selector, ranks_of, tolerations
 from atoll.kubernetes.pod import BROKEN, HOPELESS, Pod
-from atoll.kubernetes.render import gang_metadata, gang_name, render_headless
+from atoll.kubernetes.render import etcd_name, gang_metadata, gang_name, render_headless
 
 Json = dict[str, Any]
 
-PORT = 28_411
+BENCH_PORT = 28_411
 HOST = "kubernetes.io/hostname"
-KEPT_S = 3600  # a Job that nobody asks after any more
+BENCH_KEPT_S = 3600  # a Job that nobody asks after any more
 # The scheduler adds up ranks: as long as a node has fewer than 100, two nodes beat one.
 APART, NEAR = 100, 1
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
+def render_etcd_service(training: Training, options: KubernetesOptions, owner: Json | None) -> Json:
+    metadata = gang_metadata(training, owner, options, name=etcd_name(training))
+    return render_headless(metadata, training, ETCD, "client", DEFAULT_ETCD_PORT)
+
+
+def render_etcd(training: Training, options: KubernetesOptions, owner: Json | None) -> Json:
+    metadata = gang_metadata(training, owner, options, name=etcd_name(training))
+    labels = {**metadata["labels"], PART: ETCD}
+    pod: Json = {
+        "containers": [_etcd_container(training, options)],
+        "tolerations": tolerations(training.spec.resources, options),
+        "volumes": [{"name": "data", "emptyDir": {}}],
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 1,
+    }
+    if options.priority_class_name is not None:
+        pod["priorityClassName"] = options.priority_class_name
+    if options.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in options.image_pull_secrets]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata,
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "revisionHistoryLimit": 0,
+            "selector": {"matchLabels": {UID: training.uid, PART: ETCD}},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
+    port = DEFAULT_ETCD_PORT
+    return {
+        "name": ETCD,
+        "image": options.etcd_image,
+        "command": [
+            "etcd",
+            "--data-dir=/data/etcd",
+            "--enable-v2=true",
+            f"--listen-client-urls=http://0.0.0.0:{port}",
+            f"--advertise-client-urls=http://{etcd_name(training)}:{port}",
+            "--listen-peer-urls=http://127.0.0.1:2380",
+            "--unsafe-no-fsync",
+        ],
+        "ports": [{"name": "client", "containerPort": port}],
+        "readinessProbe": {
+            "httpGet": {"path": "/health", "port": "client"},
+            "periodSeconds": 1,
+            "timeoutSeconds": 5,
+            "failureThreshold": 5,
+        },
+        "resources": {
+            "requests": {"cpu": "50m", "memory": "64Mi"},
+            "limits": {"memory": "512Mi"},
+        },
+        "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+        "securityContext": RESTRICTED,
+    }
+
+
+def answering(pods: list[Pod]) -> Pod | None:
+    """The pod of an etcd that is up."""
+    for pod in pods:
+        is_ready = pod.condition("Ready").get("status") == "True" and not pod.is_leaving
+        if is_ready and pod.status.get("podIP"):
+            return pod
+    return None
+
+
+def address(pod: Pod) -> str:
+    """By its IP, which is known without asking and needs no name service where we run."""
+    ip = str(pod.status["podIP"])
+    return f"[{ip}]:{DEFAULT_ETCD_PORT}" if ":" in ip else f"{ip}:{DEFAULT_ETCD_PORT}"
+
+
+def trouble_of(deployment: Json) -> str:
+    """Why its pod cannot be made (quota, admission), as far as that is known."""
+    conditions = deployment.get("status", {}).get("conditions") or ()
+    said = (c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure")
+    return next(said, "")
+
+
+def etcd_words(pods: list[Pod], trouble: str = "") -> str:
+    """What a held Job waits for."""
+    told = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
+    waits = next(told, "" if pods else trouble)
+    return f"waits for its etcd{f': {waits}' if waits else ''}"
+
+
 def bench_name(training: Training) -> str:
     return f"{gang_name(training)}-bench"
 
 
-def render_bench_service(training: Training, options: Options, owner: Json | None) -> Json:
+def render_bench_service(
+    training: Training, options: KubernetesOptions, owner: Json | None
+) -> Json:
     metadata = gang_metadata(training, owner, options, name=bench_name(training))
-    return render_headless(metadata, training, BENCH, BENCH, PORT)
+    return render_headless(metadata, training, BENCH, BENCH, BENCH_PORT)
 
 
-def render_bench(training: Training, options: Options, owner: Json | None, token: str) -> Json:
+def render_bench(
+    training: Training, options: KubernetesOptions, owner: Json | None, token: str
+) -> Json:
     name = bench_name(training)
     metadata = gang_metadata(training, owner, options, name=name)
     container = {
         "name": BENCH,
         "image": options.agent_image,
         "command": [
-            *("python", "-m", "atoll.bench.netbench_pair", f"{name}-0.{name}:{PORT}"),
+            *("python", "-m", "atoll.bench.netbench_pair", f"{name}-0.{name}:{BENCH_PORT}"),
             f"--limit={LIMIT_S:g}",
         ],
         "env": [
             {"name": "ATOLL_BENCH_TOKEN", "value": token},
             {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         ],
-        "ports": [{"name": BENCH, "containerPort": PORT}],
+        "ports": [{"name": BENCH, "containerPort": BENCH_PORT}],
         # No limit: what it is held to would be what it measures.
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
         "securityContext": RESTRICTED,
@@ -86,13 +190,13 @@ def render_bench(training: Training, options: Options, owner: Json | None, token
         "parallelism": 2,
         "completionMode": "Indexed",
         "backoffLimit": 0,
-        "ttlSecondsAfterFinished": KEPT_S,
+        "ttlSecondsAfterFinished": BENCH_KEPT_S,
         "template": {"metadata": {"labels": {**metadata["labels"], PART: BENCH}}, "spec": pod},
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
 
 
-def _affinity(training: Training, options: Options) -> Json:
+def _affinity(training: Training, options: KubernetesOptions) -> Json:
     """The ranks' own rules about nodes, and where the two lie to them and to each other."""
     own = affinity(training, options) or {}
     made = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
@@ -110,7 +214,7 @@ def _term(labels: dict[str, str]) -> Json:
     return {"topologyKey": HOST, "labelSelector": {"matchLabels": labels}}
 
 
-def is_over(training: Training) -> bool:
+def is_bench_over(training: Training) -> bool:
     """Whether what became of it is stored, and its pods may go."""
     return training.status.bench.phase in DONE
 
@@ -119,7 +223,7 @@ def read_bench(
     training: Training,
     pods: Iterable[Pod],
     ranks: Iterable[Pod],
-    options: Options,
+    options: KubernetesOptions,
     now: float,
     *,
     made_at: float | None,
@@ -137,7 +241,7 @@ def read_bench(
         return _result(both, {p.node for p in ranks if p.node})
     for pod in both:
         if pod.status.get("phase") == "Failed" or _is_hopeless(pod, options, now):
-            return BenchSeen(state="failed", message=_words(pod, now))
+            return BenchSeen(state="failed", message=_bench_words(pod, now))
     waiting = [p for p in both if "running" not in p.state and not p.is_over]
     if waiting or len(both) < 2:
         words = waiting[0].waits_for if waiting else ""
@@ -146,7 +250,7 @@ def read_bench(
     return BenchSeen(state="running", message=f"measuring {a} with {b}")
 
 
-def _missing(since_s: float, options: Options) -> BenchSeen:
+def _missing(since_s: float, options: KubernetesOptions) -> BenchSeen:
     """No pods of a Job that was made: refused by a quota, or taken away."""
     limit_s = options.image_timeout_s
     if since_s > limit_s:
@@ -170,12 +274,12 @@ def _index(pod: Pod) -> int:
     return pod.index
 
 
-def _is_hopeless(pod: Pod, options: Options, now: float) -> bool:
+def _is_hopeless(pod: Pod, options: KubernetesOptions, now: float) -> bool:
     is_late = now - pod.created_at > options.image_timeout_s
     return pod.waiting_reason in HOPELESS or (pod.waiting_reason in BROKEN and is_late)
 
 
-def _words(pod: Pod, now: float) -> str:
+def _bench_words(pod: Pod, now: float) -> str:
     if not pod.is_over:
         return pod.waits_for
     ended = pod.exit(is_stopped=False, now=now)

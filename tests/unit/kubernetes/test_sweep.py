@@ -8,8 +8,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from atoll.kubernetes.chores import PodKeeper
 from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.keep import Keeper
 from atoll.kubernetes.names import FINALIZER, MANAGED, PLANE, UID
 
 
@@ -56,7 +56,7 @@ def test_a_sweep_leaves_pods_of_other_control_planes_alone(
     async def sweep() -> None:
         transport = httpx2.MockTransport(answer)
         client = httpx2.AsyncClient(base_url="http://cluster", transport=transport)
-        await Keeper(Cluster(client)).sweep(None, known, plane)
+        await PodKeeper(Cluster(client)).sweep(None, known, plane)
         await client.aclose()
 
     asyncio.run(sweep())

@@ -1,0 +1,102 @@
+"""One pass: in which order things are done, and what is not done when the status is not written."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from atoll.controller.reconcile import Reconciler
+from atoll.core.errors import Conflict, Permanent, Temporary
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import Chore, Seen, Status, Training, Wish
+
+WORLD = WorldSize(min=1, target=2, max=2)
+
+
+class Sweep(Chore, frozen=True):
+    room: str
+
+
+class Notebook:
+    """A store and an executor that write down what is asked of them."""
+
+    def __init__(self, seen: Seen, **failures: Exception) -> None:
+        spec = TrainingSpec(name="t", command=["x"], world_size=WORLD)
+        self.training = Training(namespace="n", uid="u", spec=spec)
+        self.seen = seen
+        self.failures = failures
+        self.lines: list[str] = []
+
+    def _note(self, line: str) -> None:
+        self.lines.append(line)
+        if error := self.failures.get(line.split()[0]):
+            raise error
+
+    async def get(self, key: Any) -> Training:
+        return self.training
+
+    async def update_status(self, training: Training, status: Status, events: Any) -> Training:
+        self._note("write")
+        self.training = replace(training, status=status)
+        return self.training
+
+    async def observe(self, training: Training) -> Seen:
+        self._note("observe")
+        return self.seen
+
+    async def perform(self, training: Training, chore: Sweep) -> None:
+        assert training is self.training, "a chore sees the status that was written"
+        self._note(f"perform {chore.room}")
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        self._note(f"apply {wish.size}")
+
+    def reconcile(self) -> float | None:
+        return asyncio.run(self.passes(1))
+
+    async def passes(self, count: int) -> float | None:
+        store: Any = self
+        executors: Any = {"local": self}
+        reconciler = Reconciler(store, executors, lambda: 100.0)
+        for _ in range(count):
+            again = await reconciler.reconcile(("n", "t"))
+        return again
+
+
+def chores(*rooms: str, **more: Any) -> Seen:
+    return Seen(chores=tuple(Sweep(room=room) for room in rooms), **more)
+
+
+def test_what_was_seen_is_stored_before_anything_is_done_about_it() -> None:
+    book = Notebook(chores("hall", "yard"))
+    book.reconcile()
+    assert book.lines == ["observe", "write", "perform hall", "perform yard", "apply 2"]
+
+
+def test_a_look_whose_status_could_not_be_written_does_nothing() -> None:
+    book = Notebook(chores("hall"), write=Conflict("somebody was faster"))
+    assert book.reconcile() == 0.0
+    assert book.lines == ["observe", "write"]
+
+
+def test_a_chore_is_done_though_an_action_has_to_wait() -> None:
+    book = Notebook(chores("hall"), apply=Temporary("its last pod is still there"))
+    with pytest.raises(Temporary):
+        book.reconcile()
+    assert "perform hall" in book.lines
+
+
+def test_chores_go_on_for_a_training_that_the_executor_refuses() -> None:
+    book = Notebook(chores("hall"), apply=Permanent("never"))
+    asyncio.run(book.passes(2))
+    assert book.lines.count("perform hall") == 2
+    assert book.training.status.failing == "ExecutorRefused"
+
+
+@pytest.mark.parametrize(("again_in_s", "expected"), [(None, 3.0), (0.5, 0.5), (50.0, 3.0)])
+def test_the_next_look_is_the_sooner_of_both(again_in_s: float | None, expected: float) -> None:
+    """The plan looks again 3 s after it has asked for ranks."""
+    assert Notebook(chores(again_in_s=again_in_s)).reconcile() == expected
