@@ -27,7 +27,7 @@ from atoll.sdk.embedded import start_time, state_dir
 
 if TYPE_CHECKING:
     import uvicorn
-    from litestar import Litestar
+    from starlette.types import ASGIApp
 
     from atoll.local.executor import LocalExecutor
     from atoll.server.streams import Streams
@@ -45,7 +45,7 @@ class ControlPlane:
 
     where: Path
     store: SQLiteStore
-    app: Litestar
+    app: ASGIApp
     streams: Streams
 
 
@@ -67,7 +67,7 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     controller = Controller(store, executors, on_pass=gauges.reconciled)
 
     @contextlib.asynccontextmanager
-    async def controlled(_: Litestar) -> AsyncIterator[None]:
+    async def controlled() -> AsyncIterator[None]:
         await _start_local(local, store)
         async with beside(controller.run(), _end_if_dead):
             yield
@@ -75,7 +75,7 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
         store.close()
 
     app = create_app(
-        store=store, executors=executors, streams=streams, gauges=gauges, lifespan=[controlled]
+        store=store, executors=executors, streams=streams, gauges=gauges, lifespan=controlled
     )
     return ControlPlane(where, store, app, streams)
 
@@ -199,6 +199,8 @@ def _server(
             plane.app,
             loop="asyncio",
             lifespan="on",
+            http="httptools",
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,

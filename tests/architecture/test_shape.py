@@ -41,14 +41,14 @@ def test_public_names_can_be_imported(name: str) -> None:
 
 
 def test_importing_atoll_loads_nothing_heavy() -> None:
-    heavy = ("msgspec", "httpx2", "litestar", "uvicorn", "numpy", "torch", "click", "asyncio")
+    heavy = ("msgspec", "httpx2", "starlette", "uvicorn", "numpy", "torch", "click", "asyncio")
     code = f"import atoll, sys; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_help_loads_no_client_and_no_server() -> None:
-    heavy = ("httpx2", "litestar", "uvicorn", "numpy", "torch", "asyncio", "sqlite3")
+    heavy = ("httpx2", "starlette", "uvicorn", "numpy", "torch", "asyncio", "sqlite3")
     code = f"import atoll.cli.main, sys; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -142,6 +142,8 @@ async def serve_api(
             app,
             host=host,
             port=port,
+            http="httptools",
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
