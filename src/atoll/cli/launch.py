@@ -20,6 +20,9 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
     Exit code: 0 succeeded, 1 failed, 2 bad usage, 124 --timeout passed, 130 cancelled by Ctrl-C.
     The first Ctrl-C cancels the training, the second leaves at once.
     """
+    from atoll.sdk.embedded import begin
+
+    begin()  # while the rest is loaded
     from atoll.cli.follow import Following
     from atoll.cli.report import JsonReport, TextReport
     from atoll.cli.terminal import go_on_unread
@@ -40,6 +43,9 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
 @json_option
 def up(launch: Launch, is_json: bool) -> None:
     """Start a training and return. Prints its name; `atoll logs -f NAME` follows it."""
+    from atoll.sdk.embedded import begin
+
+    begin()
     from atoll.cli.show import print_json, training_json
     from atoll.sdk.client import Client
 

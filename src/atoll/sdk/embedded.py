@@ -18,12 +18,14 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import atoll
-from atoll.core.errors import Permanent
-from atoll.core.spec import TrainingSpec
+from atoll.core.errors import AtollError, Permanent
 from atoll.sdk.endpoint import Address, here
+
+if TYPE_CHECKING:
+    from atoll.core.spec import TrainingSpec
 
 START_S = 60.0
 STOP_S = 60.0
@@ -41,6 +43,20 @@ def state_dir() -> Path:
         return Path(given).absolute()
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "atoll"
+
+
+def begin() -> None:
+    """The user's own control plane, if it will be needed and is not there, begins to start.
+
+    The caller goes on meanwhile; who needs it waits for it, and learns why it does not start.
+    """
+
+    def start_it() -> None:
+        with contextlib.suppress(AtollError):
+            Embedded().address()
+
+    if not os.environ.get("ATOLL_URL") and running(state_dir()) is None:
+        threading.Thread(target=start_it, daemon=True).start()
 
 
 class Embedded:

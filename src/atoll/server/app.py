@@ -18,7 +18,6 @@ from atoll.server.auth import caller
 from atoll.server.background import beside
 from atoll.server.basilica import answers, deployments
 from atoll.server.gauges import Gauges
-from atoll.server.openapi import document
 from atoll.server.operations import JSON, Plane, TokenStore, routes
 from atoll.server.routing import Application, Route
 from atoll.server.streams import Streams
@@ -60,6 +59,8 @@ async def _openapi(request: Request) -> Response:
 
 @cache
 def _document() -> bytes:
+    from atoll.server.openapi import document  # which few ever ask for
+
     return encode(document(api.NATIVE, api.STREAMED))
 
 
