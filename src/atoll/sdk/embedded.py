@@ -174,8 +174,8 @@ class Started:
 
 def start(where: Path, *, is_owned: bool = False) -> Started:
     """A server on a free loopback port, once it answers. Raises Permanent if it does not."""
-    command = [sys.executable, "-m", "atoll.run", "serve", "--state-dir", str(where)]
-    command += ["--port", "0", "--announce", *(["--owned"] if is_owned else [])]
+    command = [sys.executable, "-m", "atoll.cli", "serve", "--json", "--state-dir", str(where)]
+    command += ["--port", "0", *(["--owned"] if is_owned else [])]
     log = where / "server.log"
     with log.open("ab") as errors:
         process = subprocess.Popen(
