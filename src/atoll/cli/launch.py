@@ -20,9 +20,7 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
     Exit code: 0 succeeded, 1 failed, 2 bad usage, 124 --timeout passed, 130 cancelled by Ctrl-C.
     The first Ctrl-C cancels the training, the second leaves at once.
     """
-    from atoll.sdk.embedded import begin
-
-    begin()  # while the rest is loaded
+    _begin(launch)
     from atoll.cli.follow import Following
     from atoll.cli.report import JsonReport, TextReport
     from atoll.cli.terminal import go_on_unread
@@ -43,9 +41,7 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
 @json_option
 def up(launch: Launch, is_json: bool) -> None:
     """Start a training and return. Prints its name; `atoll logs -f NAME` follows it."""
-    from atoll.sdk.embedded import begin
-
-    begin()
+    _begin(launch)
     from atoll.cli.show import print_json, training_json
     from atoll.sdk.client import Client
 
@@ -54,3 +50,12 @@ def up(launch: Launch, is_json: bool) -> None:
         print_json(training_json(training.last))
     else:
         print(training.name)
+
+
+def _begin(launch: Launch) -> None:
+    """The control plane may start while the rest is loaded, unless this is nothing to start."""
+    from atoll.sdk.embedded import begin
+    from atoll.sdk.options import Options, spec_of
+
+    spec_of(launch.name, Options(**launch.options))  # type: ignore[typeddict-item]
+    begin()
