@@ -32,6 +32,7 @@ from atoll.sdk.embedded import read_token, start
 from atoll.server.app import create_app
 from atoll.server.auth import hashed
 from atoll.store.sqlite import SQLiteStore
+from atoll.store.tokens import SQLiteTokens
 
 RESULTS = Path(__file__).parent / "results" / "server.json"
 WAITERS = 500
@@ -53,7 +54,8 @@ class Written:
     def __init__(self, where: Path) -> None:
         self.loop = asyncio.new_event_loop()
         self.store = SQLiteStore(where / "db")
-        app = create_app(store=self.store, executors={"local": None})  # type: ignore[dict-item]
+        self.tokens = SQLiteTokens(where / "db")
+        app = create_app(store=self.store, tokens=self.tokens, executors={"local": None})  # type: ignore[dict-item]
         self.server = uvicorn.Server(
             uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="on")
         )
@@ -62,7 +64,7 @@ class Written:
             time.sleep(0.01)
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.do(self.store.add_token(hashed("t"), "default", "", 0.0))
+        self.do(self.tokens.add(hashed("t"), "default", "", 0.0))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # otherwise type checkers take the module of that name, made 
     def mesh_wait(timeout: float = 60) -> None: ...
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "AtollError": "core.errors",
@@ -26,7 +26,7 @@ _HOME = {
     "DistributedTraining": "sdk.training",
     "EKSExecutor": "replicas.kubernetes",
     "KubernetesExecutor": "replicas.kubernetes",
-    "LocalProcessExecutor": "replicas.surface",
+    "LocalProcessExecutor": "replicas.local",
     "NotFound": "core.errors",
     "ObjectStoreAllReduce": "diloco.allreduce",
     "ProviderFilter": "core.spec",

@@ -21,16 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import atoll
 from atoll.core.errors import Conflict, Permanent
 from atoll.sdk.embedded import start_time, state_dir
+from atoll.sdk.release import HEADER
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.types import ASGIApp
 
-    from atoll.local.executor import LocalExecutor
+    from atoll.core.ports import Tokens
+    from atoll.local.executor import LocalBackend
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
+    from atoll.store.tokens import SQLiteTokens
 
 DEFAULT_PORT = 7878
 NAMESPACE = "default"
@@ -44,6 +48,7 @@ class ControlPlane:
 
     where: Path
     store: SQLiteStore
+    tokens: SQLiteTokens
     app: ASGIApp
     streams: Streams
 
@@ -51,19 +56,21 @@ class ControlPlane:
 def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     """Raises Permanent if another control plane uses that directory, or it cannot be used."""
     from atoll.controller.loop import Controller
-    from atoll.local.executor import LocalExecutor
+    from atoll.local.executor import LocalBackend
     from atoll.server.app import create_app
     from atoll.server.background import beside
     from atoll.server.gauges import Gauges
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
+    from atoll.store.tokens import SQLiteTokens
 
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     store = SQLiteStore(where / "atoll.db")
-    local = LocalExecutor(where / "ranks", slots=slots)
+    tokens = SQLiteTokens(where / "atoll.db")
+    local = LocalBackend(where / "ranks", slots=slots)
     executors = {local.name: local}
     gauges, streams = Gauges(), Streams()
-    controller = Controller(store, executors, on_pass=gauges.reconciled)
+    controller = Controller(store, executors, on_pass=lambda done: gauges.reconciled(done.seconds))
 
     @contextlib.asynccontextmanager
     async def controlled() -> AsyncIterator[None]:
@@ -71,15 +78,21 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
         async with beside(controller.run(), _end_if_dead):
             yield
         await local.close()
+        tokens.close()
         store.close()
 
     app = create_app(
-        store=store, executors=executors, streams=streams, gauges=gauges, lifespan=controlled
+        store=store,
+        tokens=tokens,
+        executors=executors,
+        streams=streams,
+        gauges=gauges,
+        lifespan=controlled,
     )
-    return ControlPlane(where, store, app, streams)
+    return ControlPlane(where, store, tokens, app, streams)
 
 
-async def _start_local(local: LocalExecutor, store: SQLiteStore) -> None:
+async def _start_local(local: LocalBackend, store: SQLiteStore) -> None:
     await local.start(training.uid for training in await store.list())
 
 
@@ -108,7 +121,7 @@ def serve(
     where = where or state_dir()
     listening = _listen(host, port)
     plane = build(where, slots=slots)
-    asyncio.run(ensure_token(plane.store, where))
+    asyncio.run(ensure_token(plane.tokens, where))
     server = _server(plane, listening, is_owned=is_owned)
     server.run(sockets=[listening])
     if is_owned:
@@ -136,8 +149,8 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-async def ensure_token(store: SQLiteStore, where: Path) -> None:
-    """The user's own token is in a file that only the user can read, and known to the store."""
+async def ensure_token(tokens: Tokens, where: Path) -> None:
+    """The user's own token is in a file that only the user can read, and known to the server."""
     from atoll.server.auth import hashed, new_token
 
     path = where / "token"
@@ -146,8 +159,8 @@ async def ensure_token(store: SQLiteStore, where: Path) -> None:
     except FileNotFoundError:
         token = new_token()
         _write_private(path, token + "\n")
-    if await store.token_namespace(hashed(token)) is None:
-        await store.add_token(hashed(token), NAMESPACE, "local user", time.time())
+    if await tokens.namespace_of(hashed(token)) is None:
+        await tokens.add(hashed(token), NAMESPACE, "local user", time.time())
 
 
 def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) -> uvicorn.Server:
@@ -202,6 +215,7 @@ def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) ->
             log_config=None,
             access_log=False,
             server_header=False,
+            headers=[(HEADER, atoll.__version__)],
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=3,
         )
@@ -217,6 +231,7 @@ def _endpoint(listening: socket.socket) -> dict[str, Any]:
         "url": f"http://{shown}:{port}",
         "pid": os.getpid(),
         "startTime": start_time(os.getpid()),
+        "release": atoll.__version__,
     }
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from atoll.core.errors import Conflict, Gone, NotFound
 from atoll.core.phase import Phase
-from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import Event, Status, Training
+from atoll.store.memory import MemoryStore
 from atoll.store.sqlite import SQLiteStore
 
 replace = msgspec.structs.replace
@@ -30,7 +31,12 @@ async def sqlite_store(folder: Path) -> AsyncIterator[Any]:
         store.close()
 
 
-STORES = {"sqlite": sqlite_store}
+@asynccontextmanager
+async def memory_store(folder: Path) -> AsyncIterator[Any]:
+    yield MemoryStore()
+
+
+STORES = {"memory": memory_store, "sqlite": sqlite_store}
 
 
 @pytest.fixture(params=sorted(STORES))
@@ -255,6 +261,22 @@ def test_a_watch_from_a_version_that_never_was_is_gone(on_store: Callable[..., N
     async def check(store: Any) -> None:
         with pytest.raises(Gone):
             await take(store.watch(10**12), 1)
+
+    on_store(check)
+
+
+def test_the_code_of_a_training_can_be_read(
+    on_store: Callable[..., None],
+) -> None:
+    async def check(store: Any) -> None:
+        spec = TrainingSpec(
+            name="a",
+            source=Source(kind="script", content=b"print()", filename="a.py"),
+            world_size=WorldSize(min=1, target=2, max=4),
+        )
+        made = await store.create(training(spec=spec))
+        wider = await store.update_spec(scaled(made, 3))
+        assert await store.source(wider) == b"print()"
 
     on_store(check)
 

@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
+import atoll
 from atoll import LocalProcessExecutor, ReplicaHandle
 from atoll.core.errors import NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
 from atoll.core.status import Training, Wish
 from atoll.local import processes
-from atoll.local.executor import LocalExecutor
+from atoll.local.executor import LocalBackend
 from atoll.rank.replica_entry import give_result
-from atoll.replicas import guard as replica_guard
 
 KEYS = {
     "rank", "status", "exit_code", "error", "result",
     "signal", "reason", "host", "started_at", "ended_at",
 }  # fmt: skip
-SOURCE = str(Path(replica_guard.__file__).parents[2])
+SOURCE = str(Path(atoll.__file__).parents[1])
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ def test_cancelling_what_is_over_changes_nothing(
 def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cancelled(
     tmp_path: Path,
 ) -> None:
-    class Refusing(LocalExecutor):
+    class Refusing(LocalBackend):
         is_refusing = True
 
         async def apply(self, training: Training, wish: Wish) -> None:
@@ -345,13 +345,13 @@ def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cance
             executor.cancel(handles[0])
         (report,) = executor.collect(handles, timeout=0)
         assert report["status"] == "running"
-        executor._gangs.executor.is_refusing = False  # type: ignore[attr-defined]
+        executor._plane.executor.is_refusing = False  # type: ignore[attr-defined]
         executor.cancel(handles[0])
         assert executor.poll(handles[0]) == "cancelled"
 
 
 def test_one_question_answers_for_the_whole_gang(tmp_path: Path) -> None:
-    class Counting(LocalExecutor):
+    class Counting(LocalBackend):
         questions = 0
 
         async def observe(self, training: Training):  # type: ignore[no-untyped-def]
@@ -365,7 +365,7 @@ def test_one_question_answers_for_the_whole_gang(tmp_path: Path) -> None:
     with Library() as executor:
         handles = executor.launch_replicas(8, script(tmp_path, "import time; time.sleep(600)"))
         until(lambda: all(executor.poll(handle) == "running" for handle in handles))
-        backend = executor._gangs.executor
+        backend = executor._plane.executor
         assert isinstance(backend, Counting)
         before = backend.questions
         for _ in range(100):
@@ -424,7 +424,7 @@ def test_replicas_end_with_a_script_that_forgets_them(tmp_path: Path) -> None:
 
 def test_the_next_script_clears_up_when_the_guard_was_killed_too(tmp_path: Path) -> None:
     launcher, root = start_script(tmp_path, str(tmp_path), "executor.collect(handles)")
-    (guard,) = [p for p in processes.children(launcher.pid) if "replicas.guard" in _command(p)]
+    (guard,) = [p for p in processes.children(launcher.pid) if "guard(sys.argv" in _command(p)]
     with launcher:
         os.kill(guard, signal.SIGKILL)
         launcher.kill()

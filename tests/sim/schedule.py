@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +14,7 @@ from atoll.core.phase import EDGES, Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Event, Status, Training
 from atoll.core.usage import usage
-from atoll.store.sqlite import SQLiteStore
+from atoll.store.memory import MemoryStore
 from tests.sim.world import Crash, Faults, Machine, SimExecutor
 
 T = TypeVar("T")
@@ -35,7 +34,7 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 class FaultyStore:
     """The real store, with a crash or a user's write at any step."""
 
-    def __init__(self, store: SQLiteStore, faults: Faults) -> None:
+    def __init__(self, store: MemoryStore, faults: Faults) -> None:
         self._store = store
         self._faults = faults
 
@@ -55,7 +54,7 @@ class FaultyStore:
 
 
 class Schedule:
-    def __init__(self, seed: int, store: SQLiteStore) -> None:
+    def __init__(self, seed: int, store: MemoryStore) -> None:
         self.seed = seed
         self.random = random.Random(seed)
         self.now = 1000.0
@@ -272,19 +271,15 @@ class Schedule:
         raise AssertionError(f"neither over nor at its size: {status.phase} {status.message}")
 
 
-def run_schedules(first: int, count: int, folder: Path) -> None:
+def run_schedules(first: int, count: int) -> None:
     """Raises with the seed and the whole story of the first schedule that fails."""
-    store = SQLiteStore(folder / "sim.db")
-    try:
-        for seed in range(first, first + count):
-            schedule = Schedule(seed, store)
-            try:
-                schedule.run()
-            except BaseException as error:
-                story = "\n".join(schedule.trace[-60:])
-                raise AssertionError(
-                    f"seed {seed} fails: {error}\n{story}\n"
-                    f"replay: ATOLL_SIM_SEED={seed} .venv/bin/python -m pytest tests/sim"
-                ) from error
-    finally:
-        store.close()
+    for seed in range(first, first + count):
+        schedule = Schedule(seed, MemoryStore())
+        try:
+            schedule.run()
+        except BaseException as error:
+            story = "\n".join(schedule.trace[-60:])
+            raise AssertionError(
+                f"seed {seed} fails: {error}\n{story}\n"
+                f"replay: ATOLL_SIM_SEED={seed} .venv/bin/python -m pytest tests/sim"
+            ) from error

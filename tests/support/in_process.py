@@ -16,14 +16,14 @@ from msgspec.structs import replace
 from atoll.controller.loop import Controller
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
-from atoll.local.executor import LocalExecutor
+from atoll.local.executor import LocalBackend
 from atoll.store.sqlite import SQLiteStore
 
 
 class Plane:
     """A control plane in this process, and one training in it."""
 
-    def __init__(self, store: SQLiteStore, executor: LocalExecutor, root: Path) -> None:
+    def __init__(self, store: SQLiteStore, executor: LocalBackend, root: Path) -> None:
         self.store = store
         self.executor = executor
         self.root = root
@@ -76,7 +76,7 @@ class Plane:
 @contextlib.asynccontextmanager
 async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
     store = SQLiteStore(tmp_path / "db")
-    executor = LocalExecutor(tmp_path / "ranks")
+    executor = LocalBackend(tmp_path / "ranks")
     running = asyncio.create_task(Controller(store, {"local": executor}).run())
     try:
         yield Plane(store, executor, tmp_path / "ranks")

@@ -21,7 +21,7 @@ from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, Conflict
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
-from atoll.local.executor import LocalExecutor
+from atoll.local.executor import LocalBackend
 from atoll.store.sqlite import SQLiteStore
 
 
@@ -138,7 +138,7 @@ async def answer(plane: Plane, line: bytes) -> None:
 
 async def main(state: Path, slots: int | None) -> None:
     store = SQLiteStore(state / "atoll.db")
-    local = LocalExecutor(state / "trainings", slots=slots)
+    local = LocalBackend(state / "trainings", slots=slots)
     await local.start([t.uid for t in await store.list()])
     crashing = [Crashing(store), Crashing(local)]
     running = asyncio.create_task(Controller(crashing[0], {"local": crashing[1]}).run())

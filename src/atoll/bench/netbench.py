@@ -1,12 +1,10 @@
-"""The link between two hosts, measured over one TCP connection. Bandwidths in Gbit/s.
+"""Measures the link between two hosts over one TCP connection. Bandwidths are in Gbit/s.
 
-Two parts. A sweep of message sizes, each sent there and back: what a collective of that size can
-hope for, and the time of 1 MiB. Then a stream each way, cut into windows: `busbw` is that of the
-slower direction, as an all-reduce moves the same bytes both ways and waits for the slower.
-
-    python -m atoll.bench.netbench serve --address 10.0.0.1        prints where it listens
-    python -m atoll.bench.netbench measure 10.0.0.1:PORT --token T prints a BenchResult
-    python -m atoll.bench.netbench loopback                        both, on this host
+The first part is a sweep: messages of each size go there and back, which shows what a collective of
+that size can reach, and the time of 1 MiB. The second is a stream each way, cut into windows:
+`busbw` is that of the slower direction, as an all-reduce moves the same bytes both ways and waits
+for the slower. `python -m atoll.bench.netbench serve`, `measure` and `loopback` are in
+`netbench_main`.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _GREETING = b"atoll-netbench "
 
 
 class Measurement(NamedTuple):
-    """`sweep` is one-way seconds by size; the windows are Gbit/s, away from us and towards us."""
+    """`sweep`: one-way seconds by size. `away`, `towards`: Gbit/s of windows, from and to us."""
 
     sweep: dict[int, list[float]]
     away: list[float]
@@ -45,7 +43,7 @@ class Measurement(NamedTuple):
 
 
 class Link:
-    """One connection with a deadline on everything."""
+    """One connection, all of whose operations share a deadline."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._socket = connection
@@ -72,7 +70,7 @@ class Link:
         self.send(_HEAD.pack(what, size, count))
 
     def ping(self, size: int, count: int) -> list[float]:
-        """One-way seconds of each message: half of there and back, so no clocks are compared."""
+        """One-way seconds of each message: half of there and back, so that one clock is enough."""
         self.order(PING, size, count)
         payload, times = self._buffer[:size], []
         for _ in range(count):
@@ -87,7 +85,7 @@ class Link:
             self.send(self.receive(size))
 
     def pour(self, chunk: int, seconds: float) -> None:
-        """A stream of chunks; the first byte of the last one says that it is."""
+        """Send chunks for `seconds`; the first byte of the last one marks it as the last."""
         payload = bytearray(chunk)
         end = time.perf_counter() + seconds
         while not payload[0]:
@@ -95,16 +93,16 @@ class Link:
             self.send(payload)
 
     def catch(self, chunk: int) -> list[float]:
-        """Gbit/s of each window of a stream."""
+        """Receive a stream; returns the Gbit/s of each window."""
         windows: list[float] = []
-        began, caught, is_last = time.perf_counter(), 0, False
+        began, window_bytes, is_last = time.perf_counter(), 0, False
         while not is_last:
             is_last = bool(self.receive(chunk)[0])
-            caught += chunk
+            window_bytes += chunk
             now = time.perf_counter()
             if now - began >= WINDOW_S:
-                windows.append(caught * 8e-9 / (now - began))
-                began, caught = now, 0
+                windows.append(window_bytes * 8e-9 / (now - began))
+                began, window_bytes = now, 0
         return windows
 
     def _limit(self) -> None:
@@ -115,7 +113,7 @@ class Link:
 
 
 def serve(listener: socket.socket, token: str, limit_s: float = LIMIT_S) -> None:
-    """Answer one measurement by whoever knows the token. Raises Temporary if none came."""
+    """Answer one measurement by a client that knows the token. Raises Temporary if none comes."""
     deadline = time.monotonic() + limit_s
     greeting = _GREETING + token.encode() + b"\n"
     with _translated("nobody came to measure"):
@@ -148,7 +146,7 @@ def _answer(link: Link) -> None:
 
 
 def measure(address: str, port: int, token: str, limit_s: float = LIMIT_S) -> Measurement:
-    """Both parts against a `serve`. Raises Temporary when the link or the time gives out."""
+    """Measure both parts against a `serve`. Raises Temporary if the link or the time fails it."""
     deadline = time.monotonic() + limit_s
     with _translated(f"{address} port {port}"):
         with socket.create_connection((address, port), timeout=min(limit_s, 10)) as connection:
@@ -163,7 +161,7 @@ def measure(address: str, port: int, token: str, limit_s: float = LIMIT_S) -> Me
 
 
 def _sweep(link: Link) -> dict[int, list[float]]:
-    """Every size that fits the time: a slow link is not sent 64 MiB."""
+    """Seconds of every size that fits the time: a slow link does not carry 64 MiB."""
     sweep: dict[int, list[float]] = {}
     for size in SIZES:
         first = link.ping(size, 1)[0]
@@ -175,7 +173,7 @@ def _sweep(link: Link) -> dict[int, list[float]]:
 
 
 def _chunk(sweep: dict[int, list[float]]) -> int:
-    """About 10 ms of the link, so that windows are cut finely enough and calls are few."""
+    """Bytes that the link carries in about 10 ms: windows are fine enough and calls few."""
     rate = max(size / median(times) for size, times in sweep.items())
     return int(min(max(rate * CHUNK_S, LEAST_CHUNK), MOST_CHUNK))
 
@@ -198,7 +196,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between the two nearest, as numpy's default."""
+    """Interpolates linearly between the two nearest values, as numpy does by default."""
     ordered = sorted(values)
     at = (len(ordered) - 1) * share / 100
     low = int(at)
@@ -222,7 +220,10 @@ def listen(address: str) -> socket.socket:
 
 
 def in_background(work: Callable[[], None]) -> Callable[[], None]:
-    """Runs in a child process, as two ends in one would share a lock; the result joins it."""
+    """Start `work` in a child process and return the function that joins it.
+
+    In one process, both ends of the link would share the interpreter lock.
+    """
     import multiprocessing
 
     process = multiprocessing.get_context("fork").Process(target=work, daemon=True)

@@ -15,7 +15,7 @@ from atoll.core.checks import check_name
 from atoll.core.errors import NotFound, Permanent, ValidationError
 
 if TYPE_CHECKING:
-    from atoll.store.tokens import Tokens
+    from atoll.core.ports import Tokens
 
 TOKENS = ("ID", "NAMESPACE", "LABEL", "MADE")
 
@@ -68,12 +68,14 @@ def token() -> None:
 @json_option
 def create(namespace: str, label: str, state_dir: Path | None, is_json: bool) -> None:
     """Make a token and print it. It is kept as a hash: this is the only time it is shown."""
+    import asyncio
+
     from atoll.cli.show import full, print_json
     from atoll.server.auth import hashed, new_token
 
     check_name("namespace", namespace)
     made = new_token()
-    kept = _tokens(state_dir).add(hashed(made), namespace, label, time.time())
+    kept = asyncio.run(_tokens(state_dir).add(hashed(made), namespace, label, time.time()))
     print_json({"token": made, **full(kept)}) if is_json else print(made)
 
 
@@ -82,9 +84,11 @@ def create(namespace: str, label: str, state_dir: Path | None, is_json: bool) ->
 @json_option
 def list_tokens(state_dir: Path | None, is_json: bool) -> None:
     """List tokens by id: what they are is not kept."""
+    import asyncio
+
     from atoll.cli import show
 
-    found = _tokens(state_dir).all()
+    found = asyncio.run(_tokens(state_dir).all())
     if is_json:
         show.print_json(found)
         return
@@ -98,20 +102,22 @@ def list_tokens(state_dir: Path | None, is_json: bool) -> None:
 @json_option
 def remove(id: str, state_dir: Path | None, is_json: bool) -> None:
     """Remove the token with that ID (`atoll token list`): it is refused from now on."""
+    import asyncio
+
     from atoll.cli.show import print_json
 
     if not id:
         raise ValidationError("id", id, "expected an id from 'atoll token list'")
-    if not _tokens(state_dir).remove(id):
+    if not asyncio.run(_tokens(state_dir).remove(id)):
         raise NotFound("token", id)
     print_json({"removed": [id]}) if is_json else print(f"{id}: removed")
 
 
 def _tokens(state_dir: Path | None) -> Tokens:
     from atoll.sdk import embedded
-    from atoll.store.tokens import Tokens
+    from atoll.store.tokens import SQLiteTokens
 
     if os.environ.get("ATOLL_URL") and state_dir is None and "ATOLL_STATE_DIR" not in os.environ:
         says = "ATOLL_URL names a control plane elsewhere: make tokens on its machine, "
         raise Permanent(says + "or give --state-dir if it is this one")
-    return Tokens((state_dir or embedded.state_dir()) / "atoll.db")
+    return SQLiteTokens((state_dir or embedded.state_dir()) / "atoll.db")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from io import TextIOWrapper
 from typing import TextIO
@@ -26,6 +27,13 @@ def prepare() -> None:
             setattr(sys, name, open(os.devnull, "w"))
         elif isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """One line for who reads along; scripts are not disturbed."""
+    if sys.stderr.isatty():
+        print(f"atoll: {message}", file=sys.stderr, flush=True)
 
 
 class Unread:

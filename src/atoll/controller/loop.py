@@ -9,16 +9,27 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from atoll.controller.queue import WorkQueue
 from atoll.controller.reconcile import Reconciler
-from atoll.core.errors import Denied, Gone, Temporary
+from atoll.core.errors import Denied, Gone, Permanent, Temporary
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import Training
 
 log = logging.getLogger(__name__)
 
 WORKERS = 16
+
+
+class Pass(NamedTuple):
+    """One pass over one training, once it is over."""
+
+    key: Key
+    started_at: float  # by `time.perf_counter`
+    seconds: float
+    again_in_s: float | None = None  # 0: there is more to do at once
+    error: Exception | None = None
 
 
 class Controller:
@@ -30,7 +41,7 @@ class Controller:
         executors: Mapping[str, Executor],
         *,
         clock: Callable[[], float] = time.time,
-        on_pass: Callable[[float], None] = lambda seconds: None,
+        on_pass: Callable[[Pass], None] = lambda done: None,
     ) -> None:
         self._store = store
         self._executors = executors
@@ -38,9 +49,6 @@ class Controller:
         self._queue = WorkQueue()
         self._on_pass = on_pass
         self.is_started = False
-
-    def poke(self, key: Key) -> None:
-        self._queue.add(key)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -73,24 +81,31 @@ class Controller:
         while True:
             key = await self._queue.get()
             started = time.perf_counter()
+            again: float | None = None
+            failure: Exception | None = None
             try:
                 again = await self._reconciler.reconcile(key)
-            except Temporary as error:
-                log.info("%s/%s: %s; trying again", *key, error)
-                self._queue.retry(key, error.retry_after_s)
-            except Denied as error:  # nothing to debug here: a quota, or a right that is missing
-                log.warning("%s/%s: %s; trying again", *key, error)
-                self._queue.retry(key)
-            except Exception:
-                log.exception("%s/%s: the pass failed; trying again", *key)
-                self._queue.retry(key)
+            except Exception as error:
+                failure = error
+                self._retry(key, error)
             else:
                 self._queue.forgive(key)
                 if again is not None:
                     self._queue.add_after(key, again)
             finally:
                 self._queue.done(key)
-                self._on_pass(time.perf_counter() - started)
+            self._on_pass(Pass(key, started, time.perf_counter() - started, again, failure))
+
+    def _retry(self, key: Key, error: Exception) -> None:
+        if isinstance(error, Temporary):
+            log.info("%s/%s: %s; trying again", *key, error)
+            self._queue.retry(key, error.retry_after_s)
+            return
+        if isinstance(error, Denied | Permanent):  # nothing to debug here: the backend said no
+            log.warning("%s/%s: %s; trying again", *key, error)
+        else:
+            log.error("%s/%s: the pass failed; trying again", *key, exc_info=error)
+        self._queue.retry(key)
 
 
 def has_news(training: Training) -> bool:

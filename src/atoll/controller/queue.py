@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 
 from atoll.core.ports import Key
+from atoll.core.retry import grown_s
 
 
 class WorkQueue:
@@ -52,7 +53,7 @@ class WorkQueue:
         """Later, the longer the more often it has failed in a row."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        self.add_after(key, max(at_least_s, min(0.05 * 2**failures, 30.0)))
+        self.add_after(key, max(at_least_s, grown_s(0.05, 30.0, failures)))
 
     def forgive(self, key: Key) -> None:
         self._failures.pop(key, None)

@@ -85,8 +85,8 @@ class Reconciler:
                     await self._store.remove(training)
                     self._faults.pop(training.uid, None)
         except Permanent as error:
-            if not isinstance(action, Apply):
-                raise
+            if not isinstance(action, Apply) or action.wish.size == 0:
+                raise  # what may still run has not ended
             self._faults[training.uid] = str(error)
             return False
         return True

@@ -31,6 +31,7 @@ class SpecModel(
     """What was asked for: unknown fields are refused."""
 
 
+UNKNOWN_FIELD = "there is no such field"
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
@@ -73,7 +74,7 @@ def named(error: msgspec.ValidationError, given: Any = None) -> ValidationError:
     prefix = path.removeprefix("$").removeprefix(".")
     if unknown := _UNKNOWN.search(what):
         field = f"{prefix}.{unknown['name']}".strip(".")
-        return ValidationError(field, unknown["name"], "there is no such field")
+        return ValidationError(field, unknown["name"], UNKNOWN_FIELD)
     if missing := _MISSING.search(what):
         field = f"{prefix}.{missing['name']}".strip(".")
         return ValidationError(field, None, "this field is required")

@@ -293,6 +293,10 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     ]
     if lost:
         wanted.append(("RanksLost", True, "RankFailed", "lost for good: " + ", ".join(lost)))
+    ranks = (*status.ranks, *status.retired)
+    if silent := [str(r.rank) for r in ranks if r.exit is not None and r.exit.is_backends_word]:
+        message = f"exits of {', '.join(silent)} are the executor's word; they left no record"
+        wanted.append(("ExitsFromBackend", True, "NoRecord", message))
     if status.mesh is not None:
         state, message = status.mesh.state, status.mesh.message
         is_degraded = state is MeshState.DEGRADED

@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+from atoll.core.errors import Permanent
 from atoll.core.model import Model
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Event, LogLine, Seen, Status, Training, Wish
@@ -150,3 +151,40 @@ class Store(Protocol):
 
     async def version(self) -> int:
         """The newest version."""
+
+
+class Token(Model, frozen=True, omit_defaults=False):
+    """What is known of a token: never the token itself."""
+
+    id: str  # the beginning of its hash
+    namespace: str
+    label: str
+    created_at: float
+
+
+class Tokens(Protocol):
+    """Who may call: tokens by their hashes, each good for one namespace."""
+
+    async def namespace_of(self, hashed: str) -> str | None:
+        """None where there is no such token. One that was removed may be known for some seconds."""
+
+    async def add(self, hashed: str, namespace: str, label: str, now: float) -> Token:
+        """Good from now on."""
+
+    async def all(self) -> Sequence[Token]:
+        """The oldest first."""
+
+    async def remove(self, id: str) -> bool:
+        """Whether it was there. Raises Permanent where more than one begins so."""
+
+
+def token_of(hashed: str, namespace: str, label: str, created_at: float) -> Token:
+    return Token(id=hashed[:12], namespace=namespace, label=label, created_at=created_at)
+
+
+def with_id(id: str, hashes: Iterable[str]) -> str | None:
+    """The hash that begins with `id`. Raises Permanent where more than one does."""
+    matching = [hashed for hashed in hashes if hashed.startswith(id)]
+    if len(matching) > 1:
+        raise Permanent(f"{len(matching)} tokens begin with {id!r}: give more of it")
+    return matching[0] if matching else None

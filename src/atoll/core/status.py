@@ -27,6 +27,8 @@ class Exit(Model, frozen=True):
     failed_at: float | None = None  # the rank's own word on when it failed, before it unwound
     message: str = ""
     log_tail: list[str] = []
+    # The rank was to leave a record of its own, and left none: code and time are the backend's.
+    is_backends_word: bool = False
 
     @property
     def is_success(self) -> bool:

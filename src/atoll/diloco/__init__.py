@@ -1,6 +1,6 @@
 """DiLoCo for a training script: `from atoll.diloco import DiLoCo`. Needs `atoll[torch]`.
 
-Names load on first use: an estimate needs neither torch nor numpy.
+Names load on first use, as an estimate needs neither torch nor numpy.
 """
 
 from __future__ import annotations

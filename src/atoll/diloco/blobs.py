@@ -1,7 +1,7 @@
-"""Objects in a store: put, create-only put, ranged get, find, delete.
+"""Blobs, the objects under one URI: put, create-only put, ranged get, find, delete.
 
-On file:// memory:// s3:// gs:// az://. Every request is counted, and retried while the failure
-looks temporary. The store's own retries are off: the counts are the requests really made.
+The URI is file:// memory:// s3:// gs:// or az://. Every request is counted, and retried while the
+failure looks temporary. The store's own retries are off, so the counts are the requests made.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import obstore.exceptions as failures
 from obstore.store import LocalStore, MemoryStore, from_url
 
 from atoll.core.errors import NotFound, Permanent, Temporary, ValidationError
+from atoll.core.retry import Retry
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -72,7 +73,7 @@ class Blobs:
     """The objects under one URI. Safe to use from many threads."""
 
     def __init__(self, store: Any, name: str, *, patience_s: float = 60.0) -> None:
-        """`patience_s`: for how long a request that fails is tried again before it is given up."""
+        """`patience_s`: how long a failing request is tried again before it is given up."""
         self.name = name
         self._store = store
         self._patience_s = patience_s
@@ -104,9 +105,9 @@ class Blobs:
         self._write(lambda: obstore.put(self._store, key, data, **parts), size)
 
     def create(self, key: str, data: Buffer) -> bool:
-        """Put the object unless the key is taken. False: somebody was first.
+        """Put the object unless the key is taken; False if it is.
 
-        That somebody can be this very call: when an answer got lost the retry meets its own
+        It may be this very call that took it: when an answer gets lost, the retry meets its own
         object. Whoever gets False reads what is there.
         """
         size = memoryview(data).nbytes
@@ -129,7 +130,7 @@ class Blobs:
             try:
                 return memoryview(obstore.get_range(self._store, key, start=start, end=end))
             except failures.GenericError:
-                # A range past the end is an error of no type of its own: ask for the size.
+                # A range past the end has no error type of its own, so the size decides.
                 if obstore.head(self._store, key)["size"] <= start:
                     return memoryview(b"")
                 raise
@@ -143,7 +144,7 @@ class Blobs:
         return data
 
     def find(self, prefix: str, after: str | None = None) -> list[Blob]:
-        """Everything under the folder `prefix`, by key; only keys greater than `after`."""
+        """All objects under the folder `prefix` with keys greater than `after`, sorted by key."""
 
         def read() -> list[Blob]:
             pages = obstore.list(self._store, prefix, offset=after, chunk_size=LIST_PAGE)
@@ -153,13 +154,13 @@ class Blobs:
             )
 
         # A folder that others delete from can fail with "not found" halfway.
-        found = self._ask(read, temporary=(FileNotFoundError,))
+        blobs = self._ask(read, temporary=(FileNotFoundError,))
         with self._lock:
-            self._usage.requests += len(found) // LIST_PAGE
-        return found
+            self._usage.requests += len(blobs) // LIST_PAGE
+        return blobs
 
     def delete(self, keys: Iterable[str]) -> None:
-        """None of the keys is there. Those already gone are no error."""
+        """None of the objects is there any more. Those already gone are no error."""
         doomed = list(keys)
         for first in range(0, len(doomed), LIST_PAGE):
             batch = doomed[first : first + LIST_PAGE]
@@ -171,7 +172,7 @@ class Blobs:
     def _write(self, put: Callable[[], Any], size: int) -> None:
         try:
             self._ask(put, up=size)
-        except FileNotFoundError as error:  # of an object that is to be made: its bucket
+        except FileNotFoundError as error:  # a put needs no object, so it is the bucket
             raise Permanent(
                 f"{self.name}: there is no such bucket: {_first_line(error)}"
             ) from error
@@ -190,8 +191,13 @@ class Blobs:
         up: int = 0,
         temporary: tuple[type[Exception], ...] = (),
     ) -> T:
-        deadline = time.monotonic() + self._patience_s
-        pause = 0.05
+        retry = Retry(
+            0.05,
+            2.0,
+            jitter=lambda: random.uniform(0.5, 1.0),
+            patience_s=self._patience_s,
+            clock=time.monotonic,
+        )
         while True:
             with self._lock:
                 self._usage.requests += 1
@@ -210,13 +216,12 @@ class Blobs:
                 problem: Exception = e
             except (failures.BaseError, OSError, Temporary) as e:
                 problem = e
-            if time.monotonic() >= deadline:
+            pause_s = retry.pause_s()
+            if pause_s is None:
                 raise Temporary(
                     f"{self.name}: no answer for {self._patience_s:g} s: {_first_line(problem)}"
                 ) from problem
-            # Jitter: ranks that failed together should not come back together.
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, 2.0)
+            time.sleep(pause_s)
 
 
 def _open_store(uri: str) -> Any:
@@ -259,7 +264,7 @@ def _open_folder(uri: str, path: Path) -> Any:
 
 
 def _is_plain_http() -> bool:
-    """An endpoint given as http:// is meant so: a MinIO or a test server."""
+    """Whether an endpoint is plain http://, as that of a MinIO or a test server."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_ENDPOINT")
     return any(os.environ.get(name, "").startswith("http://") for name in names)
 
@@ -269,8 +274,8 @@ def _s3_defaults(scheme: str) -> dict[str, Any]:
         return {}
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    found = {"region": region}
-    return {"config": found | ({"endpoint": endpoint} if endpoint else {})}
+    config = {"region": region} | ({"endpoint": endpoint} if endpoint else {})
+    return {"config": config}
 
 
 def _first_line(error: Exception) -> str:

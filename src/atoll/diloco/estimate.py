@@ -1,7 +1,7 @@
-"""What a DiLoCo round costs before it is run: bytes, requests, seconds, utilisation, dollars.
+"""The cost of a DiLoCo round, before it runs: bytes, requests, seconds, utilisation, dollars.
 
-Every replica writes its gradient once, reads its share of the others' and writes the mean of that
-share, then reads the other shares: through the store, that is the least there can be.
+Every replica writes its gradient once, reads its share of the others' gradients, writes the mean of
+that share, and reads the other means. Less is not possible through a store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class CodecFigures(Model, frozen=True):
-    """Of one codec; the rates are fp32 megabytes a second on one core (`bench/codecs.py`)."""
+    """Of one codec. Rates are megabytes of fp32 a second on one core, from `bench/codecs.py`."""
 
     bits: float
     encode_mb_s: float
@@ -35,7 +35,8 @@ CODECS = {
 }
 
 
-# Errors of uploads average out over the replicas, those of a mean do not: it gets a finer codec.
+# The codec for means, where it is not that of uploads: errors of uploads average out over the
+# replicas, those of a mean do not, so it gets a finer codec.
 MEANS = {"e3m0": "int4", "int3": "int5"}
 
 
@@ -98,9 +99,9 @@ def estimate(
     latency_s: float = 0.03,
     prices: Prices | str = "s3",
 ) -> Estimate:
-    """Raises ValidationError naming the argument that does not fit.
+    """The cost of one round. Raises ValidationError naming the argument that does not fit.
 
-    The link is each replica's own, used one way at a time; the store is taken to be faster.
+    Each replica has a link of its own, used one way at a time; the store is assumed to be faster.
     """
     check_int("parameters", parameters, 1, 10**15)
     check_int("replicas", replicas, 1, 10**6)
@@ -175,13 +176,13 @@ def table(result: Estimate) -> str:
 
 def _requests(replicas: int, fragments: int) -> tuple[int, int, int]:
     puts = 2 * replicas + 1
-    # The shares, and some looks at what is not there yet: about five a replica were counted.
+    # The shares, and requests for what is not there yet: measured, about five for each replica.
     gets = 2 * replicas * (replicas - 1) + 5 * replicas
     return fragments * puts, fragments * gets, fragments * replicas
 
 
 def _codec_seconds(parameters: int, replicas: int, figures: CodecFigures) -> float:
-    """A replica encodes all and its share, and decodes two times all."""
+    """A replica encodes all values and the mean of its share, and decodes all values twice."""
     megabytes = parameters * 4 / 1e6
     encoded = megabytes * (1 + 1 / replicas)
     return encoded / figures.encode_mb_s + 2 * megabytes / figures.decode_mb_s

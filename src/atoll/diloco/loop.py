@@ -1,12 +1,7 @@
-"""DiLoCo: train alone for some steps, then take one step together, through an object store.
+"""DiLoCo: replicas train alone for some steps, then take one step together, through a store.
 
-    with DiLoCo(model, inner_optimizer, sync_every=100) as diloco:
-        while diloco.round < 50:
-            loss(model).backward()
-            inner_optimizer.step()          # every 100th step ends a round
-            inner_optimizer.zero_grad()
-
-Rank, world and store come from the environment a rank finds; alone, there is nobody to wait for.
+Rank, world and store come from arguments or a rank's environment. A process without either is a
+world of one and waits for nobody.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from atoll.diloco.blobs import Blobs
 from atoll.diloco.estimate import MEANS
 from atoll.diloco.outer import Floats, Fragment, load_bytes, split, to_bytes
 from atoll.diloco.place import Place, find_place, fragment_run
-from atoll.diloco.stream import Agreed, Alone, StoreStream, Stream
+from atoll.diloco.stream import Alone, Commit, StoreStream, Stream
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("atoll.diloco")
 
 _MANY = 10**9
-_NOTHING = 1e-30  # weighs a replica that counted nothing in a round: as good as left out
+_NOTHING = 1e-30  # the weight of a replica that counted nothing in a round: as good as left out
 
 
 class RoundReport(NamedTuple):
-    """What one round cost and who was in it."""
+    """What one round of a fragment cost, and which ranks were in it."""
 
     round: int
     fragment: int
@@ -54,17 +49,23 @@ class RoundReport(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A round on its way: `job` yields what was agreed and how many seconds it took."""
+    """A round on its way: `job` yields its commit and how many seconds it took."""
 
     fragment: int
     weight: float
     mark: tuple[float, int]  # what was counted, and the steps, when it was sent
-    job: Future[tuple[Agreed, float]]
+    job: Future[tuple[Commit, float]]
     blocked_s: float
 
 
 class DiLoCo:
     """The outer loop around a model and its inner optimiser; `optimizer.step()` drives it.
+
+        with DiLoCo(model, inner_optimizer, sync_every=100) as diloco:
+            while diloco.round < 50:
+                loss(model).backward()
+                inner_optimizer.step()  # every 100th step ends a round
+                inner_optimizer.zero_grad()
 
     Every `sync_every` steps the replicas average how far they moved, and take one step of Nesterov
     momentum with it. With `fragments`, a part of the model is synchronised each
@@ -104,9 +105,9 @@ class DiLoCo:
     ) -> None:
         """`codec` is for what a replica uploads, `down_codec` (see `MEANS`) for the means it reads.
 
-        `state`, of `state_dict`, begins a new run from there; a run in the store wins over it.
+        `state`, as from `state_dict`, is where a new run begins; a run in the store wins over it.
 
-        `allreduce` takes the place of the store's arguments, for one fragment only.
+        `allreduce` replaces the arguments for the store; it works with one fragment only.
         """
         check_int("sync_every", sync_every, 1, _MANY)
         check_int("fragments", fragments, 1, _MANY)
@@ -164,18 +165,18 @@ class DiLoCo:
                 stream.close()
 
     def close(self) -> None:
-        """Finish the round on its way and let go of the optimiser and the store."""
+        """Finish the round on its way, if any; then leave the optimiser and close the store."""
         self.__exit__(None)
 
     @property
     def round(self) -> int:
-        """The outer steps every fragment has taken, those before this replica came too."""
+        """How many outer steps every fragment has taken, also before this replica joined."""
         return min(fragment.rounds for fragment in self.fragments)
 
     def count(self, amount: float) -> None:
-        """Say that `amount` more tokens, or samples, were trained on.
+        """Add `amount` to the tokens, or samples, that this replica has trained on.
 
-        A replica weighs in a round by what it counted since the last one; by its steps where it
+        The weight of a replica in a round is what it counted since the last one, or its steps if it
         never counts. All replicas must count the same thing.
         """
         check_number("amount", amount, 0, 1e18)
@@ -195,7 +196,7 @@ class DiLoCo:
         return dict(self._totals)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the outer loop, to be saved with the model and the inner optimiser."""
+        """The whole outer loop, to be saved with the model and the inner optimiser."""
         self._receive()
         return {
             "steps": self.steps,
@@ -204,12 +205,12 @@ class DiLoCo:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state` as far as the store allows: a round others have made stays made."""
+        """Continue from `state`; rounds of this run that are in the store win over it."""
         self._receive()
         self._join(state)
 
     def _join(self, state: dict[str, Any] | None) -> None:
-        """Take the parameters everyone agrees on: the store's newest, or the first replica's."""
+        """Load the parameters all agree on: the newest in the store, or the first replica's."""
         saved = None if state is None else state["fragments"]
         if saved is not None and len(saved) != len(self.fragments):
             raise ValidationError("fragments", len(self.fragments), f"the state has {len(saved)}")
@@ -229,7 +230,7 @@ class DiLoCo:
     def _after_step(self) -> None:
         self.steps += 1
         step = self._step + 1
-        # First, so that a round that fails is followed by a period like any other.
+        # Set before the round, so that a round that fails is followed by a period like any other.
         self._step = step % self._period
         if step == self._period - self._overlap:
             self._send()
@@ -237,7 +238,7 @@ class DiLoCo:
             self._receive()
 
     def _weight(self, at: int) -> float:
-        """What was done since the fragment was sent last."""
+        """How much this replica has trained since the fragment was last sent."""
         counted, steps = self._sent_at[at]
         if self._counted:
             return max(self._counted - counted, _NOTHING)
@@ -246,17 +247,17 @@ class DiLoCo:
     def _send(self) -> None:
         self._receive()
         began = time.monotonic()
-        # The one with the fewest rounds is next, so that a replica that joins sends what the
-        # others send.
+        # The fragment with the fewest rounds is next, so that a replica that joins sends the one
+        # that the others send.
         at = min(range(len(self.fragments)), key=lambda at: self.fragments[at].rounds)
         fragment, stream = self.fragments[at], self._streams[at]
-        gradient = self._like(fragment) - self._read(fragment)
+        gradient = self._in_model_dtypes(fragment) - self._read(fragment)
         weight, mark = self._weight(at), (self._counted, self.steps)
 
-        def work() -> tuple[Agreed, float]:
+        def work() -> tuple[Commit, float]:
             started = time.monotonic()
-            agreed = stream.advance(fragment, gradient, weight)
-            return agreed, time.monotonic() - started
+            commit = stream.advance(fragment, gradient, weight)
+            return commit, time.monotonic() - started
 
         job = _in_background(work) if self._overlap else _at_once(work)
         self._pending = _Pending(at, weight, mark, job, time.monotonic() - began)
@@ -267,18 +268,18 @@ class DiLoCo:
         if pending is None:
             return
         began = time.monotonic()
-        agreed, took_s = pending.job.result()
+        commit, took_s = pending.job.result()
         self._sent_at[pending.fragment] = pending.mark
         self._apply(pending.fragment, self._mix)
         waited_s = time.monotonic() - began
         report = RoundReport(
-            agreed.round,
+            commit.round,
             pending.fragment,
-            agreed.roster,
+            commit.roster,
             pending.weight,
-            agreed.bytes_up,
-            agreed.bytes_down,
-            agreed.requests,
+            commit.bytes_up,
+            commit.bytes_down,
+            commit.requests,
             hidden_s=max(0.0, took_s - waited_s) if self._overlap else 0.0,
             blocked_s=pending.blocked_s + waited_s,
         )
@@ -297,8 +298,8 @@ class DiLoCo:
             row[slot.start : slot.stop] = local.numpy()
         return row
 
-    def _like(self, fragment: Fragment) -> Floats:
-        """The global values as the model's dtype shows them, so that rounding is not a movement."""
+    def _in_model_dtypes(self, fragment: Fragment) -> Floats:
+        """The global values, rounded as in the model: rounding must not count as movement."""
         import torch
 
         row = fragment.values.copy()
@@ -333,7 +334,7 @@ def open_streams(
     run_id: str | None,
     options: dict[str, Any],
 ) -> list[Stream]:
-    """One for each fragment, each with rounds of its own."""
+    """One stream for each fragment, each with rounds of its own."""
     if allreduce is not None:
         return [StoreStream(allreduce, checkpoint_every)]
     if place.uri is None:
@@ -361,7 +362,7 @@ def _at_once(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _in_background(work: Callable[[], Any]) -> Future[Any]:
-    """Run in a daemon thread: a replica that is told to stop does not wait for the others."""
+    """Run in a daemon thread, so that a replica that has to stop does not wait for the others."""
     job: Future[Any] = Future()
 
     def run() -> None:

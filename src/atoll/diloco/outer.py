@@ -1,7 +1,7 @@
-"""The global parameters and the outer optimiser: what all replicas hold bit for bit alike.
+"""The global parameters and the outer optimiser: what all replicas hold with the same bits.
 
-Kept as fp32, computed in numpy: every operation is rounded as IEEE 754 says, none is left to a
-compiler, so the bits do not depend on the processor, the threads or the build of torch.
+Values are fp32 and computed in numpy: every operation rounds as IEEE 754 says and none is left to
+a compiler, so the bits do not depend on the processor, the threads or the build of torch.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def split(
         raise ValidationError(
             "fragments", parts, f"expected at most {len(shapes)}, one for each parameter"
         )
-    return [Fragment(_slots(shapes, sorted(chosen)), lr, beta) for chosen in members]
+    return [Fragment(_slots(shapes, sorted(indexes)), lr, beta) for indexes in members]
 
 
-def _slots(shapes: Sequence[tuple[str, tuple[int, ...]]], chosen: Sequence[int]) -> list[Slot]:
+def _slots(shapes: Sequence[tuple[str, tuple[int, ...]]], indexes: Sequence[int]) -> list[Slot]:
     slots, start = [], 0
-    for at in chosen:
+    for at in indexes:
         name, shape = shapes[at]
         stop = start + int(np.prod(shape))
         slots.append(Slot(name, tuple(shape), start, stop))
@@ -110,9 +110,9 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def to_bytes(fragment: Fragment) -> bytes:
-    """All of the fragment, in one object that says what it holds."""
+    """The whole fragment as bytes, with a header that says what they hold."""
     rows = [fragment.values]
-    # At the start there is none, and that is what every replica uploads or compares.
+    # At the start there is no momentum, and every replica uploads or compares that state.
     if has_momentum := bool(fragment.momentum.any()):
         rows.append(fragment.momentum)
     body = b"".join(row.astype("<f4", copy=False).tobytes() for row in rows)
@@ -130,7 +130,7 @@ def to_bytes(fragment: Fragment) -> bytes:
 
 
 def load_bytes(fragment: Fragment, data: bytes | memoryview) -> None:
-    """Take over what `to_bytes` made; if it does not fit, nothing is changed.
+    """Load what `to_bytes` wrote; if it does not fit, nothing is changed.
 
     Raises ValidationError for another model or other settings, ValueError for damaged bytes.
     """
@@ -156,11 +156,11 @@ def load_bytes(fragment: Fragment, data: bytes | memoryview) -> None:
 def _check_same(header: _Header, fragment: Fragment) -> None:
     for their, our in zip(header.slots, fragment.slots, strict=False):
         if their != our:
-            raise ValidationError("model", _shown(our), f"the run has {_shown(their)} there")
+            raise ValidationError("model", _label(our), f"the run has {_label(their)} there")
     if len(header.slots) != len(fragment.slots):
         count = len(fragment.slots)
         raise ValidationError("model", count, f"the run has {len(header.slots)} parameters")
-    # Other settings would make other steps of the same means: replicas would drift apart.
+    # Replicas with other settings would take other steps from the same means and drift apart.
     for name, theirs, ours in (
         ("outer_lr", header.lr, fragment.lr),
         ("outer_momentum", header.beta, fragment.beta),
@@ -169,5 +169,5 @@ def _check_same(header: _Header, fragment: Fragment) -> None:
             raise ValidationError(name, ours, f"the run began with {theirs:g}")
 
 
-def _shown(slot: Slot) -> str:
+def _label(slot: Slot) -> str:
     return f"{slot.name} {list(slot.shape)}"

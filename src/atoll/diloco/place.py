@@ -11,9 +11,10 @@ from atoll.diloco.blobs import Blobs
 
 _MANY = 10**6
 
-# The first one that is set counts.
+# The first variable that is set counts.
 RANK = ("ATOLL_RANK", "REPLICA_RANK", "RANK")
-# The largest the world may get: how tensors are cut into shares must not change with its size.
+# The largest size comes first: tensors are cut into that many shares, which must not change while
+# the world grows and shrinks.
 WORLD = ("ATOLL_WORLD_MAX", "ATOLL_WORLD_TARGET", "WORLD_SIZE")
 MINIMUM = ("ATOLL_WORLD_MIN",)
 URI = "ATOLL_RENDEZVOUS_URI"

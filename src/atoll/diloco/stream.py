@@ -1,7 +1,7 @@
-"""One fragment's way through the rounds: agree on a mean, step, and be where the others are.
+"""A stream takes one fragment through the rounds: agree on a mean, step, catch up with the others.
 
 Every fragment is a run of its own in the store, so its rounds follow one another whatever the
-other fragments do. `Alone` is a world of one: no store, nothing is sent.
+other fragments do. `Alone` is a world of one: it has no store and sends nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PATIENCE_S = 600.0
 _FIRST_RANK_S = 10.0  # how long the others leave it to rank 0 to say where all start
 
 
-class Agreed(NamedTuple):
+class Commit(NamedTuple):
     """One committed round: the same on every replica, but for the byte counts."""
 
     round: int
@@ -38,16 +38,16 @@ class Stream(Protocol):
     """Used by one thread at a time. Every method may block on the store and raise its errors."""
 
     def join(self, fragment: Fragment) -> None:
-        """`fragment` is what all agree on, as of the newest round; maybe what it already was."""
+        """`fragment` holds what all replicas agree on, as of the newest round."""
 
-    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Agreed:
+    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         """`fragment` has taken the outer step of a round in which this replica took part.
 
-        Or of all the rounds that went ahead without it.
+        If rounds went on without this replica, `fragment` has taken the steps of all of them.
         """
 
     def feedback(self) -> dict[str, Any]:
-        """What lossy codecs owe, of this replica alone."""
+        """What lossy codecs left out of this replica's values, to be sent later."""
 
     def load_feedback(self, state: dict[str, Any]) -> None: ...
 
@@ -60,9 +60,9 @@ class Alone:
     def join(self, fragment: Fragment) -> None:
         pass
 
-    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Agreed:
+    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         fragment.step(gradient)
-        return Agreed(fragment.rounds - 1, (0,))
+        return Commit(fragment.rounds - 1, (0,))
 
     def feedback(self) -> dict[str, Any]:
         return {}
@@ -75,7 +75,7 @@ class Alone:
 
 
 class StoreStream:
-    """Through an all-reduce that nobody else uses."""
+    """A stream through an all-reduce that nothing else uses."""
 
     def __init__(self, allreduce: ObjectStoreAllReduce, checkpoint_every: int) -> None:
         self._allreduce = allreduce
@@ -91,7 +91,7 @@ class StoreStream:
                 state = self._allreduce.join()
                 break
             except Gone as news:
-                # Between two checkpoints: the next one is on its way as long as others train.
+                # A newer checkpoint is on its way as long as others train.
                 if time.monotonic() > deadline:
                     raise
                 log.info("waiting for a checkpoint: %s", news)
@@ -104,7 +104,7 @@ class StoreStream:
             fragment.step(_row(mean.tensors))
         self._is_stale = False
 
-    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Agreed:
+    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         allreduce = self._allreduce
         means = allreduce.allreduce(fragment.rows(gradient), weight=weight)
         report = allreduce.last_round
@@ -119,7 +119,7 @@ class StoreStream:
         is_due = fragment.rounds == 1 or fragment.rounds % self._checkpoint_every == 0
         if is_due and roster[0] == allreduce.rank and not report.skipped:
             self._save(fragment, report.round)
-        return Agreed(report.round, roster, report.bytes_up, report.bytes_down, report.requests)
+        return Commit(report.round, roster, report.bytes_up, report.bytes_down, report.requests)
 
     def feedback(self) -> dict[str, Any]:
         return self._allreduce.state_dict()
@@ -140,7 +140,7 @@ class StoreStream:
         return catchup.latest(self._allreduce.blobs, self._allreduce.keys, number) is not None
 
     def _start(self, fragment: Fragment) -> None:
-        """Take the parameters that the first replica of all began with."""
+        """Load the parameters with which the first replica of the run began."""
         blobs, key = self._allreduce.blobs, self._allreduce.keys.start()
         mine = to_bytes(fragment)
         digest = hashlib.sha256(mine).digest()
@@ -148,7 +148,7 @@ class StoreStream:
         sealed = wire.SEAL.size
         while True:
             try:
-                # Mostly all replicas begin alike, and the digest in front says so.
+                # Mostly all replicas begin alike; the digest in front says so without a download.
                 if bytes(blobs.get(key, sealed, sealed + len(digest))) == digest:
                     return
                 body = wire.unseal(wire.CHECKPOINT, wire.fence(key), blobs.get(key))

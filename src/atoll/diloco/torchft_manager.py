@@ -1,7 +1,7 @@
 """A manager for `torchft.local_sgd.DiLoCo` and `LocalSGD`, unmodified, over an object store.
 
-torchft asks for one all-reduce a parameter. Here they are collected, and all that belong to one
-synchronisation become one round: as soon as the fragment is complete, or on the first wait.
+torchft asks for one all-reduce a parameter. The manager collects them: all that belong to one
+synchronisation become one round, as soon as the fragment is complete or on the first wait.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ObjectStoreManager:
         self._healer.register(key, load_state_dict, state_dict)
 
     def start_quorum(self, *_: Any, **__: Any) -> None:
-        """Be where the others are; who takes part is decided round by round."""
+        """Load the state of the others where needed; each round decides who takes part."""
         if self._place.uri is None:
             return
         self._is_healing = False
@@ -100,7 +100,7 @@ class ObjectStoreManager:
         return
 
     def disallow_state_dict_read(self) -> None:
-        """Called before an inner step: the first moment at which a round's outer step is taken."""
+        """torchft calls this before an inner step, so the outer step of a round is done by then."""
         self._save_if_due()
 
     def shutdown(self, wait: bool = True) -> None:
@@ -119,7 +119,7 @@ class ObjectStoreManager:
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, *_: Any, **__: Any
     ) -> _Work:
-        """The mean over the roster will be in `tensor` once the work was waited for.
+        """`tensor` holds the mean over the roster once the work has been waited for.
 
         The codec of this manager decides what travels, whatever `should_quantize` says.
         """
@@ -160,23 +160,26 @@ class ObjectStoreManager:
         if self._place.uri is None:
             return
         reducer = self._reducer(self._turn())
-        brought = [each.detach() for each in tensors]
+        values = [each.detach() for each in tensors]
         if self._is_healing:
-            brought = [torch.zeros_like(each) for each in brought]
-        means = reducer.allreduce(brought, weight=_NOTHING if self._is_healing else 1.0)
+            values = [torch.zeros_like(each) for each in values]
+        means = reducer.allreduce(values, weight=_NOTHING if self._is_healing else 1.0)
         with torch.no_grad():
             for tensor, mean in zip(tensors, means, strict=True):
                 tensor.copy_(mean)
         self.last_round = report = reducer.last_round
         assert report is not None
-        # Left out: the others may be further by now, so ask the store before the next round.
+        # A replica that was left out asks the store before its next round: others may be further.
         self._has_joined = report.is_member and not report.skipped
 
     def _turn(self) -> int:
         return self._step % max(1, len(self._healer.fragments()))
 
     def _reducer(self, at: int) -> ObjectStoreAllReduce:
-        """Each fragment has rounds of its own, so that a replica that lags mixes up none."""
+        """The all-reduce of fragment `at`.
+
+        Each has rounds of its own, so that a replica that lags never mixes up fragments.
+        """
         if at not in self._reducers:
             assert self._place.uri is not None
             self._reducers[at] = ObjectStoreAllReduce(
@@ -201,7 +204,7 @@ class ObjectStoreManager:
 
 
 class _Batch:
-    """The tensors of one round; reduced once, by whoever asks first."""
+    """The tensors of one round; they are reduced once, when the first caller asks."""
 
     def __init__(self, reduce: Callable[[Sequence[torch.Tensor]], None]) -> None:
         self._reduce = reduce
@@ -250,18 +253,18 @@ class _Work:
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        # torchft's callbacks read variables of the loop that makes them: a callback that runs
-        # after the loop went on would unpack another bucket. So a part is reduced at once.
+        # torchft's callbacks read variables of the loop that creates them: one that runs after
+        # the loop went on would unpack another bucket. So an incomplete batch is reduced at once.
         if not self._batch.is_started:
             self._batch.finish()
         return self._future
 
 
 def check_handed(sizes: Sequence[int], handed: Sequence[int]) -> None:
-    """Refuse torchft's bucketisation where it would leave tensors out without a word.
+    """Raises ValidationError where torchft's bucketisation would silently leave tensors out.
 
-    It cuts `sum(sizes)` elements into buckets as large as the first, but a tensor that does not
-    fit the rest of its bucket is in none. Nothing is lost where each parameter comes by itself.
+    It cuts `sum(sizes)` elements into buckets as large as the first, and a tensor that does not fit
+    the rest of its bucket is in none. Nothing is lost where each parameter comes by itself.
     """
     if list(handed) == list(sizes[: len(handed)]):
         return
@@ -276,6 +279,7 @@ def check_handed(sizes: Sequence[int], handed: Sequence[int]) -> None:
 
 
 def _packed(sizes: Sequence[int], bucket: int) -> Iterator[int]:
+    """The sizes of the tensors that torchft puts into buckets of `bucket` elements."""
     at, left = 0, sum(sizes)
     while left > 0:
         room = capacity = min(bucket, left)

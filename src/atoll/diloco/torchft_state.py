@@ -1,4 +1,4 @@
-"""How a replica of a torchft training gets the state of the others, from the store alone.
+"""The state of a torchft training in the store, from which a replica joins.
 
 The outer optimiser is torchft's, so rounds cannot be replayed for it: a checkpoint holds all
 registered states, and a replica joins at a checkpoint that no round has followed yet.
@@ -24,11 +24,11 @@ log = logging.getLogger("atoll.diloco")
 FRAGMENT = "StreamingDiLoCoFragment_"  # what torchft's DiLoCo calls its states
 _POLL_S = 0.1
 _FIRST_RANK_S = 10.0  # how long the others leave it to rank 0 to say where all start
-_KEPT = 2
+_CHECKPOINTS_KEPT = 2
 
 
 class Healer:
-    """Saves and loads everything that was registered."""
+    """Saves all registered states to the store, and loads them from it."""
 
     def __init__(
         self, run: str, rank: int, timeout: float, reducer: Callable[[int], ObjectStoreAllReduce]
@@ -46,11 +46,12 @@ class Healer:
 
     def parameters(self, at: int) -> dict[str, torch.Tensor]:
         """The global parameters of a fragment, in the order torchft reduces them."""
-        found: dict[str, torch.Tensor] = self._save[f"{FRAGMENT}{at}"]()["original_parameters"]
-        return found
+        state = self._save[f"{FRAGMENT}{at}"]()
+        parameters: dict[str, torch.Tensor] = state["original_parameters"]
+        return parameters
 
     def save(self, step: int) -> None:
-        """Keep the state before `step`, and the last one before that."""
+        """Store the state before `step`, and delete all older ones but the last."""
         import torch
 
         out = io.BytesIO()
@@ -60,25 +61,25 @@ class Healer:
         key = f"{self._folder}/{step:010d}"
         blobs = self._reducer(0).blobs
         blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), out.getvalue()))
-        kept = [blob.key for blob in blobs.find(self._folder)]
-        blobs.delete(kept[:-_KEPT])
+        checkpoints = [blob.key for blob in blobs.find(self._folder)]
+        blobs.delete(checkpoints[:-_CHECKPOINTS_KEPT])
 
     def join(self, step: int) -> tuple[int, bool]:
-        """The step to go on with, and whether this replica took over another state for it.
+        """The step to go on with, and whether this replica loaded another state for it.
 
-        Raises Temporary if no checkpoint came that is as new as the rounds.
+        Raises Temporary if no checkpoint as new as the rounds comes within the timeout.
         """
         started, is_healed = time.monotonic(), False
         while True:
             waited_s = time.monotonic() - started
-            found = self._newest()
-            if found is None:
+            newest = self._newest()
+            if newest is None:
                 if self._rank == 0 or waited_s > _FIRST_RANK_S:
                     self.save(step)
                     continue
             else:
-                if found["step"] > step or (step == 0 and not is_healed):
-                    step, is_healed = found["step"], self._take(found) or is_healed
+                if newest["step"] > step or (step == 0 and not is_healed):
+                    step, is_healed = newest["step"], self._load_all(newest) or is_healed
                 if self._is_newest_round():
                     return step, is_healed
             if waited_s > self._timeout:
@@ -89,31 +90,32 @@ class Healer:
         return max(1, len(self.fragments()))
 
     def _newest(self) -> dict[str, Any] | None:
+        """The newest checkpoint that is whole, or None."""
         import torch
 
         blobs = self._reducer(0).blobs
         for blob in reversed(blobs.find(self._folder)):
             try:
                 body = wire.unseal(wire.CHECKPOINT, wire.fence(blob.key), blobs.get(blob.key))
-                found: dict[str, Any] = torch.load(
+                checkpoint: dict[str, Any] = torch.load(
                     io.BytesIO(body), weights_only=True, map_location="cpu"
                 )
-                return found
+                return checkpoint
             except (NotFound, ValueError, RuntimeError, pickle.UnpicklingError) as error:
                 log.warning("checkpoint %s cannot be used: %s", blob.key, error)
         return None
 
-    def _take(self, found: dict[str, Any]) -> bool:
-        """False where this replica already has the global parameters of `found`."""
+    def _load_all(self, checkpoint: dict[str, Any]) -> bool:
+        """Load every state; False if this replica already has those global parameters."""
         import torch
 
-        states = found["states"]
+        states = checkpoint["states"]
         only = sorted(set(self._load) ^ set(states))
         if only:
             raise ValidationError("state_dict", only, "the run's first replica differs in these")
-        for at, number in enumerate(found["rounds"]):
+        for at, number in enumerate(checkpoint["rounds"]):
             self._reducer(at).go_on_at(number)
-        is_same = found["step"] == 0 and (bool(self.fragments()) or not states)
+        is_same = checkpoint["step"] == 0 and (bool(self.fragments()) or not states)
         for at, key in enumerate(self.fragments()):
             theirs, ours = states[key]["original_parameters"], self.parameters(at)
             is_same = is_same and all(torch.equal(theirs[name], ours[name].cpu()) for name in ours)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from atoll.core.errors import Denied, Gone, Permanent, Temporary
+from atoll.core.retry import Retry
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.names import SELECTOR, UID
 
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
-
-RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Mirror:
@@ -49,22 +48,20 @@ class Mirror:
 
     async def run(self) -> None:
         """Until cancelled. An API server that is away is waited for."""
-        failures = 0
+        retry = Retry(0.2, 10.0)
         while True:
             try:
                 await self._load()
-                failures = 0
+                retry.has_worked()
                 await self._follow()
             except Gone:
                 log.info("the watch on %s fell behind; listing again", self._kind)
             except (Temporary, Denied, Permanent) as error:
                 # The first is left to whoever asks for something; the next is news.
-                level = logging.WARNING if failures == 1 else logging.INFO
+                level = logging.WARNING if retry.failures == 1 else logging.INFO
                 log.log(level, "cannot watch %s: %s; trying again", self._kind, error)
-                delay = RETRY_S[min(failures, len(RETRY_S) - 1)]
-                failures += 1
                 self._fall()
-                await asyncio.sleep(delay)
+                await asyncio.sleep(retry.pause_s() or 0.0)
             finally:
                 self._fall()
 

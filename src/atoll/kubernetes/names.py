@@ -28,3 +28,4 @@ ETCD = "etcd"
 BENCH = "bench"
 AGENT = "atoll-fabric"
 GATE = "start-gate"
+REPORT_DIR = "/atoll/rank"  # where a rank's container finds rank/report.py

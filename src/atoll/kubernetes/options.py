@@ -11,9 +11,9 @@ from atoll.core.checks import check_choice, check_int, check_name, check_number,
 from atoll.core.errors import ValidationError
 from atoll.core.mesh import split_endpoint
 from atoll.core.model import SpecModel
-from atoll.core.rendezvous import ETCD_BACKEND, needs_etcd
 from atoll.core.spec import MAX_SECONDS, TrainingSpec
 from atoll.mesh.reach import DEADLINE_S
+from atoll.rank.launch import ETCD_BACKEND, needs_etcd
 
 Json = dict[str, Any]
 PullPolicy = Literal["Always", "IfNotPresent", "Never"]
@@ -81,6 +81,10 @@ class Options(SpecModel, frozen=True):
     image_timeout_s: float = 300.0  # an image that cannot be pulled ends the training after this
     is_exit_held: bool = False  # pods stay until their exit is stored; needs a controller
     is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
+    # Ranks write how they ended, by rank/report.py; the image needs sh. Unset: those do that may
+    # have peers and a start gate. False: the command runs exactly as given, and the kubelet's
+    # word counts.
+    is_exit_recorded: bool | None = None
 
     def __post_init__(self) -> None:
         for field in ("namespace", "service_account", "kueue_queue"):
@@ -160,6 +164,11 @@ class Options(SpecModel, frozen=True):
                 "expected 'preferred' with bench_require_gbps: the link is measured before the "
                 "ranks have nodes",
             )
+
+    def records_exits(self, spec: TrainingSpec) -> bool:
+        if self.is_exit_recorded is not None:
+            return self.is_exit_recorded
+        return self.is_start_gated and spec.world_size.max > 1
 
     def gates_start(self, spec: TrainingSpec) -> bool:
         """Whether ranks wait for each other, or for their etcd; one alone may have neither."""

@@ -7,17 +7,29 @@ import signal
 from datetime import datetime
 from typing import Any
 
+from msgspec.structs import replace
+
 from atoll.core.lines import split_lines
 from atoll.core.status import Exit
-from atoll.kubernetes.names import CONTAINER, FAILURES, FINALIZER, GATE, INDEX, PART
+from atoll.kubernetes.names import (
+    CONTAINER,
+    FAILURES,
+    FINALIZER,
+    GATE,
+    INDEX,
+    PART,
+    REPORT_DIR,
+)
+from atoll.rank.report import TAIL_LINES, read_record
 
 Json = dict[str, Any]
 
 HOST_LOST = "HostLost"
 STOPPED = "Stopped"
 TURNED_AWAY = 143  # exit code of a start gate whose pod is taken away
-TAIL_LINES = 40
 CLOCK_SKEW_S = 5.0
+STOPPABLE = frozenset({"Error", "Signal", "Unknown", "Evicted", "DeadlineExceeded"})
+NO_SHELL = "the executor option is_exit_recorded=False runs the command without sh"
 LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
 
 # Why the cluster took a pod away, by the reason of its DisruptionTarget condition.
@@ -240,8 +252,13 @@ class Pod:
         return template.format(image=image, message=message, reason=reason).strip()
 
     def exit(self, *, is_stopped: bool, now: float) -> Exit:
-        """How it ended. A code that Kubernetes made up for want of a real one is unknown."""
+        """How it ended, by the rank's own record first and its kubelet's words second.
+
+        A code that Kubernetes made up for want of a real one is unknown.
+        """
         ended: Json = self.state.get("terminated") or {}
+        text = str(ended.get("message") or "")
+        record = read_record(text)
         is_lost = self.is_lost(now)
         reason, words = self._why(ended, is_lost)
         code: int | None = ended.get("exitCode")
@@ -249,19 +266,29 @@ class Pod:
             code = None
         if reason == "CommandNotFound":
             code = 127  # there was no process; this is what a shell says
-        if is_stopped and reason in ("Error", "Signal", "Unknown", "Evicted", "DeadlineExceeded"):
-            reason = STOPPED
         last = ended if self.has_run else ended or self._gate_end
-        said = str(ended.get("message") or "")
-        return Exit(
+        exit = Exit(
             code=code,
             at=when(last.get("finishedAt")) or self.left_at or now,
             reason=reason,
             signal=_signal(code),
-            is_stopped=is_stopped,
             message=words,
-            log_tail=[] if words and words in said else split_lines(said)[-TAIL_LINES:],
+            log_tail=[] if words and words in text else split_lines(text)[-TAIL_LINES:],
         )
+        if record is not None:
+            exit = recorded_exit(exit, record)
+        elif self._is_recorder and reason in ("Error", "Signal") and not is_stopped:
+            exit = replace(exit, is_backends_word=True)
+        if is_stopped and exit.reason in STOPPABLE:
+            return replace(exit, is_stopped=True, reason=STOPPED)
+        return replace(exit, is_stopped=is_stopped)
+
+    @property
+    def _is_recorder(self) -> bool:
+        """Whether its rank was to write a record."""
+        containers = self.spec.get("containers") or ()
+        ranks = (c for c in containers if c.get("name") == CONTAINER)
+        return any(f" {REPORT_DIR}/" in word for c in ranks for word in c.get("command", ())[2:3])
 
     def _why(self, ended: Json, is_lost: bool) -> tuple[str, str]:
         took = self.condition("DisruptionTarget")
@@ -282,6 +309,8 @@ class Pod:
             return "OOMKilled", ""
         if native in ("StartError", "ContainerCannotRun"):
             said = " ".join(str(ended.get("message", "")).split())
+            if self._is_recorder and '"sh"' in said:
+                said += f" ({NO_SHELL})"
             is_missing = "not found" in said or "no such file" in said
             return "CommandNotFound" if is_missing else "CannotRun", said
         if native == "ContainerStatusUnknown" or not ended:
@@ -297,6 +326,30 @@ class Pod:
             f"({said or f'exit code {self._gate_code}'}); "
             "the executor option is_start_gated=False does without it"
         )
+
+
+def recorded_exit(exit: Exit, record: Json) -> Exit:
+    """`exit`, the kubelet's word, with what the rank wrote down. Where they differ, both are told.
+
+    A failure counts whoever tells of it: the Job goes by the kubelet's code.
+    """
+    code: int | None = record.get("code")
+    at = record.get("at")
+    message = str(record.get("message", ""))
+    changes: Json = {"log_tail": [str(line) for line in record.get("tail", ())][-TAIL_LINES:]}
+    if at is not None and abs(at - exit.at) <= CLOCK_SKEW_S:  # the kubelet has whole seconds
+        changes["at"] = at
+    if isinstance(record.get("failedAt"), int | float):
+        changes["failed_at"] = record["failedAt"]
+    if code == exit.code or code:
+        changes |= {"code": code, "signal": record.get("signal")}
+        if exit.reason in ("Completed", "Error", "Signal"):
+            changes["reason"] = str(record.get("reason", exit.reason))
+    if code != exit.code:
+        both = f"the rank's record says exit code {code}, its kubelet {exit.code}"
+        message = f"{message}; {both}" if message else both
+    changes["message"] = exit.message or message
+    return replace(exit, **changes)
 
 
 def _signal(code: int | None) -> str | None:

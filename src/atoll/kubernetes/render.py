@@ -7,16 +7,18 @@ may not change while it runs (the world's size now), so that a rank started late
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
+import json
 import math
 import shlex
+from pathlib import Path
 from typing import Any
 
 from atoll.core.errors import Permanent
 from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import encode
-from atoll.core.rendezvous import needs_etcd, rendezvous_environment
-from atoll.core.spec import Resources, TrainingSpec
+from atoll.core.spec import Resources
 from atoll.core.status import Training, Wish
 from atoll.kubernetes.fabric import render_agent
 from atoll.kubernetes.gate import (
@@ -37,6 +39,7 @@ from atoll.kubernetes.names import (
     NAMESPACE,
     PART,
     QUEUE,
+    REPORT_DIR,
     STOPPED,
     TRAINING,
     UID,
@@ -49,13 +52,19 @@ from atoll.kubernetes.place import (
     spread,
     tolerations,
 )
-from atoll.rank.environment import RANK_VARIABLES, gang_environment
+from atoll.rank import report
+from atoll.rank.launch import Meeting, RankLaunch, RankPlace, needs_etcd, render_launch
 
 Json = dict[str, Any]
 
 SOURCE_DIR = "/atoll/source"
+REPORT_VOLUME = "atoll-report"
+TERMINATION_LOG = "/dev/termination-log"
 SOURCE_MAX = 900_000  # a ConfigMap holds 1 MiB with everything in it
-SIZE_VARIABLES = ("WORLD_SIZE", "ATOLL_WORLD_TARGET", "BASILICA_WORLD_TARGET")
+REPORT = "report.py"  # the key in the gang's ConfigMap
+# What containers say of their end has 12 KiB in a pod, in equal shares of 4 KiB at the most: the
+# rank's, the start gate's, the mesh agent's, and one that somebody else may put there.
+RECORD_BYTES = 3072
 
 
 def gang_name(training: Training) -> str:
@@ -92,6 +101,8 @@ def render_world(
     }
     if options.gates_start(training.spec):
         body["data"] |= render_opened_world(is_opened=is_opened)
+    if options.records_exits(training.spec):
+        body["data"][REPORT] = report_source()
     if source is not None:
         if len(source.content) > SOURCE_MAX:
             raise Permanent(
@@ -228,11 +239,15 @@ def _template(training: Training, options: Options) -> Json:
 
 def _container(training: Training, options: Options) -> Json:
     spec = training.spec
+    launch = render_launch(training, rank_place(training, options))
+    command = launch.command
+    if options.records_exits(spec):
+        command = render_recorded(command, options.python)
     made: Json = {
         "name": CONTAINER,
         "image": spec.image or options.image,
-        "command": [_literal(word) for word in render_command(spec, options)],
-        "env": _environment(training, options),
+        "command": [_literal(word) for word in command],
+        "env": _environment(training, launch),
         # The last lines of a rank that failed travel in its status, however soon it is gone.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
@@ -241,6 +256,8 @@ def _container(training: Training, options: Options) -> Json:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     if spec.source is not None:
         mounts.append({"name": "source", "mountPath": SOURCE_DIR, "readOnly": True})
+    if options.records_exits(training.spec):
+        mounts.append({"name": REPORT_VOLUME, "mountPath": REPORT_DIR, "readOnly": True})
     optional = {
         "imagePullPolicy": options.image_pull_policy,
         "securityContext": options.container_security_context,
@@ -252,21 +269,27 @@ def _container(training: Training, options: Options) -> Json:
     return made | {field: value for field, value in optional.items() if value is not None}
 
 
-def render_command(spec: TrainingSpec, options: Options) -> list[str]:
-    if spec.source is None:
-        command = [*(spec.command or ()), *spec.args]
-    else:
-        starts = {
-            "script": [options.python],
-            "shell": ["sh"],
-            "function": [options.python, "-m", "atoll.rank.entrypoint", "function"],
-        }
-        path = f"{SOURCE_DIR}/{spec.source.filename}"
-        command = [*starts[spec.source.kind], path, *spec.args]
-    if not spec.pip_packages:
-        return command
-    install = shlex.join([options.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
-    return ["sh", "-c", f'{install} && exec "$@"', "sh", *command]
+def render_recorded(command: list[str], python: str) -> list[str]:
+    """The command under rank/report.py; exactly as it is where the image has no fit Python."""
+    # What is called `python` may be of the second version.
+    python = shlex.quote("python3" if python == "python" else python)
+    wrapper = f"{python} -S -I {REPORT_DIR}/{REPORT}"
+    words = f"{command[0]}: not found in the image"
+    missing = {report.MARK: 1, "code": 127, "reason": "CommandNotFound", "message": words}
+    script = (
+        f"if command -v {python} >/dev/null && {wrapper} --check >/dev/null 2>&1; then "
+        f'exec {wrapper} --record={TERMINATION_LOG} --limit={RECORD_BYTES} -- "$@"; fi; '
+        'command -v "$1" >/dev/null || { '
+        f"printf '%s' {shlex.quote(json.dumps(missing))} >{TERMINATION_LOG}; "
+        'echo "atoll: $1: not found" >&2; exit 127; }; '
+        'exec "$@"'
+    )
+    return ["sh", "-c", script, "sh", *command]
+
+
+@functools.cache
+def report_source() -> str:
+    return Path(report.__file__).read_text()
 
 
 def rank_zero(training: Training) -> str:
@@ -276,7 +299,8 @@ def rank_zero(training: Training) -> str:
 
 
 def rendezvous_endpoint(training: Training, options: Options) -> str:
-    return _rendezvous(training, options)["BASILICA_RDZV_ENDPOINT"]
+    launch = render_launch(training, rank_place(training, options))
+    return launch.env["BASILICA_RDZV_ENDPOINT"]
 
 
 def etcd_name(training: Training) -> str:
@@ -291,46 +315,34 @@ def etcd_endpoint(training: Training, options: Options) -> str:
     return options.etcd_endpoint or f"{etcd_name(training)}:{DEFAULT_ETCD_PORT}"
 
 
-def _rendezvous(training: Training, options: Options) -> dict[str, str]:
-    """What the user has set stays."""
-    spec = training.spec
-    made = rendezvous_environment(
-        spec.rendezvous.backend,
-        rank_zero(training),
-        options.master_port,
-        etcd_endpoint(training, options),
+def rank_place(training: Training, options: Options) -> RankPlace:
+    etcd = etcd_endpoint(training, options)
+    # Without the gate's agent nobody would write the keys.
+    mesh = etcd if options.has_gate(training.spec) else ""
+    return RankPlace(
+        python=options.python,
+        shell="sh",
+        source=SOURCE_DIR,
+        packages=None,
+        has_atoll=False,
+        rendezvous_uri="",
+        meeting=Meeting(rank_zero(training), options.master_port, etcd=etcd, mesh=mesh),
     )
-    if not options.has_gate(spec):  # nobody would write the keys
-        made["ATOLL_MESH_ENDPOINT"] = ""
-    given = {**spec.nccl_env, **spec.env}
-    return {name: given.get(name, value) for name, value in made.items()}
 
 
-def _environment(training: Training, options: Options) -> list[Json]:
-    shared = gang_environment(
-        training,
-        host="",
-        master=rank_zero(training),
-        port=options.master_port,
-        rendezvous_uri=training.spec.rendezvous.uri or "",
-    )
-    shared |= _rendezvous(training, options)
-    by_field = dict.fromkeys(RANK_VARIABLES, f"metadata.annotations['{INDEX}']")
-    by_field["NODE_NAME"] = "spec.nodeName"
+def _environment(training: Training, launch: RankLaunch) -> list[Json]:
+    by_field = dict.fromkeys(launch.rank_variables, f"metadata.annotations['{INDEX}']")
+    by_field |= dict.fromkeys(launch.node_variables, "spec.nodeName")
     by_field["ATOLL_ATTEMPT"] = f"metadata.annotations['{FAILURES}']"
-    made: list[Json] = [
-        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-        for name, path in by_field.items()
+    size = {"configMapKeyRef": {"name": gang_name(training), "key": "size"}}
+    return [
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in by_field.items()
+        ),
+        *({"name": name, "valueFrom": size} for name in launch.size_variables),
+        *({"name": name, "value": _literal(value)} for name, value in launch.env.items()),
     ]
-    world = {"configMapKeyRef": {"name": gang_name(training), "key": "size"}}
-    made += [{"name": name, "valueFrom": world} for name in SIZE_VARIABLES]
-    taken = {*by_field, *SIZE_VARIABLES}
-    made += [
-        {"name": name, "value": _literal(value)}
-        for name, value in shared.items()
-        if name not in taken
-    ]
-    return made
 
 
 def _literal(text: str) -> str:
@@ -356,6 +368,15 @@ def _volumes(training: Training, options: Options) -> list[Json]:
     if training.spec.source is not None:
         item = {"key": "source", "path": training.spec.source.filename}
         made.append({"name": "source", "configMap": {"name": gang_name(training), "items": [item]}})
+    if options.records_exits(training.spec):
+        # Where the ConfigMap is gone, the command still runs.
+        item = {"key": REPORT, "path": REPORT}
+        made.append(
+            {
+                "name": REPORT_VOLUME,
+                "configMap": {"name": gang_name(training), "items": [item], "optional": True},
+            }
+        )
     if options.gates_start(training.spec):
         made.append(render_gate_volume())
     return made

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -41,7 +40,6 @@ from atoll.kubernetes.resource import (
     to_training,
     with_events,
 )
-from atoll.kubernetes.tokens import KubernetesTokens
 
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -54,11 +52,8 @@ READ_KEPT = 1000
 class KubernetesStore:
     """The Store of `core/ports.py` on `trainings.atoll.dev`, in one namespace or in all."""
 
-    def __init__(
-        self, cluster: Cluster, namespace: str | None = None, *, home: str | None = None
-    ) -> None:
+    def __init__(self, cluster: Cluster, namespace: str | None = None) -> None:
         self._cluster = cluster
-        self.tokens = KubernetesTokens(cluster, home or cluster.namespace)
         self._namespace = namespace
         self._copies: set[asyncio.Task[None]] = set()
         self._read: dict[str, Json] = {}  # as last read or written, by uid
@@ -101,9 +96,6 @@ class KubernetesStore:
             if t.name > after and phase in (None, t.status.phase) and t.name.startswith(prefix)
         ]
         return found if limit < 0 else found[:limit]
-
-    async def count_by_phase(self) -> dict[str, int]:
-        return dict(Counter(str(t.status.phase) for t in await self.list()))
 
     async def update_spec(self, training: Training) -> Training:
         patch = [
@@ -199,9 +191,6 @@ class KubernetesStore:
 
     async def version(self) -> int:
         return int((await self._cluster.list(KIND, self._namespace, limit=1)).version)
-
-    async def token_namespace(self, hashed: str) -> str | None:
-        return await self.tokens.namespace(hashed)
 
     async def close(self) -> None:
         await asyncio.gather(*self._copies, return_exceptions=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from atoll.core.errors import NotFound
+from atoll.core.ports import Token, token_of, with_id
 from atoll.kubernetes.client import Cluster
 
 Json = dict[str, Any]
@@ -18,13 +20,21 @@ KNOWN_FOR_S = 5.0  # how long a token that was taken back may still be good
 
 
 class KubernetesTokens:
+    """The Tokens of `core/ports.py`, in the Secret."""
+
     def __init__(self, cluster: Cluster, home: str) -> None:
         self._cluster = cluster
         self._home = home
         self._known: dict[str, Json] = {}
         self._read_at = float("-inf")
 
-    async def add(self, hashed: str, namespace: str, label: str, now: float) -> None:
+    async def namespace_of(self, hashed: str) -> str | None:
+        if time.monotonic() - self._read_at > KNOWN_FOR_S or hashed not in self._known:
+            await self._read()
+        known = self._known.get(hashed)
+        return None if known is None else str(known["namespace"])
+
+    async def add(self, hashed: str, namespace: str, label: str, now: float) -> Token:
         body = {"namespace": namespace, "label": label, "createdAt": now}
         data = {hashed: base64.b64encode(msgspec.json.encode(body)).decode()}
         try:
@@ -33,30 +43,24 @@ class KubernetesTokens:
             secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": NAME}}
             await self._cluster.create("secrets", self._home, secret | {"data": data})
         self._read_at = float("-inf")
+        return token_of(hashed, namespace, label, now)
 
-    async def remove(self, hash_prefix: str) -> int:
-        found = [hashed for hashed in await self._all() if hashed.startswith(hash_prefix)]
-        if found:
-            gone = dict.fromkeys(found)
-            await self._cluster.patch("secrets", self._home, NAME, {"data": gone})
-            self._read_at = float("-inf")
-        return len(found)
-
-    async def all(self) -> list[tuple[str, str, str, float]]:
-        """Hash, namespace, label and time of making, oldest first."""
-        rows = [
-            (hashed, str(t["namespace"]), str(t["label"]), float(t["createdAt"]))
-            for hashed, t in (await self._all()).items()
+    async def all(self) -> Sequence[Token]:
+        tokens = [
+            token_of(hashed, str(body["namespace"]), str(body["label"]), float(body["createdAt"]))
+            for hashed, body in (await self._read()).items()
         ]
-        return sorted(rows, key=lambda row: row[3])
+        return sorted(tokens, key=lambda token: token.created_at)
 
-    async def namespace(self, hashed: str) -> str | None:
-        if time.monotonic() - self._read_at > KNOWN_FOR_S or hashed not in self._known:
-            await self._all()
-        found = self._known.get(hashed)
-        return None if found is None else str(found["namespace"])
+    async def remove(self, id: str) -> bool:
+        hashed = with_id(id, await self._read())
+        if hashed is None:
+            return False
+        await self._cluster.patch("secrets", self._home, NAME, {"data": {hashed: None}})
+        self._read_at = float("-inf")
+        return True
 
-    async def _all(self) -> dict[str, Json]:
+    async def _read(self) -> dict[str, Json]:
         try:
             data = (await self._cluster.get("secrets", self._home, NAME)).get("data") or {}
         except NotFound:

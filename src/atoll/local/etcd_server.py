@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atoll.core.errors import Permanent, Temporary
+from atoll.core.retry import Retry
 from atoll.local.ports import PortLease, lease_port
 from atoll.local.rendezvous_file import find_etcd
 from atoll.mesh.gate import http_status
@@ -117,8 +118,7 @@ def release(leases: tuple[PortLease, ...]) -> None:
 
 
 def _wait_until_ready(server: EtcdServer, log: Path, host: str, ready_s: float) -> None:
-    deadline = time.monotonic() + ready_s
-    pause = 0.01
+    retry = Retry(0.01, 0.2, growth=1.5, patience_s=ready_s, clock=time.monotonic)
     while True:
         # A key, not /health: an etcd without the v2 API is healthy and of no use.
         code, _ = http_status((host, server.leases[0].port), "/v2/keys/", 1.0)
@@ -129,10 +129,10 @@ def _wait_until_ready(server: EtcdServer, log: Path, host: str, ready_s: float) 
         if server.process.poll() is not None:
             kind = Permanent if "enable-v2" in _tail(log) else Temporary
             raise kind(f"etcd ended with {server.process.returncode}: {_tail(log)}")
-        if time.monotonic() >= deadline:
+        pause_s = retry.pause_s()
+        if pause_s is None:
             raise Temporary(f"etcd did not answer within {ready_s:g} s: {_tail(log)}")
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.2)
+        time.sleep(pause_s)
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:

@@ -19,7 +19,6 @@ from typing import Any
 
 from atoll.core.errors import BackendError, Permanent, Temporary
 from atoll.core.ports import Key
-from atoll.core.rendezvous import VARIABLES
 from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.local.bench import LocalBench
 from atoll.local.journal import Attempt, GangState, Record
@@ -32,7 +31,7 @@ from atoll.local.rendezvous_view import (
     withdraw,
 )
 from atoll.local.supervision import Supervision
-from atoll.rank.environment import RANK_VARIABLES, gang_environment
+from atoll.rank.launch import RankPlace, render_launch
 
 # The control plane's own secrets and addresses are none of a rank's business.
 WITHHELD = ("ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
@@ -49,18 +48,20 @@ def render_gang(
 ) -> dict[str, Any]:
     """The document a shim works from."""
     spec = training.spec
-    uri = spec.rendezvous.uri or f"file://{directory}/rendezvous"
-    shared = gang_environment(training, host=host, master="127.0.0.1", port=0, rendezvous_uri=uri)
-    # The shim leases the port and knows the endpoints; what the user has set stays.
-    unset = [name for name in VARIABLES if name not in {**spec.nccl_env, **spec.env}]
+    launch = render_launch(training, rank_place(directory))
+    filled_in = {
+        **dict.fromkeys(launch.size_variables, str(spec.world_size.target)),
+        **dict.fromkeys(launch.node_variables, host),
+    }
+    inherited = {name: value for name, value in base.items() if name not in launch.later}
     return {
         "uid": training.uid,
         "version": wish.version,
         "size": wish.size,
         "redo": {str(rank): attempt for rank, attempt in wish.redo.items()},
-        "command": render_command(training, directory),
-        "env": {k: v for k, v in {**base, **shared}.items() if k not in unset},
-        "rank_variables": [*RANK_VARIABLES, "LOCAL_RANK"],
+        "command": launch.command,
+        "env": {**inherited, **launch.env, **filled_in},
+        "rank_variables": list(launch.rank_variables),
         "working_dir": spec.working_dir,
         "max_restarts": spec.max_restarts,
         "stop_grace_s": spec.stop_grace_s,
@@ -68,21 +69,18 @@ def render_gang(
     }
 
 
-def render_command(training: Training, directory: Path) -> list[str]:
-    spec = training.spec
-    if spec.source is None:
-        command = [*(spec.command or ()), *spec.args]
-    else:
-        payload = str(directory / "source" / spec.source.filename)
-        entry = [sys.executable, "-m", "atoll.rank.entrypoint"]
-        if spec.source.directory is not None:
-            entry += ["--from", spec.source.directory]
-        entry = ["/bin/sh"] if spec.source.kind == "shell" else [*entry, spec.source.kind]
-        command = [*entry, payload, *spec.args]
-    if spec.pip_packages:
-        prepare = [sys.executable, "-m", "atoll.rank.prepare", str(directory / "packages")]
-        command = [*prepare, *spec.pip_packages, "--", *command]
-    return command
+def rank_place(directory: Path) -> RankPlace:
+    """Ranks meet where the supervisor leases a port, which is known when it has."""
+    return RankPlace(
+        python=sys.executable,
+        shell="/bin/sh",
+        source=str(directory / "source"),
+        packages=str(directory / "packages"),
+        has_atoll=True,
+        rendezvous_uri=f"file://{directory}/rendezvous",
+        meeting=None,
+        is_one_host=True,
+    )
 
 
 def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
@@ -121,7 +119,7 @@ def _exit(record: Record | None) -> Exit | None:
     )
 
 
-class LocalExecutor:
+class LocalBackend:
     """The Executor of `core/ports.py` for this machine."""
 
     name = "local"

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.core.retry import grown_s
+
 Record = Mapping[str, Any]
 
 
@@ -91,7 +93,7 @@ class GangState:
 
 def restart_delay_s(restarts: int) -> float:
     """The first restart is at once, later ones wait longer and longer."""
-    return 0.0 if restarts == 0 else min(0.5 * 2 ** min(restarts, 10), 30.0)
+    return 0.0 if restarts == 0 else grown_s(1.0, 30.0, restarts - 1)
 
 
 def encode_record(record: Record) -> bytes:

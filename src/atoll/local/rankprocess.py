@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
 import time
-from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.core.lines import split_lines
 from atoll.local import processes
 from atoll.local.journal import Attempt, Due, Record
 from atoll.local.ranklog import LogWriter
+from atoll.rank.report import ERROR_VARIABLE, ending
 
 GO = b"g"
 RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
@@ -82,27 +80,8 @@ def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
         "ATOLL_ATTEMPT": str(due.attempt),
         "ATOLL_RESTARTS": str(due.restarts),
         "ATOLL_SUPERVISOR": os.environ.get("ATOLL_SUPERVISOR", ""),
-        # Where torch's @record, and our own entry point, say when and why they failed.
-        "TORCHELASTIC_ERROR_FILE": str(directory / "errors" / f"{due.rank}.{due.attempt}.json"),
+        ERROR_VARIABLE: error_file(directory, due.rank, due.attempt),
     }
-
-
-def own_word(errors: Path, attempt: Attempt) -> dict[str, Any]:
-    """When and why the rank says it failed: it knows before its peers fall over it."""
-    try:
-        with (errors / f"{attempt.rank}.{attempt.attempt}.json").open("rb") as file:
-            written_at = os.fstat(file.fileno()).st_mtime
-            said = json.loads(file.read(1 << 20))["message"]
-        failed_at = float(said["extraInfo"]["timestamp"])
-        if failed_at.is_integer():  # torch rounds down, which would put it before its cause
-            failed_at = max(failed_at, min(written_at, failed_at + 1.0))
-        if not isfinite(failed_at):
-            return {}
-        # Python's own strings hold what nobody else can store: names of files that are not UTF-8.
-        text = str(said["message"]).encode(errors="backslashreplace").decode()
-        return {"failedAt": failed_at, "message": split_lines(text)[-1][:500]}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return {}
 
 
 def start_record(attempt: Attempt) -> Record:
@@ -126,26 +105,16 @@ def lost_record(attempt: Attempt, ended: dict[int, int]) -> Record:
 
 
 def exit_record(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
-    """How an attempt ended, from its wait status; unknown where there is none."""
-    code = number = None
-    if status is not None:
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        code = 128 + number if number else os.WEXITSTATUS(status)
-    reason = "Unknown" if code is None else "Completed" if code == 0 else "Error"
+    """How an attempt ended, for the journal."""
     return {
         "t": "exit",
         "rank": attempt.rank,
         "attempt": attempt.attempt,
-        "code": code,
-        "signal": _signal_name(number) if number else None,
-        "reason": "Signal" if number else reason,
+        **ending(status, at),
         "stopped": False,
-        "at": at,
     }
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # real-time signals have numbers, not names
-        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+def error_file(directory: Path, rank: int, attempt: int) -> str:
+    """Where torch's @record, and our own entry points, say when and why they failed."""
+    return str(directory / "errors" / f"{rank}.{attempt}.json")

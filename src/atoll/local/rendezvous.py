@@ -13,11 +13,11 @@ from typing import Any
 
 from atoll.core.errors import BackendError
 from atoll.core.mesh import key_path, split_endpoint
-from atoll.core.rendezvous import rendezvous_environment
 from atoll.local.etcd_server import EtcdServer, Leases, is_up, start_etcd
 from atoll.local.ports import PortLease, lease_port
 from atoll.local.rendezvous_file import read_rendezvous, write_rendezvous
 from atoll.mesh.gate import http_status
+from atoll.rank.launch import Meeting, meeting_environment
 
 ADDRESS = "127.0.0.1"
 HEAL_EVERY_S = 1.0
@@ -44,8 +44,8 @@ class Rendezvous:
             self._note(error=f"no rendezvous: {error}")
             raise OSError(str(error)) from error
         self._note()
-        port = self._leases[0].port
-        return rendezvous_environment(self._wanted["backend"], ADDRESS, port, self._endpoint)
+        meeting = Meeting(ADDRESS, self._leases[0].port, etcd=self._endpoint, mesh=self._endpoint)
+        return meeting_environment(self._wanted["backend"], meeting)
 
     def heal(self) -> float | None:
         """An etcd that died is there again, with its keys, where it was. When to call again."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from atoll.core.errors import Permanent
 from atoll.core.mesh import READY_DIR, MeshState, split_endpoint
-from atoll.core.rendezvous import ETCD_BACKEND, needs_etcd
 from atoll.core.status import MeshStatus, Training
 from atoll.local.rendezvous_file import find_etcd, read_rendezvous
 from atoll.mesh.etcd import EtcdKeys
+from atoll.rank.launch import ETCD_BACKEND, needs_etcd
 
 CONFIGURED = "ATOLL_ETCD_ENDPOINT"
 

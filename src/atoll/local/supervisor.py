@@ -24,9 +24,9 @@ from atoll.local.rankprocess import (
     GO,
     Process,
     become_rank,
+    error_file,
     exit_record,
     lost_record,
-    own_word,
     start_record,
 )
 from atoll.local.rendezvous import Rendezvous
@@ -38,6 +38,7 @@ from atoll.local.shim import (
     mark_of,
     read_gang,
 )
+from atoll.rank.report import own_word
 
 PIPE_BYTES = 1 << 20
 TAIL_LINES = 20
@@ -288,7 +289,8 @@ class Supervisor:
         self._oom_kills = processes.oom_kills()
         if record["code"] != 0 and not process.is_stopping:
             record["tail"] = last_lines(self._directory / "logs" / str(attempt.rank), TAIL_LINES)
-            record.update(own_word(self._directory / "errors", attempt))
+            word = own_word(error_file(self._directory, attempt.rank, attempt.attempt))
+            record.update(word)
         return record
 
     def _read_exec_errors(self) -> None:

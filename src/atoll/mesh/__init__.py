@@ -1,1 +1,1 @@
-"""The mesh gate and the fabric that it waits for."""
+"""The mesh gate, at which ranks wait, and the fabric of agents that says when it opens."""

@@ -1,8 +1,8 @@
-"""etcd's v2 keys over plain HTTP. Moves keys, decides nothing.
+"""A client for etcd's v2 keys over plain HTTP. It moves keys and decides nothing.
 
-Not found is an answer (None, False), never an error; what may work later is Temporary. HTTP is
-spoken here directly: an agent in every host loads this file, and a general client would cost it
-a fifth of a second to load and ten times the processor for each key.
+A missing key is an answer (None, False), never an error; a failure that may pass is Temporary.
+The client speaks HTTP itself: an agent on every host loads this file, and a general HTTP client
+would cost it a fifth of a second to load and ten times the processor time for each key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY_NOT_FOUND, NOT_A_FILE, INDEX_CLEARED = 100, 102, 401
 REQUEST_S = 5.0
 WATCH_S = 30.0
 MOST_BYTES = 64 << 20  # of one answer
-IDLE_KEPT = 4  # connections
+MOST_IDLE = 4  # connections kept open for the next request
 
 
 class KeyChange(NamedTuple):
@@ -71,20 +71,20 @@ class EtcdKeys:
         await self._ask("PUT", key, form=form)
 
     async def get(self, key: str) -> str | None:
-        """Its value, or None: no such key, or a directory."""
+        """The value of the key; None if there is no such key, or it is a directory."""
         answer, _ = await self._ask("GET", key)
         return None if answer is None else answer["node"].get("value")
 
     async def list(self, key: str) -> tuple[dict[str, str], int]:
-        """Every key below, with the version to watch from so that nothing is missed."""
+        """Every key below with its value, and the version to watch from so as to miss nothing."""
         answer, version = await self._ask("GET", key, {"recursive": "true"})
-        found: dict[str, str] = {}
+        values: dict[str, str] = {}
         if answer is not None:
-            _collect(answer["node"], found)
-        return found, version
+            _collect(answer["node"], values)
+        return values, version
 
     async def delete(self, key: str) -> bool:
-        """True if it was there."""
+        """The key is gone; True if it was there."""
         return (await self._ask("DELETE", key))[0] is not None
 
     async def delete_all(self, key: str) -> bool:
@@ -94,7 +94,7 @@ class EtcdKeys:
     async def next_change(self, key: str, after: int, wait_s: float = WATCH_S) -> KeyChange | None:
         """The first change at or below `key` after that version; None if none came in `wait_s`.
 
-        Raises Temporary with `retry_after_s` 0 when that version is no longer kept: list again.
+        Raises Temporary with `retry_after_s` 0 when etcd no longer has that version: list again.
         """
         params = {"wait": "true", "recursive": "true", "waitIndex": str(after + 1)}
         try:
@@ -116,7 +116,7 @@ class EtcdKeys:
         form: Mapping[str, str] | None = None,
         within_s: float | None = None,
     ) -> tuple[dict[str, Any] | None, int]:
-        """The decoded answer, None for a key that is not there; and etcd's version."""
+        """The decoded answer (None for a key that is not there), and etcd's version."""
         path = key_path(key) + (f"?{_encoded(params)}" if params else "")
         try:
             async with asyncio.timeout(self._request_s if within_s is None else within_s):
@@ -130,9 +130,9 @@ class EtcdKeys:
         return self._decoded(answer), int(version) if version.isdigit() else 0
 
     async def _exchange(self, method: str, path: str, body: bytes) -> _Answer:
-        """Over a kept connection if there is one; it may be stale, so a new one is tried after it.
+        """The answer, over an idle connection if there is one; it may be stale, so others follow.
 
-        That asks twice at the most, and all that is asked here may be asked twice.
+        etcd may thus see a request more than once, which does no harm to any request made here.
         """
         while self._idle:
             with contextlib.suppress(OSError, EOFError):
@@ -145,7 +145,7 @@ class EtcdKeys:
         except BaseException:
             line.drop()
             raise
-        if line.is_reusable and len(self._idle) < IDLE_KEPT:
+        if line.is_reusable and len(self._idle) < MOST_IDLE:
             self._idle.append(line)
         else:
             line.drop()
@@ -230,7 +230,7 @@ class _Connection:
 
 
 class _NothingCame(Temporary):
-    """No answer within the time given; for a watch that is an answer."""
+    """No answer came in time; for a watch that means that nothing changed."""
 
 
 def _checked(size: int) -> int:
@@ -243,8 +243,8 @@ def _encoded(form: Mapping[str, str]) -> str:
     return "&".join(f"{escaped(name)}={escaped(value)}" for name, value in form.items())
 
 
-def _collect(node: Mapping[str, Any], found: dict[str, str]) -> None:
+def _collect(node: Mapping[str, Any], values: dict[str, str]) -> None:
     if "value" in node:
-        found[node["key"].lstrip("/")] = node["value"]
+        values[node["key"].lstrip("/")] = node["value"]
     for child in node.get("nodes", ()):
-        _collect(child, found)
+        _collect(child, values)

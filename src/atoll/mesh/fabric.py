@@ -1,9 +1,9 @@
 """The agent beside a host's ranks: it listens, probes every other host, and reports.
 
-`python -m atoll.mesh.fabric --host NAME --address ADDR --etcd ENDPOINT`. It meets the others in
-the training's etcd: says where it listens, reads the roster the controller makes of all of them,
-and writes a report when, and only when, what it can say has changed. A process of its own, so it
-may use an event loop; nothing that a rank imports does.
+`python -m atoll.mesh.fabric --host NAME --address ADDR --etcd ENDPOINT`. Agents meet in the
+training's etcd: each writes where it listens, reads the roster that the controller makes of all of
+them, and writes a report whenever, and only when, its view changes. The agent is a process of its
+own, so it may use an event loop; nothing that a rank imports does.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import click
 from atoll.core.errors import BackendError, ValidationError
 from atoll.core.mesh import split_endpoint
 from atoll.core.model import decode, encode
+from atoll.core.retry import Retry
 from atoll.mesh.etcd import EtcdKeys
 from atoll.mesh.reach import FABRIC_DIR, NAMED, Report, Roster
 
-PROBE_S = 1.0  # for answering one
-PATIENCE_S = 1.0  # with all tries of a probe
-COMPANY_S = 0.25  # after which a try that hangs is given company, where the peer was reached before
-RETRY_S = 0.05  # the same where it was not, and after a failed probe; the more peers, the more:
-RETRY_MORE_S = 0.005
-LONGEST_RETRY_S = 1.0  # for etcd
-RECHECK_S = 5.0  # a reached peer is asked again this often
+PROBE_S = 1.0  # the limit for answering a peer's probe
+PATIENCE_S = 1.0  # the limit for all tries of one probe
+COMPANY_S = 0.25  # after which another try joins one that hangs, if the peer was reached before
+RETRY_S = 0.05  # the same if it was not, and the pause after a failed probe
+RETRY_MORE_S = 0.005  # is added to RETRY_S for every peer that is not reached
+LONGEST_RETRY_S = 1.0  # between tries to reach etcd
+RECHECK_S = 5.0  # between probes of a peer that was reached
 AT_ONCE = 64  # probes in flight
 SETTLE_S = 0.02  # changes this close together make one report
 HELLO = b"atoll-fabric "
@@ -49,7 +50,7 @@ class Agent:
         self._probes: dict[str, asyncio.Task[None]] = {}
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A peer's probe. That it came through is a hint to try the way back now."""
+        """Answer a peer's probe. That it came through is a hint to probe that peer now."""
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
             async with asyncio.timeout(PROBE_S):
                 line = await reader.readuntil(b"\n")
@@ -60,7 +61,7 @@ class Agent:
         writer.close()
 
     def follow(self, roster: Roster) -> None:
-        """Report on these hosts from now on. What is known of those that stayed is kept."""
+        """From now on, reports are about this roster. What is known of hosts that stay counts."""
         if self._roster is not None and roster.version <= self._roster.version:
             return
         before = self._roster.addresses if self._roster else {}
@@ -80,8 +81,8 @@ class Agent:
             probe.cancel()
 
     async def report(self) -> None:
-        """For ever: one report when every peer was tried, then one for every change."""
-        told: Report | None = None
+        """Write one report when every peer was tried, then one for every change, for ever."""
+        last_report: Report | None = None
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -91,11 +92,11 @@ class Agent:
             if len(self._reached) < len(self._nudges):
                 await asyncio.sleep(SETTLE_S)
             current = self._current(roster)
-            if current == told or roster is not self._roster:
+            if current == last_report or roster is not self._roster:
                 continue
             try:
                 await self._tell(current)
-                told = current
+                last_report = current
             except BackendError:
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
@@ -139,8 +140,8 @@ class Agent:
 async def probe(host: str, peer: str, address: str, port: int, company_s: float) -> bool:
     """Whether that very peer answers there: another program on its port does not count.
 
-    A lost packet is sent again by the kernel after a second only, so a try that hangs is given
-    company every `company_s`.
+    The kernel sends a lost packet again only after a second, so another try begins beside one that
+    hangs every `company_s`.
     """
     pending: set[asyncio.Task[bool]] = set()
     try:
@@ -171,7 +172,7 @@ async def _greet(host: str, peer: str, address: str, port: int) -> bool:
 
 
 async def run(host: str, address: str, endpoint: str, folder: str = FABRIC_DIR) -> None:
-    """Until cancelled: listen on `address`, meet the others at `endpoint`."""
+    """Listen on `address` and meet the others at `endpoint` until cancelled."""
     async with EtcdKeys(endpoint) as keys:
 
         async def tell(report: Report) -> None:
@@ -186,15 +187,19 @@ async def run(host: str, address: str, endpoint: str, folder: str = FABRIC_DIR) 
 
 
 async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, place: bytes) -> None:
-    """Looked at anew when nothing has come for a while: an etcd that was replaced is empty, and
-    would say nothing more."""
-    roster, pause = f"{folder}/roster", RETRY_S
+    """Keep this host's place in etcd, and the agent on the newest roster, for ever.
+
+    Both are checked again when nothing has come for a while: an etcd that was replaced is empty and
+    would report no change.
+    """
+    roster, retry = f"{folder}/roster", Retry(RETRY_S, LONGEST_RETRY_S)
     while True:
         try:
             if await keys.get(own) != place.decode():
                 await keys.put(own, place.decode())
-            found, index = await keys.list(roster)
-            value, pause = found.get(roster), RETRY_S
+            values, index = await keys.list(roster)
+            value = values.get(roster)
+            retry.has_worked()
             is_quiet = False
             while not is_quiet:
                 if value is not None:
@@ -204,8 +209,7 @@ async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, pl
                 if change is not None:
                     value, index = change.value, change.version
         except BackendError:
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, LONGEST_RETRY_S)
+            await asyncio.sleep(retry.pause_s() or 0.0)
 
 
 def _follow(agent: Agent, value: str) -> None:
@@ -227,7 +231,7 @@ def main(host: str, address: str, etcd: str, folder: str) -> None:
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """Process 1 of a container is deaf to signals it does not handle."""
+    """Run `work` until SIGTERM: process 1 of a container ignores signals it does not handle."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     await task

@@ -1,6 +1,7 @@
-"""The gate a rank waits at until its host's network is ready. It never raises and never blocks on.
+"""The gate at which a rank waits until its host's network is ready.
 
-Plain sockets and an HTTP answer's first line: http.client would cost each rank 25 ms of imports.
+It never raises, and opens by itself after its timeout. It uses plain sockets and reads only the
+first line of an HTTP answer: http.client would cost each rank 25 ms of imports.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from atoll.core.mesh import degraded_path, ready_path, split_endpoint
+from atoll.core.retry import Retry
 
 if TYPE_CHECKING:
     import socket
 
 MeshStatus = Literal["ready", "degraded", "timeout"]
 
-FIRST_PAUSE_S = 0.02
-GROWTH = 1.6
-LONGEST_PAUSE_S = 2.0
 REQUEST_S = 2.0  # one request, name lookup included
 LEAST_REQUEST_S = 0.5  # so that `timeout=0` can still get an answer
 HOST_NAMES = ("NODE_NAME", "KUBERNETES_NODE_NAME")
-# The first that is set counts. Set and empty says: this training has no gate. Without it a rank
-# of a c10d training would poll its own TCPStore, as that is what the second one names there.
+# The first variable that is set counts; one that is set to nothing says that the training has no
+# gate. A c10d training needs that: there the second variable names a TCPStore, not an etcd.
 ENDPOINT_NAMES = ("ATOLL_MESH_ENDPOINT", "BASILICA_RDZV_ENDPOINT")
 
 _last: MeshStatus | None = None
@@ -44,19 +43,19 @@ def mesh_wait(timeout: float = 60) -> None:
     """
     global _last
     host = next((value for name in HOST_NAMES if (value := os.environ.get(name))), "")
-    given = next((os.environ[name] for name in ENDPOINT_NAMES if name in os.environ), "")
-    if not host or not given:
+    endpoint = next((os.environ[name] for name in ENDPOINT_NAMES if name in os.environ), "")
+    if not host or not endpoint:
         _last = None
         return
     limit = _seconds(timeout)
-    _say(f"BEGIN host={host!r} endpoint={given!r} timeout={limit:g}s")
-    endpoint = split_endpoint(given)
-    if endpoint is None:
-        _last = "timeout"  # it cannot become right by waiting
-        _say(f"TIMEOUT after=0s bad endpoint {given!r}, expected host:port")
+    _say(f"BEGIN host={host!r} endpoint={endpoint!r} timeout={limit:g}s")
+    place = split_endpoint(endpoint)
+    if place is None:
+        _last = "timeout"  # waiting would not make it right
+        _say(f"TIMEOUT after=0s bad endpoint {endpoint!r}, expected host:port")
         return
     started = time.monotonic()
-    _last, why = _poll(endpoint, host, started + limit)
+    _last, why = _poll(place, host, started + limit)
     word = {"ready": "OK", "degraded": "DEGRADED", "timeout": "TIMEOUT"}[_last]
     _say(f"{word} after={time.monotonic() - started:.0f}s host={host!r}{why}")
 
@@ -66,7 +65,8 @@ def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshSt
         ("ready", ready_path(host)),
         ("degraded", degraded_path(host)),
     )
-    pause = FIRST_PAUSE_S
+    patience_s = deadline - time.monotonic()
+    retry = Retry(0.02, 2.0, growth=1.6, patience_s=patience_s, clock=time.monotonic)
     why = ""
     while True:
         for outcome, path in outcomes:
@@ -75,22 +75,21 @@ def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshSt
             if code == 200:
                 return outcome, ""
             if code is None or time.monotonic() >= deadline:
-                break  # nobody answers, or no time is left: the second key can tell no more
-        left = deadline - time.monotonic()
-        if left <= 0:
+                break  # no answer, or no time left: asking for the second key would not help
+        pause_s = retry.pause_s()
+        if pause_s is None:
             return "timeout", f" last: {why}"
-        time.sleep(min(pause, left))
-        pause = min(pause * GROWTH, LONGEST_PAUSE_S)
+        time.sleep(pause_s)
 
 
 def http_status(
     endpoint: tuple[str, int], path: str, limit: float, method: str = "GET", form: str = ""
 ) -> tuple[int | None, str]:
-    """The HTTP status of one request, None if none came within `limit`, and in words why not."""
+    """The HTTP status of one request, or None if none came within `limit`; and why, in words."""
     deadline = time.monotonic() + limit
     name, port = endpoint
-    shown = f"[{name}]" if ":" in name else name
-    request = f"{method} {path} HTTP/1.1\r\nHost: {shown}:{port}\r\nConnection: close\r\n"
+    host = f"[{name}]" if ":" in name else name
+    request = f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
     if form:
         kind = "application/x-www-form-urlencoded"
         request += f"Content-Type: {kind}\r\nContent-Length: {len(form)}\r\n"
@@ -121,31 +120,31 @@ def _connected(name: str, port: int, deadline: float) -> socket.socket:
 
 
 def _addresses(name: str, port: int, deadline: float) -> list[tuple[int, int, int, str, tuple]]:  # type: ignore[type-arg]
-    """Looked up in a thread: a resolver that hangs cannot be given a deadline of its own."""
+    """Looked up in a thread: a resolver takes no deadline and may hang."""
     import socket
     import threading
 
-    found: list[tuple] = []  # type: ignore[type-arg]
+    addresses: list[tuple] = []  # type: ignore[type-arg]
 
     def look(flags: int = 0) -> None:
         try:
-            found.extend(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=flags))
+            addresses.extend(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=flags))
         except (OSError, ValueError):
             pass
 
     look(socket.AI_NUMERICHOST)
-    if not found:
+    if not addresses:
         thread = threading.Thread(target=look, daemon=True)
         thread.start()
         thread.join(_left(deadline))
-    return list(found)
+    return list(addresses)
 
 
 def _status_line(link: socket.socket, deadline: float) -> int | None:
-    """200 out of `HTTP/1.1 200 OK`; None if that is not how the answer begins."""
+    """The 200 of `HTTP/1.1 200 OK`; None if the answer does not begin like that."""
     head = b""
     while b"\n" not in head and len(head) < 1024:
-        link.settimeout(_left(deadline))  # for all of it, so that a trickle cannot go on for ever
+        link.settimeout(_left(deadline))  # for the whole line, so that a trickle ends too
         more = link.recv(256)
         if not more:
             break

@@ -1,7 +1,7 @@
-"""Whether every host of a training can reach every other, told from their reports. Pure.
+"""Whether every host of a training can reach every other, by the reports of their agents. Pure.
 
-Each host's agent probes all the others and reports only whom it cannot reach, and how many it can.
-So N hosts cost the controller N reports, folded one at a time, and not N² pairs.
+The agent of a host probes all other hosts and reports how many it reaches, and by name only those
+it does not. So N hosts cost the controller N reports, folded one at a time, and not N² pairs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 
 FABRIC_DIR = "atoll/fabric"  # under it: hosts/<host>, roster, reports/<host>
-NAMED = 32  # hosts a report names; beyond that only their number is told
+NAMED = 32  # hosts that a report names; of more it gives only the number
 PAIRS_SHOWN = 8
 DEADLINE_S = 60.0  # after which ranks are let in with what there is
 
 
 def agent_name(rank: int, host: str) -> str:
-    """Of the agent beside one rank, where ranks have one each: `rank-3@gpu-7`."""
+    """The name of the agent beside one rank, where each rank has its own: `rank-3@gpu-7`."""
     return f"rank-{rank}@{host}"
 
 
 def host_of(agent: str) -> str:
-    """The host an agent speaks for; one that speaks for a host alone is named as it is."""
+    """The host of an agent; an agent that is alone on its host has the host's name."""
     return agent.rpartition("@")[2]
 
 
@@ -36,7 +36,7 @@ class Roster(Model, frozen=True):
 
 
 class Report(Model, frozen=True):
-    """What one host's agent can say of a roster; the newest one counts."""
+    """What one host's agent says about a roster; its newest report counts."""
 
     host: str
     roster: int
@@ -51,11 +51,11 @@ class MeshVerdict(NamedTuple):
 
 
 class Fabric:
-    """Reports folded so far. Folding one costs its own length, judging costs the bad ones'."""
+    """The reports so far. Folding one in costs its length, judging costs that of the bad ones."""
 
     def __init__(self, roster: Roster | None = None) -> None:
         self._roster = roster
-        self._heard: set[str] = set()
+        self._reporters: set[str] = set()
         self._bad: dict[str, Report] = {}
 
     @property
@@ -68,30 +68,31 @@ class Fabric:
             self.__init__(roster)  # type: ignore[misc]
 
     def fold(self, report: Report) -> None:
+        """Take the report into account, unless it is about another roster or by a stranger."""
         roster = self._roster
         if roster is None or report.roster != roster.version:
             return
         if report.host not in roster.addresses:
             return
         others = len(roster.addresses) - 1
-        # Silence about a peer is not reaching it: an agent that has only begun is not done.
+        self._reporters.add(report.host)
+        # A peer that a report does not mention is not reached: the agent may have just begun.
         if report.reached >= others:
-            self._heard.add(report.host)
             self._bad.pop(report.host, None)
         else:
-            self._heard.add(report.host)
             self._bad[report.host] = report
 
     @property
     def is_whole(self) -> bool:
         """Every host has reported, and reached every other."""
-        roster = self._roster
-        return roster is not None and not self._bad and len(self._heard) == len(roster.addresses)
+        if self._roster is None or self._bad:
+            return False
+        return len(self._reporters) == len(self._roster.addresses)
 
     def judge(self, *, is_overdue: bool, missing: Collection[str] = ()) -> MeshVerdict:
         """Ready if whole; otherwise Pending, or Degraded once the deadline has passed.
 
-        `missing` are hosts not on the roster yet, as their agents have not come up.
+        `missing` are hosts that are not on the roster yet, as their agents have not come up.
         """
         if self.is_whole and not missing:
             return MeshVerdict(MeshState.READY, "")
@@ -106,7 +107,7 @@ class Fabric:
         parts = []
         if self._bad:
             parts.append(f"cannot talk: {self._pairs()}")
-        silent = sorted(set(self._roster.addresses) - self._heard)
+        silent = sorted(set(self._roster.addresses) - self._reporters)
         if silent:
             parts.append(f"no word from {_few(silent)}")
         return "; ".join(parts)

@@ -1,7 +1,7 @@
-"""The control plane's side of the mesh gate: agents in, reports in, keys out.
+"""The control plane's side of the mesh gate: it reads reports and writes the gate's keys.
 
-One of these for a training with several hosts. It holds nothing that is not in etcd: a successor
-reads the agents, the roster and the reports there and goes on.
+A training with several hosts has one watch. It holds nothing that is not in etcd: a successor reads
+the agents, the roster and the reports there and goes on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from atoll.core.errors import BackendError, ValidationError
 from atoll.core.mesh import DEGRADED_DIR, GATE_DIR, READY_DIR, MeshState
 from atoll.core.model import decode, encode
+from atoll.core.retry import Retry
 from atoll.mesh.etcd import EtcdKeys
 from atoll.mesh.reach import (
     DEADLINE_S,
@@ -27,12 +28,14 @@ from atoll.mesh.reach import (
 )
 
 AGAIN_S, LONGEST_AGAIN_S = 0.2, 2.0
-AT_ONCE = 4  # keys written; as many connections as are kept
+AT_ONCE = 4  # keys written at a time: as many as etcd.MOST_IDLE connections
 
 
 class MeshWatch:
-    """Follows the fabric of some agents and writes their hosts' keys; `on_verdict` is told every
-    change. Several agents may share a host: see `core.fabric.host_of`."""
+    """Follows the fabric of some agents and writes the gate's keys of their hosts.
+
+    `on_verdict` is called with every change. Several agents may share a host: see `reach.host_of`.
+    """
 
     def __init__(
         self,
@@ -46,43 +49,43 @@ class MeshWatch:
         self._on_verdict = on_verdict
         self._deadline_s = deadline_s
         self._folder = folder
-        self._wanted: frozenset[str] = frozenset()
-        self._ever: set[str] = set()  # hosts wanted now or before: their keys are ours to remove
+        self._agents: frozenset[str] = frozenset()
+        self._all_hosts: set[str] = set()  # those of now and before: their keys are ours to remove
         self._places: dict[str, tuple[str, int]] = {}
         self._fabric = Fabric()
         self._version = 0  # of the newest roster
         self._is_overdue = False
         self._was_ready = False
         self._is_only_fewer = False
-        self._marked: set[str] = set()  # the gate's keys as they are in etcd
+        self._gate_keys: set[str] = set()  # as they are in etcd
         self.verdict = MeshVerdict(MeshState.PENDING, "not all hosts have come up")
 
     @property
     def hosts(self) -> set[str]:
-        return set(map(host_of, self._wanted))
+        return set(map(host_of, self._agents))
 
     async def run(self, agents: Iterable[str], already_s: float = 0.0) -> None:
-        """Until cancelled; run it again when the agents are others.
+        """Follow `agents` until cancelled; for another set of agents, run it again.
 
-        `already_s` of the deadline were used up by a predecessor.
+        `already_s` is the part of the deadline that a predecessor has used up.
         """
-        before, self._wanted = self._wanted, frozenset(agents)
-        # Those that are left of a whole mesh are still whole: nobody is told that it is checked.
-        self._is_only_fewer = self.verdict.state is MeshState.READY and self._wanted <= before
-        self._ever |= self.hosts
-        self._places, self._marked = {}, set()
+        before, self._agents = self._agents, frozenset(agents)
+        # What is left of a whole mesh is still whole: the verdict stays while it is checked.
+        self._is_only_fewer = self.verdict.state is MeshState.READY and self._agents <= before
+        self._all_hosts |= self.hosts
+        self._places, self._gate_keys = {}, set()
         self._is_overdue = self._was_ready = False
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._overdue(max(self._deadline_s - already_s, 0.0)))
             tasks.create_task(self._follow())
 
     async def clear(self, keep: Collection[str] = ()) -> None:
-        """No key of these agents is left, nor the gate's of their hosts, but of those to `keep`."""
-        found, _ = await self._keys.list(self._folder)
-        for key, value in found.items():
+        """The keys of these agents are gone, and the gate's keys of their hosts not in `keep`."""
+        values, _ = await self._keys.list(self._folder)
+        for key, value in values.items():
             self._note(key, value)
         for directory in (READY_DIR, DEGRADED_DIR):
-            for host in sorted(self._ever.difference(keep)):
+            for host in sorted(self._all_hosts.difference(keep)):
                 await self._keys.delete(f"{directory}/{host}")
         await self._keys.delete_all(self._folder)
 
@@ -95,16 +98,18 @@ class MeshWatch:
             await asyncio.sleep(LONGEST_AGAIN_S)
 
     async def _follow(self) -> None:
-        pause_s = AGAIN_S
+        retry = Retry(AGAIN_S, LONGEST_AGAIN_S, growth=1.5)
         while True:
             if await self._has_worked(self._follow_once()):
-                pause_s = AGAIN_S
+                retry.has_worked()
             else:
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, LONGEST_AGAIN_S)
+                await asyncio.sleep(retry.pause_s() or 0.0)
 
     async def _has_worked(self, work: Coroutine[Any, Any, None]) -> bool:
-        """An etcd that cannot be reached says nothing against a mesh that was seen whole."""
+        """Whether `work` ended without a BackendError.
+
+        An etcd that cannot be reached does not change the verdict on a mesh that is whole.
+        """
         try:
             await work
         except BackendError as error:
@@ -115,14 +120,14 @@ class MeshWatch:
         return True
 
     async def _follow_once(self) -> None:
-        """Until nothing has come for a while: an etcd that was replaced would say nothing more."""
-        found, index = await self._keys.list(self._folder)
-        if f"{self._folder}/roster" not in found:
+        """Follow the changes until none has come for a while, as a replaced etcd reports none."""
+        values, index = await self._keys.list(self._folder)
+        if f"{self._folder}/roster" not in values:
             self._fabric = Fabric()
-        for key, value in sorted(found.items(), key=lambda item: "/reports/" in item[0]):
+        for key, value in sorted(values.items(), key=lambda item: "/reports/" in item[0]):
             self._note(key, value)
         gate, _ = await self._keys.list(GATE_DIR)
-        self._marked = {key for key in gate if key.rpartition("/")[2] in self._ever}
+        self._gate_keys = {key for key in gate if key.rpartition("/")[2] in self._all_hosts}
         while True:
             await self._settle()
             change = await self._keys.next_change(self._folder, index)
@@ -137,8 +142,8 @@ class MeshWatch:
         with contextlib.suppress(ValidationError):  # not written by an agent of ours
             if kind == "hosts":
                 place = decode(value, tuple[str, int])
-                self._ever.add(host_of(agent))
-                if agent in self._wanted:
+                self._all_hosts.add(host_of(agent))
+                if agent in self._agents:
                     self._places[agent] = place
             elif kind == "roster":
                 self._enlist(decode(value, Roster))
@@ -150,18 +155,18 @@ class MeshWatch:
         self._version = max(self._version, roster.version)
 
     async def _settle(self) -> None:
-        """Roster and keys are what the agents and reports known now call for."""
+        """Roster, keys and verdict are what follows from the agents and reports known now."""
         roster = self._fabric.roster
-        is_complete = len(self._places) == len(self._wanted)
+        is_complete = len(self._places) == len(self._agents)
         if is_complete and (roster is None or roster.addresses != self._places):
-            # Agents follow the newest, also one made anew by a successor in an empty etcd.
+            # Agents follow the highest version; a successor with an empty etcd must exceed it too.
             version = max(self._version + 1, int(time.time() * 1000))
             new = Roster(version=version, addresses=dict(self._places))
             await self._keys.put(f"{self._folder}/roster", encode(new).decode())
             self._enlist(new)
         verdict = self._fabric.judge(
             is_overdue=self._is_overdue or self._was_ready,
-            missing=self._wanted.difference(self._places),
+            missing=self._agents.difference(self._places),
         )
         self._was_ready = self._was_ready or verdict.state is MeshState.READY
         await self._mark(verdict.state)
@@ -177,11 +182,11 @@ class MeshWatch:
         if state is MeshState.PENDING:
             return
         folder = READY_DIR if state is MeshState.READY else DEGRADED_DIR
-        wanted = {f"{folder}/{host}" for host in self.hosts}
-        # The new ones first: a rank that looks in between finds one or both, never none.
-        new = sorted(wanted - self._marked)
+        gate_keys = {f"{folder}/{host}" for host in self.hosts}
+        # The new keys come first: a rank that looks in between finds one or both, never none.
+        new = sorted(gate_keys - self._gate_keys)
         for at in range(0, len(new), AT_ONCE):
             await asyncio.gather(*(self._keys.put(key, "1") for key in new[at : at + AT_ONCE]))
-        for key in sorted(self._marked - wanted):
+        for key in sorted(self._gate_keys - gate_keys):
             await self._keys.delete(key)
-        self._marked = wanted
+        self._gate_keys = gate_keys

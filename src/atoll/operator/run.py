@@ -16,12 +16,16 @@ from typing import Any
 
 import uvicorn
 
+import atoll
 from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
+from atoll.core.ports import Tokens
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.executor import JobExecutor
 from atoll.kubernetes.lease import Lease
 from atoll.kubernetes.store import KubernetesStore
+from atoll.kubernetes.tokens import KubernetesTokens
+from atoll.sdk.release import HEADER
 from atoll.server.app import create_app
 from atoll.server.streams import Streams
 
@@ -68,8 +72,9 @@ async def run_operator(
     try:
         async with asyncio.TaskGroup() as tasks:
             if port is not None:
-                store = KubernetesStore(cluster, namespace, home=home)
-                tasks.create_task(serve_api(cluster, store, options, host=host, port=port))
+                store = KubernetesStore(cluster, namespace)
+                tokens = KubernetesTokens(cluster, home)
+                tasks.create_task(serve_api(cluster, store, tokens, options, host=host, port=port))
             while True:
                 await lease.lead(lambda: _lead(cluster, namespace, options))
     finally:
@@ -131,12 +136,20 @@ class _Server(uvicorn.Server):
 
 
 async def serve_api(
-    cluster: Cluster, store: KubernetesStore, options: dict[str, Any], *, host: str, port: int
+    cluster: Cluster,
+    store: KubernetesStore,
+    tokens: Tokens,
+    options: dict[str, Any],
+    *,
+    host: str,
+    port: int,
 ) -> None:
     """Until cancelled. Open watches end first, so that clients turn to another replica."""
     executor = JobExecutor(cluster=cluster, **options)
     streams = Streams()
-    app = create_app(store=store, executors={executor.name: executor}, streams=streams)
+    app = create_app(
+        store=store, tokens=tokens, executors={executor.name: executor}, streams=streams
+    )
     server = _Server(
         uvicorn.Config(
             app,
@@ -147,6 +160,7 @@ async def serve_api(
             log_config=None,
             access_log=False,
             server_header=False,
+            headers=[(HEADER, atoll.__version__)],
             timeout_graceful_shutdown=3,
         )
     )

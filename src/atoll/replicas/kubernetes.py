@@ -5,13 +5,10 @@ Should the script be killed, its Jobs go on until their deadline, and the cluste
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
-from atoll.core.errors import AtollError, ValidationError
+from atoll.core.errors import ValidationError
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Training, Wish
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.executor import JobExecutor
 from atoll.kubernetes.options import EKS_GPU_NODES, Options
@@ -42,23 +39,11 @@ class KubernetesExecutor(ReplicaSurface):
     def make_executor(self) -> JobExecutor:
         cluster = Cluster.connect(self._context, self._kubeconfig)
         options = {"namespace": cluster.namespace, **self._given}
-        return _CheckedJobs(check=self.check_launch, cluster=cluster, **options)
+        return JobExecutor(cluster=cluster, **options)
 
     def check_launch(self, spec: TrainingSpec) -> None:
         """Raises ValidationError where the launch cannot be done with these options."""
         self.options.check(spec)
-
-    def close(self) -> None:
-        """Nothing that was launched is left in the cluster, logs neither."""
-        if "_gangs" in self.__dict__ and self._is_own():
-            for gang in self._known.values():
-                with contextlib.suppress(AtollError, RuntimeError):  # its ttl does it else
-                    self.cancel_gang(gang)
-        super().close()
-
-    def cancel_gang(self, gang: Any) -> None:
-        self._gangs.call(self._gangs.cancel(gang))
-        self._gangs.call(self._gangs.executor.purge(gang.training))
 
 
 class EKSExecutor(KubernetesExecutor):
@@ -68,15 +53,3 @@ class EKSExecutor(KubernetesExecutor):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"gpu_nodes": EKS_GPU_NODES} | options)
-
-
-class _CheckedJobs(JobExecutor):
-    """Refuses a launch by the name of the field, before anything is created."""
-
-    def __init__(self, *, check: Callable[[TrainingSpec], None], **options: Any) -> None:
-        super().__init__(**options)
-        self._check_launch = check
-
-    async def apply(self, training: Training, wish: Wish) -> None:
-        self._check_launch(training.spec)
-        await super().apply(training, wish)

@@ -1,8 +1,8 @@
 """Executors as a library: replicas launched from a script, with no server.
 
-`ReplicaSurface` is written once over the verbs of `core/ports.Executor`; a backend adds how it
-makes its executor and what its ranks run. Replicas are independent: one that fails does not stop
-the others, and each has its own exit code.
+`ReplicaSurface` is written once: a launch is a training of a control plane inside the script. A
+backend adds how it makes its executor and what its ranks run. Replicas are independent: one that
+fails does not stop the others, and each has its own exit code.
 """
 
 from __future__ import annotations
@@ -11,42 +11,30 @@ import atexit
 import base64
 import os
 import pickle
-import shutil
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-import atoll
 from atoll.core.checks import ARGS_VARIABLE, check_int, check_number, check_timeout
-from atoll.core.errors import NotFound
-from atoll.core.ports import Executor
+from atoll.core.errors import NotFound, ValidationError
+from atoll.core.ports import Checking, Executor
+from atoll.core.ranks import in_words
 from atoll.core.spec import (
     MAX_SECONDS,
     MAX_WORLD,
     RendezvousSpec,
+    Resources,
     Source,
     TrainingSpec,
     WorldSize,
 )
-from atoll.core.status import Training
-from atoll.local.executor import LocalExecutor
+from atoll.core.status import RankStatus, Training
 from atoll.rank.result import lines_expected, result_of, visible
 from atoll.replicas.entrypoints import Call, Entry, Module, Script, read_entry
-from atoll.replicas.gangs import Gang, Gangs
-from atoll.replicas.guard import clear_abandoned, new_root, start_guard
-from atoll.replicas.states import (
-    FINAL,
-    ReplicaState,
-    error_of,
-    rank_of,
-    read_gpu,
-    state_of,
-)
+from atoll.replicas.plane import Gang, ScriptPlane
 
 Entrypoint = str | os.PathLike[str] | Callable[..., Any]
 
@@ -55,10 +43,16 @@ RESULT_TAIL = 64  # lines in which the end of a result is looked for first
 _SHIPPED = (
     "import base64\nfrom atoll.rank.replica_entry import main\nmain(base64.b64decode('{}'))\n"
 )
-_ENTRY = (
-    "import pathlib, sys; sys.path.append(sys.argv.pop(1)); "
-    "from atoll.rank.replica_entry import main; main(pathlib.Path(sys.argv[1]).read_bytes())"
-)
+
+ReplicaState = Literal["pending", "running", "succeeded", "failed", "cancelled"]
+
+FINAL = frozenset({"succeeded", "failed", "cancelled"})
+STATES: dict[str, ReplicaState] = {
+    "Pending": "pending",
+    "Running": "running",
+    "Succeeded": "succeeded",
+    "Failed": "failed",
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +89,12 @@ class ReplicaSurface:
                 source = Source(kind="script", content=path.read_bytes(), filename=path.name)
                 return {"source": source, "args": argv, "env": {ARGS_VARIABLE: variable}}
 
+    def check_launch(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError, naming the field, where this can never run here."""
+        executor = self._plane.executor
+        if isinstance(executor, Checking):
+            executor.check(spec)
+
     def launch_replicas(
         self,
         n_replicas: int,
@@ -116,7 +116,7 @@ class ReplicaSurface:
             check_number("timeout", timeout, 0.001, MAX_SECONDS)
         args = {} if entrypoint_args is None else entrypoint_args
         entry = read_entry(entrypoint, args)
-        self._gangs.check_open()
+        self._plane.check_open()
         uid = uuid.uuid4().hex
         spec = TrainingSpec(
             name=f"replicas-{uid[:12]}",
@@ -125,17 +125,20 @@ class ReplicaSurface:
             resources=read_gpu(gpu),
             deadline_s=timeout,
             stop_grace_s=self.stop_grace_s,
+            executor=self._plane.executor.name,
             **self.what_runs(entry, uid),
         )
+        self.check_launch(spec)
         training = Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
-        self._known[uid] = self._gangs.launch(training)
+        self._known[uid] = self._plane.launch(training)
         return [ReplicaHandle(rank, uid, self.backend_name) for rank in range(n_replicas)]
 
     def poll(self, handle: ReplicaHandle) -> ReplicaState:
         """How the replica is. Raises what keeps the backend from telling."""
         gang = self._gang(handle)
-        if gang.fault is not None and not gang.is_over:
-            raise gang.fault
+        fault = self._plane.fault_of(gang)
+        if fault is not None and not gang.is_over:
+            raise fault
         return state_of(gang.training, handle.rank)
 
     def stream_logs(self, handle: ReplicaHandle, n_lines: int = 200) -> str:
@@ -152,7 +155,7 @@ class ReplicaSurface:
 
         Raises when the backend did not take it: what may still run is not called cancelled.
         """
-        self._gangs.call(self._gangs.cancel(self._gang(handle)))
+        self._plane.call(self._plane.cancel(self._gang(handle)))
 
     def collect(
         self, handles: Sequence[ReplicaHandle], timeout: float | None = None
@@ -171,13 +174,13 @@ class ReplicaSurface:
         def is_done() -> bool:
             return all(state_of(gang.training, handle.rank) in FINAL for gang, handle in pairs)
 
-        self._gangs.call(self._gangs.wait(list(dict.fromkeys(gangs)), is_done, deadline))
+        self._plane.call(self._plane.wait(list(dict.fromkeys(gangs)), is_done, deadline))
         return [self._report(gang, handle, timeout) for gang, handle in pairs]
 
     def close(self) -> None:
         """Nothing that was launched is left, running or on disk."""
-        if "_gangs" in self.__dict__ and self._is_own():
-            self._gangs.close()
+        if "_plane" in self.__dict__ and self._is_own():
+            self._plane.close()
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -195,10 +198,10 @@ class ReplicaSurface:
         return os.getpid()
 
     @cached_property
-    def _gangs(self) -> Gangs:
-        self._pid  # noqa: B018  whose they are
+    def _plane(self) -> ScriptPlane:
+        self._pid  # noqa: B018  whose it is
         atexit.register(self.close)
-        return Gangs(self.make_executor)
+        return ScriptPlane(self.make_executor)
 
     @cached_property
     def _known(self) -> dict[str, Gang]:
@@ -213,10 +216,10 @@ class ReplicaSurface:
         gang = self._gang(handle)
 
         async def read() -> list[str]:
-            lines = self._gangs.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
+            lines = self._plane.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
             return [line.text async for line in lines]
 
-        return self._gangs.call(read())
+        return self._plane.call(read())
 
     def _report(self, gang: Gang, handle: ReplicaHandle, timeout: float | None) -> dict[str, Any]:
         found = rank_of(gang.training, handle.rank)
@@ -260,40 +263,43 @@ class ReplicaSurface:
         return result_of(tail) or result_of(self._log(handle, count + RESULT_TAIL))
 
 
-class LocalProcessExecutor(ReplicaSurface):
-    """Replicas as processes of this machine. They end when the script that launched them does."""
+def rank_of(training: Training, rank: int) -> RankStatus:
+    found = (r for r in training.status.ranks if r.rank == rank)
+    return next(found, RankStatus(rank=rank))
 
-    backend_name = "local"
-    supports_inter_replica_network = True
 
-    def make_executor(self) -> Executor:
-        return LocalExecutor(self._root / "gangs")
+def state_of(training: Training, rank: int) -> ReplicaState:
+    """A rank that was stopped, or never came to run, ended the way its gang did."""
+    found = rank_of(training, rank)
+    is_unfinished = found.phase == "Pending" and not training.status.phase.is_terminal
+    if found.phase in ("Running", "Succeeded", "Failed") or is_unfinished:
+        return STATES[found.phase]
+    is_ended_by_us = training.spec.cancel or training.deletion_requested_at is not None
+    return "cancelled" if is_ended_by_us and not training.status.failing else "failed"
 
-    @cached_property
-    def _root(self) -> Path:
-        """Guarded from its first instant."""
-        clear_abandoned()
-        root = new_root()
-        self._guard = start_guard(root)
-        return root
 
-    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
-        source = str(Path(atoll.__file__).parents[1])
-        env = {}
-        match entry:
-            case Call(payload):
-                place = self._root / f"{uid}.pkl"
-                place.write_bytes(payload)
-                command = [sys.executable, "-c", _ENTRY, source, str(place)]
-            case Module(name, argv, variable):
-                command, env = [sys.executable, "-m", name, *argv], {ARGS_VARIABLE: variable}
-            case Script(path, argv, variable):
-                command, env = [sys.executable, str(path), *argv], {ARGS_VARIABLE: variable}
-        return {"command": command, "env": env, "working_dir": os.getcwd()}
+def error_of(training: Training, found: RankStatus, state: ReplicaState) -> str:
+    """Why it failed, in one line; empty if it did not."""
+    if state != "failed":
+        return ""
+    status, ended = training.status, found.exit
+    why = status.failing_message or status.message
+    if ended is None:
+        return why or "it was never started"
+    if ended.is_stopped:
+        return f"{why}; {in_words(ended)}" if why else in_words(ended)
+    last = next((line.strip() for line in reversed(ended.log_tail) if line.strip()), "")
+    return in_words(ended) if ended.message or not last else f"{in_words(ended)}: {last}"
 
-    def close(self) -> None:
-        super().close()
-        if "_guard" in self.__dict__ and self._guard.returncode is None and self._is_own():
-            shutil.rmtree(self._root, ignore_errors=True)
-            self._guard.kill()
-            self._guard.wait()
+
+def read_gpu(gpu: str | int | None) -> Resources:
+    """`2`, `"H100"` or `"H100:2"`, for each replica."""
+    if gpu is None:
+        return Resources()
+    if isinstance(gpu, int):
+        check_int("gpu", gpu, 1, 1024)
+        return Resources(gpu_count=gpu)
+    model, _, count = str(gpu).partition(":")
+    if not isinstance(gpu, str) or not model or (":" in gpu and not count.isdigit()):
+        raise ValidationError("gpu", gpu, "expected a count, 'H100' or 'H100:2'")
+    return Resources(gpu_count=int(count or 1), gpu_models=[model])

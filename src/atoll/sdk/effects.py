@@ -22,6 +22,7 @@ class Send(NamedTuple):
 class Reply(NamedTuple):
     status: int
     body: bytes
+    release: str | None = None  # of the control plane, if it says so
 
 
 class NextChange(NamedTuple):

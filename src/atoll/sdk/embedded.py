@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import atoll
 from atoll.core.errors import AtollError, Permanent
 from atoll.sdk.endpoint import Address, here
+from atoll.sdk.release import OtherRelease, difference
 
 if TYPE_CHECKING:
     from atoll.core.spec import TrainingSpec
@@ -71,7 +73,11 @@ class Embedded:
     def address(self) -> Address:
         with self._lock:
             if self._known is None:
-                url = running(self._where) or self._start()
+                url = running(self._where)
+                if url is None:
+                    url = self._start()
+                else:
+                    _warn_if_other(self._where)
                 self._known = Address(url, self._token or read_token(self._where))
             return self._known
 
@@ -228,6 +234,16 @@ def running(where: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return url if start_time(pid) == started else None
+
+
+def _warn_if_other(where: Path) -> None:
+    """It works with this release as far as it can; why some things do not is good to know."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        endpoint = json.loads((where / "endpoint.json").read_bytes())
+        words, pid = difference(endpoint.get("release")), endpoint["pid"]
+        if words:
+            after = f"'kill {pid}' stops it, the next use starts this one, ranks go on meanwhile"
+            warnings.warn(f"{words}: {after}", OtherRelease, stacklevel=4)
 
 
 def read_token(where: Path) -> str:

@@ -28,7 +28,7 @@ from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Event, Training, TrainingList, Usage, WorldStatus
 from atoll.sdk.effects import Flow, NextChange, Pause, Send
-from atoll.sdk.requests import PATIENCE_S, Clock, answered, backoff, send
+from atoll.sdk.requests import PATIENCE_S, Clock, answered, new_retry, send
 from atoll.sdk.verdict import late, verdict, world_of
 
 T = TypeVar("T")
@@ -226,7 +226,8 @@ def _next(
     Once time is up it is read a last time; where even that fails, the old state is all there is.
     """
     deadline = clock() + left
-    for delay in backoff():
+    retry = new_retry(left, clock)
+    while True:
         watch_s = inf if deadline == inf else min(deadline - clock(), WATCH_S)
         change = yield NextChange(who.path, training.resource_version, watch_s)
         if change is not None:
@@ -245,8 +246,7 @@ def _next(
         if found.resource_version != training.resource_version or clock() >= deadline:
             return found
         # Connected, but not for long: a server that drops every watch is not asked in a rush.
-        yield Pause(min(delay, max(0.0, deadline - clock())))
-    raise AssertionError
+        yield Pause(retry.pause_s() or 0.0)
 
 
 def _has_min(training: Training) -> WorldStatus | None:

@@ -12,10 +12,10 @@ import msgspec
 from atoll.core.errors import Temporary
 from atoll.core.lines import alines_of, lines_of
 from atoll.core.status import LogLine
-from atoll.sdk.effects import Reply, Send
+from atoll.sdk.effects import Send
 from atoll.sdk.flows import Who
 from atoll.sdk.requests import accepted
-from atoll.sdk.wire import Wire, stream_request, translated
+from atoll.sdk.wire import Wire, reply, stream_request, translated
 
 RETRY_S = 0.2
 PATIENCE_S = 60.0
@@ -91,7 +91,7 @@ def lines(wire: Wire, position: Position) -> Iterator[LogLine]:
             with translated(wire.endpoint):
                 with wire.client().stream(**position.request) as response:
                     if response.status_code != 200:
-                        accepted(Reply(response.status_code, response.read()))
+                        accepted(reply(response, response.read()))
                     for raw in lines_of(response.iter_bytes()):
                         line = position.new(raw)
                         if line is not None:
@@ -111,7 +111,7 @@ async def alines(wire: Wire, position: Position) -> AsyncIterator[LogLine]:
                 client = await asyncio.to_thread(wire.async_client)
                 async with client, client.stream(**position.request) as response:
                     if response.status_code != 200:
-                        accepted(Reply(response.status_code, await response.aread()))
+                        accepted(reply(response, await response.aread()))
                     async for raw in alines_of(response.aiter_bytes()):
                         line = position.new(raw)
                         if line is not None:

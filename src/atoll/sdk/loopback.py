@@ -39,11 +39,11 @@ class LoopbackAnswer:
         if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
             raise Broken(f"not an HTTP answer: {version[:40]!r}")
         self.status_code = int(rest[:3])
-        self._headers: dict[bytes, bytes] = {}
+        self.headers: dict[str, str] = {}  # by their names in lower case
         while line := self._line():
-            name, _, value = line.partition(b":")
-            self._headers[name.lower()] = value.strip().lower()
-        self.is_kept = self._headers.get(b"connection") != b"close"
+            name, _, value = line.decode("latin-1").partition(":")
+            self.headers[name.lower()] = value.strip()
+        self.is_kept = self.headers.get("connection", "").lower() != "close"
         self.is_whole = False  # read to its end, so that the next one may follow
 
     def _line(self) -> bytes:
@@ -53,17 +53,17 @@ class LoopbackAnswer:
         return line.rstrip(b"\r\n")
 
     def iter_bytes(self) -> Iterator[bytes]:
-        if self._headers.get(b"transfer-encoding") == b"chunked":
-            while size := self._size(self._line().partition(b";")[0], 16):
+        if self.headers.get("transfer-encoding", "").lower() == "chunked":
+            while size := self._size(self._line().partition(b";")[0].decode("latin-1"), 16):
                 yield from self._pieces(size)
                 self._line()
             while self._line():
                 pass
         elif self.status_code != 204:
-            yield from self._pieces(self._size(self._headers.get(b"content-length", b""), 10))
+            yield from self._pieces(self._size(self.headers.get("content-length", ""), 10))
         self.is_whole = True
 
-    def _size(self, text: bytes, base: int) -> int:
+    def _size(self, text: str, base: int) -> int:
         try:
             return int(text, base)
         except ValueError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.model import decode
 from atoll.core.problem import Problem, error_of
+from atoll.core.retry import Retry
 from atoll.sdk.effects import Flow, Pause, Reply, Send, T
+from atoll.sdk.release import explained
 
 Clock = Callable[[], float]
 
@@ -20,16 +22,21 @@ def send(
     effect: Send, *, patience_s: float = PATIENCE_S, clock: Clock = time.monotonic
 ) -> Flow[bytes]:
     """The body of a 2xx answer; other answers are raised. What is temporary is retried."""
-    until = clock() + patience_s
-    for delay in backoff():
+    retry = new_retry(patience_s, clock)
+    while True:
         try:
-            return accepted((yield effect))
-        except Temporary:
-            left = until - clock()
-            if left <= 0:
-                raise
-            yield Pause(min(delay, left))
-    raise AssertionError
+            reply = yield effect
+        except Temporary as error:
+            trouble, asked_s = error, 0.0
+        else:
+            try:
+                return accepted(reply)
+            except Temporary as error:
+                trouble, asked_s = error, error.retry_after_s
+        pause_s = retry.pause_s(asked_s)
+        if pause_s is None:
+            raise trouble
+        yield Pause(pause_s)
 
 
 def accepted(reply: Reply) -> bytes:
@@ -40,9 +47,9 @@ def accepted(reply: Reply) -> bytes:
     except ValueError:
         text = " ".join(reply.body[:80].decode(errors="replace").split())
         problem = Problem(title="HTTP error", status=reply.status, detail=f"{FOREIGN}: {text!r}")
-    error = error_of(problem)
+    error = error_of(explained(problem, reply.release))
     if reply.status >= 500 or reply.status == 429:
-        raise Temporary(str(error))
+        raise Temporary(str(error), problem.retry_after_s or 0.0)
     raise error
 
 
@@ -55,8 +62,5 @@ def answered(body: bytes, kind: type[T]) -> T:
         raise Permanent(f"{FOREIGN}: {text!r} ({error.field}: {error.expected})") from error
 
 
-def backoff() -> Iterator[float]:
-    delay = 0.05
-    while True:
-        yield delay
-        delay = min(delay * 2, 1.0)
+def new_retry(patience_s: float, clock: Clock) -> Retry:
+    return Retry(0.05, 1.0, patience_s=patience_s, clock=clock)

@@ -24,6 +24,7 @@ from atoll.core.status import Training
 from atoll.sdk.effects import Effect, NextChange, Pause, Reply, Send
 from atoll.sdk.endpoint import Address, Endpoint
 from atoll.sdk.loopback import LoopbackAnswer, LoopbackClient, Unreachable
+from atoll.sdk.release import HEADER
 
 if TYPE_CHECKING:
     import httpx2
@@ -120,7 +121,7 @@ class Performer:
 
     def _send(self, effect: Send) -> Reply:
         with self._wire.client().stream(**_request(effect)) as response:
-            return Reply(response.status_code, response.read())
+            return reply(response, response.read())
 
     def _next(self, effect: NextChange) -> Change | None:
         try:
@@ -168,7 +169,7 @@ class AsyncPerformer:
         with translated(self._wire.endpoint):
             client = await self._connected()
             response = await client.request(**_request(effect))
-            return Reply(response.status_code, response.content)
+            return reply(response, response.content)
 
     async def _connected(self) -> httpx2.AsyncClient:
         if self._client is None:
@@ -193,6 +194,10 @@ class AsyncPerformer:
             await self._exits.aclose()
             self._changes = None
         return change
+
+
+def reply(response: Answer, body: bytes) -> Reply:
+    return Reply(response.status_code, body, response.headers.get(HEADER.lower()))
 
 
 def _blocking(address: Address) -> Blocking:

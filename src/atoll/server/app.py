@@ -12,20 +12,21 @@ from starlette.responses import Response
 from starlette.routing import Router
 
 from atoll.core.model import encode
-from atoll.core.ports import Executor
+from atoll.core.ports import Executor, Store, Tokens
 from atoll.server import api, problems
 from atoll.server.auth import caller
 from atoll.server.background import beside
 from atoll.server.basilica import answers, deployments
 from atoll.server.gauges import Gauges
-from atoll.server.operations import JSON, Plane, TokenStore, routes
+from atoll.server.operations import JSON, Plane, routes
 from atoll.server.routing import Application, Route
 from atoll.server.streams import Streams
 
 
 def create_app(
     *,
-    store: TokenStore,
+    store: Store,
+    tokens: Tokens,
     executors: Mapping[str, Executor],
     streams: Streams | None = None,
     gauges: Gauges | None = None,
@@ -38,7 +39,7 @@ def create_app(
     """
     streams = Streams() if streams is None else streams
     gauges = Gauges() if gauges is None else gauges
-    plane = Plane(store, executors, streams, gauges)
+    plane = Plane(store, tokens, executors, streams, gauges)
 
     @contextlib.asynccontextmanager
     async def counted(_: Router) -> AsyncIterator[None]:

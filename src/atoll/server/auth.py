@@ -28,7 +28,7 @@ async def caller(plane: Plane, request: Request) -> str:
         raise Denied("no token: send 'Authorization: Bearer <token>' (atoll token create)")
     if scheme.lower() != "bearer":
         raise Denied(f"expected a Bearer token, got {scheme[:20]!r}")
-    namespace = await plane.store.token_namespace(hashed(token.strip()))
+    namespace = await plane.tokens.namespace_of(hashed(token.strip()))
     if namespace is None:
         raise Denied("this token is not known here: make one with 'atoll token create'")
     return namespace

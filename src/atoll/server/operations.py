@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -19,7 +19,7 @@ from starlette.types import Send
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode, named
-from atoll.core.ports import Executor, Store
+from atoll.core.ports import Executor, Store, Tokens
 from atoll.server.gauges import Gauges
 from atoll.server.routing import OnError, Route
 from atoll.server.streams import Streams
@@ -31,12 +31,6 @@ JSON = "application/json"
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
 MAX_BODY_BYTES = 64 * 2**20  # a shipped function travels in the body
-
-
-class TokenStore(Store, Protocol):
-    """What the server needs of a store: trainings, and whose token this is."""
-
-    async def token_namespace(self, hashed: str) -> str | None: ...
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +45,8 @@ class NoQuery(Query, frozen=True):
 class Plane:
     """All that handlers act on."""
 
-    store: TokenStore
+    store: Store
+    tokens: Tokens
     executors: Mapping[str, Executor]
     streams: Streams
     gauges: Gauges

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Protocol
 
 from atoll.core.ports import Change, Key
 
@@ -48,6 +49,16 @@ class Subscriber:
         return batch
 
 
+class ChangeLog(Protocol):
+    """The changes that a store still keeps."""
+
+    def logged(self, after: int, key: Key | None) -> Iterable[Change]:
+        """Those after that version, in order."""
+
+    def check_kept(self, after: int) -> None:
+        """Raises Gone unless every change after that version is kept."""
+
+
 class Feed:
     """Who follows what: one training, or all of them (`None`)."""
 
@@ -64,6 +75,24 @@ class Feed:
             self._followers[key].discard(subscriber)
             if not self._followers[key]:
                 del self._followers[key]
+
+    async def follow(self, log: ChangeLog, after: int, key: Key | None) -> AsyncIterator[Change]:
+        """What a store's `watch` promises: the log from that version on, then what comes."""
+        log.check_kept(after)
+        with self.subscribe(key) as live:
+            cursor = after
+            while True:
+                for change in log.logged(cursor, key):
+                    cursor = change.version
+                    yield change
+                while (batch := await live.next()) is not None:
+                    for change in batch:
+                        if change.version > cursor:
+                            cursor = change.version
+                            yield change
+                if live.is_closed:
+                    return
+                log.check_kept(cursor)  # fell so far behind that the log must be read again
 
     def publish(self, change: Change) -> None:
         for key in (change.training.key, None):

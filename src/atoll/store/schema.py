@@ -1,49 +1,117 @@
-"""The tables of a store. The store's owner and `tokens.py` make them, whoever comes first."""
+"""The tables of a store, made and brought to the present version.
+
+The store's owner and `tokens.py` make them, whoever comes first; only the owner changes tables that
+are there. It keeps a copy of the file as it was, and all changes are one transaction.
+"""
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from pathlib import Path
 
-from atoll.core.errors import Permanent
+import atoll
+from atoll.core.errors import Permanent, Temporary
 
-SCHEMA_VERSION = 1
-SCHEMA = """
-create table trainings (
-    namespace text not null, name text not null, uid text not null, version integer not null,
-    phase text not null, idempotency_key text, body blob not null, primary key (namespace, name));
-create unique index by_idempotency on trainings (namespace, idempotency_key);
-create table changes (
-    version integer primary key autoincrement, namespace text not null, name text not null,
-    is_removed integer not null, body blob not null);
-create table events (
-    id integer primary key autoincrement, uid text not null, at real not null, type text not null,
-    reason text not null, message text not null, count integer not null default 1);
-create index events_by_training on events (uid, at);
-create table tokens (
-    hash text primary key, namespace text not null, label text not null, created_at real not null);
-"""
+# What leads from each version to the next one. What a release has made is never edited: a file of
+# an older one is changed by the entries it lacks.
+MIGRATIONS = (
+    """
+    create table trainings (
+        namespace text not null, name text not null, uid text not null, version integer not null,
+        phase text not null, idempotency_key text, body blob not null,
+        primary key (namespace, name));
+    create unique index by_idempotency on trainings (namespace, idempotency_key);
+    create table changes (
+        version integer primary key autoincrement, namespace text not null, name text not null,
+        is_removed integer not null, body blob not null);
+    create table events (
+        id integer primary key autoincrement, uid text not null, at real not null,
+        type text not null, reason text not null, message text not null,
+        count integer not null default 1);
+    create index events_by_training on events (uid, at);
+    create table tokens (
+        hash text primary key, namespace text not null, label text not null,
+        created_at real not null)
+    """,
+    # Says which release wrote it, so that an older one can name it when it has to refuse.
+    """
+    create table if not exists sources (uid text primary key, content blob not null);
+    create table written_by (release text not null)
+    """,
+)
+SCHEMA_VERSION = len(MIGRATIONS)
 
 
-def prepare(db: sqlite3.Connection, path: Path) -> None:
-    """The tables are there. Two processes may do it at once."""
+def prepare(db: sqlite3.Connection, path: Path, *, is_owner: bool) -> None:
+    """The tables are there. Others may do it at once; killed, it has done all of it or nothing."""
+    version = _version(db)
+    if version > SCHEMA_VERSION:
+        raise Permanent(_too_new(db, path, version))
     db.execute("pragma journal_mode = wal")
     db.execute("pragma synchronous = full")
-    if _schema_version(db) == 0:
-        with db:  # commits, or rolls back
-            db.execute("begin immediate")
-            if _schema_version(db) == 0:
-                for statement in SCHEMA.strip().rstrip(";").split(";"):
+    if version == 0 or (is_owner and version < SCHEMA_VERSION):
+        if version:
+            _keep_copy(db, path, version)
+        _migrate(db)
+    if is_owner:
+        _sign(db)
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    with db:  # commits, or rolls back
+        db.execute("begin immediate")
+        version = _version(db)  # another process may have been faster
+        if version < SCHEMA_VERSION:
+            for migration in MIGRATIONS[version:]:
+                for statement in migration.split(";"):
                     db.execute(statement)
-                db.execute(f"pragma user_version = {SCHEMA_VERSION}")
-    found = _schema_version(db)
-    if found != SCHEMA_VERSION:
-        raise Permanent(
-            f"{path} has schema version {found}, this atoll knows {SCHEMA_VERSION}: "
-            "use the atoll that wrote it, or another state directory"
-        )
-    db.execute("create table if not exists sources (uid text primary key, content blob not null)")
+            db.execute(f"pragma user_version = {SCHEMA_VERSION}")
 
 
-def _schema_version(db: sqlite3.Connection) -> int:
+def _keep_copy(db: sqlite3.Connection, path: Path, version: int) -> None:
+    """The file as the older release left it, beside it: the way back."""
+    copy = path.with_name(f"{path.name}.v{version}")
+    draft = copy.with_name(copy.name + ".new")
+    try:
+        draft.unlink(missing_ok=True)
+        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        db.execute("vacuum into ?", (str(draft),))
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(copy)
+    except OSError as error:
+        raise Temporary(f"cannot keep a copy of {path}: {error.strerror}") from error
+    except sqlite3.OperationalError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _sign(db: sqlite3.Connection) -> None:
+    if _written_by(db) == atoll.__version__:
+        return
+    with db:
+        db.execute("begin immediate")
+        db.execute("delete from written_by")
+        db.execute("insert into written_by values (?)", (atoll.__version__,))
+
+
+def _written_by(db: sqlite3.Connection) -> str | None:
+    row = db.execute("select release from written_by").fetchone()
+    return None if row is None else str(row[0])
+
+
+def _too_new(db: sqlite3.Connection, path: Path, version: int) -> str:
+    try:
+        writer = _written_by(db)
+    except sqlite3.OperationalError:  # a later release may keep it elsewhere
+        writer = None
+    return (
+        f"{path} was written by atoll {writer or 'of a later release'} (schema version {version}) "
+        f"and cannot be used by atoll {atoll.__version__} (schema version {SCHEMA_VERSION}): "
+        "use the later release, or another state directory"
+    )
+
+
+def _version(db: sqlite3.Connection) -> int:
     return int(db.execute("pragma user_version").fetchone()[0])

@@ -1,4 +1,4 @@
-"""Trainings, events and tokens in one SQLite file, owned by one process.
+"""Trainings and events in one SQLite file, owned by one process.
 
 Every write takes a version from one growing counter and is kept in a change log, so a watcher can
 follow from any version still kept. The log is bounded in bytes; older versions raise `Gone`.
@@ -30,24 +30,24 @@ _training = msgspec.json.Decoder(Training)
 
 
 class SQLiteStore:
-    """The Store of `core/ports.py` on one file, and the tokens of its server."""
+    """The Store of `core/ports.py` on one file."""
 
     def __init__(self, path: Path | str, *, log_bytes: int = LOG_BYTES) -> None:
         self._path = Path(path)
         self._log_bytes = log_bytes
         self._feed = Feed()
         self._lock = _owned(self._path)
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, self._lock)
             with _explained(self._path):
                 self._db = sqlite3.connect(
                     self._path, isolation_level=None, check_same_thread=False
                 )
-                prepare(self._db, self._path)
+                opened.callback(self._db.close)
+                prepare(self._db, self._path, is_owner=True)
                 row = self._db.execute("select total(length(body)) from changes").fetchone()
                 self._logged_bytes = int(row[0])
-        except BaseException:
-            os.close(self._lock)
-            raise
+            opened.pop_all()
 
     def close(self) -> None:
         self._feed.close()
@@ -98,10 +98,6 @@ class SQLiteStore:
                 (namespace, after, phase, prefix, limit),
             ).fetchall()
         return [_training.decode(row[0]) for row in rows]
-
-    async def count_by_phase(self) -> dict[str, int]:
-        with _explained(self._path):
-            return dict(self._db.execute("select phase, count(*) from trainings group by phase"))
 
     async def update_spec(self, training: Training) -> Training:
         with self._write() as changes:
@@ -159,22 +155,8 @@ class SQLiteStore:
             for id, at, kind, reason, message, count in rows
         ]
 
-    async def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
-        self._check_kept(after)
-        with self._feed.subscribe(key) as live:
-            cursor = after
-            while True:
-                for change in self._logged(cursor, key):
-                    cursor = change.version
-                    yield change
-                while (batch := await live.next()) is not None:
-                    for change in batch:
-                        if change.version > cursor:
-                            cursor = change.version
-                            yield change
-                if live.is_closed:
-                    return
-                self._check_kept(cursor)  # fell so far behind that the log must be read again
+    def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
+        return self._feed.follow(self, after, key)
 
     async def source(self, training: Training) -> bytes:
         with _explained(self._path):
@@ -191,30 +173,6 @@ class SQLiteStore:
                 "select seq from sqlite_sequence where name = 'changes'"
             ).fetchone()
         return int(row[0]) if row else 0
-
-    async def add_token(self, hashed: str, namespace: str, label: str, now: float) -> None:
-        with self._write():
-            self._db.execute(
-                "insert or replace into tokens values (?, ?, ?, ?)", (hashed, namespace, label, now)
-            )
-
-    async def token_namespace(self, hashed: str) -> str | None:
-        with _explained(self._path):
-            row = self._db.execute(
-                "select namespace from tokens where hash = ?", (hashed,)
-            ).fetchone()
-        return str(row[0]) if row else None
-
-    async def tokens(self) -> Sequence[tuple[str, str, str, float]]:
-        """Hash, namespace, label and time of making, oldest first."""
-        with _explained(self._path):
-            return self._db.execute("select * from tokens order by created_at").fetchall()
-
-    async def remove_token(self, hash_prefix: str) -> int:
-        with self._write():
-            return self._db.execute(
-                "delete from tokens where substr(hash, 1, length(?1)) = ?1", (hash_prefix,)
-            ).rowcount
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[Changes]:
@@ -296,7 +254,7 @@ class SQLiteStore:
         changes.append(Change(version=version, training=stored, is_removed=is_removed))
         return stored
 
-    def _logged(self, after: int, key: Key | None) -> Iterator[Change]:
+    def logged(self, after: int, key: Key | None) -> Iterator[Change]:
         namespace, name = key or (None, None)
         while True:
             with _explained(self._path):
@@ -312,7 +270,7 @@ class SQLiteStore:
             if len(rows) < 100:
                 return
 
-    def _check_kept(self, after: int) -> None:
+    def check_kept(self, after: int) -> None:
         with _explained(self._path):
             oldest, newest = self._db.execute(
                 "select min(version), (select seq from sqlite_sequence where name = 'changes') "

@@ -133,7 +133,7 @@ class Node:
                 input=stdin,
                 capture_output=True,
                 check=is_checked,
-                timeout=20,
+                timeout=100,
             )
         except subprocess.TimeoutExpired:
             if is_checked:

@@ -25,6 +25,7 @@ from atoll.server.app import create_app
 from atoll.server.auth import hashed
 from atoll.server.streams import Streams
 from atoll.store.sqlite import SQLiteStore
+from atoll.store.tokens import SQLiteTokens
 
 PATIENCE_S = 60
 
@@ -56,9 +57,11 @@ class Served:
     def __init__(self, where: Path, executors: Any = None, **settings: Any) -> None:
         self.loop = asyncio.new_event_loop()
         self.store = SQLiteStore(where / "db", **settings)
+        self.tokens = SQLiteTokens(where / "db")
         self.streams = Streams(heartbeat_s=0.2)
         app = create_app(
             store=self.store,
+            tokens=self.tokens,
             executors={"local": PrintedLogs()} if executors is None else executors,
             streams=self.streams,
         )
@@ -70,7 +73,7 @@ class Served:
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         for name in ("one", "two"):
-            self.do(self.store.add_token(hashed(f"token-{name}"), name, name, 0.0))
+            self.do(self.tokens.add(hashed(f"token-{name}"), name, name, 0.0))
         self.http = self.client("one")
 
     def _run(self) -> None:
@@ -141,6 +144,7 @@ class Served:
         self.server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
+        self.tokens.close()
         self.store.close()
         self.loop.close()
 

@@ -81,3 +81,12 @@ def test_failures_wait_longer_and_longer_until_forgiven() -> None:
         assert queue._due[A] - asyncio.get_running_loop().time() < waits[1]
 
     run(check)
+
+
+def test_a_key_may_fail_any_number_of_times() -> None:
+    async def check(queue: WorkQueue) -> None:
+        for _ in range(2000):
+            queue.retry(A)
+        assert queue._due
+
+    run(check)

@@ -162,6 +162,19 @@ def test_a_failed_rank_is_awaited_while_it_has_restarts_left() -> None:
     assert story.status.ranks[1].restarts == 1
 
 
+def test_exits_that_only_the_executor_tells_of_are_a_condition() -> None:
+    story = running(Story(low=2))
+    story.ranks(r3="exit 9")
+    assert not [c for c in story.status.conditions if c.type == "ExitsFromBackend"]
+    silent = Exit(code=9, at=story.now, reason="Error", is_backends_word=True)
+    seen = {r.rank: r for r in story.seen.ranks}
+    seen[2] = replace(seen[2], state="exited", exit=silent)
+    story.look(ranks=list(seen.values()))
+    (told,) = [c for c in story.status.conditions if c.type == "ExitsFromBackend"]
+    assert told.status == "True"
+    assert "exits of 2 are" in told.message
+
+
 def test_a_rank_lost_above_the_minimum_is_a_condition() -> None:
     story = running(Story(low=2))
     story.ranks(r3="exit 9")

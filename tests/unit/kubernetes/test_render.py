@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 
 from atoll.core.errors import Permanent, ValidationError
-from atoll.core.spec import BenchSpec, ProviderFilter, RendezvousSpec
+from atoll.core.spec import BenchSpec, ProviderFilter, RendezvousSpec, WorldSize
 from atoll.core.status import Wish
 from atoll.kubernetes.executor import JobExecutor
 from atoll.kubernetes.options import EKS_GPU_NODES
@@ -21,6 +21,7 @@ from atoll.kubernetes.render import (
     render_service,
     render_world,
 )
+from atoll.rank import report
 from atoll.replicas.kubernetes import EKSExecutor, KubernetesExecutor
 from tests.unit.kubernetes.kube import Json, Options, Resources, Source, training
 
@@ -98,8 +99,12 @@ CASES: dict[str, tuple[Any, Options]] = {
 def rendered(name: str) -> list[Json]:
     given, options = CASES[name]
     wish = Wish(version=1, size=given.spec.world_size.target)
+    world = render_world(given, wish, options, None)
+    if "report.py" in world["data"]:
+        assert world["data"]["report.py"] == Path(report.__file__).read_text()
+        world["data"]["report.py"] = "the text of rank/report.py"
     return [
-        render_world(given, wish, options, None),
+        world,
         render_service(given, options, None),
         render_job(given, wish, options),
     ]
@@ -287,6 +292,7 @@ REACHES: dict[str, tuple[Any, str]] = {
     "lost_node_s": (7, "spec.template.spec.tolerations.1.tolerationSeconds=7"),
     "is_exit_held": (True, "spec.template.metadata.finalizers.0=atoll.dev/exit"),
     "is_start_gated": (True, "spec.template.spec.initContainers.0.name=start-gate"),
+    "is_exit_recorded": (True, "spec.template.spec.volumes.0.name=atoll-report"),
 }
 # These steer the executor and are not the Job's business.
 NOT_OF_THE_JOB = {
@@ -410,3 +416,37 @@ def test_a_source_that_no_config_map_can_hold_is_refused() -> None:
     big = training(command=None, source=Source(kind="script", content=b"x" * 1_000_000))
     with pytest.raises(Permanent, match="put it into the image"):
         render_world(big, Wish(version=1, size=1), Options(), None)
+
+
+def test_a_rank_whose_exit_is_recorded_runs_under_the_wrapper() -> None:
+    made = job_of(Options(is_start_gated=True), command=["train", "$HOME"])
+    shell, _, script, _, *command = container_of(made)["command"]
+    assert (shell, command) == ("sh", ["train", "$$HOME"])
+    assert "exec python3 -S -I /atoll/rank/report.py --record=/dev/termination-log" in script
+    mount = {"name": "atoll-report", "mountPath": "/atoll/rank", "readOnly": True}
+    assert mount in container_of(made)["volumeMounts"]
+    made = job_of(Options(is_start_gated=True, python="/opt/py"), command=["train"])
+    assert "exec /opt/py -S -I" in container_of(made)["command"][2]
+
+
+AS_GIVEN: dict[str, tuple[Options, Json]] = {
+    "no start gate": (Options(), {}),
+    "said so": (Options(is_start_gated=True, is_exit_recorded=False), {}),
+    "no peers": (Options(is_start_gated=True), {"world_size": WorldSize(min=1, target=1, max=1)}),
+}
+
+
+@pytest.mark.parametrize("case", AS_GIVEN)
+def test_the_command_is_exactly_as_given_where_no_record_is_asked_for(case: str) -> None:
+    options, spec = AS_GIVEN[case]
+    made = job_of(options, command=["train"], **spec)
+    assert container_of(made)["command"] == ["train"]
+    world = render_world(training(**spec), Wish(version=1, size=1), options, None)
+    assert "report.py" not in world["data"]
+    assert "atoll-report" not in json.dumps(made)
+
+
+def test_the_largest_source_and_the_wrapper_fit_into_a_config_map() -> None:
+    big = training(command=None, source=Source(kind="script", content=b"x" * 900_000))
+    world = render_world(big, Wish(version=1, size=1), Options(is_start_gated=True), None)
+    assert sum(map(len, world["data"].values())) + 900_000 < 2**20

@@ -236,6 +236,13 @@ def test_trouble_is_retried_until_the_deadline(trouble: str) -> None:
     assert 0 < script.now < 60
 
 
+def test_a_server_that_asks_for_time_is_given_it() -> None:
+    busy = refused(Temporary("the disk is full", retry_after_s=3.0), 503)
+    script = Script([busy, training()])
+    script.play(flows.create(training().spec, "key-1", clock=script.clock))
+    assert script.now == pytest.approx(3.0)
+
+
 def test_trouble_to_the_end_says_so() -> None:
     script = Script([Temporary("cannot reach host:1")])
     with pytest.raises(Temporary, match="cannot reach"):

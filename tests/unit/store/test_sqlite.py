@@ -140,19 +140,6 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_tokens_are_found_by_hash_and_removed_by_prefix(tmp_path: Path) -> None:
-    async def check() -> None:
-        store = SQLiteStore(tmp_path / "a.db")
-        await store.add_token("abc123", "team", "laptop", 1.0)
-        assert await store.token_namespace("abc123") == "team"
-        assert await store.token_namespace("abc") is None
-        assert await store.remove_token("abc") == 1
-        assert await store.token_namespace("abc123") is None
-        store.close()
-
-    asyncio.run(check())
-
-
 def test_removing_what_is_not_there_changes_nothing(tmp_path: Path) -> None:
     async def check() -> None:
         store = SQLiteStore(tmp_path / "a.db")

@@ -37,43 +37,46 @@ MOST_REPLICAS = 99_999  # a rank has five digits in the names of objects
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def read_whole(field: str, given: Any, low: int, high: int) -> int:
-    """A plain int, also out of numpy's and torch's."""
+def read_whole(field: str, value: Any, low: int, high: int) -> int:
+    """`value` as a plain int; integers of numpy and torch are accepted too.
+
+    Raises ValidationError unless it is a whole number from `low` to `high`.
+    """
     try:
-        number = given if isinstance(given, bool) else operator.index(given)
+        number = value if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        number = given
+        number = value
     check_int(field, number, low, high)
     return int(number)
 
 
-def check_seconds(field: str, given: float) -> None:
-    check_number(field, given, 1e-6, math.inf)
+def check_seconds(field: str, seconds: float) -> None:
+    check_number(field, seconds, 1e-6, math.inf)
 
 
-def read_min(given: int | None, world_size: int) -> int:
-    if given is not None:
-        return read_whole("min_replicas", given, 1, world_size)
-    told = os.environ.get("ATOLL_WORLD_MIN", "")
-    if told.isdecimal() and 1 <= int(told) <= world_size:
-        return int(told)
+def read_min(min_replicas: int | None, world_size: int) -> int:
+    if min_replicas is not None:
+        return read_whole("min_replicas", min_replicas, 1, world_size)
+    variable = os.environ.get("ATOLL_WORLD_MIN", "")
+    if variable.isdecimal() and 1 <= int(variable) <= world_size:
+        return int(variable)
     return (world_size + 1) // 2
 
 
-def read_run_id(given: str | None) -> str:
-    name = given or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
+def read_run_id(run_id: str | None) -> str:
+    name = run_id or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
     if not isinstance(name, str) or not RUN_ID.fullmatch(name):
         raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
     return name
 
 
-def read_weight(given: Any) -> float:
+def read_weight(value: Any) -> float:
     try:
-        weight = math.nan if isinstance(given, str) else float(given)  # a 0-d tensor is one too
+        weight = math.nan if isinstance(value, str) else float(value)  # also of a 0-d tensor
     except (TypeError, ValueError, OverflowError):
         weight = math.nan
     if not (math.isfinite(weight) and weight > 0):
-        raise ValidationError("weight", given, "expected a number greater than 0")
+        raise ValidationError("weight", value, "expected a number greater than 0")
     return weight
 
 
@@ -89,8 +92,8 @@ class RoundReport:
     """How one round went, as this replica saw it.
 
     `roster`: rank to weight, of those whose tensors are in the mean. `is_member`: whether this
-    replica's are. `missing`: who was waited for in vain. `skipped`: rounds that were decided
-    without this replica reading their means; its caller has to catch up with `join()`.
+    replica's are. `missing`: ranks that were waited for and did not come. `skipped`: rounds that
+    were decided and whose means this replica did not read; its caller catches up with `join()`.
     """
 
     round: int
@@ -171,7 +174,7 @@ class ObjectStoreAllReduce:
         return self._next
 
     def go_on_at(self, round: int) -> None:
-        """Do `round` next, for a caller whose state is not from `join()` but as of that round."""
+        """The next `allreduce` does `round`; for callers whose state is not from `join()`."""
         self._next = round
 
     def allreduce(
@@ -183,7 +186,7 @@ class ObjectStoreAllReduce:
         Raises BelowMinimumWorld when no quorum came within the timeout, ValidationError when the
         replicas' tensors differ.
         """
-        weighs = read_weight(weight)
+        checked_weight = read_weight(weight)
         with self._lock:
             before, started = self.blobs.usage, time.monotonic()
             arrays = layouts.as_arrays(tensors)
@@ -201,14 +204,15 @@ class ObjectStoreAllReduce:
             cargo.load(arrays, feedback.up)
             if self.codec.needs_finite or self.down_codec.needs_finite:
                 cargo.check_finite()
-            work = _Work(layout, cargo, weighs, feedback)
+            work = _Work(layout, cargo, checked_weight, feedback)
             mean = self._until_done(work, started, before)
             return layouts.unflatten(mean, arrays)
 
     def save_checkpoint(self, state: bytes | Sequence[Any], round: int | None = None) -> bool:
         """Store the state after `round` (default: the last one done; -1: before the first).
 
-        All replicas have the same state then, so anyone may; False: somebody already did.
+        All replicas hold the same state then, so any of them may store it. Returns False if
+        another one already did.
         """
         if round is None:
             round = self.last_round.round if self.last_round else -1
@@ -240,7 +244,7 @@ class ObjectStoreAllReduce:
         }
 
     def close(self) -> None:
-        """Let go of the threads. What is in the store stays there."""
+        """Stop the threads. Objects in the store stay."""
         if self._sweeping is not None:
             self._sweeping.exception()
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -267,7 +271,7 @@ class ObjectStoreAllReduce:
             skipped += range(begin, number)
         else:
             begin = number
-        # Should this call fail, the next one tells of all rounds that were decided since.
+        # If this call fails, the next one reports all rounds decided since as skipped.
         self._next, self._may_be_late = begin, True
         work.feedback.give_up()
         while True:
@@ -278,7 +282,7 @@ class ObjectStoreAllReduce:
                 gone, number = number, self._start()
                 skipped += range(gone, number)
                 continue
-            if mean is None:  # void by common decision, nobody has its mean
+            if mean is None:  # the round is void, by common decision: nobody has its mean
                 self._settler.last = None
                 number += 1
                 continue
@@ -314,7 +318,10 @@ class ObjectStoreAllReduce:
             return roster, mean
 
     def _refuse_foreign(self, roster: Roster, mine: Layout) -> None:
-        """Raises ValidationError if this replica was too late to say that its tensors differ."""
+        """Raises ValidationError if the roster was decided for tensors unlike this replica's.
+
+        A replica that is in time makes such a round void for everybody instead.
+        """
         theirs = Layout.unpack(roster.layout)
         if theirs != mine:
             raise ValidationError(
@@ -325,7 +332,7 @@ class ObjectStoreAllReduce:
 
     def _upload(self, number: int, work: _Work) -> None:
         began = time.monotonic()
-        # A name of its own for every upload: what a roster names can never change.
+        # Every upload has a name of its own, so that what a roster names never changes.
         work.upload = self.keys.upload(
             number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
         )
@@ -367,7 +374,7 @@ class ObjectStoreAllReduce:
             self._sweep(roster.round)
 
     def _sweep(self, number: int) -> None:
-        """One of the replicas, in the background, deletes what nobody can need any more."""
+        """Delete, in the background, what no replica can need any more."""
         if number % self._keep_rounds or (self._sweeping and not self._sweeping.done()):
             return
         oldest = number - self._keep_rounds
@@ -375,13 +382,13 @@ class ObjectStoreAllReduce:
 
     def _start(self) -> int:
         """The round after the newest one that was decided."""
-        found = catchup.latest(self.blobs, self.keys)
-        if found is None:
+        newest = catchup.latest(self.blobs, self.keys)
+        if newest is None:
             return 0
-        self._settler.last = self._settler.read(self.keys.roster(*found))
+        self._settler.last = self._settler.read(self.keys.roster(*newest))
         if self._settler.last is not None:
             self._history.note_spread(min(self._settler.last.spread_s, MIN_GRACE_S / 4))
-        return found[0] + 1
+        return newest[0] + 1
 
     def _exchange(self, roster: Roster, layout: Layout) -> Exchange:
         return Exchange(
@@ -407,12 +414,14 @@ class ObjectStoreAllReduce:
 
 @dataclass
 class _Work:
+    """What one call of `allreduce` brings to its rounds."""
+
     layout: Layout
     cargo: Cargo
     weight: float
     feedback: Feedback
     upload: str = ""
-    uploads: list[str] = field(default_factory=list)  # of this round; all hold the same
+    uploads: list[str] = field(default_factory=list)  # of this round; all hold the same values
     left_out: Vector | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -436,16 +445,16 @@ KEPT_CHECKPOINTS = 2
 
 
 def collect_garbage(blobs: Blobs, keys: Keys, oldest: int) -> None:
-    """Uploads of rounds before `oldest` go; means only if a checkpoint makes up for them."""
+    """Delete the uploads of rounds before `oldest`, and those means that no joiner needs."""
     try:
-        saved = [b.key for b in blobs.find(keys.checkpoints())]
-        # A joiner that finds no checkpoint begins at the start, if there is one, with all means.
-        first = 0 if not saved and _exists(blobs, keys.start()) else oldest
-        done = max((parse_round(key) or 0 for key in saved), default=first)
-        spent = min(oldest, done)
+        checkpoints = [b.key for b in blobs.find(keys.checkpoints())]
+        # Without a checkpoint, a joiner takes the start, if there is one, and needs all means.
+        first = 0 if not checkpoints and _exists(blobs, keys.start()) else oldest
+        newest = max((parse_round(key) or 0 for key in checkpoints), default=first)
+        oldest_mean = min(oldest, newest)
         uploads = [b.key for b in blobs.find(keys.uploads()) if _is_before(b.key, oldest)]
-        means = [b.key for b in blobs.find(keys.sums()) if _is_before(b.key, spent)]
-        doomed = uploads + means + saved[:-KEPT_CHECKPOINTS]
+        means = [b.key for b in blobs.find(keys.sums()) if _is_before(b.key, oldest_mean)]
+        doomed = uploads + means + checkpoints[:-KEPT_CHECKPOINTS]
         if doomed:
             blobs.delete(doomed)
     except BackendError as error:
@@ -460,6 +469,6 @@ def _exists(blobs: Blobs, key: str) -> bool:
     return True
 
 
-def _is_before(key: str, number: int) -> bool:
-    found = parse_round(key)
-    return found is not None and found < number
+def _is_before(key: str, oldest: int) -> bool:
+    number = parse_round(key)
+    return number is not None and number < oldest

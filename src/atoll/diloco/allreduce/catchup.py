@@ -1,4 +1,4 @@
-"""Joining from the store alone: the newest checkpoint, and the means of the rounds after it."""
+"""Joining from the store alone: the newest checkpoint and the means of the rounds after it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Mean:
-    """What a committed round gave, as float32 arrays of its tensors' shapes."""
+    """The mean of a committed round: float32 arrays with the shapes of its tensors."""
 
     round: int
     name: str
@@ -45,7 +45,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class JoinState:
-    """Apply `means` in order to `checkpoint`, then go on at `round`."""
+    """How to catch up: apply `means` in order to `checkpoint`, then go on at `round`."""
 
     round: int
     checkpoint: Checkpoint | None
@@ -56,7 +56,7 @@ MakeExchange = Callable[[Roster, Layout], Exchange]
 
 
 class _Outdated(Exception):
-    """A newer checkpoint has replaced the one that was started from."""
+    """A newer checkpoint has replaced the one that the join began with."""
 
 
 class _Arrays(msgspec.Struct, frozen=True):
@@ -65,11 +65,13 @@ class _Arrays(msgspec.Struct, frozen=True):
 
 
 def save(blobs: Blobs, keys: Keys, number: int, state: bytes | Sequence[Any]) -> bool:
+    """Store the state after round `number`; False if there already is one."""
     key = keys.checkpoint(number + 1)
     return blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), _pack(state)))
 
 
 def load(blobs: Blobs, keys: Keys) -> Checkpoint | None:
+    """The newest checkpoint that is whole, or None."""
     for blob in reversed(blobs.find(keys.checkpoints())):
         number = parse_round(blob.key)
         if number is None:
@@ -84,13 +86,16 @@ def load(blobs: Blobs, keys: Keys) -> Checkpoint | None:
 
 
 def latest(blobs: Blobs, keys: Keys, after: int = -1) -> tuple[int, int] | None:
-    """Round and attempt of the newest roster."""
+    """Round and attempt of the newest roster of a round later than `after`, or None."""
     listing = blobs.find(keys.rosters(), keys.roster(after, 9999) if after >= 0 else None)
     return max(filter(None, (parse_attempt(blob.key) for blob in listing)), default=None)
 
 
 def join(settler: Settler, exchange: MakeExchange) -> JoinState:
-    """Raises Gone if there is no checkpoint and the first means are no longer kept."""
+    """What a joiner starts from, as of the newest round.
+
+    Raises Gone if there is no checkpoint and the first means are no longer in the store.
+    """
     while True:
         checkpoint = load(settler.blobs, settler.keys)
         try:
@@ -104,20 +109,23 @@ def join(settler: Settler, exchange: MakeExchange) -> JoinState:
 def _read_since(settler: Settler, exchange: MakeExchange, following: int) -> tuple[list[Mean], int]:
     means: list[Mean] = []
     while True:
-        found = latest(settler.blobs, settler.keys, following - 1)
-        if found is None:
+        newest = latest(settler.blobs, settler.keys, following - 1)
+        if newest is None:
             return means, following
-        for number in range(following, found[0] + 1):
-            mean = _read_round(settler, exchange, number, is_last=number == found[0])
+        for number in range(following, newest[0] + 1):
+            mean = _read_round(settler, exchange, number, is_last=number == newest[0])
             if mean is not None:
                 means.append(mean)
-        following = found[0] + 1
+        following = newest[0] + 1
 
 
 def _read_round(
     settler: Settler, exchange: MakeExchange, number: int, *, is_last: bool
 ) -> Mean | None:
-    """The round's mean, None if it is void. One that nobody completes any more is made void."""
+    """The mean of the round, or None if it is void.
+
+    A round that nobody completes any more becomes void.
+    """
     attempt, started = 0, time.monotonic()
     while True:
         key = settler.keys.roster(number, attempt)
@@ -145,7 +153,10 @@ def _read_round(
 
 
 def _fail_if_swept(settler: Settler, number: int, *, is_last: bool) -> None:
-    """Once there is a checkpoint, means are deleted only when a newer one holds them."""
+    """Raises _Outdated or Gone if the means of round `number` have been deleted.
+
+    Once there is a checkpoint, means are deleted only when a newer one covers them.
+    """
     saved = settler.blobs.find(settler.keys.checkpoints())
     if any((parse_round(blob.key) or 0) > number for blob in saved):
         raise _Outdated
@@ -168,25 +179,25 @@ def _pack(state: bytes | Sequence[Any]) -> bytes:
     )
 
 
-def _array(at: int, given: Any) -> NDArray[Any]:
-    if hasattr(given, "detach"):
-        given = given.detach().cpu()
-        if str(given.dtype) == "torch.bfloat16":  # numpy has none; float32 holds every one
-            given = given.float()
-    array = np.asarray(given)
+def _array(at: int, value: Any) -> NDArray[Any]:
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        if str(value.dtype) == "torch.bfloat16":  # numpy has none; float32 holds every value of it
+            value = value.float()
+    array = np.asarray(value)
     if array.dtype.hasobject:  # its bytes would be addresses in this process
-        raise ValidationError(f"state[{at}]", type(given).__name__, "expected an array of numbers")
+        raise ValidationError(f"state[{at}]", type(value).__name__, "expected an array of numbers")
     return array
 
 
 def _unpack(body: memoryview) -> bytes | list[Any]:
     try:
-        found = msgspec.msgpack.decode(body, type=bytes | _Arrays)
+        state = msgspec.msgpack.decode(body, type=bytes | _Arrays)
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a checkpoint: {error}") from error
-    if isinstance(found, bytes):
-        return found
+    if isinstance(state, bytes):
+        return state
     return [
         np.frombuffer(data, dtype).reshape(shape).copy()
-        for (dtype, shape), data in zip(found.specs, found.data, strict=True)
+        for (dtype, shape), data in zip(state.specs, state.data, strict=True)
     ]

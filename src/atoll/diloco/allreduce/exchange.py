@@ -1,7 +1,7 @@
-"""One attempt after its roster is known: make the shards this rank owns, fetch the others.
+"""One attempt, once its roster is known: compute the shards this rank owns, fetch the others.
 
-An attempt is complete when every shard's place holds a mean. It can never be completed once one
-place holds the note that it was given up; places are created once, so all replicas see the same.
+An attempt is complete when the key of every shard holds a mean. It can never be completed once one
+of them holds the note that it was given up; keys are created once, so all replicas see the same.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Behind(Exception):
 
 
 class Exchange:
+    """One attempt of one round, as one replica takes part in it."""
+
     def __init__(
         self,
         blobs: Blobs,
@@ -85,14 +87,14 @@ class Exchange:
             for shard, owner in enumerate(self.roster.owners)
             if is_member and owner == self.me.rank
         ]
-        self._make(mine, parts, mean, feedback)
-        made = time.monotonic()
-        self.seconds["reduce"] = made - self._started
-        # From the neighbour on, so that not all ranks ask for the same object at once.
+        self._reduce(mine, parts, mean, feedback)
+        reduce_end = time.monotonic()
+        self.seconds["reduce"] = reduce_end - self._started
+        # Each rank begins with its neighbour, so that not all ask for the same object at once.
         count = self.layout.shards
         rest = [s % count for s in range(self.me.rank + 1, self.me.rank + count + 1)]
         self._gather([s for s in rest if s not in mine], mean)
-        self.seconds["gather"] = time.monotonic() - made
+        self.seconds["gather"] = time.monotonic() - reduce_end
         return mean
 
     def read_all(self) -> Vector | None:
@@ -111,11 +113,12 @@ class Exchange:
             uploads = blamed_uploads(self.roster, late)
             self._abandon(missing[0], uploads, f"nothing from ranks {late}")
 
-    def _make(
+    def _reduce(
         self, mine: list[int], own: Sequence[Vector], mean: Vector, feedback: Feedback
     ) -> None:
+        """The means of the shards in `mine` are in the store and in `mean`."""
         weights = [m.weight for m in self.roster.members]
-        asked = {
+        reads = {
             (shard, m.rank): self.pool.submit(
                 read_section, self.blobs, m, shard, self.layout, self.codec
             )
@@ -127,7 +130,7 @@ class Exchange:
             start, end = self.layout.bounds(shard)
             try:
                 parts = [
-                    asked[shard, m.rank].result() if (shard, m.rank) in asked else own[shard]
+                    reads[shard, m.rank].result() if (shard, m.rank) in reads else own[shard]
                     for m in self.roster.members
                 ]
             except Blamed as problem:
@@ -144,21 +147,22 @@ class Exchange:
         key = self._key(shard)
         if self.blobs.create(key, data):
             return
-        # Taken: by the note that this attempt is over, by this very request before its answer
-        # got lost, or by rubbish. Rubbish may be replaced, as only the owner writes means here.
+        # The key is taken: by the note that this attempt is over, by an earlier try of this request
+        # whose answer got lost, or by damaged bytes. Those may be replaced, as only the owner of
+        # a shard writes its mean.
         if self._read(shard) is None:
             self.blobs.put(key, data)
 
     def _refuse(self, shard: int, problem: Blamed) -> NoReturn:
-        """An upload is bad: say so in the place of the shard that cannot be made of it."""
+        """Raises Abandoned, with a note in the place of the shard that a bad upload spoils."""
         self._abandon(shard, [problem.upload], problem.reason)
-        # Rubbish in the place; only the owner, this rank, could have put a mean there.
+        # The place holds damaged bytes: only this rank, the owner, could have put a mean there.
         blame = wire.Blame([problem.upload], self.me.rank, problem.reason)
         self.blobs.put(self._key(shard), self._note(shard, blame))
         raise Abandoned(blame)
 
-    def _gather(self, wanted: list[int], mean: Vector) -> None:
-        pending = self._slowest_first(wanted)
+    def _gather(self, shards: list[int], mean: Vector) -> None:
+        pending = self._slowest_first(shards)
         started = progress = time.monotonic()
         grace = self.history.owner_grace(started - self._started)
         usual = self.history.usual(f"shards {self.layout.name}")
@@ -175,7 +179,7 @@ class Exchange:
             waited_s = now - started
             if len(missing) < min(window, len(pending)):
                 progress = now
-            # The first one missing is asked for alone: a look at many costs as many requests.
+            # From now on only the first missing shard is asked for: each one costs a request.
             pending = missing + pending[window:]
             window = 1
             self.history.slowest_owner = self.roster.owners[pending[0]]
@@ -188,13 +192,16 @@ class Exchange:
         self.history.note_wait(f"shards {self.layout.name}", waited_s)
         self.history.note_reduce(time.monotonic() - self._started)
 
-    def _slowest_first(self, wanted: list[int]) -> list[int]:
-        """Once the shard that was last the time before is there, so are the others."""
-        slow = [s for s in wanted if self.roster.owners[s] == self.history.slowest_owner]
-        return slow + [s for s in wanted if s not in slow]
+    def _slowest_first(self, shards: list[int]) -> list[int]:
+        """The owner that was last in the round before comes first.
+
+        Once its shard is there, the others usually are too, so few requests are made in vain.
+        """
+        slow = [s for s in shards if self.roster.owners[s] == self.history.slowest_owner]
+        return slow + [s for s in shards if s not in slow]
 
     def _fetch(self, shards: list[int], mean: Vector) -> list[int]:
-        """Read these into `mean`; those that are not there yet."""
+        """Read the shards into `mean`; returns those that are not there yet."""
         missing = []
         for shard, part in zip(shards, self.pool.map(self._read, shards), strict=True):
             if part is None:
@@ -205,7 +212,7 @@ class Exchange:
         return missing
 
     def _read(self, shard: int) -> Vector | None:
-        """None: nothing there yet, or nothing that can be trusted. Raises Abandoned."""
+        """The mean of the shard; None while there is none that can be trusted. Raises Abandoned."""
         try:
             data = self.blobs.get(self._key(shard))
         except NotFound:
@@ -222,7 +229,10 @@ class Exchange:
             return None
 
     def _give_up_on(self, pending: list[int], mean: Vector) -> list[int]:
-        """Somebody's shard is overdue: end the attempt, unless it came after all."""
+        """End the attempt, as shards are overdue, unless they came after all.
+
+        Returns those still missing. Raises Abandoned, or Behind if the others are further already.
+        """
         pending = self._fetch(pending, mean)
         if not pending:
             return []
@@ -237,7 +247,7 @@ class Exchange:
         return pending
 
     def _abandon(self, shard: int, uploads: list[str], reason: str) -> None:
-        """Raises Abandoned, unless the place turns out to hold a mean (or rubbish)."""
+        """Raises Abandoned, unless the place already holds a mean (or damaged bytes)."""
         blame = wire.Blame(uploads, self.me.rank, reason)
         if self.blobs.create(self._key(shard), self._note(shard, blame)):
             log.warning("round %d: attempt %d given up: %s", *self._where(), reason)
@@ -271,9 +281,13 @@ BLOCK = 1 << 15  # elements; one block of sums stays in the cache
 
 
 def weighted_mean(parts: Sequence[Vector], weights: Sequence[float]) -> Vector:
-    """Summed in float64 and rounded once, so within one unit in the last place of the true mean."""
+    """The mean, summed in float64 and rounded once.
+
+    It is within one unit in the last place of the true mean.
+    """
     plain = all(weight == weights[0] for weight in weights)
-    # By a power of two, which changes no bits: sums of huge or tiny weights would be infinite or 0.
+    # Scaled by a power of two, which changes no bits of the mean: the sum of huge weights would be
+    # infinite, that of tiny ones 0.
     _, exponent = math.frexp(max(weights))
     weights = [math.ldexp(weight, -exponent) for weight in weights]
     total = sum(weights)

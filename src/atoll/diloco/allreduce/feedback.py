@@ -1,7 +1,7 @@
-"""Error feedback: what a lossy codec left out is added to the next round.
+"""Error feedback: what a lossy codec leaves out of one round is added to the next.
 
-Kept per stream of tensors. New residuals count only once their round is committed: an attempt
-that is given up changes nothing.
+Every stream of tensors has its own. New residuals count only once their round is committed, so an
+attempt that is given up changes nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from atoll.diloco.allreduce.layout import Vector
 
 
 def left_out(values: Vector, sent: Vector) -> Vector:
-    """What `sent` lacks of `values`. Of infinity and NaN nothing: it would never go away again."""
+    """What `sent` lacks of `values`; 0 instead of infinity and NaN, which would stay for ever."""
     with np.errstate(invalid="ignore", over="ignore"):
-        left = values - sent
-    is_number = np.isfinite(left)
+        residual = values - sent
+    is_number = np.isfinite(residual)
     if not is_number.all():
-        left[~is_number] = 0
-    return left
+        residual[~is_number] = 0
+    return residual
 
 
 @dataclass
@@ -32,18 +32,19 @@ class Feedback:
     pending: dict[int, Vector] = field(default_factory=dict)
 
     def owed(self, shard: int, mean: Vector) -> Vector:
-        left = self.down.get(shard)
-        return mean if left is None or left.shape != mean.shape else mean + left
+        """The mean together with what earlier means of the shard left out."""
+        residual = self.down.get(shard)
+        return mean if residual is None or residual.shape != mean.shape else mean + residual
 
     def keep_shard(self, shard: int, owed: Vector, published: Vector) -> None:
         self.pending[shard] = left_out(owed, published)
 
     def give_up(self) -> None:
-        """The attempt whose shards were published is void."""
+        """Forget the residuals of an attempt that is void."""
         self.pending.clear()
 
     def settle(self, residual: Vector | None) -> None:
-        """The round is committed; `residual` is what it did not get from this rank."""
+        """The round is committed; `residual` is what this rank brought and the mean lacks."""
         self.up = residual
         self.down.update(self.pending)
         self.pending.clear()

@@ -1,4 +1,4 @@
-"""Where things are in the store, for one run.
+"""The keys of a run's objects in the store.
 
 roster/ROUND.ATTEMPT            who is in the round: created once, kept as the run's journal
 up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round
@@ -28,6 +28,8 @@ class UploadName(NamedTuple):
 
 
 class Keys:
+    """Makes the keys of one run."""
+
     def __init__(self, run: str) -> None:
         self.run = run
 
@@ -41,9 +43,9 @@ class Keys:
         return f"{self.run}/up" if number is None else f"{self.run}/up/{number:08d}"
 
     def upload(self, number: int, rank: int, nonce: str, weight: float, layout: str) -> str:
-        # The weight travels in the name, exactly: one LIST tells all there is to decide on.
-        shown = weight.hex().replace(".", "_")
-        return f"{self.uploads(number)}/{rank:05d}.{nonce}.{shown}.{layout}"
+        # The exact weight is in the name, so that one LIST holds all that a roster is decided on.
+        weight_hex = weight.hex().replace(".", "_")
+        return f"{self.uploads(number)}/{rank:05d}.{nonce}.{weight_hex}.{layout}"
 
     def sums(self, number: int | None = None, attempt: int = 0) -> str:
         return f"{self.run}/sum" if number is None else f"{self.run}/sum/{number:08d}.{attempt:04d}"
@@ -62,7 +64,7 @@ class Keys:
 
 
 def parse_upload(key: str, size: int = 0) -> UploadName | None:
-    """None for a name that no rank would have chosen."""
+    """The parts of an upload's key; None for a key that no rank would make."""
     folder, _, name = key.rpartition("/")
     match = UPLOAD.fullmatch(name)
     number = folder.rpartition("/")[2]

@@ -73,7 +73,10 @@ class Layout(msgspec.Struct, frozen=True):
 def describe(
     tensors: Sequence[Any], *, shards: int, codec: str, down_codec: str, name: str
 ) -> Layout:
-    """Raises ValidationError for a tensor that is not of a float type, or holds no values."""
+    """The layout of these tensors.
+
+    Raises ValidationError for a tensor that is not of a float type, or holds no values.
+    """
     specs = []
     for index, tensor in enumerate(tensors):
         dtype = _dtype_name(tensor)
@@ -87,7 +90,7 @@ def describe(
 
 
 def difference(mine: Layout, theirs: Layout) -> str:
-    """One sentence on the first thing that differs, the tensor's index first of all."""
+    """One sentence on the first difference between the layouts; tensors are compared first."""
     for index, (ours, other) in enumerate(zip(mine.tensors, theirs.tensors, strict=False)):
         if ours != other:
             return f"tensor {index} is {other} there and {ours} here"
@@ -152,7 +155,7 @@ def tensor_at(layout: Layout, place: int) -> int:
 
 
 def _dtype_name(tensor: Any) -> str:
-    """Without the byte order, which is no matter of the others'."""
+    """The name of the type without its byte order, which may differ between replicas."""
     return str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch.")
 
 
@@ -173,7 +176,7 @@ def _is_torch(tensor: Any) -> bool:
 def _numpy(tensor: Any) -> NDArray[Any]:
     if _is_torch(tensor):
         tensor = tensor.detach().cpu()
-        # numpy has no bfloat16, so the cast is torch's; float64 is looked at before its cast.
+        # numpy has no bfloat16, so torch casts it; float64 stays, to be checked before its cast.
         tensor = (tensor if tensor.dtype.itemsize > 4 else tensor.float()).numpy()
     return np.asarray(tensor)
 

@@ -1,7 +1,7 @@
-"""How long to wait: for the next look, for a straggler, for an owner. Pure, fed with seconds.
+"""How long a replica waits: until its next look at the store, for a straggler, for an owner.
 
-A look costs a request, so the first one comes when the wait is usually over, and the pauses
-grow with the time already waited.
+Everything here is pure: seconds go in, seconds come out. A look costs a request, so the first one
+comes when the wait is usually over, and the pauses grow with the time already waited.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class History:
         return median(waits) if waits else 0.0
 
     def note_spread(self, seconds: float) -> None:
-        """How long a complete roster was waited for after its quorum was there."""
+        """A roster became complete `seconds` after its quorum."""
         self._spreads.append(seconds)
 
     def note_late(self, number: int, seconds: float) -> None:
@@ -62,11 +62,11 @@ class History:
             self._spreads.append(seconds / 2)  # the grace becomes twice as long as it was late
 
     def note_reduce(self, seconds: float) -> None:
-        """From the roster to the last owner's shard."""
+        """The last owner's shard came `seconds` after the roster."""
         self._reduces.append(seconds)
 
     def straggler_grace(self) -> float:
-        """From quorum on, how long the ranks of the last round are waited for."""
+        """How long the ranks of the last round are waited for once there is a quorum."""
         if self._fixed is not None:
             grace = self._fixed
         elif not self._spreads:
@@ -76,7 +76,7 @@ class History:
         return min(grace, self._longest)
 
     def owner_grace(self, own_s: float) -> float:
-        """How long an owner may take after this replica is done, which took it `own_s`."""
+        """How long an owner may take after this replica is done, which itself took `own_s`."""
         if self._fixed is not None:
             return min(max(self._fixed, own_s), self._longest)
         floor = MIN_GRACE_S if self._reduces else FIRST_OWNER_GRACE_S

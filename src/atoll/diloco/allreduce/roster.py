@@ -16,7 +16,7 @@ from atoll.diloco.allreduce.keys import UploadName
 
 
 class Member(msgspec.Struct, frozen=True):
-    """`sections` (bytes of each in the upload) is empty where the layout alone tells."""
+    """`sections`: bytes of each section of the upload; empty where they follow from the layout."""
 
     rank: int
     upload: str
@@ -27,7 +27,8 @@ class Member(msgspec.Struct, frozen=True):
 class Roster(msgspec.Struct, frozen=True):
     """`owners[s]` is the rank that makes the mean of shard `s`.
 
-    No members: the round is void, `error` says why (empty: everyone goes to the next round).
+    A roster without members makes the round void. `error` says why; where it is empty, everybody
+    goes on to the next round.
     """
 
     run: str
@@ -72,20 +73,20 @@ class Verdict(NamedTuple):
 def look(
     listing: Iterable[tuple[str, datetime, UploadName]], number: int, blamed: Iterable[str]
 ) -> dict[int, UploadName]:
-    """Of each rank the newest upload to the round that nobody blamed.
+    """The newest upload of each rank to round `number`, without those in `blamed`.
 
-    Two can be there when a rank was restarted within the round, or when two processes claim it.
+    A rank has two when it was restarted within the round, or when two processes claim it.
     """
-    refused = set(blamed)
+    blamed_keys = set(blamed)
     newest: dict[int, tuple[datetime, str]] = {}
-    found: dict[int, UploadName] = {}
+    uploads: dict[int, UploadName] = {}
     for key, modified, name in listing:
-        if name.round != number or key in refused:
+        if name.round != number or key in blamed_keys:
             continue
         if name.rank not in newest or (modified, key) > newest[name.rank]:
             newest[name.rank] = (modified, key)
-            found[name.rank] = name
-    return found
+            uploads[name.rank] = name
+    return uploads
 
 
 def decide(
@@ -102,9 +103,9 @@ def decide(
 
 
 def owners(members: Sequence[int], shards: int, number: int) -> list[int]:
-    """Each member makes the shard of its own rank; the shards of absent ranks go round.
+    """The owner of each shard: the member of that rank; shards of absent ranks rotate.
 
-    A member leaves its own shard out of its upload, so nobody else could make it.
+    A member leaves its own shard out of its upload, so nobody else can compute its mean.
     """
     present = set(members)
     orphans = [shard for shard in range(shards) if shard not in present]

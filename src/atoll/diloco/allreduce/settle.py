@@ -1,7 +1,7 @@
-"""Wait for the roster of an attempt, or decide it.
+"""Settling an attempt: wait for its roster, or decide it.
 
-One rank looks at the uploads, the others only at the roster's key; who is late in the order
-starts to look too when nothing has been decided, so no rank is needed.
+One rank lists the uploads, the others only read the roster's key. While nothing is decided, more
+ranks begin to list, one after the other, so that no single rank is needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Me:
 
 @dataclass
 class Ballot:
-    """What one attempt's roster is decided on."""
+    """The facts on which the roster of one attempt is decided."""
 
     number: int
     attempt: int
@@ -53,11 +53,11 @@ class Ballot:
     quorum_at: float | None = None
     upload_again: Callable[[], None] | None = None
     is_blamed: bool = False  # this rank's upload may not be used
-    seen: dict[int, UploadName] = field(default_factory=dict)
+    uploads: dict[int, UploadName] = field(default_factory=dict)
 
 
 class Settler:
-    """Finds or makes the rosters of a run."""
+    """Reads or decides the rosters of a run."""
 
     def __init__(self, blobs: Blobs, keys: Keys, me: Me, history: History, pool: Executor) -> None:
         self.blobs = blobs
@@ -76,20 +76,23 @@ class Settler:
         return Ballot(number, 0, turn, everyone)
 
     def next_ballot(self, roster: Roster, blame: wire.Blame) -> Ballot:
-        """After `roster` was given up. Whoever gave it up decides first."""
+        """The ballot after `roster` was given up. The rank that gave it up decides first."""
         out = {m.rank for m in roster.members if m.upload in blame.uploads}
-        left = [m.rank for m in roster.members if m.rank not in out]
-        turn = rosters.turn(self.me.rank, left, self.me.world_size) + 1
+        ranks = [m.rank for m in roster.members if m.rank not in out]
+        turn = rosters.turn(self.me.rank, ranks, self.me.world_size) + 1
         return Ballot(
             roster.round,
             roster.attempt + 1,
             0 if blame.by == self.me.rank else turn,
-            set(left),
+            set(ranks),
             sorted({*roster.blamed, *blame.uploads}),
         )
 
     def settle(self, ballot: Ballot, layout: Layout, codec: Codec) -> Roster:
-        """The roster of the attempt, by whomever. Raises BelowMinimumWorld after the timeout."""
+        """The roster of the attempt, whichever rank decides it.
+
+        Raises BelowMinimumWorld after the timeout.
+        """
         key = self.keys.roster(ballot.number, ballot.attempt)
         started = time.monotonic()
         what = f"roster {layout.name}" if ballot.attempt == 0 else "next attempt"
@@ -99,7 +102,7 @@ class Settler:
         while True:
             elapsed = time.monotonic() - started
             is_looking = elapsed >= ballot.turn * stagger + (usual if ballot.turn else 0)
-            # The first in the order sees no roster of others unless it was very slow itself.
+            # The first in the order need not ask: others decide only if it was very slow itself.
             roster = None
             if not is_looking or ballot.turn or elapsed > stagger:
                 roster = self.read(key)
@@ -108,9 +111,9 @@ class Settler:
             if roster is not None:
                 self.history.note_wait(what, time.monotonic() - started)
                 return roster
-            # Damaged or deleted in the store, and a quorum would have gone on without it by now.
-            is_lost = is_looking and self.me.rank not in ballot.seen and elapsed > 2 * again_s
-            # Or everybody was given up on, and some are alive after all: this one is.
+            # This rank's upload is damaged or deleted: a quorum would have gone on by now.
+            is_lost = is_looking and self.me.rank not in ballot.uploads and elapsed > 2 * again_s
+            # Or this rank was given up on and nobody goes on without it: it says that it is alive.
             is_alive = ballot.is_blamed and elapsed > again_s
             if ballot.upload_again and (is_lost or is_alive):
                 ballot.upload_again()
@@ -121,7 +124,10 @@ class Settler:
             time.sleep(poll_pause(elapsed, usual))
 
     def read(self, key: str) -> Roster | None:
-        """Raises Permanent for an object that no replica wrote: its place cannot be reused."""
+        """The roster at `key`, or None.
+
+        Raises Permanent for an object that no replica wrote: its key cannot be used again.
+        """
         problem: Exception | None = None
         for _ in range(3):
             try:
@@ -134,14 +140,14 @@ class Settler:
         raise Permanent(f"{self.blobs.name}: {key} is not a roster: {problem}")
 
     def write(self, key: str, roster: Roster) -> Roster:
-        """The roster that is in force: this one, or the one that was first."""
+        """The roster in force: this one, or the one that was written first."""
         sealed = wire.seal(wire.ROSTER, wire.fence(key), msgspec.json.encode(roster))
         if self.blobs.create(key, sealed):
             return roster
-        there = self.read(key)
-        if there is None:
+        first = self.read(key)
+        if first is None:
             raise Permanent(f"{self.blobs.name}: {key} can neither be created nor read")
-        return there
+        return first
 
     def void(self, number: int, attempt: int, error: str = "") -> Roster:
         return Roster(
@@ -150,15 +156,15 @@ class Settler:
 
     def _propose(self, key: str, ballot: Ballot, layout: Layout, codec: Codec) -> Roster | None:
         late = self._look(ballot)
-        foreign = [n for n in ballot.seen.values() if n.layout != layout.fingerprint]
+        foreign = [n for n in ballot.uploads.values() if n.layout != layout.fingerprint]
         if foreign:
             return self._refuse(key, ballot, layout, foreign)
         now = time.monotonic()
-        if len(ballot.seen) >= self.me.min_replicas and ballot.quorum_at is None:
+        if len(ballot.uploads) >= self.me.min_replicas and ballot.quorum_at is None:
             ballot.quorum_at = now
         waited = 0.0 if ballot.quorum_at is None else now - ballot.quorum_at
         verdict = rosters.decide(
-            ballot.seen,
+            ballot.uploads,
             ballot.expected | late,
             self.me.min_replicas,
             is_grace_over=waited >= self.history.straggler_grace(),
@@ -189,14 +195,14 @@ class Settler:
         )
 
     def _look(self, ballot: Ballot) -> set[int]:
-        """Fill `ballot.seen`; the ranks that were too late for the round before."""
+        """Fill `ballot.uploads`; returns the ranks that were too late for the round before."""
         after = self.keys.uploads(ballot.number - 1) if ballot.number else None
         listing = [
             (blob.key, blob.modified, name)
             for blob in self.blobs.find(self.keys.uploads(), after)
             if (name := parse_upload(blob.key, blob.size))
         ]
-        ballot.seen = rosters.look(listing, ballot.number, ballot.blamed)
+        ballot.uploads = rosters.look(listing, ballot.number, ballot.blamed)
         last = self.last
         if last is None or last.round != ballot.number - 1 or ballot.attempt:
             return set()
@@ -212,15 +218,15 @@ class Settler:
     def _members(
         self, ballot: Ballot, ranks: list[int], layout: Layout, codec: Codec
     ) -> list[Member] | None:
-        """None if an upload turned out to be bad: it is blamed, and the ballot goes on."""
-        names = [ballot.seen[rank] for rank in ranks]
+        """The roster's members; None if an upload is bad: it is blamed, and the ballot goes on."""
+        names = [ballot.uploads[rank] for rank in ranks]
         if codec.is_exact:
             return [Member(n.rank, n.key, n.weight) for n in names]
-        asked = [self.pool.submit(read_footer, self.blobs, n.key, n.size, layout) for n in names]
+        footers = [self.pool.submit(read_footer, self.blobs, n.key, n.size, layout) for n in names]
         members = []
-        for name, answer in zip(names, asked, strict=True):
+        for name, footer in zip(names, footers, strict=True):
             try:
-                members.append(Member(name.rank, name.key, name.weight, answer.result().sections))
+                members.append(Member(name.rank, name.key, name.weight, footer.result().sections))
             except Blamed as problem:
                 log.warning("upload of rank %d left out: %s", name.rank, problem)
                 ballot.blamed.append(problem.upload)
@@ -245,11 +251,12 @@ class Settler:
 
     def _no_quorum(self, ballot: Ballot) -> BelowMinimumWorld:
         self._look(ballot)
-        missing = sorted(set(range(self.me.world_size)) - set(ballot.seen))
+        ready = len(ballot.uploads)
+        missing = sorted(set(range(self.me.world_size)) - set(ballot.uploads))
         return BelowMinimumWorld(
-            f"round {ballot.number}: {len(ballot.seen)} of at least {self.me.min_replicas} ranks "
+            f"round {ballot.number}: {ready} of at least {self.me.min_replicas} ranks "
             f"uploaded within {self.me.timeout:g} s; missing: ranks {missing}",
-            ready=len(ballot.seen),
+            ready=ready,
             required_min=self.me.min_replicas,
             timeout=self.me.timeout,
         )

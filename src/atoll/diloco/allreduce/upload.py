@@ -1,4 +1,4 @@
-"""One rank's object for one round: a section for every shard but its own, then a footer."""
+"""The upload of one rank to one round: a section for each shard but its own, then a footer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Cargo:
             self.parts = [flat[start:end] for start, end in bounds]
 
     def load(self, tensors: Sequence[Any], residual: Vector | None) -> None:
-        """Take the values of the tensors, and add what earlier rounds did not get."""
+        """Copy the values of the tensors, plus what earlier rounds left out."""
         scatter(tensors, self.parts)
         if residual is not None:
             for shard, part in enumerate(self.parts):
@@ -66,7 +66,7 @@ class Cargo:
     def check_finite(self) -> None:
         """Raises ValidationError naming the first tensor with a NaN or an infinity."""
         for shard, part in enumerate(self.parts):
-            # Both survive into one of the two ends, so no mask of the whole is needed.
+            # NaN and infinity show in the minimum or the maximum: no mask of the whole is needed.
             if part.size and not (np.isfinite(part.min()) and np.isfinite(part.max())):
                 at = int(np.flatnonzero(~np.isfinite(part))[0])
                 index = tensor_at(self.layout, self.layout.bounds(shard)[0] + at)
@@ -114,11 +114,13 @@ class Cargo:
         return memoryview(out)  # type: ignore[arg-type]
 
     def _left_out(self, payloads: dict[int, bytes]) -> Vector:
-        left = np.zeros(self.layout.size, np.float32)
+        residual = np.zeros(self.layout.size, np.float32)
         for shard, payload in payloads.items():
             start, end = self.layout.bounds(shard)
-            left[start:end] = left_out(self.parts[shard], self.codec.decode(payload, end - start))
-        return left
+            residual[start:end] = left_out(
+                self.parts[shard], self.codec.decode(payload, end - start)
+            )
+        return residual
 
 
 def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Footer:
@@ -134,11 +136,14 @@ def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Foote
 
 
 def read_section(blobs: Blobs, member: Member, shard: int, layout: Layout, codec: Codec) -> Vector:
-    """Raises Blamed if the section is missing, cut, changed or foreign."""
+    """The values of one shard out of a member's upload.
+
+    Raises Blamed if the section is missing, cut, changed or foreign.
+    """
     size = layout.shard_size(shard)
     starts = wire.section_offsets(member.sections or exact_sections(layout, member.rank))
     place = wire.fence(member.upload, str(shard))
-    for is_last in (False, True):  # once more: bytes can also be damaged on the way
+    for is_last in (False, True):  # a second try: bytes can also be damaged on the way
         try:
             data = blobs.get(member.upload, starts[shard], starts[shard + 1])
             return codec.decode(wire.unseal(wire.SECTION, place, data), size)

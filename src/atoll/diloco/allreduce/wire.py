@@ -1,7 +1,7 @@
-"""What the objects look like: every one, and every section of one, is a sealed envelope.
+"""The format of objects: each one, and each section of an upload, is a sealed envelope.
 
-An envelope carries its kind, a fence (a digest of where it belongs), its length and a checksum.
-Bytes that were cut, changed, or made for another run, round, rank or place do not open.
+An envelope carries its kind, a fence (a digest of the place it belongs to), its length and a
+checksum. Bytes that were cut, changed, or made for another run, round, rank or place do not open.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Corrupt(ValueError):
 
 
 def fence(*where: str) -> bytes:
+    """A digest of where an envelope belongs, such as the key of its object."""
     return hashlib.blake2b("\0".join(where).encode(), digest_size=16).digest()
 
 
@@ -40,7 +41,7 @@ def seal(kind: bytes, place: bytes, payload: Buffer) -> bytes:
 
 
 def header(kind: bytes, place: bytes, payload: Buffer) -> bytes:
-    """What goes before the payload to make an envelope of it."""
+    """The bytes that, put before the payload, make an envelope of it."""
     body = memoryview(payload).cast("B")
     return SEAL.pack(MAGIC, kind, place, body.nbytes, _checksum(kind, place, body))
 
@@ -64,12 +65,13 @@ def unseal(kind: bytes, place: bytes, data: Buffer) -> memoryview:
 
 
 def kind_of(data: Buffer) -> bytes:
+    """The kind of the envelope, unchecked; empty if `data` is no envelope."""
     view = memoryview(data).cast("B")
     return bytes(view[4:8]) if bytes(view[:4]) == MAGIC else b""
 
 
 def _checksum(kind: bytes, place: bytes, body: memoryview) -> int:
-    """CRC-32; of large bodies the CRC-32 of their columns' sums, which is five times as fast.
+    """The CRC-32; for large bodies that of the sums of their columns, which is five times as fast.
 
     Every 64 rows of 1,024 words are summed, so any change within them shows unless it cancels
     out in the very same columns, and parts that moved show by the order of the sums.
@@ -96,6 +98,7 @@ class Blame(msgspec.Struct, frozen=True):
 
 
 def section_offsets(sections: list[int]) -> list[int]:
+    """Where each section of these lengths starts, and at last where the footer does."""
     starts = [0]
     for length in sections:
         starts.append(starts[-1] + length)
@@ -103,18 +106,18 @@ def section_offsets(sections: list[int]) -> list[int]:
 
 
 def footer_guess(shards: int, tensors: int) -> int:
-    """How many bytes from the end surely hold the footer's seal, and mostly all of it."""
+    """How many bytes to read from the end of an upload so as to get, mostly, the whole footer."""
     return SEAL.size + 4 + 512 + 16 * shards + 8 * tensors
 
 
 def seal_footer(place: bytes, footer: Footer) -> bytes:
-    """The footer with its length behind it, so that it can be found from the end."""
+    """The footer with its length behind it, so that a reader can find it from the end."""
     sealed = seal(FOOTER, place, msgspec.msgpack.encode(footer))
     return sealed + struct.pack("<I", len(sealed))
 
 
 def footer_length(tail: memoryview) -> int:
-    """Of the footer and its length field; `tail` is the end of an upload."""
+    """Bytes of the footer and its length field together; `tail` is the end of an upload."""
     if tail.nbytes < 4:
         raise Corrupt("too short for a footer")
     return int(struct.unpack("<I", tail[-4:])[0]) + 4

@@ -1,18 +1,7 @@
-"""How tensors become bytes on the way to the store, and come back.
+"""Codecs: how values become bytes on the way to the store, and values again on the way back.
 
-| name   | bits a value | what is lost                          | meant for                   |
-|--------|--------------|---------------------------------------|-----------------------------|
-| fp32   | 32           | nothing                               | when bytes do not matter    |
-| bf16   | about 11     | mantissa bits beyond 8                | always safe                 |
-| int8   | about 7.6    | below 1/254 of the block's largest    | safe with error feedback    |
-| int5   | about 5.1    | 4 % of the root mean square           | with error feedback         |
-| int4   | about 3.6    | 10 %                                  | DiLoCo, with error feedback |
-| e3m0   | about 3.6    | 19 %: all but a power of two          | DiLoCo, with error feedback |
-| int3   | about 3.0    | 16 %                                  | many replicas, upwards only |
-| sparse | about 0.15   | all but the 1.6 % largest             | many rounds, no momentum    |
-
-Encoding keeps no state: what was lost is `values - decode(encode(values))`, and whoever wants
-error feedback adds that to the next values.
+`CODECS` names them all. Encoding keeps no state: what it loses is
+`values - decode(encode(values))`, and whoever wants error feedback adds that to the next values.
 """
 
 from __future__ import annotations
@@ -47,12 +36,22 @@ class Codec(Protocol):
         """
 
     def decode(self, data: Data, size: int) -> Floats:
-        """The `size` values again; raises ValueError where `data` is not that.
+        """The `size` values again; raises ValueError if `data` does not hold that many.
 
         The array may be a read-only view of `data`.
         """
 
 
+# | name   | bits a value | what is lost                       | good for                    |
+# |--------|--------------|------------------------------------|-----------------------------|
+# | fp32   | 32           | nothing                            | when bytes do not matter    |
+# | bf16   | about 11     | mantissa bits beyond 8             | always safe                 |
+# | int8   | about 7.6    | below 1/254 of the block's largest | safe with error feedback    |
+# | int5   | about 5.1    | 4 % of the root mean square        | with error feedback         |
+# | int4   | about 3.6    | 10 %                               | DiLoCo, with error feedback |
+# | e3m0   | about 3.6    | 19 %: all but a power of two       | DiLoCo, with error feedback |
+# | int3   | about 3.0    | 16 %                               | many replicas, uploads only |
+# | sparse | about 0.15   | all but the 1.6 % largest          | many rounds, no momentum    |
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (

@@ -1,4 +1,9 @@
-"""fp32 as it is, and bf16: half the bits, of which the exponents are Huffman coded."""
+"""The codecs that send every value: fp32, bf16, int8, the uniform int5, int4 and int3, and e3m0.
+
+fp32 sends the bytes as they are. The others round each value and Huffman code the result; int8,
+the uniform codecs and e3m0 round relative to a scale that a block of values shares. The classes
+say how each one rounds and how large its error is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ _INFINITE = np.uint32(0x7F800000)
 
 
 class Fp32:
-    """The bytes themselves, NaN and infinity included; no header, so offsets are plain."""
+    """The bytes of the values, NaN and infinity included; no header, so offsets are plain."""
 
     name = "fp32"
     is_exact = True
@@ -41,7 +46,7 @@ class Fp32:
 
 
 class Bf16:
-    """Rounded to the nearest bf16, ties to even.
+    """The nearest bf16, ties to even: half the bits, of which the exponents are Huffman coded.
 
     NaN stays NaN and infinity infinity; a finite value never becomes infinite.
     """
@@ -83,9 +88,10 @@ _LARGEST_SCALE = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.flo
 
 
 class Int8:
-    """The error of a value is at most half of 1/127 of the largest in its block.
+    """127 levels each way and one scale for each block of 256 values: about 7.6 bits a value.
 
-    A block whose largest magnitude is below 127 times the smallest normal float becomes zeros.
+    The error of a value is at most half of 1/127 of the largest in its block. A block whose largest
+    magnitude is below 127 times the smallest normal float becomes zeros.
     """
 
     name = "int8"
@@ -123,9 +129,12 @@ _MOST = 127
 
 
 class Uniform:
-    """A value is off by at most half a step, unless it is more than 127 steps from zero.
+    """Evenly spaced levels, Huffman coded: the least error for the bits, short of vector codes.
 
-    A block whose step would be below the smallest normal float becomes zeros.
+    The step is a fixed part of the root mean square of a block of 512 values, so that a codec has
+    about the same bits and the same error whatever the data: with `step` 0.25, 4 bits a value and
+    7 % of the root mean square. A value is off by at most half a step, unless it is more than 127
+    steps from zero. A block whose step would be below the smallest normal float becomes zeros.
     """
 
     is_exact = False
@@ -176,9 +185,9 @@ def _bf16_bits(part: Floats, step: float) -> np.ndarray[tuple[int], np.dtype[np.
     mean_square = np.einsum("ij,ij->i", scaled, scaled, dtype=np.float32) / np.float32(
         UNIFORM_BLOCK
     )
-    wanted = np.minimum(np.sqrt(mean_square) * np.float32(step) * top, _LARGEST_STEP)
-    wanted = np.where(wanted < np.finfo(np.float32).tiny, np.float32(0), wanted)
-    return (wanted.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    steps = np.minimum(np.sqrt(mean_square) * np.float32(step) * top, _LARGEST_STEP)
+    steps = np.where(steps < np.finfo(np.float32).tiny, np.float32(0), steps)
+    return (steps.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
 def _floats(upper: np.ndarray[tuple[int], np.dtype[np.uint16]]) -> Floats:
@@ -190,17 +199,22 @@ OCTAVES = 7
 _SIGN = 8
 _LARGEST_EXPONENT = 254  # the biased exponent of the largest finite power of two
 
-# Octaves below the block's largest -> code. One octave too low is nearer to the last level than
-# to zero. A code is 1 + octaves, and 0 is zero.
+# The code for a number of octaves below the block's largest: 1 + octaves, and 0 for zero. A value
+# one octave below the last level is nearer to that level than to zero.
 _CODES = np.zeros(256, np.uint8)
 _CODES[: OCTAVES + 1] = [*range(1, OCTAVES + 1), OCTAVES]
 
 
 class E3m0:
-    """Values are off by at most a third, or by 1/76 of the largest in their block if that is more.
+    """A sign and one of seven powers of two, or zero; Huffman coded to about 3.6 bits a value.
 
-    Subnormal results become zero; what rounds beyond 2**127 becomes 2**127. Meant for error
-    feedback: alone, the rounding does cost.
+    Each value becomes the nearest power of two. A block of 256 values keeps its largest exponent in
+    one byte, and a value is its sign and how many octaves it lies below: 0 to 6, or zero. Rounding
+    is integer arithmetic on the bits of the floats, so it is the same on every machine.
+
+    Values are off by at most a third, or by 1/76 of the largest in their block if that is more.
+    Subnormal results become zero; what rounds beyond 2**127 becomes 2**127. Use it with error
+    feedback: alone, the rounding costs quality.
     """
 
     name = "e3m0"

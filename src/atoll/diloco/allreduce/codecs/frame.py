@@ -1,4 +1,4 @@
-"""The envelope of an encoded array, and the entropy coder every lossy codec ends with.
+"""The envelope of an encoded array, and the entropy coder that every lossy codec ends with.
 
 An array becomes a header (which codec, how many values, how long each part is) and a few parts.
 Parts are Huffman coded by zlib: its C coder runs at some hundred MB/s without the interpreter
@@ -35,7 +35,7 @@ def pack(tag: bytes, size: int, parts: Sequence[bytes]) -> bytes:
 
 
 def unpack(tag: bytes, data: Data, size: int, parts: int) -> list[memoryview]:
-    """The parts again; raises ValueError unless this is a `tag` array of exactly `size` values."""
+    """What `pack` joined; raises ValueError unless it is a `tag` array of exactly `size` values."""
     view = memoryview(data).cast("B")
     start = _HEADER.size + parts * _LENGTH.size
     if len(view) < start:
@@ -48,21 +48,21 @@ def unpack(tag: bytes, data: Data, size: int, parts: int) -> list[memoryview]:
     lengths = [_LENGTH.unpack_from(view, _HEADER.size + 8 * at)[0] for at in range(parts)]
     if start + sum(lengths) != len(view):
         raise ValueError(f"expected {start + sum(lengths)} bytes, found {len(view)}")
-    found = []
+    views = []
     for length in lengths:
-        found.append(view[start : start + length])
+        views.append(view[start : start + length])
         start += length
-    return found
+    return views
 
 
 def squeeze(values: NDArray[np.uint8]) -> bytes:
-    """Bytes, Huffman coded; no search for repeats, as there are none in gradients."""
+    """The bytes, Huffman coded, without a search for repeats: gradients have none."""
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_HUFFMAN_ONLY)
     return coder.compress(np.ascontiguousarray(values).data) + coder.flush()
 
 
 def unsqueeze(data: Data, limit: int) -> NDArray[np.uint8]:
-    """What `squeeze` was given; raises ValueError for anything else or more than `limit` bytes."""
+    """The bytes before `squeeze`; raises ValueError for other data or more than `limit` bytes."""
     decoder = zlib.decompressobj(15)
     try:
         plain = decoder.decompress(data, limit + 1)  # one more, or 0 would mean no limit

@@ -1,7 +1,7 @@
 """The 64 largest of each 4096 values, each as its place and 2 bits: about 0.15 bits a value.
 
 Places are gaps to the place before, one byte each and Huffman coded. The 2 bits are the sign and
-whether the magnitude is above the mean of those kept in its chunk. Error feedback carries the
+whether the magnitude is above the mean of those sent of its chunk. Error feedback carries the
 rest, so this suits plain averaging over many rounds, not few rounds with much momentum.
 """
 
@@ -32,7 +32,7 @@ _SHIFTS = np.array([0, 2, 4, 6], np.uint8)
 
 
 class Sparse:
-    """Zeros are never kept, so an array of zeros takes a few bytes and comes back as zeros."""
+    """Zeros are never sent, so an array of zeros takes a few bytes and comes back as zeros."""
 
     name = "sparse"
     is_exact = False
@@ -40,18 +40,18 @@ class Sparse:
 
     def encode(self, values: Floats) -> bytes:
         row = check_values(values, self.name)
-        found = [
+        slices = [
             _largest(row[start : start + SLICE]) + start for start in range(0, row.size, SLICE)
         ]
-        places = np.concatenate(found) if found else np.empty(0, np.int64)
-        kept = row[places]
+        places = np.concatenate(slices) if slices else np.empty(0, np.int64)
+        largest = row[places]
         chunk = places // CHUNK
         chunks = -(-row.size // CHUNK)
-        means = _bf16(_means(np.abs(kept), chunk, chunks))
-        ratio = np.abs(kept) / np.maximum(means, np.float32(1e-45))[chunk]
+        means = _bf16(_means(np.abs(largest), chunk, chunks))
+        ratio = np.abs(largest) / np.maximum(means, np.float32(1e-45))[chunk]
         is_high = ratio > 1
         levels = np.array([_mean(ratio[~is_high]), _mean(ratio[is_high])], "<f4")
-        codes = np.signbit(kept) * np.uint8(2) | is_high.astype(np.uint8)
+        codes = np.signbit(largest) * np.uint8(2) | is_high.astype(np.uint8)
         parts = [
             levels.tobytes(),
             squeeze((means.view(np.uint32) >> np.uint32(16)).astype("<u2").view(np.uint8)),
@@ -86,7 +86,7 @@ class Sparse:
 
 
 def _largest(row: Floats) -> NDArray[np.int64]:
-    """Places of the values kept, ascending.
+    """The places of the values to send, ascending.
 
     A key is the upper 20 bits of the magnitude and the place, so keys differ, ties have one
     answer on every machine, and partitioning the keys gives the places with no look-up.
@@ -94,8 +94,8 @@ def _largest(row: Floats) -> NDArray[np.int64]:
     bits = blocks(row.view(np.uint32), CHUNK) & np.uint32(0x7FFFFFFF)
     low = np.uint32(CHUNK - 1)
     keys = (bits & ~low) | (low - np.arange(CHUNK, dtype=np.uint32))
-    kept = np.partition(keys, CHUNK - KEEP, axis=1)[:, CHUNK - KEEP :]
-    places = np.sort(low - (kept & low), axis=1).astype(np.int64)
+    top = np.partition(keys, CHUNK - KEEP, axis=1)[:, CHUNK - KEEP :]
+    places = np.sort(low - (top & low), axis=1).astype(np.int64)
     flat = (places + np.arange(len(places))[:, None] * CHUNK).reshape(-1)
     flat = flat[flat < row.size]
     return np.asarray(flat[row[flat] != 0])

@@ -1,0 +1,55 @@
+"""How long to wait before something is tried again. Pure: the caller has the clock, and sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+MOST_DOUBLINGS = 64  # beyond any bound in use, and still a float
+
+
+def grown_s(first_s: float, longest_s: float, failures: int, growth: float = 2.0) -> float:
+    """The pause after so many failures before this one: `first_s`, growing to `longest_s`."""
+    return float(min(first_s * growth ** min(failures, MOST_DOUBLINGS), longest_s))
+
+
+class Retry:
+    """The pauses of one loop that tries again, sync or async.
+
+    `jitter()` is the share of a pause that is waited: those who failed together should not come
+    back together. After `patience_s` by `clock` there is no further pause.
+    """
+
+    def __init__(
+        self,
+        first_s: float,
+        longest_s: float,
+        *,
+        growth: float = 2.0,
+        jitter: Callable[[], float] = lambda: 1.0,
+        patience_s: float = inf,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._growth = growth
+        self._jitter = jitter
+        self._clock = clock
+        self._deadline = clock() + patience_s
+        self.failures = 0  # in a row
+
+    def pause_s(self, retry_after_s: float = 0.0) -> float | None:
+        """Seconds to wait after one more failure; None: time is up.
+
+        `retry_after_s` is what the other side asked for. The last pause ends at the deadline.
+        """
+        left_s = self._deadline - self._clock()
+        if left_s <= 0:
+            return None
+        grown = grown_s(self._first_s, self._longest_s, self.failures, self._growth)
+        self.failures += 1
+        return min(max(grown * self._jitter(), retry_after_s), left_s)
+
+    def has_worked(self) -> None:
+        """The next failure is the first one again."""
+        self.failures = 0

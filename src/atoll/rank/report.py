@@ -1,0 +1,401 @@
+"""Runs a rank's command and writes a record of how it ended: the rank's own word.
+
+`python3 -S -I report.py [--record PATH] [--limit BYTES] [--claim PATH] [--bound] -- COMMAND…`
+
+One file of Python 3.7 and its standard library, so that it can travel with a training to images
+without atoll. Output is copied as it comes, signals go to the command alone, and this process ends
+as the command does. The supervisor of local ranks makes its records with the same functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import select
+import signal
+import sys
+import time
+from math import isfinite
+
+TYPE_CHECKING = False  # as `typing` has it, which takes longer to load than all the rest
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+MARK = "atollExit"  # a JSON object with this key is a record
+RECORD_VARIABLE = "ATOLL_EXIT_RECORD"
+ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+TAIL_LINES = 40
+TAIL_BYTES = 16_384
+CHUNK_BYTES = 65_536
+PIPE_BYTES = 1 << 20
+CLAIMED = 75  # exit code where another process has the attempt
+NOT_FOUND, CANNOT_RUN = 127, 126  # as shells have it
+
+REAL_TIME = tuple(range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
+FORWARDED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGCONT,
+    signal.SIGWINCH,
+    *REAL_TIME,
+)
+_PR_SET_PDEATHSIG = 1
+USAGE = """\
+usage: report.py [--record PATH] [--limit BYTES] [--claim PATH] [--bound] -- COMMAND…
+"""
+
+
+# What a record is made of
+
+
+def ending(status: int | None, at: float) -> dict[str, Any]:
+    """How a process ended, from its wait status; unknown where there is none."""
+    code = number = None
+    if status is not None:
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        code = 128 + number if number else os.WEXITSTATUS(status)
+    reason = "Unknown" if code is None else "Completed" if code == 0 else "Error"
+    return {
+        "code": code,
+        "signal": _signal_name(number) if number else None,
+        "reason": "Signal" if number else reason,
+        "at": at,
+    }
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have numbers, not names
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def own_word(path: str) -> dict[str, Any]:
+    """When and why the program says it failed: it knows before its peers fall over it.
+
+    The file is one that torch's @record writes, and atoll's own entry points.
+    """
+    try:
+        with open(path, "rb") as file:
+            written_at = os.fstat(file.fileno()).st_mtime
+            error = json.loads(file.read(1 << 20))["message"]
+        failed_at = float(error["extraInfo"]["timestamp"])
+        if failed_at.is_integer():  # torch rounds down, which would put it before its cause
+            failed_at = max(failed_at, min(written_at, failed_at + 1.0))
+        if not isfinite(failed_at):
+            return {}
+        # Python's own strings hold what nobody else can store: names of files that are not UTF-8.
+        text = str(error["message"]).encode(errors="backslashreplace").decode()
+        return {"failedAt": failed_at, "message": _lines(text)[-1][:500]}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return {}
+
+
+def _lines(text: str) -> list[str]:
+    """Only a newline ends a line."""
+    text = text[:-1] if text.endswith("\n") else text
+    return text.split("\n") if text else []
+
+
+def record_line(record: dict[str, Any], limit: int) -> bytes:
+    """The record as one line of at most `limit` bytes: older lines of the log go first."""
+    head = {name: value for name, value in record.items() if name != "tail"}
+    tail = [line[-limit:] for line in record.get("tail", ())]
+    while True:
+        line = json.dumps({MARK: 1, **head, "tail": tail}, ensure_ascii=False)
+        data = line.encode(errors="replace") + b"\n"
+        over = len(data) - limit
+        if over <= 0 or not tail:
+            return data
+        tail = tail[1:] if len(tail) > 1 else [tail[0][over:]] if len(tail[0]) > over else []
+
+
+def read_record(text: str) -> dict[str, Any] | None:
+    """The record that `text` is, or None: anything else may stand where one is looked for."""
+    if not text.startswith('{"' + MARK):
+        return None
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        try:  # without its last lines, where somebody cut it short
+            record = json.loads(text.partition(', "tail": [')[0] + "}")
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(record, dict) or MARK not in record:
+        return None
+    code, at, tail = record.get("code"), record.get("at"), record.get("tail", [])
+    is_whole = isinstance(code, (int, type(None))) and isinstance(at, (int, float, type(None)))
+    is_whole = is_whole and isinstance(tail, list)
+    return record if is_whole else None
+
+
+# The wrapper
+
+
+class _Command:
+    """The command as a child, whose output and signals pass through this process."""
+
+    def __init__(self, words: list[str], env: dict[bytes, bytes], *, is_bound: bool) -> None:
+        self.status: int | None = None
+        self.tail = b""
+        self.failure = 0  # errno of a command that could not be run
+        self._is_bound = is_bound
+        self._parent = os.getppid()
+        self._output, output_in = os.pipe()
+        self._woken, wake = os.pipe()
+        for fd in (self._woken, wake):
+            os.set_blocking(fd, False)
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.fcntl(self._output, getattr(fcntl, "F_SETPIPE_SZ", 1031), PIPE_BYTES)
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        try:
+            signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+            signal.signal(signal.SIGCHLD, _ignore)
+            self._taken = [n for n in FORWARDED if signal.getsignal(n) != signal.SIG_IGN]
+            for number in self._taken:
+                signal.signal(number, self._forward)
+            if is_bound:
+                _set_death_signal(signal.SIGTERM)
+            self._start(words, env, output_in)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+            os.close(output_in)
+
+    def wait(self) -> None:
+        """Until the command has ended; what it started may go on and is not waited for."""
+        poll = select.poll()
+        poll.register(self._output, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        is_over = False
+        while not is_over:
+            for fd, _ in poll.poll():
+                if fd == self._woken:
+                    is_over = self._reap()
+                elif not self._copy():
+                    poll.unregister(fd)  # closed by the command, which may run on
+        os.set_blocking(self._output, False)
+        with contextlib.suppress(BlockingIOError):
+            left = PIPE_BYTES
+            while left > 0 and self._copy():
+                left -= CHUNK_BYTES
+
+    def _start(self, words: list[str], env: dict[bytes, bytes], output: int) -> None:
+        failures, failures_in = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._become(words, env, output, failures_in)
+        os.close(failures_in)
+        self.failure = int(os.read(failures, 16) or b"0")
+        os.close(failures)
+
+    def _become(
+        self, words: list[str], env: dict[bytes, bytes], output: int, failures: int
+    ) -> NoReturn:
+        try:
+            signal.set_wakeup_fd(-1)
+            # Python ignores two signals, and what is ignored stays so in the command.
+            for number in (*self._taken, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if self._is_bound:
+                _set_death_signal(signal.SIGKILL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+            os.execvpe(words[0], words, env)
+        except BaseException as error:
+            os.write(failures, b"%d" % (getattr(error, "errno", None) or errno.EINVAL))
+        finally:
+            os._exit(NOT_FOUND)
+
+    def _forward(self, number: int, _: object) -> None:
+        """To the command alone: a group would lose its data loaders before it can save."""
+        is_lost = self._is_bound and os.getppid() != self._parent
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL if is_lost else number)
+
+    def _reap(self) -> bool:
+        """Whether the command has ended. Orphans come here where this is process 1."""
+        with contextlib.suppress(BlockingIOError):
+            while len(os.read(self._woken, 4096)) == 4096:
+                pass
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            while pid not in (0, self._pid):
+                pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if pid == self._pid:
+            self.status = status
+        return pid == self._pid
+
+    def _copy(self) -> bool:
+        data = os.read(self._output, CHUNK_BYTES)
+        self.tail = (self.tail + data)[-TAIL_BYTES:]
+        left = memoryview(data)
+        with contextlib.suppress(OSError):  # nobody reads; the command goes on
+            while left:
+                left = left[os.write(1, left) :]
+        return bool(data)
+
+
+def _become_alone(words: list[str], env: dict[bytes, bytes]) -> NoReturn:
+    try:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        os.execvpe(words[0], words, env)
+    except OSError as error:
+        os.write(2, f"atoll: {words[0]}: {error.strerror}\n".encode(errors="replace"))
+        os._exit(NOT_FOUND if isinstance(error, FileNotFoundError) else CANNOT_RUN)
+
+
+def _ignore(*_: object) -> None:
+    """A signal that is only to wake this process up."""
+
+
+def _set_death_signal(number: int) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def _environment() -> dict[bytes, bytes]:
+    """As this process was given it: Python may have changed the locale in its own."""
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return dict(os.environb)
+    return dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+
+
+def _error_file(env: dict[bytes, bytes]) -> str:
+    """Where the program may say why it failed; a file of this rank's where there is none."""
+    name = ERROR_VARIABLE.encode()
+    if not env.get(name):
+        folder = "{}/atoll-{}-{}".format(
+            os.environ.get("TMPDIR") or "/tmp", os.getpid(), time.time_ns()
+        )
+        with contextlib.suppress(OSError):  # nowhere to write: then it is not asked
+            os.mkdir(folder, 0o700)
+            env[name] = os.fsencode(folder + "/error.json")
+    return os.fsdecode(env.get(name, b""))
+
+
+def _remove(error_file: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(error_file)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(error_file))
+
+
+def _record_of(command: _Command, word: str, error_file: str) -> dict[str, Any]:
+    record = ending(command.status, round(time.time(), 6))
+    record["host"] = os.environ.get("NODE_NAME") or os.uname().nodename
+    if command.failure:
+        is_missing = command.failure in (errno.ENOENT, errno.ENOTDIR)
+        record["code"] = NOT_FOUND if is_missing else CANNOT_RUN
+        record["reason"] = "CommandNotFound" if is_missing else "CannotRun"
+        record["message"] = f"{word[:200]}: {os.strerror(command.failure)}"
+    elif record["code"] != 0:
+        record["tail"] = _lines(command.tail.decode(errors="replace"))[-TAIL_LINES:]
+        record.update(own_word(error_file))
+    return record
+
+
+def _write(path: str, record: dict[str, Any], limit: int) -> None:
+    """Whole or not at all in a folder; a file that is there keeps what the program wrote."""
+    with contextlib.suppress(OSError):
+        if os.path.exists(path):
+            with open(path, encoding="utf-8", errors="replace") as file:
+                text = file.read(TAIL_BYTES)
+            if text and read_record(text) is None:
+                record = {**record, "tail": _lines(text)[-TAIL_LINES:]}
+            with open(path, "wb") as file_in:
+                file_in.write(record_line(record, limit))
+            return
+        draft = f"{path}.{os.getpid()}"
+        with open(draft, "wb") as file_in:
+            file_in.write(record_line(record, limit))
+            file_in.flush()
+            os.fsync(file_in.fileno())
+        os.replace(draft, path)
+
+
+def _claim(path: str) -> bool:
+    """Whether this process, and no other, is to run the attempt that the path names."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _end_as(record: dict[str, Any], status: int | None) -> NoReturn:
+    """As the command did, so that nobody further up can tell them apart."""
+    if status is not None and os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(Exception):  # the command may have left a core; one is enough
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        os.kill(os.getpid(), number)  # which process 1 of a container survives
+    os._exit(CANNOT_RUN if record["code"] is None else record["code"])
+
+
+def run(words: list[str], *, record: str, limit: int, is_bound: bool) -> NoReturn:
+    """Run the command, write how it ended, and end as it did."""
+    env = _environment()
+    env.pop(RECORD_VARIABLE.encode(), None)
+    is_own_file = not env.get(ERROR_VARIABLE.encode())
+    error_file = _error_file(env)
+    try:
+        command = _Command(words, env, is_bound=is_bound)
+    except OSError:  # no room for a process or a pipe, neither of which the command itself needs
+        _become_alone(words, env)
+    command.wait()
+    ended = _record_of(command, words[0], error_file)
+    if command.failure:
+        os.write(2, f"atoll: {ended['message']}\n".encode(errors="replace"))
+    if record:
+        _write(record, ended, limit)
+    if is_own_file:
+        _remove(error_file)
+    _end_as(ended, None if command.failure else command.status)
+
+
+def main(words: list[str]) -> int:
+    options = {"--record": os.environ.get(RECORD_VARIABLE, ""), "--limit": "4096", "--claim": ""}
+    is_bound = False
+    while words and words[0] != "--":
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if word == "--check":  # whether this Python can run this file
+            return 0
+        if word == "--bound":
+            is_bound = True
+        elif name in options and (equals or words):
+            options[name] = value if equals else words.pop(0)
+        else:
+            words = []
+    if len(words) < 2 or not options["--limit"].isdigit():
+        sys.stderr.write(USAGE)
+        return 2
+    if options["--claim"] and not _claim(options["--claim"]):
+        sys.stderr.write(f"atoll: another process runs this attempt: {options['--claim']}\n")
+        return CLAIMED
+    run(words[1:], record=options["--record"], limit=int(options["--limit"]), is_bound=is_bound)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

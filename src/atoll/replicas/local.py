@@ -1,0 +1,149 @@
+"""Replicas as processes of this machine, launched from a script. They end when the script does.
+
+One small process a script, its guard, watches over that, however the script goes. Should it be
+killed along with the script, the next script that launches anything clears up instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import atoll
+from atoll.core.checks import ARGS_VARIABLE
+from atoll.core.ports import Executor
+from atoll.core.status import Training
+from atoll.local import processes
+from atoll.local.executor import LocalBackend
+from atoll.replicas.entrypoints import Call, Entry, Module, Script
+from atoll.replicas.surface import ReplicaSurface
+
+PREFIX = "atoll-replicas-"
+_ENTRY = (
+    "import pathlib, sys; sys.path.append(sys.argv.pop(1)); "
+    "from atoll.rank.replica_entry import main; main(pathlib.Path(sys.argv[1]).read_bytes())"
+)
+_GUARD = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from atoll.replicas.local import guard; guard(sys.argv[2])"
+)
+
+
+class LocalProcessExecutor(ReplicaSurface):
+    """Replicas as processes of this machine. They end when the script that launched them does."""
+
+    backend_name = "local"
+    supports_inter_replica_network = True
+
+    def make_executor(self) -> Executor:
+        return _ScriptProcesses(self._root / "gangs")
+
+    @cached_property
+    def _root(self) -> Path:
+        """Guarded from its first instant."""
+        clear_abandoned()
+        root = new_root()
+        self._guard = start_guard(root)
+        return root
+
+    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
+        source = str(Path(atoll.__file__).parents[1])
+        env = {}
+        match entry:
+            case Call(payload):
+                place = self._root / f"{uid}.pkl"
+                place.write_bytes(payload)
+                command = [sys.executable, "-c", _ENTRY, source, str(place)]
+            case Module(name, argv, variable):
+                command, env = [sys.executable, "-m", name, *argv], {ARGS_VARIABLE: variable}
+            case Script(path, argv, variable):
+                command, env = [sys.executable, str(path), *argv], {ARGS_VARIABLE: variable}
+        return {"command": command, "env": env, "working_dir": os.getcwd()}
+
+    def close(self) -> None:
+        super().close()
+        if "_guard" in self.__dict__ and self._guard.returncode is None and self._is_own():
+            shutil.rmtree(self._root, ignore_errors=True)
+            self._guard.kill()
+            self._guard.wait()
+
+
+class _ScriptProcesses(LocalBackend):
+    async def purge(self, training: Training) -> None:
+        """Logs go with the whole directory: a script that ends can start no thread for it."""
+        await self.release(training)
+
+
+def new_root() -> Path:
+    """A directory that says in its name whose it is."""
+    pid = os.getpid()
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{pid}-{processes.born(pid)}-"))
+
+
+def start_guard(root: Path) -> subprocess.Popen[bytes]:
+    source = str(Path(atoll.__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-c", _GUARD, source, str(root)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C is for the script
+        cwd="/",
+    )
+
+
+def guard(root: str) -> None:
+    """Ends what the owner of `root` launched, once the owner is gone."""
+    pid, born = owner_of(Path(root))
+    with contextlib.suppress(ProcessLookupError):
+        owner = os.pidfd_open(pid)
+        if processes.is_running(pid, born):
+            select.select([owner], [], [])
+    clear(Path(root))
+
+
+def clear(root: Path) -> None:
+    """No process of the gangs under `root` is left, and nothing of their files.
+
+    Two may try at once, a guard and the next script: one waits for the other.
+    """
+    try:
+        held = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        asyncio.run(LocalBackend(root / "gangs").start(()))
+        shutil.rmtree(root, ignore_errors=True)
+    finally:
+        os.close(held)
+
+
+def clear_abandoned() -> None:
+    """What a script left whose guard was killed too. Whatever thread or event loop calls."""
+    for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*"):
+        try:
+            is_ours = root.stat().st_uid == os.geteuid() and not root.is_symlink()
+            is_alive = processes.is_running(*owner_of(root))
+        except (OSError, ValueError):
+            continue
+        if is_ours and not is_alive:
+            thread = threading.Thread(target=clear, args=[root])
+            thread.start()
+            thread.join()
+
+
+def owner_of(root: Path) -> tuple[int, int]:
+    pid, born, _ = root.name.removeprefix(PREFIX).split("-", 2)
+    return int(pid), int(born)

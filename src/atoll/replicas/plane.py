@@ -1,0 +1,253 @@
+"""A control plane inside a script: the real controller over a store in memory.
+
+It has a thread and an event loop of its own; whoever launches only asks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from atoll.controller.loop import Controller, Pass
+from atoll.core.errors import AtollError, Conflict, Gone, NotFound, Permanent, Temporary
+from atoll.core.ports import Executor, Key
+from atoll.core.status import Training
+from atoll.store.memory import MemoryStore
+
+T = TypeVar("T")
+
+LAUNCH_PATIENCE_S = 10.0
+AFTER_GRACE_S = 5.0
+
+
+class Gang:
+    """One launch, as it is known."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.is_removed = False
+        self.last: Pass | None = None
+        self.fault: Exception | None = None  # why it cannot be watched, unless that may pass
+        self.results: dict[int, Any] = {}
+
+    @property
+    def is_over(self) -> bool:
+        return self.training.status.phase.is_terminal
+
+    @property
+    def error(self) -> Exception | None:
+        """What the last pass ran into."""
+        return self.last.error if self.last else None
+
+    @property
+    def grace_ends(self) -> float:
+        return time.monotonic() + self.training.spec.stop_grace_s + AFTER_GRACE_S
+
+    def note(self, done: Pass) -> None:
+        self.last = done
+        if not isinstance(done.error, Temporary | Conflict | NotFound):
+            self.fault = done.error
+
+    def is_passed(self, since: float) -> bool:
+        """Whether a pass begun after `since` failed, or did all there was to do."""
+        last = self.last
+        if last is None or last.started_at < since:
+            return False
+        return last.error is not None or last.again_in_s != 0.0
+
+
+class ScriptPlane:
+    """All gangs of one library executor."""
+
+    def __init__(self, make: Callable[[], Executor]) -> None:
+        self.store = MemoryStore()
+        self._gangs: dict[Key, Gang] = {}
+        self._news = asyncio.Event()
+        self._death: Permanent | None = None
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="atoll-replicas", daemon=True)
+        self._thread.start()
+        try:
+            self.executor = self.call(self._open(make))
+        except BaseException:
+            self._end()
+            raise
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The outcome of `work`, done in the plane's own thread."""
+        try:
+            self.check_open()
+        except RuntimeError:
+            work.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # when interrupted, nobody waits for it any longer
+            raise
+
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this executor is closed")
+
+    def launch(self, training: Training) -> Gang:
+        """Asked for. When that fails, or is interrupted, nothing is left of it."""
+        gang = Gang(training)
+        try:
+            self.call(self._launch(gang))
+        except BaseException as error:
+            with contextlib.suppress(AtollError):  # the controller goes on trying
+                self.call(self._delete(gang, is_away=isinstance(error, Temporary)))
+            raise
+        return gang
+
+    def close(self) -> None:
+        """Every gang is stopped and gone. Raises where one is not; then it can be repeated."""
+        if not self._is_closed:
+            self.call(self._close())
+            self._end()
+
+    def fault_of(self, gang: Gang) -> Exception | None:
+        """What keeps the gang from being watched."""
+        return self._death or gang.fault
+
+    async def cancel(self, gang: Gang) -> None:
+        """Stopping; and stopped, if the backend does it within the grace.
+
+        Raises when the backend did not take it; that is tried again, unasked.
+        """
+        if gang.is_over:
+            return
+        deadline = gang.grace_ends
+        gang.fault = None
+        training = await self.store.get(gang.training.key)
+        await self.store.update_spec(replace(training, spec=replace(training.spec, cancel=True)))
+        since = time.perf_counter()
+        await self.wait([gang], lambda: gang.is_over or gang.is_passed(since), deadline)
+        error = gang.error
+        if error is not None and not gang.is_over and not isinstance(error, Conflict | NotFound):
+            raise error
+        await self.wait([gang], lambda: gang.is_over, deadline)
+
+    async def wait(
+        self, gangs: Sequence[Gang], until: Callable[[], bool], deadline: float | None
+    ) -> bool:
+        """Whether `until` came true in time. Raises what keeps a gang from being watched."""
+        while not until():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            for fault in filter(None, map(self.fault_of, gangs)):
+                raise fault
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._news.wait()
+        return True
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _open(self, make: Callable[[], Executor]) -> Executor:
+        executor = make()
+        controller = Controller(self.store, {executor.name: executor}, on_pass=self._note_pass)
+        self._running = asyncio.create_task(self._follow_with(controller))
+        self._running.add_done_callback(self._note_death)
+        return executor
+
+    async def _follow_with(self, controller: Controller) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(controller.run())
+            tasks.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        """What the store says of each gang is known, and whoever waits for it is woken."""
+        while True:
+            version = await self.store.version()
+            kept = {training.key: training for training in await self.store.list()}
+            for key, gang in self._gangs.items():
+                gang.training = kept.get(key, gang.training)
+                gang.is_removed = key not in kept
+            self._wake()
+            with contextlib.suppress(Gone):
+                async for change in self.store.watch(version):
+                    gang = self._gangs[change.training.key]
+                    gang.training, gang.is_removed = change.training, change.is_removed
+                    self._wake()
+
+    def _note_pass(self, done: Pass) -> None:
+        if gang := self._gangs.get(done.key):  # a backend may tell of what others launched
+            gang.note(done)
+            self._wake()
+
+    def _note_death(self, running: asyncio.Task[None]) -> None:
+        if not running.cancelled() and (error := running.exception()) is not None:
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            self._death = Permanent(f"replicas can no longer be followed: {error}")
+            self._death.__cause__ = error
+            self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def _launch(self, gang: Gang) -> None:
+        self._gangs[gang.training.key] = gang
+        started = time.perf_counter()
+        gang.training = await self.store.create(gang.training)
+        deadline = time.monotonic() + LAUNCH_PATIENCE_S
+
+        def is_decided() -> bool:
+            is_late = time.monotonic() >= deadline
+            return gang.is_passed(started) and (gang.error is None or is_late)
+
+        if not await self.wait([gang], is_decided, deadline):
+            await self.wait([gang], is_decided, None)  # a slow backend is waited for
+        if gang.error is not None:
+            raise gang.error
+        status = (await self.store.get(gang.training.key)).status
+        if status.failing == "ExecutorRefused":
+            raise Permanent(status.failing_message)
+
+    async def _delete(self, gang: Gang, *, is_away: bool = False) -> None:
+        """Stopped and removed, logs too, within the grace; a backend that is away is not awaited.
+
+        Raises what keeps the backend from letting go.
+        """
+        if gang.training.key not in self._gangs or gang.is_removed:
+            return
+        deadline = 0.0 if is_away else gang.grace_ends
+        gang.fault = None
+        with contextlib.suppress(Exception):  # of what is released nothing more need be asked
+            training = await self.store.get(gang.training.key)
+            await self.store.update_spec(replace(training, deletion_requested_at=time.time()))
+            await self.wait([gang], lambda: gang.is_removed, deadline)
+        if not gang.is_removed:
+            await self.executor.release(gang.training)
+
+    async def _close(self) -> None:
+        ends = await asyncio.gather(
+            *map(self._delete, list(self._gangs.values())), return_exceptions=True
+        )
+        for error in filter(None, ends):
+            raise error
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        close = getattr(self.executor, "close", None)
+        if close is not None:
+            await close()

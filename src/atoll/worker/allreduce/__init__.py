@@ -1,0 +1,3 @@
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+
+__all__ = ["ObjectStoreAllReduce"]

@@ -1,0 +1,3 @@
+from atoll.diloco.loop import DiLoCo, RoundReport
+
+__all__ = ["DiLoCo", "RoundReport"]

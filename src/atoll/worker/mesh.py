@@ -1,0 +1,3 @@
+from atoll.mesh.gate import mesh_status, mesh_wait
+
+__all__ = ["mesh_status", "mesh_wait"]

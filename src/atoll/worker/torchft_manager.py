@@ -1,0 +1,3 @@
+from atoll.diloco.torchft_manager import ObjectStoreManager
+
+__all__ = ["ObjectStoreManager"]

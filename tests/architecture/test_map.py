@@ -1,0 +1,37 @@
+"""The map for newcomers names files and functions that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "add-a-backend.md"]
+HOP = re.compile(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)(?::([A-Za-z_0-9.]+))?`")
+
+
+def hops() -> list[tuple[str, str]]:
+    return sorted({hop for page in PAGES for hop in HOP.findall(page.read_text())})
+
+
+@pytest.mark.parametrize(("file", "name"), hops(), ids=lambda part: str(part))
+def test_every_hop_exists(file: str, name: str) -> None:
+    if not name and (ROOT / file).exists():
+        return  # a file of the tests
+    if file in ("options.py", "render.py", "executor.py"):
+        assert (ROOT / "src/atoll/kubernetes" / file).exists()
+        return
+    assert (ROOT / "src/atoll" / file).exists(), f"there is no src/atoll/{file}"
+    dotted = "atoll." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+    place: object = importlib.import_module(dotted)
+    for part in name.split(".") if name else ():
+        place = getattr(place, part)
+
+
+def test_the_map_names_every_package() -> None:
+    page = PAGES[0].read_text()
+    packages = {p.parent.name for p in (ROOT / "src/atoll").glob("*/__init__.py")} - {"worker"}
+    assert {name for name in packages if f"`{name}`" not in page} == set()

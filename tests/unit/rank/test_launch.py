@@ -1,0 +1,140 @@
+"""What a rank runs and finds is the same on every backend, but for what is listed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.core.spec import RendezvousSpec, Source
+from atoll.core.status import Wish
+from atoll.kubernetes.render import rank_place as cluster_place
+from atoll.kubernetes.render import render_job
+from atoll.local.executor import rank_place as local_place
+from atoll.local.executor import render_gang
+from atoll.rank.launch import (
+    MEETING_VARIABLES,
+    Meeting,
+    RankLaunch,
+    RankPlace,
+    meeting_environment,
+    render_launch,
+)
+from tests.unit.kubernetes.kube import Options, training
+
+DIRECTORY = Path("/state/uid")
+# What a backend knows and another does not.
+OF_LOCAL = {"LOCAL_RANK"}
+OF_THE_CLUSTER = {"ATOLL_ATTEMPT"}  # locally the supervisor sets it, with what it alone knows
+DIFFERENT = {*MEETING_VARIABLES, "ATOLL_RENDEZVOUS_URI", "NODE_NAME"}
+
+
+def local_launch(**spec: Any) -> RankLaunch:
+    return render_launch(training(**spec), local_place(DIRECTORY))
+
+
+def cluster_launch(options: Options | None = None, **spec: Any) -> RankLaunch:
+    one = training(**spec)
+    return render_launch(one, cluster_place(one, options or Options()))
+
+
+def gang(base: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    return render_gang(
+        training(**spec),
+        Wish(version=1, size=3),
+        directory=DIRECTORY,
+        host="here",
+        rendezvous={},
+        base=base or {},
+    )
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static", "etcd-v2"])
+def test_local_and_cluster_ranks_find_the_same_variables(backend: Any) -> None:
+    spec = {
+        "rendezvous": RendezvousSpec(backend=backend),
+        "env": {"A": "1"},
+        "nccl_env": {"NCCL_DEBUG": "INFO", "A": "2"},
+    }
+    document = gang(**spec)
+    local = dict(document["env"]) | dict.fromkeys(document["rank_variables"], "0")
+    local |= meeting_environment(backend, Meeting("127.0.0.1", 4000, "127.0.0.1:2379"))
+    job = render_job(training(**spec), Wish(version=1, size=3), Options())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    cluster = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert set(local) - OF_LOCAL == set(cluster) - OF_THE_CLUSTER
+    values = {name: value for name, value in cluster.items() if value is not None}
+    assert values.items() - local.items() <= {(name, values.get(name)) for name in DIFFERENT}
+    assert local["A"] == values["A"] == "1"
+
+
+def test_what_the_user_has_set_stays_on_every_backend() -> None:
+    own = {"MASTER_ADDR": "10.0.0.1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    for launch in (local_launch(env=own), cluster_launch(env=own)):
+        assert own.items() <= launch.env.items()
+        assert not own.keys() & set(launch.later)
+
+
+def test_where_ranks_meet_is_never_inherited_from_the_control_plane() -> None:
+    inherited = dict.fromkeys(MEETING_VARIABLES, "of the control plane") | {"PATH": "/bin"}
+    document = gang(inherited, env={"MASTER_PORT": "7"})
+    assert document["env"]["PATH"] == "/bin"
+    assert {name for name in MEETING_VARIABLES if name in document["env"]} == {"MASTER_PORT"}
+    assert document["env"]["MASTER_PORT"] == "7"
+
+
+def test_what_is_known_later_is_everything_that_says_where_ranks_meet() -> None:
+    assert set(local_launch().later) == set(MEETING_VARIABLES)
+    assert set(meeting_environment("c10d", Meeting("m", 1))) == set(MEETING_VARIABLES)
+    assert cluster_launch().later == ()
+
+
+def test_the_endpoint_is_the_etcd_where_ranks_meet_there() -> None:
+    meeting = Meeting("m", 1, etcd="e:2379")
+    assert meeting_environment("etcd-v2", meeting)["BASILICA_RDZV_ENDPOINT"] == "e:2379"
+    assert meeting_environment("c10d", meeting)["BASILICA_RDZV_ENDPOINT"] == "m:1"
+
+
+PLACE = RankPlace(
+    python="py",
+    shell="ash",
+    source="/s",
+    packages=None,
+    has_atoll=False,
+    rendezvous_uri="",
+    meeting=None,
+)
+WITH_ATOLL = PLACE._replace(has_atoll=True, packages="/p")
+ENTRY = ("py", "-m", "atoll.rank.entrypoint")
+COMMANDS: dict[str, tuple[str, RankPlace, list[str]]] = {
+    "script": ("script", PLACE, ["py", "/s/code", "a"]),
+    "script with atoll": (
+        *("script", WITH_ATOLL),
+        [*ENTRY, "--from", "/home/me", "script", "/s/code", "a"],
+    ),
+    "function": ("function", PLACE, [*ENTRY, "function", "/s/code", "a"]),
+    "function with atoll": (
+        *("function", WITH_ATOLL),
+        [*ENTRY, "--from", "/home/me", "function", "/s/code", "a"],
+    ),
+    "shell": ("shell", WITH_ATOLL, ["ash", "/s/code", "a"]),
+}
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_code_that_was_shipped_is_run_by_its_kind(what: str) -> None:
+    kind, place, command = COMMANDS[what]
+    source = Source(kind=kind, content=b"x", filename="code", directory="/home/me")
+    spec = {"command": None, "source": source, "args": ["a"]}
+    assert render_launch(training(**spec), place).command == command
+
+
+def test_packages_are_installed_before_the_command_runs() -> None:
+    one = training(command=["run"], pip_packages=["einops>=0.8"])
+    assert render_launch(one, PLACE).command == [
+        *("sh", "-c", "py -m pip install --quiet 'einops>=0.8' && exec \"$@\"", "sh", "run"),
+    ]
+    assert render_launch(one, WITH_ATOLL).command == [
+        *("py", "-m", "atoll.rank.prepare", "/p", "einops>=0.8", "--", "run"),
+    ]

@@ -1,0 +1,269 @@
+"""How a launched gang lives and ends, on an executor that starts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from atoll.core import plan
+from atoll.core.errors import Permanent, Temporary, ValidationError
+from atoll.core.ports import Executor, Key
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
+from atoll.replicas import plane
+from atoll.replicas.surface import ReplicaSurface
+
+
+class FakeExecutor:
+    """Ranks run as soon as they are asked for, and end when they are asked to, or by `end`."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.wishes: dict[str, Wish] = {}
+        self.ended: dict[str, Exit] = {}
+        self.applies: list[Wish] = []
+        self.questions = 0
+        self.refusal: Callable[[Wish], Exception | None] = lambda wish: None
+        self.trouble: Exception | None = None
+        self.changed: asyncio.Queue[Key | Exception] = asyncio.Queue()
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        self.applies.append(wish)
+        error = self.trouble or self.refusal(wish)
+        if error is not None:
+            raise error
+        self.wishes[training.uid] = wish
+        if wish.size == 0:
+            self.ended[training.uid] = Exit(
+                code=143, at=time.time(), reason="Stopped", is_stopped=True
+            )
+        self.changed.put_nowait(training.key)
+
+    async def observe(self, training: Training) -> Seen:
+        self.questions += 1
+        if self.trouble is not None:
+            raise self.trouble
+        wish, ended = self.wishes.get(training.uid), self.ended.get(training.uid)
+        if wish is None:
+            return Seen()
+        rank = SeenRank(rank=0, state="exited" if ended else "running", started_at=1.0, exit=ended)
+        return Seen(ranks=[rank], wish=wish, is_supervised=ended is None)
+
+    async def release(self, training: Training) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+        self.wishes.pop(training.uid, None)
+        self.ended.pop(training.uid, None)
+
+    async def purge(self, training: Training) -> None:
+        await self.release(training)
+
+    async def changes(self) -> AsyncIterator[Key]:
+        while True:
+            news = await self.changed.get()
+            if isinstance(news, Exception):
+                raise news
+            yield news
+
+    async def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        for line in ():
+            yield line
+
+
+class Library(ReplicaSurface):
+    backend_name = "fake"
+    stop_grace_s = 0.5
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        self.fake = executor
+
+    def make_executor(self) -> Executor:
+        return self.fake
+
+    def trainings(self) -> list[Training]:
+        return list(self._plane.call(self._plane.store.list()))
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "STALE_S", 0.05)
+    monkeypatch.setattr(plane, "AFTER_GRACE_S", 0.5)
+
+
+def test_what_the_executor_will_never_do_ends_the_gang_with_its_words() -> None:
+    """As in the control plane: it is tried once, and the training has failed."""
+
+    class Forgetful(FakeExecutor):
+        async def observe(self, training: Training) -> Seen:
+            return Seen()  # so it is asked a second time
+
+    fake = Forgetful()
+    fake.refusal = lambda wish: Permanent("403 forbidden") if len(fake.applies) > 1 else None
+    with Library(fake) as library:
+        handles = library.launch_replicas(2, "os")
+        reports = library.collect(handles, timeout=20)
+        assert [report["status"] for report in reports] == ["failed", "failed"]
+        assert ["403 forbidden" in report["error"] for report in reports] == [True, True]
+        assert [library.poll(handle) for handle in handles] == ["failed", "failed"]
+        assert len(fake.applies) == 2
+
+
+def test_a_launch_that_is_refused_for_good_raises_and_leaves_nothing() -> None:
+    fake = FakeExecutor()
+    fake.refusal = lambda wish: Permanent("no such cluster") if wish.size else None
+    with Library(fake) as library:
+        with pytest.raises(Permanent, match="no such cluster"):
+            library.launch_replicas(1, "os")
+        assert library.trainings() == []
+
+
+def test_a_launch_is_tried_again_while_the_backend_is_away_for_a_moment() -> None:
+    fake = FakeExecutor()
+    away = Temporary("starting up", retry_after_s=0.0)
+    fake.refusal = lambda wish: away if len(fake.applies) < 3 else None
+    with Library(fake) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        until(lambda: library.poll(handle) == "running")
+        assert len(fake.applies) == 3
+
+
+def test_a_launch_gives_up_on_a_backend_that_stays_away_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plane, "LAUNCH_PATIENCE_S", 0.1)
+    fake = FakeExecutor()
+    fake.trouble = Temporary("cannot be reached", retry_after_s=0.01)
+    with Library(fake) as library:
+        with pytest.raises(Temporary, match="cannot be reached"):
+            library.launch_replicas(1, "os")
+        fake.trouble = None
+        until(lambda: library.trainings() == [])
+        assert fake.wishes == {}
+
+
+def test_bad_input_is_refused_before_anything_is_asked_for() -> None:
+    class Choosy(FakeExecutor):
+        def check(self, spec: TrainingSpec) -> None:
+            raise ValidationError("gpu", spec.resources.gpu_models, "expected a model we have")
+
+    with Library(Choosy()) as library:
+        with pytest.raises(ValidationError, match="gpu"):
+            library.launch_replicas(1, "os", gpu="RTX")
+        assert library.trainings() == []
+        assert library.fake.applies == []
+        assert library.fake.questions == 0
+
+
+def test_an_interrupted_launch_leaves_nothing() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    class Interrupting(FakeExecutor):
+        async def apply(self, training: Training, wish: Wish) -> None:
+            await super().apply(training, wish)
+            if wish.size:
+                signal.pthread_kill(main, signal.SIGINT)
+                await asyncio.sleep(0.05)  # the launch is not over yet
+
+    with Library(Interrupting()) as library:
+        with pytest.raises(KeyboardInterrupt):
+            library.launch_replicas(1, "os")
+        assert library.trainings() == []
+        assert library.fake.wishes == {}
+
+
+def test_a_refused_cancel_raises_and_is_tried_again_unasked() -> None:
+    fake = FakeExecutor()
+    fake.refusal = lambda wish: Permanent("403 forbidden") if wish.size == 0 else None
+    with Library(fake) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        until(lambda: library.poll(handle) == "running")
+        with pytest.raises(Permanent, match="403"):
+            library.cancel(handle)
+        (report,) = library.collect([handle], timeout=0)
+        assert report["status"] == "running"
+        fake.refusal = lambda wish: None
+        (report,) = _collected(library, handle)
+        assert report["status"] == "cancelled"
+        library.cancel(handle)
+
+
+def _collected(library: Library, handle: Any) -> list[dict[str, Any]]:
+    """Collecting raises while the last pass over the gang was refused."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return library.collect([handle], timeout=20)
+        except Permanent:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_asking_how_it_is_asks_nothing_of_the_backend() -> None:
+    fake = FakeExecutor()
+    with Library(fake) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        until(lambda: library.poll(handle) == "running")
+        fake.trouble = AssertionError("asked")
+        for _ in range(100):
+            assert library.poll(handle) == "running"
+        fake.trouble = None
+
+
+def test_closing_ends_what_was_launched_and_says_so_afterwards() -> None:
+    fake = FakeExecutor()
+    library = Library(fake)
+    (handle,) = library.launch_replicas(1, "os")
+    until(lambda: library.poll(handle) == "running")
+    library.close()
+    assert fake.wishes == {}
+    assert library.poll(handle) == "cancelled"
+
+
+def test_a_close_that_the_backend_refuses_raises_and_can_be_repeated() -> None:
+    fake = FakeExecutor()
+    library = Library(fake)
+    library.launch_replicas(1, "os")
+    fake.trouble = Permanent("403 forbidden")
+    with pytest.raises(Permanent, match="403"):
+        library.close()
+    assert fake.wishes
+    fake.trouble = None
+    library.close()
+    assert fake.wishes == {}
+
+
+def test_waiting_ends_when_the_gangs_can_no_longer_be_followed() -> None:
+    fake = FakeExecutor()
+    with Library(fake) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        until(lambda: library.poll(handle) == "running")
+        library._plane.call(fake.changed.put(RuntimeError("the watch broke")))
+        with pytest.raises(Permanent, match="the watch broke"):
+            library.collect([handle], timeout=20)
+        with pytest.raises(Permanent, match="the watch broke"):
+            library.poll(handle)
+        with pytest.raises(Permanent, match="the watch broke"):
+            library.launch_replicas(1, "os")
+    assert fake.wishes == {}
