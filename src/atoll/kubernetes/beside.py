@@ -37,7 +37,7 @@ from atoll.kubernetes.parts import (
     render_etcd_service,
     trouble_of,
 )
-from atoll.kubernetes.patch import is_held, render_begun
+from atoll.kubernetes.patch import is_held, render_unhold
 from atoll.kubernetes.pod import BROKEN, HOPELESS, Pod
 from atoll.kubernetes.render import etcd_name, owner_of, reference_to
 from atoll.mesh.etcd import EtcdKeys
@@ -211,7 +211,7 @@ class Beside:
         etcd = [pod for pod in pods if pod.part == ETCD]
         bench = [pod for pod in pods if pod.part == BENCH]
         if job is not None and is_held(job) and answering(etcd) is not None:
-            seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_begun(job)))
+            seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_unhold(job)))
         if seen.wish is None or seen.wish.size == 0:
             return self._look_at_bench(training, newest, bench, seen, now)
         is_ending = training.is_cancelling or bool(training.status.failing)
@@ -302,7 +302,7 @@ class Beside:
     ) -> Seen:
         if training.spec.bench.mode == "off":
             return seen
-        placed = None if seen.wish is None else members(newest, seen.wish)
+        agents = None if seen.wish is None else members(newest, seen.wish)
         asked_at = self._benches.get(training.uid)
         bench = read_bench(
             training,
@@ -311,7 +311,7 @@ class Beside:
             self._options,
             now,
             made_at=asked_at,
-            are_ranks_placed=placed is not None,
+            are_ranks_placed=agents is not None,
         )
         seen = replace(seen, bench=bench)
         if asked_at is None and all(pod.is_leaving for pod in pods):

@@ -32,7 +32,7 @@ from atoll.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.kubernetes.options import ClusterOptions, KubernetesOptions
 from atoll.kubernetes.patch import render_released, render_resize
 from atoll.kubernetes.pod import Pod, part_of
-from atoll.kubernetes.read import finished, is_told_by_pods, look, wish_of
+from atoll.kubernetes.read import finished, is_unchanged, look, wish_of
 from atoll.kubernetes.render import gang_name, owner_of, render_job
 from atoll.kubernetes.trouble import Hosts, Troubles
 
@@ -81,7 +81,7 @@ class KubernetesBackend:
         self._last: dict[str, Json] = {}  # Jobs as last read without the copy
         self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
-        self._noted: set[Key] = set()  # large gangs that are to be told of in a moment
+        self._delayed: set[Key] = set()  # large gangs that are to be told of in a moment
         self._troubles = Troubles(self.cluster)
         self._beside = Beside(
             self.cluster, self.options, self._changed.put_nowait, is_owner=is_owner
@@ -137,10 +137,10 @@ class KubernetesBackend:
         beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         silent = self._hosts.follow(training.key, pods)
-        found = look(training, job, pods, self.options, now, trouble.text, silent)
-        seen = replace(found.seen, again_in_s=sooner(found.seen.again_in_s, trouble.again_in_s))
-        seen = await self._troubles.explain(training, seen, found.newest, now)
-        return self._beside.look(training, job, found.newest, beside, seen, now)
+        view = look(training, job, pods, self.options, now, trouble.text, silent)
+        seen = replace(view.seen, again_in_s=sooner(view.seen.again_in_s, trouble.again_in_s))
+        seen = await self._troubles.explain(training, seen, view.newest, now)
+        return self._beside.look(training, job, view.newest, beside, seen, now)
 
     async def perform(self, training: Training, chore: Chore) -> None:
         await self._chores.perform(training, chore)
@@ -187,10 +187,10 @@ class KubernetesBackend:
             task.add_done_callback(self._note_end)
         try:
             while True:
-                found = await self._changed.get()
-                if isinstance(found, BaseException):
-                    raise found
-                yield found
+                change = await self._changed.get()
+                if isinstance(change, BaseException):
+                    raise change
+                yield change
         finally:
             for task in tasks:
                 task.remove_done_callback(self._note_end)
@@ -240,12 +240,12 @@ class KubernetesBackend:
         if await self._is_fresh(training):
             return self._jobs.of(training.uid).get(gang_name(training))
         try:
-            found = await self.cluster.get("jobs", *self._place(training))
+            job = await self.cluster.get("jobs", *self._place(training))
         except NotFound:
             self._last.pop(training.uid, None)
             return None
-        self._last[training.uid] = found
-        return found
+        self._last[training.uid] = job
+        return job
 
     async def _find(self, training: Training) -> tuple[Json | None, list[Json]]:
         """The Job and its pods, from the copy if that is up to date."""
@@ -253,11 +253,11 @@ class KubernetesBackend:
             job = self._jobs.of(training.uid).get(gang_name(training))
             return job, list(self._pods.of(training.uid).values())
         namespace, _ = self._place(training)
-        listed = await self.cluster.list("pods", namespace, labels=_of(training))
+        pods = await self.cluster.list("pods", namespace, labels=_of(training))
         before = self._last.get(training.uid)
-        if before is not None and is_told_by_pods(before, listed.items):
-            return before, listed.items
-        return await self._job(training), listed.items
+        if before is not None and is_unchanged(before, pods.items):
+            return before, pods.items
+        return await self._job(training), pods.items
 
     async def _is_fresh(self, training: Training) -> bool:
         return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
@@ -276,10 +276,10 @@ class KubernetesBackend:
 
     async def _resize(self, training: Training, wish: Wish, job: Json) -> None:
         namespace, name = self._place(training)
-        before, kept = job["spec"]["completions"], wish_of(job)
-        if kept is None:
+        before, current = job["spec"]["completions"], wish_of(job)
+        if current is None:
             raise Temporary(f"the Job {name} is being deleted", retry_after_s=0.5)
-        if wish.version < kept.version:
+        if wish.version < current.version:
             return
         if wish.size > before:
             if reason := finished(job):  # the next look tells that it is closed
@@ -320,13 +320,13 @@ class KubernetesBackend:
         ranks = len(self._pods.of(labels.get(UID, "")))
         if ranks <= FEW:
             self._changed.put_nowait(key)
-        elif key not in self._noted:
-            self._noted.add(key)
+        elif key not in self._delayed:
+            self._delayed.add(key)
             pause_s = min(ranks * PAUSE_A_RANK_S, 1.0)
             asyncio.get_running_loop().call_later(pause_s, self._tell, key)
 
     def _tell(self, key: Key) -> None:
-        self._noted.discard(key)
+        self._delayed.discard(key)
         self._changed.put_nowait(key)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:

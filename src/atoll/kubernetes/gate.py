@@ -51,7 +51,7 @@ def render_gate(gang: str, rank: Json) -> Json:
     limits = (rank.get("resources") or {}).get("limits") or {}
     amounts = {name: value for name, value in limits.items() if name in ("cpu", "memory")}
     started = {"configMapKeyRef": {"name": gang, "key": OPEN, "optional": True}}
-    made: Json = {
+    container: Json = {
         "name": GATE,
         "image": rank["image"],
         "command": ["sh", "-c", WAIT],
@@ -60,8 +60,8 @@ def render_gate(gang: str, rank: Json) -> Json:
         "volumeMounts": [{"name": GATE, "mountPath": FOLDER, "readOnly": True}],
     }
     if amounts:
-        made["resources"] = {"requests": amounts, "limits": amounts}
-    return made | {f: rank[f] for f in ("imagePullPolicy", "securityContext") if f in rank}
+        container["resources"] = {"requests": amounts, "limits": amounts}
+    return container | {f: rank[f] for f in ("imagePullPolicy", "securityContext") if f in rank}
 
 
 def render_gate_volume() -> Json:
@@ -85,8 +85,8 @@ def render_start() -> Json:
 
 
 def opened_at(job: Json | None) -> float | None:
-    noted = ((job or {}).get("metadata", {}).get("annotations") or {}).get(GATE_OPENED)
-    return float(noted) if noted else None
+    text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(GATE_OPENED)
+    return float(text) if text else None
 
 
 def is_open(job: Json | None) -> bool:

@@ -123,14 +123,14 @@ def address(pod: Pod) -> str:
 def trouble_of(deployment: Json) -> str:
     """Why its pod cannot be made (quota, admission), as far as that is known."""
     conditions = deployment.get("status", {}).get("conditions") or ()
-    said = (c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure")
-    return next(said, "")
+    messages = (c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure")
+    return next(messages, "")
 
 
 def etcd_words(pods: list[Pod], trouble: str = "") -> str:
     """What a held Job waits for."""
-    told = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
-    waits = next(told, "" if pods else trouble)
+    reasons = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
+    waits = next(reasons, "" if pods else trouble)
     return f"waits for its etcd{f': {waits}' if waits else ''}"
 
 
@@ -199,15 +199,15 @@ def render_bench(
 def _affinity(training: Training, options: KubernetesOptions) -> Json:
     """The ranks' own rules about nodes, and where the two lie to them and to each other."""
     own = affinity(training, options) or {}
-    made = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
+    rules = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
     apart = _term({UID: training.uid, PART: BENCH})
     near = _term(ranks_of(training))
     if training.spec.bench.placement == "strict":
-        return {**made, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [apart]}}
-    made["podAntiAffinity"] = {PREFERRED: [{"weight": APART, "podAffinityTerm": apart}]}
+        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [apart]}}
+    rules["podAntiAffinity"] = {PREFERRED: [{"weight": APART, "podAffinityTerm": apart}]}
     if not has_floor(training.spec):
-        made["podAffinity"] = {PREFERRED: [{"weight": NEAR, "podAffinityTerm": near}]}
-    return made
+        rules["podAffinity"] = {PREFERRED: [{"weight": NEAR, "podAffinityTerm": near}]}
+    return rules
 
 
 def _term(labels: dict[str, str]) -> Json:
@@ -283,5 +283,5 @@ def _bench_words(pod: Pod, now: float) -> str:
     if not pod.is_over:
         return pod.waits_for
     ended = pod.exit(is_stopped=False, now=now)
-    said = ended.log_tail[-1] if ended.log_tail else ended.message
-    return f"the pod on {pod.node} ended with {ended.reason}: {said or f'exit code {ended.code}'}"
+    words = ended.log_tail[-1] if ended.log_tail else ended.message
+    return f"the pod on {pod.node} ended with {ended.reason}: {words or f'exit code {ended.code}'}"

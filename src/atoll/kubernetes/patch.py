@@ -57,7 +57,7 @@ def is_held(job: Json | None) -> bool:
     return HELD in ((job or {}).get("metadata", {}).get("annotations") or {})
 
 
-def render_begun(before: Json) -> Json:
+def render_unhold(before: Json) -> Json:
     """A merge patch that holds a Job no longer. One in a queue is let go by that."""
     patch: Json = {"metadata": {"annotations": {HELD: None}}}
     if QUEUE not in before["metadata"].get("labels", {}):
@@ -111,8 +111,8 @@ def render_stopped(now: float) -> Json:
 
 
 def yielded_at(job: Json) -> float | None:
-    noted = (job["metadata"].get("annotations") or {}).get(YIELDED)
-    return float(noted) if noted else None
+    text = (job["metadata"].get("annotations") or {}).get(YIELDED)
+    return float(text) if text else None
 
 
 def render_lost(node: str | None) -> Json:
@@ -127,6 +127,6 @@ def _as_read(before: Json, annotations: Json | None = None) -> Json:
 
 
 def _shrunk(before: Json, size: int, now: float) -> dict[str, str]:
-    noted = (before["metadata"].get("annotations") or {}).get(SHRINKS, "[]")
-    shrinks = [*msgspec.json.decode(noted), [size, round(now, 3)]][-SHRINKS_KEPT:]
+    text = (before["metadata"].get("annotations") or {}).get(SHRINKS, "[]")
+    shrinks = [*msgspec.json.decode(text), [size, round(now, 3)]][-SHRINKS_KEPT:]
     return {SHRINKS: msgspec.json.encode(shrinks).decode()}

@@ -147,8 +147,8 @@ class Pod:
     def is_ending(self, now: float) -> bool:
         """Its rank has ended, which its kubelet will say of the pod in a moment."""
         at = when((self.state.get("terminated") or {}).get("finishedAt"))
-        is_said = self.status.get("phase") in ("Succeeded", "Failed") or self.is_leaving
-        return at is not None and not is_said and now < at + LATE_S
+        is_reported = self.status.get("phase") in ("Succeeded", "Failed") or self.is_leaving
+        return at is not None and not is_reported and now < at + LATE_S
 
     @property
     def started_at(self) -> float | None:
@@ -229,18 +229,20 @@ class Pod:
     @property
     def _waiting(self) -> tuple[Json, str]:
         """Why the container whose turn it is waits, and its image."""
-        found: Json = {}
+        waiting: Json = {}
         if "running" in self.state:  # a sidecar that comes and goes is no matter of the rank's
-            return found, ""
+            return waiting, ""
         for status in (*self._before, self.container):
-            found = (status.get("state") or {}).get("waiting") or found
-            if found.get("reason", "PodInitializing") != "PodInitializing":
-                return found, self._image_of(status["name"])
-        return found, ""
+            waiting = (status.get("state") or {}).get("waiting") or waiting
+            if waiting.get("reason", "PodInitializing") != "PodInitializing":
+                return waiting, self._image_of(status["name"])
+        return waiting, ""
 
     def _image_of(self, name: str) -> str:
-        made = [*self.spec.get("initContainers", ()), *self.spec.get("containers", ())]
-        return next((str(c.get("image", "")) for c in made if c.get("name", name) == name), "")
+        containers = [*self.spec.get("initContainers", ()), *self.spec.get("containers", ())]
+        return next(
+            (str(c.get("image", "")) for c in containers if c.get("name", name) == name), ""
+        )
 
     @property
     def waits_for(self) -> str:
@@ -315,11 +317,11 @@ class Pod:
         if native == "OOMKilled" and ended.get("exitCode") != 0:
             return RankEnd.OOM_KILLED, ""
         if native in ("StartError", "ContainerCannotRun"):
-            said = " ".join(str(ended.get("message", "")).split())
-            if self._is_recorder and '"sh"' in said:
-                said += f" ({NO_SHELL})"
-            is_missing = "not found" in said or "no such file" in said
-            return RankEnd.COMMAND_NOT_FOUND if is_missing else RankEnd.CANNOT_RUN, said
+            message = " ".join(str(ended.get("message", "")).split())
+            if self._is_recorder and '"sh"' in message:
+                message += f" ({NO_SHELL})"
+            is_missing = "not found" in message or "no such file" in message
+            return RankEnd.COMMAND_NOT_FOUND if is_missing else RankEnd.CANNOT_RUN, message
         if native == "ContainerStatusUnknown" or not ended:
             return RankEnd.UNKNOWN, str(ended.get("message") or self.status.get("message", ""))
         code = ended.get("exitCode", 0)
@@ -329,10 +331,10 @@ class Pod:
 
     def _gate_trouble(self) -> str:
         image = (self.spec.get("containers") or [{}])[0].get("image", "")
-        said = " ".join(str(self._gate_end.get("message", "")).split())
+        message = " ".join(str(self._gate_end.get("message", "")).split())
         return (
             f"the start gate needs sh and sleep, and cannot run in the image {image} "
-            f"({said or f'exit code {self._gate_code}'}); "
+            f"({message or f'exit code {self._gate_code}'}); "
             "the executor option is_start_gated=False does without it"
         )
 

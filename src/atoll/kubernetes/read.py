@@ -52,12 +52,12 @@ WAITING_EVERY_S = 30.0
 LOST_EVERY_S, LEAVING_EVERY_S = 1.0, 5.0
 
 
-class Look(NamedTuple):
+class GangView(NamedTuple):
     seen: Seen
-    told: list[Pod]  # leaving, and nothing to learn of them that is not in `seen`: they may go
+    may_go: list[Pod]  # leaving, and nothing to learn of them that is not in `seen`: they may go
     leaving: list[Pod]  # taken away while they ran: their logs go with them
     lost: list[Pod]  # on nodes that do not answer, given up by the cluster
-    is_more: bool  # some exits are told in the next look
+    has_more: bool  # some exits are reported in the next look
     half: list[Pod]  # hold room for fewer than `min` ranks, for too long
     gate: StartGate
     newest: list[Pod]  # the last one of each rank
@@ -67,11 +67,11 @@ def wish_of(job: Json | None) -> Wish | None:
     """The wish a Job carries out, or None where there is no such Job, or it is going."""
     if job is None or "deletionTimestamp" in job["metadata"] or is_released(job):
         return None
-    noted = (job["metadata"].get("annotations") or {}).get(WISH)
-    return decode(noted, Wish) if noted else None
+    text = (job["metadata"].get("annotations") or {}).get(WISH)
+    return decode(text, Wish) if text else None
 
 
-def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
+def is_unchanged(job: Json, manifests: Iterable[Json]) -> bool:
     """Whether a Job read earlier must still be as it was: each rank has its pod, and no other."""
     wish = wish_of(job)
     if wish is None or job["spec"].get("suspend") or is_grace_unknown(job):
@@ -96,7 +96,7 @@ def look(
     now: float,
     trouble: str = "",
     silent: Collection[str] = (),
-) -> Look:
+) -> GangView:
     """`trouble` is what the Job controller says when it cannot make pods.
 
     `silent` are addresses of nodes that have stopped answering.
@@ -111,17 +111,17 @@ def look(
     shrinks = _shrinks(job)
     newest = [_newest(mine) for rank, mine in pods.items() if wish is None or rank < wish.size]
     gate = read_gate(training, job, wish, newest, now)
-    ranks, told, leaving, lost, is_more = [], [], [], [], False
+    ranks, may_go, leaving, lost, has_more = [], [], [], [], False
     for rank, mine in sorted(pods.items()):
         mine.sort(key=_age)
-        shown, later = _next_told(mine, known.get(rank), now)
-        told += [p for p in mine if p not in later and _may_go(p, now)]
+        pod, later = _pod_to_report(mine, known.get(rank), now)
+        may_go += [p for p in mine if p not in later and _may_go(p, now)]
         leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
         lost += [p for p in mine if p.is_lost(now)]
-        is_more = is_more or bool(later)
-        if not _is_nothing(shown, now):
-            ranks.append(_rank(shown, _is_asked(shown, job, shrinks, now), gate, now, silent))
-    lost_unseen = list(given_up(training, job, wish, pods, known, now))
+        has_more = has_more or bool(later)
+        if not _is_nothing(pod, now):
+            ranks.append(_rank(pod, _is_asked(pod, job, shrinks, now), gate, now, silent))
+    lost_unseen = list(vanished_ranks(training, job, wish, pods, known, now))
     ranks += lost_unseen
     for rank in {*range(wish.size if wish else 0)} - {r.rank for r in lost_unseen}:
         if rank not in pods and (rank not in known or known[rank].attempt < 0):
@@ -139,70 +139,70 @@ def look(
         gate_opened_at=started_at if gate.opened_at is None else gate.opened_at,
     )
     fault = _fault(training, newest, options, now) or _unstarted(training, job, seen)
-    found = Look(
+    view = GangView(
         seen=replace(seen, fault=fault),
-        told=told,
+        may_go=may_go,
         leaving=leaving,
         lost=lost,
-        is_more=is_more,
+        has_more=has_more,
         half=_half(training, newest, options, now, _idle_since(job, gate, newest, trouble)),
         gate=gate,
         newest=newest,
     )
-    found = found._replace(seen=_giving_way(found.seen, job, options, now))
-    chores = (*_chores_of_pods(found), *_chores_of_job(training, job, found, options, now))
-    again_in_s = sooner(found.seen.again_in_s, _again_in_s(found, options))
-    return found._replace(seen=replace(found.seen, chores=chores, again_in_s=again_in_s))
+    view = view._replace(seen=_giving_way(view.seen, job, options, now))
+    chores = (*_chores_of_pods(view), *_chores_of_job(training, job, view, options, now))
+    again_in_s = sooner(view.seen.again_in_s, _again_in_s(view, options))
+    return view._replace(seen=replace(view.seen, chores=chores, again_in_s=again_in_s))
 
 
-def _chores_of_pods(found: Look) -> Iterator[Chore]:
-    if found.leaving:
-        yield KeepLogs(pods=tuple(found.leaving), ranks=len(found.seen.ranks))
-    if found.lost:
-        yield GiveUp(pods=tuple(found.lost))
-    if found.told:
-        yield LetGo(pods=tuple(found.told))
+def _chores_of_pods(view: GangView) -> Iterator[Chore]:
+    if view.leaving:
+        yield KeepLogs(pods=tuple(view.leaving), ranks=len(view.seen.ranks))
+    if view.lost:
+        yield GiveUp(pods=tuple(view.lost))
+    if view.may_go:
+        yield LetGo(pods=tuple(view.may_go))
 
 
 def _chores_of_job(
-    training: Training, job: Json | None, found: Look, options: KubernetesOptions, now: float
+    training: Training, job: Json | None, view: GangView, options: KubernetesOptions, now: float
 ) -> Iterator[Chore]:
     """For one that is there, and is to go on."""
-    wish = found.seen.wish
+    wish = view.seen.wish
     if job is None or wish is None:
         return
-    if found.half and yielded_at(job) is None:
-        yield MarkStopped(pods=tuple(found.half))
+    if view.half and yielded_at(job) is None:
+        yield MarkStopped(pods=tuple(view.half))
         yield PatchJob(why="half a gang gives way", patch=render_yield(job, now))
-    if found.gate.is_due:
+    if view.gate.is_due:
         # The decision first: what of the rest is left undone, the next look asks for.
         yield PatchJob(why="the start gate opens", patch=render_opened(now))
-    if found.gate.held:
-        yield OpenGate(pods=tuple(found.gate.held))
+    if view.gate.held:
+        yield OpenGate(pods=tuple(view.gate.held))
     if finished(job):
         return
-    if patch := _deadline(training, job, found.seen.gate_opened_at, options):
+    if patch := _deadline(training, job, view.seen.gate_opened_at, options):
         yield PatchJob(why="its deadline counts from when ranks were let go", patch=patch)
     name = gang_name(training)
     # The source, if there is one, is with the controller only while it applies a wish.
-    if training.spec.source is None and any(pod.misses(name) for pod in found.newest):
+    if training.spec.source is None and any(pod.misses(name) for pod in view.newest):
         yield RestoreObjects(wish=wish, job=job)
-    if not found.half and (patch := render_size_restored(job, wish)):
+    if not view.half and (patch := render_size_restored(job, wish)):
         yield PatchJob(why="somebody has changed its size", patch=patch)
     if _waits_for_room(job, options, now) == 0.0 and wish.size > 0:
         yield PatchJob(why="a gang that gave way tries again", patch=render_return(job))
 
 
-def _again_in_s(found: Look, options: KubernetesOptions) -> float | None:
+def _again_in_s(view: GangView, options: KubernetesOptions) -> float | None:
     """Timeouts are looked at when they pass, though nothing in the cluster changes."""
-    times = [found.gate.due_in_s]
-    if found.is_more:
+    times = [view.gate.due_in_s]
+    if view.has_more:
         times.append(0.0)
-    if any(rank.state == "waiting" for rank in found.seen.ranks):
+    if any(rank.state == "waiting" for rank in view.seen.ranks):
         limits = (options.image_timeout_s, options.gang_timeout_s or WAITING_EVERY_S)
         times.append(min(*limits, WAITING_EVERY_S))
-    if found.lost or found.leaving:
-        times.append(LOST_EVERY_S if found.lost else LEAVING_EVERY_S)
+    if view.lost or view.leaving:
+        times.append(LOST_EVERY_S if view.lost else LEAVING_EVERY_S)
     return sooner(*times)
 
 
@@ -240,7 +240,7 @@ def _unstarted(training: Training, job: Json | None, seen: Seen) -> str:
     return f"no rank could start within {job['spec'].get('activeDeadlineSeconds')} s"
 
 
-def _next_told(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
+def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
     """Which of a rank's pods is told of in this look, and which only after that."""
     news = [p for p in pods if not _is_recorded(p, known) and not _is_nothing(p, now)]
     for at, pod in enumerate(news):
@@ -308,8 +308,8 @@ def _may_go(pod: Pod, now: float) -> bool:
 
 
 def _shrinks(job: Json | None) -> list[tuple[int, float]]:
-    noted = ((job or {}).get("metadata", {}).get("annotations") or {}).get(SHRINKS, "[]")
-    return [(size, at) for size, at in msgspec.json.decode(noted)]
+    text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(SHRINKS, "[]")
+    return [(size, at) for size, at in msgspec.json.decode(text)]
 
 
 def _is_asked(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> bool:
@@ -333,10 +333,10 @@ def _is_asked(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now:
 def _is_suspended(pod: Pod, job: Json, ended_at: float) -> bool:
     """Whether it went because its Job was suspended: Kueue took the quota back, or a user did."""
     conditions = job.get("status", {}).get("conditions") or ()
-    told: Json = next((c for c in conditions if c["type"] == "Suspended"), {})
-    since = when(told.get("lastTransitionTime")) or 0.0
+    suspension: Json = next((c for c in conditions if c["type"] == "Suspended"), {})
+    since = when(suspension.get("lastTransitionTime")) or 0.0
     if job["spec"].get("suspend"):
-        return told.get("status") != "True" or ended_at >= since - CLOCK_SKEW_S
+        return suspension.get("status") != "True" or ended_at >= since - CLOCK_SKEW_S
     return pod.created_at < since  # of resuming: it is from before the pause
 
 
@@ -397,14 +397,14 @@ def _half(
 
 def indexes(text: str) -> set[int]:
     """`1,3-5` is 1, 3, 4, 5."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
-def given_up(
+def vanished_ranks(
     training: Training,
     job: Json | None,
     wish: Wish | None,

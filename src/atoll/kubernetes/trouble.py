@@ -56,8 +56,8 @@ class Hosts:
 
     def follow(self, key: Key, pods: Iterable[Json]) -> Collection[str]:
         """These are the pods of the training now. The addresses of silent nodes are returned."""
-        found = (p for p in map(Pod, pods) if "running" in p.state)
-        addresses = frozenset(p.address for p in found if p.address)
+        running = (p for p in map(Pod, pods) if "running" in p.state)
+        addresses = frozenset(p.address for p in running if p.address)
         if self._port is None or self._of.get(key, frozenset()) == addresses:
             return self._silent
         self._of[key] = addresses
@@ -119,12 +119,12 @@ class Troubles:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._heard: dict[str, tuple[float, str]] = {}
+        self._pod_errors: dict[str, tuple[float, str]] = {}
         self._stuck: dict[str, tuple[float, str]] = {}
         self._refused: dict[str, str] = {}
 
     def forget(self, uid: str) -> None:
-        self._heard.pop(uid, None)
+        self._pod_errors.pop(uid, None)
         self._stuck.pop(uid, None)
         self._refused.pop(uid, None)
 
@@ -145,17 +145,17 @@ class Troubles:
         if job["spec"].get("suspend") or finished(job):
             return Trouble()
         if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
-            self._heard.pop(training.uid, None)
+            self._pod_errors.pop(training.uid, None)
             return Trouble()
-        asked_at, text = self._heard.setdefault(training.uid, (now, ""))
+        asked_at, text = self._pod_errors.setdefault(training.uid, (now, ""))
         left_s = asked_at + TROUBLE_AFTER_S - now
         if left_s > 0:
             return Trouble(text, left_s)
         fields = f"involvedObject.uid={job['metadata']['uid']},reason=FailedCreate"
         namespace = job["metadata"]["namespace"]
-        listed = await self._cluster.list("events", namespace, fields=fields)
-        text = listed.items[-1].get("message", "") if listed.items else ""
-        self._heard[training.uid] = (now, text)
+        events = await self._cluster.list("events", namespace, fields=fields)
+        text = events.items[-1].get("message", "") if events.items else ""
+        self._pod_errors[training.uid] = (now, text)
         return Trouble(text, TROUBLE_AFTER_S)
 
     async def explain(self, training: Training, seen: Seen, newest: list[Pod], now: float) -> Seen:
@@ -175,8 +175,8 @@ class Troubles:
 
     async def _ask(self, pod: Pod) -> str:
         fields = f"involvedObject.uid={pod.metadata['uid']},type=Warning"
-        listed = await self._cluster.list("events", pod.metadata["namespace"], fields=fields)
-        return " ".join(listed.items[-1].get("message", "").split()) if listed.items else ""
+        events = await self._cluster.list("events", pod.metadata["namespace"], fields=fields)
+        return " ".join(events.items[-1].get("message", "").split()) if events.items else ""
 
 
 def _with_words(seen: Seen, pods: set[str], text: str) -> Seen:
