@@ -56,9 +56,11 @@ class Archive:
     async def lines(self, namespace: str, uid: str, rank: int) -> list[str]:
         """Of all attempts of that rank that were taken away, oldest first."""
         labels = f"{UID}={uid},{LOG_OF}={rank}"
-        listed = await self._cluster.list("configmaps", namespace, labels=labels)
-        kept = sorted(listed.items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
-        return [line for item in kept for line in split_lines(item["data"]["log"])]
+        configmaps = await self._cluster.list("configmaps", namespace, labels=labels)
+        oldest_first = sorted(
+            configmaps.items, key=lambda item: str(item["metadata"]["creationTimestamp"])
+        )
+        return [line for item in oldest_first for line in split_lines(item["data"]["log"])]
 
     async def drop(self, namespace: str, uid: str) -> None:
         await self._cluster.delete_all("configmaps", namespace, labels=f"{UID}={uid},{LOG_OF}")

@@ -148,8 +148,8 @@ class PodKeeper:
         await gather(AT_ONCE, [self._let_go(pod) for pod in pods if pod.is_held])
 
     async def let_all_go(self, namespace: str, labels: str) -> None:
-        listed = await self._cluster.list("pods", namespace, labels=labels)
-        await self.let_go(map(Pod, listed.items))
+        pods = await self._cluster.list("pods", namespace, labels=labels)
+        await self.let_go(map(Pod, pods.items))
 
     async def sweep(
         self,
@@ -162,12 +162,12 @@ class PodKeeper:
         Those of another control plane are left to it: their trainings are not known here.
         """
         own = f"!{PLANE}" if plane is None else f"{PLANE}={plane}"
-        listed = await self._cluster.list("pods", namespace, labels=f"{SELECTOR},{own}")
-        held = [pod for pod in map(Pod, listed.items) if pod.is_held]
+        pods = await self._cluster.list("pods", namespace, labels=f"{SELECTOR},{own}")
+        held = [pod for pod in map(Pod, pods.items) if pod.is_held]
         if held:
             # Asked after the pods, so that none of a new training is taken for a stray.
-            kept = await known()
-            await self.let_go(p for p in held if p.metadata["labels"].get(UID) not in kept)
+            known_uids = await known()
+            await self.let_go(p for p in held if p.metadata["labels"].get(UID) not in known_uids)
 
     async def give_up(self, pods: Iterable[Pod]) -> None:
         """Failed on record, as the cluster does once a node is removed; then they are replaced."""

@@ -63,12 +63,12 @@ _KEEPALIVE = [
 ]
 
 
-class Listed(NamedTuple):
+class ObjectList(NamedTuple):
     items: list[Json]
     version: str
 
 
-class Seen(NamedTuple):
+class WatchEvent(NamedTuple):
     """One watch event. A `BOOKMARK` carries only the version reached."""
 
     type: str
@@ -86,18 +86,18 @@ class Cluster:
     @classmethod
     def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
         """From the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
-        found = read_access(context, kubeconfig)
+        access = read_access(context, kubeconfig)
         client = httpx2.AsyncClient(
-            base_url=found.server,
-            auth=found.auth,
+            base_url=access.server,
+            auth=access.auth,
             timeout=httpx2.Timeout(10.0, pool=60.0),
             transport=httpx2.AsyncHTTPTransport(
-                verify=found.verify,
+                verify=access.verify,
                 socket_options=_KEEPALIVE,
                 limits=httpx2.Limits(max_connections=200, max_keepalive_connections=20),
             ),
         )
-        return cls(client, found.namespace)
+        return cls(client, access.namespace)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -118,11 +118,11 @@ class Cluster:
         labels: str = "",
         fields: str = "",
         limit: int = 0,
-    ) -> Listed:
+    ) -> ObjectList:
         """All of them in one request, whatever their number; or the first `limit`."""
         params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
-        found = _object(await self._send("list", kind, _path(kind, namespace), params=params))
-        return Listed(found.get("items") or [], found["metadata"]["resourceVersion"])
+        reply = _object(await self._send("list", kind, _path(kind, namespace), params=params))
+        return ObjectList(reply.get("items") or [], reply["metadata"]["resourceVersion"])
 
     async def create(self, kind: str, namespace: str | None, body: Json) -> Json:
         # Or the server would drop a field that it does not know, and say nothing.
@@ -187,7 +187,7 @@ class Cluster:
         after: str,
         labels: str = "",
         fields: str = "",
-    ) -> AsyncGenerator[Seen, None]:
+    ) -> AsyncGenerator[WatchEvent, None]:
         """Every change after that version, until the server ends it. Raises Gone, Temporary."""
         params = _selectors(labels, fields) | {
             "watch": "true",
@@ -201,7 +201,7 @@ class Cluster:
                 event = msgspec.json.decode(line)
                 if event["type"] == "ERROR":
                     raise _error(event["object"], event["object"].get("code", 500), kind)
-                yield Seen(event["type"], event["object"])
+                yield WatchEvent(event["type"], event["object"])
 
     async def log(
         self,
@@ -261,10 +261,10 @@ class Cluster:
             verb, verb.upper()
         )
         content = None if body is None else msgspec.json.encode(body)
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        all_headers = {"Content-Type": "application/json", **(headers or {})}
         try:
             answer = await self._http.request(
-                method, path, params=params, content=content, headers=sent
+                method, path, params=params, content=content, headers=all_headers
             )
         except httpx2.HTTPError as error:
             raise _unreachable(error) from error
@@ -324,16 +324,16 @@ def _selectors(labels: str, fields: str) -> dict[str, str]:
 
 
 def _object(answer: httpx2.Response) -> Json:
-    found: Json = msgspec.json.decode(answer.content)
-    return found
+    body: Json = msgspec.json.decode(answer.content)
+    return body
 
 
 def _status(answer: httpx2.Response) -> Json:
     try:
-        found = msgspec.json.decode(answer.content)
+        status = msgspec.json.decode(answer.content)
     except msgspec.DecodeError:
-        found = None
-    return found if isinstance(found, dict) else {"message": answer.text[:500]}
+        status = None
+    return status if isinstance(status, dict) else {"message": answer.text[:500]}
 
 
 def _error(status: Json, code: int, kind: str) -> Exception:
@@ -411,10 +411,10 @@ def _auth(user: User) -> httpx2.Auth | None:
     """An exec plugin of `v1` answers as one of `v1beta1` does, which is the newest lightkube knows;
     the plugin itself is told what the file says."""
     if user.exec is not None and user.exec.apiVersion == EXEC_V1:
-        asked = {"apiVersion": EXEC_V1, "kind": "ExecCredential", "spec": {"interactive": False}}
-        told = NameValue("KUBERNETES_EXEC_INFO", msgspec.json.encode(asked).decode())
+        request = {"apiVersion": EXEC_V1, "kind": "ExecCredential", "spec": {"interactive": False}}
+        variable = NameValue("KUBERNETES_EXEC_INFO", msgspec.json.encode(request).decode())
         known = f"{EXEC_V1}beta1"
-        plugin = replace(user.exec, apiVersion=known, env=[*(user.exec.env or ()), told])
+        plugin = replace(user.exec, apiVersion=known, env=[*(user.exec.env or ()), variable])
         user = replace(user, exec=plugin)
     return user_auth(user)
 

@@ -85,13 +85,13 @@ class Lease:
     async def _try(self) -> bool:
         """Whether the lease is ours now."""
         try:
-            found = await self._cluster.get("leases", self._namespace, self._name)
+            lease = await self._cluster.get("leases", self._namespace, self._name)
         except NotFound:
             return await self._make()
         except (BackendError, Denied) as error:
             log.warning("cannot read the lease: %s", error)
             return False
-        spec = found.get("spec") or {}
+        spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
         record = (holder, spec.get("renewTime"))
         if record != self._seen[0]:
@@ -99,7 +99,7 @@ class Lease:
         lasts_s = float(spec.get("leaseDurationSeconds") or self._duration_s)
         if holder not in ("", self._identity) and time.monotonic() < self._seen[1] + lasts_s:
             return False
-        return await self._write(found, is_new=holder != self._identity)
+        return await self._write(lease, is_new=holder != self._identity)
 
     async def _make(self) -> bool:
         body = {
@@ -115,8 +115,8 @@ class Lease:
             return False
         return True
 
-    async def _write(self, found: Json, *, is_new: bool) -> bool:
-        body = {**found, "spec": self._record(found.get("spec") or {}, is_new=is_new)}
+    async def _write(self, lease: Json, *, is_new: bool) -> bool:
+        body = {**lease, "spec": self._record(lease.get("spec") or {}, is_new=is_new)}
         try:
             await self._cluster.replace("leases", self._namespace, self._name, body)
         except (Conflict, NotFound) as error:
@@ -141,9 +141,9 @@ class Lease:
         """So that the next one need not wait for it to pass."""
         with contextlib.suppress(AtollError, TimeoutError):
             async with asyncio.timeout(2.0):
-                found = await self._cluster.get("leases", self._namespace, self._name)
-                if found["spec"].get("holderIdentity") == self._identity:
-                    spec = {**found["spec"], "holderIdentity": ""}
+                lease = await self._cluster.get("leases", self._namespace, self._name)
+                if lease["spec"].get("holderIdentity") == self._identity:
+                    spec = {**lease["spec"], "holderIdentity": ""}
                     await self._cluster.replace(
-                        "leases", self._namespace, self._name, {**found, "spec": spec}
+                        "leases", self._namespace, self._name, {**lease, "spec": spec}
                     )

@@ -60,9 +60,9 @@ async def read_logs(
 ) -> AsyncIterator[LogLine]:
     """Lines of all wanted ranks. Without `follow`, rank by rank in order."""
     if follow is None:
-        found = _by_rank(await source.pods(), ranks)
-        for rank in sorted({*found, *_gone(source.training, ranks)}):
-            async for line in _whole(source, rank, found.get(rank, []), tail):
+        pods = _by_rank(await source.pods(), ranks)
+        for rank in sorted({*pods, *_gone(source.training, ranks)}):
+            async for line in _whole(source, rank, pods.get(rank, []), tail):
                 yield line
         return
     places = {} if tail is None else await tail_places(source, ranks=ranks, tail=tail)
@@ -77,20 +77,20 @@ async def tail_places(
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def place(mine: list[Pod]) -> int | None:
-        found: list[int] = []
+        times: list[int] = []
         async with slots:
             for pod in reversed(mine):
-                wanted = max(tail - len(found), 1)
+                wanted = max(tail - len(times), 1)
                 with contextlib.suppress(NotFound, Permanent, Temporary):
                     lines = source.cluster.dated_log(
                         pod.metadata["namespace"], pod.name, tail=wanted
                     )
-                    found = [at async for at, _ in lines] + found
-                if len(found) >= max(tail, 1):
+                    times = [at async for at, _ in lines] + times
+                if len(times) >= max(tail, 1):
                     break
-        if not found:
+        if not times:
             return None
-        return found[-tail:][0] - 1 if tail else found[-1]
+        return times[-tail:][0] - 1 if tail else times[-1]
 
     pods = _by_rank(await source.pods(), ranks)
     places = await asyncio.gather(*(place(mine) for mine in pods.values()))
@@ -187,11 +187,11 @@ async def _settle(readers: list[asyncio.Task[None]]) -> None:
 
 
 def _by_rank(manifests: list[Json], ranks: Sequence[int] | None) -> dict[int, list[Pod]]:
-    found: dict[int, list[Pod]] = {}
+    by_rank: dict[int, list[Pod]] = {}
     for pod in sorted(map(Pod, manifests), key=lambda p: p.created_at):
         if pod.rank >= 0 and (ranks is None or pod.rank in ranks):
-            found.setdefault(pod.rank, []).append(pod)
-    return found
+            by_rank.setdefault(pod.rank, []).append(pod)
+    return by_rank
 
 
 def _known(training: Training) -> dict[int, RankStatus]:

@@ -66,14 +66,14 @@ class Mirror:
                 self._fall()
 
     async def _load(self) -> None:
-        listed = await self._cluster.list(self._kind, self._namespace, labels=SELECTOR)
+        objects = await self._cluster.list(self._kind, self._namespace, labels=SELECTOR)
         before = [o for named in self._objects.values() for o in named.values()]
         self._objects.clear()
-        for item in listed.items:
+        for item in objects.items:
             self._objects[_uid(item)][item["metadata"]["name"]] = item
-        self._advance(listed.version)
+        self._advance(objects.version)
         self.is_live = True
-        for item in (*before, *listed.items):
+        for item in (*before, *objects.items):
             self._notify(item)
 
     async def _follow(self) -> None:
