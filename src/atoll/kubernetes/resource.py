@@ -61,12 +61,12 @@ def _read_status(raw: Json) -> Status:
 
 def read_events(status: Json) -> list[Event]:
     """Those that can be read."""
-    kept = status.get("events")
-    found = []
-    for item in kept if isinstance(kept, list) else ():
+    raw_events = status.get("events")
+    events = []
+    for item in raw_events if isinstance(raw_events, list) else ():
         with contextlib.suppress(ValidationError):
-            found.append(decode(msgspec.json.encode(item), Event))
-    return found
+            events.append(decode(msgspec.json.encode(item), Event))
+    return events
 
 
 def to_resource(training: Training, mark: str | None = None) -> Json:
@@ -107,26 +107,26 @@ def to_event(raw: Json, event: Event) -> Json:
 
 
 def spec_body(training: Training) -> Json:
-    made: Json = msgspec.json.decode(encode(training.spec))
-    made.pop("name")
-    return made
+    body: Json = msgspec.json.decode(encode(training.spec))
+    body.pop("name")
+    return body
 
 
 def status_body(training: Training, status: Status, events: list[Json]) -> Json:
     """As it is stored: zeros written out for `kubectl get`, and no larger than the server takes."""
-    made: Json = msgspec.json.decode(encode(status))
+    body: Json = msgspec.json.decode(encode(status))
     world = status.world
-    made["world"] = {
+    body["world"] = {
         "ready": world.ready,
         "target": world.target,
         "min": world.min,
         "max": world.max,
         "belowMinimum": world.below_minimum,
     }
-    made["phase"] = str(status.phase)
-    made["selector"] = f"atoll.dev/uid={training.uid}"
-    made["events"] = events
-    return _fitting(made)
+    body["phase"] = str(status.phase)
+    body["selector"] = f"atoll.dev/uid={training.uid}"
+    body["events"] = events
+    return _fitting(body)
 
 
 def _fitting(status: Json) -> Json:
@@ -143,19 +143,19 @@ def _fitting(status: Json) -> Json:
 
 def with_events(status: Json, events: Sequence[Event]) -> list[Json]:
     """The newest kept; one that repeats the last is counted onto it."""
-    kept: list[Json] = [msgspec.json.decode(encode(event)) for event in read_events(status)]
+    history: list[Json] = [msgspec.json.decode(encode(event)) for event in read_events(status)]
     for event in events:
-        last = kept[-1] if kept else {}
+        last = history[-1] if history else {}
         if [last.get(f) for f in ("type", "reason", "message")] == [
             event.type,
             event.reason,
             event.message,
         ]:
-            kept[-1] = {**last, "at": event.at, "count": last.get("count", 1) + 1}
+            history[-1] = {**last, "at": event.at, "count": last.get("count", 1) + 1}
             continue
-        made = replace(event, id=last.get("id", 0) + 1)
-        kept.append(msgspec.json.decode(encode(made)))
-    return kept[-EVENTS_KEPT:]
+        numbered = replace(event, id=last.get("id", 0) + 1)
+        history.append(msgspec.json.decode(encode(numbered)))
+    return history[-EVENTS_KEPT:]
 
 
 def is_leaving(raw: Json) -> bool:

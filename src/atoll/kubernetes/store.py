@@ -61,19 +61,17 @@ class KubernetesStore:
 
     async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
         mark = None if idempotency_key is None else _digest(idempotency_key)
-        if mark is not None and (made := await self._made_by(training, mark)):
-            return made
+        if mark is not None and (original := await self._made_with(training, mark)):
+            return original
         try:
-            found = await self._cluster.create(
-                KIND, training.namespace, to_resource(training, mark)
-            )
+            raw = await self._cluster.create(KIND, training.namespace, to_resource(training, mark))
         except Conflict as error:
-            if mark is not None and (made := await self._made_by(training, mark)):
-                return made
+            if mark is not None and (original := await self._made_with(training, mark)):
+                return original
             raise Conflict(
                 f"a training named {training.name!r} exists: choose another name, or delete it"
             ) from error
-        return to_training(found)
+        return to_training(raw)
 
     async def get(self, key: Key) -> Training:
         raw = await self._raw(key)
@@ -89,14 +87,14 @@ class KubernetesStore:
         phase: str | None = None,
         prefix: str = "",
     ) -> Sequence[Training]:
-        listed = await self._cluster.list(KIND, namespace or self._namespace)
-        found = [t for t in map(self._readable, listed.items) if t is not None]
-        found = [
+        objects = await self._cluster.list(KIND, namespace or self._namespace)
+        trainings = [t for t in map(self._readable, objects.items) if t is not None]
+        trainings = [
             t
-            for t in sorted(found, key=lambda t: (t.name, t.namespace))
+            for t in sorted(trainings, key=lambda t: (t.name, t.namespace))
             if t.name > after and phase in (None, t.status.phase) and t.name.startswith(prefix)
         ]
-        return found if limit < 0 else found[:limit]
+        return trainings if limit < 0 else trainings[:limit]
 
     async def update_spec(self, training: Training) -> Training:
         patch = [
@@ -104,8 +102,8 @@ class KubernetesStore:
             {"op": "replace", "path": "/spec", "value": spec_body(training)},
         ]
         with _named(training):
-            found = await self._cluster.patch(KIND, *training.key, patch, type="json")
-            stored = _same(found, training)
+            raw = await self._cluster.patch(KIND, *training.key, patch, type="json")
+            stored = _same(raw, training)
             if training.deletion_requested_at is None or stored.deletion_requested_at is not None:
                 return stored
             await self._cluster.delete(
@@ -126,12 +124,12 @@ class KubernetesStore:
                 raise _changed(training)
         if FINALIZER not in (raw["metadata"].get("finalizers") or ()) and not is_leaving(raw):
             raw = await self._hold(raw)
-        kept = with_events(raw.get("status") or {}, events)
+        history = with_events(raw.get("status") or {}, events)
         with _named(training):
-            found = await self._write_status(raw, status_body(training, status, kept))
-        self._copy(found, events)
-        self._remember(found)
-        return to_training(found)
+            raw = await self._write_status(raw, status_body(training, status, history))
+        self._copy(raw, events)
+        self._remember(raw)
+        return to_training(raw)
 
     async def remove(self, training: Training) -> None:
         with contextlib.suppress(NotFound):
@@ -149,15 +147,15 @@ class KubernetesStore:
             body = dict(raw.get("status") or {})
             body["events"] = with_events(body, [event])
             try:
-                found = await self._write_status(raw, body)
+                raw = await self._write_status(raw, body)
             except Conflict:
                 continue
-            self._copy(found, [event])
+            self._copy(raw, [event])
             return
 
     async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
-        found = read_events((await self._raw(key)).get("status") or {})
-        recent = [e for e in found if since is None or e.at >= since]
+        history = read_events((await self._raw(key)).get("status") or {})
+        recent = [e for e in history if since is None or e.at >= since]
         return sorted(recent, key=lambda e: (e.at, e.id), reverse=True)
 
     async def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
@@ -166,7 +164,7 @@ class KubernetesStore:
         if after > (newest := await self.version()):
             raise Gone(after, newest)  # the API server would wait for it to come
         version = max(after, 1)  # 0 would mean "from anywhere", with gaps
-        told: dict[Key, Training] = {}
+        latest: dict[Key, Training] = {}
         while True:
             try:
                 events = self._cluster.watch(KIND, namespace, after=str(version), fields=fields)
@@ -176,7 +174,7 @@ class KubernetesStore:
                         if event.type == "BOOKMARK":
                             continue
                         training = self._readable(event.object)
-                        if training is None or _is_known(training, event.type, told):
+                        if training is None or _is_known(training, event.type, latest):
                             continue
                         is_removed = event.type == "DELETED"
                         yield Change(version=version, training=training, is_removed=is_removed)
@@ -208,16 +206,16 @@ class KubernetesStore:
         except NotFound as error:
             raise NotFound("training", key[1]) from error
 
-    async def _made_by(self, training: Training, mark: str) -> Training | None:
-        listed = await self._cluster.list(KIND, training.namespace, labels=f"{KEY_LABEL}={mark}")
-        if not listed.items:
+    async def _made_with(self, training: Training, mark: str) -> Training | None:
+        objects = await self._cluster.list(KIND, training.namespace, labels=f"{KEY_LABEL}={mark}")
+        if not objects.items:
             return None
-        made = to_training(listed.items[0])
-        if made.name != training.name:
+        original = to_training(objects.items[0])
+        if original.name != training.name:
             raise Conflict(
-                f"this idempotency key made the training {made.name!r}, not {training.name!r}"
+                f"this idempotency key made the training {original.name!r}, not {training.name!r}"
             )
-        return made
+        return original
 
     async def _hold(self, raw: Json) -> Json:
         """With our finalizer, before anything is started for it."""
@@ -264,8 +262,8 @@ class KubernetesStore:
         except ValidationError as error:
             metadata = raw["metadata"]
             log.warning("training %s/%s: %s", metadata["namespace"], metadata["name"], error)
-            said = (raw.get("status") or {}).get("message", "")
-            if said != str(error):
+            message = (raw.get("status") or {}).get("message", "")
+            if message != str(error):
                 self._spawn(self._refuse(raw, str(error)))
             return None
 
@@ -289,13 +287,13 @@ class KubernetesStore:
         task.add_done_callback(self._copies.discard)
 
 
-def _is_known(training: Training, type: str, told: dict[Key, Training]) -> bool:
+def _is_known(training: Training, type: str, latest: dict[Key, Training]) -> bool:
     """Whether only metadata changed that a Training does not show, such as a finalizer."""
     bare = replace(training, resource_version=0)
     if type == "DELETED":
-        told.pop(training.key, None)
+        latest.pop(training.key, None)
         return False
-    before, told[training.key] = told.get(training.key), bare
+    before, latest[training.key] = latest.get(training.key), bare
     return before == bare
 
 
@@ -305,10 +303,10 @@ def _on_version(training: Training) -> Json:
 
 
 def _same(raw: Json, training: Training) -> Training:
-    found = to_training(raw)
-    if found.uid != training.uid:
+    stored = to_training(raw)
+    if stored.uid != training.uid:
         raise NotFound("training", training.name)
-    return found
+    return stored
 
 
 def _changed(training: Training) -> Conflict:
