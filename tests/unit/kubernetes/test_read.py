@@ -269,7 +269,7 @@ def test_a_suspended_gang_says_so() -> None:
 
 def test_a_quota_that_is_used_up_is_told() -> None:
     found = look(training(), job(), [], Options(), NOW, "exceeded quota: gpus")
-    assert found.seen.message == "Kubernetes cannot make the pod: exceeded quota: gpus"
+    assert found.seen.message == "Kubernetes cannot create the pod: exceeded quota: gpus"
 
 
 def test_no_job_is_no_wish() -> None:
