@@ -1,10 +1,10 @@
 """Signs of trouble that a Job and its pods do not show.
 
-Which nodes have stopped answering is known in seconds; the cluster takes the best part of a minute.
-It is only told, not acted on: a node that is cut off from us alone still runs its ranks, and a
-second copy of them would be worse than a late one. Why a Job's pods are missing (quota, admission),
-and why a pod that has its node does not get further (a volume, the network), only events tell; they
-are asked for when they are needed.
+`Hosts` notices in seconds that a node has stopped answering; the cluster takes most of a minute.
+This is reported but not acted on: a node that only this process cannot reach still runs its ranks,
+and a second copy of them would be worse than a late one. `Troubles` reads events when needed: only
+they say why a Job's pods are missing (quota, admission) or why a pod on its node does not start (a
+volume, the network).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from atoll.kubernetes.read import finished
 
 Json = dict[str, Any]
 
-TROUBLE_AFTER_S = 3.0  # pods missing for this long: ask the Job controller why
-STUCK_AFTER_S = 10.0  # a container in the making for this long: ask the kubelet why
+TROUBLE_AFTER_S = 3.0  # if pods are missing for this long, read the Job's events
+STUCK_AFTER_S = 10.0  # if a container is not created for this long, read its pod's events
 STUCK_EVERY_S = 15.0
 
 CONNECT_S = 1.5
 AGAIN_S = 1.0
-# The kernel asks an idle connection every second and gives up after three answers are missing.
+# The kernel probes an idle connection every second and gives up after three missing answers.
 KEEPALIVE = (
     (socket.SO_KEEPALIVE, socket.SOL_SOCKET, 1),
     (socket.TCP_KEEPIDLE, socket.IPPROTO_TCP, 1),
@@ -42,9 +42,9 @@ KEEPALIVE = (
 
 
 class Hosts:
-    """One idle connection to each node's kubelet. `notify` hears of trainings it matters to.
+    """One idle connection to each node's kubelet. `notify` gets the trainings that are affected.
 
-    A node that never answered is not called silent: it may be out of our reach by design.
+    A node that never answered is not called silent: it may be unreachable by design.
     """
 
     def __init__(self, port: int | None, notify: Callable[[Key], None]) -> None:
@@ -55,7 +55,7 @@ class Hosts:
         self._silent: set[str] = set()
 
     def follow(self, key: Key, pods: Iterable[Json]) -> Collection[str]:
-        """These are the pods of the training now. The addresses of silent nodes are returned."""
+        """Watches the nodes of the training's pods; returns the addresses of silent nodes."""
         running = (p for p in map(Pod, pods) if "running" in p.state)
         addresses = frozenset(p.address for p in running if p.address)
         if self._port is None or self._of.get(key, frozenset()) == addresses:
@@ -87,9 +87,9 @@ class Hosts:
                 self._mark(address, is_silent=False)
                 for option, level, value in KEEPALIVE:
                     writer.get_extra_info("socket").setsockopt(level, option, value)
-                await reader.read(1)  # until it is closed, or the kernel has given it up
+                await reader.read(1)  # returns when the peer closes it or the kernel gives it up
             except (ConnectionRefusedError, ConnectionResetError):
-                has_answered = True  # by the machine, though the kubelet is away
+                has_answered = True  # the machine answers, though its kubelet is down
                 self._mark(address, is_silent=False)
             except OSError:  # a timeout is one too
                 if has_answered:
@@ -110,12 +110,14 @@ class Hosts:
 
 
 class Trouble(NamedTuple):
+    """Why pods are missing, and when to ask again."""
+
     text: str = ""
-    again_in_s: float | None = None  # ask again then
+    again_in_s: float | None = None
 
 
 class Troubles:
-    """What was last heard, and when, by training."""
+    """Explanations for missing and stuck pods, and when they were last read, by training."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -129,8 +131,8 @@ class Troubles:
         self._refused.pop(uid, None)
 
     @contextlib.contextmanager
-    def noted(self, uid: str) -> Iterator[None]:
-        """Around making a Job, which a quota, an admission rule or a missing right may forbid."""
+    def watch_refusal(self, uid: str) -> Iterator[None]:
+        """Remembers why a Job created inside was refused: quota, admission, missing rights."""
         try:
             yield
         except Denied as error:
@@ -139,7 +141,7 @@ class Troubles:
         self._refused.pop(uid, None)
 
     async def of(self, training: Training, job: Json | None, pods: int, now: float) -> Trouble:
-        """`pods` are there now."""
+        """Why pods of the Job are missing, if any are; `pods` is the number that exist."""
         if job is None:
             return Trouble(self._refused.get(training.uid, ""))
         if job["spec"].get("suspend") or finished(job):
@@ -159,7 +161,7 @@ class Troubles:
         return Trouble(text, TROUBLE_AFTER_S)
 
     async def explain(self, training: Training, seen: Seen, newest: list[Pod], now: float) -> Seen:
-        """With what keeps containers from being made, in the kubelet's words."""
+        """`seen`, with the kubelet's message about containers that cannot be created."""
         making = [pod for pod in newest if pod.is_being_made]
         stuck = [pod for pod in making if now - pod.created_at >= STUCK_AFTER_S]
         if not stuck:
