@@ -1,8 +1,8 @@
-"""The CustomResourceDefinition `trainings.atoll.dev`, made from the spec that Python checks. Pure.
+"""The CustomResourceDefinition `trainings.atoll.dev`, generated from the spec's types. Pure.
 
-Types and the bounds of numbers come from the msgspec models; what Python checks beyond them, and
-what the API server needs to keep rules cheap, is in the tables below. Status is open: a newer
-controller may add to it.
+Types and the bounds of numbers come from the msgspec models. The tables below add what Python
+checks beyond them, and the limits that the API server needs to accept the rules. The status schema
+is open: a newer controller may add fields.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def render_crd() -> Json:
 
 
 def spec_schema() -> Json:
-    """The spec without its name, which is the object's own."""
+    """The schema of a spec without `name`: the object's own name serves."""
     (root,), parts = msgspec.json.schema_components([TrainingSpec], ref_template="{name}")
     schema = _structural(root, parts)
     schema["properties"].pop("name")
@@ -188,7 +188,7 @@ def _at(schema: Json, path: str) -> Json:
 
 
 def _structural(node: Json, parts: dict[str, Any]) -> Json:
-    """JSON Schema as Kubernetes takes it: no references, no unions with null, no defaults."""
+    """JSON Schema as Kubernetes accepts it: no references, no unions with null, no defaults."""
     if "$ref" in node:
         return _structural(parts[node["$ref"]], parts)
     if "anyOf" in node:

@@ -1,7 +1,7 @@
 """Leader election by a Lease object: at most one of several operators acts at a time.
 
-Another's lease is judged by this process's own clock: it has passed when its record has not changed
-for its whole duration, so clocks need not agree.
+Clocks need not agree: each operator measures with its own how long the record of the holder has
+stayed unchanged, and takes the lease over after the whole duration.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Lease:
         self._seen: tuple[Any, float] = (None, 0.0)
 
     async def lead(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Waits for its turn, then runs `work` until it ends or the lease is lost.
+        """Waits until it holds the lease, then runs `work` until that ends or the lease is lost.
 
-        `work` is over, cancelled if need be, before the lease is given back.
+        `work` has ended, cancelled if necessary, before the lease is given back.
         """
         await self._turn()
         log.info("leading as %s", self._identity)
@@ -68,7 +68,7 @@ class Lease:
             await asyncio.sleep(self._retry_s)
 
     async def _renew_during(self, task: asyncio.Task[None]) -> None:
-        """Until the task ends. Leading ends well before others may think that it has."""
+        """Returns when the task ends or the lease is lost, well before others may take it over."""
         deadline = time.monotonic() + self._duration_s * 2 / 3
         while not (await asyncio.wait({task}, timeout=self._renew_s))[0]:
             try:
@@ -79,11 +79,11 @@ class Lease:
             if is_held:
                 deadline = time.monotonic() + self._duration_s * 2 / 3
             elif time.monotonic() >= deadline:
-                log.warning("the lease could not be renewed: standing by")
+                log.warning("the lease could not be renewed; this operator stops acting")
                 return
 
     async def _try(self) -> bool:
-        """Whether the lease is ours now."""
+        """Takes or renews the lease; whether this process now holds it."""
         try:
             lease = await self._cluster.get("leases", self._namespace, self._name)
         except NotFound:
@@ -111,7 +111,7 @@ class Lease:
         try:
             await self._cluster.create("leases", self._namespace, body)
         except (Conflict, NotFound, BackendError, Denied) as error:
-            log.warning("the lease was not made: %s", error)
+            log.warning("the lease could not be created: %s", error)
             return False
         return True
 
@@ -120,25 +120,25 @@ class Lease:
         try:
             await self._cluster.replace("leases", self._namespace, self._name, body)
         except (Conflict, NotFound) as error:
-            log.info("the lease was not taken: %s", error)
+            log.info("another operator has taken the lease: %s", error)
             return False
         except (BackendError, Denied) as error:
-            log.warning("the lease was not taken: %s", error)
+            log.warning("the lease could not be written: %s", error)
             return False
         return True
 
-    def _record(self, before: Json, *, is_new: bool) -> Json:
+    def _record(self, spec: Json, *, is_new: bool) -> Json:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         return {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": round(self._duration_s) or 1,
-            "acquireTime": now if is_new else before.get("acquireTime", now),
+            "acquireTime": now if is_new else spec.get("acquireTime", now),
             "renewTime": now,
-            "leaseTransitions": int(before.get("leaseTransitions") or 0) + is_new,
+            "leaseTransitions": int(spec.get("leaseTransitions") or 0) + is_new,
         }
 
     async def _give_back(self) -> None:
-        """So that the next one need not wait for it to pass."""
+        """The lease is free at once; the next operator need not wait for it to expire."""
         with contextlib.suppress(AtollError, TimeoutError):
             async with asyncio.timeout(2.0):
                 lease = await self._cluster.get("leases", self._namespace, self._name)

@@ -1,4 +1,4 @@
-"""A training as a Kubernetes object and back. Pure."""
+"""Converts trainings to Kubernetes objects and back. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATUS_MAX = 1_000_000  # the API server takes 1.5 MB, spec and metadata include
 
 
 def to_training(raw: Json) -> Training:
-    """Raises ValidationError where the spec breaks a rule."""
+    """Raises ValidationError if the spec breaks a rule."""
     metadata = raw["metadata"]
     spec = {"executor": "kubernetes", **raw["spec"], "name": metadata["name"]}
     status = raw.get("status") or {}
@@ -45,12 +45,14 @@ def to_training(raw: Json) -> Training:
 
 
 def _read_status(raw: Json) -> Status:
-    """Of one that somebody has spoilt by hand, the fields that can be read; or its ranks could
-    neither be stopped nor the training be deleted."""
+    """The status, or, if somebody has broken it by hand, those of its fields that can be read.
+
+    Otherwise its ranks could not be stopped, nor the training be deleted.
+    """
     try:
         return decode(msgspec.json.encode(raw), Status)
     except ValidationError as error:
-        log.warning("a status is spoilt: %s", error)
+        log.warning("a status is invalid, its readable fields are used: %s", error)
     good: Json = {}
     for field, value in raw.items():
         with contextlib.suppress(ValidationError):
@@ -60,7 +62,7 @@ def _read_status(raw: Json) -> Status:
 
 
 def read_events(status: Json) -> list[Event]:
-    """Those that can be read."""
+    """The events of a status that can be read."""
     raw_events = status.get("events")
     events = []
     for item in raw_events if isinstance(raw_events, list) else ():
@@ -113,7 +115,7 @@ def spec_body(training: Training) -> Json:
 
 
 def status_body(training: Training, status: Status, events: list[Json]) -> Json:
-    """As it is stored: zeros written out for `kubectl get`, and no larger than the server takes."""
+    """The status as it is stored: with zeros for `kubectl get`, and within the server's limit."""
     body: Json = msgspec.json.decode(encode(status))
     world = status.world
     body["world"] = {
@@ -130,7 +132,7 @@ def status_body(training: Training, status: Status, events: list[Json]) -> Json:
 
 
 def _fitting(status: Json) -> Json:
-    """Without the last log lines of ranks that are not to blame, if it is too much otherwise."""
+    """The status; if it is too large, without the last log lines of ranks that are not to blame."""
     if len(msgspec.json.encode(status)) <= STATUS_MAX:
         return status
     for rank in (*status.get("ranks", ()), *status.get("retired", ())):
@@ -142,7 +144,7 @@ def _fitting(status: Json) -> Json:
 
 
 def with_events(status: Json, events: Sequence[Event]) -> list[Json]:
-    """The newest kept; one that repeats the last is counted onto it."""
+    """The stored events plus these, the newest of them; a repeated event raises a count."""
     history: list[Json] = [msgspec.json.decode(encode(event)) for event in read_events(status)]
     for event in events:
         last = history[-1] if history else {}

@@ -1,8 +1,8 @@
-"""Trainings as custom resources of a cluster, seen and changed by kubectl like any other object.
+"""Trainings as custom resources of a cluster, which kubectl shows and changes as any other object.
 
-The API server gives what the Store asks for: versions, generations, conditional writes and a
-watch. Events are kept in the status, so that both are one write, and copied to Kubernetes' own for
-`kubectl describe`. A training's finalizer keeps it until its ranks are torn down.
+The API server provides what a Store needs: versions, generations, conditional writes and a watch.
+Events are part of the status, so that one write stores both; copies as Kubernetes events serve
+`kubectl describe`. A finalizer keeps a training until its ranks are torn down.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KubernetesStore:
         self._cluster = cluster
         self._namespace = namespace
         self._copies: set[asyncio.Task[None]] = set()
-        self._read: dict[str, Json] = {}  # as last read or written, by uid
+        self._read: dict[str, Json] = {}  # objects as last read or written, by uid
 
     async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
         mark = None if idempotency_key is None else _digest(idempotency_key)
@@ -138,7 +138,7 @@ class KubernetesStore:
                 return
             await self._drop_finalizer(raw)
             if not is_leaving(raw):
-                with contextlib.suppress(Conflict):  # another has its name by now
+                with contextlib.suppress(Conflict):  # by now, another training has its name
                     await self._cluster.delete(KIND, *training.key, uid=training.uid)
 
     async def record(self, key: Key, event: Event) -> None:
@@ -162,7 +162,7 @@ class KubernetesStore:
         namespace, name = key or (self._namespace, "")
         fields = f"metadata.name={name}" if name else ""
         if after > (newest := await self.version()):
-            raise Gone(after, newest)  # the API server would wait for it to come
+            raise Gone(after, newest)  # the API server would wait for that version
         version = max(after, 1)  # 0 would mean "from anywhere", with gaps
         latest: dict[Key, Training] = {}
         while True:
@@ -195,7 +195,7 @@ class KubernetesStore:
         await asyncio.gather(*self._copies, return_exceptions=True)
 
     def _remember(self, raw: Json) -> None:
-        """A status write that follows at once need not read again what it adds events to."""
+        """The next status write can add events to this object without reading it again."""
         if len(self._read) >= READ_KEPT:
             self._read.clear()
         self._read[raw["metadata"]["uid"]] = raw
@@ -218,7 +218,7 @@ class KubernetesStore:
         return original
 
     async def _hold(self, raw: Json) -> Json:
-        """With our finalizer, before anything is started for it."""
+        """The object with atoll's finalizer, which it needs before anything is started for it."""
         metadata = raw["metadata"]
         patch = {
             "metadata": {
@@ -256,7 +256,7 @@ class KubernetesStore:
         )
 
     def _readable(self, raw: Json) -> Training | None:
-        """None for an object whose spec breaks a rule that the API server does not know."""
+        """None for an object whose spec breaks a rule that the API server does not check."""
         try:
             return to_training(raw)
         except ValidationError as error:
@@ -272,7 +272,7 @@ class KubernetesStore:
         await self._write_status(raw, {**body, "message": words})
 
     def _copy(self, raw: Json, events: Sequence[Event]) -> None:
-        """For `kubectl describe`; the ones that count are in the status."""
+        """Copies events for `kubectl describe`; those in the status are authoritative."""
         for event in events:
             body = to_event(raw, event)
             self._spawn(self._cluster.create("events", raw["metadata"]["namespace"], body))
@@ -288,7 +288,7 @@ class KubernetesStore:
 
 
 def _is_known(training: Training, type: str, latest: dict[Key, Training]) -> bool:
-    """Whether only metadata changed that a Training does not show, such as a finalizer."""
+    """Whether only metadata that a Training does not contain has changed, such as a finalizer."""
     bare = replace(training, resource_version=0)
     if type == "DELETED":
         latest.pop(training.key, None)
@@ -318,7 +318,7 @@ def _changed(training: Training) -> Conflict:
 
 @contextlib.contextmanager
 def _named(training: Training) -> Any:
-    """Kubernetes' errors about this training as ours."""
+    """Turns Kubernetes' errors about this training into errors of the Store."""
     try:
         yield
     except NotFound as error:
