@@ -33,9 +33,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from diloco_gpt import GPT, Text, validate  # noqa: E402
 
-from atoll.diloco import DiLoCo  # noqa: E402
-from atoll.diloco import RoundReport as DiLoCoReport  # noqa: E402
-from atoll.diloco.allreduce import ObjectStoreAllReduce, RoundReport  # noqa: E402
+from atoll.diloco import DiLoCo, RoundReport  # noqa: E402
+from atoll.diloco.allreduce import ObjectStoreAllReduce, ReduceReport  # noqa: E402
 from atoll.diloco.allreduce.codecs import Codec, get_codec  # noqa: E402
 from atoll.diloco.blobs import Blobs  # noqa: E402
 from atoll.diloco.estimate import estimate  # noqa: E402
@@ -169,7 +168,7 @@ def bits() -> dict[str, object]:
     for codec in ("fp32", "int8", "e3m0", "int4"):
         uri = f"memory:///{uuid.uuid4()}"
 
-        def replica(rank: int, codec: str = codec, uri: str = uri) -> RoundReport:
+        def replica(rank: int, codec: str = codec, uri: str = uri) -> ReduceReport:
             dice = np.random.default_rng(rank)
             with ObjectStoreAllReduce(
                 uri, rank, REPLICAS, min_replicas=REPLICAS, codec=codec
@@ -228,7 +227,7 @@ def overlap() -> dict[str, object]:
 
         def replica(
             rank: int, codec: str = codec, overlap_steps: int = overlap_steps, uri: str = uri
-        ) -> tuple[float, list[DiLoCoReport]]:
+        ) -> tuple[float, list[RoundReport]]:
             torch.manual_seed(0)
             model = torch.nn.Linear(500, 500)
             inner = torch.optim.SGD(model.parameters(), lr=1e-3)

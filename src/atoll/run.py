@@ -17,13 +17,16 @@ import shutil
 import socket
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import atoll
-from atoll.core.errors import AtollError, Conflict, Permanent
+from atoll.core.errors import AtollError, Conflict, Permanent, ValidationError
+from atoll.core.executors import LOCAL
+from atoll.sdk.config import is_changed, read
 from atoll.sdk.embedded import start_time, state_dir
 from atoll.sdk.release import HEADER
 
@@ -31,8 +34,10 @@ if TYPE_CHECKING:
     import uvicorn
     from litestar import Litestar
 
-    from atoll.core.ports import Tokens
+    from atoll.core.config import Config
+    from atoll.core.ports import Executor, Tokens
     from atoll.local.executor import LocalBackend
+    from atoll.server.executors import Setup
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
     from atoll.store.tokens import SQLiteTokens
@@ -54,10 +59,12 @@ class ControlPlane:
     streams: Streams
 
 
-def build(where: Path, *, slots: int | None = None) -> ControlPlane:
-    """Raises Permanent if another control plane uses that directory, or it cannot be used."""
+def build(where: Path, *, slots: int | None = None, config: Path | None = None) -> ControlPlane:
+    """Raises Permanent if another control plane uses that directory, or it cannot be used, and
+    ValidationError if its configuration is wrong."""
     from atoll.controller.loop import Controller
-    from atoll.local.executor import LocalBackend
+    from atoll.controller.sweep import keep_swept
+    from atoll.core.ports import Sweeping
     from atoll.server.app import create_app
     from atoll.server.background import beside
     from atoll.server.gauges import Gauges
@@ -65,20 +72,26 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
     from atoll.store.sqlite import SQLiteStore
     from atoll.store.tokens import SQLiteTokens
 
+    settings = read(config)
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    executors, setup = configured(settings, where, slots=slots)
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
-    local = LocalBackend(where / "ranks", slots=slots)
-    executors = {local.name: local}
+    local: Any = executors[LOCAL]
     gauges, streams = Gauges(), Streams()
     controller = Controller(store, executors, on_pass=lambda done: gauges.reconciled(done.seconds))
 
     @contextlib.asynccontextmanager
     async def controlled(_: Litestar) -> AsyncIterator[None]:
         await _start_local(local, store)
-        async with beside(controller.run(), _end_if_dead):
+        async with contextlib.AsyncExitStack() as running:
+            await running.enter_async_context(beside(controller.run(), _end_if_dead))
+            for executor in executors.values():
+                if isinstance(executor, Sweeping):
+                    await running.enter_async_context(beside(keep_swept(store, executor)))
             yield
-        await local.close()
+        for executor in executors.values():
+            await executor.close()  # type: ignore[attr-defined]
         tokens.close()
         store.close()
 
@@ -87,10 +100,57 @@ def build(where: Path, *, slots: int | None = None) -> ControlPlane:
         tokens=tokens,
         executors=executors,
         streams=streams,
+        setup=setup,
         gauges=gauges,
         lifespan=[controlled],
     )
     return ControlPlane(where, store, tokens, app, streams)
+
+
+def configured(
+    settings: Config, where: Path, *, slots: int | None = None
+) -> tuple[dict[str, Executor], Setup]:
+    """The executors that can be used, and why the others cannot. None is connected yet.
+
+    Raises ValidationError naming the file and the option that is wrong.
+    """
+    from atoll.core.config import in_file
+    from atoll.core.executors import Home, load
+    from atoll.server.executors import Setup
+
+    directory = Path(settings.path).parent if settings.path else where
+    home = Home(where, _identity(where), directory)
+    executors: dict[str, Executor] = {}
+    unusable: dict[str, str] = {}
+    for name, wanted in settings.executors.items():
+        options = dict(wanted.options)
+        if name == LOCAL and slots is not None:
+            options["slots"] = slots
+        try:
+            executors[name] = load(wanted.kind).configured(name, options, home)
+        except ValidationError as error:
+            raise in_file(settings.path, error, f"executors.{name}") from error
+        except Permanent as error:
+            logging.getLogger(__name__).warning("executor %s: %s", name, error)
+            unusable[name] = str(error)
+    setup = Setup(
+        kinds={name: wanted.kind for name, wanted in settings.executors.items()},
+        unusable=unusable,
+        default=settings.defaults.get("executor", LOCAL),
+        config=settings.path,
+        is_changed=lambda: is_changed(settings),
+        restart=f"stop it (kill {os.getpid()}; ranks go on) and run: atoll serve --config FILE",
+    )
+    return executors, setup
+
+
+def _identity(where: Path) -> str:
+    """Of the control plane of this directory, for as long as there is one."""
+    path = where / "plane"
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text().strip()
+    _write_private(path, f"{uuid.uuid4().hex}\n")
+    return path.read_text().strip()
 
 
 async def _start_local(local: LocalBackend, store: SQLiteStore) -> None:
@@ -112,6 +172,7 @@ def serve(
     port: int = DEFAULT_PORT,
     where: Path | None = None,
     slots: int | None = None,
+    config: Path | None = None,
     is_announced: bool = False,
     is_owned: bool = False,
 ) -> None:
@@ -119,7 +180,7 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     where = where or state_dir()
     listening = _listen(host, port)
-    plane = build(where, slots=slots)
+    plane = build(where, slots=slots, config=config)
     asyncio.run(ensure_token(plane.tokens, where))
     server = _server(plane, listening, is_announced=is_announced, is_owned=is_owned)
     server.run(sockets=[listening])
@@ -270,6 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--port", type=int, default=DEFAULT_PORT)
     command.add_argument("--state-dir", type=Path, dest="where")
     command.add_argument("--slots", type=int)
+    command.add_argument("--config", type=Path)
     command.add_argument("--announce", action="store_true", dest="is_announced")
     command.add_argument("--owned", action="store_true", dest="is_owned")
     try:

@@ -34,7 +34,7 @@ def test_lines_of_all_ranks_are_on_stdout_with_their_rank(atoll: Any) -> None:
             "rank 0 failed first: it exited with code 77",
         ),
         (("-n", "1", "--", "no-such-program"), 1, "no such command"),
-        (("-n", "1", "--", "/etc/passwd"), 1, "it cannot be run"),
+        (("-n", "1", "--", "/etc/passwd"), 1, "the command cannot be run"),
         (("-n", "1", "--timeout", "0.3", "--", "sleep", "60"), 124, "still running 0.3 s"),
         (("-n", "2", "--", "sh", "-c", "kill -ABRT $$"), 1, "killed by SIGABRT (aborted)"),
         (("-n", "1", "sh", "-c", "exit 0"), 0, "succeeded"),

@@ -14,7 +14,7 @@ from atoll.core.model import decode
 from atoll.local.etcd_server import EtcdServer, start_etcd, stop_etcd
 from atoll.mesh import fabric
 from atoll.mesh.etcd import EtcdKeys
-from atoll.mesh.reach import FABRIC_DIR, MeshVerdict, Report, Roster, agent_name
+from atoll.mesh.reach import FABRIC_DIR, HostRoster, MeshVerdict, ReachReport, agent_name
 from atoll.mesh.watch import MeshWatch
 
 
@@ -72,8 +72,8 @@ async def until_reported(keys: EtcdKeys, names: list[str]) -> None:
     async with asyncio.timeout(20):
         while True:
             found, index = await keys.list(FABRIC_DIR)
-            roster = decode(found[f"{FABRIC_DIR}/roster"], Roster)
-            told = [decode(found[f"{FABRIC_DIR}/reports/{name}"], Report) for name in names]
+            roster = decode(found[f"{FABRIC_DIR}/roster"], HostRoster)
+            told = [decode(found[f"{FABRIC_DIR}/reports/{name}"], ReachReport) for name in names]
             is_whole = all(r.roster == roster.version and not r.unreached for r in told)
             if is_whole and set(roster.addresses) == set(names):
                 return

@@ -19,7 +19,6 @@ from atoll.core.status import Status, Training, WorldStatus
 from atoll.sdk import flows
 from atoll.sdk.effects import Effect, Flow, NextChange, Pause, Reply
 from atoll.sdk.flows import Who
-from atoll.sdk.verdict import world_of
 
 WHO = Who("t", "u")
 FOREVER = 1e9
@@ -178,7 +177,7 @@ def test_a_wait_answers_with_the_truth(
     except Temporary:
         assert not world.reads  # never read once
     else:
-        assert any(is_met(kind, t) and world_of(t) == answer for t in seen_until_end)
+        assert any(is_met(kind, t) and t.world == answer for t in seen_until_end)
     assert world.now <= end + 1e-6
 
 
@@ -220,7 +219,7 @@ def test_complete_differs_from_result_only_for_what_was_over_at_the_call(
 def test_the_world_of_these_tests_can_fail() -> None:
     """A check of the checker: a state that was never there is not accepted as an answer."""
     done = Point(0.0, _succeeded(4))
-    assert World([done], []).play(flows.result(WHO, 1)) != world_of(_succeeded(3))
+    assert World([done], []).play(flows.result(WHO, 1)) != _succeeded(3).world
 
 
 def _succeeded(target: int) -> Training:

@@ -45,8 +45,8 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
 
     Exit code: 0 reached, 1 failed or cancelled, 124 not within --timeout.
     """
-    from atoll.cli import words
     from atoll.cli.follow import FAILED, SUCCEEDED, TIMED_OUT
+    from atoll.cli.report import end_report
     from atoll.cli.show import print_json, training_json
     from atoll.sdk.client import Client
 
@@ -67,7 +67,7 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
     elif late:
         print(f"atoll: {late}", file=sys.stderr)
     elif code == FAILED or goal == "complete":
-        print(words.report(training.last), file=sys.stderr if code else sys.stdout)
+        print(end_report(training.last), file=sys.stderr if code else sys.stdout)
     else:
         print(f"{name}: {training.last.status.world.ready} ranks ready")
     raise SystemExit(code)

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from atoll.cli.report import Report
+from atoll.core.ends import PhaseReason
 from atoll.core.phase import Phase
 from atoll.core.status import LogLine, Training
 from atoll.sdk import flows
@@ -178,4 +179,5 @@ def verdict_code(training: Training) -> int:
     """The exit code that tells how a training ended."""
     if training.status.phase is Phase.SUCCEEDED:
         return SUCCEEDED
-    return TIMED_OUT if training.status.reason == "DeadlineExceeded" else FAILED
+    is_late = training.status.reason == PhaseReason.DEADLINE_EXCEEDED
+    return TIMED_OUT if is_late else FAILED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from atoll.cli.executors import config_option
 from atoll.cli.options import Launch, json_option, launches
 
 # Everything after the first word that is no option belongs to the ranks.
@@ -12,6 +13,7 @@ WITH_COMMAND = {"allow_interspersed_args": False}
 
 @click.command(context_settings=WITH_COMMAND)
 @launches
+@config_option
 @click.option("--rm", "is_removed", is_flag=True, help="Remove the record at the end.")
 @json_option
 def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
@@ -37,6 +39,7 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
 
 @click.command(context_settings=WITH_COMMAND)
 @launches
+@config_option
 @json_option
 def up(launch: Launch, is_json: bool) -> None:
     """Start a training and return. Prints its name; `atoll logs -f NAME` follows it."""

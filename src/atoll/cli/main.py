@@ -13,7 +13,7 @@ import click
 from click.shell_completion import get_completion_class
 
 import atoll
-from atoll.cli import change, cluster, launch, look, measure, plane
+from atoll.cli import change, cluster, executors, launch, look, measure, plane
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
 
@@ -49,6 +49,7 @@ COMMANDS = (
     change.rm,
     look.events,
     look.top,
+    executors.executors,
     plane.serve,
     plane.token,
     measure.bench,

@@ -14,7 +14,6 @@ import click
 
 from atoll.core.errors import ValidationError
 
-COUNT = click.IntRange(1, 10_000)
 Body = TypeVar("Body", bound=Callable[..., None])
 
 
@@ -35,6 +34,42 @@ timeout_option = click.option(
 )
 
 
+FAR = 1_000_000  # a bound that nobody meets: left out of the help, kept by the spec
+
+
+class _OfField:
+    """A range that is the bounds of a field, read when first needed: the types load slowly."""
+
+    min: Any
+    max: Any
+
+    def __init__(self, field: str) -> None:
+        super().__init__()
+        self._field = field
+
+    def _read(self) -> None:
+        from atoll.core.fields import option_bounds
+
+        bounds = option_bounds()[self._field]
+        self.min, self.max = bounds.low, bounds.high if bounds.high < FAR else None
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        self._read()
+        return super().convert(value, param, ctx)  # type: ignore[misc]
+
+    def _describe_range(self) -> str:
+        self._read()
+        return super()._describe_range()  # type: ignore[misc, no-any-return]
+
+
+class WholeNumber(_OfField, click.IntRange):
+    """A whole number within the bounds of a field."""
+
+
+class Number(_OfField, click.FloatRange):
+    """A number within the bounds of a field."""
+
+
 class Launch(NamedTuple):
     """A training as the command line describes it."""
 
@@ -52,7 +87,7 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
     (("--bench",), "bench", str, "Measure the link between hosts: off, on-start."),
     (("--bench-require-gbps",), "bench_require_gbps", float, "Start only over a link this fast."),
     (("--bench-placement",), "bench_placement", str, "Where to measure: preferred, strict."),
-    (("--executor",), "executor", str, "local or kubernetes; that of the control plane."),
+    (("--executor",), "executor", str, "Where to run, by name; see 'atoll executors'."),
     (("--image",), "image", str, "Container image, where ranks have one."),
     (("--cpu",), "cpu", str, "CPUs of a rank: 2, 500m."),
     (("--memory",), "memory", str, "Memory of a rank: 4Gi."),
@@ -61,6 +96,14 @@ SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
     (("--start-grace",), "start_grace_s", float, "Seconds until fewer than -n ranks may start."),
     (("--stop-grace",), "stop_grace_s", float, "Seconds from asking a rank to stop to killing it."),
     (("--ttl",), "ttl_seconds", int, "Seconds to keep the record after the end."),
+)
+
+
+# The world: flags, parameter, field of its size, default, help. The last comes first in the help.
+WORLD: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
+    (("--max",), "high", "max", "Most ranks to scale to; -n if not given."),
+    (("--min",), "low", "min", "Fewest ranks to go on with; -n if not given."),
+    (("--ranks", "-n"), "ranks", "target", "Ranks wanted; 1 if not given."),
 )
 
 
@@ -80,7 +123,7 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
     @wraps(body)
     def run(
         command: tuple[str, ...],
-        ranks: int,
+        ranks: int | None,
         low: int | None,
         high: int | None,
         name: str | None,
@@ -89,34 +132,38 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         mesh: bool,
         **given: Any,
     ) -> None:
+        from atoll.sdk.config import with_defaults
+
         mine = {option: given.pop(option) for option in own if option in given}
         options = {option: value for option, value in given.items() if value is not None}
         options |= {"command": list(_command(command)), "env": dict(map(_variable, env))}
-        options["world_size"] = _world_size(ranks, low, high)
+        if any(count is not None for count in (ranks, low, high)):
+            options["world_size"] = _world_size(1 if ranks is None else ranks, low, high)
         if mesh:
             options["mesh"] = True
         if pip_packages:
             options["pip_packages"] = list(pip_packages)
         chosen = generated(command) if name is None else name
+        options = with_defaults(options)
         try:
-            body(Launch(chosen, options, given["deadline_s"]), **mine)
+            body(Launch(chosen, options, options.get("deadline_s")), **mine)
         except ValidationError as error:
             from atoll.core.fields import renamed
 
             raise renamed(error, FLAGS) from error
 
     own = [parameter.name for parameter in getattr(body, "__click_params__", ())]
+    ranges: dict[Any, Callable[[str], Any]] = {int: WholeNumber, float: Number}
     for flags, option, kind, text in reversed(SET):
-        click.option(*flags, option, type=kind, help=text)(run)
+        accepted = ranges[kind](option) if kind in ranges else kind
+        click.option(*flags, option, type=accepted, help=text)(run)
     click.option("--mesh", is_flag=True, help="Gate the start on the network.")(run)
     click.option("--pip", "pip_packages", multiple=True, help="Package that ranks need.")(run)
     click.option("--env", "-e", multiple=True, help="K=V, or K to pass on its value here.")(run)
     click.option("--name", help="Made from the command if not given.")(run)
-    click.option("--max", "high", type=COUNT, help="Most ranks to scale to; -n if not given.")(run)
-    click.option("--min", "low", type=COUNT, help="Fewest ranks to go on with; -n if not given.")(
-        run
-    )
-    click.option("--ranks", "-n", type=COUNT, default=1, help="Ranks wanted; 1 if not given.")(run)
+    for flags, name_here, field, text in WORLD:
+        count = WholeNumber(f"world_size.{field}")
+        click.option(*flags, name_here, type=count, help=text)(run)
     click.argument("command", nargs=-1, type=click.UNPROCESSED)(run)
     return run
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from atoll.cli.executors import config_option
 from atoll.cli.options import json_option
 from atoll.core.checks import check_name
 from atoll.core.errors import NotFound, Permanent, ValidationError
@@ -29,6 +30,7 @@ state_dir_option = click.option(
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 127.0.0.1.")
 @state_dir_option
 @click.option("--slots", type=click.IntRange(min=1), help="Most ranks at once on this machine.")
+@config_option
 @json_option
 def serve(port: int, host: str, state_dir: Path | None, slots: int | None, is_json: bool) -> None:
     """Run a control plane until stopped. Ranks go on when it stops.

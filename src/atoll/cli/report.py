@@ -6,9 +6,10 @@ import sys
 import time
 from typing import Any, Protocol
 
-from atoll.cli import words
 from atoll.cli.show import counted, duration, print_json, says, training_json, world_json
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
+from atoll.core.narrate import TAIL_LINES, end_in_words
+from atoll.core.phase import Phase
 from atoll.core.status import LogLine, Training
 
 
@@ -63,7 +64,7 @@ class TextReport:
         self.close()
         ran = training.status.ran_for(time.time())
         took = f" ({duration(ran)})" if ran is not None and code == 0 else ""
-        first, *rest = words.report(training).split("\n")
+        first, *rest = end_report(training).split("\n")
         print("\n".join([f"atoll: {first}{took}", *rest]), file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -138,3 +139,20 @@ def world_text(training: Training) -> str:
 
 def _whole(seconds: float) -> str:
     return duration(seconds) if seconds >= 10 else f"{int(seconds)}s"
+
+
+def end_report(training: Training) -> str:
+    """The end in words, and for a failure what is needed to understand it."""
+    cause = training.status.root_cause
+    lines = [end_in_words(training)]
+    if training.status.phase is not Phase.FAILED or cause is None:
+        return lines[0]
+    others = [e.rank for e in training.status.rank_exits if e.is_failure and e.rank != cause.rank]
+    if others:
+        lines.append(f"  ranks that fell or were stopped after it: {', '.join(map(str, others))}")
+    if cause.log_tail:
+        lines.append(f"  last lines of rank {cause.rank}:")
+        lines += [f"  | {line}" for line in cause.log_tail[-TAIL_LINES:]]
+    else:
+        lines.append(f"  rank {cause.rank} printed nothing")
+    return "\n".join(lines)

@@ -54,14 +54,8 @@ def training_json(training: Training) -> dict[str, Any]:
 
 def world_json(training: Training) -> dict[str, Any]:
     """Ready as seen, the rest as asked for now: a scale shows at once."""
-    size, ready = training.spec.world_size, training.status.world.ready
-    return {
-        "ready": ready,
-        "target": size.target,
-        "min": size.min,
-        "max": size.max,
-        "belowMinimum": ready < size.min,
-    }
+    world: dict[str, Any] = full(training.world)
+    return world
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

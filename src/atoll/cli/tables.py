@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
-from atoll.cli import show, words
+from atoll.cli import show
+from atoll.cli.report import end_report
 from atoll.core.status import Event, RankExit, RankStatus, Training
 
 PS = ("NAME", "PHASE", "READY", "RAN", "AGE", "COMMAND")
@@ -45,7 +46,7 @@ def status_text(training: Training) -> str:
         if condition.status == "True" and condition.message:
             lines.append(f"  condition {condition.type}: {condition.message}")
     if status.phase.is_terminal:
-        told, *rest = words.report(training).split("\n")
+        told, *rest = end_report(training).split("\n")
         lines += [f"  end       {told.removeprefix(training.name + ' ')}"]
         lines += [f"          {line}" for line in rest]
         if status.rank_exits:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, NotFound, Permanent
+from atoll.core.missing import left_alone, rejoined
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
 from atoll.core.ports import Executor, Key, Measuring, Store, Tending
 from atoll.core.status import Seen, Training, sooner
@@ -32,8 +33,12 @@ class Reconciler:
             training = await self._store.get(key)
         except NotFound:
             return None
-        seen = await self._observe(training)
-        made = plan(training, seen, self._clock())
+        seen = Seen()
+        if training.executor not in self._executors:
+            made = left_alone(training, self._clock())
+        else:
+            seen = await self._observe(training)
+            made = plan(rejoined(training), seen, self._clock())
         try:
             training = await self._write(training, made)
         except (Conflict, NotFound):
@@ -48,10 +53,7 @@ class Reconciler:
     async def _observe(self, training: Training) -> Seen:
         if training.status.is_released:
             return Seen()
-        executor = self._executors.get(training.executor)
-        if executor is None:
-            known = ", ".join(sorted(self._executors))
-            return Seen(fault=f"no executor named {training.executor!r}: there is {known}")
+        executor = self._executors[training.executor]
         if fault := self._faults.get(training.uid):
             return _only_ranks(await executor.observe(training), fault)
         return await executor.observe(training)
@@ -77,18 +79,17 @@ class Reconciler:
 
     async def _act(self, training: Training, action: Action) -> bool:
         """False when the action will never work; the next pass fails the training."""
-        executor = self._executors.get(training.executor)
+        executor = self._executors[training.executor]
         try:
             match action:
-                case Apply(wish) if executor:
+                case Apply(wish):
                     await executor.apply(await self._whole(training), wish)
                 case Measure() if isinstance(executor, Measuring):
                     await executor.measure(training)
-                case Release() if executor:
+                case Release():
                     await executor.release(training)
                 case Forget():
-                    if executor:
-                        await executor.purge(training)
+                    await executor.purge(training)
                     await self._store.remove(training)
                     self._faults.pop(training.uid, None)
         except Permanent as error:

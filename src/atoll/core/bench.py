@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from atoll.core.ends import PhaseReason
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import BenchPhase, BenchResult, BenchStatus, Seen, Status, Training
 
@@ -68,9 +69,12 @@ def why_refused(spec: TrainingSpec, status: Status) -> tuple[str, str]:
         return "", ""
     asked = f"bench_require_gbps={floor:g}"
     if bench.result is None:
-        return "BenchNotMeasured", f"{asked}, but the link is not known: {bench.message}"
+        return (
+            PhaseReason.BENCH_NOT_MEASURED,
+            f"{asked}, but the link is not known: {bench.message}",
+        )
     if _rate(bench.result) < (floor or 0.0):
-        return "LinkTooSlow", f"{asked}, but {bench.message}"
+        return PhaseReason.LINK_TOO_SLOW, f"{asked}, but {bench.message}"
     return "", ""
 
 

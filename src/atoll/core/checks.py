@@ -1,9 +1,18 @@
-"""Small checks on values, each refusal naming the field, the value and what would be right."""
+"""Small checks on values, each refusal naming the field, the value and what would be right.
+
+Bounds of numbers are written once, in the types: `Annotated[int, Meta(ge=1, le=10)]`. The checks
+here, the words of decoding errors, both schemas and the command line read them from there.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+
+import msgspec
 
 from atoll.core.errors import ValidationError
 
@@ -29,15 +38,71 @@ def check_name(field: str, value: object) -> None:
         )
 
 
+class Bounds(NamedTuple):
+    """The numbers that a field may hold, both ends included."""
+
+    low: float
+    high: float
+    is_whole: bool
+    is_optional: bool = False
+
+    @property
+    def expected(self) -> str:
+        if self.is_whole:
+            return f"expected a whole number from {self.low} to {self.high}"
+        return f"expected a number from {self.low:g} to {self.high:g}"
+
+    def check(self, field: str, value: object) -> None:
+        if value is None and self.is_optional:
+            return
+        kind = int if self.is_whole else int | float
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_number or not self.low <= value <= self.high:  # type: ignore[operator]
+            raise ValidationError(field, value, self.expected)
+
+
 def check_int(field: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValidationError(field, value, f"expected a whole number from {low} to {high}")
+    Bounds(low, high, is_whole=True).check(field, value)
 
 
 def check_number(field: str, value: object, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # type: ignore[operator]
-        raise ValidationError(field, value, f"expected a number from {low:g} to {high:g}")
+    Bounds(low, high, is_whole=False).check(field, value)
+
+
+def bounds_of(annotation: Any) -> Bounds | None:
+    """The bounds that an annotation carries; None where it has none."""
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = get_args(annotation)
+        inner = next(filter(None, map(bounds_of, kinds)), None)
+        return inner and inner._replace(is_optional=NoneType in kinds)
+    if get_origin(annotation) is not Annotated:
+        return None
+    kind, *extras = get_args(annotation)
+    for extra in extras:
+        if isinstance(extra, msgspec.Meta) and extra.ge is not None and extra.le is not None:
+            return Bounds(extra.ge, extra.le, is_whole=kind is int)
+    return None
+
+
+def check_as(field: str, value: object, annotation: Any) -> None:
+    """The value is within the bounds of this type."""
+    bounds = bounds_of(annotation)
+    assert bounds is not None, f"{annotation} has no bounds"
+    bounds.check(field, value)
+
+
+@functools.cache
+def field_bounds(kind: type[msgspec.Struct]) -> Mapping[str, Bounds]:
+    """The bounds of a struct's fields, by their names in Python."""
+    pairs = ((field.name, bounds_of(field.type)) for field in msgspec.structs.fields(kind))
+    return {name: bounds for name, bounds in pairs if bounds is not None}
+
+
+def check_bounds(struct: msgspec.Struct, prefix: str = "") -> None:
+    """Every number of the struct is within its bounds. Decoding sees to that; making one by
+    hand does not."""
+    for name, bounds in field_bounds(type(struct)).items():
+        bounds.check(f"{prefix}{name}", getattr(struct, name))
 
 
 def check_timeout(value: object) -> None:

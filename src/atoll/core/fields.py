@@ -11,30 +11,49 @@ from collections.abc import Iterator, Mapping
 
 from msgspec.structs import fields
 
+from atoll.core.checks import Bounds, field_bounds
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
-from atoll.core.spec import ProviderFilter, Resources, Source, TrainingSpec, WorldSize
+from atoll.core.spec import (
+    BenchSpec,
+    ProviderFilter,
+    RendezvousSpec,
+    Resources,
+    Source,
+    TrainingSpec,
+    WorldSize,
+)
 
 _SECTIONS: Mapping[str, type[SpecModel]] = {
     "world_size": WorldSize,
-    "provider_filter": ProviderFilter,
     "source": Source,
+    "resources": Resources,
+    "provider_filter": ProviderFilter,
+    "bench": BenchSpec,
+    "rendezvous": RendezvousSpec,
 }
+_SHORT = {"bench_mode": "bench"}
 _WORD = re.compile(r"\w+(?:\.\w+)*")
 
 
 def _names() -> Iterator[tuple[str, str]]:
     for field in fields(TrainingSpec):
         yield field.name, field.encode_name
-        for part in fields(_SECTIONS[field.name]) if field.name in _SECTIONS else ():
-            yield f"{field.name}.{part.name}", f"{field.encode_name}.{part.encode_name}"
-    for field in fields(Resources):
-        yield field.name, f"resources.{field.encode_name}"
-    yield "bench", "bench.mode"
-    yield "bench_placement", "bench.placement"
-    yield "bench_require_gbps", "bench.requireGbps"
-    yield "rendezvous_backend", "rendezvous.backend"
-    yield "rendezvous_uri", "rendezvous.uri"
+    for section, kind in _SECTIONS.items():
+        wire = TrainingSpec.__struct_encode_fields__[TrainingSpec.__struct_fields__.index(section)]
+        for part in fields(kind):
+            name = f"{kind.option_prefix}{part.name}"
+            yield _SHORT.get(name, name), f"{wire}.{part.encode_name}"
+
+
+def option_bounds() -> dict[str, Bounds]:
+    """The bounds of every number in a spec, by its name in Python."""
+    kinds: list[type[SpecModel]] = [TrainingSpec, *_SECTIONS.values()]
+    return {
+        f"{kind.option_prefix}{name}": bounds
+        for kind in kinds
+        for name, bounds in field_bounds(kind).items()
+    }
 
 
 ON_WIRE: Mapping[str, str] = dict(_names())

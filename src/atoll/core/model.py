@@ -7,10 +7,12 @@ client can read a new server. Unset is `None`; `[]` means none of them.
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
+from atoll.core.checks import Bounds, bounds_of
 from atoll.core.errors import ValidationError
 
 T = TypeVar("T")
@@ -28,13 +30,19 @@ class SpecModel(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """What was asked for: unknown fields are refused."""
+    """What was asked for: unknown fields are refused.
+
+    `option_prefix` is what options of `deploy_distributed` have before the names of these fields.
+    """
+
+    option_prefix: ClassVar[str] = ""
 
 
 UNKNOWN_FIELD = "there is no such field"
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+_BEYOND = re.compile(r"Expected `(int|float)` [<>]=")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
@@ -43,7 +51,7 @@ def decode(data: bytes | str, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise named(error, _plain(data)) from error
+        raise named(error, kind, _plain(data)) from error
     except RecursionError as error:
         raise ValidationError(
             "body", data[:40], "expected JSON that is not nested so deep"
@@ -64,8 +72,8 @@ def _plain(data: bytes | str) -> Any:
         return None
 
 
-def named(error: msgspec.ValidationError, given: Any = None) -> ValidationError:
-    """The same refusal with its field, and the value that `given` has there."""
+def named(error: msgspec.ValidationError, kind: Any, given: Any = None) -> ValidationError:
+    """The refusal to decode a `kind` with its field, and the value that `given` has there."""
     if isinstance(error.__cause__, ValidationError):
         return error.__cause__
     found = _WHERE.match(str(error))
@@ -78,7 +86,34 @@ def named(error: msgspec.ValidationError, given: Any = None) -> ValidationError:
     if missing := _MISSING.search(what):
         field = f"{prefix}.{missing['name']}".strip(".")
         return ValidationError(field, None, "this field is required")
+    if _BEYOND.match(what) and (bounded := _bounded(prefix, kind)) is not None:
+        field, bounds = bounded
+        return ValidationError(field, _at(prefix, given), bounds.expected)
     return ValidationError(prefix or "body", _at(prefix, given), what[0].lower() + what[1:])
+
+
+def _bounded(path: str, kind: Any) -> tuple[str, Bounds] | None:
+    """The name in Python of the field at `path` in a `kind`, and its bounds."""
+    name = ""
+    for key, number in _STEP.findall(path):
+        kind = _struct_or_list(kind)
+        if number:
+            kind, name = next(iter(get_args(kind)), None), f"{name}[{number}]"
+            continue
+        fields = msgspec.structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
+        field = next((field for field in fields if field.encode_name == key), None)
+        if field is None:
+            return None
+        name, kind = getattr(kind, "option_prefix", "") + field.name, field.type
+    bounds = bounds_of(kind)
+    return None if bounds is None else (name, bounds)
+
+
+def _struct_or_list(kind: Any) -> Any:
+    """Without what may stand around it: `Annotated[A, …] | None` is `A`."""
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _at(path: str, given: Any) -> Any:

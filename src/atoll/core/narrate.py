@@ -1,20 +1,27 @@
-"""What happened between two statuses, as events; and the status in one sentence."""
+"""Ends in words, for all who tell of them; and what happened between two statuses, as events.
+
+What the reasons mean is in `ends.py`. People read `exited with code 1`; `exit_code=1 reason=Error`
+is for those who search for it.
+"""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 
 from atoll.core.bench import DONE as BENCH_DONE
+from atoll.core.ends import RANK_ENDS, PhaseReason, meaning_of, why_ended
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
-from atoll.core.ranks import in_words, is_lost
-from atoll.core.status import Event, EventType, Exit, RankStatus, Status
+from atoll.core.status import Event, EventType, Exit, RankExit, RankStatus, Status, Training
+
+TAIL_LINES = 10
 
 
 def narrate(old: Status, new: Status, now: float) -> tuple[Event, ...]:
     """The events of one status write, oldest first."""
-    told_ones: Iterator[tuple[EventType, str, str]] = _changes(old, new)
-    return tuple(Event(type=t, reason=r, message=m, at=now) for t, r, m in told_ones)
+    changes = _changes(old, new)
+    return tuple(Event(type=t, reason=r, message=m, at=now) for t, r, m in changes)
 
 
 def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
@@ -28,8 +35,8 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     started = [r.rank for r in after if r.is_alive and _is_new(before.get(r.rank), r)]
     for rank in after:
         was = before.get(rank.rank)
-        if rank.previous is not None and rank.previous not in _told_of(was):
-            yield "Warning", "RankRestarting", f"rank {rank.rank}: {in_words(rank.previous)}"
+        if rank.previous is not None and rank.previous not in _exits_of(was):
+            yield "Warning", "RankRestarting", exit_line(rank.rank, rank.previous)
         if rank.exit is not None and (was is None or was.exit != rank.exit):
             yield _ending(rank)
     if started:
@@ -42,10 +49,10 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
         yield "Warning", new.failing, new.message or new.failing_message or "stopping the rest"
     if new.phase is not old.phase:
         kind: EventType = "Warning" if new.phase is Phase.FAILED else "Normal"
-        yield kind, new.phase.capitalize(), told(new)
+        yield kind, new.phase.capitalize(), status_in_words(new)
 
 
-def _told_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
+def _exits_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
     return (None, None) if was is None else (was.exit, was.previous)
 
 
@@ -66,25 +73,93 @@ def _is_new(was: RankStatus | None, rank: RankStatus) -> bool:
 def _ending(rank: RankStatus) -> tuple[EventType, str, str]:
     ended = rank.exit
     assert ended is not None
-    text = f"rank {rank.rank}: {in_words(ended)}"
+    text = exit_line(rank.rank, ended)
     if rank.phase == "Succeeded":
         return "Normal", "RankSucceeded", text
     if ended.is_stopped:
         return "Normal", "RankStopped", text
-    if is_lost(rank):
+    if rank.phase == "Failed":
         return "Warning", "RankLost", text
     return "Warning", "RankRestarting", text
 
 
-def told(status: Status) -> str:
-    """The status in one sentence."""
+def exit_in_words(ended: Exit | RankExit) -> str:
+    """What the rank did: `was killed by SIGSEGV (segmentation fault), exit code 139`."""
+    code, reason = _code_and_reason(ended)
+    if code is None:
+        text = "ended with an exit code that could not be learned"
+    elif ended.signal:
+        text = f"was killed by {_signal_in_words(ended.signal)}, exit code {code}"
+    else:
+        text = f"exited with code {code}"
+    why = why_ended(reason, ended.message)
+    return f"{text}: {why}" if why else text
+
+
+def _signal_in_words(name: str) -> str:
+    known = signal.Signals.__members__.get(name)
+    meaning = None if known is None else signal.strsignal(known)
+    return f"{name} ({meaning.lower()})" if meaning else name
+
+
+def _code_and_reason(ended: Exit | RankExit) -> tuple[int | None, str]:
+    if isinstance(ended, RankExit):
+        return ended.exit_code, ended.termination_reason
+    return ended.code, ended.reason
+
+
+def exit_line(rank: int, ended: Exit | RankExit) -> str:
+    """`rank 1: exit_code=137 reason=OOMKilled signal=SIGKILL: out of memory`."""
+    code, reason = _code_and_reason(ended)
+    text = f"rank {rank}: exit_code={'unknown' if code is None else code} reason={reason}"
+    if ended.signal:
+        text += f" signal={ended.signal}"
+    why = why_ended(reason, ended.message) if reason in RANK_ENDS else ended.message
+    return f"{text}: {why}" if why else text
+
+
+def end_in_words(training: Training) -> str:
+    """How a training ended, in one sentence."""
+    status, name = training.status, training.name
+    if status.phase is Phase.SUCCEEDED:
+        return f"{name} succeeded: {phase_in_words(status)}"
+    if status.phase is Phase.CANCELLED:
+        is_removed = training.deletion_requested_at is not None and not training.spec.cancel
+        return f"{name} was cancelled" + (": it is being removed" if is_removed else "")
+    cause = status.root_cause
+    if cause is None:
+        return f"{name} failed: {phase_in_words(status)}"
+    times = cause.restart_count
+    restarts = f" after {times} restart{'' if times == 1 else 's'}" if times else ""
+    return f"{name} failed: rank {cause.rank} failed first{restarts}: it {exit_in_words(cause)}"
+
+
+def failure_in_words(training: Training) -> str:
+    """Why a training failed: the cause first, then each bad rank, then the last lines."""
+    status, cause = training.status, training.status.root_cause
+    bad = [ended for ended in status.rank_exits if ended.is_failure]
+    if cause is not None:
+        bad.sort(key=lambda ended: ended.rank != cause.rank)
+    reasons = [exit_line(ended.rank, ended) for ended in bad]
+    if cause is None and (status.phase is Phase.FAILED or not reasons):
+        reasons.insert(0, phase_in_words(status))  # no rank is to blame
+    text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
+    if cause is not None and cause.log_tail:
+        text += f"\nlast lines of rank {cause.rank}:"
+        text += "".join(f"\n  {line}" for line in cause.log_tail[-TAIL_LINES:])
+    return text
+
+
+def phase_in_words(status: Status) -> str:
+    """Why it is in its phase: in its own words, or what the reason means."""
+    return status.message or meaning_of(status.reason, PhaseReason) or status.phase.value
+
+
+def status_in_words(status: Status) -> str:
+    """What a status says of itself, in one sentence."""
     world = status.world
     if status.root_cause is not None:
-        root = status.root_cause
-        code = "unknown" if root.exit_code is None else root.exit_code
-        signal = f" signal={root.signal}" if root.signal else ""
-        why = f": {root.message}" if root.message else ""
-        return f"rank {root.rank}: exit_code={code} reason={root.termination_reason}{signal}{why}"
+        return exit_line(status.root_cause.rank, status.root_cause)
     if status.failing_message:
         return status.failing_message
     if status.phase is Phase.SUCCEEDED:
@@ -92,7 +167,7 @@ def told(status: Status) -> str:
     if status.phase is Phase.CANCELLED:
         return "cancelled on request"
     alive = sum(r.is_alive for r in status.ranks)
-    if status.failing or status.reason == "Cancelling":
+    if status.failing or status.reason == PhaseReason.CANCELLING:
         return f"stopping: {alive} ranks still alive"
     return f"{world.ready} of {world.target} ranks ready, min {world.min}"
 

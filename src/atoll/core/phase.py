@@ -6,6 +6,8 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
+from atoll.core.ends import PhaseReason
+
 
 class Phase(StrEnum):
     """Where a training is. `""` before the first status."""
@@ -62,18 +64,18 @@ class Verdict(NamedTuple):
 # Row order is policy. A training ends only when nothing of it is alive, so a terminal phase
 # means that every exit is known and no process is left. The last row always matches.
 RULES = (
-    Rule(lambda t: t.is_failing and t.alive == 0, Phase.FAILED, "RankFailed"),
+    Rule(lambda t: t.is_failing and t.alive == 0, Phase.FAILED, PhaseReason.RANK_FAILED),
     Rule(
         lambda t: t.succeeded == t.wanted and t.wanted >= t.min and t.alive == 0 and t.is_gate_open,
         Phase.SUCCEEDED,
-        "AllRanksExited",
+        PhaseReason.ALL_RANKS_EXITED,
     ),
-    Rule(lambda t: t.is_cancelling and t.alive == 0, Phase.CANCELLED, "CancelRequested"),
-    Rule(lambda t: t.is_failing, Phase.PENDING, "Failing"),
-    Rule(lambda t: t.is_cancelling, Phase.PENDING, "Cancelling"),
-    Rule(lambda t: t.ready >= t.min, Phase.READY, "QuorumReached"),
-    Rule(lambda t: not t.is_gate_open, Phase.PENDING, "WaitingForRoom"),
-    Rule(lambda t: True, Phase.PENDING, "BelowMinimum"),
+    Rule(lambda t: t.is_cancelling and t.alive == 0, Phase.CANCELLED, PhaseReason.CANCEL_REQUESTED),
+    Rule(lambda t: t.is_failing, Phase.PENDING, PhaseReason.FAILING),
+    Rule(lambda t: t.is_cancelling, Phase.PENDING, PhaseReason.CANCELLING),
+    Rule(lambda t: t.ready >= t.min, Phase.READY, PhaseReason.QUORUM_REACHED),
+    Rule(lambda t: not t.is_gate_open, Phase.PENDING, PhaseReason.WAITING_FOR_ROOM),
+    Rule(lambda t: True, Phase.PENDING, PhaseReason.BELOW_MINIMUM),
 )
 
 

@@ -13,12 +13,21 @@ from msgspec.structs import replace
 
 from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
 from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
+from atoll.core.ends import PhaseReason
 from atoll.core.errors import UDTerminalState
 from atoll.core.gate import may_start
 from atoll.core.mesh import MeshState
-from atoll.core.narrate import narrate, told
+from atoll.core.narrate import narrate, status_in_words
 from atoll.core.phase import Phase, Tally, advance
-from atoll.core.ranks import classify, is_lost, merge_ranks, must_redo, waiting_message
+from atoll.core.ranks import (
+    classify,
+    final_exits,
+    is_lost,
+    merge_ranks,
+    must_redo,
+    root_cause_of,
+    waiting_message,
+)
 from atoll.core.status import (
     Condition,
     ConditionStatus,
@@ -32,7 +41,6 @@ from atoll.core.status import (
     WorldPoint,
     WorldStatus,
 )
-from atoll.core.verdict import final_exits, root_cause_of
 
 STALE_S = 3.0  # how late an observation may be
 HISTORY_KEPT = 100
@@ -170,13 +178,7 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
         phase=verdict.phase,
         reason=status.failing or verdict.reason,
         observed_generation=training.generation,
-        world=WorldStatus(
-            ready=ready,
-            target=world.target,
-            min=world.min,
-            max=world.max,
-            below_minimum=ready < world.min,
-        ),
+        world=WorldStatus.of(ready, world),
         ranks=[waiting_message(r, status, seen, world) for r in status.ranks],
     )
     if verdict.phase.is_terminal:
@@ -189,7 +191,9 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
             rank_exits=exits,
             root_cause=next((e for e in exits if root and e.rank == root.rank), None),
         )
-    status = replace(status, message=told(status), conditions=_conditions(old, status, now))
+    status = replace(
+        status, message=status_in_words(status), conditions=_conditions(old, status, now)
+    )
     return _with_history(old, status, now)
 
 
@@ -234,16 +238,18 @@ def _refusal(training: Training, phase: Phase, now: float) -> Event:
 def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) -> tuple[str, str]:
     spec, world = training.spec, training.spec.world_size
     if seen.fault:
-        return "ExecutorRefused", seen.fault
+        return PhaseReason.EXECUTOR_REFUSED, seen.fault
     is_told_nothing = seen.wish is None and not seen.is_supervised
     if is_told_nothing and status.has_run and not _may_be_late(status, now):
-        return "ExecutorLost", f"the {training.executor} executor has lost all record of the ranks"
+        words = f"the {training.executor} executor has lost all record of the ranks"
+        return PhaseReason.EXECUTOR_LOST, words
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
     if lost and world.target - len(lost) < world.min:
-        return "RankFailed", ""
+        return PhaseReason.RANK_FAILED, ""
     opened = status.gate_opened_at
     if spec.deadline_s is not None and opened is not None and now >= opened + spec.deadline_s:
-        return "DeadlineExceeded", f"still running {spec.deadline_s:g} s after the start"
+        words = f"still running {spec.deadline_s:g} s after the start"
+        return PhaseReason.DEADLINE_EXCEEDED, words
     return why_refused(spec, status)
 
 
@@ -291,7 +297,9 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
         ("BelowMinimum", status.world.below_minimum, "RanksReady", _ready_text(status)),
     ]
     if lost:
-        wanted.append(("RanksLost", True, "RankFailed", "lost for good: " + ", ".join(lost)))
+        wanted.append(
+            ("RanksLost", True, PhaseReason.RANK_FAILED, "lost for good: " + ", ".join(lost))
+        )
     ranks = (*status.ranks, *status.retired)
     if silent := [str(r.rank) for r in ranks if r.exit is not None and r.exit.is_backends_word]:
         message = f"exits of {', '.join(silent)} are the executor's word; they left no record"

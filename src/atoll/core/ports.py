@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from atoll.core.errors import Permanent
@@ -68,6 +68,22 @@ class Checking(Protocol):
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError, naming the field."""
+
+
+@runtime_checkable
+class Probing(Protocol):
+    """An executor that can find out quickly whether its backend answers."""
+
+    async def probe(self) -> None:
+        """Raises BackendError or Denied, in words that say what is wrong."""
+
+
+@runtime_checkable
+class Sweeping(Protocol):
+    """An executor whose backend may keep things of trainings that were removed by force."""
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        """Cleared away, but for the trainings that `known` gives the uids of."""
 
 
 @runtime_checkable

@@ -42,7 +42,8 @@ _TABLE: dict[type[errors.AtollError], tuple[tuple[str, ...], _Maker]] = {
     errors.ValidationError: (
         ("field", "expected"),
         lambda p: renamed(
-            errors.ValidationError(p.field or "", Shown(p.value or ""), p.expected or ""), IN_PYTHON
+            errors.ValidationError(p.field or "", PrintedValue(p.value or ""), p.expected or ""),
+            IN_PYTHON,
         ),
     ),
     errors.NotFound: (("kind", "name"), lambda p: errors.NotFound(p.kind or "", p.name or "")),
@@ -66,7 +67,7 @@ _TABLE: dict[type[errors.AtollError], tuple[tuple[str, ...], _Maker]] = {
 _BY_TYPE = {f"{PREFIX}{kind.__name__}": maker for kind, (_, maker) in _TABLE.items()}
 
 
-class Shown(str):
+class PrintedValue(str):
     """A value known only by how it was printed; printing it again does not quote it again."""
 
     __slots__ = ()

@@ -1,6 +1,7 @@
 """One rank: what is known of it, merged with what was just seen; and what that makes it.
 
-An attempt number only grows, so an older look never undoes a newer one.
+An attempt number only grows, so an older look never undoes a newer one. At the end: which rank
+brought the training down, one answer however many ranks and hosts it had.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from atoll.core.ends import PhaseReason, RankEnd
+from atoll.core.narrate import exit_in_words
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Exit, RankPhase, RankStatus, Seen, SeenRank, Status
+from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Seen, SeenRank, Status
 
 LOST_AFTER_S = 3.0  # a rank that ran and is not seen any more is given up after this
-VANISHED = "Vanished"
+# Failures closer together than this are one story: peers fall because the first one did.
+CASCADE_S = 60.0
 
 
 def merge_ranks(
@@ -68,20 +72,20 @@ def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
 
 
 def _unlearned(at: float, message: str) -> Exit:
-    return Exit(code=None, at=at, reason=VANISHED, message=message)
+    return Exit(code=None, at=at, reason=RankEnd.VANISHED, message=message)
 
 
 def _missing(before: RankStatus, now: float) -> RankStatus:
     since = now if before.missing_since is None else before.missing_since
     if now < since + LOST_AFTER_S:
         return replace(before, missing_since=since, message="not seen any more")
-    return _ended(before, _unlearned(since, "it disappeared and its exit code is not known"))
+    return _ended(before, _unlearned(since, f"not seen for {LOST_AFTER_S:g} s"))
 
 
 def must_redo(exit: Exit) -> bool:
     """Whether an attempt that ended so is to be forgotten if the rank is wanted: it was stopped
     by us, or the executor has forgotten it."""
-    return exit.is_stopped or exit.reason == VANISHED
+    return exit.is_stopped or exit.reason == RankEnd.VANISHED
 
 
 def classify(rank: RankStatus, spec: TrainingSpec, *, is_redone: bool = False) -> RankStatus:
@@ -94,7 +98,7 @@ def _phase(rank: RankStatus, spec: TrainingSpec, is_redone: bool) -> RankPhase:
     if rank.exit is None:
         return "Pending"
     has_budget = rank.restarts < spec.max_restarts
-    if rank.exit.reason == VANISHED and not has_budget:
+    if rank.exit.reason == RankEnd.VANISHED and not has_budget:
         return "Failed"
     if is_redone:
         return "Pending"
@@ -119,7 +123,7 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
     if rank.phase == "Running":
         return "stopping: scaled down" if rank.rank >= world.target else rank.message
     if rank.phase != "Pending":
-        return in_words(rank.exit) if rank.exit else ""
+        return exit_in_words(rank.exit) if rank.exit else ""
     if status.gate_opened_at is None and status.bench.phase in ("Pending", "Running"):
         return f"start gate: the link must be measured first; {status.bench.message}"
     if status.gate_opened_at is None and seen.room is not None and not seen.has_gate:
@@ -127,18 +131,56 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
     if seen.room is not None and rank.rank >= seen.room:
         return f"no room: {seen.message}"
     if rank.exit is not None and not must_redo(rank.exit):
-        return f"restarting after {in_words(rank.exit)}"
+        return f"restarting: it {exit_in_words(rank.exit)}"
     if rank.attempt < 0:  # never seen: what it has as a message may be our own of an earlier look
         return seen.message or rank.message or "starting"
     return rank.message or seen.message or "starting"
 
 
-def in_words(exit: Exit) -> str:
-    """One line on how an attempt ended."""
-    if exit.code is None:
-        text = f"unknown exit code ({exit.reason})"
-    elif exit.signal:
-        text = f"{exit.signal} (exit code {exit.code}, {exit.reason})"
-    else:
-        text = f"exit code {exit.code} ({exit.reason})"
-    return f"{text}: {exit.message}" if exit.message else text
+def root_cause_of(status: Status, world: WorldSize) -> RankStatus | None:
+    """The first failure of the run of failures that took the world below its minimum.
+
+    Order is when each rank says it failed, or else when it ended: peers that crash on a lost
+    connection may be gone before the culprit has unwound.
+    """
+    lost = sorted(
+        (r for r in status.ranks if r.rank < world.target and is_lost(r)),
+        key=lambda r: (r.exit.order if r.exit else 0.0, r.rank),
+    )
+    spare = world.target - world.min
+    if not lost or status.failing != PhaseReason.RANK_FAILED:
+        return None
+    at = min(spare, len(lost) - 1)
+    while at > 0 and _order(lost[at]) - _order(lost[at - 1]) <= CASCADE_S:
+        at -= 1
+    return lost[at]
+
+
+def _order(rank: RankStatus) -> float:
+    return rank.exit.order if rank.exit else 0.0
+
+
+def final_exits(status: Status, root: RankStatus | None) -> list[RankExit]:
+    """One record for every rank that ever ran."""
+    ran = (r for r in (*status.ranks, *status.retired) if r.exit is not None)
+    return [_record(r, root) for r in sorted(ran, key=lambda r: r.rank)]
+
+
+def _record(rank: RankStatus, root: RankStatus | None) -> RankExit:
+    ended = rank.exit
+    assert ended is not None
+    fell_after = root is not None and rank.rank != root.rank and ended.order >= _order(root)
+    was_running = rank.phase in ("Stopped", "Failed") or not ended.is_success
+    return RankExit(
+        rank=rank.rank,
+        exit_code=ended.code,
+        termination_reason=ended.reason,
+        restart_count=rank.restarts,
+        signal=ended.signal,
+        started_at=rank.started_at,
+        ended_at=ended.at,
+        host=rank.node,
+        collateral=fell_after and was_running,
+        message=ended.message,
+        log_tail=ended.log_tail,
+    )

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta
 
 from atoll.core.checks import (
     TEXT,
+    check_bounds,
     check_choice,
     check_env,
-    check_int,
     check_name,
-    check_number,
     check_strings,
     is_text,
 )
@@ -27,6 +27,19 @@ from atoll.core.model import SpecModel
 DIGEST = b"sha256:"
 MAX_WORLD = 10_000
 MAX_SECONDS = 10 * 365 * 86_400
+MAX_GPUS = 1024
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?$"
+URI_PATTERN = r"^(file|memory|s3|gs|az)://\S*$"
+
+RankCount = Annotated[int, Meta(ge=1, le=MAX_WORLD)]
+GpuCount = Annotated[int, Meta(ge=0, le=MAX_GPUS)]
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+WholeSeconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
+Deadline = Annotated[float, Meta(ge=0.001, le=MAX_SECONDS)]
+RankNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+LineCount = Annotated[int, Meta(ge=0, le=10_000_000)]
+# Of a scale: whether it is within `[min, max]` is for each training to say.
+ScaleTarget = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 
 BenchMode = Literal["off", "on-start"]
 BenchPlacement = Literal["preferred", "strict"]
@@ -34,20 +47,21 @@ RendezvousBackend = Literal["etcd-v2", "c10d", "static"]
 TopologySpread = Literal["pack", "provider-aware", "region-aware", "none"]
 SourceKind = Literal["script", "function", "shell"]
 
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
-_URI = re.compile(r"(file|memory|s3|gs|az)://\S*")
+_QUANTITY = re.compile(QUANTITY_PATTERN)
+_URI = re.compile(URI_PATTERN)
 
 
 class WorldSize(SpecModel, frozen=True):
     """How many ranks: never fewer than `min`, never more than `max`, `target` wanted now."""
 
-    min: int
-    target: int
-    max: int
+    option_prefix: ClassVar[str] = "world_size."
+
+    min: RankCount
+    target: RankCount
+    max: RankCount
 
     def __post_init__(self) -> None:
-        for field in ("min", "target", "max"):
-            check_int(f"world_size.{field}", getattr(self, field), 1, MAX_WORLD)
+        check_bounds(self, self.option_prefix)
         if self.min > self.target:
             raise ValidationError(
                 "world_size.min", self.min, f"expected at most world_size.target ({self.target})"
@@ -60,6 +74,8 @@ class WorldSize(SpecModel, frozen=True):
 
 class ProviderFilter(SpecModel, frozen=True):
     """Providers to use. `include=None` is any; `include=[]` is none and is refused."""
+
+    option_prefix: ClassVar[str] = "provider_filter."
 
     include: list[str] | None = None
     exclude: list[str] = []
@@ -84,9 +100,9 @@ class Resources(SpecModel, frozen=True):
 
     cpu: str | None = None
     memory: str | None = None
-    gpu_count: int = 0
+    gpu_count: GpuCount = 0
     gpu_models: list[str] = []
-    min_gpu_memory_gb: int | None = None
+    min_gpu_memory_gb: Annotated[int, Meta(ge=1, le=100_000)] | None = None
 
     def __post_init__(self) -> None:
         for field in ("cpu", "memory"):
@@ -95,30 +111,30 @@ class Resources(SpecModel, frozen=True):
                 raise ValidationError(
                     field, value, "expected a quantity such as '2', '500m', '4Gi'"
                 )
-        check_int("gpu_count", self.gpu_count, 0, 1024)
+        check_bounds(self)
         check_strings("gpu_models", self.gpu_models)
-        if self.min_gpu_memory_gb is not None:
-            check_int("min_gpu_memory_gb", self.min_gpu_memory_gb, 1, 100_000)
 
 
 class BenchSpec(SpecModel, frozen=True):
     """Whether the link between two hosts is measured at the start, and where."""
 
+    option_prefix: ClassVar[str] = "bench_"
+
     mode: BenchMode = "off"
     placement: str = "preferred"
-    require_gbps: float | None = None
+    require_gbps: Annotated[float, Meta(ge=0, le=1_000_000)] | None = None
 
     def __post_init__(self) -> None:
         check_choice("bench", self.mode, BenchMode)
-        if self.mode == "off":
-            return
-        check_choice("bench_placement", self.placement, BenchPlacement)
-        if self.require_gbps is not None:
-            check_number("bench_require_gbps", self.require_gbps, 0.0, 1e6)
+        check_bounds(self, self.option_prefix)
+        if self.mode != "off":
+            check_choice("bench_placement", self.placement, BenchPlacement)
 
 
 class RendezvousSpec(SpecModel, frozen=True):
     """How ranks find each other, and the object store they may meet in."""
+
+    option_prefix: ClassVar[str] = "rendezvous_"
 
     backend: RendezvousBackend = "c10d"
     uri: str | None = None
@@ -134,6 +150,8 @@ class RendezvousSpec(SpecModel, frozen=True):
 class Source(SpecModel, frozen=True):
     """Code shipped with the training instead of a command: a Python or shell script, or a pickled
     function."""
+
+    option_prefix: ClassVar[str] = "source."
 
     kind: SourceKind
     content: bytes
@@ -181,11 +199,11 @@ class TrainingSpec(SpecModel, frozen=True):
     rendezvous: RendezvousSpec = RendezvousSpec()
     mesh: bool = False
     pip_packages: list[str] = []
-    max_restarts: int = 0
-    start_grace_s: float = 30.0
-    stop_grace_s: float = 10.0
-    deadline_s: float | None = None
-    ttl_seconds: int | None = None
+    max_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    start_grace_s: Seconds = 30.0
+    stop_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
+    deadline_s: Deadline | None = None
+    ttl_seconds: WholeSeconds | None = None
     executor: str | None = None  # unset until stored: the default of the control plane
     cancel: bool = False
 
@@ -199,13 +217,7 @@ class TrainingSpec(SpecModel, frozen=True):
         for field in ("env", "nccl_env"):
             check_env(field, getattr(self, field))
         check_choice("topology_spread", self.topology_spread, TopologySpread)
-        check_int("max_restarts", self.max_restarts, 0, 1_000_000)
-        check_number("start_grace_s", self.start_grace_s, 0, MAX_SECONDS)
-        check_number("stop_grace_s", self.stop_grace_s, 0, 3600)
-        if self.deadline_s is not None:
-            check_number("deadline_s", self.deadline_s, 0.001, MAX_SECONDS)
-        if self.ttl_seconds is not None:
-            check_int("ttl_seconds", self.ttl_seconds, 0, MAX_SECONDS)
+        check_bounds(self)
         if self.executor is not None:
             check_name("executor", self.executor)
         for field in ("mesh", "cancel"):

@@ -7,7 +7,7 @@ from typing import Literal
 from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 from atoll.core.phase import Phase
-from atoll.core.spec import TrainingSpec
+from atoll.core.spec import TrainingSpec, WorldSize
 
 SILENT_S = 1.0  # how much later than it happened a death by signal may be noticed
 
@@ -54,6 +54,17 @@ class WorldStatus(Model, frozen=True):
     min: int = 0
     max: int = 0
     below_minimum: bool = True
+
+    @classmethod
+    def of(cls, ready: int, size: WorldSize) -> WorldStatus:
+        """Ready as seen, the rest as wished."""
+        return cls(
+            ready=ready,
+            target=size.target,
+            min=size.min,
+            max=size.max,
+            below_minimum=ready < size.min,
+        )
 
 
 class RankStatus(Model, frozen=True):
@@ -247,6 +258,11 @@ class Training(Model, frozen=True):
     @property
     def is_cancelling(self) -> bool:
         return self.spec.cancel or self.deletion_requested_at is not None
+
+    @property
+    def world(self) -> WorldStatus:
+        """Ready as seen, the rest as wished now: a scale shows at once in `target`."""
+        return WorldStatus.of(self.status.world.ready, self.spec.world_size)
 
     @property
     def executor(self) -> str:

@@ -54,15 +54,15 @@ class Blob:
 
 
 @dataclass
-class Usage:
+class Traffic:
     """What was asked of the store so far. Every try counts, failed ones too."""
 
     requests: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
 
-    def since(self, earlier: Usage) -> Usage:
-        return Usage(
+    def since(self, earlier: Traffic) -> Traffic:
+        return Traffic(
             self.requests - earlier.requests,
             self.bytes_up - earlier.bytes_up,
             self.bytes_down - earlier.bytes_down,
@@ -77,7 +77,7 @@ class Blobs:
         self.name = name
         self._store = store
         self._patience_s = patience_s
-        self._usage = Usage()
+        self._usage = Traffic()
         self._lock = threading.Lock()
 
     @classmethod
@@ -92,9 +92,9 @@ class Blobs:
         return cls(_open_store(text), text, patience_s=patience_s)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> Traffic:
         with self._lock:
-            return Usage(self._usage.requests, self._usage.bytes_up, self._usage.bytes_down)
+            return Traffic(self._usage.requests, self._usage.bytes_up, self._usage.bytes_down)
 
     def put(self, key: str, data: Buffer) -> None:
         """The object is there with `data`, whatever was there before."""

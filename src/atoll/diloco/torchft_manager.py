@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce import ObjectStoreAllReduce, RoundReport
+from atoll.diloco.allreduce import ObjectStoreAllReduce, ReduceReport
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.place import find_place, fragment_run
 from atoll.diloco.torchft_state import Healer
@@ -65,7 +65,7 @@ class ObjectStoreManager:
         self._sizes: dict[int, list[int]] = {}
         self._handed: list[int] = []  # elements of each tensor of this synchronisation so far
         self._batch: _Batch | None = None
-        self.last_round: RoundReport | None = None
+        self.last_round: ReduceReport | None = None
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]

@@ -17,7 +17,7 @@ from atoll.core.status import Chore, Training, Wish
 from atoll.kubernetes.archive import Archive
 from atoll.kubernetes.client import Cluster, gather
 from atoll.kubernetes.gate import is_open, render_opened_world, render_start
-from atoll.kubernetes.names import SELECTOR, UID
+from atoll.kubernetes.names import PLANE, SELECTOR, UID
 from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.patch import LET_GO, render_lost, render_stopped
 from atoll.kubernetes.pod import Pod
@@ -151,9 +151,18 @@ class PodKeeper:
         listed = await self._cluster.list("pods", namespace, labels=labels)
         await self.let_go(map(Pod, listed.items))
 
-    async def sweep(self, namespace: str | None, known: Callable[[], Awaitable[set[str]]]) -> None:
-        """Pods of trainings that are no more are let go; without this they would never leave."""
-        listed = await self._cluster.list("pods", namespace, labels=SELECTOR)
+    async def sweep(
+        self,
+        namespace: str | None,
+        known: Callable[[], Awaitable[set[str]]],
+        plane: str | None = None,
+    ) -> None:
+        """Pods of trainings that are no more are let go; without this they would never leave.
+
+        Those of another control plane are left to it: their trainings are not known here.
+        """
+        own = f"!{PLANE}" if plane is None else f"{PLANE}={plane}"
+        listed = await self._cluster.list("pods", namespace, labels=f"{SELECTOR},{own}")
         held = [pod for pod in map(Pod, listed.items) if pod.is_held]
         if held:
             # Asked after the pods, so that none of a new training is taken for a stray.

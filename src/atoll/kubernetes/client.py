@@ -102,6 +102,11 @@ class Cluster:
     async def close(self) -> None:
         await self._http.aclose()
 
+    async def version(self) -> str:
+        """Of the API server. Raises Temporary if it does not answer, Denied if it refuses."""
+        answer = await self._send("get", "version", "/version")
+        return str(_object(answer).get("gitVersion", ""))
+
     async def get(self, kind: str, namespace: str | None, name: str) -> Json:
         return _object(await self._send("get", kind, _path(kind, namespace, name)))
 

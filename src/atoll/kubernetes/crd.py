@@ -1,7 +1,8 @@
 """The CustomResourceDefinition `trainings.atoll.dev`, made from the spec that Python checks. Pure.
 
-Types come from the msgspec models; bounds and rules between fields are the tables below, in
-words and limits equal to those of `core/spec.py`. Status is open: a newer controller may add to it.
+Types and the bounds of numbers come from the msgspec models; what Python checks beyond them, and
+what the API server needs to keep rules cheap, is in the tables below. Status is open: a newer
+controller may add to it.
 """
 
 from __future__ import annotations
@@ -10,24 +11,20 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.checks import ARGS_VARIABLE, RESERVED_ENV, RESERVED_ENV_PREFIXES
-from atoll.core.spec import MAX_SECONDS, MAX_WORLD, TrainingSpec
+from atoll.core.checks import ARGS_VARIABLE, NAME_PATTERN, RESERVED_ENV, RESERVED_ENV_PREFIXES
+from atoll.core.ends import PhaseReason, RankEnd, listing
+from atoll.core.phase import Phase
+from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN, TrainingSpec
 
 Json = dict[str, Any]
 
 GROUP = "atoll.dev"
 VERSION = "v1"
-NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
-QUANTITY = r"^\d+(\.\d+)?(m|[kMGTPE]i?)?$"
 WORDS = {"maxItems": 1024, "items": {"type": "string", "maxLength": 65_536}}
 NAMES = {"maxItems": 64, "items": {"type": "string", "maxLength": 253}}
-COUNT = {"minimum": 1, "maximum": MAX_WORLD}
 
-# Bounds by path, merged over what the types say.
-BOUNDS: dict[str, Json] = {
-    "worldSize.min": COUNT,
-    "worldSize.target": COUNT,
-    "worldSize.max": COUNT,
+# Lengths and patterns by path, merged over what the types say.
+LIMITS: dict[str, Json] = {
     "command": {"minItems": 1, **WORDS},
     "args": WORDS,
     "pipPackages": NAMES,
@@ -35,24 +32,15 @@ BOUNDS: dict[str, Json] = {
     "workingDir": {"pattern": "^/", "maxLength": 4096},
     "env": {"maxProperties": 256},
     "ncclEnv": {"maxProperties": 256},
-    "resources.cpu": {"pattern": QUANTITY, "maxLength": 32},
-    "resources.memory": {"pattern": QUANTITY, "maxLength": 32},
-    "resources.gpuCount": {"minimum": 0, "maximum": 1024},
+    "resources.cpu": {"pattern": QUANTITY_PATTERN, "maxLength": 32},
+    "resources.memory": {"pattern": QUANTITY_PATTERN, "maxLength": 32},
     "resources.gpuModels": NAMES,
-    "resources.minGpuMemoryGb": {"minimum": 1, "maximum": 100_000},
     "providerFilter.include": {"minItems": 1, **NAMES},
     "providerFilter.exclude": NAMES,
     "bench.placement": {"maxLength": 32},
-    "bench.requireGbps": {"minimum": 0, "maximum": 1_000_000},
-    "rendezvous.uri": {"pattern": r"^(file|memory|s3|gs|az)://\S*$", "maxLength": 2048},
+    "rendezvous.uri": {"pattern": URI_PATTERN, "maxLength": 2048},
     "source.content": {"minLength": 1, "maxLength": 1_400_000},
     "source.filename": {"pattern": "^[^/\\x00]+$", "maxLength": 255},
-    "maxRestarts": {"minimum": 0, "maximum": 1_000_000},
-    "startGraceS": {"minimum": 0, "maximum": MAX_SECONDS},
-    "stopGraceS": {"minimum": 0, "maximum": 3600},
-    # The API server compares whole numbers with whole bounds: 0 would pass a minimum of 0.001.
-    "deadlineS": {"minimum": 0, "exclusiveMinimum": True, "maximum": MAX_SECONDS},
-    "ttlSeconds": {"minimum": 0, "maximum": MAX_SECONDS},
     "executor": {"default": "kubernetes", "maxLength": 63, "pattern": NAME_PATTERN},
 }
 
@@ -173,8 +161,8 @@ def spec_schema() -> Json:
     made = _structural(root, parts)
     made["properties"].pop("name")
     made["required"].remove("name")
-    for path, bounds in BOUNDS.items():
-        _at(made, path).update(bounds)
+    for path, limits in LIMITS.items():
+        _at(made, path).update(limits)
     for path, rules in RULES.items():
         _at(made, path)["x-kubernetes-validations"] = [
             {"rule": rule, "message": message} for rule, message in rules
@@ -207,7 +195,7 @@ def _structural(node: Json, parts: dict[str, Any]) -> Json:
         real = [part for part in node["anyOf"] if part.get("type") != "null"]
         assert len(real) == 1, f"a union cannot be structural: {node}"
         return _structural(real[0], parts)
-    made: Json = {key: node[key] for key in ("type", "enum") if key in node}
+    made: Json = {key: node[key] for key in ("type", "enum") if key in node} | _bounds(node)
     if "enum" in node:
         made.setdefault("type", "string")
     if node.get("contentEncoding") == "base64":
@@ -225,15 +213,28 @@ def _structural(node: Json, parts: dict[str, Any]) -> Json:
     return made
 
 
+def _bounds(node: Json) -> Json:
+    bounds: Json = {key: node[key] for key in ("minimum", "maximum") if key in node}
+    if 0 < bounds.get("minimum", 0) < 1:
+        # The API server compares whole numbers with whole bounds: 0 would pass a minimum of 0.001.
+        return {"minimum": 0, "exclusiveMinimum": True, "maximum": bounds["maximum"]}
+    return bounds
+
+
 def _status_schema() -> Json:
     whole = {"type": "integer"}
     world = dict.fromkeys(("ready", "target", "min", "max"), whole)
     return {
         "type": "object",
+        "description": f"What was seen. Of rankExits, terminationReason is {listing(RankEnd)}.",
         "x-kubernetes-preserve-unknown-fields": True,
         "properties": {
-            "phase": {"type": "string"},
-            "message": {"type": "string"},
+            "phase": {"type": "string", "description": f"One of {', '.join(filter(None, Phase))}."},
+            "reason": {
+                "type": "string",
+                "description": f"Why it is in its phase. {listing(PhaseReason)}.",
+            },
+            "message": {"type": "string", "description": "The same for people, in one sentence."},
             "observedGeneration": whole,
             "selector": {"type": "string"},
             "world": {

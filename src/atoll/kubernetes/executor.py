@@ -11,11 +11,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
+from atoll.core.config import options_of
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
+from atoll.core.executors import Home
 from atoll.core.ports import Key
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Chore, LogLine, Seen, Training, Wish, sooner
@@ -25,8 +28,8 @@ from atoll.kubernetes.chores import GangChores, GangObjects, PodKeeper
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.logs import LogSource, follow_logs, read_logs, tail_places
 from atoll.kubernetes.mirror import Mirror
-from atoll.kubernetes.names import CONTAINER, NAMESPACE, TRAINING, UID
-from atoll.kubernetes.options import KubernetesOptions
+from atoll.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
+from atoll.kubernetes.options import ClusterOptions, KubernetesOptions
 from atoll.kubernetes.patch import render_released, render_resize
 from atoll.kubernetes.pod import Pod, part_of
 from atoll.kubernetes.read import finished, is_told_by_pods, look, wish_of
@@ -83,6 +86,22 @@ class KubernetesBackend:
         self._beside = Beside(
             self.cluster, self.options, self._changed.put_nowait, is_owner=is_owner
         )
+
+    @classmethod
+    def configured(cls, name: str, options: dict[str, Any], home: Home) -> KubernetesBackend:
+        """As `[executors.NAME]` says; without a namespace, in that of the kubeconfig's context."""
+        table = options_of(ClusterOptions, options)
+        file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
+        cluster = Cluster.connect(table.context, file)
+        stated = {field.name: getattr(table, field.name) for field in fields(KubernetesOptions)}
+        stated["namespace"] = table.namespace or cluster.namespace
+        stated["labels"] = {**table.labels, PLANE: home.plane}
+        executor = cls(cluster=cluster, **stated)
+        executor.name = name
+        return executor
+
+    async def probe(self) -> None:
+        await self.cluster.version()
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
@@ -211,7 +230,7 @@ class KubernetesBackend:
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""
-        await self._keeper.sweep(self.options.namespace, known)
+        await self._keeper.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
         await self._beside.sweep(known)
 
     def _place(self, training: Training) -> tuple[str, str]:

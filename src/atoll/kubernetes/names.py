@@ -4,6 +4,7 @@ MANAGED = "app.kubernetes.io/managed-by"
 TRAINING = "atoll.dev/training"
 NAMESPACE = "atoll.dev/namespace"
 UID = "atoll.dev/uid"
+PLANE = "atoll.dev/plane"  # the control plane it belongs to; the operator's has none
 PART = "atoll.dev/part"  # of a training: its ranks, or what runs beside them
 LOG_OF = "atoll.dev/log-of-rank"
 WISH = "atoll.dev/wish"

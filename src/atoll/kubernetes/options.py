@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from atoll.core.bench import has_floor
-from atoll.core.checks import check_choice, check_int, check_name, check_number, check_strings
+from atoll.core.checks import check_bounds, check_choice, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.mesh import split_endpoint
 from atoll.core.model import SpecModel
-from atoll.core.spec import MAX_SECONDS, TrainingSpec
+from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds
 from atoll.mesh.reach import DEADLINE_S
 from atoll.rank.launch import ETCD_BACKEND, needs_etcd
 
 Json = dict[str, Any]
 PullPolicy = Literal["Always", "IfNotPresent", "Never"]
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+Patience = Annotated[float, Meta(ge=1, le=MAX_SECONDS)]
 
 # From GPU name to the labels of nodes that have it, as NVIDIA's feature discovery writes them.
 GPU_NODES: dict[str, dict[str, str]] = {
@@ -48,7 +51,7 @@ class KubernetesOptions(SpecModel, frozen=True):
     gpu_resource_key: str = "nvidia.com/gpu"
     gpu_nodes: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: GPU_NODES)
     gpu_memory_label: str = "nvidia.com/gpu.memory"  # MiB, on nodes
-    ttl_seconds_after_finished: int | None = 86_400
+    ttl_seconds_after_finished: WholeSeconds | None = 86_400
     image_pull_policy: PullPolicy | None = None
     image_pull_secrets: list[str] = []
     priority_class_name: str | None = None
@@ -71,14 +74,14 @@ class KubernetesOptions(SpecModel, frozen=True):
     etcd_endpoint: str | None = None
     etcd_image: str = "quay.io/coreos/etcd:v3.5.21"
     agent_image: str | None = None  # has Python and atoll: for the mesh and the link bench
-    mesh_deadline_s: float = DEADLINE_S  # ranks are let in with what there is after this
-    master_port: int = 29_500
-    deadline_margin_s: int = 0  # by which the Job's own deadline is later than the training's
-    kubelet_port: int | None = 10_250  # where nodes answer; None: only the cluster is asked
-    lost_node_s: int = 30  # a node that does not answer loses its ranks after this
-    gang_timeout_s: float | None = 600.0  # half a gang gives its room back after this
-    gang_backoff_s: float = 60.0  # and asks again after this
-    image_timeout_s: float = 300.0  # an image that cannot be pulled ends the training after this
+    mesh_deadline_s: Seconds = DEADLINE_S  # ranks are let in with what there is after this
+    master_port: Port = 29_500
+    deadline_margin_s: WholeSeconds = 0  # by which the Job's deadline is after the training's
+    kubelet_port: Port | None = 10_250  # where nodes answer; None: only the cluster is asked
+    lost_node_s: WholeSeconds = 30  # a node that does not answer loses its ranks after this
+    gang_timeout_s: Patience | None = 600.0  # half a gang gives its room back after this
+    gang_backoff_s: Patience = 60.0  # and asks again after this
+    image_timeout_s: Patience = 300.0  # an image that cannot be pulled ends the training after this
     is_exit_held: bool = False  # pods stay until their exit is stored; needs a controller
     is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
     # Ranks write how they ended, by rank/report.py; the image needs sh. Unset: those do that may
@@ -94,18 +97,7 @@ class KubernetesOptions(SpecModel, frozen=True):
             check_strings(field, getattr(self, field))
         if self.image_pull_policy is not None:
             check_choice("image_pull_policy", self.image_pull_policy, PullPolicy)
-        if self.ttl_seconds_after_finished is not None:
-            check_int("ttl_seconds_after_finished", self.ttl_seconds_after_finished, 0, MAX_SECONDS)
-        check_int("master_port", self.master_port, 1, 65_535)
-        if self.kubelet_port is not None:
-            check_int("kubelet_port", self.kubelet_port, 1, 65_535)
-        check_int("deadline_margin_s", self.deadline_margin_s, 0, MAX_SECONDS)
-        check_int("lost_node_s", self.lost_node_s, 0, MAX_SECONDS)
-        if self.gang_timeout_s is not None:
-            check_number("gang_timeout_s", self.gang_timeout_s, 1, MAX_SECONDS)
-        check_number("gang_backoff_s", self.gang_backoff_s, 1, MAX_SECONDS)
-        check_number("image_timeout_s", self.image_timeout_s, 1, MAX_SECONDS)
-        check_number("mesh_deadline_s", self.mesh_deadline_s, 0, MAX_SECONDS)
+        check_bounds(self)
         if self.etcd_endpoint is not None and split_endpoint(self.etcd_endpoint) is None:
             raise ValidationError("etcd_endpoint", self.etcd_endpoint, "expected host:port")
         self._check_volumes()
@@ -182,3 +174,18 @@ class KubernetesOptions(SpecModel, frozen=True):
     def has_own_etcd(self, spec: TrainingSpec) -> bool:
         is_needed = needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh)
         return is_needed and self.etcd_endpoint is None
+
+
+class ClusterOptions(KubernetesOptions, frozen=True):
+    """What `[executors.NAME]` with `kind = "kubernetes"` may say.
+
+    A control plane takes exits and keeps the deadline, so exits are held for it, and the Job until
+    it has taken them.
+    """
+
+    context: str | None = None  # unset: the current one
+    kubeconfig: str | None = None  # unset: KUBECONFIG, else ~/.kube/config
+    is_exit_held: bool = True
+    is_start_gated: bool = True
+    ttl_seconds_after_finished: int | None = None
+    deadline_margin_s: int = 60

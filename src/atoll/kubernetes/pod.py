@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.core.ends import RankEnd
 from atoll.core.lines import split_lines
 from atoll.core.status import Exit
 from atoll.kubernetes.names import (
@@ -24,32 +25,38 @@ from atoll.rank.report import TAIL_LINES, read_record
 
 Json = dict[str, Any]
 
-HOST_LOST = "HostLost"
-STOPPED = "Stopped"
 TURNED_AWAY = 143  # exit code of a start gate whose pod is taken away
 CLOCK_SKEW_S = 5.0
-STOPPABLE = frozenset({"Error", "Signal", "Unknown", "Evicted", "DeadlineExceeded"})
 NO_SHELL = "the executor option is_exit_recorded=False runs the command without sh"
 LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
 
 # Why the cluster took a pod away, by the reason of its DisruptionTarget condition.
 DISRUPTIONS = {
-    "PreemptionByScheduler": "Preempted",
-    "DeletionByTaintManager": "Evicted",
-    "EvictionByEvictionAPI": "Evicted",
-    "DeletionByPodGC": HOST_LOST,
-    "TerminationByKubelet": "Evicted",
+    "PreemptionByScheduler": RankEnd.PREEMPTED,
+    "DeletionByTaintManager": RankEnd.EVICTED,
+    "EvictionByEvictionAPI": RankEnd.EVICTED,
+    "DeletionByPodGC": RankEnd.HOST_LOST,
+    "TerminationByKubelet": RankEnd.EVICTED,
 }
+EXPECTED_WHEN_STOPPED = frozenset(
+    {
+        RankEnd.ERROR,
+        RankEnd.SIGNAL,
+        RankEnd.UNKNOWN,
+        RankEnd.EVICTED,
+        RankEnd.DEADLINE_EXCEEDED,
+    }
+)
 # Reasons of a pod's status that say more than its container's.
 POD_REASONS = {
-    "Evicted": "Evicted",
-    "NodeLost": HOST_LOST,
-    "NodeShutdown": "Evicted",
-    "Terminated": "Evicted",
-    "Preempting": "Preempted",
-    "DeadlineExceeded": "DeadlineExceeded",
-    "NodeAffinity": "Rejected",
-    "UnexpectedAdmissionError": "Rejected",
+    "Evicted": RankEnd.EVICTED,
+    "NodeLost": RankEnd.HOST_LOST,
+    "NodeShutdown": RankEnd.EVICTED,
+    "Terminated": RankEnd.EVICTED,
+    "Preempting": RankEnd.PREEMPTED,
+    "DeadlineExceeded": RankEnd.DEADLINE_EXCEEDED,
+    "NodeAffinity": RankEnd.REJECTED,
+    "UnexpectedAdmissionError": RankEnd.REJECTED,
 }
 # A container that is not there yet, by the reason it waits for.
 WAITING = {
@@ -264,7 +271,7 @@ class Pod:
         code: int | None = ended.get("exitCode")
         if ended.get("reason") == "ContainerStatusUnknown" or is_lost:
             code = None
-        if reason == "CommandNotFound":
+        if reason == RankEnd.COMMAND_NOT_FOUND:
             code = 127  # there was no process; this is what a shell says
         last = ended if self.has_run else ended or self._gate_end
         exit = Exit(
@@ -277,10 +284,10 @@ class Pod:
         )
         if record is not None:
             exit = recorded_exit(exit, record)
-        elif self._is_recorder and reason in ("Error", "Signal") and not is_stopped:
+        elif self._is_recorder and reason in (RankEnd.ERROR, RankEnd.SIGNAL) and not is_stopped:
             exit = replace(exit, is_backends_word=True)
-        if is_stopped and exit.reason in STOPPABLE:
-            return replace(exit, is_stopped=True, reason=STOPPED)
+        if is_stopped and exit.reason in EXPECTED_WHEN_STOPPED:
+            return replace(exit, is_stopped=True, reason=RankEnd.STOPPED)
         return replace(exit, is_stopped=is_stopped)
 
     @property
@@ -290,33 +297,35 @@ class Pod:
         ranks = (c for c in containers if c.get("name") == CONTAINER)
         return any(f" {REPORT_DIR}/" in word for c in ranks for word in c.get("command", ())[2:3])
 
-    def _why(self, ended: Json, is_lost: bool) -> tuple[str, str]:
+    def _why(self, ended: Json, is_lost: bool) -> tuple[RankEnd, str]:
         took = self.condition("DisruptionTarget")
         pod_reason = self.status.get("reason", "")
         if is_lost:
-            return HOST_LOST, f"its node {self.node} does not answer"
+            return RankEnd.HOST_LOST, f"its node {self.node} does not answer"
         if pod_reason.startswith("OutOf"):  # the kubelet found less room than the scheduler
-            return "Rejected", str(self.status.get("message", ""))
+            return RankEnd.REJECTED, str(self.status.get("message", ""))
         if pod_reason in POD_REASONS:
             return POD_REASONS[pod_reason], str(self.status.get("message", ""))
         if took.get("reason") in DISRUPTIONS:
             return DISRUPTIONS[took["reason"]], str(took.get("message", ""))
         if not ended and self._gate_code not in (None, 0):
-            return "StartGateFailed", self._gate_trouble()
+            return RankEnd.START_GATE_FAILED, self._gate_trouble()
         native = ended.get("reason", "")
         # With exit code 0, it was a child of the rank, which has coped.
         if native == "OOMKilled" and ended.get("exitCode") != 0:
-            return "OOMKilled", ""
+            return RankEnd.OOM_KILLED, ""
         if native in ("StartError", "ContainerCannotRun"):
             said = " ".join(str(ended.get("message", "")).split())
             if self._is_recorder and '"sh"' in said:
                 said += f" ({NO_SHELL})"
             is_missing = "not found" in said or "no such file" in said
-            return "CommandNotFound" if is_missing else "CannotRun", said
+            return RankEnd.COMMAND_NOT_FOUND if is_missing else RankEnd.CANNOT_RUN, said
         if native == "ContainerStatusUnknown" or not ended:
-            return "Unknown", str(ended.get("message") or self.status.get("message", ""))
+            return RankEnd.UNKNOWN, str(ended.get("message") or self.status.get("message", ""))
         code = ended.get("exitCode", 0)
-        return ("Completed" if code == 0 else "Signal" if _signal(code) else "Error"), ""
+        if code == 0:
+            return RankEnd.COMPLETED, ""
+        return RankEnd.SIGNAL if _signal(code) else RankEnd.ERROR, ""
 
     def _gate_trouble(self) -> str:
         image = (self.spec.get("containers") or [{}])[0].get("image", "")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from atoll.core.ends import RankEnd
 from atoll.core.model import decode
 from atoll.core.status import Chore, Exit, RankStatus, Seen, SeenRank, Training, Wish, sooner
 from atoll.kubernetes.chores import (
@@ -423,6 +424,9 @@ def given_up(
                 attempt=before.attempt + 1,
                 restarts=training.spec.max_restarts,
                 exit=Exit(
-                    code=None, at=now, reason="Deleted", message="its pod was taken away unseen"
+                    code=None,
+                    at=now,
+                    reason=RankEnd.DELETED,
+                    message="its pod was taken away unseen",
                 ),
             )

@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.core.ends import PhaseReason
 from atoll.core.errors import (
     AtollError,
     Conflict,
@@ -269,7 +270,7 @@ class KubernetesStore:
             return None
 
     async def _refuse(self, raw: Json, words: str) -> None:
-        body = {**(raw.get("status") or {}), "phase": "failed", "reason": "InvalidSpec"}
+        body = {**(raw.get("status") or {}), "phase": "failed", "reason": PhaseReason.INVALID_SPEC}
         await self._write_status(raw, {**body, "message": words})
 
     def _copy(self, raw: Json, events: Sequence[Event]) -> None:

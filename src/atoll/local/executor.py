@@ -17,7 +17,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atoll.core.checks import check_int
+from atoll.core.config import options_of
 from atoll.core.errors import BackendError, Permanent, Temporary
+from atoll.core.executors import Home
+from atoll.core.model import SpecModel
 from atoll.core.ports import Key
 from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.local.bench import LocalBench
@@ -34,7 +38,8 @@ from atoll.local.supervision import Supervision
 from atoll.rank.launch import RankPlace, render_launch
 
 # The control plane's own secrets and addresses are none of a rank's business.
-WITHHELD = ("ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
+WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
+MAX_SLOTS = 10_000
 
 
 def render_gang(
@@ -119,6 +124,16 @@ def _exit(record: Record | None) -> Exit | None:
     )
 
 
+class LocalOptions(SpecModel, frozen=True):
+    """What `[executors.local]` may say."""
+
+    slots: int | None = None  # most ranks at once
+
+    def __post_init__(self) -> None:
+        if self.slots is not None:
+            check_int("slots", self.slots, 1, MAX_SLOTS)
+
+
 class LocalBackend:
     """The Executor of `core/ports.py` for this machine."""
 
@@ -133,6 +148,15 @@ class LocalBackend:
         self._waiting: dict[str, Key] = {}  # trainings that found too little room
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
         self._bench = LocalBench(root, self._host)
+
+    @classmethod
+    def configured(cls, name: str, options: dict[str, Any], home: Home) -> LocalBackend:
+        """As `[executors.local]` says."""
+        table = options_of(LocalOptions, options)
+        return cls(home.state_dir / "ranks", slots=table.slots)
+
+    async def probe(self) -> None:
+        """This machine is always there."""
 
     async def start(self, known: Iterable[str]) -> None:
         """Take up what an earlier control plane left; clear away trainings nobody knows."""

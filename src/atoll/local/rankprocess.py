@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from atoll.core.ends import RankEnd
 from atoll.local import processes
 from atoll.local.journal import Attempt, Due, Record
 from atoll.local.ranklog import LogWriter
-from atoll.rank.report import ERROR_VARIABLE, ending
+from atoll.rank.report import ERROR_VARIABLE, exit_record
 
 GO = b"g"
 RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
-SUPERVISOR_LOST = "SupervisorLost"
 
 
 class Process:
@@ -45,7 +45,7 @@ def become_rank(
     failures: int,
 ) -> NoReturn:
     """In a forked child: wait for the word, then be the user's command."""
-    reason, what = "CannotRun", ""
+    reason, what = RankEnd.CANNOT_RUN, ""
     try:
         os.setsid()
         processes.die_with_parent(supervisor)
@@ -61,16 +61,16 @@ def become_rank(
             os.kill(os.getpid(), signal.SIGKILL)
         where = what = gang["working_dir"] or str(directory)
         os.chdir(where)
-        reason, what = "CommandNotFound", gang["command"][0]
+        reason, what = RankEnd.COMMAND_NOT_FOUND, gang["command"][0]
         env = {**gang["env"], "PWD": where, **_own(directory, gang, due)}
         os.execvpe(what, gang["command"], env)
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
-            reason = "CannotRun"
+            reason = RankEnd.CANNOT_RUN
         text = f"{due.rank} {due.attempt} {reason} {what[:200]}: {error.strerror}"
         os.write(failures, " ".join(text.splitlines()).encode()[:1000] + b"\n")
     finally:
-        os._exit(126 if reason == "CannotRun" else 127)
+        os._exit(126 if reason is RankEnd.CANNOT_RUN else 127)
 
 
 def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
@@ -97,20 +97,20 @@ def start_record(attempt: Attempt) -> Record:
 
 
 def lost_record(attempt: Attempt, ended: dict[int, int]) -> Record:
-    record = exit_record(attempt, ended.get(attempt.pid), time.time())
+    record = attempt_end(attempt, ended.get(attempt.pid), time.time())
     if record["code"] in (None, 128 + signal.SIGKILL):
-        record["reason"] = SUPERVISOR_LOST
+        record["reason"] = RankEnd.SUPERVISOR_LOST
         record["message"] = "the process that supervised this rank was killed"
     return record
 
 
-def exit_record(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
+def attempt_end(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
     """How an attempt ended, for the journal."""
     return {
         "t": "exit",
         "rank": attempt.rank,
         "attempt": attempt.attempt,
-        **ending(status, at),
+        **exit_record(status, at),
         "stopped": False,
     }
 

@@ -17,15 +17,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from atoll.core.ends import RankEnd
 from atoll.local import processes
 from atoll.local.journal import Attempt, Due, JournalWriter, Record
 from atoll.local.ranklog import last_lines
 from atoll.local.rankprocess import (
     GO,
     Process,
+    attempt_end,
     become_rank,
     error_file,
-    exit_record,
     lost_record,
     start_record,
 )
@@ -274,18 +275,18 @@ class Supervisor:
 
     def _explained(self, process: Process, status: int) -> Record:
         attempt = process.attempt
-        record = exit_record(attempt, status, self._now())
+        record = attempt_end(attempt, status, self._now())
         failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
         if process.is_stopping:
             record["stopped"] = True
-            record["reason"] = "Stopped" if record["code"] else record["reason"]
+            record["reason"] = RankEnd.STOPPED if record["code"] else record["reason"]
         elif process.is_frozen:
-            record["reason"] = "Frozen"
+            record["reason"] = RankEnd.FROZEN
             record["message"] = f"stopped by a signal for over {FROZEN_AFTER_S:g} s"
         elif failure is not None:
             record["reason"], record["message"] = failure
         elif record["signal"] == "SIGKILL" and self._oom_kills < processes.oom_kills():
-            record["reason"] = "OOMKilled"
+            record["reason"] = RankEnd.OOM_KILLED
         self._oom_kills = processes.oom_kills()
         if record["code"] != 0 and not process.is_stopping:
             record["tail"] = last_lines(self._directory / "logs" / str(attempt.rank), TAIL_LINES)

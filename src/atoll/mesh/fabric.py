@@ -21,7 +21,7 @@ from atoll.core.mesh import split_endpoint
 from atoll.core.model import decode, encode
 from atoll.core.retry import Retry
 from atoll.mesh.etcd import EtcdKeys
-from atoll.mesh.reach import FABRIC_DIR, NAMED, Report, Roster
+from atoll.mesh.reach import FABRIC_DIR, NAMED, HostRoster, ReachReport
 
 PROBE_S = 1.0  # the limit for answering a peer's probe
 PATIENCE_S = 1.0  # the limit for all tries of one probe
@@ -38,10 +38,10 @@ HELLO = b"atoll-fabric "
 class Agent:
     """One host's view of a roster."""
 
-    def __init__(self, host: str, tell: Callable[[Report], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, host: str, tell: Callable[[ReachReport], Coroutine[Any, Any, None]]) -> None:
         self._host = host
         self._tell = tell
-        self._roster: Roster | None = None
+        self._roster: HostRoster | None = None
         self._reached: set[str] = set()
         self._tried: set[str] = set()
         self._nudges: dict[str, asyncio.Event] = {}
@@ -60,7 +60,7 @@ class Agent:
                     self._nudge(line.removeprefix(HELLO).strip().decode())
         writer.close()
 
-    def follow(self, roster: Roster) -> None:
+    def follow(self, roster: HostRoster) -> None:
         """From now on, reports are about this roster. What is known of hosts that stay counts."""
         if self._roster is not None and roster.version <= self._roster.version:
             return
@@ -82,7 +82,7 @@ class Agent:
 
     async def report(self) -> None:
         """Write one report when every peer was tried, then one for every change, for ever."""
-        last_report: Report | None = None
+        last_report: ReachReport | None = None
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -101,9 +101,9 @@ class Agent:
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
 
-    def _current(self, roster: Roster) -> Report:
+    def _current(self, roster: HostRoster) -> ReachReport:
         missing = sorted(set(self._nudges) - self._reached)
-        return Report(
+        return ReachReport(
             host=self._host,
             roster=roster.version,
             reached=len(self._reached),
@@ -175,7 +175,7 @@ async def run(host: str, address: str, endpoint: str, folder: str = FABRIC_DIR) 
     """Listen on `address` and meet the others at `endpoint` until cancelled."""
     async with EtcdKeys(endpoint) as keys:
 
-        async def tell(report: Report) -> None:
+        async def tell(report: ReachReport) -> None:
             await keys.put(f"{folder}/reports/{host}", encode(report).decode())
 
         agent = Agent(host, tell)
@@ -214,7 +214,7 @@ async def _follow_roster(keys: EtcdKeys, folder: str, agent: Agent, own: str, pl
 
 def _follow(agent: Agent, value: str) -> None:
     with contextlib.suppress(ValidationError):  # not written by us
-        agent.follow(decode(value, Roster))
+        agent.follow(decode(value, HostRoster))
 
 
 def main() -> None:

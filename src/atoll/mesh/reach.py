@@ -28,14 +28,14 @@ def host_of(agent: str) -> str:
     return agent.rpartition("@")[2]
 
 
-class Roster(Model, frozen=True):
+class HostRoster(Model, frozen=True):
     """The hosts that must reach each other, and where each one's agent listens."""
 
     version: int
     addresses: dict[str, tuple[str, int]]
 
 
-class Report(Model, frozen=True):
+class ReachReport(Model, frozen=True):
     """What one host's agent says about a roster; its newest report counts."""
 
     host: str
@@ -53,21 +53,21 @@ class MeshVerdict(NamedTuple):
 class Fabric:
     """The reports so far. Folding one in costs its length, judging costs that of the bad ones."""
 
-    def __init__(self, roster: Roster | None = None) -> None:
+    def __init__(self, roster: HostRoster | None = None) -> None:
         self._roster = roster
         self._reporters: set[str] = set()
-        self._bad: dict[str, Report] = {}
+        self._bad: dict[str, ReachReport] = {}
 
     @property
-    def roster(self) -> Roster | None:
+    def roster(self) -> HostRoster | None:
         return self._roster
 
-    def enlist(self, roster: Roster) -> None:
+    def enlist(self, roster: HostRoster) -> None:
         """From now on this roster counts, and reports on an older one do not."""
         if self._roster is None or roster.version > self._roster.version:
             self.__init__(roster)  # type: ignore[misc]
 
-    def fold(self, report: Report) -> None:
+    def fold(self, report: ReachReport) -> None:
         """Take the report into account, unless it is about another roster or by a stranger."""
         roster = self._roster
         if roster is None or report.roster != roster.version:

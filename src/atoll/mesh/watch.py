@@ -21,9 +21,9 @@ from atoll.mesh.reach import (
     DEADLINE_S,
     FABRIC_DIR,
     Fabric,
+    HostRoster,
     MeshVerdict,
-    Report,
-    Roster,
+    ReachReport,
     host_of,
 )
 
@@ -146,11 +146,11 @@ class MeshWatch:
                 if agent in self._agents:
                     self._places[agent] = place
             elif kind == "roster":
-                self._enlist(decode(value, Roster))
+                self._enlist(decode(value, HostRoster))
             elif kind == "reports":
-                self._fabric.fold(decode(value, Report))
+                self._fabric.fold(decode(value, ReachReport))
 
-    def _enlist(self, roster: Roster) -> None:
+    def _enlist(self, roster: HostRoster) -> None:
         self._fabric.enlist(roster)
         self._version = max(self._version, roster.version)
 
@@ -161,7 +161,7 @@ class MeshWatch:
         if is_complete and (roster is None or roster.addresses != self._places):
             # Agents follow the highest version; a successor with an empty etcd must exceed it too.
             version = max(self._version + 1, int(time.time() * 1000))
-            new = Roster(version=version, addresses=dict(self._places))
+            new = HostRoster(version=version, addresses=dict(self._places))
             await self._keys.put(f"{self._folder}/roster", encode(new).decode())
             self._enlist(new)
         verdict = self._fabric.judge(

@@ -18,6 +18,7 @@ import uvicorn
 
 import atoll
 from atoll.controller.loop import Controller
+from atoll.controller.sweep import keep_swept
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
 from atoll.core.ports import Tokens
 from atoll.kubernetes.client import Cluster
@@ -31,7 +32,6 @@ from atoll.server.streams import Streams
 
 log = logging.getLogger(__name__)
 
-SWEEP_S = 300.0
 # Exits are held for the controller, and the Job until it has taken them; it keeps the deadline.
 DEFAULTS = {
     "is_exit_held": True,
@@ -102,7 +102,7 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(Controller(store, {executor.name: executor}).run())
-                tasks.create_task(_sweep(store, executor))
+                tasks.create_task(keep_swept(store, executor))
         except* (BackendError, Denied, NotFound) as group:
             log.warning("%s; starting again", _first(group))
         finally:
@@ -113,20 +113,6 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
 def _first(error: BaseException) -> BaseException:
     """A missing right, a CRD that is not there: the rest of the group says the same."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
-
-
-async def _sweep(store: KubernetesStore, executor: KubernetesBackend) -> None:
-    """Pods of trainings that were removed by force would otherwise wait for us for ever."""
-
-    async def known() -> set[str]:
-        return {training.uid for training in await store.list()}
-
-    while True:
-        try:
-            await executor.sweep(known)
-        except AtollError as error:
-            log.warning("sweeping: %s", error)
-        await asyncio.sleep(SWEEP_S)
 
 
 class _Server(uvicorn.Server):

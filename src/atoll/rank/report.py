@@ -56,7 +56,7 @@ usage: report.py [--record PATH] [--limit BYTES] [--claim PATH] [--bound] -- COM
 # What a record is made of
 
 
-def ending(status: int | None, at: float) -> dict[str, Any]:
+def exit_record(status: int | None, at: float) -> dict[str, Any]:
     """How a process ended, from its wait status; unknown where there is none."""
     code = number = None
     if status is not None:
@@ -297,7 +297,7 @@ def _remove(error_file: str) -> None:
 
 
 def _record_of(command: _Command, word: str, error_file: str) -> dict[str, Any]:
-    record = ending(command.status, round(time.time(), 6))
+    record = exit_record(command.status, round(time.time(), 6))
     record["host"] = os.environ.get("NODE_NAME") or os.uname().nodename
     if command.failure:
         is_missing = command.failure in (errno.ENOENT, errno.ENOTDIR)

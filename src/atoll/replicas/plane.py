@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from atoll.controller.loop import Controller, Pass
+from atoll.core.ends import PhaseReason
 from atoll.core.errors import AtollError, Conflict, Gone, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key
 from atoll.core.status import Training
@@ -221,7 +222,7 @@ class ScriptPlane:
         if gang.error is not None:
             raise gang.error
         status = (await self.store.get(gang.training.key)).status
-        if status.failing == "ExecutorRefused":
+        if status.failing == PhaseReason.EXECUTOR_REFUSED:
             raise Permanent(status.failing_message)
 
     async def _delete(self, gang: Gang, *, is_away: bool = False) -> None:

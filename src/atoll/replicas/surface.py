@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from atoll.core.checks import ARGS_VARIABLE, check_int, check_number, check_timeout
+from atoll.core.checks import ARGS_VARIABLE, check_as, check_int, check_timeout
 from atoll.core.errors import NotFound, ValidationError
+from atoll.core.narrate import exit_in_words
 from atoll.core.ports import Checking, Executor
-from atoll.core.ranks import in_words
 from atoll.core.spec import (
-    MAX_SECONDS,
-    MAX_WORLD,
+    MAX_GPUS,
+    Deadline,
+    RankCount,
     RendezvousSpec,
     Resources,
     Source,
@@ -111,9 +112,8 @@ class ReplicaSurface:
         still running after `timeout` seconds is stopped and has failed. Bad input raises
         ValidationError, a ValueError, and nothing is launched.
         """
-        check_int("n_replicas", n_replicas, 1, MAX_WORLD)
-        if timeout is not None:
-            check_number("timeout", timeout, 0.001, MAX_SECONDS)
+        check_as("n_replicas", n_replicas, RankCount)
+        check_as("timeout", timeout, Deadline | None)
         args = {} if entrypoint_args is None else entrypoint_args
         entry = read_entry(entrypoint, args)
         self._plane.check_open()
@@ -286,10 +286,11 @@ def error_of(training: Training, found: RankStatus, state: ReplicaState) -> str:
     why = status.failing_message or status.message
     if ended is None:
         return why or "it was never started"
+    words = exit_in_words(ended)
     if ended.is_stopped:
-        return f"{why}; {in_words(ended)}" if why else in_words(ended)
+        return f"{why}; it {words}" if why else words
     last = next((line.strip() for line in reversed(ended.log_tail) if line.strip()), "")
-    return in_words(ended) if ended.message or not last else f"{in_words(ended)}: {last}"
+    return words if ended.message or not last else f"{words}: {last}"
 
 
 def read_gpu(gpu: str | int | None) -> Resources:
@@ -297,7 +298,7 @@ def read_gpu(gpu: str | int | None) -> Resources:
     if gpu is None:
         return Resources()
     if isinstance(gpu, int):
-        check_int("gpu", gpu, 1, 1024)
+        check_int("gpu", gpu, 1, MAX_GPUS)
         return Resources(gpu_count=gpu)
     model, _, count = str(gpu).partition(":")
     if not isinstance(gpu, str) or not model or (":" in gpu and not count.isdigit()):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import uuid
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from atoll.core.checks import check_name
 from atoll.core.errors import BelowMinimumWorld
+from atoll.core.executors import ExecutorStatus
 from atoll.core.spec import TrainingSpec
 from atoll.sdk import flows
+from atoll.sdk.config import with_defaults
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.endpoint import Endpoint, chosen
-from atoll.sdk.options import Options, spec_of, wait_of
+from atoll.sdk.options import DeployOptions, spec_of, wait_of
 from atoll.sdk.training import DistributedTraining
 from atoll.sdk.wire import AsyncPerformer, Performer, Wire
 
 Trainings = list[DistributedTraining]
+Executors = list[ExecutorStatus]
 
 
 class Client:
@@ -45,13 +48,15 @@ class Client:
         self.endpoint = endpoint
         self.wire = Wire(endpoint)
 
-    def deploy_distributed(self, name: str, **options: Unpack[Options]) -> DistributedTraining:
+    def deploy_distributed(
+        self, name: str, **options: Unpack[DeployOptions]
+    ) -> DistributedTraining:
         """Store a training and return its handle at once; `wait=` also waits, up to `timeout`.
 
-        Options: see `atoll.sdk.options.Options`. Raises ValidationError before anything is sent.
-        A training whose wait fails goes on: `client.get(name)` finds it.
+        Options: see `atoll.sdk.options.DeployOptions`. Raises ValidationError before anything is
+        sent. A training whose wait fails goes on: `client.get(name)` finds it.
         """
-        spec, (wait, timeout) = spec_of(name, options), wait_of(options)
+        spec, (wait, timeout) = _spec(name, options), wait_of(options)
         made = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
         training = DistributedTraining(self, made)
         try:
@@ -65,9 +70,9 @@ class Client:
         return training
 
     async def deploy_distributed_async(
-        self, name: str, **options: Unpack[Options]
+        self, name: str, **options: Unpack[DeployOptions]
     ) -> DistributedTraining:
-        spec, (wait, timeout) = spec_of(name, options), wait_of(options)
+        spec, (wait, timeout) = _spec(name, options), wait_of(options)
         made = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
         training = DistributedTraining(self, made)
         try:
@@ -97,6 +102,13 @@ class Client:
     async def list_async(self, phase: str | None = None, prefix: str | None = None) -> Trainings:
         found = await self.arun(flows.list_all(phase, prefix))
         return [DistributedTraining(self, training) for training in found]
+
+    def executors(self) -> Executors:
+        """Where trainings can run, and whether each of these places answers now."""
+        return self.run(flows.executors()).items
+
+    async def executors_async(self) -> Executors:
+        return (await self.arun(flows.executors())).items
 
     def close(self) -> None:
         """Connections closed; a private control plane ends, with its trainings."""
@@ -140,6 +152,11 @@ class Client:
     def _shared(self, spec: TrainingSpec) -> dict[str, Any]:
         """What a local rank shares with its caller: the directory, and where programs are."""
         return self.endpoint.shared(spec) if spec.executor in (None, "local") else {}
+
+
+def _spec(name: str, options: DeployOptions) -> TrainingSpec:
+    """What the caller says wins over `[defaults]` of atoll.toml."""
+    return spec_of(name, cast(DeployOptions, with_defaults(options)))
 
 
 def _left(name: str) -> str:

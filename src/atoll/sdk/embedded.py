@@ -24,6 +24,7 @@ from typing import Any
 import atoll
 from atoll.core.errors import Permanent
 from atoll.core.spec import TrainingSpec
+from atoll.sdk import config
 from atoll.sdk.endpoint import Address, here
 from atoll.sdk.release import OtherRelease, difference
 
@@ -166,6 +167,9 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
     """A server on a free loopback port, once it answers. Raises Permanent if it does not."""
     command = [sys.executable, "-m", "atoll.run", "serve", "--state-dir", str(where)]
     command += ["--port", "0", "--announce", *(["--owned"] if is_owned else [])]
+    if (file := config.find()) is not None:
+        config.read(file)  # what is wrong in it is told here, not in the server's log
+        command += ["--config", str(file)]
     log = where / "server.log"
     with log.open("ab") as errors:
         process = subprocess.Popen(
@@ -202,6 +206,9 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in LEFT_OUT and not name.startswith("TORCHELASTIC_")
     }
+    if "KUBECONFIG" in kept:  # the server works in another directory
+        parts = kept["KUBECONFIG"].split(os.pathsep)
+        kept["KUBECONFIG"] = os.pathsep.join(os.path.abspath(part) for part in parts if part)
     return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 

@@ -22,14 +22,15 @@ from atoll.core.errors import (
     ValidationError,
     WorldSizeOutOfBounds,
 )
+from atoll.core.executors import ExecutorList, is_missing
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model, encode
+from atoll.core.narrate import failure_in_words
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Event, Training, TrainingList, Usage, WorldStatus
 from atoll.sdk.effects import Flow, NextChange, Pause, Send
 from atoll.sdk.requests import PATIENCE_S, Clock, answered, new_retry, send
-from atoll.sdk.verdict import late, verdict, world_of
 
 T = TypeVar("T")
 
@@ -64,9 +65,17 @@ def ignore(training: Training) -> None:
     """For those who do not care to see every state."""
 
 
-def create(spec: TrainingSpec, key: str, *, clock: Clock = time.monotonic) -> Flow[Training]:
+def create(
+    spec: TrainingSpec,
+    key: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    clock: Clock = time.monotonic,
+) -> Flow[Training]:
     """Stored once, however often the request has to be repeated."""
-    effect = Send("POST", ALL, body=encode(spec), headers={"Idempotency-Key": key})
+    effect = Send(
+        "POST", ALL, body=encode(spec), headers={"Idempotency-Key": key, **(headers or {})}
+    )
     return answered((yield from send(effect, clock=clock)), Training)
 
 
@@ -74,11 +83,14 @@ def deploy(spec: TrainingSpec, shared: Mapping[str, Any], key: str) -> Flow[Trai
     """Stored; with `shared`, the fields that a rank beside the caller gets, if it runs there.
 
     A control plane on this machine need not run ranks on it: the way to a cluster's may lead
-    through a port here. So `local` is asked for first, and is refused where it is not.
+    through a port here. So `local` is asked for first, and is refused where it is not, or is not
+    the default.
     """
     if shared:
+        headers = {} if spec.executor else {"Atoll-If-Default": "local"}
+        local = replace(spec, executor="local", **shared)
         try:
-            return (yield from create(replace(spec, executor="local", **shared), key))
+            return (yield from create(local, key, headers=headers))
         except ValidationError as error:
             if spec.executor is not None or error.field != "executor":
                 raise
@@ -102,6 +114,11 @@ def read(
     if training.uid != who.uid:
         raise NotFound("training", who.name)
     return training
+
+
+def executors() -> Flow[ExecutorList]:
+    effect = Send("GET", "/v1/executors", timeout=READ_S)
+    return answered((yield from send(effect)), ExecutorList)
 
 
 def list_all(phase: str | None = None, prefix: str | None = None) -> Flow[list[Training]]:
@@ -152,6 +169,11 @@ def delete(
         while (left := deadline - clock()) > 0:
             training = yield from _next(who, training, left, clock=clock)
             on_read(training)
+            if is_missing(training):
+                raise Temporary(
+                    f"{who.name!r} is not removed yet: its executor {training.executor!r} is not "
+                    "configured, and only there can its ranks be stopped"
+                )
     except NotFound:
         return
 
@@ -204,7 +226,7 @@ def wait(
         if left <= 0:
             ready = training.status.world.ready
             raise BelowMinimumWorld(
-                late(training, needed(training), timeout or 0.0),
+                _late(training, needed(training), timeout or 0.0),
                 ready=ready,
                 required_min=needed(training),
                 timeout=timeout,
@@ -249,22 +271,30 @@ def _next(
         yield Pause(retry.pause_s() or 0.0)
 
 
+def _late(training: Training, needed: int, timeout: float) -> str:
+    status = training.status
+    waits = [f"rank {r.rank}: {r.message}" for r in status.ranks if r.phase == "Pending"][:3]
+    text = f"training {training.name!r}: {status.world.ready} of {needed} ranks"
+    text += f" ready after {timeout:g} s (phase {status.phase.value or 'not seen yet'})"
+    return text + "".join(f"; {line}" for line in waits if not line.endswith(": "))
+
+
 def _has_min(training: Training) -> WorldStatus | None:
     _raise_if_lost(training, training.spec.world_size.min)
-    world = world_of(training)
+    world = training.world
     return world if _is_won(training) or world.ready >= world.min else None
 
 
 def _has_target(training: Training) -> WorldStatus | None:
     _raise_if_lost(training, training.spec.world_size.target)
-    world = world_of(training)
+    world = training.world
     is_fresh = training.status.observed_generation >= training.generation
     return world if _is_won(training) or (is_fresh and world.ready >= world.target) else None
 
 
 def _ended(training: Training) -> WorldStatus | None:
     _raise_if_lost(training, training.spec.world_size.target)
-    return world_of(training) if _is_won(training) else None
+    return training.world if _is_won(training) else None
 
 
 def _refuse_if_over(training: Training) -> None:
@@ -297,7 +327,7 @@ def _raise_if_lost(training: Training, required: int) -> None:
     if status.phase not in (Phase.FAILED, Phase.CANCELLED):
         return
     raise BelowMinimumWorld(
-        verdict(training),
+        failure_in_words(training),
         ready=status.world.ready,
         required_min=required,
         rank_exits=[rank_exit for rank_exit in status.rank_exits if rank_exit.is_failure],

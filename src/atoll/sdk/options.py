@@ -26,7 +26,7 @@ from atoll.core.spec import (
 Wait = Literal["min", "target"]
 
 
-class Options(TypedDict, total=False):
+class DeployOptions(TypedDict, total=False):
     """What `deploy_distributed` takes after the name. Either `command` or `source` is needed."""
 
     command: Sequence[str]
@@ -64,7 +64,7 @@ class Options(TypedDict, total=False):
 WAIT_TIMEOUT_S = 600.0
 
 
-def wait_of(options: Options) -> tuple[Wait | None, float]:
+def wait_of(options: DeployOptions) -> tuple[Wait | None, float]:
     """What to wait for after the create, and how long. Checked before anything is sent."""
     wait, timeout = options.get("wait"), options.get("timeout")
     if wait not in (None, "min", "target"):
@@ -74,7 +74,7 @@ def wait_of(options: Options) -> tuple[Wait | None, float]:
     return wait, timeout
 
 
-def spec_of(name: str, options: Options) -> TrainingSpec:
+def spec_of(name: str, options: DeployOptions) -> TrainingSpec:
     """The spec; raises ValidationError naming the option that is wrong. `None` is unset."""
     given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     for option in given:
@@ -106,9 +106,9 @@ def spec_of(name: str, options: Options) -> TrainingSpec:
 
 
 def _check_known(option: str, value: Any) -> None:
-    if option in Options.__annotations__:
+    if option in DeployOptions.__annotations__:
         return
-    near = difflib.get_close_matches(option, Options.__annotations__, n=1)
+    near = difflib.get_close_matches(option, DeployOptions.__annotations__, n=1)
     hint = f": did you mean {near[0]!r}?" if near else ""
     raise ValidationError(option, value, f"there is no such option{hint}")
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from msgspec.structs import replace
 
-from atoll.core.checks import check_int, check_timeout
+from atoll.core.checks import check_as, check_timeout
 from atoll.core.errors import AtollError, NotFound
 from atoll.core.metrics import Metrics
-from atoll.core.spec import TrainingSpec
+from atoll.core.spec import LineCount, RankNumber, TrainingSpec
 from atoll.core.status import (
     BenchResult,
     BenchStatus,
@@ -30,7 +30,6 @@ from atoll.sdk import flows, logs
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
 from atoll.sdk.logs import Position
-from atoll.sdk.verdict import world_of
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
@@ -52,7 +51,7 @@ class DistributedTraining:
         self.last = training
 
     def __repr__(self) -> str:
-        world = world_of(self.last)
+        world = self.last.world
         phase = self.last.status.phase.value or "new"
         return f"<DistributedTraining {self.name!r} {phase} {world.ready}/{world.target}>"
 
@@ -78,7 +77,7 @@ class DistributedTraining:
 
     @property
     def world(self) -> WorldStatus:
-        return world_of(self._now())
+        return self._now().world
 
     @property
     def ranks(self) -> list[RankStatus]:
@@ -131,10 +130,10 @@ class DistributedTraining:
         Raises WorldSizeOutOfBounds, and UDTerminalState if the training is over; no scale
         request is sent then.
         """
-        return world_of(self._keep(self._run(flows.scale(self.last, target))))
+        return self._keep(self._run(flows.scale(self.last, target))).world
 
     async def scale_async(self, target: int) -> WorldStatus:
-        return world_of(self._keep(await self._arun(flows.scale(self.last, target))))
+        return self._keep(await self._arun(flows.scale(self.last, target))).world
 
     def wait_until_min_world(self, timeout: float | None = 600) -> WorldStatus:
         """Returns when `ready >= min`. Raises BelowMinimumWorld at once if the training failed."""
@@ -291,10 +290,8 @@ class DistributedTraining:
         return flow(self._who, timeout, on_read=self._keep)  # type: ignore[no-any-return]
 
     def _position(self, rank: int | None, tail: int | None, follow: bool) -> Position:
-        if rank is not None:
-            check_int("rank", rank, 0, 2**31 - 1)
-        if tail is not None:
-            check_int("tail", tail, 0, 10_000_000)
+        check_as("rank", rank, RankNumber | None)
+        check_as("tail", tail, LineCount | None)
         return Position(self._who, None if rank is None else [rank], tail, follow)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atoll.core.executors import ExecutorList
 from atoll.core.metrics import Metrics
 from atoll.core.problem import Problem
 from atoll.core.spec import TrainingSpec
@@ -42,7 +43,10 @@ NATIVE = (
             **_LARGE,
         },
         body=TrainingSpec,
-        headers={"Idempotency-Key": "A create repeated with the same key makes one training."},
+        headers={
+            "Idempotency-Key": "A create repeated with the same key makes one training.",
+            trainings.IF_DEFAULT: "Refused with 400 unless this executor is the default.",
+        },
     ),
     Operation(
         "GET",
@@ -114,6 +118,13 @@ NATIVE = (
         "Seconds that ranks and GPUs were used.",
         {200: Said("Seconds.", Usage), **_NAMED},
         query=reports.ReportQuery,
+    ),
+    Operation(
+        "GET",
+        "/v1/executors",
+        reports.executors,
+        "Where trainings can run, and whether each of these places answers now.",
+        {200: Said("All of them.", ExecutorList), **_COMMON},
     ),
 )
 STREAMED = {ALL: SSE, ONE: SSE}

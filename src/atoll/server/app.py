@@ -20,6 +20,7 @@ from atoll.server.auth import caller
 from atoll.server.background import beside
 from atoll.server.basilica import answers as deployments_answers
 from atoll.server.basilica import deployments
+from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
 from atoll.server.openapi import document
 from atoll.server.operations import Operation, Plane, routes
@@ -37,6 +38,7 @@ def create_app(
     tokens: Tokens,
     executors: Mapping[str, Executor],
     streams: Streams | None = None,
+    setup: Setup | None = None,
     gauges: Gauges | None = None,
     more: Sequence[Operation] = (),
     handlers: Sequence[BaseRouteHandler] = (),
@@ -49,7 +51,13 @@ def create_app(
     files. Call `streams.close()` when shutdown begins, so that open watches end.
     """
     gauges = Gauges() if gauges is None else gauges
-    plane = Plane(store, tokens, executors, Streams() if streams is None else streams)
+    plane = Plane(
+        store,
+        tokens,
+        executors,
+        Streams() if streams is None else streams,
+        Setup() if setup is None else setup,
+    )
     rows = (*api.NATIVE, *health.operations(gauges), *more)
 
     @cache

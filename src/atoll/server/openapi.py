@@ -9,13 +9,12 @@ import msgspec
 
 from atoll import __version__
 from atoll.core.checks import NAME_PATTERN
-from atoll.core.spec import MAX_SECONDS, MAX_WORLD
+from atoll.core.spec import QUANTITY_PATTERN
 from atoll.server.operations import SSE, Operation
 
 REF = "#/components/schemas/{name}"
 
-_WORLD = {"minimum": 1, "maximum": MAX_WORLD}
-_QUANTITY = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(m|[kMGTPE]i?)?$"}
+_QUANTITY = {"type": "string", "pattern": QUANTITY_PATTERN}
 
 
 def _or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,19 +32,12 @@ _EVENT = {
     "required": ["event", "data"],
 }
 
-# What core/spec.py checks beyond types, for the reader: schema, field, rules.
+# What core/spec.py checks beyond types and bounds, for the reader: schema, field, rules.
 RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
-    ("WorldSize", "min", _WORLD),
-    ("WorldSize", "target", _WORLD),
-    ("WorldSize", "max", _WORLD),
     ("Resources", "cpu", _or_null(_QUANTITY)),
     ("Resources", "memory", _or_null(_QUANTITY)),
-    ("Resources", "gpuCount", {"minimum": 0, "maximum": 1024}),
     ("TrainingSpec", "name", {"pattern": NAME_PATTERN}),
     ("TrainingSpec", "executor", _or_null({"type": "string", "pattern": NAME_PATTERN})),
-    ("TrainingSpec", "maxRestarts", {"minimum": 0, "maximum": 1_000_000}),
-    ("TrainingSpec", "startGraceS", {"minimum": 0, "maximum": MAX_SECONDS}),
-    ("TrainingSpec", "stopGraceS", {"minimum": 0, "maximum": 3600}),
     ("TrainingSpec", "workingDir", _or_null({"type": "string", "pattern": "^/"})),
     ("Source", "content", {"minLength": 1}),
 )

@@ -18,6 +18,7 @@ from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode, named
 from atoll.core.ports import Executor, Store, Tokens
+from atoll.server.executors import Setup
 from atoll.server.streams import Streams
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -44,6 +45,7 @@ class Plane:
     tokens: Tokens
     executors: Mapping[str, Executor]
     streams: Streams = field(default_factory=Streams)
+    setup: Setup = field(default_factory=Setup)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def read_query(request: Request[Any, Any, Any], kind: type[Q]) -> Q:
     try:
         query = msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise named(error, given) from error
+        raise named(error, kind, given) from error
     for name, value in given.items():
         if value == "null" and name not in lists:  # which msgspec takes for None
             raise ValidationError(name, value, "expected a value, or leave the option out")

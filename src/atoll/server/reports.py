@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -10,14 +11,16 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.core.errors import Gone, NotFound, ValidationError
+from atoll.core.errors import Gone, NotFound, Temporary, ValidationError
 from atoll.core.metrics import measured
 from atoll.core.model import Model, encode
 from atoll.core.ports import Executor, Resuming, Store
+from atoll.core.spec import LineCount, RankNumber
 from atoll.core.status import Event, LogLine, Training
 from atoll.core.usage import usage as used
 from atoll.server.admission import executor_of
 from atoll.server.background import beside
+from atoll.server.executors import probed
 from atoll.server.operations import (
     NDJSON,
     Answer,
@@ -27,10 +30,10 @@ from atoll.server.operations import (
     stream_answer,
 )
 
-BEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
-CUT = b'{"cut":true}\n'  # the server goes away; ask again for the rest
+log = logging.getLogger(__name__)
 
-Rank = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+BEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
+CUT = b'{"cut":true}\n'  # the server or the backend goes away; ask again for the rest
 
 
 class ReportQuery(Query, frozen=True):
@@ -39,8 +42,8 @@ class ReportQuery(Query, frozen=True):
 
 
 class LogQuery(ReportQuery, frozen=True):
-    rank: list[Rank] = []
-    tail: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
+    rank: list[RankNumber] = []
+    tail: LineCount | None = None
     follow: bool = False
     # Go on after these lines, by rank: the `at` of each, or the places told first. `0:120,3:8`
     places: (
@@ -59,13 +62,17 @@ class EventList(Model, frozen=True):
 async def logs(call: Call) -> Answer:
     query: LogQuery = call.query
     training = await _meant(call)
-    executor = executor_of(training, call.plane.executors)
+    executor = executor_of(training, call.plane)
     end = End(training)
     follow = end.is_reached if query.follow else None
     lines, head = await _begun(executor, training, query, follow)
     watched = end.watched(call.plane.store) if query.follow else contextlib.nullcontext()
     source = _encoded(lines, watched, head)
     return stream_answer(call.plane.streams.run(source, beat=BEAT, cut=CUT), NDJSON)
+
+
+async def executors(call: Call) -> Answer:
+    return json_answer(await probed(call.plane.executors, call.plane.setup))
 
 
 class End:
@@ -124,6 +131,9 @@ async def _encoded(
                 yield head
             async for line in lines:
                 yield encode(line) + b"\n"
+        except Temporary as error:
+            log.info("logs: %s", error)
+            yield CUT
         finally:
             if hasattr(lines, "aclose"):
                 await lines.aclose()

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 from msgspec.structs import replace
 
-from atoll.core.checks import NAME_PATTERN, check_int
+from atoll.core.checks import NAME_PATTERN
 from atoll.core.errors import (
     Conflict,
     Gone,
@@ -24,13 +24,15 @@ from atoll.core.errors import (
 from atoll.core.model import Model, SpecModel, encode
 from atoll.core.ports import Change, Key, Store
 from atoll.core.problem import problem_of
+from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import Event, Training, TrainingList
-from atoll.server.admission import admitted
+from atoll.server.admission import admitted, default_executor
 from atoll.server.operations import SSE, Answer, Call, Query, json_answer, stream_answer
 from atoll.server.problems import status_of
 
 WRITE_ATTEMPTS = 50
 MAX_KEY = 200
+IF_DEFAULT = "Atoll-If-Default"
 BEAT = b": still here\n\n"
 
 Version = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -52,7 +54,7 @@ class ListQuery(OneQuery, frozen=True, rename={"continue_": "continue"}):
 
 
 class Scale(SpecModel, frozen=True):
-    target: int
+    target: ScaleTarget
 
 
 class Removal(Model, frozen=True):
@@ -64,7 +66,8 @@ class Removal(Model, frozen=True):
 
 
 async def create(call: Call) -> Answer:
-    spec = admitted(call.body, call.plane.executors)
+    spec = admitted(call.body, call.plane)
+    _check_default(call, spec)
     wish = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
@@ -73,6 +76,14 @@ async def create(call: Call) -> Answer:
     if not is_new and made.generation == 1 and shown(made).spec != shown(wish).spec:
         raise Conflict(f"this idempotency key made {made.name!r} from another spec")
     return json_answer(shown(made), 201 if is_new else 200)
+
+
+def _check_default(call: Call, spec: TrainingSpec) -> None:
+    """A caller on this machine sends along what local ranks share with it, for them alone."""
+    wanted = call.request.headers.get(IF_DEFAULT.lower())
+    default = default_executor(call.plane)
+    if wanted is not None and wanted != default:
+        raise ValidationError("executor", spec.executor, f"the default here is {default}")
 
 
 def _key(call: Call) -> str | None:
@@ -210,7 +221,6 @@ async def scale(call: Call) -> Answer:
         world_size = replace(size, target=target)
         return replace(training, spec=replace(training.spec, world_size=world_size))
 
-    check_int("target", target, -(2**31), 2**31)
     try:
         return json_answer(shown(await _change(call, wish)))
     except UDTerminalState as error:

@@ -10,11 +10,12 @@ from msgspec.structs import replace
 from atoll.cli.look import moment
 from atoll.cli.main import refused
 from atoll.cli.measure import count
+from atoll.cli.report import end_report
 from atoll.cli.show import duration, full, ran_cell, table, training_json
 from atoll.cli.terminal import last_look, paint
-from atoll.cli.words import exit_in_words, report, verdict
 from atoll.core.errors import Temporary, ValidationError
 from atoll.core.metrics import measured
+from atoll.core.narrate import end_in_words
 from atoll.core.phase import Phase
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import RankExit, Status, Training
@@ -26,40 +27,14 @@ def ended(phase: Phase, **status: object) -> Training:
     return Training(namespace="default", uid="u", spec=SPEC, status=Status(phase=phase, **status))
 
 
-@pytest.mark.parametrize(
-    ("rank_exit", "words"),
-    [
-        (RankExit(rank=0, exit_code=3, termination_reason="Error"), "exited with code 3"),
-        (
-            RankExit(rank=0, exit_code=137, termination_reason="OOMKilled", signal="SIGKILL"),
-            "was killed by SIGKILL (killed), exit code 137: out of memory",
-        ),
-        (
-            RankExit(rank=0, exit_code=None, termination_reason="Vanished"),
-            "ended with an exit code that could not be learned: it disappeared",
-        ),
-        (
-            RankExit(rank=0, exit_code=127, termination_reason="CommandNotFound", message="x: no"),
-            "exited with code 127: no such command (x: no)",
-        ),
-        (
-            RankExit(rank=0, exit_code=200, termination_reason="Signal", signal="SIGNEW"),
-            "was killed by SIGNEW, exit code 200",
-        ),
-    ],
-)
-def test_an_exit_in_words(rank_exit: RankExit, words: str) -> None:
-    assert exit_in_words(rank_exit) == words
-
-
 def test_a_failure_without_a_failing_rank_says_why() -> None:
     training = ended(Phase.FAILED, reason="DeadlineExceeded", message="still running 5 s after")
-    assert report(training) == "t failed: still running 5 s after"
+    assert end_report(training) == "t failed: still running 5 s after"
 
 
 def test_restarts_and_silence_are_told() -> None:
     cause = RankExit(rank=2, exit_code=1, termination_reason="Error", restart_count=2)
-    text = report(ended(Phase.FAILED, root_cause=cause, rank_exits=[cause]))
+    text = end_report(ended(Phase.FAILED, root_cause=cause, rank_exits=[cause]))
     assert "rank 2 failed first after 2 restarts: it exited with code 1" in text
     assert "rank 2 printed nothing" in text
 
@@ -67,16 +42,16 @@ def test_restarts_and_silence_are_told() -> None:
 def test_only_the_last_lines_are_shown() -> None:
     tail = [f"line {number}" for number in range(50)]
     cause = RankExit(rank=0, exit_code=1, termination_reason="Error", log_tail=tail)
-    text = report(ended(Phase.FAILED, root_cause=cause, rank_exits=[cause]))
+    text = end_report(ended(Phase.FAILED, root_cause=cause, rank_exits=[cause]))
     assert "line 49" in text
     assert "line 39" not in text
 
 
 def test_a_cancelled_training_is_no_failure() -> None:
     cancelled = ended(Phase.CANCELLED)
-    assert verdict(cancelled) == "t was cancelled"
+    assert end_in_words(cancelled) == "t was cancelled"
     removed = replace(cancelled, deletion_requested_at=1.0)
-    assert verdict(removed) == "t was cancelled: it is being removed"
+    assert end_in_words(removed) == "t was cancelled: it is being removed"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from atoll.core.fields import ON_WIRE, renamed
 from atoll.core.model import decode, encode
 from atoll.core.problem import Problem, error_of, problem_of
 from atoll.core.spec import TrainingSpec
-from atoll.sdk.options import Options
+from atoll.sdk.options import DeployOptions
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_field_has_its_own_name_on_the_wire(field: str, wire: str) -> None:
     assert problem_of(ValidationError(field, 1, "expected 2"), 400).field == wire
 
 
-@pytest.mark.parametrize("option", sorted(set(Options.__annotations__) - {"wait", "timeout"}))
+@pytest.mark.parametrize("option", sorted(set(DeployOptions.__annotations__) - {"wait", "timeout"}))
 def test_an_error_from_the_server_names_the_option_that_was_given(option: str) -> None:
     there = problem_of(ValidationError(option, 1, f"expected more than {option} has"), 400)
     back = error_of(decode(encode(there), Problem))

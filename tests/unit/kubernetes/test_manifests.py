@@ -13,7 +13,7 @@ import yaml
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode
 from atoll.core.spec import TrainingSpec
-from atoll.kubernetes.crd import BOUNDS, spec_schema
+from atoll.kubernetes.crd import LIMITS, spec_schema
 from atoll.kubernetes.manifests import RIGHTS, render_manifests
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -78,9 +78,9 @@ def test_the_schema_names_every_field_of_the_spec_but_its_name() -> None:
     assert set(spec_schema()["properties"]) == wire - {"name"}
 
 
-def test_every_bound_is_of_a_field_that_exists() -> None:
+def test_every_limit_is_of_a_field_that_exists() -> None:
     schema = spec_schema()
-    for path in BOUNDS:
+    for path in LIMITS:
         node = schema
         for part in path.split("."):
             node = node["properties"][part]

@@ -6,16 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core.mesh import MeshState
-from atoll.mesh.reach import NAMED, PAIRS_SHOWN, Fabric, Report, Roster
+from atoll.mesh.reach import NAMED, PAIRS_SHOWN, Fabric, HostRoster, ReachReport
 
 
-def roster(n: int, version: int = 1) -> Roster:
-    return Roster(version=version, addresses={f"h{at}": ("10.0.0.1", 1000 + at) for at in range(n)})
+def roster(n: int, version: int = 1) -> HostRoster:
+    return HostRoster(
+        version=version, addresses={f"h{at}": ("10.0.0.1", 1000 + at) for at in range(n)}
+    )
 
 
-def report(host: int, n: int, missing: list[int], version: int = 1) -> Report:
+def report(host: int, n: int, missing: list[int], version: int = 1) -> ReachReport:
     names = sorted(f"h{peer}" for peer in missing)
-    return Report(
+    return ReachReport(
         host=f"h{host}",
         roster=version,
         reached=n - 1 - len(names),

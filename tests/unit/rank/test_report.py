@@ -133,7 +133,7 @@ def test_what_the_command_left_behind_is_not_waited_for(tmp_path: Path) -> None:
 def test_orphans_that_come_to_the_wrapper_are_reaped(tmp_path: Path) -> None:
     """It is process 1 of a container; here a subreaper, which is the same to orphans."""
     script = """
-(true & echo $! >orphan; sleep 0.01) &
+(sleep 0.05 & echo $! >orphan) &
 wait
 until ! kill -0 $(cat orphan) 2>/dev/null; do sleep 0.01; done
 exit 8

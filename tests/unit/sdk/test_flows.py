@@ -22,6 +22,7 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.model import encode
+from atoll.core.narrate import failure_in_words
 from atoll.core.phase import Phase
 from atoll.core.ports import Change
 from atoll.core.problem import problem_of
@@ -30,7 +31,6 @@ from atoll.core.status import RankExit, Status, Training, WorldStatus
 from atoll.sdk import flows
 from atoll.sdk.effects import Effect, Flow, NextChange, Pause, Reply, Send
 from atoll.sdk.flows import Who
-from atoll.sdk.verdict import verdict, world_of
 
 WHO = Who("t", "uid-1")
 
@@ -325,7 +325,7 @@ def test_scale_out_of_bounds_sends_no_scale_request(target: Any) -> None:
 def test_scale_answers_with_what_was_asked() -> None:
     after = training("ready", 4, target=6, generation=2, observed=1)
     script = Script([training("ready", 4), after])
-    world = world_of(script.play(flows.scale(training("ready", 4), 6)))
+    world = script.play(flows.scale(training("ready", 4), 6)).world
     assert (world.target, world.ready, world.below_minimum) == (6, 4, False)
 
 
@@ -384,7 +384,7 @@ def test_the_cause_comes_first_and_brings_its_log() -> None:
     failed = msgspec.structs.replace(
         failed, status=replace(failed.status, rank_exits=[other, cause])
     )
-    text = verdict(failed)
+    text = failure_in_words(failed)
     assert text.index("rank 2: exit_code=1") < text.index("rank 0: exit_code=137")
     assert text.endswith("boom")
 
@@ -393,11 +393,13 @@ def test_a_failure_says_why_where_the_exits_do_not() -> None:
     cannot = RankExit(
         rank=0, exit_code=126, termination_reason="CannotRun", message="x: Permission denied"
     )
-    assert verdict(training("failed", exits=[cannot])).endswith("CannotRun (x: Permission denied)")
+    assert failure_in_words(training("failed", exits=[cannot])).endswith(
+        "reason=CannotRun: the command cannot be run (x: Permission denied)"
+    )
     stopped = RankExit(rank=0, exit_code=143, termination_reason="Stopped")
     late = training("failed", exits=[stopped])
     status = replace(late.status, root_cause=None, message="still running 5 s after the start")
-    text = verdict(replace(late, status=status))
+    text = failure_in_words(replace(late, status=status))
     assert "failed: still running 5 s after the start; rank 0: exit_code=143" in text
 
 

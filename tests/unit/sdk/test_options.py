@@ -1,4 +1,4 @@
-"""Options to spec: what goes on the wire, and what is refused before anything is sent."""
+"""DeployOptions to spec: what goes on the wire, and what is refused before anything is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import atoll
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode
 from atoll.core.spec import ProviderFilter, WorldSize
-from atoll.sdk.options import Options, spec_of, wait_of
+from atoll.sdk.options import DeployOptions, spec_of, wait_of
 
 
 def wire(**options: Any) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def test_bad_names_are_refused_everywhere(name: Any) -> None:
 
 def test_every_option_is_known_to_the_spec_or_the_wait() -> None:
     assert wait_of({}) == (None, 600.0)
-    assert "wait" in Options.__annotations__
+    assert "wait" in DeployOptions.__annotations__
 
 
 def test_a_script_travels_with_its_name_and_place(tmp_path: Path) -> None:

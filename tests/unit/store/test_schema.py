@@ -17,7 +17,7 @@ import atoll
 from atoll.core.errors import Permanent, Temporary
 from atoll.store.schema import MIGRATIONS, SCHEMA_VERSION
 from atoll.store.sqlite import SQLiteStore
-from atoll.store.tokens import Tokens
+from atoll.store.tokens import SQLiteTokens
 
 SAVED = Path(__file__).parents[2] / "releases" / "state-0.1" / "atoll.db"
 
@@ -111,9 +111,11 @@ def test_an_owner_and_others_may_open_it_at_once(is_new: bool, path: Path) -> No
 
 
 def test_who_only_adds_a_token_leaves_the_tables_of_a_running_older_release(path: Path) -> None:
-    Tokens(path).add("a" * 64, "default", "", 0.0)
+    tokens = SQLiteTokens(path)
+    asyncio.run(tokens.add("a" * 64, "default", "", 0.0))
+    assert len(asyncio.run(tokens.all())) == len(content(SAVED)["tokens"]) + 1
+    tokens.close()
     assert version(path) == 1
-    assert len(Tokens(path).all()) == len(content(SAVED)["tokens"]) + 1
     assert not path.with_name("atoll.db.v1").exists()
 
 
@@ -126,7 +128,7 @@ def test_a_file_of_a_later_release_is_refused_in_one_sentence_and_left_alone(
     db.close()
     before = path.read_bytes()
     says = f"{path} was written by atoll 7.1.0 .* by atoll {atoll.__version__} "
-    for use in (lambda: SQLiteStore(path), Tokens(path).all):
+    for use in (lambda: SQLiteStore(path), lambda: asyncio.run(SQLiteTokens(path).all())):
         with pytest.raises(Permanent, match=says) as refused:
             use()
         assert "\n" not in str(refused.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.diloco.allreduce.allreduce import ObjectStoreAllReduce, RoundReport
+from atoll.diloco.allreduce.allreduce import ObjectStoreAllReduce, ReduceReport
 from atoll.diloco.allreduce.catchup import Checkpoint, JoinState, Mean
 
-__all__ = ["Checkpoint", "JoinState", "Mean", "ObjectStoreAllReduce", "RoundReport"]
+__all__ = ["Checkpoint", "JoinState", "Mean", "ObjectStoreAllReduce", "ReduceReport"]

@@ -31,7 +31,7 @@ from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.settle import Me, Settler
 from atoll.diloco.allreduce.upload import Cargo
-from atoll.diloco.blobs import Blobs, Usage
+from atoll.diloco.blobs import Blobs, Traffic
 
 MOST_REPLICAS = 99_999  # a rank has five digits in the names of objects
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -88,7 +88,7 @@ PROBE = "conditional-write-probe"
 
 
 @dataclass(frozen=True)
-class RoundReport:
+class ReduceReport:
     """How one round went, as this replica saw it.
 
     `roster`: rank to weight, of those whose tensors are in the mean. `is_member`: whether this
@@ -153,7 +153,7 @@ class ObjectStoreAllReduce:
         self.keys = Keys(read_run_id(run_id))
         self._keep_rounds = read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
         self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
-        self.last_round: RoundReport | None = None
+        self.last_round: ReduceReport | None = None
         self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
         me = Me(self.rank, self.world_size, least, secrets.token_hex(8), timeout)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
@@ -260,7 +260,7 @@ class ObjectStoreAllReduce:
     ) -> None:
         self.close()
 
-    def _until_done(self, work: _Work, started: float, before: Usage) -> Vector:
+    def _until_done(self, work: _Work, started: float, before: Traffic) -> Vector:
         number = self._next
         if number is None:
             number = self._start()
@@ -343,7 +343,7 @@ class ObjectStoreAllReduce:
         work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
 
     def _finish(
-        self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Usage
+        self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Traffic
     ) -> None:
         is_member = roster.has(work.upload)
         self._may_be_late = not is_member
@@ -358,7 +358,7 @@ class ObjectStoreAllReduce:
         self._settler.last = roster
         used = self.blobs.usage.since(before)
         work.seconds["total"] = time.monotonic() - started
-        self.last_round = RoundReport(
+        self.last_round = ReduceReport(
             round=roster.round,
             attempt=roster.attempt,
             roster=roster.weights,

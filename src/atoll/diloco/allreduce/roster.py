@@ -58,14 +58,9 @@ class Roster(msgspec.Struct, frozen=True):
         return {m.rank: m.weight for m in self.members}
 
 
-class Seen(NamedTuple):
-    """One look at the uploads of a round: the newest of each rank that may be taken."""
+class Quorum(NamedTuple):
+    """Who is in a round, or None while that cannot be decided; `reason` says why."""
 
-    uploads: dict[int, UploadName]
-    stragglers: set[int]  # ranks that came too late for the round before: alive, so waited for
-
-
-class Verdict(NamedTuple):
     members: list[int] | None
     reason: str
 
@@ -91,15 +86,15 @@ def look(
 
 def decide(
     uploaded: Iterable[int], expected: Iterable[int], min_replicas: int, *, is_grace_over: bool
-) -> Verdict:
+) -> Quorum:
     """Who is in: all who uploaded, once nobody expected is missing or the grace is over."""
     there = sorted(set(uploaded))
     missing = sorted(set(expected) - set(there))
     if len(there) < min_replicas:
-        return Verdict(None, f"{len(there)} of at least {min_replicas} ranks")
+        return Quorum(None, f"{len(there)} of at least {min_replicas} ranks")
     if missing and not is_grace_over:
-        return Verdict(None, f"waiting for {missing}")
-    return Verdict(there, "all there" if not missing else f"without {missing}")
+        return Quorum(None, f"waiting for {missing}")
+    return Quorum(there, "all there" if not missing else f"without {missing}")
 
 
 def owners(members: Sequence[int], shards: int, number: int) -> list[int]:

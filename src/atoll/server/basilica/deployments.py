@@ -39,7 +39,7 @@ from atoll.server import reports, trainings
 from atoll.server.admission import admitted, default_executor, executor_of
 from atoll.server.auth import caller
 from atoll.server.basilica.answers import CLOSE, ON_ERROR, UNSUPPORTED, Unsupported, said
-from atoll.server.basilica.request import Create, Probe, Scale, spec_of
+from atoll.server.basilica.request import Create, Probe, spec_of
 from atoll.server.basilica.wire import deployment, event_item, is_settled, listed, moment
 from atoll.server.operations import Answer, Call, Operation, Plane, Query, Said, routes
 
@@ -50,12 +50,12 @@ SETTLE_S = 1.0
 DRAIN_S = 20.0
 
 
-class LogQuery(Query, frozen=True):
+class DeploymentLogQuery(Query, frozen=True):
     follow: bool = False
     tail: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
 
 
-class EventQuery(Query, frozen=True):
+class DeploymentEventQuery(Query, frozen=True):
     limit: Annotated[int, Meta(ge=0, le=2**31)] | None = None
 
 
@@ -102,13 +102,13 @@ async def create(call: Call) -> Answer:
     wish = decode(body, Create)
     if not wish.distributed.enabled:
         raise ValidationError("distributed.enabled", False, "expected true")
-    executor = default_executor(call.plane.executors)
+    executor = default_executor(call.plane)
     spec = spec_of(
         wish,
         backend=rendezvous_of(wish.distributed.rendezvous.backend, executor),
         path_first=str(Path(sys.executable).parent) if executor == "local" else None,
     )
-    spec = admitted(spec, call.plane.executors)
+    spec = admitted(spec, call.plane)
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
@@ -232,7 +232,7 @@ async def restart(call: Call) -> Answer:
     old = await store.get(call.key)
     if old.deletion_requested_at is not None:
         raise Conflict(f"training {call.name!r} is being deleted: deploy it again")
-    spec = replace(admitted(old.spec, call.plane.executors), cancel=False)
+    spec = replace(admitted(old.spec, call.plane), cancel=False)
     if spec.source is not None:  # read now: the code goes with the record
         spec = replace(spec, source=replace(spec.source, content=await store.source(old)))
     await trainings.delete(call)
@@ -255,10 +255,10 @@ async def logs(call: Call) -> Answer:
 
     `tail` is per rank. A follow ends with the training, or before the client would give up.
     """
-    query: LogQuery = call.query
+    query: DeploymentLogQuery = call.query
     training = await call.plane.store.get(call.key)
     end = reports.End(training)
-    lines = executor_of(training, call.plane.executors).logs(
+    lines = executor_of(training, call.plane).logs(
         training, tail=query.tail, follow=end.is_reached if query.follow else None
     )
     is_shown = training.spec.world_size.max > 1
@@ -289,8 +289,8 @@ ROWS = (
     Operation("GET", "/deployments", read_all, "All of them.", _OK),
     Operation("GET", ONE, read, "One of them.", _OK),
     Operation("DELETE", ONE, delete, "Stop and remove.", _OK),
-    Operation("POST", f"{ONE}/scale-distributed", scale, "Resize.", _OK, body=Scale),
+    Operation("POST", f"{ONE}/scale-distributed", scale, "Resize.", _OK, body=trainings.Scale),
     Operation("POST", f"{ONE}/restart", restart, "From the start again.", _OK),
-    Operation("GET", f"{ONE}/logs", logs, "What ranks print.", _OK, query=LogQuery),
-    Operation("GET", f"{ONE}/events", events, "What happened.", _OK, query=EventQuery),
+    Operation("GET", f"{ONE}/logs", logs, "What ranks print.", _OK, query=DeploymentLogQuery),
+    Operation("GET", f"{ONE}/events", events, "What happened.", _OK, query=DeploymentEventQuery),
 )

@@ -9,17 +9,17 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.checks import TEXT, check_int, is_text
+from atoll.core.checks import TEXT, check_as, is_text
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 from atoll.core.spec import (
-    MAX_SECONDS,
     BenchSpec,
     ProviderFilter,
     RendezvousSpec,
     Resources,
     Source,
     TrainingSpec,
+    WholeSeconds,
     WorldSize,
 )
 from atoll.server.basilica.shell import shell_script
@@ -59,7 +59,7 @@ class Bench(SpecModel, frozen=True):
     placement: str | None = None
 
 
-class World(SpecModel, frozen=True):
+class DeploymentWorld(SpecModel, frozen=True):
     """As it comes: the bounds are checked where the spec is made."""
 
     min: int
@@ -68,7 +68,7 @@ class World(SpecModel, frozen=True):
 
 
 class Distributed(SpecModel, frozen=True):
-    world_size: World
+    world_size: DeploymentWorld
     enabled: bool = True
     command: str = "auto"
     rendezvous: Backend = Backend()
@@ -92,10 +92,6 @@ class Create(SpecModel, frozen=True):
     resources: Needs = Needs()
     ttl_seconds: int | None = None
     enable_billing: bool | None = None
-
-
-class Scale(SpecModel, frozen=True):
-    target: int
 
 
 # What a field of the training is made from.
@@ -137,8 +133,7 @@ def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> T
     script = shell_script(wanted.command, args=args, backend=backend, path_first=path_first)
     gpus = create.resources.gpus or Gpus()
     ttl_seconds = create.ttl_seconds or None
-    if ttl_seconds is not None:
-        check_int("ttl_seconds", ttl_seconds, 0, MAX_SECONDS)
+    check_as("ttl_seconds", ttl_seconds, WholeSeconds | None)
     return TrainingSpec(
         name=create.instance_name,
         world_size=WorldSize(

@@ -11,8 +11,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.core.narrate import phase_in_words
 from atoll.core.phase import Phase
-from atoll.core.status import BenchStatus, Event, RankStatus, Status, Training
+from atoll.core.status import BenchStatus, Event, RankStatus, Status, Training, WorldStatus
 
 Json = dict[str, Any]
 
@@ -57,7 +58,7 @@ def deployment(training: Training) -> Json:
 def _message(status: Status) -> str:
     """Of a failure with its reason, which has no field of its own here."""
     if status.phase is Phase.FAILED and status.reason:
-        return f"{status.reason}: {status.message}"
+        return f"{status.reason}: {phase_in_words(status)}"
     return status.message
 
 
@@ -94,20 +95,21 @@ def world_of(training: Training) -> Json:
     that cannot be told from its minimum.
     """
     size, status = training.spec.world_size, training.status
-    ready = status.world.ready
+    world = training.world
     if status.phase.is_terminal:
-        ready = sum(r.rank < size.target and r.started_at is not None for r in status.ranks)
-    below = ready < size.min
+        ran = sum(r.rank < size.target and r.started_at is not None for r in status.ranks)
+        world = WorldStatus.of(ran, size)
+    ready = world.ready
     if status.phase in (Phase.FAILED, Phase.CANCELLED):
         ready = min(ready, max(size.min, size.target - 1))
     if not status.phase.is_terminal and _is_resizing(training):
         ready = min(ready, size.target - 1)
     return {
         "ready": ready,
-        "target": size.target,
-        "min": size.min,
-        "max": size.max,
-        "belowMinimum": below,
+        "target": world.target,
+        "min": world.min,
+        "max": world.max,
+        "belowMinimum": world.below_minimum,
     }
 
 

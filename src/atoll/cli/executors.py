@@ -1,0 +1,60 @@
+"""`atoll executors`: where trainings can run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from atoll.cli.options import json_option
+
+HEADER = ("NAME", "KIND", "REACHABLE", "WHY NOT")
+
+
+def _use(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """Everything in this process, and a control plane that it starts, reads this file."""
+    if path is not None:
+        os.environ["ATOLL_CONFIG"] = str(path.absolute())
+    return path
+
+
+config_option = click.option(
+    "--config",
+    type=Path,
+    callback=_use,
+    expose_value=False,
+    is_eager=True,
+    help="atoll.toml to use; ATOLL_CONFIG, ./atoll.toml or the user's own if not given.",
+)
+
+
+@click.command()
+@config_option
+@json_option
+def executors(is_json: bool) -> None:
+    """List where trainings can run, and whether each place answers now.
+
+    The default has a star. They are those of the running control plane, as atoll.toml was when it
+    was started.
+    """
+    from atoll.cli.show import print_json, says, table
+    from atoll.sdk import flows
+    from atoll.sdk.client import Client
+
+    listed = Client().run(flows.executors())
+    if is_json:
+        print_json(listed)
+        return
+    rows = [
+        (
+            f"{each.name}*" if each.is_default else each.name,
+            each.kind,
+            "yes" if each.is_reachable else "no",
+            each.message or "-",
+        )
+        for each in listed.items
+    ]
+    print(table(HEADER, rows))
+    if listed.message:
+        says(listed.message)

@@ -1,0 +1,116 @@
+"""What `atoll.toml` says, checked: executors by name, and defaults of a training. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from atoll.core.checks import check_name
+from atoll.core.errors import ValidationError
+from atoll.core.executors import LOCAL, check_kind
+from atoll.core.fields import renamed
+from atoll.core.model import Model, named
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+TABLES = ("executors", "defaults")
+
+
+class ExecutorConfig(Model, frozen=True):
+    """One table `[executors.NAME]`. Its options are checked by the class of its kind."""
+
+    kind: str
+    options: dict[str, Any] = {}
+
+
+def _only_local() -> dict[str, ExecutorConfig]:
+    return {LOCAL: ExecutorConfig(kind=LOCAL)}
+
+
+class Config(Model, frozen=True):
+    """One file, or none: then there is the local executor and nothing else."""
+
+    path: str | None = None
+    digest: str = ""  # of the file as it was read
+    executors: dict[str, ExecutorConfig] = msgspec.field(default_factory=_only_local)
+    defaults: dict[str, Any] = {}
+
+
+def parse(text: str, path: str, digest: str = "") -> Config:
+    """Raises ValidationError naming the file, the field, its value and what would be right."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        reason = f"expected TOML: {error}"
+        raise ValidationError(path, _line_of(error, text), reason) from error
+    try:
+        _check_known("", tables, TABLES)
+        executors = _only_local()
+        for name, table in _table("executors", tables.get("executors", {})).items():
+            executors[name] = _executor(name, _table(f"executors.{name}", table))
+        defaults = _table("defaults", tables.get("defaults", {}))
+        default = defaults.get("executor", LOCAL)
+        if not isinstance(default, str) or default not in executors:
+            known = ", ".join(executors)
+            raise ValidationError("defaults.executor", default, f"expected one of {known}")
+    except ValidationError as error:
+        raise in_file(path, error) from error
+    return Config(path=path, digest=digest, executors=executors, defaults=defaults)
+
+
+def in_file(path: str | None, error: ValidationError, table: str = "") -> ValidationError:
+    """The same refusal, with the file and the table it is about."""
+    field = f"{table}.{error.field}" if table else error.field
+    return ValidationError(f"{path}: {field}" if path else field, error.value, error.expected)
+
+
+def _executor(name: str, table: dict[str, Any]) -> ExecutorConfig:
+    check_name(f"executors.{name}", name)
+    options = dict(table)
+    kind = options.pop("kind", LOCAL if name == LOCAL else None)
+    check_kind(f"executors.{name}.kind", kind)
+    if (kind == LOCAL) != (name == LOCAL):
+        expected = (
+            "expected 'local': the executor of that name is this machine"
+            if name == LOCAL
+            else "expected another kind: this machine is the executor 'local'"
+        )
+        raise ValidationError(f"executors.{name}.kind", kind, expected)
+    return ExecutorConfig(kind=kind, options=options)
+
+
+def options_of(kind: type[T], table: Mapping[str, Any]) -> T:
+    """A table as the options of an executor, by the names that they have in Python."""
+    names = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
+    _check_known("", table, names)
+    try:
+        return msgspec.convert({names[name]: value for name, value in table.items()}, kind)
+    except msgspec.ValidationError as error:
+        refused = named(error, {names[name]: value for name, value in table.items()})
+        raise renamed(refused, {wire: name for name, wire in names.items()}) from error
+
+
+def _check_known(table: str, keys: Mapping[str, Any], known: Iterable[str]) -> None:
+    for key, value in keys.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "expected " + ", ".join(known)
+            field = f"{table}.{key}" if table else key
+            raise ValidationError(field, value, f"there is no such field: {hint}")
+
+
+def _table(field: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValidationError(field, value, f"expected a table: [{field}]")
+    return value
+
+
+def _line_of(error: tomllib.TOMLDecodeError, text: str) -> str:
+    """The line that is no TOML; the error tells its number in words alone."""
+    number = str(error).rpartition("(at line ")[2].partition(",")[0]
+    lines = text.splitlines() or [""]
+    return lines[int(number) - 1 if number.isdigit() else -1]

@@ -1,0 +1,84 @@
+"""The kinds of executor that there are, and each one's class, imported when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from atoll.core.errors import Permanent, ValidationError
+from atoll.core.model import Model
+
+if TYPE_CHECKING:
+    from atoll.core.ports import Executor
+    from atoll.core.status import Training
+
+LOCAL = "local"
+MISSING = "ExecutorMissing"  # the condition of a training whose executor is not configured
+
+KINDS = {
+    LOCAL: "atoll.local.executor:LocalBackend",
+    "kubernetes": "atoll.kubernetes.executor:KubernetesBackend",
+}
+# Kinds that need packages which a plain `pip install atoll` does not bring.
+EXTRAS = {"kubernetes": "kubernetes"}
+
+
+class Home(NamedTuple):
+    """The control plane that an executor works for."""
+
+    state_dir: Path
+    plane: str  # an id of its own: what it starts elsewhere is marked with it
+    directory: Path = Path()  # where relative paths in the options begin
+
+
+class Backend(Protocol):
+    """The class of an executor, as the configuration uses it."""
+
+    def configured(self, name: str, options: dict[str, Any], home: Home) -> Executor:
+        """Not yet connected to anything. Raises ValidationError naming the option that is wrong,
+        and Permanent where this machine lacks something, such as credentials."""
+
+
+class ExecutorStatus(Model, frozen=True):
+    """One executor of a control plane. `message` says why it cannot be reached."""
+
+    name: str
+    kind: str
+    is_reachable: bool
+    message: str = ""
+    is_default: bool = False
+
+
+class ExecutorList(Model, frozen=True):
+    """`config` is the file that the control plane was started with; `message` a remark on it."""
+
+    items: list[ExecutorStatus]
+    config: str | None = None
+    message: str = ""
+
+
+def is_missing(training: Training) -> bool:
+    return any(condition.type == MISSING for condition in training.status.conditions)
+
+
+def check_kind(field: str, kind: object) -> None:
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValidationError(field, kind, "expected one of " + ", ".join(KINDS))
+
+
+def load(kind: str) -> Backend:
+    """The class of a kind. Raises Permanent, with what to type, if its packages are missing."""
+    check_kind("kind", kind)
+    module, _, name = KINDS[kind].partition(":")
+    try:
+        backend: Backend = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(kind)
+        if extra is None or (error.name or "").partition(".")[0] == "atoll":
+            raise
+        raise Permanent(
+            f"the kind {kind!r} needs the package {error.name!r}: pip install 'atoll[{extra}]', "
+            f"or pip install '.[{extra}]' in a clone"
+        ) from error
+    return backend

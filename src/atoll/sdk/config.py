@@ -1,0 +1,115 @@
+"""Where `atoll.toml` is, and the defaults it has for a training."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll.core.errors import Permanent, ValidationError
+
+if TYPE_CHECKING:
+    from atoll.core.config import Config
+
+NAME = "atoll.toml"
+VARIABLE = "ATOLL_CONFIG"
+# What each training says for itself.
+NO_DEFAULTS = ("command", "source", "args", "wait", "timeout")
+MERGED = ("env", "nccl_env")
+
+
+def find() -> Path | None:
+    """ATOLL_CONFIG, else the one in the working directory, else the user's own."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        return Path(chosen).absolute()
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    for path in (Path(NAME), Path(base) / "atoll" / NAME):
+        if path.is_file():
+            return path.absolute()
+    return None
+
+
+def read(path: Path | None = None) -> Config:
+    """That file, or the one that `find` finds; without one, what holds where there is none.
+
+    Raises Permanent if it cannot be read, and ValidationError naming the file, the field, its
+    value and what would be right.
+    """
+    from atoll.core.config import Config, in_file, parse
+
+    path = find() if path is None else path.absolute()
+    if path is None:
+        return Config()
+    try:
+        content = path.read_bytes()
+        text = content.decode()
+    except OSError as error:
+        raise Permanent(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValidationError(str(path), content[:40], "expected text in UTF-8") from error
+    config = parse(text, str(path), digest_of(content))
+    try:
+        _check_defaults(config.defaults)
+    except ValidationError as error:
+        raise in_file(config.path, error, "defaults") from error
+    return config
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def is_changed(config: Config) -> bool:
+    """Whether the file is another one now than when it was read."""
+    if config.path is None:
+        return False
+    try:
+        return digest_of(Path(config.path).read_bytes()) != config.digest
+    except OSError:
+        return True
+
+
+def _check_defaults(defaults: Mapping[str, Any]) -> None:
+    from atoll.sdk.options import DeployOptions, spec_of
+
+    for name, value in defaults.items():
+        if name in NO_DEFAULTS:
+            raise ValidationError(name, value, "expected none: each training says its own")
+    # As a training would have them: the same names, bounds and words.
+    options: DeployOptions = {"command": ["true"], **as_options(defaults, Path())}  # type: ignore[typeddict-item]
+    spec_of("defaults", options)
+
+
+def as_options(defaults: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The table as options of `deploy_distributed`. Paths are relative to the file."""
+    from atoll.core.config import options_of
+    from atoll.core.spec import ProviderFilter, WorldSize
+
+    options = dict(defaults)
+    for name, kind in (("world_size", WorldSize), ("provider_filter", ProviderFilter)):
+        if isinstance(options.get(name), dict):
+            try:
+                options[name] = options_of(kind, options[name])
+            except ValidationError as error:
+                field = f"{name}.{error.field.removeprefix(f'{name}.')}"
+                raise ValidationError(field, error.value, error.expected) from error
+    if isinstance(options.get("working_dir"), str):
+        options["working_dir"] = directory / options["working_dir"]
+    return options
+
+
+def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the caller says, and for the rest what the file says; `env` is merged by name."""
+    stated = {name: value for name, value in options.items() if value is not None}
+    if find() is None:
+        return stated
+    config = read()
+    directory = Path(config.path).parent if config.path else Path()
+    defaults = as_options(config.defaults, directory)
+    for name in MERGED:
+        if name in defaults and isinstance(stated.get(name), Mapping):
+            stated[name] = {**defaults[name], **stated[name]}
+    return {**defaults, **stated}

@@ -1,0 +1,156 @@
+"""`atoll.toml` and `atoll executors`, as a user meets them: a real control plane, real ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from .conftest import Shell, is_alive, until
+
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+clusters: [{{name: x, cluster: {{server: "http://127.0.0.1:{port}"}}}}]
+users: [{{name: x, user: {{token: abc}}}}]
+contexts: [{{name: x, context: {{cluster: x, user: x, namespace: mine}}}}]
+current-context: x
+"""
+EU = """
+[executors.eu]
+kind = "kubernetes"
+kubeconfig = "kube.yaml"
+image = "busybox"
+"""
+
+
+@pytest.fixture
+def shell(lone_atoll: Shell) -> Shell:
+    """With a cluster in its atoll.toml that nobody answers for."""
+    lone_atoll.env["XDG_CONFIG_HOME"] = str(lone_atoll.cwd / "nobody")
+    lone_atoll.env.pop("ATOLL_CONFIG", None)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (lone_atoll.cwd / "kube.yaml").write_text(KUBECONFIG.format(port=port))
+    (lone_atoll.cwd / "atoll.toml").write_text(EU)
+    return lone_atoll
+
+
+def stop_server(shell: Shell) -> None:
+    pid = shell.server_pid()
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: not is_alive(pid))
+
+
+def test_a_cluster_that_does_not_answer_keeps_nothing_else_from_running(shell: Shell) -> None:
+    assert shell("run", "--", "true").returncode == 0
+    listed = shell.json("executors")
+    assert listed["config"] == str(shell.cwd / "atoll.toml")
+    eu, local = listed["items"]
+    assert (eu["name"], eu["kind"], eu["isReachable"]) == ("eu", "kubernetes", False)
+    assert eu["message"].startswith("the Kubernetes API server did not answer: ")
+    assert local == {
+        "name": "local", "kind": "local", "isReachable": True, "message": "", "isDefault": True
+    }  # fmt: skip
+    shown = shell("executors").stdout.splitlines()
+    assert [line.split()[:3] for line in shown] == [
+        ["NAME", "KIND", "REACHABLE"],
+        ["eu", "kubernetes", "no"],
+        ["local*", "local", "yes"],
+    ]
+
+
+def test_an_executor_that_is_not_there_is_refused_at_once(shell: Shell) -> None:
+    refused = shell("run", "--executor", "us", "--", "true")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "atoll: error: --executor: 'us' is not valid: this control plane has: eu, local; it was "
+        f"started with {shell.cwd}/atoll.toml; to start it anew, stop it (kill "
+        f"{shell.server_pid()}; ranks go on) and run: atoll serve --config FILE\n"
+    )
+    assert shell.json("ps") == []
+    (shell.cwd / "atoll.toml").write_text(EU + '[executors.us]\nkind = "kubernetes"\n')
+    assert "which has changed since" in shell("run", "--executor", "us", "--", "true").stderr
+    assert "has changed since the control plane was started" in shell("executors").stderr
+
+
+def test_defaults_are_used_and_the_command_line_wins(shell: Shell) -> None:
+    (shell.cwd / "atoll.toml").write_text(
+        '[defaults]\nworld_size = 2\nmax_restarts = 1\nenv = { A = "file", B = "file" }\n'
+    )
+    words = ("-e", "B=shell", "--", "sh", "-c", "echo $RANK $A $B")
+    assert sorted(shell("run", *words).stdout.splitlines()) == [
+        "[0] 0 file shell",
+        "[1] 1 file shell",
+    ]
+    assert shell("run", "-n", "1", "--name", "one", *words).stdout == "[0] 0 file shell\n"
+    assert shell.json("status", "one")["spec"]["maxRestarts"] == 1
+    other = shell.cwd / "other.toml"
+    other.write_text("[defaults]\nmax_restarts = 7\n")
+    shell("run", "--config", str(other), "--name", "two", "--", "true")
+    assert shell.json("status", "two")["spec"]["maxRestarts"] == 7
+
+
+def test_a_default_executor_is_where_trainings_go(shell: Shell) -> None:
+    (shell.cwd / "atoll.toml").write_text(EU + '[defaults]\nexecutor = "eu"\n')
+    assert shell("up", "--name", "there", "--", "true").returncode == 0
+    assert shell.json("status", "there")["spec"]["executor"] == "eu"
+    elsewhere = Shell(shell.state, shell.state)  # no atoll.toml: the control plane's default
+    elsewhere.env["XDG_CONFIG_HOME"] = shell.env["XDG_CONFIG_HOME"]
+    assert elsewhere("up", "--name", "too", "--", "true").returncode == 0
+    spec = shell.json("status", "too")["spec"]
+    assert spec["executor"] == "eu"
+    assert spec["workingDir"] is None  # a directory of this machine is none of a cluster's
+    drop_records(shell)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[executors.eu]\n", "atoll.toml: executors.eu.kind: None is not valid: expected one of"),
+        (EU + "imag = 'x'\n", "atoll.toml: executors.eu.imag: 'x' is not valid: there is no such"),
+        ("[defaults]\nmax_restarts = 'x'\n", "atoll.toml: defaults.max_restarts: 'x' is not valid"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told_before_anything_happens(
+    shell: Shell, text: str, words: str
+) -> None:
+    (shell.cwd / "atoll.toml").write_text(text)
+    refused = shell("run", "--", "true")
+    assert refused.returncode in (1, 2)
+    assert words in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert not (shell.state / "atoll.db").exists()
+
+
+def test_a_training_outlives_the_configuration_of_its_executor(shell: Shell) -> None:
+    assert shell("up", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
+    stop_server(shell)
+    (shell.cwd / "atoll.toml").write_text("")
+    until_missing(shell, "far")
+    shown = shell.json("status", "far")
+    assert shown["phase"] == "pending"
+    assert "the executor 'eu' is not configured" in shown["message"]
+    refused = shell("rm", "far")
+    assert refused.returncode == 1
+    assert "'far' is not removed yet: its executor 'eu' is not configured" in refused.stderr
+    assert [t["name"] for t in shell.json("ps")] == ["far"]
+    drop_records(shell)
+
+
+def until_missing(shell: Shell, name: str) -> None:
+    """Until its status says what became of its executor."""
+    until(
+        lambda: "ExecutorMissing" in [c["type"] for c in shell.json("status", name)["conditions"]]
+    )
+
+
+def drop_records(shell: Shell) -> None:
+    """The records of trainings that no cluster will ever end are no matter for this test."""
+    stop_server(shell)
+    for path in Path(shell.state).glob("atoll.db*"):
+        path.unlink()

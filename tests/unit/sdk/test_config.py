@@ -1,0 +1,94 @@
+"""Which `atoll.toml` counts, and that what the caller says wins over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atoll.core.errors import Permanent, ValidationError
+from atoll.core.spec import WorldSize
+from atoll.sdk import config
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory; the user's own configuration is in `user/atoll/atoll.toml`."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (tmp_path / "user" / "atoll").mkdir(parents=True)
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
+    monkeypatch.delenv("ATOLL_CONFIG", raising=False)
+    return work
+
+
+def test_the_nearest_file_counts(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config.find() is None
+    users = here.parent / "user" / "atoll" / "atoll.toml"
+    users.touch()
+    assert config.find() == users
+    (here / "atoll.toml").touch()
+    assert config.find() == here / "atoll.toml"
+    monkeypatch.setenv("ATOLL_CONFIG", "other.toml")
+    assert config.find() == here / "other.toml"
+
+
+def test_a_named_file_that_is_not_there_is_refused(here: Path) -> None:
+    with pytest.raises(Permanent, match=r"cannot read .*/work/other.toml: No such file"):
+        config.read(Path("other.toml"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("max_restarts = -1", "defaults.max_restarts: -1 is not valid: expected a whole number"),
+        ("max_restart = 1", "there is no such option: did you mean 'max_restarts'?"),
+        ("command = ['true']", "defaults.command: ['true'] is not valid: expected none"),
+        ("world_size = 0", "defaults.world_size.min: 0 is not valid"),
+        ("world_size = { min = 1 }", "defaults.world_size.target: None is not valid"),
+        ("world_size = { mix = 1 }", "defaults.world_size.mix: 1 is not valid"),
+    ],
+)
+def test_defaults_are_checked_as_options_are(here: Path, line: str, words: str) -> None:
+    (here / "atoll.toml").write_text(f"[defaults]\n{line}\n")
+    with pytest.raises(ValidationError) as refused:
+        config.read()
+    assert str(refused.value).startswith(f"{here}/atoll.toml: ")
+    assert words in str(refused.value)
+
+
+def test_what_the_caller_says_wins(here: Path) -> None:
+    (here / "atoll.toml").write_text(
+        """
+        [defaults]
+        max_restarts = 3
+        image = "a"
+        working_dir = "sub"
+        env = { A = "1", B = "1" }
+        world_size = { min = 1, target = 2, max = 3 }
+        """
+    )
+    stated = {"max_restarts": 0, "image": None, "env": {"B": "2"}}
+    assert config.with_defaults(stated) == {
+        "max_restarts": 0,
+        "image": "a",
+        "working_dir": here / "sub",
+        "env": {"A": "1", "B": "2"},
+        "world_size": WorldSize(min=1, target=2, max=3),
+    }
+
+
+def test_without_a_file_nothing_is_added(here: Path) -> None:
+    assert config.with_defaults({"image": "a", "cpu": None}) == {"image": "a"}
+
+
+def test_a_file_that_is_edited_or_removed_has_changed(here: Path) -> None:
+    path = here / "atoll.toml"
+    path.write_text("[defaults]\n")
+    known = config.read()
+    assert not config.is_changed(known)
+    path.write_text("[defaults]\ncpu = '1'\n")
+    assert config.is_changed(known)
+    path.unlink()
+    assert config.is_changed(known)
