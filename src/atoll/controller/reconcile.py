@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from atoll.core.errors import Conflict, NotFound, Permanent
+from atoll.core.errors import AtollError, Conflict, NotFound, Permanent
 from atoll.core.missing import left_alone, rejoined
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
 from atoll.core.ports import Executor, Key, Measuring, Store, Tending
@@ -33,9 +33,8 @@ class Reconciler:
             training = await self._store.get(key)
         except NotFound:
             return None
-        seen = Seen()
         if training.executor not in self._executors:
-            made = left_alone(training, self._clock())
+            seen, made = Seen(), left_alone(training, self._clock())
         else:
             seen = await self._observe(training)
             made = plan(rejoined(training), seen, self._clock())
@@ -44,10 +43,13 @@ class Reconciler:
         except (Conflict, NotFound):
             return 0.0  # changed under us: what was planned is out of date
         # Chores first: an action may have to wait for one, as for the last pod of a rank to go.
-        await self._tend(training, seen)
+        # But one that fails keeps nobody from being stopped: it is raised after the actions.
+        trouble = await self._tend(training, seen)
         for action in made.actions:
             if not await self._act(training, action):
                 return 0.0
+        if trouble is not None:
+            raise trouble
         return sooner(made.requeue_after_s, seen.again_in_s)
 
     async def _observe(self, training: Training) -> Seen:
@@ -71,11 +73,16 @@ class Reconciler:
         source = replace(source, content=await self._store.source(training))
         return replace(training, spec=replace(training.spec, source=source))
 
-    async def _tend(self, training: Training, seen: Seen) -> None:
+    async def _tend(self, training: Training, seen: Seen) -> AtollError | None:
+        """The first error of a chore; the chores after it are left to the next look."""
         executor = self._executors.get(training.executor)
         if isinstance(executor, Tending):
-            for chore in seen.chores:
-                await executor.perform(training, chore)
+            try:
+                for chore in seen.chores:
+                    await executor.perform(training, chore)
+            except AtollError as error:
+                return error
+        return None
 
     async def _act(self, training: Training, action: Action) -> bool:
         """False when the action will never work; the next pass fails the training."""

@@ -256,13 +256,13 @@ class Training(Model, frozen=True):
         return self.namespace, self.spec.name
 
     @property
-    def is_cancelling(self) -> bool:
-        return self.spec.cancel or self.deletion_requested_at is not None
-
-    @property
     def world(self) -> WorldStatus:
         """Ready as seen, the rest as wished now: a scale shows at once in `target`."""
         return WorldStatus.of(self.status.world.ready, self.spec.world_size)
+
+    @property
+    def is_cancelling(self) -> bool:
+        return self.spec.cancel or self.deletion_requested_at is not None
 
     @property
     def executor(self) -> str:
