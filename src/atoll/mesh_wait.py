@@ -11,14 +11,13 @@ import sys
 from atoll.mesh.gate import mesh_wait
 
 if __name__ == "__main__":
-    import argparse
+    import click
 
-    parser = argparse.ArgumentParser(
-        prog="python -m atoll.mesh_wait", description="Wait for this host's network."
-    )
     # As text: what is no number is the default, as an empty variable must not stop a training.
-    parser.add_argument("--timeout", default="60", help="seconds (60)")
-    mesh_wait(parser.parse_args().timeout)
+    timeout = click.Option(["--timeout"], type=str, default="60", help="Seconds; 60.")
+    click.Command(None, params=[timeout], callback=mesh_wait, help="Wait for this host's network.")(
+        prog_name="python -m atoll.mesh_wait"
+    )
 else:
     # The import system binds what it finds here, not what it executed, in the parent package.
     sys.modules[__name__] = mesh_wait  # type: ignore[assignment]

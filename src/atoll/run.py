@@ -1,12 +1,11 @@
 """The only place that builds real things and wires them together.
 
-`python -m atoll.run serve` is the control plane of one machine: store, executors, controller and
+`atoll serve` runs the control plane of one machine: store, executors, controller and
 server in one process. Ranks are not in it, so it may be stopped and started at any time.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import errno
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import atoll
-from atoll.core.errors import AtollError, Conflict, Permanent, ValidationError
+from atoll.core.errors import Conflict, Permanent, ValidationError
 from atoll.core.executors import LOCAL
 from atoll.sdk.config import is_changed, read
 from atoll.sdk.embedded import start_time, state_dir
@@ -32,7 +31,7 @@ from atoll.sdk.release import HEADER
 
 if TYPE_CHECKING:
     import uvicorn
-    from litestar import Litestar
+    from starlette.types import ASGIApp
 
     from atoll.core.config import Config
     from atoll.core.ports import Executor, Tokens
@@ -55,7 +54,7 @@ class ControlPlane:
     where: Path
     store: SQLiteStore
     tokens: SQLiteTokens
-    app: Litestar
+    app: ASGIApp
     streams: Streams
 
 
@@ -82,7 +81,7 @@ def build(where: Path, *, slots: int | None = None, config: Path | None = None) 
     controller = Controller(store, executors, on_pass=lambda done: gauges.reconciled(done.seconds))
 
     @contextlib.asynccontextmanager
-    async def controlled(_: Litestar) -> AsyncIterator[None]:
+    async def controlled() -> AsyncIterator[None]:
         await _start_local(local, store)
         async with contextlib.AsyncExitStack() as running:
             await running.enter_async_context(beside(controller.run(), _end_if_dead))
@@ -102,7 +101,7 @@ def build(where: Path, *, slots: int | None = None, config: Path | None = None) 
         streams=streams,
         setup=setup,
         gauges=gauges,
-        lifespan=[controlled],
+        lifespan=controlled,
     )
     return ControlPlane(where, store, tokens, app, streams)
 
@@ -173,16 +172,18 @@ def serve(
     where: Path | None = None,
     slots: int | None = None,
     config: Path | None = None,
-    is_announced: bool = False,
     is_owned: bool = False,
 ) -> None:
-    """Serve until told to stop. `is_owned`: until standard input ends, and nothing is left then."""
+    """Serve until told to stop; prints where, once it does.
+
+    `is_owned`: until standard input ends, and nothing is left then.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     where = where or state_dir()
     listening = _listen(host, port)
     plane = build(where, slots=slots, config=config)
     asyncio.run(ensure_token(plane.tokens, where))
-    server = _server(plane, listening, is_announced=is_announced, is_owned=is_owned)
+    server = _server(plane, listening, is_owned=is_owned)
     server.run(sockets=[listening])
     if is_owned:
         shutil.rmtree(where, ignore_errors=True)
@@ -223,9 +224,7 @@ async def ensure_token(tokens: Tokens, where: Path) -> None:
         await tokens.add(hashed(token), NAMESPACE, "local user", time.time())
 
 
-def _server(
-    plane: ControlPlane, listening: socket.socket, *, is_announced: bool, is_owned: bool
-) -> uvicorn.Server:
+def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) -> uvicorn.Server:
     import uvicorn
 
     endpoint = plane.where / "endpoint.json"
@@ -238,9 +237,8 @@ def _server(
             self.loop = asyncio.get_running_loop()
             told = json.dumps(_endpoint(listening))
             _write_private(endpoint, told)
-            if is_announced:
-                sys.stdout.write(told + "\n")
-                sys.stdout.flush()
+            sys.stdout.write(told + "\n")
+            sys.stdout.flush()
             if is_owned:
                 self.loop.add_reader(0, self.abandon)
 
@@ -273,6 +271,8 @@ def _server(
             plane.app,
             loop="asyncio",
             lifespan="on",
+            http="httptools",
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -321,26 +321,3 @@ def _write_private(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m atoll.run")
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("serve", help="run the control plane of this machine")
-    command.add_argument("--host", default="127.0.0.1")
-    command.add_argument("--port", type=int, default=DEFAULT_PORT)
-    command.add_argument("--state-dir", type=Path, dest="where")
-    command.add_argument("--slots", type=int)
-    command.add_argument("--config", type=Path)
-    command.add_argument("--announce", action="store_true", dest="is_announced")
-    command.add_argument("--owned", action="store_true", dest="is_owned")
-    try:
-        serve(**vars(parser.parse_args(arguments)))
-    except (AtollError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -41,17 +41,36 @@ def test_public_names_can_be_imported(name: str) -> None:
 
 
 def test_importing_atoll_loads_nothing_heavy() -> None:
-    heavy = ("msgspec", "httpx2", "litestar", "uvicorn", "numpy", "torch", "click", "asyncio")
+    heavy = ("msgspec", "httpx2", "starlette", "uvicorn", "numpy", "torch", "click", "asyncio")
     code = f"import atoll, sys; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-def test_help_loads_no_client_and_no_server() -> None:
-    heavy = ("httpx2", "litestar", "uvicorn", "numpy", "torch", "asyncio", "sqlite3")
-    code = f"import atoll.cli.main, sys; print([m for m in {heavy!r} if m in sys.modules])"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from atoll.cli.main import app; app(['--help'], standalone_mode=False)",
+        "import atoll.cli.launch, atoll.cli.follow, atoll.sdk.embedded\n"
+        "from atoll.sdk.client import Client; Client('http://127.0.0.1:1').wire.client()",
+    ],
+    ids=["help", "a command to a local server"],
+)
+def test_the_command_line_loads_nothing_heavy(code: str) -> None:
+    heavy = (
+        "httpx2",
+        "starlette",
+        "uvicorn",
+        "numpy",
+        "torch",
+        "asyncio",
+        "sqlite3",
+        "ssl",
+        "yaml",
+    )
+    code += f"\nimport sys; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_torch_is_never_imported_by_a_module_at_its_top_but_where_it_is_the_point() -> None:

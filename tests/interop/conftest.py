@@ -21,7 +21,7 @@ SCENES = Path(__file__).with_name("scenes.py")
 
 
 class Server:
-    """`python -m atoll.run serve` as a process; may be killed and started again."""
+    """`atoll serve` as a process; may be killed and started again."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -30,7 +30,7 @@ class Server:
 
     def start(self) -> None:
         port = self.url.rpartition(":")[2] or "0"
-        serve = [sys.executable, "-m", "atoll.run", "serve", "--announce", "--owned"]
+        serve = [sys.executable, "-m", "atoll.cli", "serve", "--json", "--owned"]
         # Without the directory of this Python on PATH: torchrun must be found all the same.
         path = os.pathsep.join(
             entry for entry in os.environ["PATH"].split(os.pathsep)

@@ -20,8 +20,8 @@ from atoll.local import processes
 
 WHEEL = next((Path(__file__).parents[1] / "releases").glob("*.whl"))
 NEW = Path(__file__).parents[2] / "src"
-OLD_SERVE = ("-m", "atoll.main", "serve")
-NEW_SERVE = ("-m", "atoll.run", "serve")
+OLD_SERVE = ("-m", "atoll.main", "serve", "--announce")
+NEW_SERVE = ("-m", "atoll.cli", "serve", "--json")
 WITHHELD = (
     *("ATOLL_URL", "ATOLL_TOKEN", "ATOLL_STATE_DIR", "NO_COLOR", "FORCE_COLOR"),
     *("PYTHONPATH", "VIRTUAL_ENV"),
@@ -91,7 +91,7 @@ class Site:
         """A control plane, once it answers."""
         with self.state.with_name("server.log").open("ab") as log:
             process = subprocess.Popen(
-                [self.python, *serve, "--state-dir", str(self.state), "--announce"]
+                [self.python, *serve, "--state-dir", str(self.state)]
                 + ["--port", "0", "--slots", "32"],
                 env=self.env,
                 stdin=subprocess.DEVNULL,

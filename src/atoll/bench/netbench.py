@@ -239,4 +239,4 @@ def in_background(work: Callable[[], None]) -> Callable[[], None]:
 if __name__ == "__main__":
     from atoll.bench.netbench_main import main
 
-    main()
+    main(prog_name="python -m atoll.bench.netbench")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import os
+import contextlib
 import secrets
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import click
 
 from atoll.bench import netbench
 from atoll.bench.netbench import MIB, Measurement, measure, median, percentile
@@ -55,64 +57,79 @@ def loopback(host: str, limit_s: float = netbench.LIMIT_S) -> BenchResult:
     return summarise(found, host, host, time.time())
 
 
+def _seconds(text: str) -> float:
+    if not 0 < float(text) <= LONGEST_S:
+        raise click.BadParameter(f"{text!r}: expected seconds, more than 0")
+    return float(text)
+
+
+limit_option = click.option("--limit", type=_seconds, default=netbench.LIMIT_S, help="Seconds.")
+host_option = click.option(
+    "--host", envvar="NODE_NAME", default=socket.gethostname, help="Its name."
+)
+output_option = click.option("--output", type=Path, help="File for it; stdout if not given.")
+
+
+@click.group()
 def main() -> None:
-    given = _arguments()
+    """Measure the link between two hosts."""
+
+
+@main.command("serve")
+@click.option("--address", required=True, help="Address to listen on.")
+@limit_option
+def serve_once(address: str, limit: float) -> None:
+    """Answer one measurement. Prints the port and the token that it takes."""
+    with _said(), netbench.listen(address) as listener:
+        token = secrets.token_hex(16)
+        place = {"port": listener.getsockname()[1], "token": token}
+        sys.stdout.write(encode(place).decode() + "\n")
+        sys.stdout.flush()
+        netbench.serve(listener, token, limit)
+
+
+@main.command("measure")
+@click.argument("peer")
+@click.option("--token", required=True, help="As the other one printed it.")
+@click.option("--peer-host", default="", help="Name of the other host.")
+@limit_option
+@host_option
+@output_option
+def measure_peer(
+    peer: str, token: str, peer_host: str, limit: float, host: str, output: Path | None
+) -> None:
+    """Measure the link with PEER, host:port."""
+    place = split_endpoint(peer)
+    if place is None:
+        raise click.BadParameter(f"{peer!r}: expected host:port")
+    with _said():
+        found = measure(*place, token, limit)
+        _give(summarise(found, host, peer_host or place[0], time.time()), output)
+
+
+@main.command("loopback")
+@limit_option
+@host_option
+@output_option
+def measure_here(limit: float, host: str, output: Path | None) -> None:
+    """Measure this host with itself."""
+    with _said():
+        _give(loopback(host, limit), output)
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
     try:
-        if given.what == "serve":
-            with netbench.listen(given.address) as listener:
-                token = secrets.token_hex(16)
-                place = {"port": listener.getsockname()[1], "token": token}
-                sys.stdout.write(encode(place).decode() + "\n")
-                sys.stdout.flush()
-                netbench.serve(listener, token, given.limit)
-            return
-        if given.what == "loopback":
-            result = loopback(given.host, given.limit)
-        else:
-            address, port = given.peer
-            found = measure(address, port, given.token, given.limit)
-            result = summarise(found, given.host, given.peer_host or address, time.time())
-        _give(encode(result).decode() + "\n", given.output)
+        yield
     except (BackendError, OSError) as error:
         raise SystemExit(f"netbench: {error}") from error
 
 
-def _give(text: str, output: Path | None) -> None:
+def _give(result: BenchResult, output: Path | None) -> None:
+    text = encode(result).decode() + "\n"
     if output is None:
         sys.stdout.write(text)
     else:  # whole or not at all, for whoever reads it
         draft = output.with_name(output.name + ".new")
         draft.write_text(text)
         draft.replace(output)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m atoll.bench.netbench")
-    kinds = parser.add_subparsers(dest="what", required=True)
-    for kind in ("serve", "measure", "loopback"):
-        command = kinds.add_parser(kind)
-        command.add_argument("--limit", type=_seconds, default=netbench.LIMIT_S, help="seconds")
-        if kind == "serve":
-            command.add_argument("--address", required=True)
-            continue
-        command.add_argument("--host", default=os.environ.get("NODE_NAME") or socket.gethostname())
-        command.add_argument("--output", type=Path)
-        if kind == "measure":
-            command.add_argument("peer", type=_endpoint)
-            command.add_argument("--token", required=True)
-            command.add_argument("--peer-host", default="")
-    return parser.parse_args()
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds <= LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, more than 0")
-    return seconds
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    found = split_endpoint(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected host:port")
-    return found

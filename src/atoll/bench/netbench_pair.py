@@ -7,12 +7,13 @@ termination message.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import socket
 import sys
 import time
+
+import click
 
 from atoll.bench.netbench import LIMIT_S, measure, serve
 from atoll.bench.netbench_main import summarise
@@ -55,27 +56,29 @@ def measure_until(
             time.sleep(AGAIN_S)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m atoll.bench.netbench_pair")
-    parser.add_argument("peer", help="the one that listens, host:port")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds, to measure")
-    parser.add_argument("--report", default=REPORT)
-    given = parser.parse_args()
-    place = split_endpoint(given.peer)
+@click.command()
+@click.argument("peer")
+@click.option("--limit", type=float, default=LIMIT_S, help="Seconds, to measure.")
+@click.option("--report", default=REPORT, help="File for the result as well.")
+def main(peer: str, limit: float, report: str) -> None:
+    """Measure the link with PEER, the one of the two that listens: host:port."""
+    place = split_endpoint(peer)
     index = os.environ.get("JOB_COMPLETION_INDEX", "")
     token = os.environ.get("ATOLL_BENCH_TOKEN", "")
     if place is None or index not in ("0", "1") or not token:
-        parser.error("expected host:port, JOB_COMPLETION_INDEX of 0 or 1 and ATOLL_BENCH_TOKEN")
+        raise click.UsageError(
+            "expected host:port, JOB_COMPLETION_INDEX of 0 or 1 and ATOLL_BENCH_TOKEN"
+        )
     try:
         if index == "0":
             return listen_once(place[1], token)
         host = os.environ.get("NODE_NAME") or socket.gethostname()
-        text = encode(measure_until(*place, token, host, given.limit)).decode()
+        text = encode(measure_until(*place, token, host, limit)).decode()
     except (Temporary, OSError) as error:
-        _report(given.report, f"netbench: {error}")
+        _report(report, f"netbench: {error}")
         raise SystemExit(f"netbench: {error}") from error
     sys.stdout.write(text + "\n")
-    _report(given.report, text)
+    _report(report, text)
 
 
 def _report(path: str, text: str) -> None:
@@ -84,4 +87,4 @@ def _report(path: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="python -m atoll.bench.netbench_pair")

@@ -22,6 +22,7 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
     Exit code: 0 succeeded, 1 failed, 2 bad usage, 124 --timeout passed, 130 cancelled by Ctrl-C.
     The first Ctrl-C cancels the training, the second leaves at once.
     """
+    _begin(launch)
     from atoll.cli.follow import Following
     from atoll.cli.report import JsonReport, TextReport
     from atoll.cli.terminal import go_on_unread
@@ -43,6 +44,7 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
 @json_option
 def up(launch: Launch, is_json: bool) -> None:
     """Start a training and return. Prints its name; `atoll logs -f NAME` follows it."""
+    _begin(launch)
     from atoll.cli.show import print_json, training_json
     from atoll.sdk.client import Client
 
@@ -51,3 +53,12 @@ def up(launch: Launch, is_json: bool) -> None:
         print_json(training_json(training.last))
     else:
         print(training.name)
+
+
+def _begin(launch: Launch) -> None:
+    """The control plane may start while the rest is loaded, unless this is nothing to start."""
+    from atoll.sdk.config import stated_spec
+    from atoll.sdk.embedded import begin
+
+    stated_spec(launch.name, launch.options)
+    begin()

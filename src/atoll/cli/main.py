@@ -5,15 +5,14 @@ Command bodies import what they need when they run: `atoll --help` loads nothing
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 
 import click
-from click.shell_completion import get_completion_class
 
 import atoll
-from atoll.cli import change, cluster, executors, launch, look, measure, plane
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
 
@@ -32,32 +31,36 @@ def completion(ctx: click.Context, shell: str) -> None:
 
     `eval "$(atoll completion bash)"` in ~/.bashrc turns it on.
     """
+    from click.shell_completion import get_completion_class
+
     kind = get_completion_class(shell)
     assert kind is not None
     print(kind(ctx.find_root().command, {}, "atoll", "_ATOLL_COMPLETE").source())
 
 
-COMMANDS = (
-    launch.run,
-    launch.up,
-    look.ps,
-    look.status,
-    look.logs,
-    change.scale,
-    change.wait,
-    change.cancel,
-    change.rm,
-    look.events,
-    look.top,
-    executors.executors,
-    plane.serve,
-    plane.token,
-    measure.bench,
-    measure.estimate,
-    cluster.operator,
-    cluster.k8s,
-    completion,
-)
+# In the order of the help: what is used first comes first. A command's module is loaded when it is
+# called, or when its help is asked for.
+COMMANDS = {
+    "run": "launch",
+    "up": "launch",
+    "ps": "look",
+    "status": "look",
+    "logs": "look",
+    "scale": "change",
+    "wait": "change",
+    "cancel": "change",
+    "rm": "change",
+    "events": "look",
+    "top": "look",
+    "executors": "executors",
+    "serve": "plane",
+    "token": "plane",
+    "bench": "measure",
+    "estimate": "measure",
+    "operator": "cluster",
+    "k8s": "cluster",
+    "completion": "main",
+}
 # What to do about an error, where its own words do not say it.
 HINTS: dict[type[AtollError], str] = {
     Denied: "set ATOLL_TOKEN to a token from 'atoll token create'",
@@ -66,21 +69,24 @@ HINTS: dict[type[AtollError], str] = {
 USAGE = 2
 
 
-class Listed(click.Group):
-    """Help in the order of the table above: what is used first comes first."""
+class Commands(click.Group):
+    """The table above."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"atoll.cli.{COMMANDS[name]}")
+        command: click.Command = getattr(module, name)
+        return command
 
 
-@click.group(cls=Listed, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(atoll.__version__, message="atoll %(version)s")
 def app() -> None:
     """Elastic, low-communication training on whatever compute there is."""
-
-
-for command in COMMANDS:
-    app.add_command(command)
 
 
 def main() -> None:

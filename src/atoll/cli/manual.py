@@ -47,8 +47,10 @@ def _contexts(
     )
     yield context
     if isinstance(command, click.Group):
-        for name, found in command.commands.items():
-            yield from _contexts(found, name, context)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from _contexts(below, name, context)
 
 
 if __name__ == "__main__":

@@ -8,21 +8,28 @@ from typing import Any
 import click
 
 from atoll.cli.options import json_option, name_argument
+from atoll.core.errors import ValidationError
 
 
 @click.command()
 @name_argument
-@click.option("--png", type=click.Path(dir_okay=False), help="Also draw the plot to this file.")
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Also draw it, to this .svg file.",
+)
 @json_option
-def bench(name: str, png: str | None, is_json: bool) -> None:
+def bench(name: str, plot: Path | None, is_json: bool) -> None:
     """Show the link between two hosts that a training measured."""
-    from atoll.bench.plot import plot_png, plot_text
+    from atoll.bench.plot import plot_svg, plot_text
     from atoll.cli.show import print_json
     from atoll.sdk.client import Client
 
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise ValidationError("--plot", str(plot), "expected a file name that ends in .svg")
     told = Client().get(name).bench_diagnostics
-    if png and told.result is not None:
-        Path(png).write_bytes(plot_png(told.result.points, f"{name}: {told.message}"))
+    if plot is not None and told.result is not None:
+        plot.write_text(plot_svg(told.result.points, f"{name}: {told.message}"))
     if is_json:
         print_json(told)
         return
@@ -67,8 +74,6 @@ def estimate(parameters: str, is_json: bool, **given: Any) -> None:
 
 def count(text: str) -> int:
     """`7B`, `350M`, `1.3e9` as a whole number."""
-    from atoll.core.errors import ValidationError
-
     unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
     try:
         return round(float(text[:-1]) * unit) if unit else round(float(text))

@@ -31,8 +31,16 @@ state_dir_option = click.option(
 @state_dir_option
 @click.option("--slots", type=click.IntRange(min=1), help="Most ranks at once on this machine.")
 @config_option
+@click.option("--owned", "is_owned", is_flag=True, hidden=True)  # by whom its input comes from
 @json_option
-def serve(port: int, host: str, state_dir: Path | None, slots: int | None, is_json: bool) -> None:
+def serve(
+    port: int,
+    host: str,
+    state_dir: Path | None,
+    slots: int | None,
+    is_owned: bool,
+    is_json: bool,
+) -> None:
     """Run a control plane until stopped. Ranks go on when it stops.
 
     Prints one line of JSON once it answers: its url and process id.
@@ -47,7 +55,7 @@ def serve(port: int, host: str, state_dir: Path | None, slots: int | None, is_js
         raise Permanent(f"cannot keep state in {where}: {error.strerror}") from error
     if not is_json:
         print(f"atoll: state in {where}; Ctrl-C stops", file=sys.stderr, flush=True)
-    main.serve(host=host, port=port, where=where, slots=slots, is_announced=True)
+    main.serve(host=host, port=port, where=where, slots=slots, is_owned=is_owned)
 
 
 @click.group()

@@ -13,6 +13,7 @@ from atoll.local.ranklog import read_log, tail_offset
 
 LINE_BYTES = 1 << 20  # a longer line comes in pieces
 LOOK_S, LOOK_MAX_S = 0.02, 0.2
+GROWTH = 1.15  # of the pause between looks: what is seen late is late by a share of its age
 PROGRESS_S = 1.0  # how often a bar that only ever goes back to its start is shown
 
 
@@ -57,7 +58,7 @@ async def read_lines(
             if size and now >= shown.get(rank, 0.0) + PROGRESS_S:
                 partial[rank], shown[rank] = rest[size:], now
                 yield _line(rank, rest[:size], offsets[rank] - len(rest) + size)
-        pause_s = LOOK_S if is_new else min(pause_s * 1.5, LOOK_MAX_S)
+        pause_s = LOOK_S if is_new else min(pause_s * GROWTH, LOOK_MAX_S)
         await asyncio.sleep(pause_s)
     for rank, rest in sorted(partial.items()):
         if rest:

@@ -8,13 +8,13 @@ own, so it may use an event loop; nothing that a rank imports does.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import os
 import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+import click
 
 from atoll.core.errors import BackendError, ValidationError
 from atoll.core.mesh import split_endpoint
@@ -217,19 +217,17 @@ def _follow(agent: Agent, value: str) -> None:
         agent.follow(decode(value, HostRoster))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m atoll.mesh.fabric", description=__doc__)
-    parser.add_argument("--host", default=os.environ.get("NODE_NAME"))
-    parser.add_argument("--address", required=True, help="where this host's peers reach it")
-    parser.add_argument("--etcd", default=os.environ.get("ATOLL_MESH_ENDPOINT"))
-    parser.add_argument("--folder", default=FABRIC_DIR, help="of the training, in that etcd")
-    args = parser.parse_args()
-    if not args.host:
-        parser.error("--host: expected a host name, here or in NODE_NAME")
-    if not args.etcd or split_endpoint(args.etcd) is None:
-        parser.error(f"--etcd: {args.etcd!r}: expected host:port, here or in ATOLL_MESH_ENDPOINT")
+@click.command()
+@click.option("--host", envvar="NODE_NAME", required=True, help="Name of this host.")
+@click.option("--address", required=True, help="Where this host's peers reach it.")
+@click.option("--etcd", envvar="ATOLL_MESH_ENDPOINT", required=True, help="host:port of etcd.")
+@click.option("--folder", default=FABRIC_DIR, help="Of the training, in that etcd.")
+def main(host: str, address: str, etcd: str, folder: str) -> None:
+    """Tell which peers this host can reach, until stopped."""
+    if split_endpoint(etcd) is None:
+        raise click.UsageError(f"--etcd: {etcd!r}: expected host:port, or in ATOLL_MESH_ENDPOINT")
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        asyncio.run(_until_stopped(run(args.host, args.address, args.etcd, args.folder)))
+        asyncio.run(_until_stopped(run(host, address, etcd, folder)))
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
@@ -240,4 +238,4 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="python -m atoll.mesh.fabric")

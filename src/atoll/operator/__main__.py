@@ -1,101 +1,138 @@
-"""`python -m atoll.operator run | manifests`: what the operator's image starts."""
+"""`python -m atoll.operator run | token | manifests`: what the operator's image starts.
+
+`atoll operator` and `atoll k8s` are the same commands. Their bodies load what the extra brings.
+"""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import click
 
-from atoll.core.errors import AtollError
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.manifests import HOME, read_options, render_manifests
-from atoll.kubernetes.tokens import KubernetesTokens
-from atoll.operator.run import run_operator
-from atoll.server.auth import hashed, new_token
+from atoll.core.errors import AtollError, Permanent
+from atoll.core.model import encode
+
+namespace_option = click.option("--namespace", help="The one namespace to serve; all of them.")
+options_option = click.option(
+    "--options", default="", help='Of the executor, as JSON: \'{"image": "…"}\'.'
+)
 
 
-def main() -> None:
-    """Raises AtollError where something is wrong that only the caller can mend."""
-    parser = argparse.ArgumentParser(prog="atoll operator")
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="act on trainings until stopped")
-    run.add_argument("--namespace", help="the one namespace to serve (default: all)")
-    run.add_argument("--home", help="where its lease is (default: its own namespace)")
-    run.add_argument(
-        "--options", default="{}", metavar="JSON", help='of the executor: \'{"image": "…"}\''
-    )
-    run.add_argument("--identity", help="its name in the lease (default: host and a number)")
-    run.add_argument("--lease-duration", type=float, default=15.0, metavar="SECONDS")
-    run.add_argument("--host", default="0.0.0.0")
-    run.add_argument("--port", type=int, help="serve the HTTP API there (default: do not)")
-    token = commands.add_parser("token", help="make a token for the HTTP API, said once")
-    token.add_argument("--namespace", required=True, help="the namespace it is good for")
-    token.add_argument("--home", help="the operator's namespace")
-    token.add_argument("--label", default="")
-    show = commands.add_parser("manifests", help="print what to apply")
-    show.add_argument("--image", required=True, help="the operator's image")
-    show.add_argument("--home", default=HOME)
-    show.add_argument("--namespace")
-    show.add_argument("--replicas", type=int, default=2)
-    show.add_argument("--options", default="", metavar="JSON", help="of the executor")
-    given = parser.parse_args()
-    if given.command == "manifests":
-        made = render_manifests(
-            image=given.image,
-            home=given.home,
-            namespace=given.namespace,
-            replicas=given.replicas,
-            options=given.options,
-        )
-        sys.stdout.write(yaml.safe_dump_all(made, sort_keys=False))
-        return
-    if given.command == "token":
-        sys.stdout.write(asyncio.run(_token(given)) + "\n")
-        return
+def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
+    """A library that is missing is said in one line. Raises Permanent."""
+
+    @functools.wraps(body)
+    def run(**options: Any) -> None:
+        try:
+            body(**options)
+        except ImportError as error:
+            text = f"this needs 'pip install atoll[kubernetes]': {error}"
+            raise Permanent(text) from error
+
+    return run
+
+
+@click.command()
+@namespace_option
+@click.option("--home", help="Where its lease is; its own namespace if not given.")
+@click.option("--identity", help="Its name in the lease; made from the host's if not given.")
+@click.option(
+    "--lease-s",
+    "--lease-duration",
+    "lease_s",
+    type=click.FloatRange(min=1),
+    default=15.0,
+    help="Of the lease, in seconds; 15.",
+)
+@click.option("--host", default="0.0.0.0", help="Address to serve the HTTP API on.")
+@click.option("--port", type=click.IntRange(0, 65_535), help="Of the HTTP API; none if not given.")
+@options_option
+@needs_extra
+def run(options: str, lease_s: float, **settings: Any) -> None:
+    """Act on the trainings of a cluster until stopped. Ranks go on when it stops."""
+    import asyncio
+
+    from atoll.kubernetes.manifests import read_options
+
+    settings |= {"lease_duration_s": lease_s, **read_options(options or "{}")}
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx2").setLevel(logging.WARNING)
-    asyncio.run(_run(given))
+    asyncio.run(_run(settings))
 
 
-async def _run(given: argparse.Namespace) -> None:
-    task = asyncio.ensure_future(
-        run_operator(
-            namespace=given.namespace,
-            home=given.home,
-            identity=given.identity,
-            lease_duration_s=given.lease_duration,
-            host=given.host,
-            port=given.port,
-            **read_options(given.options),
-        )
-    )
+async def _run(settings: dict[str, Any]) -> None:
+    import asyncio
+
+    from atoll.operator.run import run_operator
+
+    task = asyncio.ensure_future(run_operator(**settings))
     # A polite end gives the lease back; ranks go on.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
-async def _token(given: argparse.Namespace) -> str:
+@click.command()
+@click.option("--namespace", required=True, help="The namespace it is good for.")
+@click.option("--home", help="The operator's namespace.")
+@click.option("--label", default="", help="Whose it is, for the list.")
+@needs_extra
+def token(namespace: str, home: str | None, label: str) -> None:
+    """Make a token for the HTTP API of the operator. It is printed once."""
+    import asyncio
+
+    sys.stdout.write(asyncio.run(_token(namespace, home, label)) + "\n")
+
+
+async def _token(namespace: str, home: str | None, label: str) -> str:
+    from atoll.kubernetes.client import Cluster
+    from atoll.kubernetes.tokens import KubernetesTokens
+    from atoll.server.auth import hashed, new_token
+
     cluster = Cluster.connect()
-    home = given.home or os.environ.get("POD_NAMESPACE") or cluster.namespace
-    made = new_token()
+    home = home or os.environ.get("POD_NAMESPACE") or cluster.namespace
+    secret = new_token()
     try:
-        tokens = KubernetesTokens(cluster, home)
-        await tokens.add(hashed(made), given.namespace, given.label, time.time())
+        await KubernetesTokens(cluster, home).add(hashed(secret), namespace, label, time.time())
     finally:
         await cluster.close()
-    return made
+    return secret
 
+
+@click.command()
+@click.option("--image", required=True, help="The operator's image.")
+@click.option("--home", default="atoll-system", help="Namespace of the operator.")
+@namespace_option
+@click.option("--replicas", type=click.IntRange(min=1), default=2, help="Operators; 2.")
+@options_option
+@click.option("--json", "is_json", is_flag=True, help="Print JSON, for programs.")
+@needs_extra
+def manifests(is_json: bool, **settings: Any) -> None:
+    """Print what to apply: `atoll k8s manifests --image IMAGE | kubectl apply -f -`."""
+    import yaml  # type: ignore[import-untyped]
+
+    from atoll.kubernetes.manifests import render_manifests
+
+    items = render_manifests(**settings)
+    if is_json:
+        document = {"apiVersion": "v1", "kind": "List", "items": items}
+        sys.stdout.write(encode(document).decode() + "\n")
+    else:
+        sys.stdout.write(yaml.safe_dump_all(items, sort_keys=False))
+
+
+app = click.Group(commands={"run": run, "token": token, "manifests": manifests})
 
 if __name__ == "__main__":
     try:
-        main()
+        app(prog_name="python -m atoll.operator")
     except AtollError as error:
         sys.exit(f"atoll operator: {error}")

@@ -141,6 +141,8 @@ async def serve_api(
             app,
             host=host,
             port=port,
+            http="httptools",
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import uuid
 from types import TracebackType
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from atoll.core.checks import check_name
 from atoll.core.errors import BelowMinimumWorld
 from atoll.core.executors import ExecutorStatus
 from atoll.core.spec import TrainingSpec
 from atoll.sdk import flows
-from atoll.sdk.config import with_defaults
+from atoll.sdk.config import stated_spec
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.endpoint import Endpoint, chosen
-from atoll.sdk.options import DeployOptions, spec_of, wait_of
+from atoll.sdk.options import DeployOptions, wait_of
 from atoll.sdk.training import DistributedTraining
 from atoll.sdk.wire import AsyncPerformer, Performer, Wire
 
@@ -56,7 +56,7 @@ class Client:
         Options: see `atoll.sdk.options.DeployOptions`. Raises ValidationError before anything is
         sent. A training whose wait fails goes on: `client.get(name)` finds it.
         """
-        spec, (wait, timeout) = _spec(name, options), wait_of(options)
+        spec, (wait, timeout) = stated_spec(name, options), wait_of(options)
         made = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
         training = DistributedTraining(self, made)
         try:
@@ -72,7 +72,7 @@ class Client:
     async def deploy_distributed_async(
         self, name: str, **options: Unpack[DeployOptions]
     ) -> DistributedTraining:
-        spec, (wait, timeout) = _spec(name, options), wait_of(options)
+        spec, (wait, timeout) = stated_spec(name, options), wait_of(options)
         made = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
         training = DistributedTraining(self, made)
         try:
@@ -152,11 +152,6 @@ class Client:
     def _shared(self, spec: TrainingSpec) -> dict[str, Any]:
         """What a local rank shares with its caller: the directory, and where programs are."""
         return self.endpoint.shared(spec) if spec.executor in (None, "local") else {}
-
-
-def _spec(name: str, options: DeployOptions) -> TrainingSpec:
-    """What the caller says wins over `[defaults]` of atoll.toml."""
-    return spec_of(name, cast(DeployOptions, with_defaults(options)))
 
 
 def _left(name: str) -> str:

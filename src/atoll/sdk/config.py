@@ -6,12 +6,13 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from atoll.core.errors import Permanent, ValidationError
 
 if TYPE_CHECKING:
     from atoll.core.config import Config
+    from atoll.core.spec import TrainingSpec
 
 NAME = "atoll.toml"
 VARIABLE = "ATOLL_CONFIG"
@@ -113,3 +114,10 @@ def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in defaults and isinstance(stated.get(name), Mapping):
             stated[name] = {**defaults[name], **stated[name]}
     return {**defaults, **stated}
+
+
+def stated_spec(name: str, options: Mapping[str, Any]) -> TrainingSpec:
+    """What the caller says wins over `[defaults]` of atoll.toml."""
+    from atoll.sdk.options import DeployOptions, spec_of
+
+    return spec_of(name, cast(DeployOptions, with_defaults(options)))

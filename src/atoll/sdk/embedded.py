@@ -19,14 +19,16 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import atoll
-from atoll.core.errors import Permanent
-from atoll.core.spec import TrainingSpec
+from atoll.core.errors import AtollError, Permanent
 from atoll.sdk import config
 from atoll.sdk.endpoint import Address, here
 from atoll.sdk.release import OtherRelease, difference
+
+if TYPE_CHECKING:
+    from atoll.core.spec import TrainingSpec
 
 START_S = 60.0
 STOP_S = 60.0
@@ -44,6 +46,20 @@ def state_dir() -> Path:
         return Path(given).absolute()
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "atoll"
+
+
+def begin() -> None:
+    """The user's own control plane, if it will be needed and is not there, begins to start.
+
+    The caller goes on meanwhile; who needs it waits for it, and learns why it does not start.
+    """
+
+    def start_it() -> None:
+        with contextlib.suppress(AtollError):
+            Embedded().address()
+
+    if not os.environ.get("ATOLL_URL") and running(state_dir()) is None:
+        threading.Thread(target=start_it, daemon=True).start()
 
 
 class Embedded:
@@ -165,8 +181,8 @@ class Started:
 
 def start(where: Path, *, is_owned: bool = False) -> Started:
     """A server on a free loopback port, once it answers. Raises Permanent if it does not."""
-    command = [sys.executable, "-m", "atoll.run", "serve", "--state-dir", str(where)]
-    command += ["--port", "0", "--announce", *(["--owned"] if is_owned else [])]
+    command = [sys.executable, "-m", "atoll.cli", "serve", "--json", "--state-dir", str(where)]
+    command += ["--port", "0", *(["--owned"] if is_owned else [])]
     if (file := config.find()) is not None:
         config.read(file)  # what is wrong in it is told here, not in the server's log
         command += ["--config", str(file)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from atoll.core.errors import ValidationError
-from atoll.core.spec import TrainingSpec
+
+if TYPE_CHECKING:
+    from atoll.core.spec import TrainingSpec
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -1,4 +1,4 @@
-"""HTTP for the drivers: performs effects with httpx2, once blocking and once with asyncio.
+"""HTTP for the drivers: performs effects, once blocking and once with asyncio.
 
 A lost connection becomes Temporary here; what to do about it is decided in the flows.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import ssl
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,16 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.checks import TEXT
 from atoll.core.errors import Permanent, Temporary, ValidationError
+from atoll.core.model import decode
 from atoll.core.ports import Change
+from atoll.core.problem import Problem
+from atoll.core.status import Training
 from atoll.sdk.effects import Effect, NextChange, Pause, Reply, Send
 from atoll.sdk.endpoint import Address, Endpoint
+from atoll.sdk.loopback import LoopbackAnswer, LoopbackClient, Unreachable
 from atoll.sdk.release import HEADER
 
 if TYPE_CHECKING:
     import httpx2
-from atoll.core.model import decode
-from atoll.core.problem import Problem
-from atoll.core.status import Training
+
+    # What answers a blocking request. httpx2 is loaded only for what is not on this machine.
+    Blocking = LoopbackClient | httpx2.Client
+    Answer = LoopbackAnswer | httpx2.Response
 
 
 class Parser:
@@ -66,8 +71,8 @@ class Wire:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._made: tuple[int, Address, httpx2.Client] | None = None
-        self._old: list[tuple[int, Address, httpx2.Client]] = []
+        self._made: tuple[int, Address, Blocking] | None = None
+        self._old: list[tuple[int, Address, Blocking]] = []
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -78,15 +83,13 @@ class Wire:
             if pid == os.getpid():
                 client.close()
 
-    def client(self) -> httpx2.Client:
+    def client(self) -> Blocking:
         with self._lock:
             address = self.endpoint.address()
             if self._made is None or self._made[:2] != (os.getpid(), address):
-                import httpx2
-
                 if self._made is not None:
                     self._old.append(self._made)  # another thread may be using it still
-                self._made = os.getpid(), address, httpx2.Client(**_settings(address))
+                self._made = os.getpid(), address, _blocking(address)
             return self._made[2]
 
     def async_client(self) -> httpx2.AsyncClient:
@@ -117,8 +120,8 @@ class Performer:
         return self._next(effect)
 
     def _send(self, effect: Send) -> Reply:
-        response = self._wire.client().request(**_request(effect))
-        return reply(response, response.content)
+        with self._wire.client().stream(**_request(effect)) as response:
+            return reply(response, response.read())
 
     def _next(self, effect: NextChange) -> Change | None:
         try:
@@ -193,22 +196,33 @@ class AsyncPerformer:
         return change
 
 
-def reply(response: httpx2.Response, body: bytes) -> Reply:
-    return Reply(response.status_code, body, response.headers.get(HEADER))
+def reply(response: Answer, body: bytes) -> Reply:
+    return Reply(response.status_code, body, response.headers.get(HEADER.lower()))
+
+
+def _blocking(address: Address) -> Blocking:
+    if address.is_local and address.url.startswith("http://"):
+        return LoopbackClient(address.url, _headers(address))
+    import httpx2
+
+    return httpx2.Client(**_settings(address))
+
+
+def _headers(address: Address) -> dict[str, str]:
+    token = {"Authorization": f"Bearer {address.token}"} if address.token else {}
+    return {"User-Agent": "atoll", **token}
 
 
 def _settings(address: Address) -> dict[str, Any]:
+    import ssl
+
     import httpx2
 
-    headers = {"User-Agent": "atoll"}
-    if address.token:
-        headers["Authorization"] = f"Bearer {address.token}"
     # Reading the system's certificates takes longer than all of a local request.
     plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     return {
         "base_url": address.url,
-        "headers": headers,
-        "timeout": httpx2.Timeout(READ_S, connect=CONNECT_S),
+        "headers": _headers(address),
         "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=20),
         "trust_env": not address.is_local,
         "verify": plain if address.url.startswith("http://") else True,
@@ -216,38 +230,41 @@ def _settings(address: Address) -> dict[str, Any]:
 
 
 def _request(effect: Send) -> dict[str, Any]:
+    seconds = READ_S if effect.timeout is None else effect.timeout
+    if effect.body is not None:
+        seconds = READ_S + len(effect.body) / SLOWEST
     request: dict[str, Any] = {
         "method": effect.method,
         "url": effect.path,
         "params": {name: value for name, value in effect.query.items() if value is not None},
         "headers": dict(effect.headers),
+        "timeout": _timeout(seconds),
     }
-    if effect.timeout is not None:
-        request["timeout"] = effect.timeout
     if effect.body is not None:
-        request |= {"content": effect.body, "timeout": READ_S + len(effect.body) / SLOWEST}
+        request["content"] = effect.body
         request["headers"]["Content-Type"] = "application/json"
     return request
 
 
-def _watch_request(effect: NextChange) -> dict[str, Any]:
-    import httpx2
+def _timeout(seconds: float) -> tuple[float, float, float, float | None]:
+    """To connect, to read, to write, and for a free connection: of those there are enough."""
+    return min(seconds, CONNECT_S), seconds, seconds, None
 
+
+def _watch_request(effect: NextChange) -> dict[str, Any]:
     params: dict[str, Any] = {"watch": "true", "after": effect.after}
     if effect.timeout != inf:
         params["timeout"] = f"{effect.timeout:.3f}"
-    timeout = httpx2.Timeout(min(READ_S, max(0.001, effect.timeout)), pool=None)
+    timeout = _timeout(min(READ_S, max(0.001, effect.timeout)))
     return {"method": "GET", "url": effect.path, "params": params, "timeout": timeout}
 
 
 def stream_request(effect: Send) -> dict[str, Any]:
     """For an answer that is read as it comes; heartbeats tell a slow server from a dead one."""
-    import httpx2
-
-    return _request(effect) | {"timeout": httpx2.Timeout(READ_S, connect=CONNECT_S)}
+    return _request(effect) | {"timeout": _timeout(READ_S)}
 
 
-def _parsed(response: httpx2.Response) -> Iterator[Change]:
+def _parsed(response: Answer) -> Iterator[Change]:
     parser = Parser()
     for chunk in response.iter_bytes():
         yield from parser.feed(chunk)
@@ -263,12 +280,15 @@ async def _aparsed(response: httpx2.Response) -> AsyncIterator[Change]:
 
 
 @contextlib.contextmanager
-def _cut_off(response: httpx2.Response, after_s: float) -> Iterator[None]:
+def _cut_off(response: Answer, after_s: float) -> Iterator[None]:
     """A blocked read ends at the deadline, whatever the other side does."""
     if after_s == inf:
         yield
         return
-    connection = response.extensions["network_stream"].get_extra_info("socket")
+    if isinstance(response, LoopbackAnswer):
+        connection = response.socket
+    else:
+        connection = response.extensions["network_stream"].get_extra_info("socket")
 
     def cut() -> None:
         with contextlib.suppress(OSError):
@@ -286,18 +306,26 @@ def _cut_off(response: httpx2.Response, after_s: float) -> Iterator[None]:
 @contextlib.contextmanager
 def translated(endpoint: Endpoint) -> Iterator[None]:
     """Errors of the connection as ours."""
-    import httpx2
-
     try:
         yield
-    except httpx2.ConnectError as error:
+    except Unreachable as error:
         endpoint.lost()
-        raise Temporary(
-            f"cannot reach {error.request.url.host}:{error.request.url.port}: {error}"
-        ) from error
-    except httpx2.TransportError as error:
+        raise Temporary(str(error)) from error
+    except OSError as error:
         raise Temporary(f"connection lost: {type(error).__name__}: {error}") from error
-    except httpx2.InvalidURL as error:
-        raise Permanent(f"not a usable address: {error}") from error
     except UnicodeEncodeError as error:
         raise ValidationError("request", error.object, TEXT) from error
+    except Exception as error:
+        if "httpx2" not in sys.modules:
+            raise
+        import httpx2
+
+        if isinstance(error, httpx2.ConnectError):
+            endpoint.lost()
+            url = error.request.url
+            raise Temporary(f"cannot reach {url.host}:{url.port}: {error}") from error
+        if isinstance(error, httpx2.TransportError):
+            raise Temporary(f"connection lost: {type(error).__name__}: {error}") from error
+        if isinstance(error, httpx2.InvalidURL):
+            raise Permanent(f"not a usable address: {error}") from error
+        raise

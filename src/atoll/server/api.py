@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from starlette.responses import Response
+
 from atoll.core.executors import ExecutorList
 from atoll.core.metrics import Metrics
+from atoll.core.model import Model
 from atoll.core.problem import Problem
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import PlacedLine, Training, TrainingList, Usage
 from atoll.server import reports, trainings
-from atoll.server.operations import NDJSON, SSE, Operation, Said
+from atoll.server.operations import NDJSON, SSE, Answer, Call, Operation, Said, json_answer
 from atoll.server.problems import MEDIA_TYPE
 
 ONE = "/v1/trainings/{name}"
 ALL = "/v1/trainings"
+
+
+class Health(Model, frozen=True, omit_defaults=False):
+    status: str = "ok"
+
+
+async def healthz(call: Call) -> Answer:
+    return json_answer(Health())
+
+
+async def readyz(call: Call) -> Answer:
+    """Ready when the store answers; a store that cannot be read is a 503 or 500."""
+    await call.plane.store.version()
+    return json_answer(Health())
+
+
+async def metrics(call: Call) -> Answer:
+    text, media_type = call.plane.gauges.exposition()
+    return Response(text, media_type=media_type)
 
 
 def _refused(what: str) -> Said:
@@ -27,6 +49,8 @@ _NAMED = _COMMON | _MISSING
 _GONE = {410: _refused("`after` is older than the oldest version kept.")}
 _LARGE = {413: _refused("The body is too large.")}
 _TRAINING = Said("The training.", Training)
+_IS = Said("It is.", Health)
+_IS_NOT = Said("It is not.", Problem, MEDIA_TYPE)
 _WATCHED = Said("The training; with `watch`, a stream of its changes.", Training)
 
 NATIVE = (
@@ -125,6 +149,23 @@ NATIVE = (
         reports.executors,
         "Where trainings can run, and whether each of these places answers now.",
         {200: Said("All of them.", ExecutorList), **_COMMON},
+    ),
+    Operation("GET", "/healthz", healthz, "Is the server there?", {200: _IS}, is_open=True),
+    Operation(
+        "GET",
+        "/readyz",
+        readyz,
+        "Can it work?",
+        {200: _IS, 500: _IS_NOT, 503: _IS_NOT},
+        is_open=True,
+    ),
+    Operation(
+        "GET",
+        "/metrics",
+        metrics,
+        "Totals for Prometheus.",
+        {200: Said("Series.", str, "text/plain")},
+        is_open=True,
     ),
 )
 STREAMED = {ALL: SSE, ONE: SSE}

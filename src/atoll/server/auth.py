@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import Any
 
-from litestar import Request
+from starlette.requests import Request
 
 from atoll.core.errors import Denied
 from atoll.server.operations import Plane
@@ -22,7 +21,7 @@ def hashed(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-async def caller(plane: Plane, request: Request[Any, Any, Any]) -> str:
+async def caller(plane: Plane, request: Request) -> str:
     """The namespace of the token that came with the request. Raises Denied."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if not token.strip():

@@ -5,20 +5,24 @@ Queries and bodies are msgspec structs, so what is documented is what is checked
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
-from litestar import Request, Response
-from litestar.handlers import HTTPRouteHandler
-from litestar.response import Stream
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode, named
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.server.executors import Setup
+from atoll.server.gauges import Gauges
+from atoll.server.routing import OnError, Route
 from atoll.server.streams import Streams
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -27,6 +31,7 @@ Method = Literal["GET", "POST", "DELETE", "PUT", "PATCH"]
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
+MAX_BODY_BYTES = 64 * 2**20  # a shipped function travels in the body
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +49,8 @@ class Plane:
     store: Store
     tokens: Tokens
     executors: Mapping[str, Executor]
-    streams: Streams = field(default_factory=Streams)
+    streams: Streams
+    gauges: Gauges
     setup: Setup = field(default_factory=Setup)
 
 
@@ -53,7 +59,7 @@ class Call:
     """One request, decoded and checked."""
 
     plane: Plane
-    request: Request[Any, Any, Any]
+    request: Request
     namespace: str
     name: str
     query: Any
@@ -64,10 +70,10 @@ class Call:
         return self.namespace, self.name
 
 
-Answer = Response[Any]
+Answer = Response
 Handler = Callable[[Call], Awaitable[Answer]]
 # Who calls: the namespace, or Denied. `None` for an endpoint that is open to all.
-Guard = Callable[[Plane, Request[Any, Any, Any]], Awaitable[str]]
+Guard = Callable[[Plane, Request], Awaitable[str]]
 
 
 class Said(NamedTuple):
@@ -97,30 +103,41 @@ class Operation:
         return "{name}" in self.path
 
 
-def routes(operations: Sequence[Operation], plane: Plane, guard: Guard) -> list[HTTPRouteHandler]:
-    return [_route(operation, plane, guard) for operation in operations]
+def routes(
+    operations: Sequence[Operation], plane: Plane, guard: Guard, on_error: OnError
+) -> list[Route]:
+    return [_route(operation, plane, guard, on_error) for operation in operations]
 
 
-def _route(operation: Operation, plane: Plane, guard: Guard) -> HTTPRouteHandler:
-    async def run(request: Request[Any, Any, Any]) -> Response[Any]:
+def _route(operation: Operation, plane: Plane, guard: Guard, on_error: OnError) -> Route:
+    async def run(request: Request) -> Response:
         namespace = "" if operation.is_open else await guard(plane, request)
-        name = request.path_params.get("name", "")
+        name = request.path_params["name"]
         if operation.is_named:
             check_name("name", name)
         query = read_query(request, operation.query)
-        body = None if operation.body is None else decode(await request.body(), operation.body)
+        body = None if operation.body is None else decode(await read_body(request), operation.body)
         return await operation.handler(Call(plane, request, namespace, name, query, body))
 
-    handler = HTTPRouteHandler(
-        operation.path.replace("{name}", "{name:str}"),
-        http_method=operation.method,
-        status_code=min(operation.answers),
-        name=f"{operation.method} {operation.path}",
-    )
-    return handler(run)
+    return Route(operation.method, operation.path, run, on_error)
 
 
-def read_query(request: Request[Any, Any, Any], kind: type[Q]) -> Q:
+async def read_body(request: Request) -> bytes:
+    """The body; refused as soon as it is known to be too large, while the rest is on its way."""
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+        raise HTTPException(413)
+    chunks, size = [], 0
+    async with aclosing(request.stream()) as stream:
+        async for chunk in stream:
+            size += len(chunk)
+            if size > MAX_BODY_BYTES:
+                raise HTTPException(413)
+            chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def read_query(request: Request, kind: type[Q]) -> Q:
     """The query as a `kind`. Only fields that are lists may be given more than once."""
     given: dict[str, Any] = {}
     fields = msgspec.structs.fields(kind)
@@ -148,7 +165,20 @@ def json_answer(value: Any, status: int = 200, **headers: str) -> Answer:
     return Response(encode(value), status_code=status, media_type=JSON, headers=headers)
 
 
-def stream_answer(chunks: Any, media_type: str) -> Answer:
+class Stream(StreamingResponse):
+    """An answer in chunks, whose source is closed when the client goes away."""
+
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], media_type: str, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(chunks, media_type=media_type, headers=headers)
+        self._chunks = chunks
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self._chunks):
+            await super().stream_response(send)
+
+
+def stream_answer(chunks: AsyncGenerator[bytes, None], media_type: str) -> Answer:
     # Proxies must not gather a stream before they pass it on.
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return Stream(chunks, media_type=media_type, headers=headers)
+    return Stream(chunks, media_type, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})

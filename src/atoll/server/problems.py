@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
+from http import HTTPStatus
 
-from litestar import Request, Response
-from litestar.exceptions import HTTPException
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from atoll.core import errors
 from atoll.core.model import encode
 from atoll.core.problem import Problem, problem_of
+from atoll.server.operations import MAX_BODY_BYTES
 
 MEDIA_TYPE = "application/problem+json"
 
@@ -34,37 +37,35 @@ def status_of(error: errors.AtollError) -> int:
     return next(status for kind, status in STATUS.items() if isinstance(error, kind))
 
 
-def problem_response(problem: Problem, **headers: str) -> Response[bytes]:
-    return Response(
-        encode(problem), status_code=problem.status, media_type=MEDIA_TYPE, headers=headers
-    )
-
-
-def on_atoll_error(request: Request[Any, Any, Any], error: errors.AtollError) -> Response[bytes]:
-    headers = {}
-    if isinstance(error, errors.Denied):
-        headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, errors.Temporary):
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    return problem_response(problem_of(error, status_of(error)), **headers)
-
-
-def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    """What the framework refuses by itself: no such path, no such method, too large a body."""
-    headers = dict(error.headers or {})
-    detail = f"{request.method} {request.url.path}: {error.detail}"
-    if error.status_code == 413:
-        headers["Connection"] = "close"
-        limit = request.app.request_max_body_size
-        size = f"{limit / 2**20:g} MiB" if isinstance(limit, int) else "less"
-        detail = f"the body is too large: expected at most {size}"
-    title = type(error).__name__.removesuffix("Exception")
-    return problem_response(
-        Problem(title=title, status=error.status_code, detail=detail), **headers
-    )
-
-
-def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+def on_error(request: Request, error: Exception) -> Response:
+    """Any error of a request as a problem document."""
+    if isinstance(error, errors.AtollError):
+        return _answer(problem_of(error, status_of(error)), _headers(error))
+    if isinstance(error, HTTPException):
+        return _answer(_refusal(request, error), _headers(error))
     log.error("%s %s", request.method, request.url.path, exc_info=error)
     detail = "atoll made a mistake; the server's log has the details"
-    return problem_response(Problem(title="InternalError", status=500, detail=detail))
+    return _answer(Problem(title="InternalError", status=500, detail=detail), {})
+
+
+def _answer(problem: Problem, headers: Mapping[str, str]) -> Response:
+    return Response(encode(problem), problem.status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def _headers(error: errors.AtollError | HTTPException) -> Mapping[str, str]:
+    if isinstance(error, errors.Denied):
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, errors.Temporary):
+        return {"Retry-After": str(max(1, round(error.retry_after_s)))}
+    if isinstance(error, HTTPException):
+        return {"Connection": "close"} if error.status_code == 413 else error.headers or {}
+    return {}
+
+
+def _refusal(request: Request, error: HTTPException) -> Problem:
+    """What no handler sees: no such path, no such method, too large a body."""
+    detail = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 413:
+        detail = f"the body is too large: expected at most {MAX_BODY_BYTES / 2**20:g} MiB"
+    title = HTTPStatus(error.status_code).phrase.replace(" ", "")
+    return Problem(title=title, status=error.status_code, detail=detail)

@@ -1,47 +1,58 @@
-"""The plot of a bench: text for a terminal, and a PNG that a decoder accepts."""
+"""The plot of a bench: text for a terminal, and SVG that an XML parser accepts."""
 
 from __future__ import annotations
 
-import struct
-import zlib
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.bench.plot import BLUE, HEIGHT, WIDTH, plot_png, plot_text, size_text
+from atoll.bench.plot import HEIGHT, WIDTH, plot_svg, plot_text, size_text
+from atoll.cli.measure import bench
+from atoll.core.errors import ValidationError
 
 POINTS = [(4096, 0.5), (65536, 5.0), (1 << 20, 9.4)]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def decoded(png: bytes) -> list[bytes]:
-    """The rows of palette indices; checks the signature and every checksum on the way."""
-    assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    at, data, kinds = 8, b"", []
-    while at < len(png):
-        (length,) = struct.unpack_from("!I", png, at)
-        kind, body = png[at + 4 : at + 8], png[at + 8 : at + 8 + length]
-        assert struct.unpack_from("!I", png, at + 8 + length)[0] == zlib.crc32(kind + body)
-        kinds.append(kind)
-        data += body if kind == b"IDAT" else b""
-        at += 12 + length
-    assert kinds == [b"IHDR", b"PLTE", b"IDAT", b"IEND"]
-    raw = zlib.decompress(data)
-    assert len(raw) == HEIGHT * (WIDTH + 1)
-    return [raw[row * (WIDTH + 1) + 1 : (row + 1) * (WIDTH + 1)] for row in range(HEIGHT)]
+def dots(svg: str) -> list[tuple[int, int]]:
+    """Where the points are; all of them within the picture."""
+    found = [
+        (int(dot.attrib["cx"]), int(dot.attrib["cy"]))
+        for dot in ElementTree.fromstring(svg).iter(f"{SVG}circle")
+    ]
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in found)
+    return found
 
 
 def test_a_faster_point_is_drawn_higher_and_a_larger_one_further_right() -> None:
-    rows = decoded(plot_png(POINTS, "a <-> b"))
-    blue = [(x, y) for y, row in enumerate(rows) for x, pixel in enumerate(row) if pixel == BLUE]
-    assert min(blue)[1] > max(blue)[1]
+    xs, ys = zip(*dots(plot_svg(POINTS)), strict=True)
+    assert list(xs) == sorted(set(xs))
+    assert list(ys) == sorted(set(ys), reverse=True)
+
+
+def test_the_picture_can_be_read_aloud() -> None:
+    root = ElementTree.fromstring(plot_svg(POINTS, "a <-> b"))
+    assert (root.attrib["role"], root.findtext(f"{SVG}title")) == ("img", "a <-> b")
+    said = [dot.findtext(f"{SVG}title") for dot in root.iter(f"{SVG}circle")]
+    assert said == ["4 KiB: 0.5 Gbit/s", "64 KiB: 5 Gbit/s", "1 MiB: 9.4 Gbit/s"]
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(0, 1e6)), max_size=12), st.text())
 def test_any_points_make_a_picture(points: list[tuple[int, float]], title: str) -> None:
-    decoded(plot_png(sorted(points), title))
+    assert len(dots(plot_svg(sorted(points), title))) == sum(rate > 1e-9 for _, rate in points)
     assert plot_text(sorted(points), title)
+
+
+@pytest.mark.parametrize("name", ["link.png", "link", "svg"])
+def test_a_plot_is_an_svg_file(name: str, tmp_path: Path) -> None:
+    asked = CliRunner().invoke(bench, ["a-training", "--plot", str(tmp_path / name)])
+    assert isinstance(asked.exception, ValidationError)
+    assert "ends in .svg" in str(asked.exception)
 
 
 def test_text_has_a_line_for_each_size_and_the_longest_bar_is_the_fastest() -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from litestar import Request, Response
-from litestar.exceptions import HTTPException
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from atoll.core.errors import AtollError, ValidationError
 from atoll.core.fields import renamed
 from atoll.core.model import encode
 from atoll.server.basilica.request import FIELDS
 from atoll.server.basilica.wire import Json, moment
-from atoll.server.operations import Answer
+from atoll.server.operations import JSON, Answer
 from atoll.server.problems import status_of
 
 CLOSE = {"Connection": "close"}
@@ -28,8 +29,8 @@ UNSUPPORTED: dict[str, str] = {
     "/ssh-keys": "SSH keys: there is no rented machine to log in to",
     "/billing": "billing: nothing is charged; `atoll status` shows what a training has used",
     "/rl": "reinforcement-learning clusters",
-    "/deployments/{name:str}/share-token": "share links: a token is good for its whole namespace",
-    "/deployments/{name:str}/enroll-metadata": "public metadata: nothing is shown without a token",
+    "/deployments/{name}/share-token": "share links: a token is good for its whole namespace",
+    "/deployments/{name}/enroll-metadata": "public metadata: nothing is shown without a token",
     "/public": "public metadata: nothing is shown without a token",
 }
 
@@ -41,9 +42,7 @@ class Unsupported(AtollError):
 
 
 def said(body: Json, status: int = 200) -> Answer:
-    return Response(
-        encode(body), status_code=status, media_type="application/json", headers=dict(CLOSE)
-    )
+    return Response(encode(body), status, headers=CLOSE, media_type=JSON)
 
 
 class Shown(NamedTuple):
@@ -73,25 +72,15 @@ def refused(status: int, message: str) -> Answer:
     return said({"error": error}, status)
 
 
-def _on_atoll_error(request: Request[Any, Any, Any], error: AtollError) -> Answer:
+def on_error(request: Request, error: Exception) -> Answer:
+    """Any error of a request, in the client's words."""
     if isinstance(error, Unsupported):
         return refused(501, str(error))
     if isinstance(error, ValidationError):
-        error = renamed(error, FIELDS)
-    return refused(status_of(error), str(error))
-
-
-def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Answer:
-    return refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
-def _on_any_error(request: Request[Any, Any, Any], error: Exception) -> Answer:
+        return refused(400, str(renamed(error, FIELDS)))
+    if isinstance(error, AtollError):
+        return refused(status_of(error), str(error))
+    if isinstance(error, HTTPException):
+        return refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     log.error("%s %s", request.method, request.url.path, exc_info=error)
     return refused(500, "atoll made a mistake; the server's log has the details")
-
-
-ON_ERROR: dict[int | type[Exception], Any] = {
-    AtollError: _on_atoll_error,
-    HTTPException: on_http_error,
-    Exception: _on_any_error,
-}

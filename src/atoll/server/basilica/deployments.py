@@ -13,14 +13,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from litestar import Request, Router, route
-from litestar.exceptions import HTTPException
-from litestar.handlers import HTTPRouteHandler
-from litestar.response import Stream
 from msgspec import Meta
 from msgspec.structs import replace
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 
 import atoll
 from atoll.core.errors import (
@@ -38,12 +36,24 @@ from atoll.local.rendezvous_file import find_etcd
 from atoll.server import reports, trainings
 from atoll.server.admission import admitted, default_executor, executor_of
 from atoll.server.auth import caller
-from atoll.server.basilica.answers import CLOSE, ON_ERROR, UNSUPPORTED, Unsupported, said
+from atoll.server.basilica.answers import CLOSE, UNSUPPORTED, Unsupported, on_error, said
 from atoll.server.basilica.request import Create, Probe, spec_of
 from atoll.server.basilica.wire import deployment, event_item, is_settled, listed, moment
-from atoll.server.operations import Answer, Call, Operation, Plane, Query, Said, routes
+from atoll.server.operations import (
+    Answer,
+    Call,
+    Operation,
+    Plane,
+    Query,
+    Said,
+    Stream,
+    read_body,
+    routes,
+)
+from atoll.server.routing import REST, Route
 
 ONE = "/deployments/{name}"
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 FOLLOW_LIMIT_S = 1150.0  # the client gives up, and loses all it has read, after 1200
 REMOVAL_S = 60.0
 SETTLE_S = 1.0
@@ -59,23 +69,16 @@ class DeploymentEventQuery(Query, frozen=True):
     limit: Annotated[int, Meta(ge=0, le=2**31)] | None = None
 
 
-def router(plane: Plane) -> Router:
-    rows = routes(ROWS, plane, caller)
-    return Router(
-        "/",
-        route_handlers=[*rows, *map(_refusing, UNSUPPORTED)],
-        exception_handlers=ON_ERROR,
-    )
+def routes_of(plane: Plane) -> list[Route]:
+    refusals = (_refusal(method, prefix) for prefix in UNSUPPORTED for method in METHODS)
+    return [*routes(ROWS, plane, caller, on_error), *refusals]
 
 
-def _refusing(prefix: str) -> HTTPRouteHandler:
-    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-
-    @route([prefix, f"{prefix}/{{rest:path}}"], http_method=methods)  # type: ignore[arg-type]
-    async def refuse() -> None:
+def _refusal(method: str, prefix: str) -> Route:
+    async def refuse(request: Request) -> Answer:
         raise Unsupported(f"atoll does not support {UNSUPPORTED[prefix]}")
 
-    return refuse
+    return Route(method, f"{prefix}/{REST}", refuse, on_error)
 
 
 async def health(call: Call) -> Answer:
@@ -116,17 +119,16 @@ async def create(call: Call) -> Answer:
     return said(deployment(await _settled(call.plane.store, stored)), 201)
 
 
-async def _body(request: Request[Any, Any, Any]) -> bytes:
+async def _body(request: Request) -> bytes:
     """The body. One that is too large is read all the same: a client that is still sending
     when the connection closes never sees why."""
     try:
-        return await request.body()
-    except HTTPException as error:
-        if error.status_code == 413:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DRAIN_S):
-                    while (await request.receive()).get("more_body"):
-                        pass
+        return await read_body(request)
+    except HTTPException:
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            async with asyncio.timeout(DRAIN_S):
+                while (await request.receive()).get("more_body"):
+                    pass
         raise
 
 
@@ -265,7 +267,7 @@ async def logs(call: Call) -> Answer:
     source = _text(lines, end, call.plane.store, is_rank_shown=is_shown)
     limit_s = FOLLOW_LIMIT_S if query.follow else None
     chunks = call.plane.streams.run(source, beat=b"", limit_s=limit_s)
-    return Stream(chunks, media_type="text/plain", headers=dict(CLOSE))
+    return Stream(chunks, "text/plain", CLOSE)
 
 
 async def _text(
