@@ -47,13 +47,13 @@ def save_state(old: Site) -> None:
     plane = old.start(*OLD_SERVE)
     token = old.atoll("token", "create", "--namespace", "research", "--label", "alice")
     with atoll.Client(plane.url, plane.token) as client:
-        http = client.wire.client()
         script = old.state.with_name("shipped.py")
         script.write_text("import os\nprint('shipped to rank', os.environ['RANK'])\n")
         for name, options in {**SHELL, "shipped": {"source": script}}.items():
             options = {"world_size": 2, "env": {"LANG": "C"}, "working_dir": "/", **options}
             client.deploy_distributed(name, **options)
-        http.post("/v1/trainings", json=KEYED, headers={"Idempotency-Key": "once"})
+        headers = {"Idempotency-Key": "once", "Authorization": f"Bearer {plane.token}"}
+        httpx2.post(f"{plane.url}/v1/trainings", json=KEYED, headers=headers)
         client.get("stopped").cancel()
         records = {}
         for training in client.list():
