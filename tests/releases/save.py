@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import httpx2
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "src")]
 
@@ -46,14 +48,15 @@ def main() -> None:
 def save_state(old: Site) -> None:
     plane = old.start(*OLD_SERVE)
     token = old.atoll("token", "create", "--namespace", "research", "--label", "alice")
-    with atoll.Client(plane.url, plane.token) as client:
+    headers = {"Authorization": f"Bearer {plane.token}"}
+    http = httpx2.Client(base_url=plane.url, headers=headers)
+    with http, atoll.Client(plane.url, plane.token) as client:
         script = old.state.with_name("shipped.py")
         script.write_text("import os\nprint('shipped to rank', os.environ['RANK'])\n")
         for name, options in {**SHELL, "shipped": {"source": script}}.items():
             options = {"world_size": 2, "env": {"LANG": "C"}, "working_dir": "/", **options}
             client.deploy_distributed(name, **options)
-        headers = {"Idempotency-Key": "once", "Authorization": f"Bearer {plane.token}"}
-        httpx2.post(f"{plane.url}/v1/trainings", json=KEYED, headers=headers)
+        http.post("/v1/trainings", json=KEYED, headers={"Idempotency-Key": "once"})
         client.get("stopped").cancel()
         records = {}
         for training in client.list():
