@@ -136,7 +136,7 @@ class KubernetesBackend:
                 await self._create(training, wish)
 
     async def observe(self, training: Training) -> Seen:
-        job, pods = await self._find(training)
+        job, pods = await self._job_and_pods(training)
         now = self._clock()
         beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
@@ -157,7 +157,7 @@ class KubernetesBackend:
     async def release(self, training: Training) -> None:
         """The Job is over for good. It and its pods stay for their logs until they are purged."""
         namespace, name = self._place(training)
-        _, pods = await self._find(training)
+        _, pods = await self._job_and_pods(training)
         if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
             # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
@@ -169,7 +169,7 @@ class KubernetesBackend:
             with contextlib.suppress(NotFound):
                 await self.cluster.delete(kind, namespace, name)
         await self._beside.release(training, namespace)
-        await self._keeper.let_all_go(namespace, _of(training))
+        await self._keeper.let_all_go(namespace, _labels(training))
         self._hosts.follow(training.key, ())
         self._troubles.forget(training.uid)
         for memory in (self._written, self._last):
@@ -180,9 +180,9 @@ class KubernetesBackend:
         with contextlib.suppress(NotFound):
             await self.cluster.delete("jobs", namespace, name)
         await self._beside.release(training, namespace)
-        await self.cluster.delete_all("pods", namespace, labels=_of(training))
+        await self.cluster.delete_all("pods", namespace, labels=_labels(training))
         await self._archive.drop(namespace, training.uid)
-        await self._keeper.let_all_go(namespace, _of(training))
+        await self._keeper.let_all_go(namespace, _labels(training))
 
     async def changes(self) -> AsyncIterator[Key]:
         tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
@@ -251,13 +251,13 @@ class KubernetesBackend:
         self._last[training.uid] = job
         return job
 
-    async def _find(self, training: Training) -> tuple[Json | None, list[Json]]:
+    async def _job_and_pods(self, training: Training) -> tuple[Json | None, list[Json]]:
         """The Job and its pods, from the mirrors if those are up to date."""
         if await self._is_fresh(training) and self._pods.is_live:
             job = self._jobs.of(training.uid).get(gang_name(training))
             return job, list(self._pods.of(training.uid).values())
         namespace, _ = self._place(training)
-        pods = await self.cluster.list("pods", namespace, labels=_of(training))
+        pods = await self.cluster.list("pods", namespace, labels=_labels(training))
         last = self._last.get(training.uid)
         if last is not None and is_unchanged(last, pods.items):
             return last, pods.items
@@ -300,7 +300,7 @@ class KubernetesBackend:
 
         Its end would count as a failure if the rank were wanted again now.
         """
-        _, pods = await self._find(training)
+        _, pods = await self._job_and_pods(training)
         leaving = [p.rank for p in map(Pod, pods) if before <= p.rank < size and not p.is_over]
         if leaving:
             ranks = ", ".join(map(str, sorted(leaving)))
@@ -330,9 +330,9 @@ class KubernetesBackend:
         elif key not in self._delayed:
             self._delayed.add(key)
             pause_s = min(ranks * PAUSE_A_RANK_S, 1.0)
-            asyncio.get_running_loop().call_later(pause_s, self._tell, key)
+            asyncio.get_running_loop().call_later(pause_s, self._end_pause, key)
 
-    def _tell(self, key: Key) -> None:
+    def _end_pause(self, key: Key) -> None:
         self._delayed.discard(key)
         self._changed.put_nowait(key)
 
@@ -341,7 +341,7 @@ class KubernetesBackend:
             self._changed.put_nowait(error)
 
 
-def _of(training: Training) -> str:
+def _labels(training: Training) -> str:
     return f"{UID}={training.uid}"
 
 

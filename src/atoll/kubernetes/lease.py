@@ -49,7 +49,7 @@ class Lease:
 
         `work` has ended, cancelled if necessary, before the lease is given back.
         """
-        await self._turn()
+        await self._acquire()
         log.info("leading as %s", self._identity)
         task = asyncio.create_task(work())
         try:
@@ -61,9 +61,9 @@ class Lease:
         if not task.cancelled():
             task.result()
 
-    async def _turn(self) -> None:
+    async def _acquire(self) -> None:
         while True:
-            if await self._try():
+            if await self._acquire_once():
                 return
             await asyncio.sleep(self._retry_s)
 
@@ -73,7 +73,7 @@ class Lease:
         while not (await asyncio.wait({task}, timeout=self._renew_s))[0]:
             try:
                 async with asyncio.timeout(self._renew_s):
-                    is_held = await self._try()
+                    is_held = await self._acquire_once()
             except TimeoutError:
                 is_held = False
             if is_held:
@@ -82,7 +82,7 @@ class Lease:
                 log.warning("the lease could not be renewed; this operator stops acting")
                 return
 
-    async def _try(self) -> bool:
+    async def _acquire_once(self) -> bool:
         """Takes or renews the lease; whether this process now holds it."""
         try:
             lease = await self._cluster.get("leases", self._namespace, self._name)

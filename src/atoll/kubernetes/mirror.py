@@ -60,14 +60,14 @@ class Mirror:
                 # The first failure shows in other requests too; the next is worth a warning.
                 level = logging.WARNING if retry.failures == 1 else logging.INFO
                 log.log(level, "cannot watch %s: %s; trying again", self._kind, error)
-                self._fall()
+                self._go_stale()
                 await asyncio.sleep(retry.pause_s() or 0.0)
             finally:
-                self._fall()
+                self._go_stale()
 
     async def _load(self) -> None:
         objects = await self._cluster.list(self._kind, self._namespace, labels=SELECTOR)
-        old = [o for named in self._objects.values() for o in named.values()]
+        old = [o for by_name in self._objects.values() for o in by_name.values()]
         self._objects.clear()
         for item in objects.items:
             self._objects[_uid(item)][item["metadata"]["name"]] = item
@@ -82,24 +82,24 @@ class Mirror:
                 self._kind, self._namespace, after=str(self._version), labels=SELECTOR
             ):
                 if event.type != "BOOKMARK":
-                    self._take(event.type, event.object)
+                    self._update(event.type, event.object)
                 self._advance(event.object["metadata"]["resourceVersion"])
 
-    def _take(self, type: str, item: Json) -> None:
-        named = self._objects[_uid(item)]
+    def _update(self, type: str, item: Json) -> None:
+        by_name = self._objects[_uid(item)]
         if type == "DELETED":
-            named.pop(item["metadata"]["name"], None)
-            if not named:
+            by_name.pop(item["metadata"]["name"], None)
+            if not by_name:
                 self._objects.pop(_uid(item), None)
         else:
-            named[item["metadata"]["name"]] = item
+            by_name[item["metadata"]["name"]] = item
         self._notify(item)
 
     def _advance(self, version: str) -> None:
         self._version = int(version)
         self._moved.set()
 
-    def _fall(self) -> None:
+    def _go_stale(self) -> None:
         self.is_live = False
         self._moved.set()
 

@@ -121,8 +121,8 @@ def look(
         leaving += [p for p in pods if p.is_leaving and p.has_run and not p.is_lost(now)]
         lost += [p for p in pods if p.is_lost(now)]
         has_more = has_more or bool(later)
-        if not _is_nothing(pod, now):
-            ranks.append(_rank(pod, _is_asked(pod, job, shrinks, now), gate, now, silent))
+        if not _is_unreportable(pod, now):
+            ranks.append(_rank(pod, _is_stopped(pod, job, shrinks, now), gate, now, silent))
     lost_unseen = list(vanished_ranks(training, job, wish, by_rank, known, now))
     ranks += lost_unseen
     for rank in {*range(wish.size if wish else 0)} - {r.rank for r in lost_unseen}:
@@ -244,7 +244,7 @@ def _unstarted(training: Training, job: Json | None, seen: Seen) -> str:
 
 def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
     """The pod of a rank that this look reports, and those that later looks report."""
-    news = [p for p in pods if not _is_recorded(p, known) and not _is_nothing(p, now)]
+    news = [p for p in pods if not _is_recorded(p, known) and not _is_unreportable(p, now)]
     for at, pod in enumerate(news):
         if pod.is_over or pod.is_lost(now):
             return pod, news[at + 1 :]
@@ -260,7 +260,7 @@ def _newest(pods: list[Pod]) -> Pod:
 
 
 def _rank(
-    pod: Pod, is_asked: bool, gate: StartGate, now: float, silent: Collection[str]
+    pod: Pod, is_stopped: bool, gate: StartGate, now: float, silent: Collection[str]
 ) -> SeenRank:
     is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
@@ -279,7 +279,7 @@ def _rank(
         attempt=pod.attempt,
         restarts=pod.restarts,
         started_at=pod.started_at,
-        exit=pod.exit(is_stopped=is_asked, now=now) if is_over else None,
+        exit=pod.exit(is_stopped=is_stopped, now=now) if is_over else None,
         pod_name=pod.name,
         host=pod.node,
         region=(pod.metadata.get("labels") or {}).get(REGION),
@@ -294,7 +294,7 @@ def _is_recorded(pod: Pod, known: RankStatus | None) -> bool:
     return known.attempt > pod.attempt or known.exit is not None
 
 
-def _is_nothing(pod: Pod, now: float) -> bool:
+def _is_unreportable(pod: Pod, now: float) -> bool:
     """Whether the pod was deleted before it ran, so that there is nothing to report.
 
     A pod whose node was lost is reported: it used up a restart.
@@ -305,7 +305,7 @@ def _is_nothing(pod: Pod, now: float) -> bool:
 
 
 def _may_go(pod: Pod, now: float) -> bool:
-    is_over = pod.is_over or pod.is_lost(now) or (_is_nothing(pod, now) and not pod.is_gate_up)
+    is_over = pod.is_over or pod.is_lost(now) or (_is_unreportable(pod, now) and not pod.is_gate_up)
     return pod.is_held and pod.is_leaving and is_over
 
 
@@ -314,7 +314,7 @@ def _shrinks(job: Json | None) -> list[tuple[int, float]]:
     return [(size, at) for size, at in msgspec.json.decode(text)]
 
 
-def _is_asked(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> bool:
+def _is_stopped(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> bool:
     """Whether the pod was stopped on purpose, and did not end on its own before that.
 
     Its deletion time does not say when: the kubelet's last report moves it.

@@ -101,9 +101,9 @@ class KubernetesStore:
             _on_version(training),
             {"op": "replace", "path": "/spec", "value": spec_body(training)},
         ]
-        with _named(training):
+        with _store_errors(training):
             raw = await self._cluster.patch(KIND, *training.key, patch, type="json")
-            stored = _same(raw, training)
+            stored = _checked(raw, training)
             if training.deletion_requested_at is None or stored.deletion_requested_at is not None:
                 return stored
             await self._cluster.delete(
@@ -120,12 +120,12 @@ class KubernetesStore:
         raw = self._read.pop(training.uid, None)
         if raw is None or raw["metadata"]["resourceVersion"] != str(training.resource_version):
             raw = await self._raw(training.key)
-            if _same(raw, training).resource_version != training.resource_version:
+            if _checked(raw, training).resource_version != training.resource_version:
                 raise _changed(training)
         if FINALIZER not in (raw["metadata"].get("finalizers") or ()) and not is_leaving(raw):
             raw = await self._hold(raw)
         history = with_events(raw.get("status") or {}, events)
-        with _named(training):
+        with _store_errors(training):
             raw = await self._write_status(raw, status_body(training, status, history))
         self._copy(raw, events)
         self._remember(raw)
@@ -174,7 +174,7 @@ class KubernetesStore:
                         if event.type == "BOOKMARK":
                             continue
                         training = self._readable(event.object)
-                        if training is None or _is_known(training, event.type, latest):
+                        if training is None or _is_same(training, event.type, latest):
                             continue
                         is_removed = event.type == "DELETED"
                         yield Change(version=version, training=training, is_removed=is_removed)
@@ -287,7 +287,7 @@ class KubernetesStore:
         task.add_done_callback(self._copies.discard)
 
 
-def _is_known(training: Training, type: str, latest: dict[Key, Training]) -> bool:
+def _is_same(training: Training, type: str, latest: dict[Key, Training]) -> bool:
     """Whether only metadata that a Training does not contain has changed, such as a finalizer."""
     bare = replace(training, resource_version=0)
     if type == "DELETED":
@@ -302,7 +302,8 @@ def _on_version(training: Training) -> Json:
     return {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
 
 
-def _same(raw: Json, training: Training) -> Training:
+def _checked(raw: Json, training: Training) -> Training:
+    """The training as stored. Raises NotFound if another one has taken its name."""
     stored = to_training(raw)
     if stored.uid != training.uid:
         raise NotFound("training", training.name)
@@ -317,7 +318,7 @@ def _changed(training: Training) -> Conflict:
 
 
 @contextlib.contextmanager
-def _named(training: Training) -> Any:
+def _store_errors(training: Training) -> Any:
     """Turns Kubernetes' errors about this training into errors of the Store."""
     try:
         yield

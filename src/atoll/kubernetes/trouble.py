@@ -50,7 +50,7 @@ class Hosts:
     def __init__(self, port: int | None, notify: Callable[[Key], None]) -> None:
         self._port = port
         self._notify = notify
-        self._of: dict[Key, frozenset[str]] = {}
+        self._addresses: dict[Key, frozenset[str]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent: set[str] = set()
 
@@ -58,16 +58,16 @@ class Hosts:
         """Watches the nodes of the training's pods; returns the addresses of silent nodes."""
         running = (p for p in map(Pod, pods) if "running" in p.state)
         addresses = frozenset(p.address for p in running if p.address)
-        if self._port is None or self._of.get(key, frozenset()) == addresses:
+        if self._port is None or self._addresses.get(key, frozenset()) == addresses:
             return self._silent
-        self._of[key] = addresses
+        self._addresses[key] = addresses
         if not addresses:
-            del self._of[key]
-        wanted = frozenset[str]().union(*self._of.values())
-        for gone in self._tasks.keys() - wanted:
+            del self._addresses[key]
+        in_use = frozenset[str]().union(*self._addresses.values())
+        for gone in self._tasks.keys() - in_use:
             self._tasks.pop(gone).cancel()
             self._silent.discard(gone)
-        for new in wanted - self._tasks.keys():
+        for new in in_use - self._tasks.keys():
             self._tasks[new] = asyncio.create_task(self._ask(new, self._port))
         return self._silent
 
@@ -104,7 +104,7 @@ class Hosts:
         if is_silent == (address in self._silent):
             return
         (self._silent.add if is_silent else self._silent.discard)(address)
-        for key, addresses in self._of.items():
+        for key, addresses in self._addresses.items():
             if address in addresses:
                 self._notify(key)
 

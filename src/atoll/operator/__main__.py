@@ -123,7 +123,10 @@ async def _token(namespace: str, home: str | None, label: str) -> str:
 @click.option("--json", "is_json", is_flag=True, help="Print JSON, for programs.")
 @needs_extra
 def manifests(is_json: bool, **settings: Any) -> None:
-    """Print the operator's manifests: `atoll k8s manifests --image IMAGE | kubectl apply -f -`."""
+    """Print the manifests of the operator.
+
+    Install it with `atoll k8s manifests --image IMAGE | kubectl apply -f -`.
+    """
     import yaml  # type: ignore[import-untyped]
 
     from atoll.kubernetes.manifests import render_manifests
