@@ -70,8 +70,9 @@ TERMINATION_LOG = "/dev/termination-log"
 SOURCE_MAX = 900_000  # a ConfigMap holds 1 MiB with everything in it
 REPORT = "report.py"  # the key in the gang's ConfigMap
 # What containers say of their end has 12 KiB in a pod, in equal shares of 4 KiB at the most: the
-# rank's, the start gate's, the mesh agent's, and one that somebody else may put there.
-RECORD_BYTES = 3072
+# rank's, the start gate's, the mesh agent's, one that somebody else may put there, and the patch's.
+RECORDS_BYTES = 12_288
+SHARES = 4
 
 
 def gang_name(training: Training) -> str:
@@ -250,7 +251,8 @@ def _container(training: Training, options: Options) -> Json:
     launch = render_launch(training, rank_place(training, options))
     command = launch.command
     if options.records_exits(spec):
-        command = render_recorded(command, options.python)
+        beside = len(options.pod.get("initContainers", ()))
+        command = render_recorded(command, options.python, RECORDS_BYTES // (SHARES + beside))
     mounts = []
     if spec.source is not None:
         mounts.append({"name": SOURCE, "mountPath": SOURCE_DIR, "readOnly": True})
@@ -271,7 +273,9 @@ def _container(training: Training, options: Options) -> Json:
     }
 
 
-def render_recorded(command: list[str], python: str) -> list[str]:
+def render_recorded(
+    command: list[str], python: str, limit: int = RECORDS_BYTES // SHARES
+) -> list[str]:
     """The command under rank/report.py; exactly as it is where the image has no fit Python."""
     # What is called `python` may be of the second version.
     python = shlex.quote("python3" if python == "python" else python)
@@ -280,7 +284,7 @@ def render_recorded(command: list[str], python: str) -> list[str]:
     missing = {report.MARK: 1, "code": 127, "reason": "CommandNotFound", "message": words}
     script = (
         f"if command -v {python} >/dev/null && {wrapper} --check >/dev/null 2>&1; then "
-        f'exec {wrapper} --record={TERMINATION_LOG} --limit={RECORD_BYTES} -- "$@"; fi; '
+        f'exec {wrapper} --record={TERMINATION_LOG} --limit={limit} -- "$@"; fi; '
         'command -v "$1" >/dev/null || { '
         f"printf '%s' {shlex.quote(json.dumps(missing))} >{TERMINATION_LOG}; "
         'echo "atoll: $1: not found" >&2; exit 127; }; '
