@@ -53,10 +53,7 @@ def render_etcd(training: Training, options: KubernetesOptions, owner: Json | No
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 1,
     }
-    if options.priority_class_name is not None:
-        pod["priorityClassName"] = options.priority_class_name
-    if options.image_pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in options.image_pull_secrets]
+    pod |= options.shared("priorityClassName", "imagePullSecrets")
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -174,13 +171,9 @@ def render_bench(
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 1,
     }
-    optional = {
-        "nodeSelector": node_selector(needs, options) or None,
-        "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets] or None,
-        "hostNetwork": options.is_host_network or None,
-        "dnsPolicy": "ClusterFirstWithHostNet" if options.is_host_network else None,
-    }
-    pod |= {field: value for field, value in optional.items() if value is not None}
+    if selector := node_selector(needs, options):
+        pod["nodeSelector"] = selector
+    pod |= options.shared("imagePullSecrets", "hostNetwork", "dnsPolicy")
     body = {
         "completions": 2,
         "parallelism": 2,
