@@ -158,12 +158,17 @@ def test_a_run_that_nobody_can_stop_now_is_left_in_its_time(shell: Shell) -> Non
     assert stored["spec"]["cancel"]
     assert [c["type"] for c in stored["conditions"]] == ["ExecutorUnreachable"]
     assert "new (executor unreachable)" in shell("ps").stdout
-    with shell.start("run", "--name", "too", *words) as followed:
+    with shell.start("run", "--rm", "--name", "too", *words) as followed:
         until(lambda: is_said_to_be_unreachable(shell, "too"))
         followed.send_signal(signal.SIGINT)
         _, told = followed.communicate(timeout=30)
     assert followed.returncode == 130
-    assert told.splitlines()[-1] == f"atoll: left too: {LEFT}"
+    *_, left, unremoved = told.splitlines()
+    assert left == f"atoll: left too: {LEFT}"
+    assert unremoved.startswith("atoll: 'too' is not removed yet: its executor 'eu' cannot be")
+    refused = shell("rm", "far")
+    assert refused.returncode == 1
+    assert "'far' is not removed yet: its executor 'eu' cannot be reached" in refused.stderr
     drop_records(shell)
 
 

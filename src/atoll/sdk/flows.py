@@ -169,10 +169,11 @@ def delete(
         while (left := deadline - clock()) > 0:
             training = yield from _next(who, training, left, clock=clock)
             on_read(training)
-            if absence(training) == MISSING:
+            if kind := absence(training):
+                why = "is not configured" if kind == MISSING else "cannot be reached"
                 raise Temporary(
-                    f"{who.name!r} is not removed yet: its executor {training.executor!r} is not "
-                    "configured, and only there can its ranks be stopped"
+                    f"{who.name!r} is not removed yet: its executor {training.executor!r} {why}, "
+                    "and only there can its ranks be stopped; it is removed once that is back"
                 )
     except NotFound:
         return
