@@ -44,12 +44,12 @@ def listen_once(port: int, token: str, patience_s: float = PATIENCE_S) -> None:
 def measure_until(
     peer: str, port: int, token: str, host: str, limit_s: float = LIMIT_S
 ) -> BenchResult:
-    """As soon as the other has its name and answers. Raises Temporary at the end of its time."""
+    """Measures as soon as the peer has a name and answers. Raises Temporary after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
-            found = measure(peer, port, token, max(deadline - time.monotonic(), 0.0))
-            return summarise(found, host, peer, time.time())
+            measured = measure(peer, port, token, max(deadline - time.monotonic(), 0.0))
+            return summarise(measured, host, peer, time.time())
         except Temporary:
             if time.monotonic() + AGAIN_S >= deadline:
                 raise
@@ -58,10 +58,10 @@ def measure_until(
 
 @click.command()
 @click.argument("peer")
-@click.option("--limit", type=float, default=LIMIT_S, help="Seconds, to measure.")
-@click.option("--report", default=REPORT, help="File for the result as well.")
+@click.option("--limit", type=float, default=LIMIT_S, help="Seconds that the measurement may take.")
+@click.option("--report", default=REPORT, help="File to write the result to as well.")
 def main(peer: str, limit: float, report: str) -> None:
-    """Measure the link with PEER, the one of the two that listens: host:port."""
+    """Measure the link to PEER, the host of the two that listens, given as host:port."""
     place = split_endpoint(peer)
     index = os.environ.get("JOB_COMPLETION_INDEX", "")
     token = os.environ.get("ATOLL_BENCH_TOKEN", "")

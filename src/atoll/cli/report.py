@@ -1,4 +1,4 @@
-"""What is said while a training is followed: to a person, or as JSON lines to a program."""
+"""Reports on a training while it is followed: as text for people, as JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class TextReport:
         self._last_line = LastLine(sys.stderr)
         self._is_live = can_redraw(sys.stderr)
         self._training: Training | None = None
-        self._said = ""
+        self._last_text = ""
 
     def state(self, training: Training) -> None:
         self._training = training
         self._printer.width = len(str(training.spec.world_size.max - 1))
         text = world_text(training)
-        if text == self._said or training.status.phase.is_terminal:
+        if text == self._last_text or training.status.phase.is_terminal:
             return
-        self._said = text
+        self._last_text = text
         if not self._is_live:
             says(f"{training.name} {text}")
 
