@@ -93,20 +93,20 @@ def plan(training: Training, seen: Seen, now: float) -> Plan:
 def _observed(training: Training, seen: Seen, now: float) -> Status:
     """The ranks as they are, merged with what was known of them."""
     old, world = training.status, training.spec.world_size
-    known = merge_ranks([*old.ranks, *old.retired], seen, training.spec, now)
+    merged = merge_ranks([*old.ranks, *old.retired], seen, training.spec, now)
     redo = dict(old.redo)
     ranks, retired = [], []
-    for rank in sorted({*known, *range(world.target)}):
-        found = known.get(rank) or RankStatus(rank=rank)
-        if rank < world.target or found.is_alive:
-            ranks.append(found)
+    for number in sorted({*merged, *range(world.target)}):
+        rank = merged.get(number) or RankStatus(rank=number)
+        if number < world.target or rank.is_alive:
+            ranks.append(rank)
         else:
-            retired.append(found)
-            redo[rank] = found.attempt
+            retired.append(rank)
+            redo[number] = rank.attempt
     is_stopping = bool(old.failing) or training.is_cancelling
-    for found in ranks:
-        if found.exit is not None and must_redo(found.exit) and not is_stopping:
-            redo[found.rank] = found.attempt
+    for rank in ranks:
+        if rank.exit is not None and must_redo(rank.exit) and not is_stopping:
+            redo[rank.rank] = rank.attempt
     target = world.target
     started = [r.started_at for r in (*ranks, *retired) if r.started_at is not None]
     return replace(
@@ -263,8 +263,8 @@ def _may_start(training: Training, status: Status, seen: Seen, now: float) -> bo
     )
 
 
-def _is_redone(found: RankStatus, redo: dict[int, int], target: int) -> bool:
-    return found.rank < target and found.attempt <= redo.get(found.rank, -1)
+def _is_redone(rank: RankStatus, redo: dict[int, int], target: int) -> bool:
+    return rank.rank < target and rank.attempt <= redo.get(rank.rank, -1)
 
 
 def _may_be_late(status: Status, now: float) -> bool:
@@ -283,10 +283,10 @@ def _alive(status: Status, seen: Seen, now: float) -> int:
     return alive + seen.wish.size - sum(_is_settled(r, seen.wish) for r in ranks)
 
 
-def _is_settled(found: RankStatus, wish: Wish) -> bool:
+def _is_settled(rank: RankStatus, wish: Wish) -> bool:
     """Whether an executor that keeps `wish` will leave the rank, or its end, as it is."""
-    is_redone = found.attempt <= wish.redo.get(found.rank, -1)
-    return found.rank < wish.size and found.phase != "Pending" and not is_redone
+    is_redone = rank.attempt <= wish.redo.get(rank.rank, -1)
+    return rank.rank < wish.size and rank.phase != "Pending" and not is_redone
 
 
 def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
@@ -312,17 +312,17 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
             ("DegradedMesh", is_degraded, f"Mesh{state}", message),
         ]
     before = {c.type: c for c in old.conditions}
-    made = []
+    conditions = []
     for kind, is_true, reason, message in wanted:
         value: ConditionStatus = "True" if is_true else "False"
         known = before.pop(kind, None)
         since = known.last_transition_at if known and known.status == value else now
-        made.append(
+        conditions.append(
             Condition(
                 type=kind, status=value, reason=reason, message=message, last_transition_at=since
             )
         )
-    return [*made, *before.values()]
+    return [*conditions, *before.values()]
 
 
 def _ready_text(status: Status) -> str:

@@ -25,11 +25,11 @@ def merge_ranks(
 ) -> dict[int, RankStatus]:
     """Every rank ever known, by number, as of `seen`."""
     merged = {r.rank: r for r in known}
-    found = {s.rank: s for s in seen.ranks}
-    for rank, look in found.items():
+    looks = {look.rank: look for look in seen.ranks}
+    for rank, look in looks.items():
         merged[rank] = _merge(merged.get(rank), look, now)
     for rank, before in merged.items():
-        if before.is_alive and rank not in found:
+        if before.is_alive and rank not in looks:
             merged[rank] = _missing(before, now)
     return merged
 

@@ -226,8 +226,8 @@ class TrainingSpec(SpecModel, frozen=True):
 
     def _check_what_runs(self) -> None:
         if (self.command is None) == (self.source is None):
-            given = "both" if self.command is not None else None
-            raise ValidationError("command", given, "expected either a command or a source")
+            value = "both" if self.command is not None else None
+            raise ValidationError("command", value, "expected either a command or a source")
         if self.command is not None:
             check_strings("command", self.command)
             if not self.command or not self.command[0]:

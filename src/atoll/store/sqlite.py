@@ -56,9 +56,9 @@ class SQLiteStore:
 
     async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
         with self._write() as changes:
-            made = self._made_by(training, idempotency_key)
-            if made is not None:
-                return made
+            existing = self._created_with(idempotency_key, training)
+            if existing is not None:
+                return existing
             stored = self._log(self._without_source(training), changes)
             try:
                 self._db.execute(
@@ -201,7 +201,9 @@ class SQLiteStore:
         spec = msgspec.structs.replace(training.spec, source=source.by_digest())
         return msgspec.structs.replace(training, spec=spec)
 
-    def _made_by(self, training: Training, idempotency_key: str | None) -> Training | None:
+    def _created_with(self, idempotency_key: str | None, training: Training) -> Training | None:
+        """The training that an earlier create with this key stored. Raises Conflict if its name is
+        another."""
         if idempotency_key is None:
             return None
         row = self._db.execute(
@@ -210,12 +212,12 @@ class SQLiteStore:
         ).fetchone()
         if row is None:
             return None
-        made = _training.decode(row[0])
-        if made.name != training.name:
+        existing = _training.decode(row[0])
+        if existing.name != training.name:
             raise Conflict(
-                f"this idempotency key made the training {made.name!r}, not {training.name!r}"
+                f"this idempotency key made the training {existing.name!r}, not {training.name!r}"
             )
-        return made
+        return existing
 
     def _current(self, training: Training) -> Training:
         row = self._db.execute(
