@@ -33,7 +33,7 @@ class ValidationError(AtollError, ValueError):
     """A value was refused before anything happened."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        super().__init__(f"{field}: {shown(value)} is not valid: {expected}")
+        super().__init__(f"{field}: {abbreviated(value)} is not valid: {expected}")
         self.field = field
         self.value = value
         self.expected = expected
@@ -142,6 +142,6 @@ class Permanent(BackendError):
     """It will not work, however often it is tried."""
 
 
-def shown(value: object) -> str:
+def abbreviated(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

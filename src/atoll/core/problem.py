@@ -85,7 +85,7 @@ def problem_of(error: errors.AtollError, status: int) -> Problem:
         return Problem(title=type(error).__name__, status=status, detail=str(error))
     carried = {name: getattr(error, name) for name in _TABLE[kind][0]}
     if isinstance(error, errors.ValidationError):
-        carried["value"] = errors.shown(error.value)
+        carried["value"] = errors.abbreviated(error.value)
     return Problem(
         type=f"{PREFIX}{kind.__name__}",
         title=kind.__name__,

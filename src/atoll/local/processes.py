@@ -47,12 +47,12 @@ def _stat(pid: int) -> list[str]:
 
 def children(pid: int) -> list[int]:
     """Processes whose parent is `pid`, by any of its threads."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                found += map(int, file.read().split())
-    return found
+                pids += map(int, file.read().split())
+    return pids
 
 
 def all_pids() -> list[int]:

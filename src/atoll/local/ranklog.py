@@ -110,14 +110,14 @@ def tail_offset(folder: Path, lines: int) -> int:
     oldest = (segments(folder) or [0])[0]
     if lines <= 0:
         return end
-    found, chunk = 0, 64 * 1024
+    count, chunk_bytes = 0, 64 * 1024
     while at > oldest:
-        start = max(at - chunk, oldest)
+        start = max(at - chunk_bytes, oldest)
         data = _read_exactly(folder, start, at - start)
         position = len(data)
         while (position := data.rfind(b"\n", 0, position)) >= 0:
-            found += start + position != end - 1  # the last line's own end is not a start
-            if found == lines:
+            count += start + position != end - 1  # the last line's own end is not a start
+            if count == lines:
                 return start + position + 1
         at = start
     return oldest

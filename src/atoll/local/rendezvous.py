@@ -92,10 +92,10 @@ class Rendezvous:
             raise OSError(f"etcd did not take {key}: {why}")
 
     def _note(self, error: str = "") -> None:
-        found = {
+        document = {
             "ports": [lease.port for lease in self._leases],
             "etcd": self._endpoint,
             "error": error,
         }
         with contextlib.suppress(OSError):  # a full disk: it is there all the same
-            write_rendezvous(self._directory, found)
+            write_rendezvous(self._directory, document)

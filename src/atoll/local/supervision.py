@@ -45,7 +45,7 @@ class Supervision:
         self._notify = notify
         self._journal = JournalReader(directory / "journal")
         self._line: socket.socket | None = None
-        self._heard = asyncio.Event()
+        self._news = asyncio.Event()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._unheard_since: float | None = None
         self._begun_at = -1  # how long the journal was when the last shim was started
@@ -160,7 +160,7 @@ class Supervision:
             data = b""
         if not data:
             self._hang_up()
-        self._heard.set()
+        self._news.set()
         self._notify()
 
     def _say(self) -> None:
@@ -169,11 +169,11 @@ class Supervision:
                 self._line.send(b"w")
 
     async def _wait(self, seconds: float) -> None:
-        self._heard.clear()
+        self._news.clear()
         with contextlib.suppress(TimeoutError):
             # Not wait_for: in Python 3.11 it swallows a cancellation that comes with the event.
             async with asyncio.timeout(seconds):
-                await self._heard.wait()
+                await self._news.wait()
 
     def _hang_up(self) -> None:
         if self._line is not None:

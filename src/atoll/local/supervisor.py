@@ -183,7 +183,7 @@ class Supervisor:
         go_out, go_in = os.pipe2(os.O_CLOEXEC)
         pids: list[int] = []
         outputs: list[int] = []
-        made: list[Process] = []
+        started: list[Process] = []
         try:
             for due in ready:
                 output, output_in = os.pipe2(os.O_CLOEXEC)
@@ -192,19 +192,19 @@ class Supervisor:
                 pids.append(pid)
                 born = processes.born(pid)
                 attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, self._now())
-                made.append(Process(attempt, output, self._directory / "logs"))
-            self._journal.append([start_record(process.attempt) for process in made])
+                started.append(Process(attempt, output, self._directory / "logs"))
+            self._journal.append([start_record(process.attempt) for process in started])
         except OSError:  # too many processes or files, or a full disk: nothing ran, try again
-            for fd in (go_in, go_out, *outputs, *(process.pidfd for process in made)):
+            for fd in (go_in, go_out, *outputs, *(process.pidfd for process in started)):
                 os.close(fd)
-            for process in made:
+            for process in started:
                 process.log.close()
             for pid in pids:
                 os.waitpid(pid, 0)
             return False
-        for process in made:
+        for process in started:
             self._watch(process)
-        os.write(go_in, GO * len(made))
+        os.write(go_in, GO * len(started))
         os.close(go_in)
         os.close(go_out)
         self._tell_clients()
@@ -214,11 +214,11 @@ class Supervisor:
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(self._directory, self._gang["rendezvous"])
         try:
-            found = self._rendezvous.open()
+            env = self._rendezvous.open()
         except OSError:
             self._tell_clients()  # why is in its file
             return False
-        self._gang["env"] = {**found, **self._gang["env"]}
+        self._gang["env"] = {**env, **self._gang["env"]}
         return True
 
     def _fork(self, due: Due, go: tuple[int, int], output: int) -> int:
@@ -252,10 +252,10 @@ class Supervisor:
         records: list[Record] = []
         for process in ended:
             self._copy_output(process)
-            found = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
-            assert found is not None
+            child = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
+            assert child is not None
             status = (
-                found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status & 0x7F
+                child.si_status << 8 if child.si_code == os.CLD_EXITED else child.si_status & 0x7F
             )
             records.append(self._explained(process, status))
         append_persistently(self._journal, records)
@@ -306,10 +306,10 @@ class Supervisor:
         for pid in processes.children(self._pid):
             if pid in mains:
                 continue
-            said = processes.environment_of(pid).get(b"ATOLL_RANK", b"")
-            if said.isdigit() and int(said) in self._swept:
+            rank = processes.environment_of(pid).get(b"ATOLL_RANK", b"")
+            if rank.isdigit() and int(rank) in self._swept:
                 processes.kill(pid)
-                left.add(int(said))
+                left.add(int(rank))
         self._reap_orphans()
         self._swept = left
 
@@ -323,10 +323,10 @@ class Supervisor:
         """A rank stopped by a signal is frozen, unless it goes on in time."""
         flags = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitid(os.P_ALL, 0, flags)) is not None and found.si_pid:
-                process = self._by_pid.get(found.si_pid)
+            while (child := os.waitid(os.P_ALL, 0, flags)) is not None and child.si_pid:
+                process = self._by_pid.get(child.si_pid)
                 if process is not None:
-                    is_stopped = found.si_code == os.CLD_STOPPED
+                    is_stopped = child.si_code == os.CLD_STOPPED
                     process.frozen_since = time.monotonic() if is_stopped else None
 
     def _copy_output(self, process: Process) -> None:

@@ -50,22 +50,22 @@ def load_function(payload: Path) -> Callable[..., Any]:
     return function
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """As torch's elastic agents write it, so that one reader serves both."""
+def error_document(error: BaseException) -> dict[str, Any]:
+    """The error in the form of torch's elastic agents, so that one reader serves both."""
     text = "".join(_lines(error))
     extra = {"py_callstack": text, "timestamp": f"{time.time():.6f}"}
     return {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
 
 
 def write_error_file(error: BaseException) -> None:
-    """For whoever looks for the first failure. A torch script may have written its own."""
+    """Writes the file that names the first failure, unless a torch script has written its own."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
     with contextlib.suppress(OSError):
         draft = Path(f"{path}.{os.getpid()}")
         draft.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(told(error)))
+        draft.write_text(json.dumps(error_document(error)))
         draft.replace(path)
 
 

@@ -55,17 +55,17 @@ def run(payload: bytes) -> None:
 
 def named_function(name: str) -> Any:
     module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def say_why(error: Exception) -> None:
-    """When and why, in the file and form that torch's own @record uses."""
+    """Writes when and why it failed, in the file and form that torch's own @record uses."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     message = f"{type(error).__name__}: {error}"
-    said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-    Path(path).write_text(json.dumps({"message": said}))
+    failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    Path(path).write_text(json.dumps({"message": failure}))

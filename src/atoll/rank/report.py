@@ -159,8 +159,8 @@ class _Command:
         try:
             signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
             signal.signal(signal.SIGCHLD, _ignore)
-            self._taken = [n for n in FORWARDED if signal.getsignal(n) != signal.SIG_IGN]
-            for number in self._taken:
+            self._forwarded = [n for n in FORWARDED if signal.getsignal(n) != signal.SIG_IGN]
+            for number in self._forwarded:
                 signal.signal(number, self._forward)
             if is_bound:
                 _set_death_signal(signal.SIGTERM)
@@ -202,7 +202,7 @@ class _Command:
         try:
             signal.set_wakeup_fd(-1)
             # Python ignores two signals, and what is ignored stays so in the command.
-            for number in (*self._taken, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+            for number in (*self._forwarded, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             os.dup2(output, 1)
             os.dup2(output, 2)

@@ -24,14 +24,14 @@ def result_lines(payload: bytes) -> list[bytes]:
 
 
 def visible(line: str) -> str | None:
-    """What the user printed of that line; None if it holds nothing but a result."""
+    """The part of a line that the user printed; None if it holds nothing but a result."""
     text, mark, _ = line.partition(MARK)
     return line if not mark else text or None
 
 
 def lines_expected(lines: Iterable[str]) -> int:
-    """How many lines the result has, by the word of any of them; 0 without one."""
-    return next((int(found[1]) for line in lines if (found := _parts(line))), 0)
+    """The number of lines of the result, which each of them states; 0 without a result."""
+    return next((int(parts[1]) for line in lines if (parts := _parts(line))), 0)
 
 
 def result_of(lines: Iterable[str]) -> bytes | None:
@@ -39,12 +39,12 @@ def result_of(lines: Iterable[str]) -> bytes | None:
     chunks: dict[int, bytes] = {}
     whole = None
     for line in lines:
-        if not (found := _parts(line)):
+        if not (parts := _parts(line)):
             continue
-        at, count = int(found[0]), int(found[1])
+        at, count = int(parts[0]), int(parts[1])
         if at == 0:
             chunks = {}
-        chunks[at] = base64.b64decode(found[2] if len(found) > 2 else "")
+        chunks[at] = base64.b64decode(parts[2] if len(parts) > 2 else "")
         if len(chunks) == count:
             whole = b"".join(chunks[index] for index in range(count))
     return whole

@@ -39,13 +39,13 @@ class Module(NamedTuple):
     variable: str
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A function, with its arguments, pickled for `atoll.rank.replica_entry`."""
 
     payload: bytes
 
 
-Entry = Script | Module | Call
+Entry = Script | Module | FunctionCall
 
 
 def read_entry(
@@ -54,12 +54,12 @@ def read_entry(
     """The entry with every one of `args`. Raises ValidationError naming what cannot be passed."""
     _check_keys(args)
     if callable(entrypoint):
-        return Call(_pickled_call(entrypoint, args))
+        return FunctionCall(_pickled_call(entrypoint, args))
     text = os.fspath(entrypoint) if isinstance(entrypoint, str | os.PathLike) else None
     if not text or not is_text(text):
         raise ValidationError("entrypoint", entrypoint, "expected a script, a module or a function")
     if _FUNCTION.fullmatch(text):
-        return Call(_payload({"name": text}, args))
+        return FunctionCall(_payload({"name": text}, args))
     path = Path(text)
     if path.is_file():
         return Script(path.resolve(), _argv(args), _variable(args))

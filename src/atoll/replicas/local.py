@@ -26,7 +26,7 @@ from atoll.core.ports import Executor
 from atoll.core.status import Training
 from atoll.local import processes
 from atoll.local.executor import LocalBackend
-from atoll.replicas.entrypoints import Call, Entry, Module, Script
+from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
 from atoll.replicas.surface import ReplicaSurface
 
 PREFIX = "atoll-replicas-"
@@ -61,7 +61,7 @@ class LocalProcessExecutor(ReplicaSurface):
         source = str(Path(atoll.__file__).parents[1])
         env = {}
         match entry:
-            case Call(payload):
+            case FunctionCall(payload):
                 place = self._root / f"{uid}.pkl"
                 place.write_bytes(payload)
                 command = [sys.executable, "-c", _ENTRY, source, str(place)]

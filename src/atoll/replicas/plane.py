@@ -35,7 +35,7 @@ class Gang:
         self.is_removed = False
         self.last: Pass | None = None
         self.fault: Exception | None = None  # why it cannot be watched, unless that may pass
-        self.results: dict[int, Any] = {}
+        self.results: dict[int, tuple[Any, str]] = {}
 
     @property
     def is_over(self) -> bool:
@@ -176,13 +176,13 @@ class ScriptPlane:
             tasks.create_task(self._follow())
 
     async def _follow(self) -> None:
-        """What the store says of each gang is known, and whoever waits for it is woken."""
+        """Copies what the store says to each gang, and wakes whoever waits for it."""
         while True:
             version = await self.store.version()
-            kept = {training.key: training for training in await self.store.list()}
+            stored = {training.key: training for training in await self.store.list()}
             for key, gang in self._gangs.items():
-                gang.training = kept.get(key, gang.training)
-                gang.is_removed = key not in kept
+                gang.training = stored.get(key, gang.training)
+                gang.is_removed = key not in stored
             self._wake()
             with contextlib.suppress(Gone):
                 async for change in self.store.watch(version):

@@ -34,7 +34,7 @@ from atoll.core.spec import (
 )
 from atoll.core.status import RankStatus, Training
 from atoll.rank.result import lines_expected, result_of, visible
-from atoll.replicas.entrypoints import Call, Entry, Module, Script, read_entry
+from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script, read_entry
 from atoll.replicas.plane import Gang, ScriptPlane
 
 Entrypoint = str | os.PathLike[str] | Callable[..., Any]
@@ -80,7 +80,7 @@ class ReplicaSurface:
     def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
         """The part of the spec that says what a rank runs. By default code travels with it."""
         match entry:
-            case Call(payload):
+            case FunctionCall(payload):
                 content = _SHIPPED.format(base64.b64encode(payload).decode()).encode()
                 return {"source": Source(kind="script", content=content, filename="replica.py")}
             case Module(name, argv, variable):
@@ -145,10 +145,10 @@ class ReplicaSurface:
         """The last `n_lines` lines it has printed; a placeholder while there are none."""
         check_int("n_lines", n_lines, 1, 10_000_000)
         lines = self._log(handle, n_lines)
-        shown = [text for text in map(visible, lines) if text is not None]
-        if len(shown) < len(lines) == n_lines:  # the rest was a result: look above it
-            shown = [t for t in map(visible, self._log(handle, None)) if t is not None][-n_lines:]
-        return "\n".join(shown) if shown else NOTHING_YET
+        printed = [text for text in map(visible, lines) if text is not None]
+        if len(printed) < len(lines) == n_lines:  # the rest was a result: look above it
+            printed = [t for t in map(visible, self._log(handle, None)) if t is not None][-n_lines:]
+        return "\n".join(printed) if printed else NOTHING_YET
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """The whole gang of this replica is stopped. Over or being stopped already is success.
@@ -222,14 +222,14 @@ class ReplicaSurface:
         return self._plane.call(read())
 
     def _report(self, gang: Gang, handle: ReplicaHandle, timeout: float | None) -> dict[str, Any]:
-        found = rank_of(gang.training, handle.rank)
+        rank = rank_of(gang.training, handle.rank)
         state = state_of(gang.training, handle.rank)
-        ended = found.exit
+        ended = rank.exit
         result, trouble = self._result(gang, handle) if state in FINAL else (None, "")
-        error = error_of(gang.training, found, state)
+        error = error_of(gang.training, rank, state)
         if state not in FINAL:
             error = f"{state} after {timeout:g} s of waiting"
-            error += f": {found.message}" if found.message else ""
+            error += f": {rank.message}" if rank.message else ""
         return {
             "rank": handle.rank,
             "status": state,
@@ -238,22 +238,21 @@ class ReplicaSurface:
             "result": result,
             "signal": ended.signal if ended else None,
             "reason": ended.reason if ended else None,
-            "host": found.node,
-            "started_at": found.started_at,
+            "host": rank.node,
+            "started_at": rank.started_at,
             "ended_at": ended.at if ended else None,
         }
 
     def _result(self, gang: Gang, handle: ReplicaHandle) -> tuple[Any, str]:
-        """What the replica gave, and what is wrong with it."""
+        """The result of the replica, and why there is none."""
         if handle.rank not in gang.results:
             payload = self._result_payload(handle)
             try:
-                found = (None if payload is None else pickle.loads(payload), "")
+                outcome = (None if payload is None else pickle.loads(payload), "")
             except Exception as error:  # a class that only the replica has, for example
-                found = (None, f"the result cannot be read here: {error!r}")
-            gang.results[handle.rank] = found
-        outcome: tuple[Any, str] = gang.results[handle.rank]
-        return outcome
+                outcome = (None, f"the result cannot be read here: {error!r}")
+            gang.results[handle.rank] = outcome
+        return gang.results[handle.rank]
 
     def _result_payload(self, handle: ReplicaHandle) -> bytes | None:
         tail = self._log(handle, RESULT_TAIL)
@@ -264,25 +263,25 @@ class ReplicaSurface:
 
 
 def rank_of(training: Training, rank: int) -> RankStatus:
-    found = (r for r in training.status.ranks if r.rank == rank)
-    return next(found, RankStatus(rank=rank))
+    matching = (r for r in training.status.ranks if r.rank == rank)
+    return next(matching, RankStatus(rank=rank))
 
 
 def state_of(training: Training, rank: int) -> ReplicaState:
     """A rank that was stopped, or never came to run, ended the way its gang did."""
-    found = rank_of(training, rank)
-    is_unfinished = found.phase == "Pending" and not training.status.phase.is_terminal
-    if found.phase in ("Running", "Succeeded", "Failed") or is_unfinished:
-        return STATES[found.phase]
+    phase = rank_of(training, rank).phase
+    is_unfinished = phase == "Pending" and not training.status.phase.is_terminal
+    if phase in ("Running", "Succeeded", "Failed") or is_unfinished:
+        return STATES[phase]
     is_ended_by_us = training.spec.cancel or training.deletion_requested_at is not None
     return "cancelled" if is_ended_by_us and not training.status.failing else "failed"
 
 
-def error_of(training: Training, found: RankStatus, state: ReplicaState) -> str:
+def error_of(training: Training, rank: RankStatus, state: ReplicaState) -> str:
     """Why it failed, in one line; empty if it did not."""
     if state != "failed":
         return ""
-    status, ended = training.status, found.exit
+    status, ended = training.status, rank.exit
     why = status.failing_message or status.message
     if ended is None:
         return why or "it was never started"
