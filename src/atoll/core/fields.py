@@ -1,7 +1,7 @@
 """The names of a field: in Python, on the wire, as an option of the command line.
 
-Errors are raised with the name that `deploy_distributed` has for it (`gpu_count`); the wire calls
-it `resources.gpuCount`. An error that changes hands is renamed, the fields in its words too.
+Errors are raised with the name in `deploy_distributed` (`gpu_count`); on the wire the field is
+`resources.gpuCount`. An error that crosses that border is renamed, also the fields in its text.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError
     """The same error with the fields under these names. A field not among them keeps its name."""
 
     def renamed_word(match: re.Match[str]) -> str:
-        # A name of one plain word, such as "command", is no more than a word in a sentence.
+        # A plain word such as "command" may be an ordinary word of the sentence.
         word = match[0]
         is_plain = word.isalpha() and word.islower()
         return word if is_plain else names.get(word, word)

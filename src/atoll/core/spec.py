@@ -1,4 +1,4 @@
-"""What the user asked for. Every refusal names the field, the value and what would be right.
+"""The spec of a training. Every error names the field, the value and what was expected.
 
 Field names in errors are those of Python: `world_size.min`. `fields.py` knows their other names.
 """
@@ -38,7 +38,7 @@ WholeSeconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 Deadline = Annotated[float, Meta(ge=0.001, le=MAX_SECONDS)]
 RankNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 LineCount = Annotated[int, Meta(ge=0, le=10_000_000)]
-# Of a scale: whether it is within `[min, max]` is for each training to say.
+# Target of a scale; whether it is within `[min, max]` is checked against each training.
 ScaleTarget = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 
 BenchMode = Literal["off", "on-start"]
@@ -173,7 +173,7 @@ class Source(SpecModel, frozen=True):
         return self.content.startswith(DIGEST) and len(self.content) == len(DIGEST) + 64
 
     def by_digest(self) -> Source:
-        """With its digest in place of the code, for where it is only talked about."""
+        """The source with its digest in place of the code, for places that do not run it."""
         if self.is_digest:
             return self
         digest = hashlib.sha256(self.content).hexdigest().encode()
