@@ -18,8 +18,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from atoll.server import api, health
-from atoll.server.gauges import Gauges
+from atoll.server import api
 from atoll.server.openapi import document
 
 from .conftest import Served
@@ -45,7 +44,7 @@ def document_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
     server.close()
 
 
-ROWS = (*api.NATIVE, *health.operations(Gauges()))
+ROWS = api.NATIVE
 schema = schemathesis.openapi.from_dict(document(ROWS, api.STREAMED))
 
 
