@@ -1,4 +1,4 @@
-"""The command line of the link bench, and a measurement put into the fields of a BenchResult."""
+"""The command line of the link bench, and a measurement as a BenchResult."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_S = 86_400.0
 def summarise(
     measured: Measurement, host_a: str, host_b: str, at: float, *, is_worker_pair: bool = True
 ) -> BenchResult:
-    """Pure: raw times and windows in, the published fields out."""
+    """The published figures of a measurement. Pure."""
     slower = min((w for w in (measured.away, measured.towards) if w), key=median, default=[])
     rates = {
         size: [size * 8e-9 / seconds for seconds in times] for size, times in measured.sweep.items()
@@ -46,7 +46,7 @@ def summarise(
 
 
 def loopback(host: str, limit_s: float = netbench.LIMIT_S) -> BenchResult:
-    """This host with itself: what ranks that share it can expect of each other."""
+    """Measures this host with itself: the link between ranks that share it."""
     token = secrets.token_hex(16)
     with netbench.listen("127.0.0.1") as listener:
         join = netbench.in_background(lambda: netbench.serve(listener, token, limit_s))

@@ -25,7 +25,7 @@ class Report(Protocol):
 
 
 class TextReport:
-    """Log lines on stdout; on stderr the world: a live line on a terminal, else a line a change."""
+    """Prints logs to stdout, and the world to stderr: a live line on a terminal, else changes."""
 
     def __init__(self) -> None:
         self._printer = LinePrinter()
@@ -72,7 +72,7 @@ class TextReport:
 
 
 class JsonReport:
-    """One JSON object a line; `type` is created, log, world, note or result."""
+    """Prints one JSON object per line; `type` is created, log, world, note or result."""
 
     def __init__(self) -> None:
         self._world: dict[str, Any] | None = None
@@ -101,7 +101,7 @@ class JsonReport:
 
 
 class LinePrinter:
-    """Log lines on stdout, each with its rank."""
+    """Prints log lines to stdout, each with its rank."""
 
     def __init__(self, *, is_prefixed: bool = True) -> None:
         self.width = 1
@@ -142,7 +142,7 @@ def _whole(seconds: float) -> str:
 
 
 def end_report(training: Training) -> str:
-    """The end in words, and for a failure what is needed to understand it."""
+    """How a training ended, and for a failure the other failed ranks and the last lines."""
     cause = training.status.root_cause
     lines = [end_in_words(training)]
     if training.status.phase is not Phase.FAILED or cause is None:

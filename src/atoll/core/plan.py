@@ -198,7 +198,7 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
 
 
 def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
-    """Releases what the training holds, then removes the record when its time has come."""
+    """Releases what the training holds, then removes the record in time. Its phase stays."""
     status, spec = training.status, training.spec
     if training.generation != status.observed_generation:
         is_edited = training.deletion_requested_at is None

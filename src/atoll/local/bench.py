@@ -48,7 +48,7 @@ class LocalBench:
             notify()
 
     async def stop(self, uid: str) -> None:
-        """Nothing of it runs or is left."""
+        """Stops the measurement and removes its result."""
         task = self._running.pop(uid, None)
         if task is not None:
             task.cancel()

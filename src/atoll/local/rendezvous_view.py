@@ -29,7 +29,7 @@ def wanted_rendezvous(training: Training, host: str, before: dict[str, Any]) -> 
         return before
     spec = training.spec
     part: dict[str, Any] = {"backend": spec.rendezvous.backend, "etcd": "", "endpoint": ""}
-    part["keys"] = [f"{READY_DIR}/{host}"]  # one host reaches all of its own
+    part["keys"] = [f"{READY_DIR}/{host}"]  # one host, so all of its ranks reach each other
     if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
         return part
     if endpoint := os.environ.get(CONFIGURED):

@@ -1,7 +1,7 @@
 """The loop that starts, stops and restarts the ranks of one training.
 
-Everything it knows that matters is in the journal; a successor goes on from there. It ends when
-there is nothing left to run, and never leaves a descendant behind.
+All of its state that matters is in the journal, from which a successor continues. It ends when
+there is nothing left to run, and leaves no descendant behind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SWEEP_EVERY_S = 0.05
 
 
 def supervise(directory: Path, listener: int, *, is_heir: bool) -> None:
-    """`is_heir`: the shim before was killed and may have left processes behind."""
+    """Runs the loop. `is_heir`: an earlier shim was killed and may have left processes behind."""
     Supervisor(directory, listener, is_heir=is_heir).run()
 
 
@@ -107,7 +107,7 @@ class Supervisor:
         return True
 
     def _handle(self, fd: int, ended: list[Process]) -> None:
-        # Exits arrive in the order in which they happened: epoll keeps it.
+        # epoll reports exits in the order in which they happened.
         if fd in self._by_fd:
             kind, process = self._by_fd[fd]
             if kind == "exit":
@@ -127,7 +127,7 @@ class Supervisor:
     # What there is to do
 
     def _act(self) -> list[float]:
-        """Start, kill and sweep what is due; in how many seconds each other thing will be."""
+        """Starts, kills and sweeps what is due. Returns in how many seconds the rest is due."""
         now, later = time.monotonic(), self._start_due()
         if self._rendezvous is not None and (left := self._rendezvous.heal()) is not None:
             later.append(left)
@@ -177,7 +177,7 @@ class Supervisor:
     # Starting
 
     def _start(self, ready: list[Due]) -> bool:
-        """Fork, journal, then let them run: a rank that runs is always in the journal."""
+        """Forks, journals, then lets the ranks run: a running rank is always in the journal."""
         if not self._open_rendezvous():
             return False
         go_out, go_in = os.pipe2(os.O_CLOEXEC)
@@ -216,7 +216,7 @@ class Supervisor:
         try:
             env = self._rendezvous.open()
         except OSError:
-            self._tell_clients()  # why is in its file
+            self._tell_clients()  # the cause is in its file
             return False
         self._gang["env"] = {**env, **self._gang["env"]}
         return True
@@ -247,7 +247,7 @@ class Supervisor:
     # Ending
 
     def _finish(self, ended: list[Process]) -> None:
-        """Journal how they ended, in order; only then reap, clear away and tell."""
+        """Journals the ends in order; only then reaps, cleans up and notifies."""
         self._read_exec_errors()
         records: list[Record] = []
         for process in ended:
@@ -260,7 +260,7 @@ class Supervisor:
             records.append(self._explained(process, status))
         append_persistently(self._journal, records)
         for process in ended:
-            # Before it is reaped: until then nobody else can have its number.
+            # Before it is reaped: until then no other process can get its pid.
             processes.kill_group(process.attempt.pid, signal.SIGKILL)
             os.waitpid(process.attempt.pid, 0)
             self._copy_output(process)
@@ -301,7 +301,7 @@ class Supervisor:
                 self._exec_errors[int(rank), int(attempt)] = (reason, message)
 
     def _sweep(self) -> None:
-        """Kill what ended ranks left behind: orphans come to us and still carry their rank."""
+        """Kills what ended ranks left behind: orphans become our children and carry their rank."""
         mains, left = set(self._by_pid), set()
         for pid in processes.children(self._pid):
             if pid in mains:
@@ -320,7 +320,7 @@ class Supervisor:
                     os.waitpid(pid, os.WNOHANG)
 
     def _note_stops(self) -> None:
-        """A rank stopped by a signal is frozen, unless it goes on in time."""
+        """Notes ranks that a signal has stopped; they are frozen unless they continue in time."""
         flags = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         with contextlib.suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, flags)) is not None and child.si_pid:
@@ -337,7 +337,7 @@ class Supervisor:
         if data:
             process.log.write(data)
         else:
-            self._ignore(process.output)  # closed by the rank, which may run on
+            self._ignore(process.output)  # closed by the rank, which may keep running
 
     def _ignore(self, fd: int) -> None:
         with contextlib.suppress(OSError):
@@ -366,7 +366,7 @@ class Supervisor:
             client.setblocking(False)
             self._clients[client.fileno()] = client
             self._epoll.register(client.fileno(), select.EPOLLIN)
-            client.send(b"j")  # what was journalled while it waited to be let in
+            client.send(b"j")  # what was journalled before it was accepted
 
     def _hear(self, fd: int) -> None:
         """Any byte means: there is a new wish."""
@@ -389,6 +389,6 @@ class Supervisor:
                 client.send(b"j")
 
     def _now(self) -> float:
-        """The time; never twice the same, so that records keep their order."""
+        """The time, always later than the last one, so that records keep their order."""
         self._last_at = max(time.time(), self._last_at + 1e-6)
         return self._last_at

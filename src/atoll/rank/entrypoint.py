@@ -1,7 +1,7 @@
 """Runs code that was shipped with the training: `[--from DIR] script|function PAYLOAD ARGS…`.
 
-A script sees what it would see under `python script.py ARGS…`. A function is called with ARGS. A
-failure is told on stderr, and in the file torch keeps for it, so that the culprit can be named.
+A script runs as under `python script.py ARGS…`; a function is called with ARGS. A failure is
+printed to stderr and written to the file that torch uses, so that the first one can be named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OWN = str(Path(__file__).resolve())
 
 
 def run(kind: str, payload: Path, arguments: list[str], directory: str | None) -> None:
-    """Returns when the code has; whatever it raises passes through."""
+    """Runs the code; whatever it raises passes through."""
     # Python has put the directory of `-m` first; the code's own directory belongs there.
     sys.path[0] = directory if directory and os.path.isdir(directory) else os.getcwd()
     if kind == "script":
@@ -74,7 +74,7 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this file, which say nothing about the user's code."""
+    """The traceback without the frames of this file."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, _OWN):
         trace = trace.tb_next
     return trace

@@ -1,7 +1,7 @@
-"""How a replica's result travels back on every backend: as marked lines of its log. Pure.
+"""The result of a replica as marked lines of its log, on every backend. Pure.
 
-A line is written in one go and fits into a pipe's atomic write, so that nothing else a replica
-prints can fall into the middle of it.
+Each line fits into one atomic write to a pipe, so that other output of the replica never breaks
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CHUNK = 3000  # base64 of this and the mark stay below 4096 bytes
 
 
 def result_lines(payload: bytes) -> list[bytes]:
-    """Lines to print, the last thing a replica does. Each says which of how many it is."""
+    """The lines that a replica prints last. Each states its number and how many there are."""
     chunks = [payload[at : at + _CHUNK] for at in range(0, len(payload), _CHUNK)] or [b""]
     return [
         f"{MARK}{at} {len(chunks)} ".encode() + base64.b64encode(chunk) + b"\n"
@@ -35,7 +35,7 @@ def lines_expected(lines: Iterable[str]) -> int:
 
 
 def result_of(lines: Iterable[str]) -> bytes | None:
-    """The last result in the log, or None while there is none that is whole."""
+    """The last complete result in the log, or None."""
     chunks: dict[int, bytes] = {}
     whole = None
     for line in lines:
