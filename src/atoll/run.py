@@ -235,9 +235,9 @@ def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) ->
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             self.loop = asyncio.get_running_loop()
-            told = json.dumps(_endpoint(listening))
-            _write_private(endpoint, told)
-            sys.stdout.write(told + "\n")
+            address = json.dumps(_endpoint(listening))
+            _write_private(endpoint, address)
+            sys.stdout.write(address + "\n")
             sys.stdout.flush()
             if is_owned:
                 self.loop.add_reader(0, self.abandon)
@@ -285,11 +285,11 @@ def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) ->
 
 def _endpoint(listening: socket.socket) -> dict[str, Any]:
     host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    url_host = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
-        shown = "127.0.0.1"
+        url_host = "127.0.0.1"
     return {
-        "url": f"http://{shown}:{port}",
+        "url": f"http://{url_host}:{port}",
         "pid": os.getpid(),
         "startTime": start_time(os.getpid()),
         "release": atoll.__version__,

@@ -62,7 +62,7 @@ class Link:
             self._limit()
             more = self._socket.recv_into(view[got:])
             if not more:
-                raise ConnectionError("the other side went away")
+                raise ConnectionError("the other side closed the connection")
             got += more
         return view
 
@@ -116,7 +116,7 @@ def serve(listener: socket.socket, token: str, limit_s: float = LIMIT_S) -> None
     """Answer one measurement by a client that knows the token. Raises Temporary if none comes."""
     deadline = time.monotonic() + limit_s
     greeting = _GREETING + token.encode() + b"\n"
-    with _translated("nobody came to measure"):
+    with _translated("no peer connected"):
         while True:
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
             connection, _ = listener.accept()

@@ -32,7 +32,7 @@ def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_jso
     if is_json:
         print_json({"name": name, "previousTarget": before, **world_json(training.last)})
     else:
-        print(f"{name}: {before} -> {target} ranks wanted{', and there' if is_waited else ''}")
+        print(f"{name}: {before} -> {target} ranks wanted{', all ready' if is_waited else ''}")
 
 
 @click.command()

@@ -63,7 +63,7 @@ COMMANDS = {
 # What to do about an error, where its own words do not say it.
 HINTS: dict[type[AtollError], str] = {
     Denied: "set ATOLL_TOKEN to a token from 'atoll token create'",
-    Temporary: "is the control plane running? ATOLL_URL says where it is looked for",
+    Temporary: "is the control plane running? ATOLL_URL holds its address",
 }
 USAGE = 2
 
@@ -133,6 +133,6 @@ def refused(error: AtollError) -> int:
         hint = None  # the control plane's own words: it was reached
     if isinstance(error, NotFound):
         listing = "token list" if error.kind == "token" else "ps"
-        hint = f"'atoll {listing}' lists what is there"
+        hint = f"'atoll {listing}' lists what exists"
     print(f"atoll: error: {text}" + (f": {hint}" if hint else ""), file=sys.stderr)
     return USAGE if isinstance(error, ValidationError) else 1

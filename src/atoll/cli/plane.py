@@ -18,7 +18,7 @@ from atoll.core.errors import NotFound, Permanent, ValidationError
 if TYPE_CHECKING:
     from atoll.core.ports import Tokens
 
-TOKENS = ("ID", "NAMESPACE", "LABEL", "MADE")
+TOKENS = ("ID", "NAMESPACE", "LABEL", "CREATED")
 
 state_dir_option = click.option(
     "--state-dir",

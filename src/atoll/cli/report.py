@@ -149,7 +149,7 @@ def end_report(training: Training) -> str:
         return lines[0]
     others = [e.rank for e in training.status.rank_exits if e.is_failure and e.rank != cause.rank]
     if others:
-        lines.append(f"  ranks that fell or were stopped after it: {', '.join(map(str, others))}")
+        lines.append(f"  ranks that failed or were stopped after it: {', '.join(map(str, others))}")
     if cause.log_tail:
         lines.append(f"  last lines of rank {cause.rank}:")
         lines += [f"  | {line}" for line in cause.log_tail[-TAIL_LINES:]]

@@ -38,7 +38,7 @@ def status_text(training: Training) -> str:
         f"{training.name}  {show.phase_cell(training)}  {show.ready_cell(training)} ready",
         f"  world     min {size.min}, target {size.target}, max {size.max}",
         f"  command   {show.shortened(show.command_text(training), 200)}",
-        f"  made      {show.clock(training.created_at)}, ran {show.ran_cell(training, now)}",
+        f"  created   {show.clock(training.created_at)}, ran {show.ran_cell(training, now)}",
     ]
     if status.message and not status.phase.is_terminal:
         lines.append(f"  now       {status.message}")

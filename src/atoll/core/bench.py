@@ -86,7 +86,7 @@ def result_in_words(result: BenchResult) -> str:
     """One sentence: the two hosts, the bandwidth, and whether ranks run on both of them."""
     a, b, is_own = result.probe_node_a, result.probe_node_b, result.is_worker_pair
     if a == b:
-        shared = "loopback: the ranks share it" if is_own else "loopback: no other was to be had"
+        shared = "loopback: the ranks share it" if is_own else "loopback: no other host was free"
         return f"{a} with itself ({shared}): {_rate(result):.3g} Gbit/s"
     others = "" if is_own else ", which are not both hosts of this training's ranks"
     return f"{a} <-> {b}{others}: {_rate(result):.3g} Gbit/s"

@@ -239,8 +239,8 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
     spec, world = training.spec, training.spec.world_size
     if seen.fault:
         return PhaseReason.EXECUTOR_REFUSED, seen.fault
-    is_told_nothing = seen.wish is None and not seen.is_supervised
-    if is_told_nothing and status.has_run and not _may_be_late(status, now):
+    has_no_record = seen.wish is None and not seen.is_supervised
+    if has_no_record and status.has_run and not _may_be_late(status, now):
         words = f"the {training.executor} executor has lost all record of the ranks"
         return PhaseReason.EXECUTOR_LOST, words
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
@@ -302,7 +302,7 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
         )
     ranks = (*status.ranks, *status.retired)
     if silent := [str(r.rank) for r in ranks if r.exit is not None and r.exit.is_backends_word]:
-        message = f"exits of {', '.join(silent)} are the executor's word; they left no record"
+        message = f"the executor reported the exits of {', '.join(silent)}: they left no record"
         wanted.append(("ExitsFromBackend", True, "NoRecord", message))
     if status.mesh is not None:
         state, message = status.mesh.state, status.mesh.message

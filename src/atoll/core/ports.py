@@ -216,5 +216,5 @@ def with_id(id: str, hashes: Iterable[str]) -> str | None:
     """The hash that begins with `id`. Raises Permanent if several do."""
     matching = [hashed for hashed in hashes if hashed.startswith(id)]
     if len(matching) > 1:
-        raise Permanent(f"{len(matching)} tokens begin with {id!r}: give more of it")
+        raise Permanent(f"{len(matching)} tokens begin with {id!r}: give more characters")
     return matching[0] if matching else None

@@ -185,7 +185,7 @@ class LocalBackend:
             if training.status.has_run and not gang.is_asked():
                 raise Permanent(f"{gang.directory} is gone, and with it all record of the ranks")
             if wish.size > self._room(training.uid):
-                raise Temporary("the room was taken by another training", retry_after_s=0.1)
+                raise Temporary("another training took the slots", retry_after_s=0.1)
             self._held[training.uid] = max(wish.size, _holds(gang))
             self._place_source(training, gang.directory)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}

@@ -91,7 +91,7 @@ class Rendezvous:
         assert place is not None
         code, why = http_status(place, key_path(key), 2.0, "PUT", "value=1")
         if code not in (200, 201):
-            raise OSError(f"etcd did not take {key}: {why}")
+            raise OSError(f"etcd did not accept {key}: {why}")
 
     def _note(self, error: str = "") -> None:
         document = {

@@ -327,7 +327,7 @@ def _owned(path: Path) -> int:
         owner = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
         os.close(lock)
         raise Permanent(
-            f"{path} is in use by process {owner}: one control plane a state directory"
+            f"{path} is in use by process {owner}: only one control plane per state directory"
         ) from error
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
