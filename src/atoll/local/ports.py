@@ -1,4 +1,4 @@
-"""Port leases: a port that is ours until we let go, without holding it open.
+"""Port leases: a port is reserved until it is released, without being bound.
 
 A rank must be able to bind its MASTER_PORT itself, so the port cannot be kept bound for it. What
 is kept instead is a socket in Linux's abstract name space, `\\0atoll-port-<port>`: one holder at a

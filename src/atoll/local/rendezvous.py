@@ -1,7 +1,7 @@
-"""The port and, where one is needed, the etcd of a local training, for its supervisor's life.
+"""The port and, if needed, the etcd of a local training, held by its supervisor.
 
-Both are found again by a successor: the port and etcd's data are the training's, not the
-process's. Only the standard library is used here, as everywhere in the supervisor.
+A new supervisor of the same training gets the same port and the same data of etcd. Only the
+standard library is used here, as everywhere in the supervisor.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ HEAL_EVERY_S = 1.0
 
 
 class Rendezvous:
-    """What `wanted` (the gang document's part) asks for. `open()` may be repeated."""
+    """The rendezvous that `wanted`, a part of the gang document, describes."""
 
     def __init__(self, directory: Path, wanted: dict[str, Any]) -> None:
         self._directory = directory
         self._wanted = wanted
         self._leases: list[PortLease] = []  # for MASTER_PORT, etcd's clients, etcd's peers
         self._etcd: EtcdServer | None = None
-        self._endpoint: str = wanted.get("endpoint", "")  # of an etcd that is not ours
+        self._endpoint: str = wanted.get("endpoint", "")  # of a configured etcd
         self._again_at = 0.0
 
     def open(self) -> dict[str, str]:
-        """The environment for ranks; everything in it is there. Raises OSError: try again."""
+        """Starts what is needed; returns the environment for ranks. May be repeated, and has to be
+        after an OSError."""
         try:
             self._lease()
             self._start_etcd()
@@ -50,7 +51,8 @@ class Rendezvous:
         return meeting_environment(self._wanted["backend"], meeting)
 
     def heal(self) -> float | None:
-        """An etcd that died is there again, with its keys, where it was. When to call again."""
+        """Restarts an etcd that died, with its keys and address. Returns after how many seconds to
+        call again."""
         if self._etcd is None or self._is_etcd_up:
             return None
         left = self._again_at - time.monotonic()
@@ -87,7 +89,7 @@ class Rendezvous:
                 self._put(self._endpoint, key)
 
     def _lease(self) -> None:
-        """The ports of a predecessor, so that what was told of them stays true; or new ones."""
+        """Leases the ports of the previous supervisor, whose addresses stay valid, or new ones."""
         before = [*read_rendezvous(self._directory).get("ports", ()), 0, 0, 0]
         count = 3 if self._wanted["etcd"] else 1
         while len(self._leases) < count:
@@ -98,13 +100,13 @@ class Rendezvous:
         assert place is not None
         code, why = http_status(place, key_path(key), 2.0, "PUT", "value=1")
         if code not in (200, 201):
-            raise OSError(f"etcd did not take {key}: {why}")
+            raise OSError(f"etcd did not accept {key}: {why}")
 
     def _note(self, error: str = "") -> None:
-        found = {
+        document = {
             "ports": [lease.port for lease in self._leases],
             "etcd": self._endpoint,
             "error": error,
         }
-        with contextlib.suppress(OSError):  # a full disk: it is there all the same
-            write_rendezvous(self._directory, found)
+        with contextlib.suppress(OSError):  # a full disk: the rendezvous works without the file
+            write_rendezvous(self._directory, document)

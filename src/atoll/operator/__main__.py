@@ -21,9 +21,11 @@ import click
 from atoll.core.errors import AtollError, Permanent
 from atoll.core.model import encode
 
-namespace_option = click.option("--namespace", help="Only this namespace. Default: all namespaces.")
+namespace_option = click.option(
+    "--namespace", help="Namespace whose trainings are served.", show_default="all namespaces"
+)
 options_option = click.option(
-    "--options", default="", help='Executor options as JSON, such as \'{"image": "…"}\'.'
+    "--options", default="", help='Options of the executor as JSON: \'{"image": "…"}\'.'
 )
 
 
@@ -43,24 +45,36 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @namespace_option
-@click.option("--home", help="Namespace of the lease. Default: the operator's own.")
-@click.option("--identity", help="Name in the lease. Default: the host's name and a random suffix.")
+@click.option(
+    "--home", help="Namespace whose lease is used.", show_default="the operator's own namespace"
+)
+@click.option(
+    "--identity",
+    help="Name of this operator in the lease.",
+    show_default="generated from the host name",
+)
 @click.option(
     "--lease-s",
     "--lease-duration",
     "lease_s",
     type=click.FloatRange(min=1),
     default=15.0,
-    help="Duration of the lease in seconds. Default: 15.",
+    help="Seconds that the lease lasts without being renewed.",
+    show_default=True,
 )
-@click.option("--host", default="0.0.0.0", help="Address to serve the HTTP API on.")
 @click.option(
-    "--port", type=click.IntRange(0, 65_535), help="Port of the HTTP API. Default: no API."
+    "--host", default="0.0.0.0", help="Address to serve the HTTP API on.", show_default=True
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65_535),
+    help="Port to serve the HTTP API on.",
+    show_default="no HTTP API",
 )
 @options_option
 @needs_extra
 def run(options: str, lease_s: float, **settings: Any) -> None:
-    """Run the trainings of a cluster until stopped. Ranks keep running afterwards."""
+    """Run the controller of a Kubernetes cluster until it is stopped. Ranks keep running."""
     import asyncio
 
     from atoll.kubernetes.manifests import read_options
@@ -85,11 +99,11 @@ async def _run(settings: dict[str, Any]) -> None:
 
 @click.command()
 @click.option("--namespace", required=True, help="Namespace that the token gives access to.")
-@click.option("--home", help="Namespace of the operator. Default: that of this pod or kubeconfig.")
-@click.option("--label", default="", help="Note for the list of tokens, such as its owner's name.")
+@click.option("--home", help="Namespace of the operator.", show_default="the current namespace")
+@click.option("--label", default="", help="Note on whose token it is.")
 @needs_extra
 def token(namespace: str, home: str | None, label: str) -> None:
-    """Create a token for the operator's HTTP API and print it. It is not shown again."""
+    """Create a token for the HTTP API of the operator and print it. It cannot be shown again."""
     import asyncio
 
     sys.stdout.write(asyncio.run(_token(namespace, home, label)) + "\n")
@@ -111,21 +125,25 @@ async def _token(namespace: str, home: str | None, label: str) -> str:
 
 
 @click.command()
-@click.option("--image", required=True, help="Image of the operator.")
+@click.option("--image", required=True, help="Container image of the operator.")
 @click.option(
-    "--home", default="atoll-system", help="Namespace of the operator. Default: atoll-system."
+    "--home", default="atoll-system", help="Namespace of the operator.", show_default=True
 )
 @namespace_option
 @click.option(
-    "--replicas", type=click.IntRange(min=1), default=2, help="Number of operator pods. Default: 2."
+    "--replicas",
+    type=click.IntRange(min=1),
+    default=2,
+    help="Number of operators to run; one of them is active.",
+    show_default=True,
 )
 @options_option
-@click.option("--json", "is_json", is_flag=True, help="Print JSON, for programs.")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON instead of YAML.")
 @needs_extra
 def manifests(is_json: bool, **settings: Any) -> None:
-    """Print the manifests of the operator.
+    """Print the manifests that a cluster needs.
 
-    Install it with `atoll k8s manifests --image IMAGE | kubectl apply -f -`.
+    To install them: `atoll k8s manifests --image IMAGE | kubectl apply -f -`.
     """
     import yaml  # type: ignore[import-untyped]
 
