@@ -100,3 +100,15 @@ def test_every_module_can_be_imported() -> None:
             continue
         parts = path.relative_to(ROOT / "src").with_suffix("").parts
         importlib.import_module(".".join(parts).removesuffix(".__init__"))
+
+
+def test_unit_tests_mirror_the_tree() -> None:
+    """A test is found from its module: `core/plan.py` has `core/test_plan.py`, or more of them."""
+    strays = []
+    for path in sorted((ROOT / "tests/unit").rglob("test_*.py")):
+        folder = ROOT / "src/atoll" / path.parent.relative_to(ROOT / "tests/unit")
+        subject = path.stem.removeprefix("test_")
+        modules = {p.stem for p in folder.glob("*.py")} | {p.name for p in folder.glob("*/")}
+        if not any(subject == name or subject.startswith(f"{name}_") for name in modules):
+            strays.append(str(path.relative_to(ROOT)))
+    assert strays == []

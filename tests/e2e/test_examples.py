@@ -26,7 +26,11 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     (
         "elastic.py",
         [PY],
-        ["RankRestarting      rank 1: SIGKILL", "Scaled              target 2 -> 4", "of 60 items"],
+        [
+            "RankRestarting      rank 1: exit_code=137 reason=Signal signal=SIGKILL",
+            "Scaled              target 2 -> 4",
+            "of 60 items",
+        ],
     ),
     (
         "torch_distributed.py",

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import httpx2
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "src")]
 
@@ -46,8 +48,9 @@ def main() -> None:
 def save_state(old: Site) -> None:
     plane = old.start(*OLD_SERVE)
     token = old.atoll("token", "create", "--namespace", "research", "--label", "alice")
-    with atoll.Client(plane.url, plane.token) as client:
-        http = client.wire.client()
+    headers = {"Authorization": f"Bearer {plane.token}"}
+    http = httpx2.Client(base_url=plane.url, headers=headers)
+    with http, atoll.Client(plane.url, plane.token) as client:
         script = old.state.with_name("shipped.py")
         script.write_text("import os\nprint('shipped to rank', os.environ['RANK'])\n")
         for name, options in {**SHELL, "shipped": {"source": script}}.items():

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 
@@ -52,7 +53,8 @@ def test_a_state_directory_is_read_as_it_was_and_a_copy_is_kept(state: Path) -> 
         assert (cause.rank, cause.exit_code, cause.log_tail) == (1, 7, ["nan", "nan"])
         spec = saved["records"]["keyed"]["training"]["spec"]
         once = {"Idempotency-Key": "once"}
-        again = client.wire.client().post("/v1/trainings", json=spec, headers=once)
+        headers = once | {"Authorization": f"Bearer {plane.token}"}
+        again = httpx2.post(f"{plane.url}/v1/trainings", json=spec, headers=headers)
         assert again.json()["uid"] == client.get("keyed").uid
     with atoll.Client(plane.url, saved["token"]) as other:
         assert other.list() == []

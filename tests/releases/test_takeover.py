@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import atoll
@@ -18,6 +19,7 @@ from tests.support.release import (
     NEW,
     NEW_SERVE,
     OLD_SERVE,
+    Plane,
     Site,
     cleared,
     left,
@@ -88,7 +90,7 @@ def test_everything_is_there_and_ranks_go_on(
     token = old.atoll("token", "create", "--namespace", "research").stdout.strip()
     key = {"Idempotency-Key": "once"}
     with atoll.Client(before.url, before.token) as client:
-        keyed = client.wire.client().post("/v1/trainings", json=KEYED, headers=key).json()
+        _, keyed = create(before, key)
         records = {name: record(client, name) for name in FINISHED}
         pids = {name: both_begun(client.get(name)) for name in RUNNING}
         shims = {name: supervisor(state, uids[name]) for name in (*RUNNING, "orphan")}
@@ -102,9 +104,9 @@ def test_everything_is_there_and_ranks_go_on(
         site = Site(NEW, state)
     after = site.start(*NEW_SERVE)
     with atoll.Client(after.url, after.token) as client:
-        again = client.wire.client().post("/v1/trainings", json=KEYED, headers=key)
-        assert (again.status_code, again.json()["uid"]) == (200, keyed["uid"])
-        assert {t.name: t.uid for t in client.list()} == uids | {"keyed": keyed["uid"]}
+        again = create(after, key)
+        assert again == (200, keyed)
+        assert {t.name: t.uid for t in client.list()} == uids | {"keyed": keyed}
         for name in FINISHED:
             assert record(client, name) == records[name], name
         with atoll.Client(after.url, token) as other:
@@ -122,6 +124,13 @@ def test_everything_is_there_and_ranks_go_on(
 
 
 KEYED = {"name": "keyed", "command": ["true"], "worldSize": {"min": 1, "target": 1, "max": 1}}
+
+
+def create(plane: Plane, headers: dict[str, str]) -> tuple[int, str]:
+    """The status and the uid, as a program reads them that has no SDK."""
+    headers = headers | {"Authorization": f"Bearer {plane.token}"}
+    answer = httpx2.post(f"{plane.url}/v1/trainings", json=KEYED, headers=headers)
+    return answer.status_code, answer.json()["uid"]
 
 
 def live_on(client: atoll.Client, steps: Path) -> None:

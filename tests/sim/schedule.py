@@ -112,7 +112,8 @@ class Schedule:
         quiet = self.now + CALM_FOR_S
         while self.now < quiet:
             self._pass()
-            if self._wake_at is None and self.machine.next_time(self.now) is None:
+            is_idle = self._wake_at is None and not self.machine.is_touched
+            if is_idle and self.machine.next_time(self.now) is None:
                 break
             self._advance_to(min(self._next_time(), quiet))
         self._check_end()

@@ -89,7 +89,7 @@ class Machine:
         self.is_supervised = True
         if self.has_gate and self.ready_at is None:
             self.ready_at = now + self.random.choice([0.0, 1.0, 20.0, 100.0])
-        self.remember(now)
+        self.touch(now)
 
     def open(self, now: float) -> None:
         if self.gate_opened_at is None:
@@ -102,6 +102,7 @@ class Machine:
         self.touch(now)
 
     def touch(self, now: float) -> None:
+        """It looks different now, which every executor tells of."""
         self.is_touched = True
         self.remember(now)
 

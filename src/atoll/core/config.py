@@ -90,7 +90,7 @@ def options_of(kind: type[T], table: Mapping[str, Any]) -> T:
     try:
         return msgspec.convert({names[name]: value for name, value in table.items()}, kind)
     except msgspec.ValidationError as error:
-        refused = named(error, {names[name]: value for name, value in table.items()})
+        refused = named(error, kind, {names[name]: value for name, value in table.items()})
         raise renamed(refused, {wire: name for name, wire in names.items()}) from error
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from atoll.replicas.states import error_of
 from msgspec.structs import replace
 
 import atoll
@@ -27,6 +26,7 @@ from atoll.core.phase import RULES, Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Exit, RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.kubernetes.crd import render_crd
+from atoll.replicas.surface import error_of
 from atoll.server.basilica.wire import deployment
 
 SOURCES = Path(atoll.__file__).parent

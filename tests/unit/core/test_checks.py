@@ -120,21 +120,21 @@ def test_a_number_on_the_command_line_has_the_bounds_of_its_field() -> None:
             assert number._describe_range() == f"{low}<=x<={high}"
 
 
-@pytest.mark.parametrize("field", field_bounds(kubernetes.Options))
+@pytest.mark.parametrize("field", field_bounds(kubernetes.KubernetesOptions))
 def test_options_of_the_cluster_have_theirs(field: str) -> None:
-    bounds = field_bounds(kubernetes.Options)[field]
+    bounds = field_bounds(kubernetes.KubernetesOptions)[field]
     wire = dict(
         zip(
-            kubernetes.Options.__struct_fields__,
-            kubernetes.Options.__struct_encode_fields__,
+            kubernetes.KubernetesOptions.__struct_fields__,
+            kubernetes.KubernetesOptions.__struct_encode_fields__,
             strict=True,
         )
     )
     for value in (bounds.low - 1, bounds.high + 1):
         with pytest.raises(ValidationError) as here:
-            kubernetes.Options(**{field: value})
+            kubernetes.KubernetesOptions(**{field: value})
         with pytest.raises(ValidationError) as there:
-            decode(msgspec.json.encode({wire[field]: value}), kubernetes.Options)
+            decode(msgspec.json.encode({wire[field]: value}), kubernetes.KubernetesOptions)
         assert str(there.value) == str(here.value)
         assert here.value.field == field
 
