@@ -166,8 +166,8 @@ def delete(
     try:
         training = yield from read(who, clock=clock)
         yield from send(Send("DELETE", who.path), clock=clock)
-        while (left := deadline - clock()) > 0:
-            training = yield from _next(who, training, left, clock=clock)
+        while (left_s := deadline - clock()) > 0:
+            training = yield from _next(who, training, left_s, clock=clock)
             on_read(training)
             if is_missing(training):
                 raise Temporary(
@@ -222,8 +222,8 @@ def wait(
         answer = settle(training)
         if answer is not None:
             return answer
-        left = deadline - clock()
-        if left <= 0:
+        left_s = deadline - clock()
+        if left_s <= 0:
             ready = training.status.world.ready
             raise BelowMinimumWorld(
                 _late(training, needed(training), timeout or 0.0),
@@ -232,13 +232,13 @@ def wait(
                 timeout=timeout,
                 rank_exits=training.status.rank_exits,
             )
-        training = yield from _next(who, training, left, settle, clock=clock)
+        training = yield from _next(who, training, left_s, settle, clock=clock)
 
 
 def _next(
     who: Who,
     training: Training,
-    left: float,
+    left_s: float,
     settle: Settle[T] = ignore,
     *,
     clock: Clock = time.monotonic,
@@ -247,8 +247,8 @@ def _next(
 
     Once time is up it is read a last time; if that fails too, the old state is returned.
     """
-    deadline = clock() + left
-    retry = new_retry(left, clock)
+    deadline = clock() + left_s
+    retry = new_retry(left_s, clock)
     while True:
         watch_s = inf if deadline == inf else min(deadline - clock(), WATCH_S)
         change = yield NextChange(who.path, training.resource_version, watch_s)

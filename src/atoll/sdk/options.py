@@ -155,8 +155,8 @@ def _bench(options: dict[str, Any]) -> BenchSpec:
 
 
 def _rendezvous(options: dict[str, Any]) -> RendezvousSpec:
-    named = {name.removeprefix("rendezvous_"): value for name, value in options.items()}
-    return RendezvousSpec(**named)
+    fields = {name.removeprefix("rendezvous_"): value for name, value in options.items()}
+    return RendezvousSpec(**fields)
 
 
 def _source(value: Any) -> Source | None:

@@ -22,10 +22,10 @@ def admitted(spec: TrainingSpec, plane: Plane) -> TrainingSpec:
     executor = plane.executors.get(name or "")
     if executor is None:
         raise ValidationError("executor", name, plane.setup.refusal(name, plane.executors))
-    named = replace(spec, executor=name)
+    spec = replace(spec, executor=name)
     if isinstance(executor, Checking):
-        executor.check(named)
-    return named
+        executor.check(spec)
+    return spec
 
 
 def executor_of(training: Training, plane: Plane) -> Executor:

@@ -89,17 +89,17 @@ class End:
         return beside(self._follow(store))
 
     async def _follow(self, store: Store) -> None:
-        seen = self._training
+        training = self._training
         while not self._is_over:
             try:
-                async for change in store.watch(seen.resource_version, seen.key):
+                async for change in store.watch(training.resource_version, training.key):
                     self._is_over = change.is_removed or change.training.status.phase.is_terminal
                     if self._is_over:
                         return
                 return
             except Gone:
-                seen = await store.get(seen.key)
-                self._is_over = seen.status.phase.is_terminal
+                training = await store.get(training.key)
+                self._is_over = training.status.phase.is_terminal
 
 
 async def _open_logs(

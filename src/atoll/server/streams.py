@@ -52,10 +52,10 @@ class Streams:
         ends_at = None if limit_s is None else now() + limit_s
         try:
             while True:
-                left = self.heartbeat_s if ends_at is None else ends_at - now()
-                if left <= 0:
+                left_s = self.heartbeat_s if ends_at is None else ends_at - now()
+                if left_s <= 0:
                     return
-                chunk = await buffer.take(min(left, self.heartbeat_s))
+                chunk = await buffer.take(min(left_s, self.heartbeat_s))
                 if chunk is None:
                     break
                 yield chunk or beat

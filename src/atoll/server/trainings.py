@@ -83,9 +83,9 @@ def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
 
     A client on this machine puts its own directory and environment into a spec for `local`.
     """
-    wanted = call.request.headers.get(IF_DEFAULT.lower())
+    expected = call.request.headers.get(IF_DEFAULT.lower())
     default = default_executor(call.plane)
-    if wanted is not None and wanted != default:
+    if expected is not None and expected != default:
         raise ValidationError("executor", spec.executor, f"the default here is {default}")
 
 
@@ -261,11 +261,11 @@ async def _change(call: ApiCall, wish: Callable[[Training], Training]) -> Traini
     store = call.plane.store
     for _ in range(WRITE_ATTEMPTS):
         training = await store.get(call.key)
-        wanted = wish(training)
-        if wanted == training:
+        changed = wish(training)
+        if changed == training:
             return training
         try:
-            return await store.update_spec(wanted)
+            return await store.update_spec(changed)
         except Conflict:
             await asyncio.sleep(0)
     raise Temporary(f"training {call.name!r} changes too fast to be written: try again")

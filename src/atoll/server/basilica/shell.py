@@ -86,8 +86,8 @@ def takes_args(text: str) -> bool:
 
     After `done`, a comment or the last line of a here-document they would break the script.
     """
-    seen = _QUOTED.sub(lambda match: "_" if match[0][0] == "'" else match[0], text)
-    if _POSITIONAL.search(seen):
+    expanded = _QUOTED.sub(lambda match: "_" if match[0][0] == "'" else match[0], text)
+    if _POSITIONAL.search(expanded):
         return False
     bare = _SUBSTITUTED.sub("_", _QUOTED.sub("_", text.rstrip()))
     if "<<" in bare or re.search(r"(?<!\S)#", bare):
