@@ -26,6 +26,7 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
     from atoll.cli.follow import Following
     from atoll.cli.report import JsonReport, TextReport
     from atoll.cli.terminal import go_on_unread
+    from atoll.core.errors import Temporary
     from atoll.sdk.client import Client
 
     go_on_unread()
@@ -34,7 +35,10 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
     training = client.deploy_distributed(launch.name, **launch.options)
     code = following.run(client, training)
     if is_removed:
-        training.delete()
+        try:
+            training.delete()
+        except Temporary as error:  # the exit code is the training's
+            following.report.says(str(error))
     raise SystemExit(code)
 
 
