@@ -173,7 +173,8 @@ def delete(
                 why = "is not configured" if kind == MISSING else "cannot be reached"
                 raise Temporary(
                     f"{who.name!r} is not removed yet: its executor {training.executor!r} {why}, "
-                    "and only that executor can stop its ranks; the training is removed once it is back"
+                    "and only that executor can stop its ranks; the training is removed once it "
+                    "is back"
                 )
     except NotFound:
         return
