@@ -26,6 +26,11 @@ kubeconfig = "kube.yaml"
 image = "busybox"
 """
 
+LEFT = (
+    "it is not known whether its ranks have stopped; the cancel is stored, and is carried out when "
+    "the executor 'eu' answers"
+)
+
 
 @pytest.fixture
 def shell(lone_atoll: Shell) -> Shell:
@@ -142,11 +147,60 @@ def test_a_training_outlives_the_configuration_of_its_executor(shell: Shell) -> 
     drop_records(shell)
 
 
+def test_a_run_that_nobody_can_stop_now_is_left_in_its_time(shell: Shell) -> None:
+    """The cluster does not answer: the cancel is stored, and the command does not wait for it."""
+    words = ("--executor", "eu", "--stop-grace", "0", "--", "true")
+    ran = shell("run", "--timeout", "1", "--name", "far", *words)
+    assert ran.returncode == 124
+    assert ran.stderr.splitlines()[-1] == f"atoll: left far: {LEFT}"
+    assert "the executor 'eu' cannot be reached: the Kubernetes API server did not" in ran.stderr
+    stored = shell.json("status", "far")
+    assert stored["spec"]["cancel"]
+    assert [c["type"] for c in stored["conditions"]] == ["ExecutorUnreachable"]
+    assert "new (executor unreachable)" in shell("ps").stdout
+    with shell.start("run", "--rm", "--name", "too", *words) as followed:
+        until(lambda: is_said_to_be_unreachable(shell, "too"))
+        followed.send_signal(signal.SIGINT)
+        _, told = followed.communicate(timeout=30)
+    assert followed.returncode == 130
+    *_, left, unremoved = told.splitlines()
+    assert left == f"atoll: left too: {LEFT}"
+    assert unremoved.startswith("atoll: 'too' is not removed yet: its executor 'eu' cannot be")
+    refused = shell("rm", "far")
+    assert refused.returncode == 1
+    assert "'far' is not removed yet: its executor 'eu' cannot be reached" in refused.stderr
+    drop_records(shell)
+
+
+def test_an_executor_that_cannot_be_used_says_why_until_a_restart(shell: Shell) -> None:
+    (shell.cwd / "kube.yaml").rename(shell.cwd / "elsewhere.yaml")
+    file = shell.cwd / "kube.yaml"
+    why = f"no usable Kubernetes configuration: Configuration file {file} not found"
+    assert shell("run", "--", "true").returncode == 0
+    eu, _ = shell.json("executors")["items"]
+    assert (eu["isReachable"], eu["message"]) == (False, why)
+    refused = shell("run", "--executor", "eu", "--", "true")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"atoll: error: --executor: 'eu' is not valid: {why}; once that is put right, "
+        f"stop it (kill {shell.server_pid()}; ranks go on) and run: atoll serve --config FILE\n"
+    )
+    (shell.cwd / "elsewhere.yaml").rename(file)
+    assert shell.json("executors")["items"][0]["message"] == why
+    stop_server(shell)
+    assert "did not answer" in shell.json("executors")["items"][0]["message"]
+
+
 def until_missing(shell: Shell, name: str) -> None:
     """Until its status says what became of its executor."""
     until(
         lambda: "ExecutorMissing" in [c["type"] for c in shell.json("status", name)["conditions"]]
     )
+
+
+def is_said_to_be_unreachable(shell: Shell, name: str) -> bool:
+    listed = {t["name"]: t for t in shell.json("ps")}
+    return name in listed and "cannot be reached" in listed[name]["message"]
 
 
 def drop_records(shell: Shell) -> None:

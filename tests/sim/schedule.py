@@ -10,6 +10,7 @@ import msgspec
 
 from atoll.controller.reconcile import Reconciler
 from atoll.core.errors import Conflict, NotFound, Temporary
+from atoll.core.executors import absence
 from atoll.core.phase import EDGES, Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Event, Status, Training
@@ -295,6 +296,7 @@ class Schedule:
         training = self._seen_last
         status = training.status
         assert status.observed_generation == training.generation
+        assert not absence(training), "it answers, and the status says that it does not"
         if status.phase.is_terminal:
             assert status.is_released
             assert training.deletion_requested_at is None

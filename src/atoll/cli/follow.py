@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atoll.cli.report import Report
 from atoll.core.ends import PhaseReason
+from atoll.core.executors import absence
 from atoll.core.phase import Phase
 from atoll.core.status import LogLine, Training
 from atoll.sdk import flows
@@ -24,9 +24,13 @@ from atoll.sdk.client import Client
 from atoll.sdk.effects import Flow
 from atoll.sdk.training import DistributedTraining
 
+if TYPE_CHECKING:
+    from atoll.cli.report import Report
+
 TICK_S = 0.1
 LINES_AHEAD = 10_000  # read but not printed: a terminal may be slow, or stopped with Ctrl-S
 LOGS_S = 5.0  # how long the last lines may take once the training is over
+CONFIRM_S = 5.0  # how long the end may take once ranks are stopped, where nobody may answer
 SUCCEEDED, FAILED, TIMED_OUT = 0, 1, 124
 
 
@@ -68,16 +72,19 @@ class Following:
     Made before the training is: a Ctrl-C that comes while it is being stored is not lost.
     """
 
-    def __init__(self, report: Report, timeout: float | None) -> None:
-        self.report = report
+    report: Report
+
+    def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
         self._items: SimpleQueue[Item] = SimpleQueue()
         self._room = threading.Semaphore(LINES_AHEAD)
         self._signal: int | None = None
         self._is_given_up = False
+        self._cancelled_at: float | None = None
         Interrupts(self._items)
 
-    def run(self, client: Client, training: DistributedTraining) -> int:
+    def run(self, client: Client, training: DistributedTraining, report: Report) -> int:
+        self.report = report
         self._start("logs", lambda: self._read_logs(training))
         self._start("states", lambda: client.run(to_the_end(training.last, self._items.put)))
         last = training.last
@@ -87,7 +94,9 @@ class Following:
             if item is None:
                 if "states" not in still_open:
                     break
-                self._give_up(training)
+                if self._cancelled_at is not None:
+                    return self._leave(last)
+                self._give_up(training, last)
             elif isinstance(item, LogLine):
                 self.report.line(item)
                 self._room.release()
@@ -132,19 +141,39 @@ class Following:
                 self.report.tick()
 
     def _patience(self, last: Training) -> float | None:
-        """How long it may still wait to be started; a training that runs has its own deadline."""
-        if self._timeout is None or self._is_given_up or last.status.gate_opened_at is not None:
-            return None
-        return max(0.0, last.created_at + self._timeout - time.time())
+        """How long it may still wait to be started, or to be stopped where nobody may answer.
 
-    def _give_up(self, training: DistributedTraining) -> None:
+        A training that runs has its own deadline, for as long as its executor answers.
+        """
+        opened_at, is_answered = last.status.gate_opened_at, is_looked_at(last)
+        if self._cancelled_at is not None:
+            until = self._cancelled_at + last.spec.stop_grace_s + CONFIRM_S
+            return None if is_answered else max(0.0, until - time.time())
+        if self._timeout is None or (opened_at is not None and is_answered):
+            return None
+        since = last.created_at if opened_at is None else opened_at
+        return max(0.0, since + self._timeout - time.time())
+
+    def _give_up(self, training: DistributedTraining, last: Training) -> None:
         self._is_given_up = True
-        self.report.says(f"not started within {self._timeout:g} s; cancelling the training")
+        late = "not over" if last.status.gate_opened_at is not None else "not started"
+        self.report.says(f"{late} within {self._timeout:g} s; cancelling the training")
+        self._cancelled_at = time.time()
         training.cancel()
+
+    def _leave(self, last: Training) -> int:
+        """Whether ranks still run cannot be learned now; the exit code says why it is left."""
+        self.report.says(
+            f"left {last.name}: it is not known whether its ranks have stopped; the cancel is "
+            f"stored, and is carried out when the executor {last.executor!r} answers"
+        )
+        self.report.close()
+        return TIMED_OUT if self._signal is None else 128 + self._signal
 
     def _cancel(self, training: DistributedTraining, number: int) -> None:
         self._signal = number
         self.report.says("cancelling the training; once more to leave at once")
+        self._cancelled_at = time.time()
         training.cancel()
 
     def _settle(self, ended: Ended) -> None:
@@ -173,6 +202,12 @@ def to_the_end(training: Training, on_read: Callable[[Training], object]) -> Flo
         needed=lambda now: now.spec.world_size.target,
         on_read=on_read,
     )
+
+
+def is_looked_at(training: Training) -> bool:
+    """Whether its executor answers, and was asked since the last change of the spec."""
+    is_observed = training.status.observed_generation == training.generation
+    return is_observed and not absence(training)
 
 
 def verdict_code(training: Training) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import PurePath
@@ -277,7 +276,7 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
+_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # 32 of them: a byte picks all equally often
 _SUFFIX = 5
 # Programs that only run something else, so that they say little about a training.
 _RUNNERS = re.compile(r"(python|pypy)[\d.]*|torchrun|accelerate|bash|sh|env|uv|nice|time")
@@ -289,7 +288,7 @@ def generated(command: Sequence[str]) -> str:
 
 
 def _random() -> str:
-    return "".join(secrets.choice(_LETTERS) for _ in range(_SUFFIX))
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(_SUFFIX))
 
 
 def _stem(command: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from atoll.cli.show import counted, duration, print_json, says, training_json, world_json
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
+from atoll.core.executors import absence
 from atoll.core.narrate import TAIL_LINES, end_in_words
 from atoll.core.phase import Phase
 from atoll.core.status import LogLine, Training
@@ -132,7 +133,9 @@ def world_text(training: Training) -> str:
         text += f", {counted(restarts, 'restart')}"
     if lost:
         text += f", lost: rank {', '.join(lost)}"
-    if waits and not is_stopping and not waits[0].endswith((" ", " starting")):
+    if absence(training):
+        text += f", {status.message}"
+    elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
         text += f", {waits[0]}"
     return text
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from atoll.cli.terminal import PHASE_COLOURS, paint, wants_colour
+from atoll.core.executors import absence
 from atoll.core.status import Training
 
 _NOT_SHOWN = ("redo", "failing", "failingMessage", "askedAt", "isReleased", "gateOpenedAt")
@@ -77,7 +78,10 @@ def _width(cell: str) -> int:
 def phase_cell(training: Training) -> str:
     phase = training.status.phase.value or "new"
     colour = PHASE_COLOURS.get(phase)
-    return paint(phase, colour, wants_colour(sys.stdout)) if colour else phase
+    cell = paint(phase, colour, wants_colour(sys.stdout)) if colour else phase
+    if where := absence(training):
+        cell += f" (executor {where.removeprefix('Executor').lower()})"
+    return cell
 
 
 def ready_cell(training: Training) -> str:

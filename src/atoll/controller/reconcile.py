@@ -7,17 +7,29 @@ the status was written by somebody else meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from atoll.core.errors import AtollError, Conflict, NotFound, Permanent
-from atoll.core.missing import left_alone, rejoined
+from atoll.core.absent import left_alone, out_of_reach, rejoined, return_of
+from atoll.core.errors import AtollError, BackendError, Conflict, Denied, NotFound, Permanent
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
 from atoll.core.ports import Executor, Key, Measuring, Store, Tending
 from atoll.core.status import Seen, Training, sooner
 
 Clock = Callable[[], float]
+
+BLIPS = 1  # failed looks in a row that are told to nobody
+QUIET_S = 30.0  # an error whose words change with every look is written no more often
+
+
+class Misses(NamedTuple):
+    """Looks at one training that failed in a row."""
+
+    number: int = 0
+    written_at: float = float("-inf")
 
 
 class Reconciler:
@@ -26,18 +38,21 @@ class Reconciler:
         self._executors = executors
         self._clock = clock
         self._faults: dict[str, str] = {}  # what an executor will never do, by training
+        self._misses: dict[Key, Misses] = {}
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the next look, or None: not until something changes."""
         try:
             training = await self._store.get(key)
         except NotFound:
+            self._misses.pop(key, None)
             return None
         if training.executor not in self._executors:
             seen, made = Seen(), left_alone(training, self._clock())
         else:
-            seen = await self._observe(training)
+            seen = await self._look(training)
             made = plan(rejoined(training), seen, self._clock())
+            made = made._replace(events=(*return_of(training, self._clock()), *made.events))
         try:
             training = await self._write(training, made)
         except (Conflict, NotFound):
@@ -51,6 +66,26 @@ class Reconciler:
         if trouble is not None:
             raise trouble
         return sooner(made.requeue_after_s, seen.again_in_s)
+
+    async def _look(self, training: Training) -> Seen:
+        """One that fails is raised; the status says so if it is not the first in a row."""
+        try:
+            seen = await self._observe(training)
+        except (BackendError, Denied) as error:
+            with contextlib.suppress(Conflict, NotFound):  # then the next look tells of it
+                await self._note_miss(training, error)
+            raise
+        self._misses.pop(training.key, None)
+        return seen
+
+    async def _note_miss(self, training: Training, error: Exception) -> None:
+        now, misses = self._clock(), self._misses.get(training.key, Misses())
+        is_due = misses.number >= BLIPS and now >= misses.written_at + QUIET_S
+        self._misses[training.key] = misses._replace(number=misses.number + 1)
+        told = out_of_reach(training, error, now)
+        if is_due and told.status != training.status:
+            await self._write(training, told)
+            self._misses[training.key] = Misses(misses.number + 1, now)
 
     async def _observe(self, training: Training) -> Seen:
         if training.status.is_released:

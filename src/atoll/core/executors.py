@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from atoll.core.status import Training
 
 LOCAL = "local"
-MISSING = "ExecutorMissing"  # the condition of a training whose executor is not configured
+# Conditions of a training whose executor is not configured, or does not answer.
+MISSING = "ExecutorMissing"
+UNREACHABLE = "ExecutorUnreachable"
 
 KINDS = {
     LOCAL: "atoll.local.executor:LocalBackend",
@@ -58,8 +60,10 @@ class ExecutorList(Model, frozen=True):
     message: str = ""
 
 
-def is_missing(training: Training) -> bool:
-    return any(condition.type == MISSING for condition in training.status.conditions)
+def absence(training: Training) -> str:
+    """MISSING or UNREACHABLE; nothing while its executor is there."""
+    kinds = (condition.type for condition in training.status.conditions)
+    return next((kind for kind in kinds if kind in (MISSING, UNREACHABLE)), "")
 
 
 def check_kind(field: str, kind: object) -> None:

@@ -5,7 +5,6 @@ Field names in errors are those of Python: `world_size.min`. `fields.py` knows t
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Annotated, ClassVar, Literal
 
@@ -176,6 +175,8 @@ class Source(SpecModel, frozen=True):
         """The source with its digest in place of the code, for places that do not run it."""
         if self.is_digest:
             return self
+        import hashlib
+
         digest = hashlib.sha256(self.content).hexdigest().encode()
         return msgspec.structs.replace(self, content=DIGEST + digest)
 

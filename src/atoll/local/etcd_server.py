@@ -96,10 +96,6 @@ def etcd_arguments(directory: Path, host: str, client_port: int, peer_port: int)
     ]
 
 
-def is_up(server: EtcdServer) -> bool:
-    return server.process.poll() is None
-
-
 def stop_etcd(server: EtcdServer, grace_s: float = 2.0) -> None:
     """Ends the process and frees its ports. Already ended is success."""
     if server.process.poll() is None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import BackendError
 from atoll.core.mesh import key_path, split_endpoint
-from atoll.local.etcd_server import EtcdServer, Leases, is_up, start_etcd
 from atoll.local.ports import PortLease, lease_port
 from atoll.local.rendezvous_file import read_rendezvous, write_rendezvous
 from atoll.mesh.gate import http_status
 from atoll.rank.launch import Meeting, meeting_environment
+
+if TYPE_CHECKING:
+    from atoll.local.etcd_server import EtcdServer
 
 ADDRESS = "127.0.0.1"
 HEAL_EVERY_S = 1.0
@@ -51,7 +53,7 @@ class Rendezvous:
     def heal(self) -> float | None:
         """Restarts an etcd that died, with its keys and address. Returns after how many seconds to
         call again."""
-        if self._etcd is None or is_up(self._etcd):
+        if self._etcd is None or self._is_etcd_up:
             return None
         left = self._again_at - time.monotonic()
         if left <= 0:
@@ -62,10 +64,17 @@ class Rendezvous:
             left = HEAL_EVERY_S
         return left
 
+    @property
+    def _is_etcd_up(self) -> bool:
+        return self._etcd is not None and self._etcd.process.poll() is None
+
     def _start_etcd(self) -> None:
-        if not self._wanted["etcd"] or (self._etcd is not None and is_up(self._etcd)):
+        if not self._wanted["etcd"] or self._is_etcd_up:
             return
-        leases: Leases = (self._leases[1], self._leases[2])
+        # Few trainings need one, and all would wait for the import.
+        from atoll.local.etcd_server import start_etcd
+
+        leases = self._leases[1], self._leases[2]
         data = self._directory / "etcd"
         try:
             self._etcd = start_etcd(data, ADDRESS, binary=self._wanted["etcd"], leases=leases)

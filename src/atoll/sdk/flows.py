@@ -22,7 +22,7 @@ from atoll.core.errors import (
     ValidationError,
     WorldSizeOutOfBounds,
 )
-from atoll.core.executors import ExecutorList, is_missing
+from atoll.core.executors import MISSING, ExecutorList, absence
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model, encode
 from atoll.core.narrate import failure_in_words
@@ -169,10 +169,11 @@ def delete(
         while (left := deadline - clock()) > 0:
             training = yield from _next(who, training, left, clock=clock)
             on_read(training)
-            if is_missing(training):
+            if kind := absence(training):
+                why = "is not configured" if kind == MISSING else "cannot be reached"
                 raise Temporary(
-                    f"{who.name!r} is not removed yet: its executor {training.executor!r} is not "
-                    "configured, and only there can its ranks be stopped"
+                    f"{who.name!r} is not removed yet: its executor {training.executor!r} {why}, "
+                    "and only there can its ranks be stopped; it is removed once that is back"
                 )
     except NotFound:
         return

@@ -33,7 +33,7 @@ class Setup:
     def refusal(self, name: str | None, executors: Mapping[str, Executor]) -> str:
         """Why no training can be started on that executor, and what to do about it."""
         if name is not None and name in self.unusable:
-            return f"{self.unusable[name]}; after that, {self.restart}"
+            return f"{self.unusable[name]}; once that is put right, {self.restart}"
         text = f"this control plane has: {', '.join(sorted(executors)) or 'none'}"
         if not self.restart:
             return text

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Shell
+from tests.e2e.conftest import Shell, is_alive, until
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.nodes import IMAGE
+from tests.proxy import Proxy
 
 HELD = "atoll.dev/exit"
 
 
 @pytest.fixture
-def laptop(space: Space, tmp_path: Path) -> Iterator[Shell]:
+def line(space: Space) -> Iterator[Proxy]:
+    """How the laptop reaches the cluster."""
+    config = json.loads(space.site.kubeconfig.read_text())
+    made = Proxy(config["clusters"][0]["cluster"]["server"])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def laptop(space: Space, line: Proxy, tmp_path: Path) -> Iterator[Shell]:
     """Trainings go to the cluster as `eu`; nothing of them is left afterwards."""
     work = tmp_path / "work"
     work.mkdir()
-    (work / "kube.json").write_text(space.site.kubeconfig.read_text())
+    config = json.loads(space.site.kubeconfig.read_text())
+    config["clusters"][0]["cluster"]["server"] = line.url
+    (work / "kube.json").write_text(json.dumps(config))
     (work / "atoll.toml").write_text(
         f"""
         [executors.eu]
@@ -67,6 +81,70 @@ def test_an_operator_in_the_same_namespace_leaves_its_ranks_alone(
     assert laptop("rm", "mine").returncode == 0
     wait_for("its pods are gone", lambda: not any(_is_of(p, "mine") for p in space.pods()))
     assert space.status("theirs")["phase"] == "succeeded"
+
+
+def test_a_training_goes_on_once_its_cluster_is_configured_again(
+    laptop: Shell, space: Space, pods: None
+) -> None:
+    uids = _start(laptop, space)
+    settings = (laptop.cwd / "atoll.toml").read_text()
+    (laptop.cwd / "atoll.toml").write_text("")
+    _stop_server(laptop)
+    until(lambda: _absence(laptop) == "ExecutorMissing")
+    assert laptop("cancel", "mine").returncode == 0
+    until(lambda: "the cancelling waits" in laptop.json("status", "mine")["message"])
+    assert _alive(space) == uids
+    (laptop.cwd / "atoll.toml").write_text(settings)
+    _stop_server(laptop)
+    assert laptop("wait", "mine", "--timeout", "60").returncode == 1
+    assert laptop.json("status", "mine")["phase"] == "cancelled"
+    assert _absence(laptop) == ""
+    assert _alive(space) == set()
+
+
+def test_a_cluster_that_goes_away_is_told_of_until_it_is_back(
+    laptop: Shell, space: Space, line: Proxy, pods: None
+) -> None:
+    uids = _start(laptop, space)
+    line.is_refusing = True
+    line.cut()
+    assert laptop("scale", "mine", "2").returncode == 0  # and now somebody has to look
+    until(lambda: _absence(laptop) == "ExecutorUnreachable")
+    shown = laptop.json("status", "mine")
+    assert shown["phase"] == "ready"
+    assert "the executor 'eu' cannot be reached: the Kubernetes API" in shown["message"]
+    assert _alive(space) == uids
+    line.is_refusing = False
+    assert laptop("wait", "mine", "--for", "target", "--timeout", "60").returncode == 0
+    assert _absence(laptop) == ""
+    assert uids < _alive(space)
+    reasons = [event["reason"] for event in laptop.json("events", "mine")]
+    assert reasons.count("ExecutorUnreachable") == reasons.count("ExecutorReachable") == 1
+
+
+def _start(laptop: Shell, space: Space) -> set[str]:
+    """A training of one rank, with room for a second; the uids of its pods."""
+    size = ("-n", "1", "--max", "2")
+    started = laptop("up", "--executor", "eu", *size, "--name", "mine", "--", "sleep", "1000")
+    assert started.returncode == 0, started.stderr
+    assert laptop("wait", "mine", "--for", "target", "--timeout", "60").returncode == 0
+    return _alive(space)
+
+
+def _stop_server(laptop: Shell) -> None:
+    pid = laptop.server_pid()
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: not is_alive(pid))
+
+
+def _absence(laptop: Shell) -> str:
+    kinds = [c["type"] for c in laptop.json("status", "mine")["conditions"]]
+    return next((kind for kind in kinds if kind.startswith("Executor")), "")
+
+
+def _alive(space: Space) -> set[str]:
+    pods = [pod for pod in space.pods() if _is_of(pod, "mine")]
+    return {pod["metadata"]["uid"] for pod in pods if pod["status"].get("phase") == "Running"}
 
 
 def _is_of(pod: dict[str, object], training: str) -> bool:

@@ -3,69 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.proxy import Proxy
 
 import atoll
 from atoll import BelowMinimumWorld
 from atoll.core.errors import Denied, NotFound, Temporary
 
 from .conftest import Served
-
-
-class Proxy:
-    """A line to the server that can be cut, refused or left silent."""
-
-    def __init__(self, url: str) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self._target = host, int(port)
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self.is_refusing = False
-        self.is_silent = False
-        self.connections = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                here, _ = self._listening.accept()
-            except OSError:
-                return
-            self.connections += 1
-            if self.is_refusing:
-                here.close()
-                continue
-            there = socket.create_connection(self._target)
-            self._pairs.append((here, there))
-            for a, b in ((here, there), (there, here)):
-                threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                if not self.is_silent:
-                    sink.sendall(data)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for end in pair:
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-                end.close()
-
-    def close(self) -> None:
-        self._listening.close()
-        self.cut()
 
 
 @pytest.fixture

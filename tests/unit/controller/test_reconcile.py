@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from atoll.controller.reconcile import Reconciler
 from atoll.core.errors import Conflict, Permanent, Temporary
+from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Chore, Seen, Status, Training, Wish
+from atoll.core.status import Chore, Seen, SeenRank, Status, Training, Wish
 
 WORLD = WorldSize(min=1, target=2, max=2)
 
@@ -100,3 +101,17 @@ def test_chores_go_on_for_a_training_that_the_executor_refuses() -> None:
 def test_the_next_look_is_the_sooner_of_both(again_in_s: float | None, expected: float) -> None:
     """The plan looks again 3 s after it has asked for ranks."""
     assert Notebook(chores(again_in_s=again_in_s)).reconcile() == expected
+
+
+@pytest.mark.parametrize("error", [Temporary("busy"), Conflict("moved on"), Permanent("never")])
+def test_a_chore_that_fails_keeps_no_rank_from_being_stopped(error: Exception) -> None:
+    ranks = [SeenRank(rank=rank, state="running", started_at=99.0) for rank in (0, 1)]
+    wish = Wish(version=1, size=2)
+    seen = chores("hall", "yard", ranks=ranks, wish=wish, is_supervised=True)
+    book = Notebook(seen, perform=error)
+    spec = replace(book.training.spec, cancel=True)
+    status = Status(phase=Phase.READY, asked=wish, gate_opened_at=98.0)
+    book.training = replace(book.training, spec=spec, status=status)
+    with pytest.raises(type(error), match=str(error)):
+        book.reconcile()
+    assert book.lines == ["observe", "write", "perform hall", "apply 0"]
