@@ -1,4 +1,4 @@
-"""The only place that builds real things and wires them together.
+"""Builds a control plane: the only place that creates real objects and wires them together.
 
 `atoll serve` runs the control plane of one machine: store, executors, controller and
 server in one process. Ranks are not in it, so it may be stopped and started at any time.
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 7878
 NAMESPACE = "default"
-KEEP_ALIVE_S = 100  # longer than clients keep idle connections, so that we never close first
+KEEP_ALIVE_S = 100  # longer than clients keep idle connections: they close first
 PURGE_S = 60.0
 
 
 @dataclass
 class ControlPlane:
-    """Everything of one control plane, wired but not yet running."""
+    """All parts of one control plane, wired but not yet running."""
 
     where: Path
     store: SQLiteStore
@@ -144,7 +144,7 @@ def configured(
 
 
 def _identity(where: Path) -> str:
-    """Of the control plane of this directory, for as long as there is one."""
+    """The id of the control plane of this directory, created on first use."""
     path = where / "plane"
     with contextlib.suppress(FileNotFoundError):
         return path.read_text().strip()
@@ -157,12 +157,12 @@ async def _start_local(local: LocalBackend, store: SQLiteStore) -> None:
 
 
 def _end_if_dead(controller: asyncio.Task[None]) -> None:
-    """Without its controller the process must not pretend to go on."""
+    """Ends the process if its controller has died: it must not pretend to work."""
     if not controller.cancelled() and controller.exception() is not None:
         asyncio.get_running_loop().call_exception_handler(
             {"message": "the controller died", "exception": controller.exception()}
         )
-        os._exit(70)  # ranks go on; whoever starts us again takes them up
+        os._exit(70)  # ranks keep running; the next control plane takes them over
 
 
 def serve(
@@ -174,9 +174,9 @@ def serve(
     config: Path | None = None,
     is_owned: bool = False,
 ) -> None:
-    """Serve until told to stop; prints where, once it does.
+    """Serves until stopped; prints the address once it answers.
 
-    `is_owned`: until standard input ends, and nothing is left then.
+    `is_owned`: serves until standard input ends, then removes all trainings.
     """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     where = where or state_dir()
@@ -191,7 +191,7 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP: only then does asyncio turn off the delay that costs 40 ms an answer.
+    # Named as TCP: only then does asyncio disable the delay that costs 40 ms per answer.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -211,7 +211,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def ensure_token(tokens: Tokens, where: Path) -> None:
-    """The user's own token is in a file that only the user can read, and known to the server."""
+    """Makes sure that the user's own token is in a private file and known to the server."""
     from atoll.server.auth import hashed, new_token
 
     path = where / "token"
@@ -230,14 +230,14 @@ def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) ->
     endpoint = plane.where / "endpoint.json"
 
     class Server(uvicorn.Server):
-        """Says when it is ready, and ends open streams when it is to stop."""
+        """A uvicorn server that announces when it is ready, and ends open streams when it stops."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             self.loop = asyncio.get_running_loop()
-            told = json.dumps(_endpoint(listening))
-            _write_private(endpoint, told)
-            sys.stdout.write(told + "\n")
+            address = json.dumps(_endpoint(listening))
+            _write_private(endpoint, address)
+            sys.stdout.write(address + "\n")
             sys.stdout.flush()
             if is_owned:
                 self.loop.add_reader(0, self.abandon)
@@ -248,7 +248,7 @@ def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) ->
             await super().shutdown(sockets)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
-            # uvicorn would raise the signal again afterwards; to be asked to stop is no failure.
+            # uvicorn would raise the signal again afterwards, but a requested stop is no failure.
             if self.should_exit:
                 self.force_exit = True
             if is_owned:
@@ -285,11 +285,11 @@ def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) ->
 
 def _endpoint(listening: socket.socket) -> dict[str, Any]:
     host, port = listening.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
+    url_host = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
-        shown = "127.0.0.1"
+        url_host = "127.0.0.1"
     return {
-        "url": f"http://{shown}:{port}",
+        "url": f"http://{url_host}:{port}",
         "pid": os.getpid(),
         "startTime": start_time(os.getpid()),
         "release": atoll.__version__,
@@ -297,7 +297,7 @@ def _endpoint(listening: socket.socket) -> dict[str, Any]:
 
 
 async def _remove_all(store: SQLiteStore) -> None:
-    """Every training is being removed; returns when all of them are, or after a while."""
+    """Removes every training; returns when all of them are gone, or after a while."""
     from msgspec.structs import replace
 
     with contextlib.suppress(TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import shutil
 import subprocess
@@ -47,29 +48,35 @@ def test_importing_atoll_loads_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from atoll.cli.main import app; app(['--help'], standalone_mode=False)",
-        "import atoll.cli.launch, atoll.cli.follow, atoll.sdk.embedded\n"
-        "from atoll.sdk.client import Client; Client('http://127.0.0.1:1').wire.client()",
-    ],
-    ids=["help", "a command to a local server"],
+HEAVY = ("httpx2", "starlette", "uvicorn", "numpy", "torch", "asyncio", "sqlite3", "ssl", "yaml")
+# What a start waits for if it is loaded: `atoll run` and a supervisor last 0.1 s besides.
+SLOW = (
+    *("concurrent", "dataclasses", "email", "hashlib", "http", "logging", "multiprocessing"),
+    *("random", "secrets", "shutil", "subprocess", "tempfile"),
 )
-def test_the_command_line_loads_nothing_heavy(code: str) -> None:
-    heavy = (
-        "httpx2",
-        "starlette",
-        "uvicorn",
-        "numpy",
-        "torch",
-        "asyncio",
-        "sqlite3",
-        "ssl",
-        "yaml",
-    )
-    code += f"\nimport sys; print([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        ("from atoll.cli.main import app; app(['--help'], standalone_mode=False)", HEAVY),
+        (
+            "import atoll.cli.launch, atoll.cli.follow, atoll.cli.report, atoll.core.fields\n"
+            "import atoll.cli.main, atoll.sdk.config, atoll.sdk.embedded, atoll.sdk.options\n"
+            "from atoll.sdk.client import Client; Client('http://127.0.0.1:1').wire.client()",
+            HEAVY + SLOW,
+        ),
+        (
+            "import atoll.local.shim, atoll.local.supervisor",
+            (*HEAVY, *SLOW, "click", "inspect", "msgspec"),
+        ),
+    ],
+    ids=["help", "a run with a local server", "a supervisor"],
+)
+def test_what_is_waited_for_loads_nothing_heavy(code: str, unwanted: tuple[str, ...]) -> None:
+    code += f"\nimport sys; print([m for m in {unwanted!r} if m in sys.modules])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -92,6 +99,15 @@ def test_every_module_says_what_it_is_for() -> None:
         if not (path.read_text().startswith(('"""', 'r"""')))
     ]
     assert silent == []
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
 def test_every_module_can_be_imported() -> None:

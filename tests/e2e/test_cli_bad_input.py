@@ -87,8 +87,8 @@ def test_bad_usage_is_one_line_and_2(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("status", "nobody"), "training 'nobody' not found: 'atoll ps' lists what is there"),
-        (("token", "rm", "abc"), "token 'abc' not found: 'atoll token list' lists what is there"),
+        (("status", "nobody"), "training 'nobody' not found: 'atoll ps' lists what exists"),
+        (("token", "rm", "abc"), "token 'abc' not found: 'atoll token list' lists what exists"),
         (
             ("serve", "--json", "--host", "192.0.2.1", "--port", "0"),
             "cannot listen on 192.0.2.1:0: Cannot assign requested address; choose another --host",
@@ -128,7 +128,7 @@ def test_a_wrong_token_is_refused_with_what_to_do(atoll: Any) -> None:
 
 def test_a_port_in_use_and_a_directory_in_use_are_named(atoll: Any, tmp_path: Any) -> None:
     assert atoll("ps").returncode == 0
-    _check(atoll("serve", "--port", "0"), 1, "one control plane a state directory", lines=2)
+    _check(atoll("serve", "--port", "0"), 1, "only one control plane per state directory", lines=2)
     url = (atoll.state / "endpoint.json").read_text()
     port = url.split("127.0.0.1:")[1].split('"')[0]
     done = atoll("serve", "--port", port, "--state-dir", str(tmp_path / "other"))

@@ -199,7 +199,7 @@ def test_second_control_plane_on_one_state_directory_is_refused(plane: ControlPl
     plane.until_ready(name, 1)
     said = plane.start_refused()
     assert f"in use by process {plane.pid}" in said
-    assert "one control plane a state directory" in said
+    assert "only one control plane per state directory" in said
     assert [r.phase for r in plane.get(name).status.ranks] == ["Running"]
 
 

@@ -1,1 +1,1 @@
-"""The link bench."""
+"""The link bench: measures the network between two hosts."""

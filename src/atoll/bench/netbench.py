@@ -22,10 +22,10 @@ from atoll.core.errors import Temporary
 SIZES = tuple(4096 * 4**power for power in range(8))  # 4 KiB to 64 MiB
 MIB = 1 << 20
 SWEEP_S = 0.2  # for each size
-NEXT_S = 1.0  # a size that would take longer than this, there and back, is not tried
+NEXT_S = 1.0  # a size whose round trip would take longer than this is not tried
 STREAM_S = 1.5  # for each direction
 WINDOW_S = 0.03
-WARM_SHARE = 0.25  # of a stream, left out: TCP is still opening its window
+WARM_SHARE = 0.25  # left out at the start of a stream, while TCP opens its window
 LEAST_CHUNK, MOST_CHUNK, CHUNK_S = 1 << 12, 1 << 17, 0.01  # 128 KiB stay in the cache
 LIMIT_S = 60.0  # for all of it
 
@@ -62,7 +62,7 @@ class Link:
             self._limit()
             more = self._socket.recv_into(view[got:])
             if not more:
-                raise ConnectionError("the other side went away")
+                raise ConnectionError("the other side closed the connection")
             got += more
         return view
 
@@ -116,7 +116,7 @@ def serve(listener: socket.socket, token: str, limit_s: float = LIMIT_S) -> None
     """Answer one measurement by a client that knows the token. Raises Temporary if none comes."""
     deadline = time.monotonic() + limit_s
     greeting = _GREETING + token.encode() + b"\n"
-    with _translated("nobody came to measure"):
+    with _translated("no peer connected"):
         while True:
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
             connection, _ = listener.accept()
@@ -161,13 +161,13 @@ def measure(address: str, port: int, token: str, limit_s: float = LIMIT_S) -> Me
 
 
 def _sweep(link: Link) -> dict[int, list[float]]:
-    """Seconds of every size that fits the time: a slow link does not carry 64 MiB."""
+    """Seconds of every size that fits into the time: a slow link skips the large ones."""
     sweep: dict[int, list[float]] = {}
     for size in SIZES:
         first = link.ping(size, 1)[0]
         count = int(min(max(SWEEP_S / (2 * first), 1), 200))
         sweep[size] = link.ping(size, count)
-        if min(sweep[size]) * 2 * 4 > NEXT_S:  # the next size is four times as long
+        if min(sweep[size]) * 2 * 4 > NEXT_S:  # the next size takes four times as long
             break
     return sweep
 

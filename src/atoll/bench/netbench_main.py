@@ -1,4 +1,4 @@
-"""The command line of the link bench, and a measurement put into the fields of a BenchResult."""
+"""The command line of the link bench, and a measurement as a BenchResult."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LONGEST_S = 86_400.0
 
 
 def summarise(
-    found: Measurement, host_a: str, host_b: str, at: float, *, is_worker_pair: bool = True
+    measured: Measurement, host_a: str, host_b: str, at: float, *, is_worker_pair: bool = True
 ) -> BenchResult:
-    """Pure: raw times and windows in, the published fields out."""
-    slower = min((w for w in (found.away, found.towards) if w), key=median, default=[])
+    """The published figures of a measurement. Pure."""
+    slower = min((w for w in (measured.away, measured.towards) if w), key=median, default=[])
     rates = {
-        size: [size * 8e-9 / seconds for seconds in times] for size, times in found.sweep.items()
+        size: [size * 8e-9 / seconds for seconds in times] for size, times in measured.sweep.items()
     }
     return BenchResult(
         measured_at=at,
@@ -39,22 +39,22 @@ def summarise(
         busbw_gbps_p50=percentile(slower, 50) if slower else None,
         busbw_gbps_p90=percentile(slower, 90) if slower else None,
         algbw_gbps_p50=median(rates[max(rates)]) if rates else None,
-        latency_us_at_1mib=median(found.sweep[MIB]) * 1e6 if MIB in found.sweep else None,
+        latency_us_at_1mib=median(measured.sweep[MIB]) * 1e6 if MIB in measured.sweep else None,
         is_worker_pair=is_worker_pair,
         points=[(size, median(values)) for size, values in sorted(rates.items())],
     )
 
 
 def loopback(host: str, limit_s: float = netbench.LIMIT_S) -> BenchResult:
-    """This host with itself: what ranks that share it can expect of each other."""
+    """Measures this host with itself: the link between ranks that share it."""
     token = secrets.token_hex(16)
     with netbench.listen("127.0.0.1") as listener:
         join = netbench.in_background(lambda: netbench.serve(listener, token, limit_s))
         try:
-            found = measure("127.0.0.1", listener.getsockname()[1], token, limit_s)
+            measured = measure("127.0.0.1", listener.getsockname()[1], token, limit_s)
         finally:
             join()
-    return summarise(found, host, host, time.time())
+    return summarise(measured, host, host, time.time())
 
 
 def _seconds(text: str) -> float:
@@ -63,11 +63,23 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
-limit_option = click.option("--limit", type=_seconds, default=netbench.LIMIT_S, help="Seconds.")
-host_option = click.option(
-    "--host", envvar="NODE_NAME", default=socket.gethostname, help="Its name."
+limit_option = click.option(
+    "--limit",
+    type=_seconds,
+    default=netbench.LIMIT_S,
+    help="Seconds that the measurement may take.",
+    show_default=True,
 )
-output_option = click.option("--output", type=Path, help="File for it; stdout if not given.")
+host_option = click.option(
+    "--host",
+    envvar="NODE_NAME",
+    default=socket.gethostname,
+    help="Name of this host in the result.",
+    show_default="the host name",
+)
+output_option = click.option(
+    "--output", type=Path, help="File to write the result to.", show_default="stdout"
+)
 
 
 @click.group()
@@ -79,8 +91,8 @@ def main() -> None:
 @click.option("--address", required=True, help="Address to listen on.")
 @limit_option
 def serve_once(address: str, limit: float) -> None:
-    """Answer one measurement. Prints the port and the token that it takes."""
-    with _said(), netbench.listen(address) as listener:
+    """Answer one measurement. Prints the port and the token that the other host needs."""
+    with _exit_on_error(), netbench.listen(address) as listener:
         token = secrets.token_hex(16)
         place = {"port": listener.getsockname()[1], "token": token}
         sys.stdout.write(encode(place).decode() + "\n")
@@ -90,7 +102,7 @@ def serve_once(address: str, limit: float) -> None:
 
 @main.command("measure")
 @click.argument("peer")
-@click.option("--token", required=True, help="As the other one printed it.")
+@click.option("--token", required=True, help="Token that the other host printed.")
 @click.option("--peer-host", default="", help="Name of the other host.")
 @limit_option
 @host_option
@@ -98,13 +110,13 @@ def serve_once(address: str, limit: float) -> None:
 def measure_peer(
     peer: str, token: str, peer_host: str, limit: float, host: str, output: Path | None
 ) -> None:
-    """Measure the link with PEER, host:port."""
+    """Measure the link to PEER, given as host:port."""
     place = split_endpoint(peer)
     if place is None:
         raise click.BadParameter(f"{peer!r}: expected host:port")
-    with _said():
-        found = measure(*place, token, limit)
-        _give(summarise(found, host, peer_host or place[0], time.time()), output)
+    with _exit_on_error():
+        measured = measure(*place, token, limit)
+        _write_result(summarise(measured, host, peer_host or place[0], time.time()), output)
 
 
 @main.command("loopback")
@@ -112,24 +124,24 @@ def measure_peer(
 @host_option
 @output_option
 def measure_here(limit: float, host: str, output: Path | None) -> None:
-    """Measure this host with itself."""
-    with _said():
-        _give(loopback(host, limit), output)
+    """Measure the loopback of this host."""
+    with _exit_on_error():
+        _write_result(loopback(host, limit), output)
 
 
 @contextlib.contextmanager
-def _said() -> Iterator[None]:
+def _exit_on_error() -> Iterator[None]:
     try:
         yield
     except (BackendError, OSError) as error:
         raise SystemExit(f"netbench: {error}") from error
 
 
-def _give(result: BenchResult, output: Path | None) -> None:
+def _write_result(result: BenchResult, output: Path | None) -> None:
     text = encode(result).decode() + "\n"
     if output is None:
         sys.stdout.write(text)
-    else:  # whole or not at all, for whoever reads it
+    else:  # a reader sees the whole file or none
         draft = output.with_name(output.name + ".new")
         draft.write_text(text)
         draft.replace(output)

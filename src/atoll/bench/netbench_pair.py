@@ -1,4 +1,4 @@
-"""The link bench as two pods of one Job: index 0 listens, index 1 measures and tells.
+"""The link bench as two pods of one Job: index 0 listens, index 1 measures and reports.
 
 `python -m atoll.bench.netbench_pair PEER:PORT`, the same for both. The token comes in
 `ATOLL_BENCH_TOKEN`; the result goes to stdout and, for the control plane, to the pod's
@@ -22,13 +22,13 @@ from atoll.core.mesh import split_endpoint
 from atoll.core.model import encode
 from atoll.core.status import BenchResult
 
-PATIENCE_S = 7 * 86_400.0  # of the one that listens: the other may wait long for its node
+PATIENCE_S = 7 * 86_400.0  # for the listener: the other pod may wait long for its node
 AGAIN_S = 0.2
 REPORT = "/dev/termination-log"
 
 
 def listen_once(port: int, token: str, patience_s: float = PATIENCE_S) -> None:
-    """Until one measurement went through."""
+    """Listens until one measurement has succeeded."""
     deadline = time.monotonic() + patience_s
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     is_both = family == socket.AF_INET6
@@ -36,7 +36,7 @@ def listen_once(port: int, token: str, patience_s: float = PATIENCE_S) -> None:
         while True:
             try:
                 return serve(listener, token, max(deadline - time.monotonic(), 0.0))
-            except Temporary:  # one that broke off may come again
+            except Temporary:  # a measurement that broke off may be repeated
                 if time.monotonic() >= deadline:
                     raise
 
@@ -44,12 +44,12 @@ def listen_once(port: int, token: str, patience_s: float = PATIENCE_S) -> None:
 def measure_until(
     peer: str, port: int, token: str, host: str, limit_s: float = LIMIT_S
 ) -> BenchResult:
-    """As soon as the other has its name and answers. Raises Temporary at the end of its time."""
+    """Measures as soon as the peer has a name and answers. Raises Temporary after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
-            found = measure(peer, port, token, max(deadline - time.monotonic(), 0.0))
-            return summarise(found, host, peer, time.time())
+            measured = measure(peer, port, token, max(deadline - time.monotonic(), 0.0))
+            return summarise(measured, host, peer, time.time())
         except Temporary:
             if time.monotonic() + AGAIN_S >= deadline:
                 raise
@@ -58,10 +58,10 @@ def measure_until(
 
 @click.command()
 @click.argument("peer")
-@click.option("--limit", type=float, default=LIMIT_S, help="Seconds, to measure.")
-@click.option("--report", default=REPORT, help="File for the result as well.")
+@click.option("--limit", type=float, default=LIMIT_S, help="Seconds that the measurement may take.")
+@click.option("--report", default=REPORT, help="File to write the result to as well.")
 def main(peer: str, limit: float, report: str) -> None:
-    """Measure the link with PEER, the one of the two that listens: host:port."""
+    """Measure the link to PEER, the host of the two that listens, given as host:port."""
     place = split_endpoint(peer)
     index = os.environ.get("JOB_COMPLETION_INDEX", "")
     token = os.environ.get("ATOLL_BENCH_TOKEN", "")

@@ -33,7 +33,7 @@ def plot_text(points: Points, title: str = "", width: int = 60) -> str:
 
 
 def plot_svg(points: Points, title: str = "") -> str:
-    """The same as a picture that scales. It says its title, and each point its figures."""
+    """The same as a scalable picture, with a title and a tooltip for each point."""
     title = _printable(title) or "bandwidth against message size"
     low, high = _decades([rate for _, rate in points if rate > LEAST_RATE])
     sizes = [size for size, _ in points] or [1, 2]
@@ -65,7 +65,7 @@ def plot_svg(points: Points, title: str = "") -> str:
         parts.append(_text(x(size), foot + 20, size_text(size), "mid"))
     parts.append(_line("axis", LEFT, TOP, LEFT, foot))
     parts.append(_line("axis", LEFT, foot, WIDTH - RIGHT, foot))
-    # Slower than the lowest decade shown is at the bottom of it.
+    # A value below the lowest decade is drawn at its bottom.
     dots = [
         (x(size), min(y(rate), foot), f"{size_text(size)}: {rate:.3g} Gbit/s")
         for size, rate in points
@@ -90,7 +90,7 @@ def _line(kind: str, ax: int, ay: int, bx: int, by: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what XML cannot hold."""
+    """The text without characters that XML cannot hold."""
     return "".join(char for char in text if char.isprintable())
 
 

@@ -1,4 +1,4 @@
-"""`scale`, `wait`, `cancel`, `rm`: what is done to trainings."""
+"""`scale`, `wait`, `cancel` and `rm`: commands that change trainings or wait for them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ GOALS = click.Choice(["min", "target", "complete"])
 @click.command(context_settings={"ignore_unknown_options": True})  # a target of -1 is no option
 @name_argument
 @click.argument("target", type=int)
-@click.option("--wait", "is_waited", is_flag=True, help="Until they are there.")
+@click.option("--wait", "is_waited", is_flag=True, help="Wait until all of them are ready.")
 @timeout_option
 @json_option
 def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_json: bool) -> None:
-    """Ask for TARGET ranks, while the training runs."""
+    """Change the number of ranks of a running training to TARGET."""
     from atoll.cli.show import print_json, world_json
     from atoll.sdk.client import Client
 
@@ -32,18 +32,20 @@ def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_jso
     if is_json:
         print_json({"name": name, "previousTarget": before, **world_json(training.last)})
     else:
-        print(f"{name}: {before} -> {target} ranks wanted{', and there' if is_waited else ''}")
+        print(f"{name}: {before} -> {target} ranks wanted{', all ready' if is_waited else ''}")
 
 
 @click.command()
 @name_argument
-@click.option("--for", "goal", type=GOALS, default="complete", help="What to wait for.")
+@click.option(
+    "--for", "goal", type=GOALS, default="complete", help="Goal to wait for.", show_default=True
+)
 @timeout_option
 @json_option
 def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
-    """Wait for the end of a training, or for its minimum or target.
+    """Wait for a training to end, or for its minimum or target number of ranks.
 
-    Exit code: 0 reached, 1 failed or cancelled, 124 not within --timeout.
+    Exit code: 0 goal reached, 1 failed or cancelled, 124 --timeout passed.
     """
     from atoll.cli.follow import FAILED, SUCCEEDED, TIMED_OUT
     from atoll.cli.report import end_report
@@ -77,7 +79,7 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
 @names_argument(is_required=True)
 @json_option
 def cancel(names: tuple[str, ...], is_json: bool) -> None:
-    """Stop the ranks of trainings and keep the records."""
+    """Stop the ranks of trainings. Their logs and records are kept."""
     from atoll.cli.show import print_json, training_json
     from atoll.sdk.client import Client
 
@@ -87,34 +89,36 @@ def cancel(names: tuple[str, ...], is_json: bool) -> None:
         training.cancel()
         phase = training.last.status.phase
         if not is_json:
-            told = f"was already {phase.value}" if phase.is_terminal else "cancelling"
-            print(f"{training.name}: {told}")
+            state = f"was already {phase.value}" if phase.is_terminal else "cancelling"
+            print(f"{training.name}: {state}")
     if is_json:
         print_json([training_json(training.last) for training in trainings])
 
 
 @click.command()
 @names_argument(is_required=False)
-@click.option("--finished", "is_finished", is_flag=True, help="All that are over.")
+@click.option(
+    "--finished", "is_finished", is_flag=True, help="Remove all trainings that have ended."
+)
 @json_option
 def rm(names: tuple[str, ...], is_finished: bool, is_json: bool) -> None:
-    """Remove trainings with their ranks, logs and records. What is gone already is fine."""
+    """Remove trainings with their ranks, logs and records. A missing training is no error."""
     from atoll.cli.show import print_json
     from atoll.sdk.client import Client
 
     if bool(names) == is_finished:
         raise ValidationError("names", list(names) or None, "give names, or --finished")
     client = Client()
-    found = [t for t in client.list() if t.last.status.phase.is_terminal] if is_finished else []
+    trainings = [t for t in client.list() if t.last.status.phase.is_terminal] if is_finished else []
     for name in names:
         try:
-            found.append(client.get(name))
+            trainings.append(client.get(name))
         except NotFound:
             if not is_json:
                 print(f"{name}: not there")
-    for training in found:
+    for training in trainings:
         training.delete()
         if not is_json:
             print(f"{training.name}: removed")
     if is_json:
-        print_json({"removed": [training.name for training in found]})
+        print_json({"removed": [training.name for training in trainings]})

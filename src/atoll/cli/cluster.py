@@ -1,4 +1,4 @@
-"""`operator` and `k8s`: the same controller on a Kubernetes cluster."""
+"""`operator` and `k8s`: the controller on a Kubernetes cluster, and its manifests."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ __all__ = ["k8s", "operator"]
 
 @click.group(commands={"manifests": manifests})
 def k8s() -> None:
-    """What a Kubernetes cluster needs to run trainings."""
+    """Prepare a Kubernetes cluster to run trainings."""

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atoll.cli.report import Report
 from atoll.core.ends import PhaseReason
 from atoll.core.executors import absence
 from atoll.core.phase import Phase
@@ -24,6 +23,9 @@ from atoll.sdk import flows
 from atoll.sdk.client import Client
 from atoll.sdk.effects import Flow
 from atoll.sdk.training import DistributedTraining
+
+if TYPE_CHECKING:
+    from atoll.cli.report import Report
 
 TICK_S = 0.1
 LINES_AHEAD = 10_000  # read but not printed: a terminal may be slow, or stopped with Ctrl-S
@@ -70,8 +72,9 @@ class Following:
     Made before the training is: a Ctrl-C that comes while it is being stored is not lost.
     """
 
-    def __init__(self, report: Report, timeout: float | None) -> None:
-        self.report = report
+    report: Report
+
+    def __init__(self, timeout: float | None) -> None:
         self._timeout = timeout
         self._items: SimpleQueue[Item] = SimpleQueue()
         self._room = threading.Semaphore(LINES_AHEAD)
@@ -80,7 +83,8 @@ class Following:
         self._cancelled_at: float | None = None
         Interrupts(self._items)
 
-    def run(self, client: Client, training: DistributedTraining) -> int:
+    def run(self, client: Client, training: DistributedTraining, report: Report) -> int:
+        self.report = report
         self._start("logs", lambda: self._read_logs(training))
         self._start("states", lambda: client.run(to_the_end(training.last, self._items.put)))
         last = training.last

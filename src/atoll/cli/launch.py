@@ -24,22 +24,24 @@ def run(launch: Launch, is_removed: bool, is_json: bool) -> None:
     """
     _begin(launch)
     from atoll.cli.follow import Following
-    from atoll.cli.report import JsonReport, TextReport
-    from atoll.cli.terminal import go_on_unread
+    from atoll.cli.terminal import go_on_unread, leave
     from atoll.core.errors import Temporary
     from atoll.sdk.client import Client
 
     go_on_unread()
-    following = Following(JsonReport() if is_json else TextReport(), launch.timeout)
+    following = Following(launch.timeout)
     client = Client()
     training = client.deploy_distributed(launch.name, **launch.options)
-    code = following.run(client, training)
+    from atoll.cli.report import JsonReport, TextReport  # loaded while the ranks start
+
+    report = JsonReport() if is_json else TextReport()
+    code = following.run(client, training, report)
     if is_removed:
         try:
             training.delete()
         except Temporary as error:  # the exit code is the training's
-            following.report.says(str(error))
-    raise SystemExit(code)
+            report.says(str(error))
+    leave(code)
 
 
 @click.command(context_settings=WITH_COMMAND)

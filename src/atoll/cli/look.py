@@ -1,4 +1,4 @@
-"""`ps`, `status`, `logs`, `events`, `top`: what is there, and what happened."""
+"""`ps`, `status`, `logs`, `events` and `top`: commands that show trainings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 @click.command()
-@click.option("--phase", type=PHASES, help="Only those in this phase.")
-@click.option("--prefix", help="Only names that begin so.")
+@click.option("--phase", type=PHASES, help="List only trainings in this phase.")
+@click.option("--prefix", help="List only trainings whose name starts with this.")
 @json_option
 def ps(phase: str | None, prefix: str | None, is_json: bool) -> None:
     """List trainings, the newest first."""
@@ -32,14 +32,16 @@ def ps(phase: str | None, prefix: str | None, is_json: bool) -> None:
     from atoll.cli.tables import ps_table
     from atoll.sdk.client import Client
 
-    found = [training.last for training in Client().list(phase=phase, prefix=prefix)]
-    found.sort(key=lambda training: training.created_at, reverse=True)
-    print_json([training_json(t) for t in found]) if is_json else print(ps_table(found))
+    trainings = [training.last for training in Client().list(phase=phase, prefix=prefix)]
+    trainings.sort(key=lambda training: training.created_at, reverse=True)
+    print_json([training_json(t) for t in trainings]) if is_json else print(ps_table(trainings))
 
 
 @click.command()
 @name_argument
-@click.option("--watch", "-w", "is_watched", is_flag=True, help="Until the training ends.")
+@click.option(
+    "--watch", "-w", "is_watched", is_flag=True, help="Show each change until the training ends."
+)
 @json_option
 def status(name: str, is_watched: bool, is_json: bool) -> None:
     """Show one training: its world, its ranks, and how they ended."""
@@ -52,21 +54,28 @@ def status(name: str, is_watched: bool, is_json: bool) -> None:
     client = Client()
     training = client.get(name)
     if is_watched:
-        shown = Watched(is_json=is_json)
-        client.run(to_the_end(training.last, shown.see))
-        shown.close()
+        display = Watched(is_json=is_json)
+        client.run(to_the_end(training.last, display.see))
+        display.close()
     else:
         print_json(training_json(training.last)) if is_json else print(status_text(training.last))
 
 
 @click.command()
 @name_argument
-@click.option("--follow", "-f", "is_followed", is_flag=True, help="Until the training ends.")
-@click.option("--rank", type=click.IntRange(min=0), help="Only this rank, without prefixes.")
-@click.option("--tail", type=click.IntRange(min=0), help="Only the last lines of each rank.")
+@click.option("--follow", "-f", "is_followed", is_flag=True, help="Follow until the training ends.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), help="Print the lines of this rank only, without prefix."
+)
+@click.option(
+    "--tail",
+    type=click.IntRange(min=0),
+    help="Number of last lines to print of each rank.",
+    show_default="all",
+)
 @json_option
 def logs(name: str, is_followed: bool, rank: int | None, tail: int | None, is_json: bool) -> None:
-    """Print what ranks wrote; also after the end."""
+    """Print the output of the ranks, while the training runs and after it has ended."""
     from atoll.cli.report import LinePrinter
     from atoll.cli.show import print_json
     from atoll.sdk.client import Client
@@ -85,30 +94,42 @@ def logs(name: str, is_followed: bool, rank: int | None, tail: int | None, is_js
 
 @click.command()
 @name_argument
-@click.option("--since", help="10m, 2h, an ISO time, or seconds since the epoch.")
+@click.option(
+    "--since", help="Print only events since then: 10m, 2h, an ISO time or seconds since the epoch."
+)
 @json_option
 def events(name: str, since: str | None, is_json: bool) -> None:
-    """Print what happened to a training.
+    """Print the events of a training.
 
-    The newest is last, in JSON it is first.
+    The newest event is last; with --json it is first.
     """
     from atoll.cli.show import print_json
     from atoll.cli.tables import events_table
     from atoll.sdk.client import Client
 
     after = None if since is None else moment(since, time.time())
-    found = Client().get(name).events(after)
-    print_json(found) if is_json else print(events_table(found[::-1]))
+    newest_first = Client().get(name).events(after)
+    print_json(newest_first) if is_json else print(events_table(newest_first[::-1]))
 
 
 @click.command()
 @click.option(
-    "--interval", type=click.FloatRange(0.05, 3600), default=1.0, help="Seconds between two looks."
+    "--interval",
+    type=click.FloatRange(0.05, 3600),
+    default=1.0,
+    help="Seconds between two refreshes.",
+    show_default=True,
 )
-@click.option("--count", "-c", type=click.IntRange(min=1), help="Looks, then leave.")
+@click.option(
+    "--count",
+    "-c",
+    type=click.IntRange(min=1),
+    help="Number of refreshes before exiting.",
+    show_default="no limit on a terminal, else 1",
+)
 @json_option
 def top(interval: float, count: int | None, is_json: bool) -> None:
-    """Watch all trainings and their ranks. One look where there is no terminal."""
+    """Show all trainings and their ranks, and refresh until Ctrl-C."""
     from atoll.cli.look import look_again
     from atoll.sdk.client import Client
 
@@ -136,7 +157,7 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 class Watched:
-    """Each state of one training, as it comes."""
+    """Prints each new state of one training."""
 
     def __init__(self, *, is_json: bool) -> None:
         self._is_json = is_json
@@ -156,24 +177,24 @@ class Watched:
             print(f"{training.name} {world_text(training)}", flush=True)
 
     def close(self) -> None:
-        """The last state in full: a screen cuts it, lines do not have it."""
+        """Prints the last state in full: a screen cuts it off, and single lines leave most out."""
         if self._last is not None and not self._is_json:
             print((_CLEAR if self._is_screen else "") + status_text(self._last))
 
 
 def look_again(client: Client, interval_s: float, count: int | None, *, is_json: bool) -> None:
-    """All trainings, `count` times; for ever on a terminal, once elsewhere, if not said."""
+    """Prints all trainings `count` times. None is no limit on a terminal, and once elsewhere."""
     is_screen = can_redraw(sys.stdout) and not is_json
     left: float = inf if is_screen else 1
     left = left if count is None else count
     while left > 0:
-        found = [training.last for training in client.list()]
+        trainings = [training.last for training in client.list()]
         if is_json:
-            print_json([training_json(t) for t in found])
+            print_json([training_json(t) for t in trainings])
         elif is_screen:
-            print(_CLEAR + fitted(top_text(found)), end="", flush=True)
+            print(_CLEAR + fitted(top_text(trainings)), end="", flush=True)
         else:
-            print(top_text(found), flush=True)
+            print(top_text(trainings), flush=True)
         left -= 1
         if left > 0:
             time.sleep(interval_s)
@@ -181,11 +202,11 @@ def look_again(client: Client, interval_s: float, count: int | None, *, is_json:
         print()
 
 
-def top_text(found: list[Training]) -> str:
-    """What runs first, then what is over; the ranks of what runs below."""
+def top_text(trainings: list[Training]) -> str:
+    """Active trainings first, then those that are over; the ranks of the active ones below."""
     now = time.time()
-    alive = [t for t in found if not t.status.phase.is_terminal]
-    over = [t for t in found if t.status.phase.is_terminal]
+    alive = [t for t in trainings if not t.status.phase.is_terminal]
+    over = [t for t in trainings if t.status.phase.is_terminal]
     for group in (alive, over):
         group.sort(key=lambda training: training.created_at, reverse=True)
     running = sum(rank.phase == "Running" for t in alive for rank in t.status.ranks)
@@ -197,10 +218,10 @@ def top_text(found: list[Training]) -> str:
 
 
 def fitted(text: str) -> str:
-    """As much as the screen holds, so that drawing again begins at the top."""
+    """As much of the text as the screen holds, so that the next drawing starts at the top."""
     width, height = shutil.get_terminal_size()
     lines = text.split("\n")
     if len(lines) >= height:
         lines = [*lines[: height - 2], f"… {len(lines) - height + 2} more lines"]
-    # A cut inside a colour would leave it on.
+    # A cut within a coloured cell would leave the colour on.
     return "\n".join(line if "\x1b" in line else line[:width] for line in lines)

@@ -29,7 +29,7 @@ PROFILES = {
 def completion(ctx: click.Context, shell: str) -> None:
     """Print a completion script for a shell.
 
-    `eval "$(atoll completion bash)"` in ~/.bashrc turns it on.
+    To turn it on, put `eval "$(atoll completion bash)"` in ~/.bashrc.
     """
     from click.shell_completion import get_completion_class
 
@@ -38,8 +38,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     print(kind(ctx.find_root().command, {}, "atoll", "_ATOLL_COMPLETE").source())
 
 
-# In the order of the help: what is used first comes first. A command's module is loaded when it is
-# called, or when its help is asked for.
+# In the order of the help: what is used first comes first.
 COMMANDS = {
     "run": "launch",
     "up": "launch",
@@ -64,13 +63,13 @@ COMMANDS = {
 # What to do about an error, where its own words do not say it.
 HINTS: dict[type[AtollError], str] = {
     Denied: "set ATOLL_TOKEN to a token from 'atoll token create'",
-    Temporary: "is the control plane running? ATOLL_URL says where it is looked for",
+    Temporary: "is the control plane running? ATOLL_URL holds its address",
 }
 USAGE = 2
 
 
 class Commands(click.Group):
-    """The table above."""
+    """Loads the module of a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -94,8 +93,8 @@ def main() -> None:
     try:
         code = app(prog_name="atoll", standalone_mode=False)
         sys.stdout.flush()
-    except click.exceptions.NoArgsIsHelpError as asked:
-        asked.show()
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
         code = USAGE
     except click.ClickException as error:
         code = misused(error)
@@ -104,7 +103,7 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         code = 128 + signal.SIGINT
     except BrokenPipeError:
-        # `atoll ps | head`: nothing is wrong, and there is nobody to tell.
+        # `atoll ps | head`: nothing is wrong, and nobody reads a message.
         drop_output()
         code = 128 + signal.SIGPIPE
     except OSError as error:
@@ -115,7 +114,7 @@ def main() -> None:
 
 
 def drop_output() -> None:
-    """What is still to be written goes nowhere: at the exit it would fail once more."""
+    """Sends what is still buffered to /dev/null: writing it at exit would fail once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -134,6 +133,6 @@ def refused(error: AtollError) -> int:
         hint = None  # the control plane's own words: it was reached
     if isinstance(error, NotFound):
         listing = "token list" if error.kind == "token" else "ps"
-        hint = f"'atoll {listing}' lists what is there"
+        hint = f"'atoll {listing}' lists what exists"
     print(f"atoll: error: {text}" + (f": {hint}" if hint else ""), file=sys.stderr)
     return USAGE if isinstance(error, ValidationError) else 1

@@ -1,4 +1,4 @@
-"""The manual of the command, made from its own help: `python -m atoll.cli.manual > docs/cli.md`."""
+"""The manual of the command, made from its help: `python -m atoll.cli.manual > docs/cli.md`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from atoll.cli.main import app
 WIDTH = 100
 HEAD = """# The `atoll` command
 
-Made from `atoll --help` by `python -m atoll.cli.manual > docs/cli.md`; a test compares them.
+Generated from `atoll --help` by `python -m atoll.cli.manual > docs/cli.md`; a test compares them.
 
-- Every command that tells something takes `--json`: one document on one line, or one a line where
-  it streams (`run`, `logs`, `status -w`). Keys are those of the HTTP API, and all are always there.
-- What ranks print goes to stdout, what atoll says to stderr. `NO_COLOR` and `FORCE_COLOR` are
+- Every command with output takes `--json`: one document on one line, or one per line where it
+  streams (`run`, `logs`, `status -w`). Keys are those of the HTTP API, and all are always present.
+- Output of ranks goes to stdout, messages of atoll to stderr. `NO_COLOR` and `FORCE_COLOR` are
   honoured.
 - Errors are one line on stderr. Exit codes: 0 fine or succeeded, 1 failed or refused, 2 bad usage,
   124 timed out, 130 Ctrl-C.

@@ -1,7 +1,8 @@
-"""`bench` and `estimate`: links as measured, rounds as they will cost."""
+"""`bench` and `estimate`: the measured link of a training, and the cost of a DiLoCo round."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +11,36 @@ import click
 from atoll.cli.options import json_option, name_argument
 from atoll.core.errors import ValidationError
 
+_with_default = partial(click.option, show_default=True)
+
 
 @click.command()
 @name_argument
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Also draw it, to this .svg file.",
+    help="Draw the result to this .svg file as well.",
 )
 @json_option
 def bench(name: str, plot: Path | None, is_json: bool) -> None:
-    """Show the link between two hosts that a training measured."""
+    """Show the bandwidth and latency that a training measured between two hosts."""
     from atoll.bench.plot import plot_svg, plot_text
     from atoll.cli.show import print_json
     from atoll.sdk.client import Client
 
     if plot is not None and plot.suffix.lower() != ".svg":
         raise ValidationError("--plot", str(plot), "expected a file name that ends in .svg")
-    told = Client().get(name).bench_diagnostics
-    if plot is not None and told.result is not None:
-        plot.write_text(plot_svg(told.result.points, f"{name}: {told.message}"))
+    diagnostics = Client().get(name).bench_diagnostics
+    if plot is not None and diagnostics.result is not None:
+        plot.write_text(plot_svg(diagnostics.result.points, f"{name}: {diagnostics.message}"))
     if is_json:
-        print_json(told)
+        print_json(diagnostics)
         return
-    result = told.result
+    result = diagnostics.result
     if result is None:
-        print(f"{name}: no result: {told.message or told.phase}")
+        print(f"{name}: no result: {diagnostics.message or diagnostics.phase}")
         return
-    print(f"{name}: {told.message}")
+    print(f"{name}: {diagnostics.message}")
     rows = {
         "bus bandwidth, p10": (result.busbw_gbps_p10, "Gbit/s"),
         "bus bandwidth, p50": (result.busbw_gbps_p50, "Gbit/s"),
@@ -51,24 +54,36 @@ def bench(name: str, plot: Path | None, is_json: bool) -> None:
 
 
 @click.command()
-@click.option("--parameters", required=True, help="Of the model: 1.3e9, 350M, 7B.")
-@click.option("--step-s", type=float, required=True, help="Seconds of one inner step.")
-@click.option("--link-gbps", type=float, required=True, help="Each replica's link, Gbit/s.")
-@click.option("--replicas", "-n", type=int, default=4, help="Replicas; 4 if not given.")
-@click.option("--sync-every", type=int, default=100, help="Inner steps of a round; 100.")
-@click.option("--codec", default="fp32", help="fp32, bf16, int8, int5, int4, e3m0, int3, sparse.")
-@click.option("--fragments", type=int, default=1, help="Parts synchronised in turn; 1.")
-@click.option("--overlap-steps", type=int, default=0, help="Steps done during a round; 0.")
-@click.option("--latency-s", type=float, default=0.03, help="Of one request; 0.03.")
-@click.option("--prices", default="s3", help="free, s3, s3-internet, s3-express, r2.")
+@click.option(
+    "--parameters", required=True, help="Number of parameters of the model: 1.3e9, 350M, 7B."
+)
+@click.option("--step-s", type=float, required=True, help="Seconds that one inner step takes.")
+@click.option(
+    "--link-gbps", type=float, required=True, help="Bandwidth of each replica's link in Gbit/s."
+)
+@_with_default("--replicas", "-n", default=4, help="Number of replicas.")
+@_with_default("--sync-every", default=100, help="Number of inner steps in a round.")
+@_with_default(
+    "--codec",
+    default="fp32",
+    help="Codec of the gradients: fp32, bf16, int8, int5, int4, e3m0, int3 or sparse.",
+)
+@_with_default("--fragments", default=1, help="Number of model parts synchronised in turn.")
+@_with_default("--overlap-steps", default=0, help="Number of inner steps done during a round.")
+@_with_default("--latency-s", default=0.03, help="Seconds that one request to the store takes.")
+@_with_default(
+    "--prices",
+    default="s3",
+    help="Price list of the store: free, s3, s3-internet, s3-express or r2.",
+)
 @json_option
-def estimate(parameters: str, is_json: bool, **given: Any) -> None:
-    """Say what a DiLoCo round costs in bytes, seconds and dollars."""
+def estimate(parameters: str, is_json: bool, **settings: Any) -> None:
+    """Estimate the cost of a DiLoCo round in bytes, seconds and dollars."""
     from atoll.cli.show import print_json
     from atoll.diloco.estimate import estimate as estimated
     from atoll.diloco.estimate import table
 
-    result = estimated(parameters=count(parameters), **given)
+    result = estimated(parameters=count(parameters), **settings)
     print_json(result) if is_json else print(table(result))
 
 

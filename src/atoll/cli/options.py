@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import PurePath
@@ -28,17 +27,20 @@ def names_argument(*, is_required: bool) -> Callable[[Body], Body]:
     return click.argument("names", nargs=-1, required=is_required, shell_complete=_complete)
 
 
-json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON, for programs.")
+json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON instead of text.")
 timeout_option = click.option(
-    "--timeout", type=click.FloatRange(min=0), help="Seconds to wait; for ever if not given."
+    "--timeout",
+    type=click.FloatRange(min=0),
+    help="Seconds to wait before giving up.",
+    show_default="no limit",
 )
 
 
-FAR = 1_000_000  # a bound that nobody meets: left out of the help, kept by the spec
+FAR = 1_000_000  # a bound above this is left out of the help; the spec still checks it
 
 
 class _OfField:
-    """A range that is the bounds of a field, read when first needed: the types load slowly."""
+    """A range with the bounds of a field, read when first needed: the types load slowly."""
 
     min: Any
     max: Any
@@ -78,37 +80,112 @@ class Launch(NamedTuple):
     timeout: float | None
 
 
-# Flags, the option of `deploy_distributed` they set, type, help.
-SET: tuple[tuple[tuple[str, ...], str, Any, str], ...] = (
-    (("--max-restarts",), "max_restarts", int, "Times a failed rank is started again."),
-    (("--timeout",), "deadline_s", float, "Seconds after which a running training is stopped."),
-    (("--rendezvous",), "rendezvous_backend", str, "How ranks meet: c10d, static, etcd-v2."),
-    (("--uri",), "rendezvous_uri", str, "Object store of the ranks: file://, s3://, gs://, az://."),
-    (("--bench",), "bench", str, "Measure the link between hosts: off, on-start."),
-    (("--bench-require-gbps",), "bench_require_gbps", float, "Start only over a link this fast."),
-    (("--bench-placement",), "bench_placement", str, "Where to measure: preferred, strict."),
-    (("--executor",), "executor", str, "Where to run, by name; see 'atoll executors'."),
-    (("--image",), "image", str, "Container image, where ranks have one."),
-    (("--cpu",), "cpu", str, "CPUs of a rank: 2, 500m."),
-    (("--memory",), "memory", str, "Memory of a rank: 4Gi."),
-    (("--gpus",), "gpu_count", int, "GPUs of a rank."),
-    (("--workdir", "-C"), "working_dir", str, "Where ranks start; here if not given."),
-    (("--start-grace",), "start_grace_s", float, "Seconds until fewer than -n ranks may start."),
-    (("--stop-grace",), "stop_grace_s", float, "Seconds from asking a rank to stop to killing it."),
-    (("--ttl",), "ttl_seconds", int, "Seconds to keep the record after the end."),
+class SpecOption(NamedTuple):
+    """An option of `deploy_distributed` on the command line."""
+
+    flags: tuple[str, ...]
+    option: str
+    kind: type
+    help: str
+    default: str = ""  # as the help shows it; the value itself comes from the spec
+
+
+SET = (
+    SpecOption(
+        ("--max-restarts",), "max_restarts", int, "Number of times a failed rank is restarted.", "0"
+    ),
+    SpecOption(
+        ("--timeout",),
+        "deadline_s",
+        float,
+        "Seconds that the training may run before it is stopped.",
+        "no limit",
+    ),
+    SpecOption(
+        ("--rendezvous",),
+        "rendezvous_backend",
+        str,
+        "Backend by which ranks find each other: c10d, static or etcd-v2.",
+        "c10d",
+    ),
+    SpecOption(
+        ("--uri",),
+        "rendezvous_uri",
+        str,
+        "Object store that the ranks share: file://, s3://, gs:// or az://.",
+    ),
+    SpecOption(
+        ("--bench",),
+        "bench",
+        str,
+        "When to measure the link between two hosts: off or on-start.",
+        "off",
+    ),
+    SpecOption(
+        ("--bench-require-gbps",),
+        "bench_require_gbps",
+        float,
+        "Lowest measured bandwidth in Gbit/s with which the training may start.",
+    ),
+    SpecOption(
+        ("--bench-placement",),
+        "bench_placement",
+        str,
+        "Hosts to measure: those of ranks only (strict), or others if needed (preferred).",
+        "preferred",
+    ),
+    SpecOption(
+        ("--executor",),
+        "executor",
+        str,
+        "Name of the executor to run on, as 'atoll executors' lists it.",
+        "the control plane's",
+    ),
+    SpecOption(("--image",), "image", str, "Container image of the ranks."),
+    SpecOption(("--cpu",), "cpu", str, "CPUs of each rank, such as 2 or 500m."),
+    SpecOption(("--memory",), "memory", str, "Memory of each rank, such as 4Gi."),
+    SpecOption(("--gpus",), "gpu_count", int, "Number of GPUs of each rank.", "0"),
+    SpecOption(
+        ("--workdir", "-C"),
+        "working_dir",
+        str,
+        "Directory in which the ranks start.",
+        "the current directory",
+    ),
+    SpecOption(
+        ("--start-grace",),
+        "start_grace_s",
+        float,
+        "Seconds to wait for all ranks before starting with fewer.",
+        "30",
+    ),
+    SpecOption(
+        ("--stop-grace",),
+        "stop_grace_s",
+        float,
+        "Seconds between asking a rank to stop and killing it.",
+        "10",
+    ),
+    SpecOption(
+        ("--ttl",),
+        "ttl_seconds",
+        int,
+        "Seconds to keep the record after the training has ended.",
+        "no limit",
+    ),
 )
 
 
-# The world: flags, parameter, field of its size, default, help. The last comes first in the help.
-WORLD: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
-    (("--max",), "high", "max", "Most ranks to scale to; -n if not given."),
-    (("--min",), "low", "min", "Fewest ranks to go on with; -n if not given."),
-    (("--ranks", "-n"), "ranks", "target", "Ranks wanted; 1 if not given."),
+# The world: flags, parameter, field of its size, help, default. The last comes first in the help.
+WORLD: tuple[tuple[tuple[str, ...], str, str, str, str], ...] = (
+    (("--max",), "high", "max", "Largest number of ranks to scale to.", "same as --ranks"),
+    (("--min",), "low", "min", "Smallest number of ranks to run with.", "same as --ranks"),
+    (("--ranks", "-n"), "ranks", "target", "Number of ranks to start.", "1"),
 )
 
 
 # Those of them that errors name, by their field.
-FLAGS = {option: flags[0] for flags, option, _, _ in SET} | {
+FLAGS = {row.option: row.flags[0] for row in SET} | {
     "name": "--name",
     "world_size.min": "--min",
     "world_size.target": "-n",
@@ -118,7 +195,7 @@ FLAGS = {option: flags[0] for flags, option, _, _ in SET} | {
 
 
 def launches(body: Callable[..., None]) -> Callable[..., None]:
-    """Gives `body(launch, …)` all the options of a training, besides its own."""
+    """Adds all options of a training to the command `body(launch, …)`, besides its own."""
 
     @wraps(body)
     def run(
@@ -130,12 +207,12 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         env: tuple[str, ...],
         pip_packages: tuple[str, ...],
         mesh: bool,
-        **given: Any,
+        **values: Any,
     ) -> None:
         from atoll.sdk.config import with_defaults
 
-        mine = {option: given.pop(option) for option in own if option in given}
-        options = {option: value for option, value in given.items() if value is not None}
+        mine = {option: values.pop(option) for option in own if option in values}
+        options = {option: value for option, value in values.items() if value is not None}
         options |= {"command": list(_command(command)), "env": dict(map(_variable, env))}
         if any(count is not None for count in (ranks, low, high)):
             options["world_size"] = _world_size(1 if ranks is None else ranks, low, high)
@@ -154,16 +231,22 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
 
     own = [parameter.name for parameter in getattr(body, "__click_params__", ())]
     ranges: dict[Any, Callable[[str], Any]] = {int: WholeNumber, float: Number}
-    for flags, option, kind, text in reversed(SET):
-        accepted = ranges[kind](option) if kind in ranges else kind
-        click.option(*flags, option, type=accepted, help=text)(run)
-    click.option("--mesh", is_flag=True, help="Gate the start on the network.")(run)
-    click.option("--pip", "pip_packages", multiple=True, help="Package that ranks need.")(run)
-    click.option("--env", "-e", multiple=True, help="K=V, or K to pass on its value here.")(run)
-    click.option("--name", help="Made from the command if not given.")(run)
-    for flags, name_here, field, text in WORLD:
+    for row in reversed(SET):
+        accepted = ranges[row.kind](row.option) if row.kind in ranges else row.kind
+        click.option(
+            *row.flags, row.option, type=accepted, help=row.help, show_default=row.default or None
+        )(run)
+    mesh_help = "Start the ranks only when their hosts reach each other over the mesh."
+    click.option("--mesh", is_flag=True, help=mesh_help)(run)
+    pip_help = "Package to install for the ranks; may be repeated."
+    click.option("--pip", "pip_packages", multiple=True, help=pip_help)(run)
+    env_help = "Variable of the ranks as K=V, or K to pass on its current value; may be repeated."
+    click.option("--env", "-e", multiple=True, help=env_help)(run)
+    name_help = "Name of the training."
+    click.option("--name", help=name_help, show_default="generated from the command")(run)
+    for flags, parameter, field, text, default in WORLD:
         count = WholeNumber(f"world_size.{field}")
-        click.option(*flags, name_here, type=count, help=text)(run)
+        click.option(*flags, parameter, type=count, help=text, show_default=default)(run)
     click.argument("command", nargs=-1, type=click.UNPROCESSED)(run)
     return run
 
@@ -193,25 +276,25 @@ def _variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"
+_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # 32 of them: a byte picks all equally often
 _SUFFIX = 5
 # Programs that only run something else, so that they say little about a training.
 _RUNNERS = re.compile(r"(python|pypy)[\d.]*|torchrun|accelerate|bash|sh|env|uv|nice|time")
 
 
 def generated(command: Sequence[str]) -> str:
-    """A DNS label: what is run, and a random end."""
+    """A DNS label made of the program's name and a random suffix."""
     return f"{_stem(command)[: 62 - _SUFFIX].rstrip('-')}-{_random()}"
 
 
 def _random() -> str:
-    return "".join(secrets.choice(_LETTERS) for _ in range(_SUFFIX))
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(_SUFFIX))
 
 
 def _stem(command: Sequence[str]) -> str:
     """`train` for `python train.py --lr 3`, `nanogpt-train` for `python -m nanogpt.train`."""
-    found = next(filter(None, map(_label, _candidates(command))), None)
-    return found or (_label(command[0]) if command else "") or "training"
+    stem = next(filter(None, map(_label, _candidates(command))), None)
+    return stem or (_label(command[0]) if command else "") or "training"
 
 
 def _candidates(command: Sequence[str]) -> Iterator[str]:
@@ -234,7 +317,7 @@ def _label(text: str) -> str:
 
 
 def complete(incomplete: str) -> list[str]:
-    """Names that begin so, if a control plane is there to ask; never starts one."""
+    """Names of trainings with this prefix. Asks a running control plane and never starts one."""
     import os
 
     from atoll.core.errors import AtollError

@@ -1,4 +1,4 @@
-"""`serve` and `token`: the control plane of this machine, and who may talk to it."""
+"""`serve` and `token`: the control plane of this machine, and the tokens it accepts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,34 @@ from atoll.core.errors import NotFound, Permanent, ValidationError
 if TYPE_CHECKING:
     from atoll.core.ports import Tokens
 
-TOKENS = ("ID", "NAMESPACE", "LABEL", "MADE")
+TOKENS = ("ID", "NAMESPACE", "LABEL", "CREATED")
 
 state_dir_option = click.option(
-    "--state-dir", type=Path, help="Where state is kept; ATOLL_STATE_DIR if not given."
+    "--state-dir",
+    type=Path,
+    help="Directory in which the control plane keeps its state.",
+    show_default="ATOLL_STATE_DIR, or the user's own",
 )
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(0, 65_535), default=7878, help="0 takes a free one.")
-@click.option("--host", default="127.0.0.1", help="Address to listen on; 127.0.0.1.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65_535),
+    default=7878,
+    help="Port to listen on; 0 picks a free one.",
+    show_default=True,
+)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.", show_default=True)
 @state_dir_option
-@click.option("--slots", type=click.IntRange(min=1), help="Most ranks at once on this machine.")
+@click.option(
+    "--slots",
+    type=click.IntRange(min=1),
+    help="Largest number of ranks to run on this machine at the same time.",
+    show_default="as in atoll.toml, else no limit",
+)
 @config_option
-@click.option("--owned", "is_owned", is_flag=True, hidden=True)  # by whom its input comes from
+@click.option("--owned", "is_owned", is_flag=True, hidden=True)  # by the process at its stdin
 @json_option
 def serve(
     port: int,
@@ -41,9 +55,9 @@ def serve(
     is_owned: bool,
     is_json: bool,
 ) -> None:
-    """Run a control plane until stopped. Ranks go on when it stops.
+    """Run a control plane until it is stopped. Ranks keep running when it stops.
 
-    Prints one line of JSON once it answers: its url and process id.
+    Once it answers requests it prints one line of JSON with its URL and process id.
     """
     from atoll import run as main
     from atoll.sdk import embedded
@@ -60,41 +74,46 @@ def serve(
 
 @click.group()
 def token() -> None:
-    """Make, list and remove tokens of this machine's control plane."""
+    """Create, list and remove tokens of this machine's control plane."""
 
 
 @token.command()
-@click.option("--namespace", default="default", help="What the token may see; default.")
-@click.option("--label", default="", help="Whose it is, for the list.")
+@click.option(
+    "--namespace",
+    default="default",
+    help="Namespace that the token gives access to.",
+    show_default=True,
+)
+@click.option("--label", default="", help="Note on whose token it is, for 'atoll token list'.")
 @state_dir_option
 @json_option
 def create(namespace: str, label: str, state_dir: Path | None, is_json: bool) -> None:
-    """Make a token and print it. It is kept as a hash: this is the only time it is shown."""
+    """Create a token and print it. Only its hash is stored: it cannot be shown again."""
     import asyncio
 
     from atoll.cli.show import full, print_json
     from atoll.server.auth import hashed, new_token
 
     check_name("namespace", namespace)
-    made = new_token()
-    kept = asyncio.run(_tokens(state_dir).add(hashed(made), namespace, label, time.time()))
-    print_json({"token": made, **full(kept)}) if is_json else print(made)
+    secret = new_token()
+    record = asyncio.run(_tokens(state_dir).add(hashed(secret), namespace, label, time.time()))
+    print_json({"token": secret, **full(record)}) if is_json else print(secret)
 
 
 @token.command("list")
 @state_dir_option
 @json_option
 def list_tokens(state_dir: Path | None, is_json: bool) -> None:
-    """List tokens by id: what they are is not kept."""
+    """List tokens by id. The tokens themselves are not stored."""
     import asyncio
 
     from atoll.cli import show
 
-    found = asyncio.run(_tokens(state_dir).all())
+    tokens = asyncio.run(_tokens(state_dir).all())
     if is_json:
-        show.print_json(found)
+        show.print_json(tokens)
         return
-    rows = [(t.id, t.namespace, t.label or "-", show.clock(t.created_at)) for t in found]
+    rows = [(t.id, t.namespace, t.label or "-", show.clock(t.created_at)) for t in tokens]
     print(show.table(TOKENS, rows))
 
 
@@ -103,7 +122,7 @@ def list_tokens(state_dir: Path | None, is_json: bool) -> None:
 @state_dir_option
 @json_option
 def remove(id: str, state_dir: Path | None, is_json: bool) -> None:
-    """Remove the token with that ID (`atoll token list`): it is refused from now on."""
+    """Remove the token with this ID, as `atoll token list` shows it. It is refused from then on."""
     import asyncio
 
     from atoll.cli.show import print_json

@@ -1,4 +1,4 @@
-"""What is said while a training is followed: to a person, or as JSON lines to a program."""
+"""Reports on a training while it is followed: as text for people, as JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Report(Protocol):
 
 
 class TextReport:
-    """Log lines on stdout; on stderr the world: a live line on a terminal, else a line a change."""
+    """Prints logs to stdout, and the world to stderr: a live line on a terminal, else changes."""
 
     def __init__(self) -> None:
         self._printer = LinePrinter()
         self._last_line = LastLine(sys.stderr)
         self._is_live = can_redraw(sys.stderr)
         self._training: Training | None = None
-        self._said = ""
+        self._last_text = ""
 
     def state(self, training: Training) -> None:
         self._training = training
         self._printer.width = len(str(training.spec.world_size.max - 1))
         text = world_text(training)
-        if text == self._said or training.status.phase.is_terminal:
+        if text == self._last_text or training.status.phase.is_terminal:
             return
-        self._said = text
+        self._last_text = text
         if not self._is_live:
             says(f"{training.name} {text}")
 
@@ -73,7 +73,7 @@ class TextReport:
 
 
 class JsonReport:
-    """One JSON object a line; `type` is created, log, world, note or result."""
+    """Prints one JSON object per line; `type` is created, log, world, note or result."""
 
     def __init__(self) -> None:
         self._world: dict[str, Any] | None = None
@@ -102,7 +102,7 @@ class JsonReport:
 
 
 class LinePrinter:
-    """Log lines on stdout, each with its rank."""
+    """Prints log lines to stdout, each with its rank."""
 
     def __init__(self, *, is_prefixed: bool = True) -> None:
         self.width = 1
@@ -145,14 +145,14 @@ def _whole(seconds: float) -> str:
 
 
 def end_report(training: Training) -> str:
-    """The end in words, and for a failure what is needed to understand it."""
+    """How a training ended, and for a failure the other failed ranks and the last lines."""
     cause = training.status.root_cause
     lines = [end_in_words(training)]
     if training.status.phase is not Phase.FAILED or cause is None:
         return lines[0]
     others = [e.rank for e in training.status.rank_exits if e.is_failure and e.rank != cause.rank]
     if others:
-        lines.append(f"  ranks that fell or were stopped after it: {', '.join(map(str, others))}")
+        lines.append(f"  ranks that failed or were stopped after it: {', '.join(map(str, others))}")
     if cause.log_tail:
         lines.append(f"  last lines of rank {cause.rank}:")
         lines += [f"  | {line}" for line in cause.log_tail[-TAIL_LINES:]]

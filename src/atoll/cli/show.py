@@ -1,4 +1,4 @@
-"""What commands print: tables and sentences for people, stable keys for programs."""
+"""Output of commands: tables and sentences for people, JSON with stable keys for programs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NOT_SHOWN = ("redo", "failing", "failingMessage", "askedAt", "isReleased", "gat
 
 
 def print_json(value: Any) -> None:
-    """One line, at once: a reader of a stream waits for it."""
+    """Prints one line and flushes it: a reader of a stream waits for it."""
     print(msgspec.json.encode(full(value)).decode(), flush=True)
 
 
 def full(value: Any) -> Any:
-    """As on the wire, but with every key there: what is unset is null, empty is empty."""
+    """The value as on the wire, but with every key: unset fields are null."""
     if isinstance(value, msgspec.Struct):
         fields = msgspec.structs.fields(value)
         return {f.encode_name: full(getattr(value, f.name)) for f in fields}
@@ -34,7 +34,7 @@ def full(value: Any) -> Any:
 
 
 def training_json(training: Training) -> dict[str, Any]:
-    """One training, flat: what it is, what was asked for, what was seen."""
+    """One training as one flat object: identity, status, world and spec."""
     spec, status = full(training.spec), full(training.status)
     for name in _NOT_SHOWN:
         status.pop(name, None)
@@ -54,13 +54,13 @@ def training_json(training: Training) -> dict[str, Any]:
 
 
 def world_json(training: Training) -> dict[str, Any]:
-    """Ready as seen, the rest as asked for now: a scale shows at once."""
+    """`ready` as observed, the rest from the spec: a scale shows at once."""
     world: dict[str, Any] = full(training.world)
     return world
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be, two spaces apart; colours do not count."""
+    """A table whose columns are as wide as needed; colours do not count as width."""
     lines = [[*header], *([*row] for row in rows)]
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -115,7 +115,7 @@ def clock(at: float) -> str:
 
 
 def command_text(training: Training) -> str:
-    """What runs, on one line."""
+    """The command of a training, on one line."""
     import shlex
 
     spec = training.spec
@@ -133,5 +133,5 @@ def counted(number: int, noun: str) -> str:
 
 
 def says(text: str) -> None:
-    """A remark of ours, apart from what the ranks print."""
+    """Prints a remark of atoll to stderr, apart from the output of the ranks."""
     print(f"atoll: {text}", file=sys.stderr, flush=True)

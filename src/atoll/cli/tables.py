@@ -16,7 +16,7 @@ EXITS = ("RANK", "EXIT", "REASON", "RESTARTS", "COLLATERAL")
 EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
 
 
-def ps_table(found: list[Training]) -> str:
+def ps_table(trainings: list[Training]) -> str:
     now, width = time.time(), max(get_terminal_size((120, 24)).columns // 2, 30)
     rows = [
         (
@@ -27,7 +27,7 @@ def ps_table(found: list[Training]) -> str:
             show.duration(max(0.0, now - t.created_at)),
             show.shortened(show.command_text(t), width),
         )
-        for t in found
+        for t in trainings
     ]
     return show.table(PS, rows)
 
@@ -38,7 +38,7 @@ def status_text(training: Training) -> str:
         f"{training.name}  {show.phase_cell(training)}  {show.ready_cell(training)} ready",
         f"  world     min {size.min}, target {size.target}, max {size.max}",
         f"  command   {show.shortened(show.command_text(training), 200)}",
-        f"  made      {show.clock(training.created_at)}, ran {show.ran_cell(training, now)}",
+        f"  created   {show.clock(training.created_at)}, ran {show.ran_cell(training, now)}",
     ]
     if status.message and not status.phase.is_terminal:
         lines.append(f"  now       {status.message}")
@@ -46,8 +46,8 @@ def status_text(training: Training) -> str:
         if condition.status == "True" and condition.message:
             lines.append(f"  condition {condition.type}: {condition.message}")
     if status.phase.is_terminal:
-        told, *rest = end_report(training).split("\n")
-        lines += [f"  end       {told.removeprefix(training.name + ' ')}"]
+        first, *rest = end_report(training).split("\n")
+        lines += [f"  end       {first.removeprefix(training.name + ' ')}"]
         lines += [f"          {line}" for line in rest]
         if status.rank_exits:
             lines += ["", exits_table(training)]
@@ -89,7 +89,7 @@ def _exit_cell(ended: RankExit) -> str:
     return f"{code} {ended.signal}" if ended.signal else code
 
 
-def events_table(found: Sequence[Event]) -> str:
+def events_table(events: Sequence[Event]) -> str:
     rows = [
         (
             show.clock(event.at),
@@ -97,6 +97,6 @@ def events_table(found: Sequence[Event]) -> str:
             event.reason,
             event.message + (f" ({event.count} times)" if event.count > 1 else ""),
         )
-        for event in found
+        for event in events
     ]
     return show.table(EVENTS, rows)

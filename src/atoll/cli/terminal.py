@@ -1,14 +1,13 @@
-"""What a terminal can show: colour where it is wanted, and a last line that stays in place."""
+"""Terminals: colour where it is wanted, and a last line that stays in place."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Callable
 from io import TextIOWrapper
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 RED, GREEN, YELLOW, DIM = 31, 32, 33, 2
 RANK_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -17,9 +16,9 @@ _ERASE = "\r\x1b[2K"
 
 
 def prepare() -> None:
-    """Streams that can be written to: a caller may have closed them, or know too few letters."""
+    """Makes stdout and stderr usable, even if closed or in an encoding with few characters."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # else the number of a closed one goes to the next file or socket
+        pass  # else the next file or socket gets the number of a closed stream
     os.close(number)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -31,13 +30,13 @@ def prepare() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """One line for who reads along; scripts are not disturbed."""
+    """Prints a warning as one line on a terminal, and nothing elsewhere."""
     if sys.stderr.isatty():
         print(f"atoll: {message}", file=sys.stderr, flush=True)
 
 
 class Unread:
-    """A stream that falls silent when it cannot be written to, instead of raising."""
+    """A stream that drops output when it cannot be written to, instead of raising."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -65,12 +64,19 @@ class Unread:
 
 
 def go_on_unread() -> None:
-    """`atoll run … | less`, left with q: the training matters more than its reader."""
+    """Keeps following when nobody reads the output, as after q in `atoll run … | less`."""
     sys.stdout, sys.stderr = Unread(sys.stdout), Unread(sys.stderr)
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process with nothing left to write. To tidy up its memory would take 10 ms."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def wants_colour(stream: TextIO) -> bool:
-    """NO_COLOR (https://no-color.org) beats FORCE_COLOR beats what the stream is."""
+    """Whether to use colour: NO_COLOR (https://no-color.org), FORCE_COLOR, else on a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -101,10 +107,12 @@ class LastLine:
         self._is_shown = False
 
     def show(self, text: str) -> None:
-        """Draws only what changed, so it may be called as often as wanted."""
+        """Draws the line if it changed, so it may be called often."""
         if not self._is_on or (self._is_shown and text == self._text):
             return
-        width = shutil.get_terminal_size().columns - 1
+        from shutil import get_terminal_size
+
+        width = get_terminal_size().columns - 1
         self._stream.write(_ERASE + text[:width])
         self._stream.flush()
         self._text, self._is_shown = text, True

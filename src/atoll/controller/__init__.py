@@ -1,1 +1,1 @@
-"""Makes the world match the spec."""
+"""The controller: makes the ranks of each training match its spec."""

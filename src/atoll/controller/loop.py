@@ -1,4 +1,4 @@
-"""Runs passes when something changed: a spec in the store, a rank in an executor, a time reached.
+"""Runs a pass over a training when its spec or a rank changed, or when a pass is due.
 
 There is no periodic scan: idle trainings cost nothing.
 """
@@ -23,12 +23,12 @@ WORKERS = 16
 
 
 class Pass(NamedTuple):
-    """One pass over one training, once it is over."""
+    """A finished pass over one training."""
 
     key: Key
     started_at: float  # by `time.perf_counter`
     seconds: float
-    again_in_s: float | None = None  # 0: there is more to do at once
+    again_in_s: float | None = None  # 0: the next pass follows at once
     error: Exception | None = None
 
 
@@ -101,7 +101,7 @@ class Controller:
             log.info("%s/%s: %s; trying again", *key, error)
             self._queue.retry(key, error.retry_after_s)
             return
-        if isinstance(error, Denied | Permanent):  # nothing to debug here: the backend said no
+        if isinstance(error, Denied | Permanent):  # the backend refused: a traceback would not help
             log.warning("%s/%s: %s; trying again", *key, error)
         else:
             log.error("%s/%s: the pass failed; trying again", *key, exc_info=error)
@@ -109,12 +109,12 @@ class Controller:
 
 
 def has_news(training: Training) -> bool:
-    """Whether somebody other than the controller has changed it."""
+    """Whether somebody other than the controller has changed the training."""
     is_observed = training.status.observed_generation == training.generation
     return not is_observed or training.deletion_requested_at is not None
 
 
 def is_settled(training: Training) -> bool:
-    """Over, torn down, and kept until somebody deletes it."""
+    """Whether it is over, released, and kept until somebody deletes it."""
     is_kept = training.spec.ttl_seconds is None and training.deletion_requested_at is None
     return training.status.is_released and is_kept

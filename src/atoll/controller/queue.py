@@ -1,7 +1,7 @@
-"""A keyed work queue: one pass a key at a time, repeats merged, later looks remembered.
+"""A keyed work queue: at most one pass per key at a time, and repeats are merged.
 
-A key added while it is being worked on is worked on once more. Of several times to look again
-the earliest counts. Idle, it costs one timer for the earliest of them.
+A key that is added while a pass runs gets one more pass. Of several due times of a key the
+earliest counts. An idle queue costs one timer.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class WorkQueue:
             return
         self._due[key] = at
         heapq.heappush(self._heap, (at, key))
-        if len(self._heap) > 2 * len(self._due) + 64:  # most of them are out of date
+        if len(self._heap) > 2 * len(self._due) + 64:  # most entries are out of date
             self._heap = [(due, key) for key, due in self._due.items()]
             heapq.heapify(self._heap)
         self._arm()
 
     def retry(self, key: Key, at_least_s: float = 0.0) -> None:
-        """Later, the longer the more often it has failed in a row."""
+        """Adds the key after a pause, which grows with each failure in a row."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         self.add_after(key, max(at_least_s, grown_s(0.05, 30.0, failures)))

@@ -1,4 +1,4 @@
-"""What trainings removed by force have left with a backend is cleared away, now and then."""
+"""Removes, from time to time, what trainings removed by force have left with a backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SWEEP_S = 300.0
 
 
 async def keep_swept(store: Store, executor: Sweeping) -> None:
-    """Until cancelled. A backend that does not answer is tried again the next time."""
+    """Sweeps until cancelled. A backend that does not answer is tried again next time."""
 
     async def known() -> set[str]:
         return {training.uid for training in await store.list()}

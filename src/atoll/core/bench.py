@@ -1,7 +1,7 @@
-"""The link bench of one training: when it is run, what became of it, and what that forbids. Pure.
+"""The link bench of one training: when it runs, its status, and whether ranks may start. Pure.
 
-It never holds anything up and never fails a training, unless the user set a floor: then ranks
-start only once the link is known to reach it.
+The bench never delays or fails a training, unless the user sets a floor (`bench_require_gbps`):
+then ranks start only once the measured link reaches it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DONE: frozenset[BenchPhase] = frozenset({"Succeeded", "Failed", "TimedOut", "Ski
 
 
 def bench_after(training: Training, old: BenchStatus, seen: Seen, now: float) -> BenchStatus:
-    """What is known of the bench after a look. A phase in `DONE` is final."""
+    """The status of the bench after an observation. A phase in `DONE` is final."""
     if training.spec.bench.mode == "off" or old.phase in DONE or seen.fault:
         return old
     look = seen.bench
@@ -37,12 +37,12 @@ def bench_after(training: Training, old: BenchStatus, seen: Seen, now: float) ->
     if look.state == "running":
         started_at = now if old.started_at is None else old.started_at
         return replace(old, phase="Running", message=look.message, started_at=started_at)
-    # Idle after Running: whoever ran it was killed; it is run again within the same limit.
+    # Idle after Running: its process was killed, so it is run again within the same limit.
     return replace(old, phase=old.phase or "Pending", message=look.message)
 
 
 def bench_over(spec: TrainingSpec, bench: BenchStatus, now: float) -> BenchStatus:
-    """As it stays when the training has ended."""
+    """The final status of the bench once the training has ended."""
     if spec.bench.mode == "off" or bench.phase in DONE:
         return bench
     why = f"the training ended before the link was measured ({bench.phase or 'Pending'})"
@@ -50,7 +50,7 @@ def bench_over(spec: TrainingSpec, bench: BenchStatus, now: float) -> BenchStatu
 
 
 def must_measure(spec: TrainingSpec, status: Status, seen: Seen) -> bool:
-    """Beside the ranks, once they are asked for; before them, if they may not without it."""
+    """Whether to start the bench: beside the ranks, or before them if it holds their start."""
     is_idle = seen.bench is not None and seen.bench.state == "idle"
     if spec.bench.mode == "off" or status.bench.phase in DONE or not is_idle:
         return False
@@ -58,12 +58,12 @@ def must_measure(spec: TrainingSpec, status: Status, seen: Seen) -> bool:
 
 
 def holds_start(spec: TrainingSpec, bench: BenchStatus) -> bool:
-    """Whether ranks must wait for it: with a floor, until the link is known to reach it."""
+    """Whether ranks must wait for the bench: with a floor, until the measurement is there."""
     return has_floor(spec) and bench.phase != "Succeeded"
 
 
 def why_refused(spec: TrainingSpec, status: Status) -> tuple[str, str]:
-    """Reason and message if the floor is not met, or cannot be known to be; else empty."""
+    """Reason and message if the link is below the floor or could not be measured; else empty."""
     floor, bench = spec.bench.require_gbps, status.bench
     if not has_floor(spec) or bench.phase not in DONE or status.gate_opened_at is not None:
         return "", ""
@@ -83,10 +83,10 @@ def has_floor(spec: TrainingSpec) -> bool:
 
 
 def result_in_words(result: BenchResult) -> str:
-    """Which hosts, how fast, and that they are not the workers' own if they are not."""
+    """One sentence: the two hosts, the bandwidth, and whether ranks run on both of them."""
     a, b, is_own = result.probe_node_a, result.probe_node_b, result.is_worker_pair
     if a == b:
-        shared = "loopback: the ranks share it" if is_own else "loopback: no other was to be had"
+        shared = "loopback: the ranks share it" if is_own else "loopback: no other host was free"
         return f"{a} with itself ({shared}): {_rate(result):.3g} Gbit/s"
     others = "" if is_own else ", which are not both hosts of this training's ranks"
     return f"{a} <-> {b}{others}: {_rate(result):.3g} Gbit/s"

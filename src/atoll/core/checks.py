@@ -1,4 +1,4 @@
-"""Small checks on values, each refusal naming the field, the value and what would be right.
+"""Checks on single values. Each error names the field, the value and what was expected.
 
 Bounds of numbers are written once, in the types: `Annotated[int, Meta(ge=1, le=10)]`. The checks
 here, the words of decoding errors, both schemas and the command line read them from there.
@@ -16,7 +16,7 @@ import msgspec
 
 from atoll.core.errors import ValidationError
 
-# Set by atoll for every rank; a value of the user's own would be a lie to the script.
+# Set by atoll for every rank; a value from the user would mislead the script.
 RESERVED_ENV = frozenset({"RANK", "REPLICA_RANK", "WORLD_SIZE", "NODE_NAME"})
 RESERVED_ENV_PREFIXES = ("ATOLL_", "BASILICA_")
 ARGS_VARIABLE = "ATOLL_ENTRYPOINT_ARGS"  # the launcher of replicas sets it, through the spec
@@ -85,7 +85,7 @@ def bounds_of(annotation: Any) -> Bounds | None:
 
 
 def check_as(field: str, value: object, annotation: Any) -> None:
-    """The value is within the bounds of this type."""
+    """Raises ValidationError unless the value is within the bounds of this type."""
     bounds = bounds_of(annotation)
     assert bounds is not None, f"{annotation} has no bounds"
     bounds.check(field, value)
@@ -99,8 +99,8 @@ def field_bounds(kind: type[msgspec.Struct]) -> Mapping[str, Bounds]:
 
 
 def check_bounds(struct: msgspec.Struct, prefix: str = "") -> None:
-    """Every number of the struct is within its bounds. Decoding sees to that; making one by
-    hand does not."""
+    """Checks that every number of the struct is within its bounds: decoding does that by itself,
+    the constructor does not."""
     for name, bounds in field_bounds(type(struct)).items():
         bounds.check(f"{prefix}{name}", getattr(struct, name))
 
@@ -117,7 +117,7 @@ def check_choice(field: str, value: object, choices: Any) -> None:
 
 
 def is_text(value: object) -> bool:
-    """Whether a program can be given it: no NUL, and nothing that UTF-8 has no bytes for."""
+    """Whether a program can take it as an argument: no NUL, and all of it encodes as UTF-8."""
     if not isinstance(value, str) or "\0" in value:
         return False
     try:

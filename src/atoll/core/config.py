@@ -1,4 +1,4 @@
-"""What `atoll.toml` says, checked: executors by name, and defaults of a training. Pure."""
+"""The content of `atoll.toml`, checked: executors by name, and defaults of trainings. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _only_local() -> dict[str, ExecutorConfig]:
 
 
 class Config(Model, frozen=True):
-    """One file, or none: then there is the local executor and nothing else."""
+    """One file. Without a file there is the local executor and nothing else."""
 
     path: str | None = None
     digest: str = ""  # of the file as it was read
@@ -63,7 +63,7 @@ def parse(text: str, path: str, digest: str = "") -> Config:
 
 
 def in_file(path: str | None, error: ValidationError, table: str = "") -> ValidationError:
-    """The same refusal, with the file and the table it is about."""
+    """The same error with the file and the table in front of the field."""
     field = f"{table}.{error.field}" if table else error.field
     return ValidationError(f"{path}: {field}" if path else field, error.value, error.expected)
 
@@ -110,7 +110,7 @@ def _table(field: str, value: object) -> dict[str, Any]:
 
 
 def _line_of(error: tomllib.TOMLDecodeError, text: str) -> str:
-    """The line that is no TOML; the error tells its number in words alone."""
+    """The line that is not TOML: the error holds its number only as text."""
     number = str(error).rpartition("(at line ")[2].partition(",")[0]
     lines = text.splitlines() or [""]
     return lines[int(number) - 1 if number.isdigit() else -1]

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class AtollError(Exception):
-    """The root of everything raised on purpose."""
+    """The root of every error that atoll raises on purpose."""
 
 
 class ValidationError(AtollError, ValueError):
     """A value was refused before anything happened."""
 
     def __init__(self, field: str, value: object, expected: str) -> None:
-        super().__init__(f"{field}: {shown(value)} is not valid: {expected}")
+        super().__init__(f"{field}: {abbreviated(value)} is not valid: {expected}")
         self.field = field
         self.value = value
         self.expected = expected
@@ -43,7 +43,7 @@ class ValidationError(AtollError, ValueError):
 
 
 class NotFound(AtollError):
-    """There is no such thing in this namespace."""
+    """Nothing of this kind and name exists in this namespace."""
 
     def __init__(self, kind: str, name: str) -> None:
         super().__init__(f"{kind} {name!r} not found")
@@ -77,11 +77,11 @@ class Denied(AtollError):
 
 
 class DistributedError(AtollError):
-    """Something about a training's world."""
+    """The root of errors about the world of a training."""
 
 
 class BelowMinimumWorld(DistributedError):
-    """The world did not become, or stay, as large as was waited for."""
+    """The world did not reach the size that was waited for, or did not keep it."""
 
     def __init__(
         self,
@@ -127,11 +127,11 @@ class WorldSizeOutOfBounds(DistributedError):
 
 
 class BackendError(AtollError):
-    """What ranks run on, or what trainings are kept in, said no."""
+    """The backend that runs ranks, or the store that keeps trainings, refused or failed."""
 
 
 class Temporary(BackendError):
-    """It may work later."""
+    """The same request may succeed later."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -139,9 +139,9 @@ class Temporary(BackendError):
 
 
 class Permanent(BackendError):
-    """It will not work, however often it is tried."""
+    """The same request will never succeed."""
 
 
-def shown(value: object) -> str:
+def abbreviated(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""The kinds of executor that there are, and each one's class, imported when it is first used."""
+"""The kinds of executor and their classes, each imported when it is first used."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Home(NamedTuple):
     """The control plane that an executor works for."""
 
     state_dir: Path
-    plane: str  # an id of its own: what it starts elsewhere is marked with it
-    directory: Path = Path()  # where relative paths in the options begin
+    plane: str  # its id, with which everything it starts elsewhere is marked
+    directory: Path = Path()  # that relative paths in the options start from
 
 
-class Backend(Protocol):
+class ExecutorClass(Protocol):
     """The class of an executor, as the configuration uses it."""
 
     def configured(self, name: str, options: dict[str, Any], home: Home) -> Executor:
@@ -71,12 +71,12 @@ def check_kind(field: str, kind: object) -> None:
         raise ValidationError(field, kind, "expected one of " + ", ".join(KINDS))
 
 
-def load(kind: str) -> Backend:
+def load(kind: str) -> ExecutorClass:
     """The class of a kind. Raises Permanent, with what to type, if its packages are missing."""
     check_kind("kind", kind)
     module, _, name = KINDS[kind].partition(":")
     try:
-        backend: Backend = getattr(importlib.import_module(module), name)
+        executor_class: ExecutorClass = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(kind)
         if extra is None or (error.name or "").partition(".")[0] == "atoll":
@@ -85,4 +85,4 @@ def load(kind: str) -> Backend:
             f"the kind {kind!r} needs the package {error.name!r}: pip install 'atoll[{extra}]', "
             f"or pip install '.[{extra}]' in a clone"
         ) from error
-    return backend
+    return executor_class

@@ -1,7 +1,7 @@
 """The names of a field: in Python, on the wire, as an option of the command line.
 
-Errors are raised with the name that `deploy_distributed` has for it (`gpu_count`); the wire calls
-it `resources.gpuCount`. An error that changes hands is renamed, the fields in its words too.
+Errors are raised with the name in `deploy_distributed` (`gpu_count`); on the wire the field is
+`resources.gpuCount`. An error that crosses that border is renamed, also the fields in its text.
 """
 
 from __future__ import annotations
@@ -61,18 +61,20 @@ IN_PYTHON: Mapping[str, str] = {wire: python for python, wire in ON_WIRE.items()
 
 
 def renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError:
-    """The same refusal to somebody who has these names. A field that has none keeps its own."""
+    """The same error with the fields under these names. A field not among them keeps its name."""
 
-    def word(found: re.Match[str]) -> str:
-        # A name of one plain word, such as "command", is no more than a word in a sentence.
-        is_plain = found[0].isalpha() and found[0].islower()
-        return found[0] if is_plain else names.get(found[0], found[0])
+    def renamed_word(match: re.Match[str]) -> str:
+        # A plain word such as "command" may be an ordinary word of the sentence.
+        word = match[0]
+        is_plain = word.isalpha() and word.islower()
+        return word if is_plain else names.get(word, word)
 
-    return ValidationError(_named(error.field, names), error.value, _WORD.sub(word, error.expected))
+    expected = _WORD.sub(renamed_word, error.expected)
+    return ValidationError(_named(error.field, names), error.value, expected)
 
 
 def _named(field: str, names: Mapping[str, str]) -> str:
-    """Also of a part: `nccl_env.A`, `gpu_models[0]`."""
+    """The new name of a field, or of a part of one: `nccl_env.A`, `gpu_models[0]`."""
     for end in [len(field), *(at for at in range(len(field))[::-1] if field[at] in ".[")]:
         known, rest = field[:end], field[end:]
         if known in names:

@@ -1,4 +1,4 @@
-r"""Bytes as they come, whole lines out. Only "\n" ends a line.
+r"""Splits a stream of bytes into whole lines. Only "\n" ends a line.
 
 `str.splitlines`, and the line readers of HTTP clients that use it, end one at eight other
 characters too, some of which JSON leaves as they are.
@@ -14,12 +14,12 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that are whole now, without their ends."""
+        """The lines that are complete after `data`, without their newlines."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         return [line.decode(errors="replace") for line in whole]
 
     def last(self) -> list[str]:
-        """What came after the last end, if anything did."""
+        """The unfinished line after the last newline, if there is one."""
         return [self._rest.decode(errors="replace")] if self._rest else []
 
 

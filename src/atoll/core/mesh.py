@@ -1,7 +1,7 @@
-"""The mesh gate as both sides know it: the key names, and what a host's fabric can be.
+"""The mesh gate: its key names and states, shared by the ranks and the control plane.
 
-The keys are the ones existing images already poll, in etcd's v2 space. Kept free of imports that
-cost: every rank that waits at the gate loads this file.
+The keys, in the v2 API of etcd, are those that existing images poll. Slow imports are avoided:
+every rank that waits at the gate loads this file.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def degraded_path(host: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Percent-encoded, '/' included; own code because urllib.parse costs a rank milliseconds."""
+    """Percent-encoded, '/' included; not urllib.parse, whose import costs a rank milliseconds."""
     data = text.encode("utf-8", "surrogateescape")
     return "".join(chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in data)
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int] | None:
-    """Host and port of `host`, `host:port`, `[v6]:port` or a bare v6 address; None if it is none.
+    """Host and port of `host`, `host:port`, `[v6]:port` or a bare v6 address; else None.
 
     An `http://` in front and a path of `/` behind are tolerated: people paste URLs.
     """

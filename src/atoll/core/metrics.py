@@ -1,4 +1,4 @@
-"""A training in numbers, all of them counted from what was seen."""
+"""The numbers of a training, all computed from its status."""
 
 from __future__ import annotations
 

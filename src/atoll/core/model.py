@@ -65,20 +65,20 @@ def encode(value: Any) -> bytes:
 
 
 def _plain(data: bytes | str) -> Any:
-    """What was sent, to show a part of it; nothing where the rest of it is broken too."""
+    """The JSON as plain values, so that an error can show a part; None if it is no JSON."""
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def named(error: msgspec.ValidationError, kind: Any, given: Any = None) -> ValidationError:
-    """The refusal to decode a `kind` with its field, and the value that `given` has there."""
+def named(error: msgspec.ValidationError, kind: Any, document: Any = None) -> ValidationError:
+    """The refusal to decode `document` as a `kind`, with the field at fault and its value."""
     if isinstance(error.__cause__, ValidationError):
         return error.__cause__
-    found = _WHERE.match(str(error))
-    what = found["what"] if found else str(error)
-    path = (found["path"] or "$") if found else "$"
+    match = _WHERE.match(str(error))
+    what = match["what"] if match else str(error)
+    path = (match["path"] or "$") if match else "$"
     prefix = path.removeprefix("$").removeprefix(".")
     if unknown := _UNKNOWN.search(what):
         field = f"{prefix}.{unknown['name']}".strip(".")
@@ -88,8 +88,8 @@ def named(error: msgspec.ValidationError, kind: Any, given: Any = None) -> Valid
         return ValidationError(field, None, "this field is required")
     if _BEYOND.match(what) and (bounded := _bounded(prefix, kind)) is not None:
         field, bounds = bounded
-        return ValidationError(field, _at(prefix, given), bounds.expected)
-    return ValidationError(prefix or "body", _at(prefix, given), what[0].lower() + what[1:])
+        return ValidationError(field, _at(prefix, document), bounds.expected)
+    return ValidationError(prefix or "body", _at(prefix, document), what[0].lower() + what[1:])
 
 
 def _bounded(path: str, kind: Any) -> tuple[str, Bounds] | None:
@@ -110,17 +110,17 @@ def _bounded(path: str, kind: Any) -> tuple[str, Bounds] | None:
 
 
 def _struct_or_list(kind: Any) -> Any:
-    """Without what may stand around it: `Annotated[A, …] | None` is `A`."""
+    """The type inside `Annotated[A, …] | None`: `A`."""
     if get_origin(kind) in (Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not type(None))
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-def _at(path: str, given: Any) -> Any:
-    """The value at `a.b[1]`. Of `a[...]`, some value in `a`, it is all of `a`."""
+def _at(path: str, value: Any) -> Any:
+    """The part of `value` at a path such as `a.b[1]`. At `a[...]`, some item of `a`, it is `a`."""
     for name, number in _STEP.findall(path):
         try:
-            given = given[int(number)] if number else given[name]
+            value = value[int(number)] if number else value[name]
         except (LookupError, TypeError):
             return None
-    return given
+    return value

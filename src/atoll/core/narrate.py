@@ -1,7 +1,7 @@
-"""Ends in words, for all who tell of them; and what happened between two statuses, as events.
+"""Sentences about how ranks and trainings ended, and events for what changed in a status.
 
-What the reasons mean is in `ends.py`. People read `exited with code 1`; `exit_code=1 reason=Error`
-is for those who search for it.
+The meaning of each reason is in `ends.py`. People read `exited with code 1`; programs that search
+logs match `exit_code=1 reason=Error`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _ending(rank: RankStatus) -> tuple[EventType, str, str]:
 
 
 def exit_in_words(ended: Exit | RankExit) -> str:
-    """What the rank did: `was killed by SIGSEGV (segmentation fault), exit code 139`."""
+    """How the rank ended: `was killed by SIGSEGV (segmentation fault), exit code 139`."""
     code, reason = _code_and_reason(ended)
     if code is None:
         text = "ended with an exit code that could not be learned"
@@ -135,7 +135,7 @@ def end_in_words(training: Training) -> str:
 
 
 def failure_in_words(training: Training) -> str:
-    """Why a training failed: the cause first, then each bad rank, then the last lines."""
+    """Why a training failed: the cause first, then each failed rank, then its last lines."""
     status, cause = training.status, training.status.root_cause
     bad = [ended for ended in status.rank_exits if ended.is_failure]
     if cause is not None:
@@ -151,12 +151,12 @@ def failure_in_words(training: Training) -> str:
 
 
 def phase_in_words(status: Status) -> str:
-    """Why it is in its phase: in its own words, or what the reason means."""
+    """Why a training is in its phase: its message, or else the meaning of its reason."""
     return status.message or meaning_of(status.reason, PhaseReason) or status.phase.value
 
 
 def status_in_words(status: Status) -> str:
-    """What a status says of itself, in one sentence."""
+    """A status in one sentence."""
     world = status.world
     if status.root_cause is not None:
         return exit_line(status.root_cause.rank, status.root_cause)

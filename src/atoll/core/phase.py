@@ -41,7 +41,7 @@ class Tally(NamedTuple):
     """A world counted: all that the phase depends on."""
 
     min: int
-    wanted: int  # ranks of the target that are not lost for good
+    wanted: int  # ranks of the target that have not failed for good
     ready: int  # of those, running or exited 0
     succeeded: int  # of those, exited 0
     alive: int  # processes of any rank not known to be gone

@@ -1,4 +1,4 @@
-"""What to do next about one training: `plan(training, seen, now)`, pure.
+"""Decides what to do next with one training: `plan(training, seen, now)`. Pure.
 
 Restarts, lost ranks, quorum, scaling, cancelling, deadlines and the end are decided here and
 nowhere else. The status is written first, then the actions are performed; all of them may be
@@ -59,7 +59,7 @@ class Measure(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """The logs and the record go too."""
+    """Removes the logs and the record as well."""
 
 
 Action = Apply | Measure | Release | Forget
@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
 
 def plan(training: Training, seen: Seen, now: float) -> Plan:
-    """The status after `seen`, what to do about it, and when to look again unasked."""
+    """The status after `seen`, the actions to perform, and when to observe again at the latest."""
     if training.status.phase.is_terminal:
         return _after_the_end(training, seen, now)
     asked, training = training, _within_reach(training, seen)
@@ -91,22 +91,22 @@ def plan(training: Training, seen: Seen, now: float) -> Plan:
 
 
 def _observed(training: Training, seen: Seen, now: float) -> Status:
-    """The ranks as they are, merged with what was known of them."""
+    """The status with its ranks as observed, merged with what was known of them."""
     old, world = training.status, training.spec.world_size
-    known = merge_ranks([*old.ranks, *old.retired], seen, training.spec, now)
+    merged = merge_ranks([*old.ranks, *old.retired], seen, training.spec, now)
     redo = dict(old.redo)
     ranks, retired = [], []
-    for rank in sorted({*known, *range(world.target)}):
-        found = known.get(rank) or RankStatus(rank=rank)
-        if rank < world.target or found.is_alive:
-            ranks.append(found)
+    for number in sorted({*merged, *range(world.target)}):
+        rank = merged.get(number) or RankStatus(rank=number)
+        if number < world.target or rank.is_alive:
+            ranks.append(rank)
         else:
-            retired.append(found)
-            redo[rank] = found.attempt
+            retired.append(rank)
+            redo[number] = rank.attempt
     is_stopping = bool(old.failing) or training.is_cancelling
-    for found in ranks:
-        if found.exit is not None and must_redo(found.exit) and not is_stopping:
-            redo[found.rank] = found.attempt
+    for rank in ranks:
+        if rank.exit is not None and must_redo(rank.exit) and not is_stopping:
+            redo[rank.rank] = rank.attempt
     target = world.target
     started = [r.started_at for r in (*ranks, *retired) if r.started_at is not None]
     return replace(
@@ -125,7 +125,7 @@ def _observed(training: Training, seen: Seen, now: float) -> Status:
 def _decided(
     training: Training, status: Status, seen: Seen, now: float
 ) -> tuple[Status, tuple[Action, ...]]:
-    """Stop, start or resize, and why the training must fail if it must."""
+    """Decides to stop, start or resize, and whether the training must fail."""
     world = training.spec.world_size
     is_cancelling = training.is_cancelling
     if not is_cancelling and not status.failing:
@@ -139,13 +139,13 @@ def _decided(
     if status.gate_opened_at is None and not seen.has_gate:
         status = replace(status, gate_opened_at=now)
     if seen.wish is None and status.has_run:
-        return status, ()  # either late or lost; asking again would start ranks twice
+        return status, ()  # the wish is late or lost; asking again would start ranks twice
     size = world.target if seen.room is None else min(world.target, seen.room)
     return _asking(status, seen, size, now) if size else (status, ())
 
 
 def _asking(status: Status, seen: Seen, size: int, now: float) -> tuple[Status, tuple[Action, ...]]:
-    """The wish for `size` ranks, and the asking if it is not already being carried out."""
+    """Records the wish for `size` ranks, and applies it unless the executor already has it."""
     redo = {rank: attempt for rank, attempt in status.redo.items() if rank < size}
     wish = status.asked
     if wish is None or (wish.size, wish.redo) != (size, redo):
@@ -157,7 +157,7 @@ def _asking(status: Status, seen: Seen, size: int, now: float) -> tuple[Status, 
 
 
 def _concluded(training: Training, status: Status, seen: Seen, now: float) -> Status:
-    """Phase, world, messages, conditions; and the exits, once it is over."""
+    """The status with phase, world, messages and conditions; with the exits at the end."""
     old, world = training.status, training.spec.world_size
     wanted = [r for r in status.ranks if r.rank < world.target and not is_lost(r)]
     ready = sum(r.phase in ("Running", "Succeeded") for r in wanted)
@@ -198,7 +198,7 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
 
 
 def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
-    """Tear down, then remove the record when it is time. The verdict never changes."""
+    """Releases what the training holds, then removes the record in time. Its phase stays."""
     status, spec = training.status, training.spec
     if training.generation != status.observed_generation:
         is_edited = training.deletion_requested_at is None
@@ -221,7 +221,7 @@ def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
 
 
 def _within_reach(training: Training, seen: Seen) -> Training:
-    """With the target that can still be had: a scale-up may come when all ranks have just ended."""
+    """The training with a target it can reach: a scale-up may arrive after all ranks have ended."""
     world = training.spec.world_size
     if not seen.is_closed or seen.wish is None or not world.min <= seen.wish.size < world.target:
         return training
@@ -230,7 +230,7 @@ def _within_reach(training: Training, seen: Seen) -> Training:
 
 
 def _refusal(training: Training, phase: Phase, now: float) -> Event:
-    """Where a spec can be changed without asking us first, a change after the end is told of."""
+    """The event for a spec that was changed after the end, where the store cannot refuse that."""
     refused = UDTerminalState(phase, training.spec.world_size.target)
     return Event(type="Warning", reason="UDTerminalState", message=str(refused), at=now)
 
@@ -239,8 +239,8 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
     spec, world = training.spec, training.spec.world_size
     if seen.fault:
         return PhaseReason.EXECUTOR_REFUSED, seen.fault
-    is_told_nothing = seen.wish is None and not seen.is_supervised
-    if is_told_nothing and status.has_run and not _may_be_late(status, now):
+    has_no_record = seen.wish is None and not seen.is_supervised
+    if has_no_record and status.has_run and not _may_be_late(status, now):
         words = f"the {training.executor} executor has lost all record of the ranks"
         return PhaseReason.EXECUTOR_LOST, words
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
@@ -254,7 +254,7 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
 
 
 def _may_start(training: Training, status: Status, seen: Seen, now: float) -> bool:
-    """Whether the executor may be asked for ranks. One without a gate lets them go by that."""
+    """Whether the executor may be asked for ranks. Without a gate it starts them at once."""
     if holds_start(training.spec, status.bench):
         return False
     is_grace_over = now >= training.created_at + training.spec.start_grace_s
@@ -263,34 +263,34 @@ def _may_start(training: Training, status: Status, seen: Seen, now: float) -> bo
     )
 
 
-def _is_redone(found: RankStatus, redo: dict[int, int], target: int) -> bool:
-    return found.rank < target and found.attempt <= redo.get(found.rank, -1)
+def _is_redone(rank: RankStatus, redo: dict[int, int], target: int) -> bool:
+    return rank.rank < target and rank.attempt <= redo.get(rank.rank, -1)
 
 
 def _may_be_late(status: Status, now: float) -> bool:
-    """Whether a look that shows nothing may be from before the executor was asked."""
+    """Whether an observation without ranks may date from before the executor was asked."""
     return status.asked_at is not None and now < status.asked_at + STALE_S
 
 
 def _alive(status: Status, seen: Seen, now: float) -> int:
-    """Ranks that live, plus those that may still come to life under the accepted wish."""
+    """The number of ranks that are alive or may still be started under the accepted wish."""
     ranks = (*status.ranks, *status.retired)
     alive = sum(r.is_alive for r in ranks)
     if seen.wish is None:
         return alive + (seen.is_supervised or _may_be_late(status, now))
     if seen.wish != status.asked:
-        return alive + 1  # what came of the newest wish is not known yet
+        return alive + 1  # the effect of the newest wish is not known yet
     return alive + seen.wish.size - sum(_is_settled(r, seen.wish) for r in ranks)
 
 
-def _is_settled(found: RankStatus, wish: Wish) -> bool:
+def _is_settled(rank: RankStatus, wish: Wish) -> bool:
     """Whether an executor that keeps `wish` will leave the rank, or its end, as it is."""
-    is_redone = found.attempt <= wish.redo.get(found.rank, -1)
-    return found.rank < wish.size and found.phase != "Pending" and not is_redone
+    is_redone = rank.attempt <= wish.redo.get(rank.rank, -1)
+    return rank.rank < wish.size and rank.phase != "Pending" and not is_redone
 
 
 def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
-    """What is true beside the phase. The time of change is kept while nothing changes."""
+    """The conditions of the training. Each keeps its time of change until its status changes."""
     lost = [str(r.rank) for r in status.ranks if is_lost(r)]
     wanted: list[tuple[str, bool, str, str]] = [
         ("Admitted", status.gate_opened_at is not None, "StartGate", ""),
@@ -302,7 +302,7 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
         )
     ranks = (*status.ranks, *status.retired)
     if silent := [str(r.rank) for r in ranks if r.exit is not None and r.exit.is_backends_word]:
-        message = f"exits of {', '.join(silent)} are the executor's word; they left no record"
+        message = f"the executor reported the exits of {', '.join(silent)}: they left no record"
         wanted.append(("ExitsFromBackend", True, "NoRecord", message))
     if status.mesh is not None:
         state, message = status.mesh.state, status.mesh.message
@@ -312,17 +312,17 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
             ("DegradedMesh", is_degraded, f"Mesh{state}", message),
         ]
     before = {c.type: c for c in old.conditions}
-    made = []
+    conditions = []
     for kind, is_true, reason, message in wanted:
         value: ConditionStatus = "True" if is_true else "False"
         known = before.pop(kind, None)
         since = known.last_transition_at if known and known.status == value else now
-        made.append(
+        conditions.append(
             Condition(
                 type=kind, status=value, reason=reason, message=message, last_transition_at=since
             )
         )
-    return [*made, *before.values()]
+    return [*conditions, *before.values()]
 
 
 def _ready_text(status: Status) -> str:

@@ -1,6 +1,6 @@
-"""What the controller needs of the outside: a store to read wishes from, an executor to act with.
+"""The interfaces that the controller works through: a store of trainings, and executors.
 
-`main.py` hands it real ones. Every implementation passes the contract suite under
+`run.py` builds the real ones. Every implementation passes the contract suite under
 `tests/contract/`.
 """
 
@@ -18,7 +18,7 @@ Key = tuple[str, str]  # namespace, name
 
 
 class Executor(Protocol):
-    """Where ranks run. Every verb may be repeated, and the caller may die between any two."""
+    """Where ranks run. Every call may be repeated, and the caller may die between any two."""
 
     name: str
 
@@ -34,19 +34,19 @@ class Executor(Protocol):
         """
 
     async def observe(self, training: Training) -> Seen:
-        """The whole gang, in one question to the backend. Raises Temporary when it cannot tell.
+        """All ranks of the training, in one request to the backend. Raises Temporary if it fails.
 
-        It changes nothing: what a look makes necessary comes back in `Seen.chores`.
+        It changes nothing: work that the observation makes necessary is in `Seen.chores`.
         """
 
     async def release(self, training: Training) -> None:
-        """Only logs of the training are left with the backend. Already gone is success."""
+        """Removes everything but the logs from the backend. Already removed is success."""
 
     async def purge(self, training: Training) -> None:
-        """The logs are gone too."""
+        """Removes the logs as well."""
 
     def changes(self) -> AsyncIterator[Key]:
-        """Trainings that may look different now. May repeat itself, never forgets one."""
+        """Yields trainings that may have changed. May repeat one, never leaves one out."""
 
     def logs(
         self,
@@ -58,13 +58,13 @@ class Executor(Protocol):
     ) -> AsyncIterator[LogLine]:
         """Lines with their true rank; `tail` is per rank.
 
-        With `follow`, new lines are waited for until it says that the training is over.
+        With `follow`, waits for new lines until the training is over.
         """
 
 
 @runtime_checkable
 class Checking(Protocol):
-    """An executor that can tell beforehand what it will never run."""
+    """An executor that can refuse a spec which it will never be able to run."""
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError, naming the field."""
@@ -75,15 +75,15 @@ class Probing(Protocol):
     """An executor that can find out quickly whether its backend answers."""
 
     async def probe(self) -> None:
-        """Raises BackendError or Denied, in words that say what is wrong."""
+        """Raises BackendError or Denied if the backend does not answer, with the cause."""
 
 
 @runtime_checkable
 class Sweeping(Protocol):
-    """An executor whose backend may keep things of trainings that were removed by force."""
+    """An executor whose backend may hold leftovers of trainings that were removed by force."""
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
-        """Cleared away, but for the trainings that `known` gives the uids of."""
+        """Removes the leftovers of all trainings but those whose uids `known` returns."""
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ class Resuming(Protocol):
     async def log_places(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        """Where the last `tail` lines of each rank begin, for ranks that have a log."""
+        """The place of the last `tail` lines of each rank that has a log."""
 
     def logs_after(
         self,
@@ -103,7 +103,7 @@ class Resuming(Protocol):
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        """As `logs`, from these places on; a rank without one from its start."""
+        """As `logs`, from these places on; a rank without a place from the start of its log."""
 
 
 @runtime_checkable
@@ -111,15 +111,16 @@ class Measuring(Protocol):
     """An executor that can measure the link between two hosts of a training."""
 
     async def measure(self, training: Training) -> None:
-        """The link bench is being run, beside the ranks and in none of their slots."""
+        """Starts the link bench, beside the ranks and in none of their slots."""
 
 
 @runtime_checkable
 class Tending(Protocol):
-    """An executor whose looks ask for chores."""
+    """An executor whose observations ask for chores."""
 
     async def perform(self, training: Training, chore: Chore) -> None:
-        """Done, or no longer necessary. `training` has the status that holds what was seen."""
+        """Performs the chore, unless it is no longer necessary. The status of `training` already
+        holds what was seen."""
 
 
 class Change(Model, frozen=True):
@@ -134,7 +135,8 @@ class Store(Protocol):
     """Where trainings are kept. Every write has a version; versions only grow."""
 
     async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
-        """Stored. A repeated key gives the training it made; a taken name raises Conflict."""
+        """Stores it. A repeated key returns the training it created. Raises Conflict if the name is
+        taken."""
 
     async def get(self, key: Key) -> Training:
         """Raises NotFound."""
@@ -148,10 +150,11 @@ class Store(Protocol):
         phase: str | None = None,
         prefix: str = "",
     ) -> Sequence[Training]:
-        """By name: those after the name `after`, at most `limit`, in that phase, so beginning."""
+        """Trainings in order of name: those after the name `after`, at most `limit`, in that phase,
+        with that prefix."""
 
     async def update_spec(self, training: Training) -> Training:
-        """Spec and deletion mark written, unless something was since `training` was read: Conflict.
+        """Writes spec and deletion mark. Raises Conflict if `training` is not the stored version.
 
         A changed spec gets a new generation.
         """
@@ -159,29 +162,29 @@ class Store(Protocol):
     async def update_status(
         self, training: Training, status: Status, events: Sequence[Event] = ()
     ) -> Training:
-        """Status and events written in one step under the same condition."""
+        """Writes status and events in one step, under the same condition."""
 
     async def remove(self, training: Training) -> None:
-        """Gone, with its events. Already gone is success."""
+        """Removes it with its events. Already removed is success."""
 
     async def record(self, key: Key, event: Event) -> None:
-        """An event with no status change."""
+        """Adds an event without a status change."""
 
     async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
         """Newest first."""
 
     def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
-        """Every change after that version, in order, without gaps. Raises Gone if it cannot."""
+        """Every change after that version, in order. Raises Gone if some are no longer kept."""
 
     async def source(self, training: Training) -> bytes:
-        """The code shipped with it. A store may keep it apart and show only its digest."""
+        """The code shipped with the training: a store may keep only its digest in the spec."""
 
     async def version(self) -> int:
         """The newest version."""
 
 
 class Token(Model, frozen=True, omit_defaults=False):
-    """What is known of a token: never the token itself."""
+    """The record of a token, which never holds the token itself."""
 
     id: str  # the beginning of its hash
     namespace: str
@@ -190,19 +193,19 @@ class Token(Model, frozen=True, omit_defaults=False):
 
 
 class Tokens(Protocol):
-    """Who may call: tokens by their hashes, each good for one namespace."""
+    """The tokens of a control plane, by their hashes; each gives access to one namespace."""
 
     async def namespace_of(self, hashed: str) -> str | None:
-        """None where there is no such token. One that was removed may be known for some seconds."""
+        """None if there is no such token. A removed one may stay valid for some seconds."""
 
     async def add(self, hashed: str, namespace: str, label: str, now: float) -> Token:
-        """Good from now on."""
+        """Adds a token, which is valid from now on."""
 
     async def all(self) -> Sequence[Token]:
         """The oldest first."""
 
     async def remove(self, id: str) -> bool:
-        """Whether it was there. Raises Permanent where more than one begins so."""
+        """Whether there was one. Raises Permanent if several hashes begin with `id`."""
 
 
 def token_of(hashed: str, namespace: str, label: str, created_at: float) -> Token:
@@ -210,8 +213,8 @@ def token_of(hashed: str, namespace: str, label: str, created_at: float) -> Toke
 
 
 def with_id(id: str, hashes: Iterable[str]) -> str | None:
-    """The hash that begins with `id`. Raises Permanent where more than one does."""
+    """The hash that begins with `id`. Raises Permanent if several do."""
     matching = [hashed for hashed in hashes if hashed.startswith(id)]
     if len(matching) > 1:
-        raise Permanent(f"{len(matching)} tokens begin with {id!r}: give more of it")
+        raise Permanent(f"{len(matching)} tokens begin with {id!r}: give more characters")
     return matching[0] if matching else None

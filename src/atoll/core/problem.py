@@ -1,4 +1,4 @@
-"""An error as it travels: RFC 9457 problem details, and the way back to the same error.
+"""Errors as RFC 9457 problem details, and problem details as the same errors again.
 
 `type` is the class of the error, so a client raises what the server raised.
 """
@@ -36,7 +36,7 @@ class Problem(Model, frozen=True):
     retry_after_s: float | None = None
 
 
-# For each error: the attributes that travel, and how it is made again from them.
+# For each error: the attributes that travel, and how it is built from them again.
 _Maker = Callable[[Problem], errors.AtollError]
 _TABLE: dict[type[errors.AtollError], tuple[tuple[str, ...], _Maker]] = {
     errors.ValidationError: (
@@ -68,7 +68,7 @@ _BY_TYPE = {f"{PREFIX}{kind.__name__}": maker for kind, (_, maker) in _TABLE.ite
 
 
 class PrintedValue(str):
-    """A value known only by how it was printed; printing it again does not quote it again."""
+    """A value of which only the repr is known; its own repr does not quote it again."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class PrintedValue(str):
 
 
 def problem_of(error: errors.AtollError, status: int) -> Problem:
-    """What is wrong, a field by the name it has on the wire."""
+    """The problem details of an error, with field names as on the wire."""
     if isinstance(error, errors.ValidationError):
         error = renamed(error, ON_WIRE)
     kind = next((kind for kind in type(error).__mro__ if kind in _TABLE), None)
@@ -85,7 +85,7 @@ def problem_of(error: errors.AtollError, status: int) -> Problem:
         return Problem(title=type(error).__name__, status=status, detail=str(error))
     carried = {name: getattr(error, name) for name in _TABLE[kind][0]}
     if isinstance(error, errors.ValidationError):
-        carried["value"] = errors.shown(error.value)
+        carried["value"] = errors.abbreviated(error.value)
     return Problem(
         type=f"{PREFIX}{kind.__name__}",
         title=kind.__name__,
@@ -96,7 +96,7 @@ def problem_of(error: errors.AtollError, status: int) -> Problem:
 
 
 def error_of(problem: Problem) -> errors.AtollError:
-    """The error that the problem tells of; an unknown type by its status."""
+    """The error that the problem describes; for an unknown type, one by its HTTP status."""
     maker = _BY_TYPE.get(problem.type)
     if maker is not None:
         return maker(problem)

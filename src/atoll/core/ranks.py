@@ -1,7 +1,7 @@
-"""One rank: what is known of it, merged with what was just seen; and what that makes it.
+"""Ranks: merges what is known with what was just seen, and derives the phase of each.
 
-An attempt number only grows, so an older look never undoes a newer one. At the end: which rank
-brought the training down, one answer however many ranks and hosts it had.
+Attempt numbers only grow, so an older observation never undoes a newer one. `root_cause_of` names
+the one rank that made a training fail.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Seen, SeenRank, Status
 
 LOST_AFTER_S = 3.0  # a rank that ran and is not seen any more is given up after this
-# Failures closer together than this are one story: peers fall because the first one did.
+# Failures closer together than this have one cause: peers fail because the first one did.
 CASCADE_S = 60.0
 
 
@@ -25,11 +25,11 @@ def merge_ranks(
 ) -> dict[int, RankStatus]:
     """Every rank ever known, by number, as of `seen`."""
     merged = {r.rank: r for r in known}
-    found = {s.rank: s for s in seen.ranks}
-    for rank, look in found.items():
+    looks = {look.rank: look for look in seen.ranks}
+    for rank, look in looks.items():
         merged[rank] = _merge(merged.get(rank), look, now)
     for rank, before in merged.items():
-        if before.is_alive and rank not in found:
+        if before.is_alive and rank not in looks:
             merged[rank] = _missing(before, now)
     return merged
 
@@ -41,7 +41,7 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
     if is_older or is_undone:
         return replace(before, missing_since=None)
     if before.is_alive and look.attempt > before.attempt:
-        # Its end was never seen; it cannot have outlived its successor's coming.
+        # Its end was never seen; it had ended by the time its successor started.
         before = _ended(before, _unlearned(look.started_at or now, "its end was not seen"))
     after = replace(
         before,
@@ -83,8 +83,8 @@ def _missing(before: RankStatus, now: float) -> RankStatus:
 
 
 def must_redo(exit: Exit) -> bool:
-    """Whether an attempt that ended so is to be forgotten if the rank is wanted: it was stopped
-    by us, or the executor has forgotten it."""
+    """Whether an attempt that ended so does not count if the rank is wanted again: atoll stopped
+    it, or the executor lost it."""
     return exit.is_stopped or exit.reason == RankEnd.VANISHED
 
 
@@ -115,7 +115,7 @@ def is_lost(rank: RankStatus) -> bool:
 
 
 def waiting_message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> RankStatus:
-    """With one line saying what the rank waits for, or how it ended."""
+    """The rank with a message that says what it waits for, or how it ended."""
     return replace(rank, message=_message(rank, status, seen, world))
 
 
@@ -132,7 +132,7 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
         return f"no room: {seen.message}"
     if rank.exit is not None and not must_redo(rank.exit):
         return f"restarting: it {exit_in_words(rank.exit)}"
-    if rank.attempt < 0:  # never seen: what it has as a message may be our own of an earlier look
+    if rank.attempt < 0:  # never seen: its message may be one that an earlier pass wrote
         return seen.message or rank.message or "starting"
     return rank.message or seen.message or "starting"
 

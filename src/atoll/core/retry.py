@@ -1,4 +1,4 @@
-"""How long to wait before something is tried again. Pure: the caller has the clock, and sleeps."""
+"""Pauses between retries. Pure: the caller has the clock, and sleeps."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ MOST_DOUBLINGS = 64  # beyond any bound in use, and still a float
 
 
 def grown_s(first_s: float, longest_s: float, failures: int, growth: float = 2.0) -> float:
-    """The pause after so many failures before this one: `first_s`, growing to `longest_s`."""
+    """The pause after that many earlier failures, growing from `first_s` to `longest_s`."""
     return float(min(first_s * growth ** min(failures, MOST_DOUBLINGS), longest_s))
 
 
 class Retry:
     """The pauses of one loop that tries again, sync or async.
 
-    `jitter()` is the share of a pause that is waited: those who failed together should not come
-    back together. After `patience_s` by `clock` there is no further pause.
+    `jitter()` is the share of a pause that is waited, so that callers which failed together do not
+    return together. After `patience_s` by `clock` there is no further pause.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Retry:
         self.failures = 0  # in a row
 
     def pause_s(self, retry_after_s: float = 0.0) -> float | None:
-        """Seconds to wait after one more failure; None: time is up.
+        """Seconds to wait after one more failure; None if `patience_s` is over.
 
         `retry_after_s` is what the other side asked for. The last pause ends at the deadline.
         """
@@ -51,5 +51,5 @@ class Retry:
         return min(max(grown * self._jitter(), retry_after_s), left_s)
 
     def has_worked(self) -> None:
-        """The next failure is the first one again."""
+        """Resets the pauses: the next failure counts as the first one."""
         self.failures = 0

@@ -1,11 +1,10 @@
-"""What the user asked for. Every refusal names the field, the value and what would be right.
+"""The spec of a training. Every error names the field, the value and what was expected.
 
 Field names in errors are those of Python: `world_size.min`. `fields.py` knows their other names.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Annotated, ClassVar, Literal
 
@@ -38,7 +37,7 @@ WholeSeconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 Deadline = Annotated[float, Meta(ge=0.001, le=MAX_SECONDS)]
 RankNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 LineCount = Annotated[int, Meta(ge=0, le=10_000_000)]
-# Of a scale: whether it is within `[min, max]` is for each training to say.
+# Target of a scale; whether it is within `[min, max]` is checked against each training.
 ScaleTarget = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 
 BenchMode = Literal["off", "on-start"]
@@ -173,9 +172,11 @@ class Source(SpecModel, frozen=True):
         return self.content.startswith(DIGEST) and len(self.content) == len(DIGEST) + 64
 
     def by_digest(self) -> Source:
-        """With its digest in place of the code, for where it is only talked about."""
+        """The source with its digest in place of the code, for places that do not run it."""
         if self.is_digest:
             return self
+        import hashlib
+
         digest = hashlib.sha256(self.content).hexdigest().encode()
         return msgspec.structs.replace(self, content=DIGEST + digest)
 
@@ -226,8 +227,8 @@ class TrainingSpec(SpecModel, frozen=True):
 
     def _check_what_runs(self) -> None:
         if (self.command is None) == (self.source is None):
-            given = "both" if self.command is not None else None
-            raise ValidationError("command", given, "expected either a command or a source")
+            value = "both" if self.command is not None else None
+            raise ValidationError("command", value, "expected either a command or a source")
         if self.command is not None:
             check_strings("command", self.command)
             if not self.command or not self.command[0]:

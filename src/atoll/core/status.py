@@ -1,4 +1,4 @@
-"""What was seen of a training. Times are seconds since the epoch, durations are seconds."""
+"""The status of a training. Times are seconds since the epoch, durations are seconds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class WorldStatus(Model, frozen=True):
 
     @classmethod
     def of(cls, ready: int, size: WorldSize) -> WorldStatus:
-        """Ready as seen, the rest as wished."""
+        """`ready` as observed, the other numbers from the spec."""
         return cls(
             ready=ready,
             target=size.target,
@@ -257,7 +257,7 @@ class Training(Model, frozen=True):
 
     @property
     def world(self) -> WorldStatus:
-        """Ready as seen, the rest as wished now: a scale shows at once in `target`."""
+        """`ready` as observed, the rest from the spec: a scale shows at once in `target`."""
         return WorldStatus.of(self.status.world.ready, self.spec.world_size)
 
     @property
@@ -266,7 +266,7 @@ class Training(Model, frozen=True):
 
     @property
     def executor(self) -> str:
-        """Where its ranks run. Records that name none are older than the choice."""
+        """The name of the executor. Records without one are of releases that had only `local`."""
         return "local" if self.spec.executor is None else self.spec.executor
 
 

@@ -1,4 +1,4 @@
-"""What a training has used: counted while ranks run, still when they do not."""
+"""The seconds of ranks and GPUs that a training has used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What ranks wrote whose pods are taken away: their last part, kept in ConfigMaps.
+"""The log archive: ConfigMaps with the last lines of ranks whose pods were deleted.
 
-A kubelet drops the log of a deleted pod as soon as the pod has ended, so it is read while the
-pod is on its way out. No volume is needed, any operator can read it, and it goes with the training.
+A kubelet drops the log of a deleted pod as soon as the pod has ended, so the archive reads the log
+while the pod is still ending. It needs no volume, every operator can read it, and it is deleted
+with the training.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SEEN_KEPT = 10_000
 
 
 class Archive:
+    """Reads the logs of pods that are being deleted, and stores their last part."""
+
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -35,7 +38,7 @@ class Archive:
         self._gate = asyncio.Semaphore(AT_ONCE)
 
     def capture(self, pod: Pod, ranks: int) -> None:
-        """Read until the pod ends, then store. Repeating it for a pod does nothing."""
+        """The log is read until the pod ends, then stored. A second call for a pod does nothing."""
         key = pod.metadata["uid"]
         if key not in self._seen:
             if len(self._seen) > SEEN_KEPT:
@@ -47,18 +50,20 @@ class Archive:
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     async def settle(self, pods: Iterable[Pod], timeout_s: float) -> None:
-        """Logs of these pods that are being read are stored, unless it takes too long."""
+        """The logs of these pods are stored, or `timeout_s` has passed."""
         keys = (pod.metadata.get("uid") for pod in pods)
         tasks = [self._tasks[key] for key in keys if key in self._tasks]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)
 
     async def lines(self, namespace: str, uid: str, rank: int) -> list[str]:
-        """Of all attempts of that rank that were taken away, oldest first."""
+        """The archived lines of all deleted attempts of the rank, oldest first."""
         labels = f"{UID}={uid},{LOG_OF}={rank}"
-        listed = await self._cluster.list("configmaps", namespace, labels=labels)
-        kept = sorted(listed.items, key=lambda item: str(item["metadata"]["creationTimestamp"]))
-        return [line for item in kept for line in split_lines(item["data"]["log"])]
+        configmaps = await self._cluster.list("configmaps", namespace, labels=labels)
+        oldest_first = sorted(
+            configmaps.items, key=lambda item: str(item["metadata"]["creationTimestamp"])
+        )
+        return [line for item in oldest_first for line in split_lines(item["data"]["log"])]
 
     async def drop(self, namespace: str, uid: str) -> None:
         await self._cluster.delete_all("configmaps", namespace, labels=f"{UID}={uid},{LOG_OF}")
@@ -83,11 +88,11 @@ class Archive:
             if text:
                 await self._store(pod, _last(text, limit))
         except AtollError as error:
-            log.info("the log of %s is not kept: %s", pod.name, error)
+            log.info("the log of pod %s could not be archived: %s", pod.name, error)
 
     async def _store(self, pod: Pod, text: str) -> None:
         labels = pod.metadata.get("labels") or {}
-        # It goes with the Job, also if the Job is gone by now.
+        # Kubernetes deletes it with the Job, even if the Job is gone by now.
         owners = [
             {field: owner[field] for field in ("apiVersion", "kind", "name", "uid")}
             for owner in pod.metadata.get("ownerReferences") or ()
@@ -112,7 +117,7 @@ class Archive:
 
 
 def _last(text: str, limit: int) -> str:
-    """Whole lines only."""
+    """The last `limit` bytes of `text`, cut at the start of a line."""
     data = text.encode()
     if len(data) <= limit:
         return text

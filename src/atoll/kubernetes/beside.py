@@ -1,6 +1,6 @@
 """What runs beside the ranks of a training: its etcd, the watch over its mesh, its link bench.
 
-All of it is found in the same list or watch as the ranks' pods, so a look costs no request more.
+Their pods come with the same list or watch as those of the ranks, so a look needs no extra request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from atoll.kubernetes.parts import (
     render_etcd_service,
     trouble_of,
 )
-from atoll.kubernetes.patch import is_held, render_begun
+from atoll.kubernetes.patch import is_held, render_unhold
 from atoll.kubernetes.pod import BROKEN, HOPELESS, Pod
 from atoll.kubernetes.render import etcd_name, owner_of, reference_to
 from atoll.mesh.etcd import EtcdKeys
@@ -47,30 +47,30 @@ from atoll.mesh.watch import MeshWatch
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 5.0  # for an etcd of which there is no pod
+ASK_AGAIN_S = 5.0  # between two attempts to create an etcd that has no pod
 BENCH_EVERY_S = 5.0
 HELD_EVERY_S = 30.0
 
 
 class StartEtcd(Chore, frozen=True):
-    """It is there or being started. `job` takes it along where there is no Training to do so."""
+    """The etcd exists or is being started. Without a Training object, `job` owns it."""
 
     job: Json | None
 
 
 class FollowMesh(Chore, frozen=True):
-    """These are the agents that must reach each other, and the etcd where they say so."""
+    """The mesh watch expects these agents to reach each other, and reads their reports there."""
 
     endpoint: str
     members: Members | None
 
 
 class ClearBench(Chore, frozen=True):
-    """What came of the bench is stored; its pods go."""
+    """The result of the bench is stored, so its Job and Service are deleted."""
 
 
 class FollowedMesh:
-    """The mesh of one training, at one etcd."""
+    """The watch over the mesh of one training, in one etcd."""
 
     def __init__(
         self, training: Training, endpoint: str, deadline_s: float, notify: Callable[[], None]
@@ -105,11 +105,12 @@ class FollowedMesh:
 
 
 class Meshes:
-    """One watch for each training with a mesh. `notify` hears of those whose verdict has changed.
+    """One watch for each training with a mesh. A changed verdict calls `notify`.
 
     A watch reads what the agents report and writes the keys of their hosts as soon as it can tell.
-    It stays between looks because that may not wait for one: reports come through the training's
-    etcd, in no order, and cost the API server nothing. Only a chore starts or changes one.
+    It runs on between looks because the hosts wait for those keys. Reports come through the
+    training's etcd, in any order, and cost the API server nothing. Only a chore starts a watch or
+    changes it.
     """
 
     def __init__(self, notify: Callable[[Key], None], deadline_s: float) -> None:
@@ -118,7 +119,7 @@ class Meshes:
         self._meshes: dict[str, FollowedMesh] = {}
 
     def verdict(self, uid: str, endpoint: str) -> MeshStatus | None:
-        """The newest one at that etcd, at any if it does not answer; None if nothing is known."""
+        """The newest verdict in that etcd, in any if `endpoint` is empty; None if there is none."""
         mesh = self._meshes.get(uid)
         if mesh is None or (endpoint and mesh.endpoint != endpoint):
             return None
@@ -126,8 +127,11 @@ class Meshes:
         return MeshStatus(state=verdict.state, message=verdict.message, hosts=len(mesh.watch.hosts))
 
     def is_followed(self, uid: str, endpoint: str, members: Members | None) -> bool:
-        """`endpoint` is empty while its etcd does not answer, `members` None while ranks are
-        placed: what was followed before will do until then."""
+        """Whether the watch has this etcd and these members.
+
+        `endpoint` is empty while the etcd does not answer, and `members` is None while ranks are
+        being scheduled. The watch stays as it is until they are known.
+        """
         mesh = self._meshes.get(uid)
         if mesh is None:
             return not endpoint or members is None
@@ -149,7 +153,7 @@ class Meshes:
             mesh.follow(members, now)
 
     async def drop(self, training: Training, shared: str | None) -> None:
-        """It is watched no more; in an etcd that outlives it, its keys are gone."""
+        """The watch has ended, and the keys of the training in a shared etcd are deleted."""
         mesh = self._meshes.pop(training.uid, None)
         if mesh is not None:
             await mesh.close()
@@ -162,7 +166,7 @@ class Meshes:
                 await watch.clear(keep=others)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
-        """Trainings that were removed by force are watched no more."""
+        """The watches of trainings that were removed by force have ended."""
         watched = set(self._meshes)
         for uid in watched - await known() if watched else ():
             if mesh := self._meshes.pop(uid, None):
@@ -174,7 +178,7 @@ class Meshes:
 
 
 class Beside:
-    """`notify` hears of trainings that may look different now."""
+    """Looks after the etcd, mesh and bench. `notify` gets trainings to be looked at again."""
 
     def __init__(
         self,
@@ -188,7 +192,7 @@ class Beside:
         self._options = options
         self._is_owner = is_owner
         self._meshes = Meshes(notify, options.mesh_deadline_s)
-        # When each was last asked for, by training; and what stood in the way of the etcd's pod.
+        # By training: when each was last applied, and what kept the etcd from getting its pod.
         self._etcds: dict[str, tuple[float, str]] = {}
         self._benches: dict[str, float] = {}
 
@@ -207,11 +211,11 @@ class Beside:
         seen: Seen,
         now: float,
     ) -> Seen:
-        """`seen` with what is beside the ranks in it; `newest` is the last pod of each rank."""
+        """`seen`, completed with etcd, mesh and bench; `newest` is the last pod of each rank."""
         etcd = [pod for pod in pods if pod.part == ETCD]
         bench = [pod for pod in pods if pod.part == BENCH]
         if job is not None and is_held(job) and answering(etcd) is not None:
-            seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_begun(job)))
+            seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_unhold(job)))
         if seen.wish is None or seen.wish.size == 0:
             return self._look_at_bench(training, newest, bench, seen, now)
         is_ending = training.is_cancelling or bool(training.status.failing)
@@ -239,12 +243,12 @@ class Beside:
         service = render_bench_service(training, self._options, owner)
         await self._cluster.patch("services", namespace, name, service, type="apply")
         body = render_bench(training, self._options, owner, secrets.token_hex(16))
-        with contextlib.suppress(Conflict):  # made already, by us or by whom we follow
+        with contextlib.suppress(Conflict):  # this operator or the one before it made it
             await self._cluster.create("jobs", namespace, body)
         self._benches.setdefault(training.uid, now)
 
     async def release(self, training: Training, namespace: str) -> None:
-        """Nothing of it is left. May be repeated."""
+        """The etcd, mesh and bench of the training are deleted. May be repeated."""
         spec, options = training.spec, self._options
         if options.has_own_etcd(spec):
             for kind in ("deployments", "services"):
@@ -259,7 +263,7 @@ class Beside:
     def _look_at_etcd(
         self, training: Training, job: Json | None, pods: list[Pod], seen: Seen, now: float
     ) -> Seen:
-        """Asked for again where it is not to be seen: somebody may have removed it."""
+        """An etcd without pods is applied again: somebody may have deleted it."""
         asked_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
         if not pods:
             is_due = now - asked_at >= ASK_AGAIN_S
@@ -302,7 +306,7 @@ class Beside:
     ) -> Seen:
         if training.spec.bench.mode == "off":
             return seen
-        placed = None if seen.wish is None else members(newest, seen.wish)
+        agents = None if seen.wish is None else members(newest, seen.wish)
         asked_at = self._benches.get(training.uid)
         bench = read_bench(
             training,
@@ -311,7 +315,7 @@ class Beside:
             self._options,
             now,
             made_at=asked_at,
-            are_ranks_placed=placed is not None,
+            are_ranks_placed=agents is not None,
         )
         seen = replace(seen, bench=bench)
         if asked_at is None and all(pod.is_leaving for pod in pods):
@@ -321,7 +325,7 @@ class Beside:
         return _asking(seen, again_in_s=BENCH_EVERY_S)
 
     def _is_bench_to_go(self, training: Training, bench: BenchSeen, now: float) -> bool:
-        """Whether this pass stores what came of it, if that is not stored already."""
+        """Whether the result of the bench is stored, or is about to be in this pass."""
         since = training.status.bench.started_at
         is_late = since is not None and now >= since + LIMIT_S
         return is_bench_over(training) or is_late or bench.state in ("done", "failed")
@@ -333,7 +337,7 @@ class Beside:
         self._benches.pop(training.uid, None)
 
     def _owner(self, training: Training, job: Json | None) -> Json | None:
-        """What takes it along when it goes."""
+        """The object with which Kubernetes deletes it."""
         if self._is_owner:
             return owner_of(training)
         return reference_to("batch/v1", "Job", job["metadata"]) if job else None

@@ -1,8 +1,8 @@
-"""What a look at a gang asks for, as data, and the doing of it.
+"""Chores: the changes that a look at a gang asks for, as data, and the code that performs them.
 
-A look changes nothing. The reconciler performs its chores once the status that holds what was seen
-is written, and only the holder of the lease has a reconciler. Every chore may be repeated, and an
-object that is gone already is success.
+A look changes nothing. The reconciler performs its chores after the status with what was seen has
+been written, and only the holder of the lease runs a reconciler. Every chore may be repeated; an
+object that no longer exists counts as success.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from atoll.kubernetes.render import (
 Json = dict[str, Any]
 
 AT_ONCE = 20  # requests under way at a time where every pod needs one
-LOG_S = 1.0  # how long a pod that may go is kept for its log
+LOG_S = 1.0  # how long a pod that may be deleted waits for its log to be stored
 
 
 class KeepLogs(Chore, frozen=True):
-    """Of pods that are taken away while they run: their logs go with them."""
+    """The logs of these pods, deleted while they ran, are archived; they would be lost."""
 
     pods: tuple[Pod, ...]
     ranks: int
 
 
 class GiveUp(Chore, frozen=True):
-    """Pods on nodes that do not answer fail on record, and are replaced then."""
+    """Pods on nodes that do not answer are marked as failed, so that the Job replaces them."""
 
     pods: tuple[Pod, ...]
 
 
 class LetGo(Chore, frozen=True):
-    """Pods whose exits are stored, or that have none, may leave."""
+    """Pods whose exits are stored, or that have none, lose their finalizer."""
 
     pods: tuple[Pod, ...]
 
 
 class MarkStopped(Chore, frozen=True):
-    """The end of these pods will not count as a failure of their ranks."""
+    """The end of these pods does not count as a failure of their ranks."""
 
     pods: tuple[Pod, ...]
 
@@ -69,22 +69,22 @@ class PatchJob(Chore, frozen=True):
 
 
 class OpenGate(Chore, frozen=True):
-    """These pods pass the start gate, and those that are made from now on."""
+    """These pods pass the start gate, and so do all that are created later."""
 
     pods: tuple[Pod, ...]
 
 
 class RestoreObjects(Chore, frozen=True):
-    """The ConfigMap and the Service of a gang, which somebody has deleted."""
+    """The ConfigMap and the Service of a gang exist again after somebody has deleted them."""
 
     wish: Wish
     job: Json
 
 
 class GangObjects:
-    """What a gang has beside its Job: the ConfigMap that ranks read, the Service that names them.
+    """The other objects of a gang: the ConfigMap that ranks read, the Service for their names.
 
-    `is_owner`: they belong to the Training, else to the Job.
+    With `is_owner` they belong to the Training object, else to the Job.
     """
 
     def __init__(self, cluster: Cluster, options: KubernetesOptions, *, is_owner: bool) -> None:
@@ -93,14 +93,14 @@ class GangObjects:
         self._is_owner = is_owner
 
     async def make(self, training: Training, wish: Wish, job: Json | None = None) -> None:
-        """Before there is a Job, or again for the one that there is."""
+        """Both objects exist. Called before the Job is created, and when they are missing later."""
         owner = self._owner(training, job)
         world = render_world(training, wish, self._options, owner, is_opened=is_open(job))
         await self._cluster.patch("configmaps", *self._place(training), world, type="apply")
         await self._make_service(training, owner)
 
     async def tie(self, job: Json) -> None:
-        """They go with the Job, also when nobody is left to clean up."""
+        """Kubernetes deletes them with the Job, even if no controller is left to do it."""
         if self._is_owner:
             return
         metadata = job["metadata"]
@@ -109,7 +109,7 @@ class GangObjects:
             await self._cluster.patch(kind, metadata["namespace"], metadata["name"], patch)
 
     async def resize(self, training: Training, wish: Wish, job: Json) -> None:
-        """Ranks that start from now on find the new size, and are found."""
+        """Ranks that start from now on read the new size and have DNS names."""
         if wish.size > job["spec"]["completions"]:
             await self._make_service(training, self._owner(training, job))
         patch = {"data": render_size(wish)}
@@ -120,9 +120,9 @@ class GangObjects:
                 await self.make(training, wish, job)
 
     async def note_opened(self, training: Training) -> None:
-        """Pods made from now on find the gate open."""
+        """Pods that are created from now on find the gate open."""
         world = {"data": render_opened_world()}
-        with contextlib.suppress(NotFound):  # deleted; it is made again when a pod misses it
+        with contextlib.suppress(NotFound):  # deleted; it is created again when a pod needs it
             await self._cluster.patch("configmaps", *self._place(training), world)
 
     async def _make_service(self, training: Training, owner: Json | None) -> None:
@@ -139,7 +139,7 @@ class GangObjects:
 
 
 class PodKeeper:
-    """Keeps pods until their exit is stored, and lets them go after that."""
+    """Removes the finalizers that keep pods until their exit is stored, and patches pods."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -148,8 +148,8 @@ class PodKeeper:
         await gather(AT_ONCE, [self._let_go(pod) for pod in pods if pod.is_held])
 
     async def let_all_go(self, namespace: str, labels: str) -> None:
-        listed = await self._cluster.list("pods", namespace, labels=labels)
-        await self.let_go(map(Pod, listed.items))
+        pods = await self._cluster.list("pods", namespace, labels=labels)
+        await self.let_go(map(Pod, pods.items))
 
     async def sweep(
         self,
@@ -157,27 +157,27 @@ class PodKeeper:
         known: Callable[[], Awaitable[set[str]]],
         plane: str | None = None,
     ) -> None:
-        """Pods of trainings that are no more are let go; without this they would never leave.
+        """Pods of trainings that no longer exist lose their finalizer, or they would stay forever.
 
-        Those of another control plane are left to it: their trainings are not known here.
+        Pods of another control plane are left alone: their trainings are not known here.
         """
         own = f"!{PLANE}" if plane is None else f"{PLANE}={plane}"
-        listed = await self._cluster.list("pods", namespace, labels=f"{SELECTOR},{own}")
-        held = [pod for pod in map(Pod, listed.items) if pod.is_held]
+        pods = await self._cluster.list("pods", namespace, labels=f"{SELECTOR},{own}")
+        held = [pod for pod in map(Pod, pods.items) if pod.is_held]
         if held:
-            # Asked after the pods, so that none of a new training is taken for a stray.
-            kept = await known()
-            await self.let_go(p for p in held if p.metadata["labels"].get(UID) not in kept)
+            # Read after the pods, so that the pods of a new training are not taken for strays.
+            known_uids = await known()
+            await self.let_go(p for p in held if p.metadata["labels"].get(UID) not in known_uids)
 
     async def give_up(self, pods: Iterable[Pod]) -> None:
-        """Failed on record, as the cluster does once a node is removed; then they are replaced."""
+        """The pods are marked as failed, as the cluster does once their node is removed."""
         await gather(AT_ONCE, [self._patch_status(p, render_lost(p.node)) for p in pods])
 
     async def mark_stopped(self, pods: Iterable[Pod], now: float) -> None:
         await gather(AT_ONCE, [self._patch_status(p, render_stopped(now)) for p in pods])
 
     async def let_start(self, pods: Iterable[Pod]) -> None:
-        """They pass the start gate."""
+        """The pods pass the start gate."""
         await gather(AT_ONCE, [self._let_start(pod) for pod in pods])
 
     async def _let_start(self, pod: Pod) -> None:
@@ -198,7 +198,7 @@ class PodKeeper:
 
 
 class GangChores:
-    """Performs what looks at the ranks ask for."""
+    """Performs the chores that concern ranks."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class GangChores:
     async def perform(self, training: Training, chore: Chore) -> None:
         match chore:
             case KeepLogs(pods=pods, ranks=ranks):
-                # A log is read until its pod has ended, which no pass waits for.
+                # Reading goes on until the pod has ended; this pass does not wait for it.
                 for pod in pods:
                     self._archive.capture(pod, ranks)
             case GiveUp(pods=pods):
@@ -233,7 +233,7 @@ class GangChores:
             case RestoreObjects(wish=wish, job=job):
                 await self._objects.make(training, wish, job)
             case PatchJob(patch=patch):
-                # Changed or deleted since it was read: the next look asks for what is left to do.
+                # The Job was changed or deleted since it was read: the next look asks again.
                 with contextlib.suppress(Conflict, NotFound):
                     await self._patch_job(training, patch)
 

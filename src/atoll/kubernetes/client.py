@@ -1,7 +1,7 @@
 """The Kubernetes API as atoll needs it: eight verbs over plain JSON objects.
 
-Configuration, credentials and TLS are lightkube's; objects stay dictionaries, so a field that a
-newer server adds is carried and not dropped. Errors are translated here and nowhere else.
+lightkube reads configuration, credentials and TLS. Objects stay dictionaries, so fields that a
+newer server adds are kept. Only this module translates the errors of Kubernetes.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ PATCH_TYPES = {
     "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }
-WATCH_S = 240  # the server ends a watch after this, and it is begun again where it ended
+WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 
-# A peer that vanished without a word is found in under half a minute, on idle watches too.
+# A peer that vanished silently is noticed in under half a minute, even on idle watches.
 _KEEPALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -63,12 +63,14 @@ _KEEPALIVE = [
 ]
 
 
-class Listed(NamedTuple):
+class ObjectList(NamedTuple):
+    """The objects of one kind, and the version of the cluster they were read at."""
+
     items: list[Json]
     version: str
 
 
-class Seen(NamedTuple):
+class WatchEvent(NamedTuple):
     """One watch event. A `BOOKMARK` carries only the version reached."""
 
     type: str
@@ -76,7 +78,7 @@ class Seen(NamedTuple):
 
 
 class Cluster:
-    """One API server. `requests` counts what was sent, by verb and kind."""
+    """A client of one API server. `requests` counts the requests sent, by verb and kind."""
 
     def __init__(self, client: httpx2.AsyncClient, namespace: str = "default") -> None:
         self._http = client
@@ -85,25 +87,25 @@ class Cluster:
 
     @classmethod
     def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
-        """From the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
-        found = read_access(context, kubeconfig)
+        """Reads the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
+        access = read_access(context, kubeconfig)
         client = httpx2.AsyncClient(
-            base_url=found.server,
-            auth=found.auth,
+            base_url=access.server,
+            auth=access.auth,
             timeout=httpx2.Timeout(10.0, pool=60.0),
             transport=httpx2.AsyncHTTPTransport(
-                verify=found.verify,
+                verify=access.verify,
                 socket_options=_KEEPALIVE,
                 limits=httpx2.Limits(max_connections=200, max_keepalive_connections=20),
             ),
         )
-        return cls(client, found.namespace)
+        return cls(client, access.namespace)
 
     async def close(self) -> None:
         await self._http.aclose()
 
     async def version(self) -> str:
-        """Of the API server. Raises Temporary if it does not answer, Denied if it refuses."""
+        """The server's version. Raises Temporary if it does not answer, Denied if it refuses."""
         answer = await self._send("get", "version", "/version")
         return str(_object(answer).get("gitVersion", ""))
 
@@ -118,14 +120,14 @@ class Cluster:
         labels: str = "",
         fields: str = "",
         limit: int = 0,
-    ) -> Listed:
-        """All of them in one request, whatever their number; or the first `limit`."""
+    ) -> ObjectList:
+        """All objects in one request, however many there are; or the first `limit`."""
         params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
-        found = _object(await self._send("list", kind, _path(kind, namespace), params=params))
-        return Listed(found.get("items") or [], found["metadata"]["resourceVersion"])
+        reply = _object(await self._send("list", kind, _path(kind, namespace), params=params))
+        return ObjectList(reply.get("items") or [], reply["metadata"]["resourceVersion"])
 
     async def create(self, kind: str, namespace: str | None, body: Json) -> Json:
-        # Or the server would drop a field that it does not know, and say nothing.
+        # Without Strict, the server silently drops fields that it does not know.
         params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
         answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
         return _object(answer)
@@ -133,7 +135,7 @@ class Cluster:
     async def replace(
         self, kind: str, namespace: str | None, name: str, body: Json, *, part: str = ""
     ) -> Json:
-        """Refused with Conflict if `body` carries a version that is no longer the newest."""
+        """Raises Conflict if `body` carries a version that is no longer the newest."""
         path = _path(kind, namespace, name, part)
         params = {"fieldManager": FIELD_MANAGER}
         return _object(await self._send("replace", kind, path, body=body, params=params))
@@ -166,11 +168,11 @@ class Cluster:
         uid: str | None = None,
         version: str | None = None,
     ) -> None:
-        """Being deleted. Raises NotFound, and Conflict where `uid` or `version` is not its own."""
-        wanted = {"uid": uid, "resourceVersion": version}
+        """The object is being deleted. Raises NotFound; Conflict if `uid` or `version` differs."""
+        identity = {"uid": uid, "resourceVersion": version}
         options: Json = {"propagationPolicy": propagation}
-        if conditions := {k: v for k, v in wanted.items() if v is not None}:
-            options["preconditions"] = conditions
+        if preconditions := {k: v for k, v in identity.items() if v is not None}:
+            options["preconditions"] = preconditions
         await self._send("delete", kind, _path(kind, namespace, name), body=options)
 
     async def delete_all(
@@ -187,8 +189,11 @@ class Cluster:
         after: str,
         labels: str = "",
         fields: str = "",
-    ) -> AsyncGenerator[Seen, None]:
-        """Every change after that version, until the server ends it. Raises Gone, Temporary."""
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """Every change after that version, until the server ends the watch.
+
+        Raises Gone, Temporary.
+        """
         params = _selectors(labels, fields) | {
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -201,7 +206,7 @@ class Cluster:
                 event = msgspec.json.decode(line)
                 if event["type"] == "ERROR":
                     raise _error(event["object"], event["object"].get("code", 500), kind)
-                yield Seen(event["type"], event["object"])
+                yield WatchEvent(event["type"], event["object"])
 
     async def log(
         self,
@@ -212,7 +217,7 @@ class Cluster:
         follow: bool = False,
         more: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[str, None]:
-        """The lines of a pod's one container; sidecars do not count. Raises NotFound, Temporary."""
+        """The lines of the pod's main container, not of sidecars. Raises NotFound, Temporary."""
         params = dict(more or {})
         if tail is not None:
             params["tailLines"] = str(tail)
@@ -233,16 +238,16 @@ class Cluster:
         tail: int | None = None,
         follow: bool = False,
     ) -> AsyncGenerator[tuple[int, str], None]:
-        """As `log`, with the nanosecond each line was written in; only those after `after`."""
+        """Like `log`, with the nanosecond each line was written at; only lines after `after`."""
         params = {"timestamps": "true"}
-        if after:  # the API server knows whole seconds only
+        if after:  # the API server takes whole seconds only
             since = datetime.fromtimestamp(after // 10**9, UTC)
             params["sinceTime"] = since.strftime("%Y-%m-%dT%H:%M:%SZ")
         lines = self.log(namespace, pod, tail=tail, follow=follow, more=params)
         async with contextlib.aclosing(lines):
             async for line in lines:
-                written, _, text = line.partition(" ")
-                at = _nanosecond(written)
+                stamp, _, text = line.partition(" ")
+                at = _nanosecond(stamp)
                 if at > after:
                     yield at, text
 
@@ -261,10 +266,10 @@ class Cluster:
             verb, verb.upper()
         )
         content = None if body is None else msgspec.json.encode(body)
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        all_headers = {"Content-Type": "application/json", **(headers or {})}
         try:
             answer = await self._http.request(
-                method, path, params=params, content=content, headers=sent
+                method, path, params=params, content=content, headers=all_headers
             )
         except httpx2.HTTPError as error:
             raise _unreachable(error) from error
@@ -278,7 +283,7 @@ class Cluster:
     async def _stream(
         self, verb: str, kind: str, path: str, params: Mapping[str, str], limits: httpx2.Timeout
     ) -> AsyncIterator[AsyncIterator[str]]:
-        """The lines of the answer; who leaves early leaves nothing open."""
+        """The lines of the answer. The connection is closed even if the caller stops early."""
         self.requests[verb, kind] += 1
         try:
             async with self._http.stream("GET", path, params=params, timeout=limits) as answer:
@@ -294,7 +299,7 @@ class Cluster:
 
 
 async def gather(limit: int, calls: list[Any]) -> None:
-    """All of them, at most `limit` at once; the first error is raised when all have ended."""
+    """Runs all calls, at most `limit` at once. When all have ended, raises the first error."""
     gate = asyncio.Semaphore(limit)
 
     async def one(call: Any) -> None:
@@ -319,25 +324,25 @@ def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> s
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:
-    wanted = {"labelSelector": labels, "fieldSelector": fields}
-    return {name: value for name, value in wanted.items() if value}
+    selectors = {"labelSelector": labels, "fieldSelector": fields}
+    return {name: value for name, value in selectors.items() if value}
 
 
 def _object(answer: httpx2.Response) -> Json:
-    found: Json = msgspec.json.decode(answer.content)
-    return found
+    body: Json = msgspec.json.decode(answer.content)
+    return body
 
 
 def _status(answer: httpx2.Response) -> Json:
     try:
-        found = msgspec.json.decode(answer.content)
+        status = msgspec.json.decode(answer.content)
     except msgspec.DecodeError:
-        found = None
-    return found if isinstance(found, dict) else {"message": answer.text[:500]}
+        status = None
+    return status if isinstance(status, dict) else {"message": answer.text[:500]}
 
 
 def _error(status: Json, code: int, kind: str) -> Exception:
-    """Kubernetes' answer as an error of ours, in the server's own words."""
+    """The server's answer as an atoll error, with the server's message."""
     text = status.get("message") or status.get("reason") or f"HTTP {code}"
     details = status.get("details") or {}
     if code == 404:
@@ -360,7 +365,7 @@ def _unreachable(error: httpx2.HTTPError) -> Temporary:
 
 
 def _nanosecond(text: str) -> int:
-    """Of an RFC 3339 time with any number of digits behind the second."""
+    """Nanoseconds since the epoch of an RFC 3339 time with any number of fraction digits."""
     second, point, rest = text.partition(".")
     if not point:
         return int(datetime.fromisoformat(text).timestamp()) * 10**9
@@ -370,7 +375,7 @@ def _nanosecond(text: str) -> int:
 
 
 EXEC_V1 = "client.authentication.k8s.io/v1"
-# lightkube lets through what YAML and a file of another shape raise.
+# lightkube does not catch what a file that is not a kubeconfig makes it raise.
 _BAD_CONFIG = (
     *(ConfigError, OSError, KeyError, ValueError, AttributeError, TypeError),
     *(msgspec.ValidationError, yaml.YAMLError),
@@ -378,6 +383,8 @@ _BAD_CONFIG = (
 
 
 class Access(NamedTuple):
+    """How to reach an API server, and as whom."""
+
     server: str
     namespace: str
     verify: ssl.SSLContext | bool
@@ -385,7 +392,7 @@ class Access(NamedTuple):
 
 
 def read_access(context: str | None, kubeconfig: str | None) -> Access:
-    """Raises Permanent where there is none that can be used."""
+    """Raises Permanent if no usable configuration exists."""
     try:
         loaded = KubeConfig.from_file(kubeconfig) if kubeconfig else KubeConfig.from_env()
         config = loaded.get(context)
@@ -400,7 +407,7 @@ def read_access(context: str | None, kubeconfig: str | None) -> Access:
 
 
 def _check_files(config: SingleConfig) -> None:
-    """OpenSSL would not say which one is missing."""
+    """Raises ConfigError for a missing file, which OpenSSL would not name."""
     user = config.user or User()
     for path in (config.cluster.certificate_auth, user.client_cert, user.client_key):
         if path is not None and not Path(config.abs_file(path)).is_file():
@@ -408,13 +415,16 @@ def _check_files(config: SingleConfig) -> None:
 
 
 def _auth(user: User) -> httpx2.Auth | None:
-    """An exec plugin of `v1` answers as one of `v1beta1` does, which is the newest lightkube knows;
-    the plugin itself is told what the file says."""
+    """The user's authentication, with support for exec plugins of `v1`.
+
+    lightkube knows no version after `v1beta1`, whose answers look the same. The plugin itself is
+    called with the version that the kubeconfig states.
+    """
     if user.exec is not None and user.exec.apiVersion == EXEC_V1:
-        asked = {"apiVersion": EXEC_V1, "kind": "ExecCredential", "spec": {"interactive": False}}
-        told = NameValue("KUBERNETES_EXEC_INFO", msgspec.json.encode(asked).decode())
-        known = f"{EXEC_V1}beta1"
-        plugin = replace(user.exec, apiVersion=known, env=[*(user.exec.env or ()), told])
+        request = {"apiVersion": EXEC_V1, "kind": "ExecCredential", "spec": {"interactive": False}}
+        variable = NameValue("KUBERNETES_EXEC_INFO", msgspec.json.encode(request).decode())
+        beta = f"{EXEC_V1}beta1"
+        plugin = replace(user.exec, apiVersion=beta, env=[*(user.exec.env or ()), variable])
         user = replace(user, exec=plugin)
     return user_auth(user)
 
@@ -425,7 +435,7 @@ def no_credentials(error: Exception) -> Denied:
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"it has no {error}"
+        return f"the file has no {error}"
     if isinstance(error, AttributeError | TypeError):
         return "this is not a kubeconfig"
     name = getattr(error, "filename", None)

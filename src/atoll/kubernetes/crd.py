@@ -1,8 +1,8 @@
-"""The CustomResourceDefinition `trainings.atoll.dev`, made from the spec that Python checks. Pure.
+"""The CustomResourceDefinition `trainings.atoll.dev`, generated from the spec's types. Pure.
 
-Types and the bounds of numbers come from the msgspec models; what Python checks beyond them, and
-what the API server needs to keep rules cheap, is in the tables below. Status is open: a newer
-controller may add to it.
+Types and the bounds of numbers come from the msgspec models. The tables below add what Python
+checks beyond them, and the limits that the API server needs to accept the rules. The status schema
+is open: a newer controller may add fields.
 """
 
 from __future__ import annotations
@@ -156,24 +156,24 @@ def render_crd() -> Json:
 
 
 def spec_schema() -> Json:
-    """The spec without its name, which is the object's own."""
+    """The schema of a spec without `name`: the object's own name serves."""
     (root,), parts = msgspec.json.schema_components([TrainingSpec], ref_template="{name}")
-    made = _structural(root, parts)
-    made["properties"].pop("name")
-    made["required"].remove("name")
+    schema = _structural(root, parts)
+    schema["properties"].pop("name")
+    schema["required"].remove("name")
     for path, limits in LIMITS.items():
-        _at(made, path).update(limits)
+        _at(schema, path).update(limits)
     for path, rules in RULES.items():
-        _at(made, path)["x-kubernetes-validations"] = [
+        _at(schema, path)["x-kubernetes-validations"] = [
             {"rule": rule, "message": message} for rule, message in rules
         ]
-    made["x-kubernetes-validations"] += [
+    schema["x-kubernetes-validations"] += [
         {"rule": _unchanged(field), "message": f"{field}: cannot change after the start"}
-        for field in made["properties"]
+        for field in schema["properties"]
         if field not in CHANGEABLE
     ]
-    made["description"] = "What is wanted. Only worldSize.target and cancel change later."
-    return made
+    schema["description"] = "What is wanted. Only worldSize.target and cancel change later."
+    return schema
 
 
 def _unchanged(field: str) -> str:
@@ -188,29 +188,29 @@ def _at(schema: Json, path: str) -> Json:
 
 
 def _structural(node: Json, parts: dict[str, Any]) -> Json:
-    """JSON Schema as Kubernetes takes it: no references, no unions with null, no defaults."""
+    """JSON Schema as Kubernetes accepts it: no references, no unions with null, no defaults."""
     if "$ref" in node:
         return _structural(parts[node["$ref"]], parts)
     if "anyOf" in node:
         real = [part for part in node["anyOf"] if part.get("type") != "null"]
         assert len(real) == 1, f"a union cannot be structural: {node}"
         return _structural(real[0], parts)
-    made: Json = {key: node[key] for key in ("type", "enum") if key in node} | _bounds(node)
+    schema: Json = {key: node[key] for key in ("type", "enum") if key in node} | _bounds(node)
     if "enum" in node:
-        made.setdefault("type", "string")
+        schema.setdefault("type", "string")
     if node.get("contentEncoding") == "base64":
-        made["format"] = "byte"
+        schema["format"] = "byte"
     if "properties" in node:
-        made["properties"] = {k: _structural(v, parts) for k, v in node["properties"].items()}
+        schema["properties"] = {k: _structural(v, parts) for k, v in node["properties"].items()}
         if required := node.get("required"):
-            made["required"] = list(required)
+            schema["required"] = list(required)
     elif isinstance(node.get("additionalProperties"), dict):
-        made["additionalProperties"] = _structural(node["additionalProperties"], parts)
+        schema["additionalProperties"] = _structural(node["additionalProperties"], parts)
     if "items" in node and isinstance(node["items"], dict):
-        made["items"] = _structural(node["items"], parts)
+        schema["items"] = _structural(node["items"], parts)
     if "description" in node:
-        made["description"] = node["description"]
-    return made
+        schema["description"] = node["description"]
+    return schema
 
 
 def _bounds(node: Json) -> Json:

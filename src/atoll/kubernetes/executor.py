@@ -1,8 +1,8 @@
-"""Ranks as the pods of one elastic Indexed Job a training.
+"""The Kubernetes backend: the ranks of a training are the pods of one elastic Indexed Job.
 
-The Job controller starts, replaces and stops pods; this renders the Job, resizes it, and reads
-what became of each rank. One watch answers for all ranks of all trainings; without it, a look is
-one request (two when ranks come or go), whatever the number of ranks.
+The Job controller starts, replaces and stops pods. This module creates the Job, resizes it, and
+reads what became of each rank. One watch covers all ranks of all trainings. Without it, a look is
+one request (two when ranks come or go), however many ranks there are.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from atoll.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.kubernetes.options import ClusterOptions, KubernetesOptions
 from atoll.kubernetes.patch import render_released, render_resize
 from atoll.kubernetes.pod import Pod, part_of
-from atoll.kubernetes.read import finished, is_told_by_pods, look, wish_of
+from atoll.kubernetes.read import finished, is_unchanged, look, wish_of
 from atoll.kubernetes.render import gang_name, owner_of, render_job
 from atoll.kubernetes.trouble import Hosts, Troubles
 
 Json = dict[str, Any]
 
-CATCH_UP_S = 1.0  # how long the copy may take to show our own last write
-FEW = 16
+CATCH_UP_S = 1.0  # how long the mirror may take to show this process's own last write
+FEW = 16  # gangs of more ranks are looked at less often than their pods change
 PAUSE_A_RANK_S = 0.002
 
 
 class KubernetesBackend:
     """The Executor of `core/ports.py` for a cluster. Options are those of `KubernetesOptions`.
 
-    `is_owner` gives the Job to a Training object of the same cluster, which then takes the Job
-    with it when it goes.
+    With `is_owner`, the Job belongs to a Training object of the same cluster, and Kubernetes
+    deletes it with that object.
     """
 
     name = "kubernetes"
@@ -77,11 +77,13 @@ class KubernetesBackend:
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
         self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
         self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
-        self._written: dict[str, int] = {}  # newest version of a Job that we made, by training
-        self._last: dict[str, Json] = {}  # Jobs as last read without the copy
+        self._written: dict[
+            str, int
+        ] = {}  # newest version of a Job that this process wrote, by training
+        self._last: dict[str, Json] = {}  # Jobs as last read from the API server, by training
         self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
         self._watching: list[asyncio.Task[None]] = []
-        self._noted: set[Key] = set()  # large gangs that are to be told of in a moment
+        self._delayed: set[Key] = set()  # large gangs whose next look is scheduled
         self._troubles = Troubles(self.cluster)
         self._beside = Beside(
             self.cluster, self.options, self._changed.put_nowait, is_owner=is_owner
@@ -89,14 +91,14 @@ class KubernetesBackend:
 
     @classmethod
     def configured(cls, name: str, options: dict[str, Any], home: Home) -> KubernetesBackend:
-        """As `[executors.NAME]` says; without a namespace, in that of the kubeconfig's context."""
+        """Built from `[executors.NAME]`; the default namespace is the kubeconfig context's."""
         table = options_of(ClusterOptions, options)
         file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
         cluster = Cluster.connect(table.context, file)
-        stated = {field.name: getattr(table, field.name) for field in fields(KubernetesOptions)}
-        stated["namespace"] = table.namespace or cluster.namespace
-        stated["labels"] = {**table.labels, PLANE: home.plane}
-        executor = cls(cluster=cluster, **stated)
+        settings = {field.name: getattr(table, field.name) for field in fields(KubernetesOptions)}
+        settings["namespace"] = table.namespace or cluster.namespace
+        settings["labels"] = {**table.labels, PLANE: home.plane}
+        executor = cls(cluster=cluster, **settings)
         executor.name = name
         return executor
 
@@ -127,20 +129,22 @@ class KubernetesBackend:
             await self._resize(training, wish, job)
         elif wish.size > 0:
             if training.status.has_run:
-                raise Permanent(f"the Job {gang_name(training)} is gone, and what its ranks did")
-            with self._troubles.noted(training.uid):
+                raise Permanent(
+                    f"the Job {gang_name(training)} is gone, and what its ranks did is lost"
+                )
+            with self._troubles.watch_refusal(training.uid):
                 await self._create(training, wish)
 
     async def observe(self, training: Training) -> Seen:
-        job, pods = await self._find(training)
+        job, pods = await self._job_and_pods(training)
         now = self._clock()
         beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         silent = self._hosts.follow(training.key, pods)
-        found = look(training, job, pods, self.options, now, trouble.text, silent)
-        seen = replace(found.seen, again_in_s=sooner(found.seen.again_in_s, trouble.again_in_s))
-        seen = await self._troubles.explain(training, seen, found.newest, now)
-        return self._beside.look(training, job, found.newest, beside, seen, now)
+        view = look(training, job, pods, self.options, now, trouble.text, silent)
+        seen = replace(view.seen, again_in_s=sooner(view.seen.again_in_s, trouble.again_in_s))
+        seen = await self._troubles.explain(training, seen, view.newest, now)
+        return self._beside.look(training, job, view.newest, beside, seen, now)
 
     async def perform(self, training: Training, chore: Chore) -> None:
         await self._chores.perform(training, chore)
@@ -151,11 +155,11 @@ class KubernetesBackend:
         await self._beside.measure(training, self._place(training)[0], job, self._clock())
 
     async def release(self, training: Training) -> None:
-        """The Job is over for good; it and its pods stay for their logs, until they are purged."""
+        """The Job is over for good. It and its pods stay for their logs until they are purged."""
         namespace, name = self._place(training)
-        _, pods = await self._find(training)
+        _, pods = await self._job_and_pods(training)
         if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
-            # The Job would take it for one that runs, and take it away with its log.
+            # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound):
             job = await self.cluster.patch("jobs", namespace, name, render_released())
@@ -165,7 +169,7 @@ class KubernetesBackend:
             with contextlib.suppress(NotFound):
                 await self.cluster.delete(kind, namespace, name)
         await self._beside.release(training, namespace)
-        await self._keeper.let_all_go(namespace, _of(training))
+        await self._keeper.let_all_go(namespace, _labels(training))
         self._hosts.follow(training.key, ())
         self._troubles.forget(training.uid)
         for memory in (self._written, self._last):
@@ -176,9 +180,9 @@ class KubernetesBackend:
         with contextlib.suppress(NotFound):
             await self.cluster.delete("jobs", namespace, name)
         await self._beside.release(training, namespace)
-        await self.cluster.delete_all("pods", namespace, labels=_of(training))
+        await self.cluster.delete_all("pods", namespace, labels=_labels(training))
         await self._archive.drop(namespace, training.uid)
-        await self._keeper.let_all_go(namespace, _of(training))
+        await self._keeper.let_all_go(namespace, _labels(training))
 
     async def changes(self) -> AsyncIterator[Key]:
         tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
@@ -187,10 +191,10 @@ class KubernetesBackend:
             task.add_done_callback(self._note_end)
         try:
             while True:
-                found = await self._changed.get()
-                if isinstance(found, BaseException):
-                    raise found
-                yield found
+                change = await self._changed.get()
+                if isinstance(change, BaseException):
+                    raise change
+                yield change
         finally:
             for task in tasks:
                 task.remove_done_callback(self._note_end)
@@ -229,7 +233,7 @@ class KubernetesBackend:
         return LogSource.of(training, namespace, self.cluster, self._pods, self._archive)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
-        """Pods kept for trainings that are gone may leave; `known` gives the uids of the rest."""
+        """Pods kept for deleted trainings are let go. `known` returns the uids of all others."""
         await self._keeper.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
         await self._beside.sweep(known)
 
@@ -240,24 +244,24 @@ class KubernetesBackend:
         if await self._is_fresh(training):
             return self._jobs.of(training.uid).get(gang_name(training))
         try:
-            found = await self.cluster.get("jobs", *self._place(training))
+            job = await self.cluster.get("jobs", *self._place(training))
         except NotFound:
             self._last.pop(training.uid, None)
             return None
-        self._last[training.uid] = found
-        return found
+        self._last[training.uid] = job
+        return job
 
-    async def _find(self, training: Training) -> tuple[Json | None, list[Json]]:
-        """The Job and its pods, from the copy if that is up to date."""
+    async def _job_and_pods(self, training: Training) -> tuple[Json | None, list[Json]]:
+        """The Job and its pods, from the mirrors if those are up to date."""
         if await self._is_fresh(training) and self._pods.is_live:
             job = self._jobs.of(training.uid).get(gang_name(training))
             return job, list(self._pods.of(training.uid).values())
         namespace, _ = self._place(training)
-        listed = await self.cluster.list("pods", namespace, labels=_of(training))
-        before = self._last.get(training.uid)
-        if before is not None and is_told_by_pods(before, listed.items):
-            return before, listed.items
-        return await self._job(training), listed.items
+        pods = await self.cluster.list("pods", namespace, labels=_labels(training))
+        last = self._last.get(training.uid)
+        if last is not None and is_unchanged(last, pods.items):
+            return last, pods.items
+        return await self._job(training), pods.items
 
     async def _is_fresh(self, training: Training) -> bool:
         return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
@@ -270,30 +274,33 @@ class KubernetesBackend:
         try:
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:
-            raise Temporary(f"the Job {name} is there already or still going: {error}") from error
+            raise Temporary(f"the Job {name} exists or is still being deleted: {error}") from error
         self._note_job(training, job)
         await self._objects.tie(job)
 
     async def _resize(self, training: Training, wish: Wish, job: Json) -> None:
         namespace, name = self._place(training)
-        before, kept = job["spec"]["completions"], wish_of(job)
-        if kept is None:
+        before, current = job["spec"]["completions"], wish_of(job)
+        if current is None:
             raise Temporary(f"the Job {name} is being deleted", retry_after_s=0.5)
-        if wish.version < kept.version:
+        if wish.version < current.version:
             return
         if wish.size > before:
-            if reason := finished(job):  # the next look tells that it is closed
+            if reason := finished(job):  # the next look reports that it is closed
                 raise Temporary(f"the Job {name} is over ({reason}) and cannot grow to {wish.size}")
             await self._check_room_above(training, before, wish.size)
         await self._objects.resize(training, wish, job)
         try:
             await self._patch_job(training, render_resize(wish, job, self._clock()))
-        except Conflict:  # its status moved on; the wish in it may have, too
+        except Conflict:  # its status has changed; its wish may have, too
             await self._resize(training, wish, await self.cluster.get("jobs", namespace, name))
 
     async def _check_room_above(self, training: Training, before: int, size: int) -> None:
-        """A rank still being stopped would be counted as failed if it were wanted again now."""
-        _, pods = await self._find(training)
+        """Raises Temporary while a rank to be added is still being stopped.
+
+        Its end would count as a failure if the rank were wanted again now.
+        """
+        _, pods = await self._job_and_pods(training)
         leaving = [p.rank for p in map(Pod, pods) if before <= p.rank < size and not p.is_over]
         if leaving:
             ranks = ", ".join(map(str, sorted(leaving)))
@@ -303,7 +310,7 @@ class KubernetesBackend:
         try:
             job = await self.cluster.patch("jobs", *self._place(training), patch)
         except (Conflict, NotFound):
-            self._last.pop(training.uid, None)  # it is not as it was read
+            self._last.pop(training.uid, None)  # it has changed since it was read
             raise
         self._note_job(training, job)
 
@@ -312,7 +319,7 @@ class KubernetesBackend:
         self._last[training.uid] = job
 
     def _note(self, item: Json) -> None:
-        """A large gang is looked at less often than its pods change: each look writes a status."""
+        """Asks for another look; for a large gang after a pause, as each look writes a status."""
         labels = item["metadata"].get("labels") or {}
         if NAMESPACE not in labels or TRAINING not in labels:
             return
@@ -320,13 +327,13 @@ class KubernetesBackend:
         ranks = len(self._pods.of(labels.get(UID, "")))
         if ranks <= FEW:
             self._changed.put_nowait(key)
-        elif key not in self._noted:
-            self._noted.add(key)
+        elif key not in self._delayed:
+            self._delayed.add(key)
             pause_s = min(ranks * PAUSE_A_RANK_S, 1.0)
-            asyncio.get_running_loop().call_later(pause_s, self._tell, key)
+            asyncio.get_running_loop().call_later(pause_s, self._end_pause, key)
 
-    def _tell(self, key: Key) -> None:
-        self._noted.discard(key)
+    def _end_pause(self, key: Key) -> None:
+        self._delayed.discard(key)
         self._changed.put_nowait(key)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
@@ -334,7 +341,7 @@ class KubernetesBackend:
             self._changed.put_nowait(error)
 
 
-def _of(training: Training) -> str:
+def _labels(training: Training) -> str:
     return f"{UID}={training.uid}"
 
 

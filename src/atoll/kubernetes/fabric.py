@@ -1,4 +1,4 @@
-"""The agent beside each rank that finds out whom it can reach, as a sidecar of its pod. Pure."""
+"""The mesh agent: a sidecar of each rank's pod that tests which other ranks it can reach. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atoll.mesh.reach import FABRIC_DIR, agent_name
 
 Json = dict[str, Any]
 
-# Limits are what is asked for: anything else would change the pod's class of service.
+# Limits equal requests: anything else would change the pod's quality-of-service class.
 AMOUNTS = {"cpu": "100m", "memory": "96Mi"}
 RESTRICTED: Json = {
     "allowPrivilegeEscalation": False,
@@ -33,18 +33,18 @@ class Members(NamedTuple):
 
 
 def fabric_folder(training: Training) -> str:
-    """In the training's etcd; by its uid, as many may share one."""
+    """The training's folder in its etcd, named by uid because several trainings may share one."""
     return f"{FABRIC_DIR}/{training.uid}"
 
 
 def render_agent(training: Training, etcd: str, options: KubernetesOptions) -> Json:
-    """A native sidecar: it starts before the rank, and ends after it without holding it up."""
+    """A native sidecar: it starts before the rank, and ends after it without delaying it."""
     fields = {
         "RANK": f"metadata.annotations['{INDEX}']",
         "NODE_NAME": "spec.nodeName",
         "POD_IP": "status.podIP",
     }
-    # Here Kubernetes does put values in for `$(NAME)`.
+    # Kubernetes replaces `$(NAME)` here.
     command = [
         *("python", "-m", "atoll.mesh.fabric"),
         "--host=rank-$(RANK)@$(NODE_NAME)",
@@ -67,18 +67,18 @@ def render_agent(training: Training, etcd: str, options: KubernetesOptions) -> J
 
 
 def members(newest: Iterable[Pod], wish: Wish) -> Members | None:
-    """Of the ranks that have a node. None while some rank's place is still being decided.
+    """The agents of the ranks that have a node; None while the scheduler has yet to decide on one.
 
-    One that has no room is not waited for: it joins when it gets there.
+    A rank for which there is no room is not waited for: it joins when it gets a node.
     """
     pods = [pod for pod in newest if pod.rank < wish.size]
     undecided = wish.size - len(pods) + sum(not _is_decided(pod) for pod in pods)
-    here = [p for p in pods if p.node is not None and not p.is_over and not p.is_leaving]
-    if undecided or not here:
+    on_nodes = [p for p in pods if p.node is not None and not p.is_over and not p.is_leaving]
+    if undecided or not on_nodes:
         return None
     return Members(
-        agents=frozenset(agent_name(p.rank, p.node) for p in here if p.node),
-        placed_at=max(_placed_at(p) for p in here),
+        agents=frozenset(agent_name(p.rank, p.node) for p in on_nodes if p.node),
+        placed_at=max(_placed_at(p) for p in on_nodes),
     )
 
 

@@ -1,9 +1,9 @@
-"""The start gate of a gang: what holds its pods, and when they are let through. Pure.
+"""The start gate of a gang: it holds pods back until enough ranks can start together. Pure.
 
-A pod waits in an init container of the rank's own image, so one that waits has its node and its
-image. The decision to open is kept in the Job. It reaches pods made later through the gang's
-ConfigMap; one that waits already is told by an annotation, which its kubelet passes on at once
-(a changed ConfigMap takes it a minute).
+A pod waits in an init container of the rank's own image, so a waiting pod has its node and its
+image. The Job records the decision to open. Pods created later learn of it from the gang's
+ConfigMap. Pods that already wait get an annotation, which the kubelet passes on at once; a changed
+ConfigMap takes it a minute.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Json = dict[str, Any]
 
 FOLDER = "/atoll/gate"
 OPEN = "open"  # the key in the gang's ConfigMap
-# Process 1 of a container is deaf to SIGTERM unless it says what to do; and not every `sleep`
-# knows fractions of a second.
+# Process 1 of a container ignores SIGTERM unless it has a handler; and not every `sleep` takes
+# fractions of a second.
 WAIT = (
     f"trap 'exit {TURNED_AWAY}' TERM; "
     f'until [ -n "$ATOLL_START" ] || [ -s {FOLDER}/start ]; '
     "do sleep 0.1 || sleep 1 || exit 1; done"
 )
-# A rank that was taken away before it could start has not used up a restart.
+# A pod deleted before it could start does not use up a restart of its rank.
 TURNED_AWAY_RULE: Json = {
     "action": "Ignore",
     "onExitCodes": {"containerName": GATE, "operator": "In", "values": [TURNED_AWAY]},
@@ -36,22 +36,24 @@ TURNED_AWAY_RULE: Json = {
 
 
 class StartGate(NamedTuple):
-    """Of a gang that has none: neither due nor open, and nobody held."""
+    """What a look learns about the gate. The defaults describe a gang without one."""
 
     opened_at: float | None = None
-    is_due: bool = False  # to be opened now
-    held: list[Pod] = []  # to be let through
-    due_in_s: float | None = None  # when fewer than all will do
+    is_due: bool = False  # the gate must be opened now
+    held: list[Pod] = []  # waiting pods that must be let through now
+    due_in_s: float | None = None  # until the start grace ends, and fewer than all ranks suffice
     message: str = ""
 
 
 def render_gate(gang: str, rank: Json) -> Json:
-    """The init container before the container `rank`, whose size it has: a smaller one would
-    change the pod's class of service."""
+    """The init container that runs before the container `rank`.
+
+    It has the same size: a smaller one would change the pod's quality-of-service class.
+    """
     limits = (rank.get("resources") or {}).get("limits") or {}
     amounts = {name: value for name, value in limits.items() if name in ("cpu", "memory")}
     started = {"configMapKeyRef": {"name": gang, "key": OPEN, "optional": True}}
-    made: Json = {
+    container: Json = {
         "name": GATE,
         "image": rank["image"],
         "command": ["sh", "-c", WAIT],
@@ -60,8 +62,8 @@ def render_gate(gang: str, rank: Json) -> Json:
         "volumeMounts": [{"name": GATE, "mountPath": FOLDER, "readOnly": True}],
     }
     if amounts:
-        made["resources"] = {"requests": amounts, "limits": amounts}
-    return made | {f: rank[f] for f in ("imagePullPolicy", "securityContext") if f in rank}
+        container["resources"] = {"requests": amounts, "limits": amounts}
+    return container | {f: rank[f] for f in ("imagePullPolicy", "securityContext") if f in rank}
 
 
 def render_gate_volume() -> Json:
@@ -70,23 +72,23 @@ def render_gate_volume() -> Json:
 
 
 def render_opened(now: float) -> Json:
-    """A merge patch of the Job: the decision."""
+    """A merge patch of the Job that records the decision to open."""
     return {"metadata": {"annotations": {GATE_OPENED: str(round(now, 3))}}}
 
 
 def render_opened_world(*, is_opened: bool = True) -> dict[str, str]:
-    """In the gang's ConfigMap: whether pods made from now on find the gate open."""
+    """Data for the gang's ConfigMap: whether pods created from now on find the gate open."""
     return {OPEN: "true" if is_opened else ""}
 
 
 def render_start() -> Json:
-    """A merge patch of a pod that waits."""
+    """A merge patch that lets a waiting pod through."""
     return {"metadata": {"annotations": {START: "true"}}}
 
 
 def opened_at(job: Json | None) -> float | None:
-    noted = ((job or {}).get("metadata", {}).get("annotations") or {}).get(GATE_OPENED)
-    return float(noted) if noted else None
+    text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(GATE_OPENED)
+    return float(text) if text else None
 
 
 def is_open(job: Json | None) -> bool:
@@ -94,13 +96,13 @@ def is_open(job: Json | None) -> bool:
 
 
 def is_gated(job: Json) -> bool:
-    """By the Job itself: the executor's options may have changed since it was made."""
+    """Whether this Job has a gate; the executor's options may have changed since it was made."""
     pod = job["spec"].get("template", {}).get("spec", {})
     return any(container["name"] == GATE for container in pod.get("initContainers") or ())
 
 
 def is_grace_unknown(job: Json) -> bool:
-    """Whether the Job must be read again to tell when its start grace ends."""
+    """Whether the Job must be read again to know when its start grace ends."""
     return is_gated(job) and not is_open(job) and "startTime" not in job.get("status", {})
 
 
@@ -111,13 +113,13 @@ def read_gate(
     if job is None or wish is None or not is_gated(job):
         return StartGate()
     world = training.spec.world_size
-    wanted = [p for p in newest if p.rank < world.target and not p.is_leaving and not p.is_over]
-    waiting = [p for p in wanted if p.is_at_gate]
-    untold = [p for p in waiting if START not in p.annotations]
+    candidates = [p for p in newest if p.rank < world.target and not p.is_leaving and not p.is_over]
+    waiting = [p for p in candidates if p.is_at_gate]
+    unreleased = [p for p in waiting if START not in p.annotations]
     if is_open(job):
-        return StartGate(opened_at(job), held=untold, message="start gate: open, starting")
-    able = sum(p.is_at_gate or p.has_passed for p in wanted)
-    # Time spent in a queue is not counted: the Job starts when it is let go.
+        return StartGate(opened_at(job), held=unreleased, message="start gate: open, starting")
+    able = sum(p.is_at_gate or p.has_passed for p in candidates)
+    # Time in a queue does not count: the Job's start time is when it left the queue.
     since = when(job.get("status", {}).get("startTime"))
     left = None if since is None else since + training.spec.start_grace_s - now
     is_grace_over = left is not None and left <= 0
@@ -131,7 +133,7 @@ def read_gate(
     )
     return StartGate(
         is_due=is_due,
-        held=untold if is_due else [],
+        held=unreleased if is_due else [],
         due_in_s=None if is_grace_over else left,
         message=f"start gate: {able} of {world.target} ranks are ready to start",
     )

@@ -1,7 +1,7 @@
 """Leader election by a Lease object: at most one of several operators acts at a time.
 
-Another's lease is judged by this process's own clock: it has passed when its record has not changed
-for its whole duration, so clocks need not agree.
+Clocks need not agree: each operator measures with its own how long the record of the holder has
+stayed unchanged, and takes the lease over after the whole duration.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Lease:
         self._seen: tuple[Any, float] = (None, 0.0)
 
     async def lead(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Waits for its turn, then runs `work` until it ends or the lease is lost.
+        """Waits until it holds the lease, then runs `work` until that ends or the lease is lost.
 
-        `work` is over, cancelled if need be, before the lease is given back.
+        `work` has ended, cancelled if necessary, before the lease is given back.
         """
-        await self._turn()
+        await self._acquire()
         log.info("leading as %s", self._identity)
         task = asyncio.create_task(work())
         try:
@@ -61,37 +61,37 @@ class Lease:
         if not task.cancelled():
             task.result()
 
-    async def _turn(self) -> None:
+    async def _acquire(self) -> None:
         while True:
-            if await self._try():
+            if await self._acquire_once():
                 return
             await asyncio.sleep(self._retry_s)
 
     async def _renew_during(self, task: asyncio.Task[None]) -> None:
-        """Until the task ends. Leading ends well before others may think that it has."""
+        """Returns when the task ends or the lease is lost, well before others may take it over."""
         deadline = time.monotonic() + self._duration_s * 2 / 3
         while not (await asyncio.wait({task}, timeout=self._renew_s))[0]:
             try:
                 async with asyncio.timeout(self._renew_s):
-                    is_held = await self._try()
+                    is_held = await self._acquire_once()
             except TimeoutError:
                 is_held = False
             if is_held:
                 deadline = time.monotonic() + self._duration_s * 2 / 3
             elif time.monotonic() >= deadline:
-                log.warning("the lease could not be renewed: standing by")
+                log.warning("the lease could not be renewed; this operator stops acting")
                 return
 
-    async def _try(self) -> bool:
-        """Whether the lease is ours now."""
+    async def _acquire_once(self) -> bool:
+        """Takes or renews the lease; whether this process now holds it."""
         try:
-            found = await self._cluster.get("leases", self._namespace, self._name)
+            lease = await self._cluster.get("leases", self._namespace, self._name)
         except NotFound:
             return await self._make()
         except (BackendError, Denied) as error:
             log.warning("cannot read the lease: %s", error)
             return False
-        spec = found.get("spec") or {}
+        spec = lease.get("spec") or {}
         holder = spec.get("holderIdentity") or ""
         record = (holder, spec.get("renewTime"))
         if record != self._seen[0]:
@@ -99,7 +99,7 @@ class Lease:
         lasts_s = float(spec.get("leaseDurationSeconds") or self._duration_s)
         if holder not in ("", self._identity) and time.monotonic() < self._seen[1] + lasts_s:
             return False
-        return await self._write(found, is_new=holder != self._identity)
+        return await self._write(lease, is_new=holder != self._identity)
 
     async def _make(self) -> bool:
         body = {
@@ -111,39 +111,39 @@ class Lease:
         try:
             await self._cluster.create("leases", self._namespace, body)
         except (Conflict, NotFound, BackendError, Denied) as error:
-            log.warning("the lease was not made: %s", error)
+            log.warning("the lease could not be created: %s", error)
             return False
         return True
 
-    async def _write(self, found: Json, *, is_new: bool) -> bool:
-        body = {**found, "spec": self._record(found.get("spec") or {}, is_new=is_new)}
+    async def _write(self, lease: Json, *, is_new: bool) -> bool:
+        body = {**lease, "spec": self._record(lease.get("spec") or {}, is_new=is_new)}
         try:
             await self._cluster.replace("leases", self._namespace, self._name, body)
         except (Conflict, NotFound) as error:
-            log.info("the lease was not taken: %s", error)
+            log.info("another operator has taken the lease: %s", error)
             return False
         except (BackendError, Denied) as error:
-            log.warning("the lease was not taken: %s", error)
+            log.warning("the lease could not be written: %s", error)
             return False
         return True
 
-    def _record(self, before: Json, *, is_new: bool) -> Json:
+    def _record(self, spec: Json, *, is_new: bool) -> Json:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         return {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": round(self._duration_s) or 1,
-            "acquireTime": now if is_new else before.get("acquireTime", now),
+            "acquireTime": now if is_new else spec.get("acquireTime", now),
             "renewTime": now,
-            "leaseTransitions": int(before.get("leaseTransitions") or 0) + is_new,
+            "leaseTransitions": int(spec.get("leaseTransitions") or 0) + is_new,
         }
 
     async def _give_back(self) -> None:
-        """So that the next one need not wait for it to pass."""
+        """The lease is free at once; the next operator need not wait for it to expire."""
         with contextlib.suppress(AtollError, TimeoutError):
             async with asyncio.timeout(2.0):
-                found = await self._cluster.get("leases", self._namespace, self._name)
-                if found["spec"].get("holderIdentity") == self._identity:
-                    spec = {**found["spec"], "holderIdentity": ""}
+                lease = await self._cluster.get("leases", self._namespace, self._name)
+                if lease["spec"].get("holderIdentity") == self._identity:
+                    spec = {**lease["spec"], "holderIdentity": ""}
                     await self._cluster.replace(
-                        "leases", self._namespace, self._name, {**found, "spec": spec}
+                        "leases", self._namespace, self._name, {**lease, "spec": spec}
                     )

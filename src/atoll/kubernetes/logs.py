@@ -1,8 +1,8 @@
-"""What ranks wrote, by rank: from their pods while those are there, else what was kept.
+"""The logs of ranks: read from their pods while those exist, from the archive afterwards.
 
-A pod that ended on its own stays until the training is removed, and its log with it. Of one that
-was taken away (scaled down, evicted) the archive has the last part; failing that, the few lines
-that came with its exit.
+A pod that ended on its own stays until the training is removed, and so does its log. For a deleted
+pod (scaled down, evicted) the archive has the last part of the log; failing that, the last few
+lines are in the exit that was recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 LOOK_S = 0.5
 AT_ONCE = 16
-GONE = "[the log went with its pod; these are the last lines of it]"
+GONE = "[the log was deleted with its pod; these are its last lines]"
 
 
 class LogSource(NamedTuple):
@@ -58,11 +58,11 @@ async def read_logs(
     tail: int | None,
     follow: Callable[[], bool] | None,
 ) -> AsyncIterator[LogLine]:
-    """Lines of all wanted ranks. Without `follow`, rank by rank in order."""
+    """The lines of the chosen ranks. Without `follow`, one rank after another."""
     if follow is None:
-        found = _by_rank(await source.pods(), ranks)
-        for rank in sorted({*found, *_gone(source.training, ranks)}):
-            async for line in _whole(source, rank, found.get(rank, []), tail):
+        pods = _by_rank(await source.pods(), ranks)
+        for rank in sorted({*pods, *_gone(source.training, ranks)}):
+            async for line in _whole(source, rank, pods.get(rank, []), tail):
                 yield line
         return
     places = {} if tail is None else await tail_places(source, ranks=ranks, tail=tail)
@@ -73,54 +73,54 @@ async def read_logs(
 async def tail_places(
     source: LogSource, *, ranks: Sequence[int] | None, tail: int
 ) -> dict[int, int]:
-    """After which nanosecond the last `tail` lines of each rank were written."""
+    """By rank, the nanosecond after which its last `tail` lines were written."""
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def place(mine: list[Pod]) -> int | None:
-        found: list[int] = []
+    async def place(pods: list[Pod]) -> int | None:
+        times: list[int] = []
         async with slots:
-            for pod in reversed(mine):
-                wanted = max(tail - len(found), 1)
+            for pod in reversed(pods):
+                count = max(tail - len(times), 1)
                 with contextlib.suppress(NotFound, Permanent, Temporary):
                     lines = source.cluster.dated_log(
-                        pod.metadata["namespace"], pod.name, tail=wanted
+                        pod.metadata["namespace"], pod.name, tail=count
                     )
-                    found = [at async for at, _ in lines] + found
-                if len(found) >= max(tail, 1):
+                    times = [at async for at, _ in lines] + times
+                if len(times) >= max(tail, 1):
                     break
-        if not found:
+        if not times:
             return None
-        return found[-tail:][0] - 1 if tail else found[-1]
+        return times[-tail:][0] - 1 if tail else times[-1]
 
-    pods = _by_rank(await source.pods(), ranks)
-    places = await asyncio.gather(*(place(mine) for mine in pods.values()))
-    return {rank: at for rank, at in zip(pods, places, strict=True) if at is not None}
+    by_rank = _by_rank(await source.pods(), ranks)
+    places = await asyncio.gather(*(place(pods) for pods in by_rank.values()))
+    return {rank: at for rank, at in zip(by_rank, places, strict=True) if at is not None}
 
 
 async def _whole(
-    source: LogSource, rank: int, mine: list[Pod], tail: int | None
+    source: LogSource, rank: int, pods: list[Pod], tail: int | None
 ) -> AsyncIterator[LogLine]:
-    """All attempts of a rank that can still be read, or what is known of the last one."""
-    lines = await source.archived(rank) if _was_taken(source.training, rank, mine) else []
-    for pod in mine:
+    """The logs of all attempts of a rank that can still be read, or the last lines recorded."""
+    lines = await source.archived(rank) if _was_taken(source.training, rank, pods) else []
+    for pod in pods:
         try:
             async for text in source.cluster.log(pod.metadata["namespace"], pod.name, tail=tail):
                 lines.append(text)
         except (NotFound, Permanent, Temporary):
             continue  # not started yet, or gone since
-    last = _known(source.training).get(rank)
+    last = _statuses(source.training).get(rank)
     if not lines and last is not None and last.exit is not None and last.exit.log_tail:
         lines = [GONE, *last.exit.log_tail]
     for text in lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]:
         yield LogLine(rank=rank, text=text)
 
 
-def _was_taken(training: Training, rank: int, mine: list[Pod]) -> bool:
+def _was_taken(training: Training, rank: int, pods: list[Pod]) -> bool:
     """Whether some attempt of the rank has no pod any more."""
-    last = _known(training).get(rank)
+    last = _statuses(training).get(rank)
     if last is None or last.attempt < 0:
         return False
-    return last.previous is not None or all(pod.attempt != last.attempt for pod in mine)
+    return last.previous is not None or all(pod.attempt != last.attempt for pod in pods)
 
 
 async def follow_logs(
@@ -130,7 +130,7 @@ async def follow_logs(
     ranks: Sequence[int] | None,
     is_over: Callable[[], bool],
 ) -> AsyncIterator[LogLine]:
-    """From these places on, as it is written. A stream that breaks is taken up where it did."""
+    """Lines after these places, as they are written. A broken stream resumes where it stopped."""
     lines: asyncio.Queue[LogLine] = asyncio.Queue(maxsize=10_000)
     readers: dict[str, asyncio.Task[None]] = {}
     ended: set[str] = set()
@@ -138,7 +138,7 @@ async def follow_logs(
     async def read(pod: Pod) -> None:
         after = places.get(pod.rank, 0)
         while True:
-            is_whole = pod.name in ended  # then nothing is added while it is read
+            is_whole = pod.name in ended  # a pod that has ended adds nothing while it is read
             try:
                 async for at, text in source.cluster.dated_log(
                     pod.metadata["namespace"], pod.name, after=after, follow=True
@@ -156,8 +156,8 @@ async def follow_logs(
     try:
         while True:
             is_last = is_over()
-            for mine in _by_rank(await source.pods(), ranks).values():
-                for pod in mine:
+            for pods in _by_rank(await source.pods(), ranks).values():
+                for pod in pods:
                     if pod.is_over:
                         ended.add(pod.name)
                     if pod.name not in readers and ("running" in pod.state or pod.is_over):
@@ -181,23 +181,23 @@ async def follow_logs(
 
 
 async def _settle(readers: list[asyncio.Task[None]]) -> None:
-    """The streams of ended pods end by themselves; none is waited for long."""
+    """The streams of ended pods have ended, or a few seconds have passed."""
     if readers:
         await asyncio.wait(readers, timeout=5.0)
 
 
 def _by_rank(manifests: list[Json], ranks: Sequence[int] | None) -> dict[int, list[Pod]]:
-    found: dict[int, list[Pod]] = {}
+    by_rank: dict[int, list[Pod]] = {}
     for pod in sorted(map(Pod, manifests), key=lambda p: p.created_at):
         if pod.rank >= 0 and (ranks is None or pod.rank in ranks):
-            found.setdefault(pod.rank, []).append(pod)
-    return found
+            by_rank.setdefault(pod.rank, []).append(pod)
+    return by_rank
 
 
-def _known(training: Training) -> dict[int, RankStatus]:
+def _statuses(training: Training) -> dict[int, RankStatus]:
     return {r.rank: r for r in (*training.status.retired, *training.status.ranks)}
 
 
 def _gone(training: Training, ranks: Sequence[int] | None) -> set[int]:
-    known = _known(training).values()
-    return {r.rank for r in known if r.exit and (ranks is None or r.rank in ranks)}
+    statuses = _statuses(training).values()
+    return {r.rank for r in statuses if r.exit and (ranks is None or r.rank in ranks)}

@@ -1,4 +1,4 @@
-"""A copy of one kind of object, kept up to date by one list and one watch for all trainings."""
+"""A local copy of all objects of one kind, kept up to date by one list and one watch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Objects by training uid and name. `notify` hears of each that may look different now."""
+    """Objects by training uid and name. `notify` gets each object that may have changed."""
 
     def __init__(
         self, cluster: Cluster, kind: str, namespace: str | None, notify: Callable[[Json], None]
@@ -36,7 +36,7 @@ class Mirror:
         return self._objects.get(uid, {})
 
     async def reach(self, version: int, timeout_s: float) -> bool:
-        """Whether the copy is live and has that version of the cluster in it, or gets it soon."""
+        """Waits until the copy has that version of the cluster; False if it does not in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.is_live and self._version < version:
@@ -47,7 +47,7 @@ class Mirror:
         return self.is_live
 
     async def run(self) -> None:
-        """Until cancelled. An API server that is away is waited for."""
+        """Runs until cancelled, and retries while the API server does not answer."""
         retry = Retry(0.2, 10.0)
         while True:
             try:
@@ -57,23 +57,23 @@ class Mirror:
             except Gone:
                 log.info("the watch on %s fell behind; listing again", self._kind)
             except (Temporary, Denied, Permanent) as error:
-                # The first is left to whoever asks for something; the next is news.
+                # The first failure shows in other requests too; the next is worth a warning.
                 level = logging.WARNING if retry.failures == 1 else logging.INFO
                 log.log(level, "cannot watch %s: %s; trying again", self._kind, error)
-                self._fall()
+                self._go_stale()
                 await asyncio.sleep(retry.pause_s() or 0.0)
             finally:
-                self._fall()
+                self._go_stale()
 
     async def _load(self) -> None:
-        listed = await self._cluster.list(self._kind, self._namespace, labels=SELECTOR)
-        before = [o for named in self._objects.values() for o in named.values()]
+        objects = await self._cluster.list(self._kind, self._namespace, labels=SELECTOR)
+        old = [o for by_name in self._objects.values() for o in by_name.values()]
         self._objects.clear()
-        for item in listed.items:
+        for item in objects.items:
             self._objects[_uid(item)][item["metadata"]["name"]] = item
-        self._advance(listed.version)
+        self._advance(objects.version)
         self.is_live = True
-        for item in (*before, *listed.items):
+        for item in (*old, *objects.items):
             self._notify(item)
 
     async def _follow(self) -> None:
@@ -82,24 +82,24 @@ class Mirror:
                 self._kind, self._namespace, after=str(self._version), labels=SELECTOR
             ):
                 if event.type != "BOOKMARK":
-                    self._take(event.type, event.object)
+                    self._update(event.type, event.object)
                 self._advance(event.object["metadata"]["resourceVersion"])
 
-    def _take(self, type: str, item: Json) -> None:
-        named = self._objects[_uid(item)]
+    def _update(self, type: str, item: Json) -> None:
+        by_name = self._objects[_uid(item)]
         if type == "DELETED":
-            named.pop(item["metadata"]["name"], None)
-            if not named:
+            by_name.pop(item["metadata"]["name"], None)
+            if not by_name:
                 self._objects.pop(_uid(item), None)
         else:
-            named[item["metadata"]["name"]] = item
+            by_name[item["metadata"]["name"]] = item
         self._notify(item)
 
     def _advance(self, version: str) -> None:
         self._version = int(version)
         self._moved.set()
 
-    def _fall(self) -> None:
+    def _go_stale(self) -> None:
         self.is_live = False
         self._moved.set()
 

@@ -30,3 +30,5 @@ BENCH = "bench"
 AGENT = "atoll-fabric"
 GATE = "start-gate"
 REPORT_DIR = "/atoll/rank"  # where a rank's container finds rank/report.py
+REPORT_VOLUME = "atoll-report"  # the names of volumes
+SOURCE = "source"

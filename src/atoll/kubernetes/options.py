@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from atoll.core.bench import has_floor
-from atoll.core.checks import check_bounds, check_choice, check_name, check_strings
+from atoll.core.checks import check_bounds, check_name
 from atoll.core.errors import ValidationError
 from atoll.core.mesh import split_endpoint
-from atoll.core.model import SpecModel
 from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds
+from atoll.kubernetes.names import SOURCE
+from atoll.kubernetes.podpatch import ShortNames, check_patch, merge_pod
 from atoll.mesh.reach import DEADLINE_S
 from atoll.rank.launch import ETCD_BACKEND, needs_etcd
 
 Json = dict[str, Any]
-PullPolicy = Literal["Always", "IfNotPresent", "Never"]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Patience = Annotated[float, Meta(ge=1, le=MAX_SECONDS)]
 
@@ -37,37 +37,20 @@ EKS_GPU_NODES: dict[str, dict[str, str]] = {
 }
 
 
-class KubernetesOptions(SpecModel, frozen=True):
+class KubernetesOptions(ShortNames, frozen=True):
     """The options of KubernetesExecutor. Unset means: as the cluster does it by default."""
 
     namespace: str | None = None  # unset: the training's own
     image: str | None = None  # for trainings that name none
-    service_account: str | None = None  # IRSA and Pod Identity go by this name
-    node_selector: dict[str, str] = {}
-    tolerations: list[Json] | None = None  # unset: the GPU toleration where there is a GPU
-    affinity: Json | None = None
-    runtime_class_name: str | None = None
+    pod: Json = {}  # what of the ranks' pods is to differ: a partial pod spec
     is_runtime_class_with_gpu_meant: bool = False
     gpu_resource_key: str = "nvidia.com/gpu"
     gpu_nodes: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: GPU_NODES)
     gpu_memory_label: str = "nvidia.com/gpu.memory"  # MiB, on nodes
     ttl_seconds_after_finished: WholeSeconds | None = 86_400
-    image_pull_policy: PullPolicy | None = None
-    image_pull_secrets: list[str] = []
-    priority_class_name: str | None = None
-    scheduler_name: str | None = None
     kueue_queue: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
-    env_from_secrets: list[str] = []
-    volumes: list[Json] = []
-    volume_mounts: list[Json] = []
-    shm_size: str | None = None  # /dev/shm in memory, for data loaders and NCCL
-    is_host_network: bool = False
-    # The rank is then not process 1, which is deaf to signals it does not handle.
-    is_process_namespace_shared: bool = True
-    security_context: Json | None = None  # of the pods
-    container_security_context: Json | None = None  # of the rank, and of its start gate
     python: str = "python"  # runs a `source`
     # For rendezvous_backend="etcd-v2" and the mesh: host:port of one that all trainings share;
     # unset: each gets its own, of `etcd_image`. The v2 API ended with etcd 3.5.
@@ -90,39 +73,57 @@ class KubernetesOptions(SpecModel, frozen=True):
     is_exit_recorded: bool | None = None
 
     def __post_init__(self) -> None:
-        for field in ("namespace", "service_account", "kueue_queue"):
+        for field in ("namespace", "kueue_queue"):
             if getattr(self, field) is not None:
                 check_name(field, getattr(self, field))
-        for field in ("image_pull_secrets", "env_from_secrets"):
-            check_strings(field, getattr(self, field))
-        if self.image_pull_policy is not None:
-            check_choice("image_pull_policy", self.image_pull_policy, PullPolicy)
         check_bounds(self)
         if self.etcd_endpoint is not None and split_endpoint(self.etcd_endpoint) is None:
             raise ValidationError("etcd_endpoint", self.etcd_endpoint, "expected host:port")
-        self._check_volumes()
+        check_patch(self.pod)
+        self.check_short_names()
+        self._check_mounts()
 
-    def _check_volumes(self) -> None:
-        named = {volume.get("name") for volume in self.volumes}
-        for at, mount in enumerate(self.volume_mounts):
-            if mount.get("name") not in named:
-                raise ValidationError(
-                    f"volume_mounts[{at}]", mount.get("name"), "expected the name of one of volumes"
-                )
-            if self.shm_size is not None and mount.get("mountPath") == "/dev/shm":
-                raise ValidationError(
-                    "shm_size", self.shm_size, "expected none: volume_mounts has /dev/shm already"
-                )
+    def _check_mounts(self) -> None:
+        volumes = {volume.get("name") for volume in self.patched({}).get("volumes", ())}
+        mounts = {"volume_mounts": self.volume_mounts}
+        for at, container in enumerate(self.pod.get("containers", ())):
+            mounts[f"pod.containers[{at}].volumeMounts"] = container.get("volumeMounts", [])
+        for field, entries in mounts.items():
+            for at, mount in enumerate(entries):
+                if mount.get("name") not in volumes:
+                    raise ValidationError(
+                        f"{field}[{at}]", mount.get("name"), "expected the name of one of volumes"
+                    )
+                if self.shm_size is not None and mount.get("mountPath") == "/dev/shm":
+                    raise ValidationError(
+                        "shm_size", self.shm_size, f"expected none: {field} has /dev/shm already"
+                    )
+
+    def patched(self, pod: Json) -> Json:
+        """A pod's spec with what the short names say, and over them the option `pod`."""
+        patched = merge_pod(self.with_short_names(pod), self.pod)
+        # With the host's network, cluster names are looked up only if asked for.
+        if patched.get("hostNetwork") and not patched.get("dnsPolicy"):
+            patched["dnsPolicy"] = "ClusterFirstWithHostNet"
+        return patched
+
+    def shared(self, *fields: str) -> Json:
+        """Of these fields what pods beside the ranks have too."""
+        pod = self.patched({})
+        return {field: pod[field] for field in fields if pod.get(field)}
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run with these options."""
         if spec.image is None and self.image is None:
             raise ValidationError("image", None, "expected an image: ranks run in containers")
-        needs = spec.resources
-        if needs.gpu_count and self.runtime_class_name and not self.is_runtime_class_with_gpu_meant:
+        needs, pod = spec.resources, self.patched({})
+        runtime = pod.get("runtimeClassName")
+        if needs.gpu_count and runtime and not self.is_runtime_class_with_gpu_meant:
             raise ValidationError(
-                "runtime_class_name",
-                self.runtime_class_name,
+                "runtime_class_name"
+                if runtime == self.runtime_class_name
+                else "pod.runtimeClassName",
+                runtime,
                 "expected none with a GPU, as most sandboxes hide it; "
                 "is_runtime_class_with_gpu_meant=True insists",
             )
@@ -138,6 +139,10 @@ class KubernetesOptions(SpecModel, frozen=True):
         if len(keys) > 1 or any(len(key) != 1 for key in keys if len(needs.gpu_models) > 1):
             raise ValidationError(
                 "gpu_models", needs.gpu_models, "expected models told apart by one node label"
+            )
+        if spec.source is not None and any(v["name"] == SOURCE for v in pod.get("volumes", ())):
+            raise ValidationError(
+                "volumes", SOURCE, "expected another name: a training's source is in one of it"
             )
         self._check_beside(spec)
 

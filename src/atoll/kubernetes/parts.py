@@ -1,14 +1,10 @@
-"""The parts of a training beside its ranks, its etcd and its link bench. Pure.
+"""The objects beside the ranks of a training: its etcd and its link bench. Pure.
 
-The etcd is a Deployment of one pod behind a headless Service. It keeps nothing that is worth a
-disk: the keys of a training that runs are written again. The Job is held until it answers, so that
-no rank starts before it can meet the others: it is suspended, or its start gate stays shut where a
-queue decides when it runs.
+The etcd is a Deployment of one pod, without a disk: its keys are written again if they are lost.
+No rank starts before it answers: the Job is suspended, or, where a queue decides when the Job
+runs, its start gate stays shut.
 
-The link bench is a Job of two pods that measure each other. `strict` pods run on the nodes of the
-ranks, on two of them, or wait. `preferred` ones do if they can. With a floor the link is measured
-before there are ranks: then on nodes that the ranks may run on, and the result says that they are
-not (yet) theirs.
+The link bench is a Job of two pods that measure the link between them. See `_affinity` for where.
 """
 
 from __future__ import annotations
@@ -34,8 +30,8 @@ Json = dict[str, Any]
 
 BENCH_PORT = 28_411
 HOST = "kubernetes.io/hostname"
-BENCH_KEPT_S = 3600  # a Job that nobody asks after any more
-# The scheduler adds up ranks: as long as a node has fewer than 100, two nodes beat one.
+BENCH_KEPT_S = 3600  # how long a finished Job that nobody deletes stays
+# NEAR counts once for each rank on a node: below 100 ranks, two nodes score higher than one.
 APART, NEAR = 100, 1
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
@@ -57,10 +53,7 @@ def render_etcd(training: Training, options: KubernetesOptions, owner: Json | No
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 1,
     }
-    if options.priority_class_name is not None:
-        pod["priorityClassName"] = options.priority_class_name
-    if options.image_pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in options.image_pull_secrets]
+    pod |= options.shared("priorityClassName", "imagePullSecrets")
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -106,7 +99,7 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
 
 
 def answering(pods: list[Pod]) -> Pod | None:
-    """The pod of an etcd that is up."""
+    """The etcd pod that is ready, if there is one."""
     for pod in pods:
         is_ready = pod.condition("Ready").get("status") == "True" and not pod.is_leaving
         if is_ready and pod.status.get("podIP"):
@@ -115,22 +108,22 @@ def answering(pods: list[Pod]) -> Pod | None:
 
 
 def address(pod: Pod) -> str:
-    """By its IP, which is known without asking and needs no name service where we run."""
+    """By IP: the pod states it, and this process may run where cluster names do not resolve."""
     ip = str(pod.status["podIP"])
     return f"[{ip}]:{DEFAULT_ETCD_PORT}" if ":" in ip else f"{ip}:{DEFAULT_ETCD_PORT}"
 
 
 def trouble_of(deployment: Json) -> str:
-    """Why its pod cannot be made (quota, admission), as far as that is known."""
+    """Why the Deployment's pod cannot be created (quota, admission), as far as that is known."""
     conditions = deployment.get("status", {}).get("conditions") or ()
-    said = (c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure")
-    return next(said, "")
+    messages = (c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure")
+    return next(messages, "")
 
 
 def etcd_words(pods: list[Pod], trouble: str = "") -> str:
-    """What a held Job waits for."""
-    told = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
-    waits = next(told, "" if pods else trouble)
+    """One line that says what a held Job waits for."""
+    reasons = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
+    waits = next(reasons, "" if pods else trouble)
     return f"waits for its etcd{f': {waits}' if waits else ''}"
 
 
@@ -162,7 +155,7 @@ def render_bench(
             {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         ],
         "ports": [{"name": BENCH, "containerPort": BENCH_PORT}],
-        # No limit: what it is held to would be what it measures.
+        # No limits: a CPU limit would lower what is measured.
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
         "securityContext": RESTRICTED,
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -178,13 +171,9 @@ def render_bench(
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 1,
     }
-    optional = {
-        "nodeSelector": node_selector(needs, options) or None,
-        "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets] or None,
-        "hostNetwork": options.is_host_network or None,
-        "dnsPolicy": "ClusterFirstWithHostNet" if options.is_host_network else None,
-    }
-    pod |= {field: value for field, value in optional.items() if value is not None}
+    if selector := node_selector(needs, options):
+        pod["nodeSelector"] = selector
+    pod |= options.shared("imagePullSecrets", "hostNetwork", "dnsPolicy")
     body = {
         "completions": 2,
         "parallelism": 2,
@@ -197,17 +186,22 @@ def render_bench(
 
 
 def _affinity(training: Training, options: KubernetesOptions) -> Json:
-    """The ranks' own rules about nodes, and where the two lie to them and to each other."""
+    """Where the two bench pods run: the ranks' node rules, plus rules between these pods.
+
+    `strict` requires two different nodes that run ranks; `preferred` prefers them. With a floor,
+    the link is measured before there are ranks: then on any two nodes that the ranks may use, and
+    the result says that they are not the ranks' own.
+    """
     own = affinity(training, options) or {}
-    made = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
+    rules = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
     apart = _term({UID: training.uid, PART: BENCH})
     near = _term(ranks_of(training))
     if training.spec.bench.placement == "strict":
-        return {**made, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [apart]}}
-    made["podAntiAffinity"] = {PREFERRED: [{"weight": APART, "podAffinityTerm": apart}]}
+        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [apart]}}
+    rules["podAntiAffinity"] = {PREFERRED: [{"weight": APART, "podAffinityTerm": apart}]}
     if not has_floor(training.spec):
-        made["podAffinity"] = {PREFERRED: [{"weight": NEAR, "podAffinityTerm": near}]}
-    return made
+        rules["podAffinity"] = {PREFERRED: [{"weight": NEAR, "podAffinityTerm": near}]}
+    return rules
 
 
 def _term(labels: dict[str, str]) -> Json:
@@ -215,7 +209,7 @@ def _term(labels: dict[str, str]) -> Json:
 
 
 def is_bench_over(training: Training) -> bool:
-    """Whether what became of it is stored, and its pods may go."""
+    """Whether the result of the bench is stored, and its pods may be deleted."""
     return training.status.bench.phase in DONE
 
 
@@ -229,38 +223,41 @@ def read_bench(
     made_at: float | None,
     are_ranks_placed: bool,
 ) -> BenchSeen:
-    """`pods` are its own, `ranks` those of the ranks; its Job was `made_at`, if it was."""
-    both = sorted((p for p in pods if not p.is_leaving and p.index in (0, 1)), key=_index)
-    if not both:
+    """The state of the bench, from its own `pods` and those of the ranks.
+
+    `made_at` is when its Job was created; None if it was not.
+    """
+    pair = sorted((p for p in pods if not p.is_leaving and p.index in (0, 1)), key=_index)
+    if not pair:
         if made_at is not None:
             return _missing(now - made_at, options)
         if has_floor(training.spec) or are_ranks_placed:
             return BenchSeen(state="idle", message="about to be measured")
-        return BenchSeen(state="waiting", message="waits until the ranks have their nodes")
-    if both[-1].index == 1 and both[-1].status.get("phase") == "Succeeded":
-        return _result(both, {p.node for p in ranks if p.node})
-    for pod in both:
+        return BenchSeen(state="waiting", message="waits until all ranks have nodes")
+    if pair[-1].index == 1 and pair[-1].status.get("phase") == "Succeeded":
+        return _result(pair, {p.node for p in ranks if p.node})
+    for pod in pair:
         if pod.status.get("phase") == "Failed" or _is_hopeless(pod, options, now):
             return BenchSeen(state="failed", message=_bench_words(pod, now))
-    waiting = [p for p in both if "running" not in p.state and not p.is_over]
-    if waiting or len(both) < 2:
+    waiting = [p for p in pair if "running" not in p.state and not p.is_over]
+    if waiting or len(pair) < 2:
         words = waiting[0].waits_for if waiting else ""
         return BenchSeen(state="waiting", message=words or "its pods are being started")
-    a, b = (p.node for p in both)
+    a, b = (p.node for p in pair)
     return BenchSeen(state="running", message=f"measuring {a} with {b}")
 
 
 def _missing(since_s: float, options: KubernetesOptions) -> BenchSeen:
-    """No pods of a Job that was made: refused by a quota, or taken away."""
+    """The state of a bench whose Job has no pods: a quota refused them, or they were deleted."""
     limit_s = options.image_timeout_s
     if since_s > limit_s:
         return BenchSeen(state="failed", message=f"its pods are not there after {limit_s:g} s")
-    return BenchSeen(state="waiting", message="its pods are being made")
+    return BenchSeen(state="waiting", message="its pods are being created")
 
 
-def _result(both: list[Pod], workers: set[str]) -> BenchSeen:
-    nodes = {p.index: p.node or "unknown" for p in both}
-    ended: Json = both[-1].state.get("terminated") or {}
+def _result(pair: list[Pod], workers: set[str]) -> BenchSeen:
+    nodes = {p.index: p.node or "unknown" for p in pair}
+    ended: Json = pair[-1].state.get("terminated") or {}
     try:
         result = decode(str(ended.get("message", "")), BenchResult)
     except ValidationError as error:
@@ -283,5 +280,5 @@ def _bench_words(pod: Pod, now: float) -> str:
     if not pod.is_over:
         return pod.waits_for
     ended = pod.exit(is_stopped=False, now=now)
-    said = ended.log_tail[-1] if ended.log_tail else ended.message
-    return f"the pod on {pod.node} ended with {ended.reason}: {said or f'exit code {ended.code}'}"
+    words = ended.log_tail[-1] if ended.log_tail else ended.message
+    return f"the pod on {pod.node} ended with {ended.reason}: {words or f'exit code {ended.code}'}"

@@ -1,4 +1,4 @@
-"""What is changed in objects that are there: resizing, giving way, coming back. Pure."""
+"""Patches of existing Jobs and pods: resize, stop for a while, start again, end. Pure."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from atoll.kubernetes.names import (
 Json = dict[str, Any]
 
 SHRINKS_KEPT = 16
-# A strategic merge patch of a pod: without our finalizer, wherever it is in the list.
+# A strategic merge patch of a pod that removes atoll's finalizer, wherever it is in the list.
 LET_GO: Json = {"metadata": {"$deleteFromPrimitiveList/finalizers": [FINALIZER]}}
 
 
-def render_resize(wish: Wish, before: Json, now: float) -> Json:
-    """A merge patch of the Job as it was read; refused if it has changed since.
+def render_resize(wish: Wish, job: Json, now: float) -> Json:
+    """A merge patch that resizes the Job; the server refuses it if the Job has changed since.
 
-    Shrinking is noted, to tell stopped ranks from fallen ones.
+    An annotation records each shrink, to tell ranks that were stopped from ranks that failed.
     """
     annotations = {WISH: encode(wish).decode()}
-    if wish.size < before["spec"]["completions"]:
-        annotations |= _shrunk(before, wish.size, now)
+    if wish.size < job["spec"]["completions"]:
+        annotations |= _shrunk(job, wish.size, now)
     # Completions may never be 0, and may change only together with parallelism.
     spec: Json = {"parallelism": wish.size}
     if wish.size > 0:
         spec["completions"] = wish.size
-    version = before["metadata"]["resourceVersion"]
+    version = job["metadata"]["resourceVersion"]
     return {"metadata": {"annotations": annotations, "resourceVersion": version}, "spec": spec}
 
 
 def render_released() -> Json:
-    """A merge patch that ends a Job for good, and says that its ranks are no longer asked after."""
+    """A merge patch that ends a Job for good, and marks that its ranks are no longer reported."""
     spec = {"parallelism": 0, "activeDeadlineSeconds": 1}
     return {"metadata": {"annotations": {RELEASED: "true"}}, "spec": spec}
 
@@ -57,48 +57,49 @@ def is_held(job: Json | None) -> bool:
     return HELD in ((job or {}).get("metadata", {}).get("annotations") or {})
 
 
-def render_begun(before: Json) -> Json:
-    """A merge patch that holds a Job no longer. One in a queue is let go by that."""
+def render_unhold(job: Json) -> Json:
+    """A merge patch that no longer holds a Job back. If it is in a queue, the queue starts it."""
     patch: Json = {"metadata": {"annotations": {HELD: None}}}
-    if QUEUE not in before["metadata"].get("labels", {}):
+    if QUEUE not in job["metadata"].get("labels", {}):
         patch["spec"] = {"suspend": False}
     return patch
 
 
-def render_yield(before: Json, now: float) -> Json:
-    """A merge patch that stops half a gang for a while."""
-    annotations = {YIELDED: str(now), **_shrunk(before, 0, now)}
-    return {"metadata": _as_read(before, annotations), "spec": {"parallelism": 0}}
+def render_yield(job: Json, now: float) -> Json:
+    """A merge patch that stops an incomplete gang for a while, so that others get its nodes."""
+    annotations = {YIELDED: str(now), **_shrunk(job, 0, now)}
+    return {"metadata": _as_read(job, annotations), "spec": {"parallelism": 0}}
 
 
-def render_return(before: Json) -> Json:
-    """A merge patch that lets a gang try again."""
-    size = before["spec"]["completions"]
-    return {"metadata": _as_read(before, {YIELDED: None}), "spec": {"parallelism": size}}
+def render_return(job: Json) -> Json:
+    """A merge patch that starts a gang again that was stopped for a while."""
+    size = job["spec"]["completions"]
+    return {"metadata": _as_read(job, {YIELDED: None}), "spec": {"parallelism": size}}
 
 
-def render_size_restored(before: Json, wish: Wish) -> Json:
-    """A merge patch that gives a Job its size back which somebody has changed; {} if nobody has."""
-    if yielded_at(before) is not None or QUEUE in (before["metadata"].get("labels") or {}):
+def render_size_restored(job: Json, wish: Wish) -> Json:
+    """A merge patch that restores the Job's size if somebody else has changed it; else {}."""
+    if yielded_at(job) is not None or QUEUE in (job["metadata"].get("labels") or {}):
         return {}
     # Completions may never be 0.
     due = {"parallelism": wish.size} | ({"completions": wish.size} if wish.size else {})
-    if all(before["spec"].get(field) == size for field, size in due.items()):
+    if all(job["spec"].get(field) == size for field, size in due.items()):
         return {}
-    return {"metadata": _as_read(before), "spec": due}
+    return {"metadata": _as_read(job), "spec": due}
 
 
-def render_deadline(before: Json, seconds: int) -> Json:
-    """A merge patch: the Job is over then, should nobody be there to say so; {} if it is already.
+def render_deadline(job: Json, seconds: int) -> Json:
+    """A merge patch that moves the Job's own deadline to a later time; {} if it is late enough.
 
-    The Job counts from when its pods could be made, the training from when its ranks were let go.
+    It ends the Job even if no controller runs. The Job counts from when its pods could be created,
+    the training from when its ranks passed the start gate.
     """
-    is_later = seconds > before["spec"].get("activeDeadlineSeconds", 0)
+    is_later = seconds > job["spec"].get("activeDeadlineSeconds", 0)
     return {"spec": {"activeDeadlineSeconds": seconds}} if is_later else {}
 
 
 def render_stopped(now: float) -> Json:
-    """A strategic merge patch of a pod's status: its end is ours and not the rank's."""
+    """A strategic merge patch of a pod's status: atoll stops the pod, its rank does not fail."""
     at = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     condition = {
         "type": STOPPED,
@@ -111,8 +112,8 @@ def render_stopped(now: float) -> Json:
 
 
 def yielded_at(job: Json) -> float | None:
-    noted = (job["metadata"].get("annotations") or {}).get(YIELDED)
-    return float(noted) if noted else None
+    text = (job["metadata"].get("annotations") or {}).get(YIELDED)
+    return float(text) if text else None
 
 
 def render_lost(node: str | None) -> Json:
@@ -120,13 +121,13 @@ def render_lost(node: str | None) -> Json:
     return {"status": {"phase": "Failed", "reason": "NodeLost", "message": words}}
 
 
-def _as_read(before: Json, annotations: Json | None = None) -> Json:
-    """Metadata of a patch that is refused if the object has changed since."""
-    version = before["metadata"].get("resourceVersion")
+def _as_read(job: Json, annotations: Json | None = None) -> Json:
+    """Metadata of a patch that the server refuses if the object has changed since."""
+    version = job["metadata"].get("resourceVersion")
     return {"resourceVersion": version} | ({"annotations": annotations} if annotations else {})
 
 
-def _shrunk(before: Json, size: int, now: float) -> dict[str, str]:
-    noted = (before["metadata"].get("annotations") or {}).get(SHRINKS, "[]")
-    shrinks = [*msgspec.json.decode(noted), [size, round(now, 3)]][-SHRINKS_KEPT:]
+def _shrunk(job: Json, size: int, now: float) -> dict[str, str]:
+    text = (job["metadata"].get("annotations") or {}).get(SHRINKS, "[]")
+    shrinks = [*msgspec.json.decode(text), [size, round(now, 3)]][-SHRINKS_KEPT:]
     return {SHRINKS: msgspec.json.encode(shrinks).decode()}

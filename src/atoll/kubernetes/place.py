@@ -21,10 +21,9 @@ def ranks_of(training: Training) -> dict[str, str]:
 
 
 def tolerations(needs: Resources, options: KubernetesOptions) -> list[Json]:
-    made: list[Json] = []
-    if options.tolerations is not None:
-        made += options.tolerations
-    elif needs.gpu_count:
+    own = options.patched({}).get("tolerations")
+    made: list[Json] = list(own or ())
+    if own is None and needs.gpu_count:
         made.append({"key": options.gpu_resource_key, "operator": "Exists", "effect": "NoSchedule"})
     given = {t.get("key") for t in made}
     for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"):
@@ -42,9 +41,9 @@ def tolerations(needs: Resources, options: KubernetesOptions) -> list[Json]:
 
 def node_selector(needs: Resources, options: KubernetesOptions) -> dict[str, str]:
     """The table's labels under the caller's own."""
-    if len(needs.gpu_models) != 1:
-        return dict(options.node_selector)
-    return {**options.gpu_nodes[needs.gpu_models[0].upper()], **options.node_selector}
+    is_one = len(needs.gpu_models) == 1
+    labels = options.gpu_nodes[needs.gpu_models[0].upper()] if is_one else {}
+    return {**options.patched({"nodeSelector": labels}).get("nodeSelector", {})}
 
 
 def _node_rules(training: Training, options: KubernetesOptions) -> list[Json]:
@@ -53,7 +52,7 @@ def _node_rules(training: Training, options: KubernetesOptions) -> list[Json]:
     if len(needs.gpu_models) > 1:
         rows = [options.gpu_nodes[model.upper()] for model in needs.gpu_models]
         (key,) = rows[0]
-        if key not in options.node_selector:
+        if key not in options.patched({}).get("nodeSelector", {}):
             rules.append((key, "In", [row[key] for row in rows]))
     if needs.min_gpu_memory_gb is not None and needs.gpu_count:
         mib = needs.min_gpu_memory_gb * 10**9 // 2**20
@@ -66,7 +65,7 @@ def _node_rules(training: Training, options: KubernetesOptions) -> list[Json]:
 
 
 def affinity(training: Training, options: KubernetesOptions) -> Json | None:
-    made: Json = {**(options.affinity or {})}
+    made: Json = {**options.patched({}).get("affinity", {})}
     if rules := _node_rules(training, options):
         node = {**made.get("nodeAffinity", {})}
         required = "requiredDuringSchedulingIgnoredDuringExecution"

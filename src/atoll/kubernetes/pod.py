@@ -1,4 +1,4 @@
-"""One pod, read: which rank and attempt it is, whether it runs, how it ended. Pure."""
+"""A pod's manifest, read: which rank and attempt it is, whether it runs, how it ended. Pure."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ BROKEN = frozenset(WAITING) - BEING_MADE
 
 @functools.lru_cache(maxsize=10_000)
 def when(text: str | None) -> float | None:
-    """Seconds since the epoch; Kubernetes writes the epoch itself for never."""
+    """Seconds since the epoch, or None: Kubernetes writes the epoch itself for 'never'."""
     at = datetime.fromisoformat(text).timestamp() if text else 0.0
     return at or None
 
 
 def part_of(manifest: Json) -> str:
-    """What a pod is to its training."""
+    """What the pod does for its training: it is a rank, an etcd or a bench."""
     return str((manifest["metadata"].get("labels") or {}).get(PART, CONTAINER))
 
 
@@ -101,7 +101,7 @@ class Pod:
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
         self.node: str | None = self.spec.get("nodeName") or None
-        # Which is also what its container is called.
+        # The name of its container, too.
         self.part = part_of(manifest)
         self.index = int(self.annotations.get(INDEX, -1))
         self.rank = self.index if self.part == CONTAINER else -1
@@ -119,7 +119,7 @@ class Pod:
 
     @property
     def attempt(self) -> int:
-        """A rank's pods come one after another, so the second they were made in tells them apart.
+        """The second the pod was created in: a rank has one pod after another.
 
         It grows over restarts, scalings and new Jobs alike, and needs no memory.
         """
@@ -127,7 +127,7 @@ class Pod:
 
     @property
     def is_held(self) -> bool:
-        """Kept until its exit is stored."""
+        """A finalizer keeps the pod until its exit is stored."""
         return FINALIZER in (self.metadata.get("finalizers") or ())
 
     @property
@@ -136,7 +136,7 @@ class Pod:
 
     @property
     def left_at(self) -> float | None:
-        """When its deletion was asked for."""
+        """When its deletion was requested."""
         at = when(self.metadata.get("deletionTimestamp"))
         return None if at is None else at - self.metadata.get("deletionGracePeriodSeconds", 0)
 
@@ -145,15 +145,15 @@ class Pod:
         return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
 
     def is_ending(self, now: float) -> bool:
-        """Its rank has ended, which its kubelet will say of the pod in a moment."""
+        """Its rank has ended, and the kubelet is about to report the end of the pod."""
         at = when((self.state.get("terminated") or {}).get("finishedAt"))
-        is_said = self.status.get("phase") in ("Succeeded", "Failed") or self.is_leaving
-        return at is not None and not is_said and now < at + LATE_S
+        is_reported = self.status.get("phase") in ("Succeeded", "Failed") or self.is_leaving
+        return at is not None and not is_reported and now < at + LATE_S
 
     @property
     def started_at(self) -> float | None:
         state = self.state.get("running") or self.state.get("terminated") or {}
-        # A command that could not be run has an end and no beginning.
+        # A command that could not be run has an end and no start.
         return when(state.get("startedAt")) or when(state.get("finishedAt"))
 
     @property
@@ -162,28 +162,28 @@ class Pod:
 
     @property
     def is_being_made(self) -> bool:
-        """Has its node, and no container of it runs yet; what it lacks, only events tell."""
+        """The pod has its node, but no container runs yet; only events tell what it lacks."""
         is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
         return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_MADE
 
     @property
     def is_gate_up(self) -> bool:
-        """Its start gate runs, as far as the kubelet has said."""
+        """Its start gate runs, according to the kubelet's last report."""
         return "running" in self._gate and not self.is_over
 
     @property
     def is_at_gate(self) -> bool:
-        """Its node and its image are there; it waits for the others."""
+        """The pod has its node and its image, and waits at the gate for the other ranks."""
         return self.is_gate_up and not self.is_leaving
 
     @property
     def has_passed(self) -> bool:
-        """Let through by the start gate."""
+        """The start gate has let it through."""
         return self._gate_code == 0
 
     @property
     def is_turned_away(self) -> bool:
-        """Stopped at the start gate: it never ran, and no restart was used up."""
+        """The pod was stopped at the start gate: it never ran, and used up no restart."""
         return self._gate_code == TURNED_AWAY and not self.has_run
 
     @property
@@ -197,16 +197,16 @@ class Pod:
 
     @property
     def is_silent(self) -> bool:
-        """Its node was given up. A kubelet that answers has its own reasons for not ready."""
+        """The cluster has given up its node: it is not ready, and the kubelet did not say so."""
         ready = self.condition("Ready")
-        is_told = ready.get("reason") in ("ContainersNotReady", "PodCompleted")
-        return ready.get("status") == "False" and not is_told and not self.is_leaving
+        is_expected = ready.get("reason") in ("ContainersNotReady", "PodCompleted")
+        return ready.get("status") == "False" and not is_expected and not self.is_leaving
 
     def is_lost(self, now: float) -> bool:
-        """To be gone, on a node that does not answer; it may never report again."""
+        """The pod is being deleted on a node that does not answer, and may never report again."""
         is_silent = self.condition("Ready").get("status") != "True"
-        took = self.condition("DisruptionTarget").get("reason")
-        is_given_up = took == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
+        reason = self.condition("DisruptionTarget").get("reason")
+        is_given_up = reason == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
         is_given_up = is_given_up and self.has_run  # at the start gate no pod is Ready
         is_late = now > (when(self.metadata.get("deletionTimestamp")) or now) + LATE_S
         is_running = self.is_leaving and not self.is_over and (self.has_run or self.is_gate_up)
@@ -222,29 +222,31 @@ class Pod:
         return str(self._waiting[0].get("reason", ""))
 
     def misses(self, name: str) -> bool:
-        """Whether it cannot start for want of the ConfigMap of that name."""
+        """Whether it cannot start because the ConfigMap of that name is missing."""
         is_stuck = self.waiting_reason == "CreateContainerConfigError" and not self.is_leaving
         return is_stuck and f'"{name}"' in self.waits_for
 
     @property
     def _waiting(self) -> tuple[Json, str]:
         """Why the container whose turn it is waits, and its image."""
-        found: Json = {}
-        if "running" in self.state:  # a sidecar that comes and goes is no matter of the rank's
-            return found, ""
+        waiting: Json = {}
+        if "running" in self.state:  # a restarting sidecar does not concern the rank
+            return waiting, ""
         for status in (*self._before, self.container):
-            found = (status.get("state") or {}).get("waiting") or found
-            if found.get("reason", "PodInitializing") != "PodInitializing":
-                return found, self._image_of(status["name"])
-        return found, ""
+            waiting = (status.get("state") or {}).get("waiting") or waiting
+            if waiting.get("reason", "PodInitializing") != "PodInitializing":
+                return waiting, self._image_of(status["name"])
+        return waiting, ""
 
     def _image_of(self, name: str) -> str:
-        made = [*self.spec.get("initContainers", ()), *self.spec.get("containers", ())]
-        return next((str(c.get("image", "")) for c in made if c.get("name", name) == name), "")
+        containers = [*self.spec.get("initContainers", ()), *self.spec.get("containers", ())]
+        return next(
+            (str(c.get("image", "")) for c in containers if c.get("name", name) == name), ""
+        )
 
     @property
     def waits_for(self) -> str:
-        """One line, in the scheduler's or the kubelet's own words."""
+        """What the pod waits for, in one line with the scheduler's or the kubelet's message."""
         scheduled = self.condition("PodScheduled")
         reason = self.waiting_reason
         if reason == "Unschedulable":
@@ -259,9 +261,9 @@ class Pod:
         return template.format(image=image, message=message, reason=reason).strip()
 
     def exit(self, *, is_stopped: bool, now: float) -> Exit:
-        """How it ended, by the rank's own record first and its kubelet's words second.
+        """How it ended, from the rank's own record first and the kubelet's report second.
 
-        A code that Kubernetes made up for want of a real one is unknown.
+        An exit code that Kubernetes makes up because it has none counts as unknown.
         """
         ended: Json = self.state.get("terminated") or {}
         text = str(ended.get("message") or "")
@@ -272,7 +274,7 @@ class Pod:
         if ended.get("reason") == "ContainerStatusUnknown" or is_lost:
             code = None
         if reason == RankEnd.COMMAND_NOT_FOUND:
-            code = 127  # there was no process; this is what a shell says
+            code = 127  # there was no process; a shell uses this code
         last = ended if self.has_run else ended or self._gate_end
         exit = Exit(
             code=code,
@@ -292,13 +294,13 @@ class Pod:
 
     @property
     def _is_recorder(self) -> bool:
-        """Whether its rank was to write a record."""
+        """Whether its rank runs under the wrapper that records its exit."""
         containers = self.spec.get("containers") or ()
         ranks = (c for c in containers if c.get("name") == CONTAINER)
         return any(f" {REPORT_DIR}/" in word for c in ranks for word in c.get("command", ())[2:3])
 
     def _why(self, ended: Json, is_lost: bool) -> tuple[RankEnd, str]:
-        took = self.condition("DisruptionTarget")
+        disruption = self.condition("DisruptionTarget")
         pod_reason = self.status.get("reason", "")
         if is_lost:
             return RankEnd.HOST_LOST, f"its node {self.node} does not answer"
@@ -306,20 +308,20 @@ class Pod:
             return RankEnd.REJECTED, str(self.status.get("message", ""))
         if pod_reason in POD_REASONS:
             return POD_REASONS[pod_reason], str(self.status.get("message", ""))
-        if took.get("reason") in DISRUPTIONS:
-            return DISRUPTIONS[took["reason"]], str(took.get("message", ""))
+        if disruption.get("reason") in DISRUPTIONS:
+            return DISRUPTIONS[disruption["reason"]], str(disruption.get("message", ""))
         if not ended and self._gate_code not in (None, 0):
             return RankEnd.START_GATE_FAILED, self._gate_trouble()
         native = ended.get("reason", "")
-        # With exit code 0, it was a child of the rank, which has coped.
+        # With exit code 0, a child of the rank was killed, and the rank went on.
         if native == "OOMKilled" and ended.get("exitCode") != 0:
             return RankEnd.OOM_KILLED, ""
         if native in ("StartError", "ContainerCannotRun"):
-            said = " ".join(str(ended.get("message", "")).split())
-            if self._is_recorder and '"sh"' in said:
-                said += f" ({NO_SHELL})"
-            is_missing = "not found" in said or "no such file" in said
-            return RankEnd.COMMAND_NOT_FOUND if is_missing else RankEnd.CANNOT_RUN, said
+            message = " ".join(str(ended.get("message", "")).split())
+            if self._is_recorder and '"sh"' in message:
+                message += f" ({NO_SHELL})"
+            is_missing = "not found" in message or "no such file" in message
+            return RankEnd.COMMAND_NOT_FOUND if is_missing else RankEnd.CANNOT_RUN, message
         if native == "ContainerStatusUnknown" or not ended:
             return RankEnd.UNKNOWN, str(ended.get("message") or self.status.get("message", ""))
         code = ended.get("exitCode", 0)
@@ -329,24 +331,24 @@ class Pod:
 
     def _gate_trouble(self) -> str:
         image = (self.spec.get("containers") or [{}])[0].get("image", "")
-        said = " ".join(str(self._gate_end.get("message", "")).split())
+        message = " ".join(str(self._gate_end.get("message", "")).split())
         return (
             f"the start gate needs sh and sleep, and cannot run in the image {image} "
-            f"({said or f'exit code {self._gate_code}'}); "
+            f"({message or f'exit code {self._gate_code}'}); "
             "the executor option is_start_gated=False does without it"
         )
 
 
 def recorded_exit(exit: Exit, record: Json) -> Exit:
-    """`exit`, the kubelet's word, with what the rank wrote down. Where they differ, both are told.
+    """`exit`, the kubelet's report, with the rank's own record. The message says if they differ.
 
-    A failure counts whoever tells of it: the Job goes by the kubelet's code.
+    A failure in either counts: the Job goes by the kubelet's code.
     """
     code: int | None = record.get("code")
     at = record.get("at")
     message = str(record.get("message", ""))
     changes: Json = {"log_tail": [str(line) for line in record.get("tail", ())][-TAIL_LINES:]}
-    if at is not None and abs(at - exit.at) <= CLOCK_SKEW_S:  # the kubelet has whole seconds
+    if at is not None and abs(at - exit.at) <= CLOCK_SKEW_S:  # the kubelet reports whole seconds
         changes["at"] = at
     if isinstance(record.get("failedAt"), int | float):
         changes["failed_at"] = record["failedAt"]

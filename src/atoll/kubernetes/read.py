@@ -1,7 +1,7 @@
-"""One look at a gang: the Job and its pods in, `Seen` out, with the chores that follow. Pure.
+"""One look at a gang: from the Job and its pods to `Seen`, with the chores that follow. Pure.
 
-A rank may have several pods one after another. They are told one at a time, oldest first, so that
-every exit is stored before its successor is spoken of.
+A rank may have several pods, one after another. Each look reports one of them, the oldest first,
+so that every exit is stored before its successor is reported.
 """
 
 from __future__ import annotations
@@ -52,27 +52,29 @@ WAITING_EVERY_S = 30.0
 LOST_EVERY_S, LEAVING_EVERY_S = 1.0, 5.0
 
 
-class Look(NamedTuple):
+class GangView(NamedTuple):
+    """What one look learns about a gang."""
+
     seen: Seen
-    told: list[Pod]  # leaving, and nothing to learn of them that is not in `seen`: they may go
-    leaving: list[Pod]  # taken away while they ran: their logs go with them
+    may_go: list[Pod]  # being deleted, with nothing to report that is not in `seen`
+    leaving: list[Pod]  # being deleted while they run: their logs are lost with them
     lost: list[Pod]  # on nodes that do not answer, given up by the cluster
-    is_more: bool  # some exits are told in the next look
-    half: list[Pod]  # hold room for fewer than `min` ranks, for too long
+    has_more: bool  # the next look reports more exits
+    half: list[Pod]  # they hold nodes for fewer than `min` ranks, for too long
     gate: StartGate
-    newest: list[Pod]  # the last one of each rank
+    newest: list[Pod]  # the last pod of each rank
 
 
 def wish_of(job: Json | None) -> Wish | None:
-    """The wish a Job carries out, or None where there is no such Job, or it is going."""
+    """The wish that the Job carries out; None if there is no Job or it is being deleted."""
     if job is None or "deletionTimestamp" in job["metadata"] or is_released(job):
         return None
-    noted = (job["metadata"].get("annotations") or {}).get(WISH)
-    return decode(noted, Wish) if noted else None
+    text = (job["metadata"].get("annotations") or {}).get(WISH)
+    return decode(text, Wish) if text else None
 
 
-def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
-    """Whether a Job read earlier must still be as it was: each rank has its pod, and no other."""
+def is_unchanged(job: Json, manifests: Iterable[Json]) -> bool:
+    """Whether a Job read earlier is still the same, as its pods show: each rank has exactly one."""
     wish = wish_of(job)
     if wish is None or job["spec"].get("suspend") or is_grace_unknown(job):
         return False
@@ -81,7 +83,7 @@ def is_told_by_pods(job: Json, manifests: Iterable[Json]) -> bool:
 
 
 def finished(job: Json) -> str:
-    """The reason a Job gives for being over, or nothing."""
+    """The reason the Job states for being over; empty if it is not."""
     for condition in job.get("status", {}).get("conditions") or ():
         if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
             return condition.get("reason") or str(condition["type"])
@@ -96,35 +98,35 @@ def look(
     now: float,
     trouble: str = "",
     silent: Collection[str] = (),
-) -> Look:
+) -> GangView:
     """`trouble` is what the Job controller says when it cannot make pods.
 
     `silent` are addresses of nodes that have stopped answering.
     """
-    pods: defaultdict[int, list[Pod]] = defaultdict(list)
+    by_rank: defaultdict[int, list[Pod]] = defaultdict(list)
     for manifest in () if is_released(job) else manifests:
         pod = Pod(manifest)
         if pod.rank >= 0:
-            pods[pod.rank].append(pod)
+            by_rank[pod.rank].append(pod)
     known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
     wish = wish_of(job)
     shrinks = _shrinks(job)
-    newest = [_newest(mine) for rank, mine in pods.items() if wish is None or rank < wish.size]
+    newest = [_newest(pods) for rank, pods in by_rank.items() if wish is None or rank < wish.size]
     gate = read_gate(training, job, wish, newest, now)
-    ranks, told, leaving, lost, is_more = [], [], [], [], False
-    for rank, mine in sorted(pods.items()):
-        mine.sort(key=_age)
-        shown, later = _next_told(mine, known.get(rank), now)
-        told += [p for p in mine if p not in later and _may_go(p, now)]
-        leaving += [p for p in mine if p.is_leaving and p.has_run and not p.is_lost(now)]
-        lost += [p for p in mine if p.is_lost(now)]
-        is_more = is_more or bool(later)
-        if not _is_nothing(shown, now):
-            ranks.append(_rank(shown, _is_asked(shown, job, shrinks, now), gate, now, silent))
-    lost_unseen = list(given_up(training, job, wish, pods, known, now))
+    ranks, may_go, leaving, lost, has_more = [], [], [], [], False
+    for rank, pods in sorted(by_rank.items()):
+        pods.sort(key=_age)
+        pod, later = _pod_to_report(pods, known.get(rank), now)
+        may_go += [p for p in pods if p not in later and _may_go(p, now)]
+        leaving += [p for p in pods if p.is_leaving and p.has_run and not p.is_lost(now)]
+        lost += [p for p in pods if p.is_lost(now)]
+        has_more = has_more or bool(later)
+        if not _is_unreportable(pod, now):
+            ranks.append(_rank(pod, _is_stopped(pod, job, shrinks, now), gate, now, silent))
+    lost_unseen = list(vanished_ranks(training, job, wish, by_rank, known, now))
     ranks += lost_unseen
     for rank in {*range(wish.size if wish else 0)} - {r.rank for r in lost_unseen}:
-        if rank not in pods and (rank not in known or known[rank].attempt < 0):
+        if rank not in by_rank and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
     started_at = min((r.started_at for r in ranks if r.started_at is not None), default=None)
     seen = Seen(
@@ -135,79 +137,79 @@ def look(
         message=_message(job, trouble, options),
         rendezvous_endpoint=rendezvous_endpoint(training, options),
         has_gate=True,
-        # A rank that has no gate before it is let go by its node.
+        # Without a gate, a rank is let go when its container starts.
         gate_opened_at=started_at if gate.opened_at is None else gate.opened_at,
     )
     fault = _fault(training, newest, options, now) or _unstarted(training, job, seen)
-    found = Look(
+    view = GangView(
         seen=replace(seen, fault=fault),
-        told=told,
+        may_go=may_go,
         leaving=leaving,
         lost=lost,
-        is_more=is_more,
+        has_more=has_more,
         half=_half(training, newest, options, now, _idle_since(job, gate, newest, trouble)),
         gate=gate,
         newest=newest,
     )
-    found = found._replace(seen=_giving_way(found.seen, job, options, now))
-    chores = (*_chores_of_pods(found), *_chores_of_job(training, job, found, options, now))
-    again_in_s = sooner(found.seen.again_in_s, _again_in_s(found, options))
-    return found._replace(seen=replace(found.seen, chores=chores, again_in_s=again_in_s))
+    view = view._replace(seen=_giving_way(view.seen, job, options, now))
+    chores = (*_chores_of_pods(view), *_chores_of_job(training, job, view, options, now))
+    again_in_s = sooner(view.seen.again_in_s, _again_in_s(view, options))
+    return view._replace(seen=replace(view.seen, chores=chores, again_in_s=again_in_s))
 
 
-def _chores_of_pods(found: Look) -> Iterator[Chore]:
-    if found.leaving:
-        yield KeepLogs(pods=tuple(found.leaving), ranks=len(found.seen.ranks))
-    if found.lost:
-        yield GiveUp(pods=tuple(found.lost))
-    if found.told:
-        yield LetGo(pods=tuple(found.told))
+def _chores_of_pods(view: GangView) -> Iterator[Chore]:
+    if view.leaving:
+        yield KeepLogs(pods=tuple(view.leaving), ranks=len(view.seen.ranks))
+    if view.lost:
+        yield GiveUp(pods=tuple(view.lost))
+    if view.may_go:
+        yield LetGo(pods=tuple(view.may_go))
 
 
 def _chores_of_job(
-    training: Training, job: Json | None, found: Look, options: KubernetesOptions, now: float
+    training: Training, job: Json | None, view: GangView, options: KubernetesOptions, now: float
 ) -> Iterator[Chore]:
-    """For one that is there, and is to go on."""
-    wish = found.seen.wish
+    """The chores for a Job that exists and must go on."""
+    wish = view.seen.wish
     if job is None or wish is None:
         return
-    if found.half and yielded_at(job) is None:
-        yield MarkStopped(pods=tuple(found.half))
+    if view.half and yielded_at(job) is None:
+        yield MarkStopped(pods=tuple(view.half))
         yield PatchJob(why="half a gang gives way", patch=render_yield(job, now))
-    if found.gate.is_due:
-        # The decision first: what of the rest is left undone, the next look asks for.
+    if view.gate.is_due:
+        # The decision comes first: if the rest fails, the next look asks for it again.
         yield PatchJob(why="the start gate opens", patch=render_opened(now))
-    if found.gate.held:
-        yield OpenGate(pods=tuple(found.gate.held))
+    if view.gate.held:
+        yield OpenGate(pods=tuple(view.gate.held))
     if finished(job):
         return
-    if patch := _deadline(training, job, found.seen.gate_opened_at, options):
+    if patch := _deadline(training, job, view.seen.gate_opened_at, options):
         yield PatchJob(why="its deadline counts from when ranks were let go", patch=patch)
     name = gang_name(training)
-    # The source, if there is one, is with the controller only while it applies a wish.
-    if training.spec.source is None and any(pod.misses(name) for pod in found.newest):
+    # The source, if there is one, is loaded only while the controller applies a wish.
+    if training.spec.source is None and any(pod.misses(name) for pod in view.newest):
         yield RestoreObjects(wish=wish, job=job)
-    if not found.half and (patch := render_size_restored(job, wish)):
+    if not view.half and (patch := render_size_restored(job, wish)):
         yield PatchJob(why="somebody has changed its size", patch=patch)
     if _waits_for_room(job, options, now) == 0.0 and wish.size > 0:
         yield PatchJob(why="a gang that gave way tries again", patch=render_return(job))
 
 
-def _again_in_s(found: Look, options: KubernetesOptions) -> float | None:
-    """Timeouts are looked at when they pass, though nothing in the cluster changes."""
-    times = [found.gate.due_in_s]
-    if found.is_more:
+def _again_in_s(view: GangView, options: KubernetesOptions) -> float | None:
+    """When to look again for timeouts, which pass without a change in the cluster."""
+    times = [view.gate.due_in_s]
+    if view.has_more:
         times.append(0.0)
-    if any(rank.state == "waiting" for rank in found.seen.ranks):
+    if any(rank.state == "waiting" for rank in view.seen.ranks):
         limits = (options.image_timeout_s, options.gang_timeout_s or WAITING_EVERY_S)
         times.append(min(*limits, WAITING_EVERY_S))
-    if found.lost or found.leaving:
-        times.append(LOST_EVERY_S if found.lost else LEAVING_EVERY_S)
+    if view.lost or view.leaving:
+        times.append(LOST_EVERY_S if view.lost else LEAVING_EVERY_S)
     return sooner(*times)
 
 
 def _waits_for_room(job: Json | None, options: KubernetesOptions, now: float) -> float | None:
-    """Seconds until a gang that gave way may try again; None if it did not."""
+    """Seconds until a gang that gave way may try again; None if it did not give way."""
     since = None if job is None else yielded_at(job)
     return None if since is None else max(since + options.gang_backoff_s - now, 0.0)
 
@@ -223,7 +225,7 @@ def _giving_way(seen: Seen, job: Json | None, options: KubernetesOptions, now: f
 def _deadline(
     training: Training, job: Json, opened_at: float | None, options: KubernetesOptions
 ) -> Json:
-    """A patch of a Job whose own deadline would come before the training's."""
+    """A patch of a Job whose own deadline would come before the training's; else {}."""
     deadline_s = training.spec.deadline_s
     since = when(job.get("status", {}).get("startTime"))
     if deadline_s is None or opened_at is None or since is None:
@@ -233,16 +235,16 @@ def _deadline(
 
 
 def _unstarted(training: Training, job: Json | None, seen: Seen) -> str:
-    """A Job that carries its deadline from the start may be over before a rank was let go."""
+    """The fault of a Job whose deadline passed before a rank was let go; empty if there is none."""
     was_let_go = seen.gate_opened_at is not None or training.status.gate_opened_at is not None
     if job is None or was_let_go or finished(job) != "DeadlineExceeded":
         return ""
     return f"no rank could start within {job['spec'].get('activeDeadlineSeconds')} s"
 
 
-def _next_told(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
-    """Which of a rank's pods is told of in this look, and which only after that."""
-    news = [p for p in pods if not _is_recorded(p, known) and not _is_nothing(p, now)]
+def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
+    """The pod of a rank that this look reports, and those that later looks report."""
+    news = [p for p in pods if not _is_recorded(p, known) and not _is_unreportable(p, now)]
     for at, pod in enumerate(news):
         if pod.is_over or pod.is_lost(now):
             return pod, news[at + 1 :]
@@ -253,12 +255,12 @@ def _age(pod: Pod) -> tuple[float, int]:
     return pod.created_at, pod.restarts
 
 
-def _newest(mine: list[Pod]) -> Pod:
-    return max(mine, key=_age)
+def _newest(pods: list[Pod]) -> Pod:
+    return max(pods, key=_age)
 
 
 def _rank(
-    pod: Pod, is_asked: bool, gate: StartGate, now: float, silent: Collection[str]
+    pod: Pod, is_stopped: bool, gate: StartGate, now: float, silent: Collection[str]
 ) -> SeenRank:
     is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
@@ -277,7 +279,7 @@ def _rank(
         attempt=pod.attempt,
         restarts=pod.restarts,
         started_at=pod.started_at,
-        exit=pod.exit(is_stopped=is_asked, now=now) if is_over else None,
+        exit=pod.exit(is_stopped=is_stopped, now=now) if is_over else None,
         pod_name=pod.name,
         host=pod.node,
         region=(pod.metadata.get("labels") or {}).get(REGION),
@@ -286,16 +288,16 @@ def _rank(
 
 
 def _is_recorded(pod: Pod, known: RankStatus | None) -> bool:
-    """Whether the stored status has this pod's exit, or one of a later pod."""
+    """Whether the stored status has the exit of this pod or of a later one."""
     if known is None or known.attempt < pod.attempt:
         return False
     return known.attempt > pod.attempt or known.exit is not None
 
 
-def _is_nothing(pod: Pod, now: float) -> bool:
-    """Taken away before it ran: there is nothing to tell of it.
+def _is_unreportable(pod: Pod, now: float) -> bool:
+    """Whether the pod was deleted before it ran, so that there is nothing to report.
 
-    But for one whose node was lost: that has cost it a restart.
+    A pod whose node was lost is reported: it used up a restart.
     """
     is_lost = pod.is_lost(now) or pod.status.get("reason") == "NodeLost"
     is_gone = pod.is_turned_away or (pod.is_leaving and not is_lost)
@@ -303,26 +305,26 @@ def _is_nothing(pod: Pod, now: float) -> bool:
 
 
 def _may_go(pod: Pod, now: float) -> bool:
-    is_over = pod.is_over or pod.is_lost(now) or (_is_nothing(pod, now) and not pod.is_gate_up)
+    is_over = pod.is_over or pod.is_lost(now) or (_is_unreportable(pod, now) and not pod.is_gate_up)
     return pod.is_held and pod.is_leaving and is_over
 
 
 def _shrinks(job: Json | None) -> list[tuple[int, float]]:
-    noted = ((job or {}).get("metadata", {}).get("annotations") or {}).get(SHRINKS, "[]")
-    return [(size, at) for size, at in msgspec.json.decode(noted)]
+    text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(SHRINKS, "[]")
+    return [(size, at) for size, at in msgspec.json.decode(text)]
 
 
-def _is_asked(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> bool:
-    """Whether it was stopped on purpose, and did not end on its own before that.
+def _is_stopped(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> bool:
+    """Whether the pod was stopped on purpose, and did not end on its own before that.
 
-    The pod does not tell when: its deletion time is moved to the kubelet's last word.
+    Its deletion time does not say when: the kubelet's last report moves it.
     """
     if not pod.is_leaving or not pod.is_over:
         return False
     ended = pod.exit(is_stopped=False, now=now)
     if job is not None and _is_suspended(pod, job, ended.at):
         return True
-    # Clocks differ a little. One that died of a signal while leaving is not to blame.
+    # Clocks differ a little. A rank that a signal ended during deletion is not to blame.
     slack_s = CLOCK_SKEW_S if ended.signal in ("SIGTERM", "SIGKILL") else 2.0
     return any(
         pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and ended.at >= at - slack_s
@@ -331,20 +333,22 @@ def _is_asked(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now:
 
 
 def _is_suspended(pod: Pod, job: Json, ended_at: float) -> bool:
-    """Whether it went because its Job was suspended: Kueue took the quota back, or a user did."""
+    """Whether the pod ended because Kueue (which reclaims quota) or a user suspended its Job."""
     conditions = job.get("status", {}).get("conditions") or ()
-    told: Json = next((c for c in conditions if c["type"] == "Suspended"), {})
-    since = when(told.get("lastTransitionTime")) or 0.0
+    suspension: Json = next((c for c in conditions if c["type"] == "Suspended"), {})
+    since = when(suspension.get("lastTransitionTime")) or 0.0
     if job["spec"].get("suspend"):
-        return told.get("status") != "True" or ended_at >= since - CLOCK_SKEW_S
-    return pod.created_at < since  # of resuming: it is from before the pause
+        return suspension.get("status") != "True" or ended_at >= since - CLOCK_SKEW_S
+    return (
+        pod.created_at < since
+    )  # `since` is when the Job was resumed: the pod is from before the pause
 
 
 def _message(job: Json | None, trouble: str, options: KubernetesOptions) -> str:
     if trouble and job is None:
         return trouble
     if trouble:
-        return f"Kubernetes cannot make the pod: {trouble}"
+        return f"Kubernetes cannot create the pod: {trouble}"
     if job is not None and job["spec"].get("suspend"):
         if options.kueue_queue is not None:
             return f"waits in the Kueue queue {options.kueue_queue} until the whole gang fits"
@@ -353,7 +357,7 @@ def _message(job: Json | None, trouble: str, options: KubernetesOptions) -> str:
 
 
 def _fault(training: Training, newest: list[Pod], options: KubernetesOptions, now: float) -> str:
-    """What no waiting will mend, once it leaves fewer than `min` ranks possible."""
+    """A fault that waiting cannot mend and that leaves fewer than `min` ranks; else empty."""
     broken = [
         p
         for p in newest
@@ -370,12 +374,14 @@ def _fault(training: Training, newest: list[Pod], options: KubernetesOptions, no
 
 
 def _idle_since(job: Json | None, gate: StartGate, newest: list[Pod], trouble: str) -> float | None:
-    """When a gang began to wait that holds room to no end; None if it does not."""
+    """Since when the gang has waited for room while it may hold some; None if it does not."""
     if gate.opened_at is not None:
         return None
     waiting = [p for p in newest if p.waiting_reason == "Unschedulable" and not p.is_leaving]
     if not waiting and trouble and job is not None and is_gated(job):
-        waiting = [p for p in newest if p.is_at_gate]  # a quota keeps the others from being made
+        waiting = [
+            p for p in newest if p.is_at_gate
+        ]  # a quota keeps the other pods from being created
     return min((p.created_at for p in waiting), default=None)
 
 
@@ -386,7 +392,7 @@ def _half(
     now: float,
     since: float | None,
 ) -> list[Pod]:
-    """A plain Job is not gang-scheduled: some ranks may hold nodes that help nobody."""
+    """Pods of an incomplete gang that hold nodes for too long: a Job is not gang-scheduled."""
     holding = [p for p in newest if p.node is not None and not p.is_over]
     if options.gang_timeout_s is None or since is None:
         return []
@@ -396,15 +402,15 @@ def _half(
 
 
 def indexes(text: str) -> set[int]:
-    """`1,3-5` is 1, 3, 4, 5."""
-    found: set[int] = set()
+    """The numbers of a list such as `1,3-5`: 1, 3, 4, 5."""
+    numbers: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
-def given_up(
+def vanished_ranks(
     training: Training,
     job: Json | None,
     wish: Wish | None,
@@ -412,7 +418,10 @@ def given_up(
     known: Mapping[int, RankStatus],
     now: float,
 ) -> Iterator[SeenRank]:
-    """`there` are ranks that have pods, which tell more."""
+    """Ranks that the Job counts as failed and whose pods are gone.
+
+    `there` are the ranks that have pods; those are read instead.
+    """
     if job is None or wish is None:
         return
     for rank in sorted(indexes(job.get("status", {}).get("failedIndexes") or "")):
@@ -427,6 +436,6 @@ def given_up(
                     code=None,
                     at=now,
                     reason=RankEnd.DELETED,
-                    message="its pod was taken away unseen",
+                    message="its pod was deleted before its exit was read",
                 ),
             )

@@ -40,6 +40,8 @@ from atoll.kubernetes.names import (
     PART,
     QUEUE,
     REPORT_DIR,
+    REPORT_VOLUME,
+    SOURCE,
     STOPPED,
     TRAINING,
     UID,
@@ -58,13 +60,19 @@ from atoll.rank.launch import Meeting, RankLaunch, RankPlace, needs_etcd, render
 Json = dict[str, Any]
 
 SOURCE_DIR = "/atoll/source"
-REPORT_VOLUME = "atoll-report"
+# Of a pod's spec, in the order in which they are always written.
+FIRST_FIELDS = (
+    *("serviceAccountName", "runtimeClassName", "priorityClassName", "schedulerName"),
+    *("securityContext", "hostNetwork", "shareProcessNamespace", "dnsPolicy"),
+    *("nodeSelector", "affinity"),
+)
 TERMINATION_LOG = "/dev/termination-log"
 SOURCE_MAX = 900_000  # a ConfigMap holds 1 MiB with everything in it
 REPORT = "report.py"  # the key in the gang's ConfigMap
 # What containers say of their end has 12 KiB in a pod, in equal shares of 4 KiB at the most: the
-# rank's, the start gate's, the mesh agent's, and one that somebody else may put there.
-RECORD_BYTES = 3072
+# rank's, the start gate's, the mesh agent's, one that somebody else may put there, and the patch's.
+RECORDS_BYTES = 12_288
+SHARES = 4
 
 
 def gang_name(training: Training) -> str:
@@ -198,44 +206,44 @@ def gang_metadata(
 def _template(training: Training, options: Options) -> Json:
     spec = training.spec
     name = gang_name(training)
-    pod: Json = {
-        "restartPolicy": "Never",
-        "subdomain": name,
-        "terminationGracePeriodSeconds": math.ceil(spec.stop_grace_s),
-        "containers": [_container(training, options)],
+    # Fields that atoll leaves to the patch are here for their place among the others.
+    pod = options.patched(
+        {
+            "restartPolicy": "Never",
+            "subdomain": name,
+            "terminationGracePeriodSeconds": math.ceil(spec.stop_grace_s),
+            "containers": [_container(training, options)],
+            "tolerations": None,
+            "enableServiceLinks": False,
+            **dict.fromkeys(FIRST_FIELDS),
+            "topologySpreadConstraints": spread(training),
+            "imagePullSecrets": None,
+            "volumes": _volumes(training, options),
+        }
+    )
+    pod |= {
         "tolerations": tolerations(spec.resources, options),
-        "enableServiceLinks": False,
-    }
-    optional = {
-        "serviceAccountName": options.service_account,
-        "runtimeClassName": options.runtime_class_name,
-        "priorityClassName": options.priority_class_name,
-        "schedulerName": options.scheduler_name,
-        "securityContext": options.security_context,
-        "hostNetwork": options.is_host_network or None,
-        "shareProcessNamespace": options.is_process_namespace_shared or None,
-        # With the host's network, cluster names are looked up only if asked for.
-        "dnsPolicy": "ClusterFirstWithHostNet" if options.is_host_network else None,
-        "nodeSelector": node_selector(spec.resources, options) or None,
+        "nodeSelector": node_selector(spec.resources, options),
         "affinity": affinity(training, options),
-        "topologySpreadConstraints": spread(training),
-        "imagePullSecrets": [{"name": name} for name in options.image_pull_secrets] or None,
-        "volumes": _volumes(training, options) or None,
     }
-    pod |= {field: value for field, value in optional.items() if value is not None}
-    before = []
+    rank, *_ = pod["containers"] = [_filled(container) for container in pod["containers"]]
+    before = pod.pop("initContainers", [])
     if options.has_gate(spec):  # the first, so that the fabric is checked while ranks wait
-        before.append(render_agent(training, etcd_endpoint(training, options), options))
-    if options.gates_start(training.spec):
-        before.append(render_gate(name, pod["containers"][0]))
-    if before:
-        pod["initContainers"] = before
+        before = [render_agent(training, etcd_endpoint(training, options), options), *before]
+    if options.gates_start(spec):  # the last: who waits there is ready to start
+        before = [*before, render_gate(name, rank)]
+    pod["initContainers"] = before
     metadata: Json = {"labels": {**options.labels, **gang_labels(training), PART: CONTAINER}}
     if options.annotations:
         metadata["annotations"] = options.annotations
     if options.is_exit_held:
         metadata["finalizers"] = [FINALIZER]
-    return {"metadata": metadata, "spec": pod}
+    return {"metadata": metadata, "spec": _filled(pod)}
+
+
+def _filled(fields: Json) -> Json:
+    """Without those that say nothing."""
+    return {field: value for field, value in fields.items() if value not in (None, [], {})}
 
 
 def _container(training: Training, options: Options) -> Json:
@@ -243,34 +251,31 @@ def _container(training: Training, options: Options) -> Json:
     launch = render_launch(training, rank_place(training, options))
     command = launch.command
     if options.records_exits(spec):
-        command = render_recorded(command, options.python)
-    made: Json = {
+        beside = len(options.pod.get("initContainers", ()))
+        command = render_recorded(command, options.python, RECORDS_BYTES // (SHARES + beside))
+    mounts = []
+    if spec.source is not None:
+        mounts.append({"name": SOURCE, "mountPath": SOURCE_DIR, "readOnly": True})
+    if options.records_exits(spec):
+        mounts.append({"name": REPORT_VOLUME, "mountPath": REPORT_DIR, "readOnly": True})
+    return {
         "name": CONTAINER,
         "image": spec.image or options.image,
         "command": [_literal(word) for word in command],
         "env": _environment(training, launch),
         # The last lines of a rank that failed travel in its status, however soon it is gone.
         "terminationMessagePolicy": "FallbackToLogsOnError",
-    }
-    mounts = list(options.volume_mounts)
-    if options.shm_size is not None:
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
-    if spec.source is not None:
-        mounts.append({"name": "source", "mountPath": SOURCE_DIR, "readOnly": True})
-    if options.records_exits(training.spec):
-        mounts.append({"name": REPORT_VOLUME, "mountPath": REPORT_DIR, "readOnly": True})
-    optional = {
-        "imagePullPolicy": options.image_pull_policy,
-        "securityContext": options.container_security_context,
+        "imagePullPolicy": None,
+        "securityContext": None,
         "workingDir": spec.working_dir,
-        "resources": _resources(spec.resources, options) or None,
-        "volumeMounts": mounts or None,
-        "envFrom": [{"secretRef": {"name": s}} for s in options.env_from_secrets] or None,
+        "resources": _resources(spec.resources, options),
+        "volumeMounts": mounts,
     }
-    return made | {field: value for field, value in optional.items() if value is not None}
 
 
-def render_recorded(command: list[str], python: str) -> list[str]:
+def render_recorded(
+    command: list[str], python: str, limit: int = RECORDS_BYTES // SHARES
+) -> list[str]:
     """The command under rank/report.py; exactly as it is where the image has no fit Python."""
     # What is called `python` may be of the second version.
     python = shlex.quote("python3" if python == "python" else python)
@@ -279,7 +284,7 @@ def render_recorded(command: list[str], python: str) -> list[str]:
     missing = {report.MARK: 1, "code": 127, "reason": "CommandNotFound", "message": words}
     script = (
         f"if command -v {python} >/dev/null && {wrapper} --check >/dev/null 2>&1; then "
-        f'exec {wrapper} --record={TERMINATION_LOG} --limit={RECORD_BYTES} -- "$@"; fi; '
+        f'exec {wrapper} --record={TERMINATION_LOG} --limit={limit} -- "$@"; fi; '
         'command -v "$1" >/dev/null || { '
         f"printf '%s' {shlex.quote(json.dumps(missing))} >{TERMINATION_LOG}; "
         'echo "atoll: $1: not found" >&2; exit 127; }; '
@@ -361,14 +366,10 @@ def _resources(needs: Resources, options: Options) -> Json:
 
 
 def _volumes(training: Training, options: Options) -> list[Json]:
-    made = list(options.volumes)
-    if options.shm_size is not None:
-        made.append(
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm_size}}
-        )
+    made: list[Json] = []
     if training.spec.source is not None:
         item = {"key": "source", "path": training.spec.source.filename}
-        made.append({"name": "source", "configMap": {"name": gang_name(training), "items": [item]}})
+        made.append({"name": SOURCE, "configMap": {"name": gang_name(training), "items": [item]}})
     if options.records_exits(training.spec):
         # Where the ConfigMap is gone, the command still runs.
         item = {"key": REPORT, "path": REPORT}

@@ -1,4 +1,4 @@
-"""A training as a Kubernetes object and back. Pure."""
+"""Converts trainings to Kubernetes objects and back. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATUS_MAX = 1_000_000  # the API server takes 1.5 MB, spec and metadata include
 
 
 def to_training(raw: Json) -> Training:
-    """Raises ValidationError where the spec breaks a rule."""
+    """Raises ValidationError if the spec breaks a rule."""
     metadata = raw["metadata"]
     spec = {"executor": "kubernetes", **raw["spec"], "name": metadata["name"]}
     status = raw.get("status") or {}
@@ -45,12 +45,14 @@ def to_training(raw: Json) -> Training:
 
 
 def _read_status(raw: Json) -> Status:
-    """Of one that somebody has spoilt by hand, the fields that can be read; or its ranks could
-    neither be stopped nor the training be deleted."""
+    """The status, or, if somebody has broken it by hand, those of its fields that can be read.
+
+    Otherwise its ranks could not be stopped, nor the training be deleted.
+    """
     try:
         return decode(msgspec.json.encode(raw), Status)
     except ValidationError as error:
-        log.warning("a status is spoilt: %s", error)
+        log.warning("a status is invalid, its readable fields are used: %s", error)
     good: Json = {}
     for field, value in raw.items():
         with contextlib.suppress(ValidationError):
@@ -60,13 +62,13 @@ def _read_status(raw: Json) -> Status:
 
 
 def read_events(status: Json) -> list[Event]:
-    """Those that can be read."""
-    kept = status.get("events")
-    found = []
-    for item in kept if isinstance(kept, list) else ():
+    """The events of a status that can be read."""
+    raw_events = status.get("events")
+    events = []
+    for item in raw_events if isinstance(raw_events, list) else ():
         with contextlib.suppress(ValidationError):
-            found.append(decode(msgspec.json.encode(item), Event))
-    return found
+            events.append(decode(msgspec.json.encode(item), Event))
+    return events
 
 
 def to_resource(training: Training, mark: str | None = None) -> Json:
@@ -107,30 +109,30 @@ def to_event(raw: Json, event: Event) -> Json:
 
 
 def spec_body(training: Training) -> Json:
-    made: Json = msgspec.json.decode(encode(training.spec))
-    made.pop("name")
-    return made
+    body: Json = msgspec.json.decode(encode(training.spec))
+    body.pop("name")
+    return body
 
 
 def status_body(training: Training, status: Status, events: list[Json]) -> Json:
-    """As it is stored: zeros written out for `kubectl get`, and no larger than the server takes."""
-    made: Json = msgspec.json.decode(encode(status))
+    """The status as it is stored: with zeros for `kubectl get`, and within the server's limit."""
+    body: Json = msgspec.json.decode(encode(status))
     world = status.world
-    made["world"] = {
+    body["world"] = {
         "ready": world.ready,
         "target": world.target,
         "min": world.min,
         "max": world.max,
         "belowMinimum": world.below_minimum,
     }
-    made["phase"] = str(status.phase)
-    made["selector"] = f"atoll.dev/uid={training.uid}"
-    made["events"] = events
-    return _fitting(made)
+    body["phase"] = str(status.phase)
+    body["selector"] = f"atoll.dev/uid={training.uid}"
+    body["events"] = events
+    return _fitting(body)
 
 
 def _fitting(status: Json) -> Json:
-    """Without the last log lines of ranks that are not to blame, if it is too much otherwise."""
+    """The status; if it is too large, without the last log lines of ranks that are not to blame."""
     if len(msgspec.json.encode(status)) <= STATUS_MAX:
         return status
     for rank in (*status.get("ranks", ()), *status.get("retired", ())):
@@ -142,20 +144,20 @@ def _fitting(status: Json) -> Json:
 
 
 def with_events(status: Json, events: Sequence[Event]) -> list[Json]:
-    """The newest kept; one that repeats the last is counted onto it."""
-    kept: list[Json] = [msgspec.json.decode(encode(event)) for event in read_events(status)]
+    """The stored events plus these, the newest of them; a repeated event raises a count."""
+    history: list[Json] = [msgspec.json.decode(encode(event)) for event in read_events(status)]
     for event in events:
-        last = kept[-1] if kept else {}
+        last = history[-1] if history else {}
         if [last.get(f) for f in ("type", "reason", "message")] == [
             event.type,
             event.reason,
             event.message,
         ]:
-            kept[-1] = {**last, "at": event.at, "count": last.get("count", 1) + 1}
+            history[-1] = {**last, "at": event.at, "count": last.get("count", 1) + 1}
             continue
-        made = replace(event, id=last.get("id", 0) + 1)
-        kept.append(msgspec.json.decode(encode(made)))
-    return kept[-EVENTS_KEPT:]
+        numbered = replace(event, id=last.get("id", 0) + 1)
+        history.append(msgspec.json.decode(encode(numbered)))
+    return history[-EVENTS_KEPT:]
 
 
 def is_leaving(raw: Json) -> bool:

@@ -1,8 +1,8 @@
-"""Trainings as custom resources of a cluster, seen and changed by kubectl like any other object.
+"""Trainings as custom resources of a cluster, which kubectl shows and changes as any other object.
 
-The API server gives what the Store asks for: versions, generations, conditional writes and a
-watch. Events are kept in the status, so that both are one write, and copied to Kubernetes' own for
-`kubectl describe`. A training's finalizer keeps it until its ranks are torn down.
+The API server provides what a Store needs: versions, generations, conditional writes and a watch.
+Events are part of the status, so that one write stores both; copies as Kubernetes events serve
+`kubectl describe`. A finalizer keeps a training until its ranks are torn down.
 """
 
 from __future__ import annotations
@@ -57,23 +57,21 @@ class KubernetesStore:
         self._cluster = cluster
         self._namespace = namespace
         self._copies: set[asyncio.Task[None]] = set()
-        self._read: dict[str, Json] = {}  # as last read or written, by uid
+        self._read: dict[str, Json] = {}  # objects as last read or written, by uid
 
     async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
         mark = None if idempotency_key is None else _digest(idempotency_key)
-        if mark is not None and (made := await self._made_by(training, mark)):
-            return made
+        if mark is not None and (original := await self._made_with(training, mark)):
+            return original
         try:
-            found = await self._cluster.create(
-                KIND, training.namespace, to_resource(training, mark)
-            )
+            raw = await self._cluster.create(KIND, training.namespace, to_resource(training, mark))
         except Conflict as error:
-            if mark is not None and (made := await self._made_by(training, mark)):
-                return made
+            if mark is not None and (original := await self._made_with(training, mark)):
+                return original
             raise Conflict(
                 f"a training named {training.name!r} exists: choose another name, or delete it"
             ) from error
-        return to_training(found)
+        return to_training(raw)
 
     async def get(self, key: Key) -> Training:
         raw = await self._raw(key)
@@ -89,23 +87,23 @@ class KubernetesStore:
         phase: str | None = None,
         prefix: str = "",
     ) -> Sequence[Training]:
-        listed = await self._cluster.list(KIND, namespace or self._namespace)
-        found = [t for t in map(self._readable, listed.items) if t is not None]
-        found = [
+        objects = await self._cluster.list(KIND, namespace or self._namespace)
+        trainings = [t for t in map(self._readable, objects.items) if t is not None]
+        trainings = [
             t
-            for t in sorted(found, key=lambda t: (t.name, t.namespace))
+            for t in sorted(trainings, key=lambda t: (t.name, t.namespace))
             if t.name > after and phase in (None, t.status.phase) and t.name.startswith(prefix)
         ]
-        return found if limit < 0 else found[:limit]
+        return trainings if limit < 0 else trainings[:limit]
 
     async def update_spec(self, training: Training) -> Training:
         patch = [
             _on_version(training),
             {"op": "replace", "path": "/spec", "value": spec_body(training)},
         ]
-        with _named(training):
-            found = await self._cluster.patch(KIND, *training.key, patch, type="json")
-            stored = _same(found, training)
+        with _store_errors(training):
+            raw = await self._cluster.patch(KIND, *training.key, patch, type="json")
+            stored = _checked(raw, training)
             if training.deletion_requested_at is None or stored.deletion_requested_at is not None:
                 return stored
             await self._cluster.delete(
@@ -122,16 +120,16 @@ class KubernetesStore:
         raw = self._read.pop(training.uid, None)
         if raw is None or raw["metadata"]["resourceVersion"] != str(training.resource_version):
             raw = await self._raw(training.key)
-            if _same(raw, training).resource_version != training.resource_version:
+            if _checked(raw, training).resource_version != training.resource_version:
                 raise _changed(training)
         if FINALIZER not in (raw["metadata"].get("finalizers") or ()) and not is_leaving(raw):
             raw = await self._hold(raw)
-        kept = with_events(raw.get("status") or {}, events)
-        with _named(training):
-            found = await self._write_status(raw, status_body(training, status, kept))
-        self._copy(found, events)
-        self._remember(found)
-        return to_training(found)
+        history = with_events(raw.get("status") or {}, events)
+        with _store_errors(training):
+            raw = await self._write_status(raw, status_body(training, status, history))
+        self._copy(raw, events)
+        self._remember(raw)
+        return to_training(raw)
 
     async def remove(self, training: Training) -> None:
         with contextlib.suppress(NotFound):
@@ -140,7 +138,7 @@ class KubernetesStore:
                 return
             await self._drop_finalizer(raw)
             if not is_leaving(raw):
-                with contextlib.suppress(Conflict):  # another has its name by now
+                with contextlib.suppress(Conflict):  # by now, another training has its name
                     await self._cluster.delete(KIND, *training.key, uid=training.uid)
 
     async def record(self, key: Key, event: Event) -> None:
@@ -149,24 +147,24 @@ class KubernetesStore:
             body = dict(raw.get("status") or {})
             body["events"] = with_events(body, [event])
             try:
-                found = await self._write_status(raw, body)
+                raw = await self._write_status(raw, body)
             except Conflict:
                 continue
-            self._copy(found, [event])
+            self._copy(raw, [event])
             return
 
     async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
-        found = read_events((await self._raw(key)).get("status") or {})
-        recent = [e for e in found if since is None or e.at >= since]
+        history = read_events((await self._raw(key)).get("status") or {})
+        recent = [e for e in history if since is None or e.at >= since]
         return sorted(recent, key=lambda e: (e.at, e.id), reverse=True)
 
     async def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
         namespace, name = key or (self._namespace, "")
         fields = f"metadata.name={name}" if name else ""
         if after > (newest := await self.version()):
-            raise Gone(after, newest)  # the API server would wait for it to come
+            raise Gone(after, newest)  # the API server would wait for that version
         version = max(after, 1)  # 0 would mean "from anywhere", with gaps
-        told: dict[Key, Training] = {}
+        latest: dict[Key, Training] = {}
         while True:
             try:
                 events = self._cluster.watch(KIND, namespace, after=str(version), fields=fields)
@@ -176,7 +174,7 @@ class KubernetesStore:
                         if event.type == "BOOKMARK":
                             continue
                         training = self._readable(event.object)
-                        if training is None or _is_known(training, event.type, told):
+                        if training is None or _is_same(training, event.type, latest):
                             continue
                         is_removed = event.type == "DELETED"
                         yield Change(version=version, training=training, is_removed=is_removed)
@@ -197,7 +195,7 @@ class KubernetesStore:
         await asyncio.gather(*self._copies, return_exceptions=True)
 
     def _remember(self, raw: Json) -> None:
-        """A status write that follows at once need not read again what it adds events to."""
+        """The next status write can add events to this object without reading it again."""
         if len(self._read) >= READ_KEPT:
             self._read.clear()
         self._read[raw["metadata"]["uid"]] = raw
@@ -208,19 +206,19 @@ class KubernetesStore:
         except NotFound as error:
             raise NotFound("training", key[1]) from error
 
-    async def _made_by(self, training: Training, mark: str) -> Training | None:
-        listed = await self._cluster.list(KIND, training.namespace, labels=f"{KEY_LABEL}={mark}")
-        if not listed.items:
+    async def _made_with(self, training: Training, mark: str) -> Training | None:
+        objects = await self._cluster.list(KIND, training.namespace, labels=f"{KEY_LABEL}={mark}")
+        if not objects.items:
             return None
-        made = to_training(listed.items[0])
-        if made.name != training.name:
+        original = to_training(objects.items[0])
+        if original.name != training.name:
             raise Conflict(
-                f"this idempotency key made the training {made.name!r}, not {training.name!r}"
+                f"this idempotency key made the training {original.name!r}, not {training.name!r}"
             )
-        return made
+        return original
 
     async def _hold(self, raw: Json) -> Json:
-        """With our finalizer, before anything is started for it."""
+        """The object with atoll's finalizer, which it needs before anything is started for it."""
         metadata = raw["metadata"]
         patch = {
             "metadata": {
@@ -258,14 +256,14 @@ class KubernetesStore:
         )
 
     def _readable(self, raw: Json) -> Training | None:
-        """None for an object whose spec breaks a rule that the API server does not know."""
+        """None for an object whose spec breaks a rule that the API server does not check."""
         try:
             return to_training(raw)
         except ValidationError as error:
             metadata = raw["metadata"]
             log.warning("training %s/%s: %s", metadata["namespace"], metadata["name"], error)
-            said = (raw.get("status") or {}).get("message", "")
-            if said != str(error):
+            message = (raw.get("status") or {}).get("message", "")
+            if message != str(error):
                 self._spawn(self._refuse(raw, str(error)))
             return None
 
@@ -274,7 +272,7 @@ class KubernetesStore:
         await self._write_status(raw, {**body, "message": words})
 
     def _copy(self, raw: Json, events: Sequence[Event]) -> None:
-        """For `kubectl describe`; the ones that count are in the status."""
+        """Copies events for `kubectl describe`; those in the status are authoritative."""
         for event in events:
             body = to_event(raw, event)
             self._spawn(self._cluster.create("events", raw["metadata"]["namespace"], body))
@@ -289,13 +287,13 @@ class KubernetesStore:
         task.add_done_callback(self._copies.discard)
 
 
-def _is_known(training: Training, type: str, told: dict[Key, Training]) -> bool:
-    """Whether only metadata changed that a Training does not show, such as a finalizer."""
+def _is_same(training: Training, type: str, latest: dict[Key, Training]) -> bool:
+    """Whether only metadata that a Training does not contain has changed, such as a finalizer."""
     bare = replace(training, resource_version=0)
     if type == "DELETED":
-        told.pop(training.key, None)
+        latest.pop(training.key, None)
         return False
-    before, told[training.key] = told.get(training.key), bare
+    before, latest[training.key] = latest.get(training.key), bare
     return before == bare
 
 
@@ -304,11 +302,12 @@ def _on_version(training: Training) -> Json:
     return {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
 
 
-def _same(raw: Json, training: Training) -> Training:
-    found = to_training(raw)
-    if found.uid != training.uid:
+def _checked(raw: Json, training: Training) -> Training:
+    """The training as stored. Raises NotFound if another one has taken its name."""
+    stored = to_training(raw)
+    if stored.uid != training.uid:
         raise NotFound("training", training.name)
-    return found
+    return stored
 
 
 def _changed(training: Training) -> Conflict:
@@ -319,8 +318,8 @@ def _changed(training: Training) -> Conflict:
 
 
 @contextlib.contextmanager
-def _named(training: Training) -> Any:
-    """Kubernetes' errors about this training as ours."""
+def _store_errors(training: Training) -> Any:
+    """Turns Kubernetes' errors about this training into errors of the Store."""
     try:
         yield
     except NotFound as error:

@@ -1,4 +1,4 @@
-"""Tokens of the server in a cluster: hashes in one Secret of the operator's namespace."""
+"""Tokens of the operator's HTTP API: hashes in one Secret of the operator's namespace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atoll.kubernetes.client import Cluster
 Json = dict[str, Any]
 
 NAME = "atoll-tokens"
-KNOWN_FOR_S = 5.0  # how long a token that was taken back may still be good
+KNOWN_FOR_S = 5.0  # how long a revoked token may still be accepted
 
 
 class KubernetesTokens:

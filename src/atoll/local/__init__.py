@@ -1,1 +1,1 @@
-"""The backend of one machine: ranks as processes."""
+"""The executor for one machine: ranks are processes."""

@@ -48,7 +48,7 @@ class LocalBench:
             notify()
 
     async def stop(self, uid: str) -> None:
-        """Nothing of it runs or is left."""
+        """Stops the measurement and removes its result."""
         task = self._running.pop(uid, None)
         if task is not None:
             task.cancel()
@@ -77,7 +77,7 @@ class LocalBench:
         notify()
 
     async def _run(self, directory: Path) -> str:
-        """What went wrong; empty if the result is there."""
+        """Runs the bench. Returns why it failed, or nothing if the result was written."""
         os.makedirs(directory, exist_ok=True, mode=0o700)
         parent = os.getpid()
         process = await asyncio.create_subprocess_exec(
@@ -90,12 +90,12 @@ class LocalBench:
             process_group=0,
         )
         try:
-            _, told = await process.communicate()
+            _, error_output = await process.communicate()
         finally:
             if process.returncode is None:
                 processes.kill_group(process.pid, 9)
                 await process.wait()
         if process.returncode == 0:
             return ""
-        lines = told.decode(errors="replace").strip().splitlines()
+        lines = error_output.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"netbench ended with {process.returncode}"

@@ -1,7 +1,7 @@
-"""A private etcd for one training: its data in the training's directory, its life its parent's.
+"""A private etcd for one training, with its data in the training's directory.
 
-Run as a child of whatever supervises the training. The kernel kills it when that process dies,
-so no etcd is left behind whoever was killed.
+It is a child of the supervisor. The kernel kills it when the supervisor dies, so no etcd is left
+behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Leases = tuple[PortLease, PortLease]  # for clients, for peers
 
 
 class EtcdServer(NamedTuple):
-    """A running etcd; `endpoint` is what ranks and the gate are given."""
+    """A running etcd; `endpoint` is the address for ranks and the gate."""
 
     process: subprocess.Popen[bytes]
     endpoint: str
@@ -45,7 +45,7 @@ def start_etcd(
     leases: Leases | None = None,
     ready_s: float = READY_S,
 ) -> EtcdServer:
-    """An etcd that answers on the v2 API. Call it on a thread that lives as long as etcd shall.
+    """Starts an etcd that answers on the v2 API. It lives no longer than the calling thread.
 
     Started again on the same directory with the same leases it is the same etcd: keys and endpoint
     are kept. Raises Permanent when there is no etcd or it cannot do v2, Temporary when it did not
@@ -63,7 +63,7 @@ def start_etcd(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={"PATH": os.defpath},  # an ETCD_* of the user's would override a flag
+                env={"PATH": os.defpath},  # an ETCD_* variable of the user would override a flag
                 preexec_fn=_die_with_parent(os.getpid()),
             )
     except OSError as error:
@@ -90,18 +90,14 @@ def etcd_arguments(directory: Path, host: str, client_port: int, peer_port: int)
         f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster=atoll={peer}",
-        # What is in it is only of use while the training runs; a power cut ends that too.
+        # Its data matters only while the training runs, and a power cut ends that as well.
         "--unsafe-no-fsync",
         "--log-level=warn",
     ]
 
 
-def is_up(server: EtcdServer) -> bool:
-    return server.process.poll() is None
-
-
 def stop_etcd(server: EtcdServer, grace_s: float = 2.0) -> None:
-    """The process is gone and its ports are free. Already gone is success."""
+    """Ends the process and frees its ports. Already ended is success."""
     if server.process.poll() is None:
         server.process.terminate()
         try:
@@ -120,7 +116,7 @@ def release(leases: tuple[PortLease, ...]) -> None:
 def _wait_until_ready(server: EtcdServer, log: Path, host: str, ready_s: float) -> None:
     retry = Retry(0.01, 0.2, growth=1.5, patience_s=ready_s, clock=time.monotonic)
     while True:
-        # A key, not /health: an etcd without the v2 API is healthy and of no use.
+        # A key, not /health: an etcd without the v2 API is healthy, but useless here.
         code, _ = http_status((host, server.leases[0].port), "/v2/keys/", 1.0)
         if code == 200:
             return

@@ -1,6 +1,6 @@
-"""Ranks as processes of this machine, each training's under a shim of its own.
+"""The executor for this machine: ranks are processes, and each training has its own shim.
 
-The shim's journal is the truth; this only reads it, hands over wishes and passes on the word that
+The shim's journal is the truth: the executor reads it, hands wishes to the shim and passes on that
 something changed. Ranks share the machine: cpu, memory and gpu requests are not reserved. `slots`
 limits how many ranks may run at once.
 """
@@ -37,7 +37,7 @@ from atoll.local.rendezvous_view import (
 from atoll.local.supervision import Supervision
 from atoll.rank.launch import RankPlace, render_launch
 
-# The control plane's own secrets and addresses are none of a rank's business.
+# The control plane's own secrets and addresses are not passed on to ranks.
 WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
 MAX_SLOTS = 10_000
 
@@ -75,7 +75,7 @@ def render_gang(
 
 
 def rank_place(directory: Path) -> RankPlace:
-    """Ranks meet where the supervisor leases a port, which is known when it has."""
+    """Where ranks run. Their meeting point is known once the supervisor has leased a port."""
     return RankPlace(
         python=sys.executable,
         shell="/bin/sh",
@@ -127,7 +127,7 @@ def _exit(record: Record | None) -> Exit | None:
 class LocalOptions(SpecModel, frozen=True):
     """What `[executors.local]` may say."""
 
-    slots: int | None = None  # most ranks at once
+    slots: int | None = None  # largest number of ranks at the same time
 
     def __post_init__(self) -> None:
         if self.slots is not None:
@@ -151,20 +151,20 @@ class LocalBackend:
 
     @classmethod
     def configured(cls, name: str, options: dict[str, Any], home: Home) -> LocalBackend:
-        """As `[executors.local]` says."""
+        """An executor with the options of `[executors.local]`."""
         table = options_of(LocalOptions, options)
         return cls(home.state_dir / "ranks", slots=table.slots)
 
     async def probe(self) -> None:
-        """This machine is always there."""
+        """Never raises: this machine is always reachable."""
 
     async def start(self, known: Iterable[str]) -> None:
-        """Take up what an earlier control plane left; clear away trainings nobody knows."""
+        """Takes over the gangs of an earlier control plane; removes those of unknown trainings."""
         known = set(known)
         for uid in os.listdir(self._root) if self._root.is_dir() else ():
             gang = Supervision(self._root / uid, lambda: None)
             if uid not in known:
-                # One that cannot be cleared now is met again at the next start.
+                # One that cannot be removed now is tried again at the next start.
                 with contextlib.suppress(Temporary):
                     await gang.clear()
                     shutil.rmtree(self._root / uid, ignore_errors=True)
@@ -172,7 +172,7 @@ class LocalBackend:
                 self._held[uid] = _holds(gang)
 
     async def close(self) -> None:
-        """Ranks and shims go on; only the lines to them are dropped."""
+        """Closes the connections to the shims; they and their ranks keep running."""
         await self._bench.close()
         for gang in self._gangs.values():
             gang.close()
@@ -185,7 +185,7 @@ class LocalBackend:
             if training.status.has_run and not gang.is_asked():
                 raise Permanent(f"{gang.directory} is gone, and with it all record of the ranks")
             if wish.size > self._room(training.uid):
-                raise Temporary("the room was taken by another training", retry_after_s=0.1)
+                raise Temporary("another training took the slots", retry_after_s=0.1)
             self._held[training.uid] = max(wish.size, _holds(gang))
             self._place_source(training, gang.directory)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
@@ -242,7 +242,7 @@ class LocalBackend:
         self._waiting.pop(training.uid, None)
         self._tell_waiting()
         if not self._held:  # others on this host wait for the same keys
-            with contextlib.suppress(BackendError):  # an etcd that is down must not hold us up
+            with contextlib.suppress(BackendError):  # an etcd that is down must not delay this
                 await withdraw(rendezvous)
 
     async def purge(self, training: Training) -> None:
@@ -297,7 +297,7 @@ class LocalBackend:
         return self._slots - sum(held for other, held in self._held.items() if other != uid)
 
     def _give_back(self, uid: str, needed: int) -> None:
-        """Room is free only once the ranks that were scaled away are gone."""
+        """Frees the slots beyond `needed`, which counts ranks that are still being stopped."""
         if needed < self._held.get(uid, 0):
             self._held[uid] = needed
             self._tell_waiting()
@@ -327,7 +327,7 @@ class LocalBackend:
             draft.replace(path)
 
     def _message(self, training: Training, room: int) -> str:
-        """What holds ranks up: their rendezvous, or the room."""
+        """What ranks wait for: their rendezvous, or free slots."""
         if error := read_rendezvous(self._root / training.uid).get("error"):
             return str(error)
         return self._room_message() if self._shown_room(room) is not None else ""
@@ -337,6 +337,6 @@ class LocalBackend:
 
 
 def _holds(gang: Supervision) -> int:
-    """Ranks that a gang has, or may have under its wish."""
+    """The number of ranks that a gang has, or may have under its wish."""
     wanted: int = gang.gang().get("size", 0)
     return max([wanted, *(attempt.rank + 1 for attempt in gang.state.alive())])

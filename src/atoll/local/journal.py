@@ -42,7 +42,7 @@ class Due(NamedTuple):
 
 
 class GangState:
-    """The fold of a journal."""
+    """The state of a gang after all records of its journal."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -77,7 +77,7 @@ class GangState:
         return [a for a in self.attempts.values() if a.exit is None]
 
     def due(self, max_restarts: int) -> Iterator[Due]:
-        """What is to be started for the wish, within the restart budget."""
+        """The attempts to start for the wish, within the restart budget."""
         for rank in range(self.size or 0):
             last, redone = self.attempts.get(rank), self.redo.get(rank, -1)
             if last is None or (last.exit is not None and last.attempt <= redone):
@@ -92,7 +92,7 @@ class GangState:
 
 
 def restart_delay_s(restarts: int) -> float:
-    """The first restart is at once, later ones wait longer and longer."""
+    """The pause before a restart: none before the first, then longer each time."""
     return 0.0 if restarts == 0 else grown_s(1.0, 30.0, restarts - 1)
 
 
@@ -101,7 +101,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def parse_records(data: bytes) -> tuple[list[Record], int]:
-    """The whole records in `data`, and how many bytes they are. A torn last line is left."""
+    """The complete records in `data` and their size in bytes. A torn last line is left out."""
     whole = data.rfind(b"\n") + 1
     return [json.loads(line) for line in data[:whole].splitlines() if line], whole
 
@@ -118,7 +118,7 @@ class JournalReader:
         self.state = GangState()
 
     def refresh(self) -> bool:
-        """Whether there was anything new."""
+        """Reads on; returns whether there were new records."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self.offset)
@@ -134,7 +134,7 @@ class JournalReader:
 
 
 class JournalWriter:
-    """Appends. The caller holds the gang's lock: there is one writer at a time."""
+    """Appends to the journal. The caller holds the gang's lock, so there is one writer."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -143,13 +143,13 @@ class JournalWriter:
         while chunk := os.read(self._file, 1 << 20):
             data += chunk
         records, self._end = parse_records(data)
-        os.ftruncate(self._file, self._end)  # a line torn by a crash was never promised
+        os.ftruncate(self._file, self._end)  # a line torn by a crash was never acknowledged
         for record in records:
             self.state.fold(record)
         reserve(self._file, self._end)
 
     def append(self, records: Sequence[Record]) -> None:
-        """On the disk when this returns. On a full disk raises OSError and nothing is written."""
+        """Writes the records durably. On a full disk it raises OSError and writes nothing."""
         data = b"".join(encode_record(record) for record in records)
         try:
             written = 0
@@ -168,7 +168,7 @@ class JournalWriter:
 
 
 def reserve(file: int, end: int) -> None:
-    """Blocks past the end are set aside without showing in the file's size."""
+    """Reserves disk blocks past the end of the file without changing its size."""
     try:
         import ctypes
 
@@ -176,13 +176,13 @@ def reserve(file: int, end: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.fallocate(
             file, keep_size, ctypes.c_int64(end), ctypes.c_int64(RESERVE_BYTES)
-        )  # where it cannot be done, a full disk is met by trying again
+        )  # without a reserve, a full disk is handled by retrying
     except (OSError, AttributeError):
         return
 
 
 def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """`path` holds `data`, whole, or what it held before."""
+    """Replaces the content of `path` by `data`, atomically."""
     draft = path.with_name(path.name + ".new")
     file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:

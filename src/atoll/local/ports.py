@@ -1,4 +1,4 @@
-"""Port leases: a port that is ours until we let go, without holding it open.
+"""Port leases: a port is reserved until it is released, without being bound.
 
 A rank must be able to bind its MASTER_PORT itself, so the port cannot be kept bound for it. What
 is kept instead is a socket in Linux's abstract name space, `\\0atoll-port-<port>`: one holder at a
@@ -9,7 +9,7 @@ ports, as both belong to the network namespace. A lock file would be none of the
 from __future__ import annotations
 
 import errno
-import random
+import os
 import socket
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +41,7 @@ def lease_port(host: str = "127.0.0.1", preferred: int = 0) -> PortLease:
     """
     candidates = outside(_ephemeral(), LOWEST, HIGHEST)
     # A random start: leases made at the same time then rarely ask for the same port.
-    start = random.randrange(len(candidates))
+    start = int.from_bytes(os.urandom(4)) % len(candidates)
     first = [preferred] if preferred else []
     for port in first + candidates[start:] + candidates[:start]:
         holder = _hold(port)

@@ -1,4 +1,4 @@
-"""Processes of this machine through /proc and prctl. A pid counts only with its start time."""
+"""Processes of this machine, through /proc and prctl. A pid and its start time identify one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int) -> None:
-    """This process is killed when `parent`, which made it, ends; at once if it already has."""
+    """Has this process killed when `parent`, which forked it, ends; at once if it has ended."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent has ended become children of this process."""
+    """Makes descendants whose parent has ended children of this process."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -31,13 +31,13 @@ def born(pid: int) -> int:
 
 
 def is_running(pid: int, born_at: int) -> bool:
-    """Whether that very process is there and not merely waiting to be reaped."""
+    """Whether that very process exists and is not a zombie."""
     fields = _stat(pid)
     return bool(fields) and int(fields[19]) == born_at and fields[0] not in ("Z", "X")
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/pid/stat from the state on: the name before it may hold anything."""
+    """Fields of /proc/pid/stat from the state on: the name before it may hold any character."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -47,12 +47,12 @@ def _stat(pid: int) -> list[str]:
 
 def children(pid: int) -> list[int]:
     """Processes whose parent is `pid`, by any of its threads."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                found += map(int, file.read().split())
-    return found
+                pids += map(int, file.read().split())
+    return pids
 
 
 def all_pids() -> list[int]:
@@ -60,7 +60,7 @@ def all_pids() -> list[int]:
 
 
 def environment_of(pid: int) -> dict[bytes, bytes]:
-    """What the process was started with; empty if that cannot be read."""
+    """The environment the process was started with; empty if it cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = (item.partition(b"=") for item in file.read().split(b"\0") if item)
@@ -70,7 +70,7 @@ def environment_of(pid: int) -> dict[bytes, bytes]:
 
 
 def kill_group(group: int, number: int) -> bool:
-    """Whether there was anyone left in the group to signal."""
+    """Signals the group; returns whether any process was left in it."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

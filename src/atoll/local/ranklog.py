@@ -1,6 +1,6 @@
 """Log files of ranks: segments named by the offset of their first byte, oldest dropped first.
 
-A reader asks by offset, so it can follow across a rotation and knows when it has missed something.
+A reader asks by offset, so it can follow across a rotation and notices when data was dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SEGMENTS_KEPT = 8
 
 
 class LogWriter:
-    """One rank's log. What does not fit on a full disk is dropped, the rank is never held up."""
+    """The log of one rank. On a full disk output is dropped, and the rank is never blocked."""
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._folder = folder
@@ -110,14 +110,14 @@ def tail_offset(folder: Path, lines: int) -> int:
     oldest = (segments(folder) or [0])[0]
     if lines <= 0:
         return end
-    found, chunk = 0, 64 * 1024
+    count, chunk_bytes = 0, 64 * 1024
     while at > oldest:
-        start = max(at - chunk, oldest)
+        start = max(at - chunk_bytes, oldest)
         data = _read_exactly(folder, start, at - start)
         position = len(data)
         while (position := data.rfind(b"\n", 0, position)) >= 0:
-            found += start + position != end - 1  # the last line's own end is not a start
-            if found == lines:
+            count += start + position != end - 1  # no line starts after the last newline
+            if count == lines:
                 return start + position + 1
         at = start
     return oldest

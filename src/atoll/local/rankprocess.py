@@ -1,4 +1,4 @@
-"""One rank as a process: becoming it, and putting into words how it ended."""
+"""The process of one rank: how a forked child becomes it, and the record of how it ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def become_rank(
     output: int,
     failures: int,
 ) -> NoReturn:
-    """In a forked child: wait for the word, then be the user's command."""
+    """In a forked child: waits for the go-ahead, then executes the user's command."""
     reason, what = RankEnd.CANNOT_RUN, ""
     try:
         os.setsid()
@@ -74,7 +74,7 @@ def become_rank(
 
 
 def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
-    """The environment that differs from rank to rank and attempt to attempt."""
+    """The variables that differ between ranks and attempts."""
     return {
         **{name: str(due.rank) for name in gang["rank_variables"]},
         "ATOLL_ATTEMPT": str(due.attempt),
@@ -105,7 +105,7 @@ def lost_record(attempt: Attempt, ended: dict[int, int]) -> Record:
 
 
 def attempt_end(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
-    """How an attempt ended, for the journal."""
+    """The journal record of how an attempt ended."""
     return {
         "t": "exit",
         "rank": attempt.rank,
@@ -116,5 +116,5 @@ def attempt_end(attempt: Attempt, status: int | None, at: float) -> dict[str, An
 
 
 def error_file(directory: Path, rank: int, attempt: int) -> str:
-    """Where torch's @record, and our own entry points, say when and why they failed."""
+    """The file in which torch's @record and atoll's entry points write when and why they failed."""
     return str(directory / "errors" / f"{rank}.{attempt}.json")

@@ -1,7 +1,7 @@
-"""The port and, where one is needed, the etcd of a local training, for its supervisor's life.
+"""The port and, if needed, the etcd of a local training, held by its supervisor.
 
-Both are found again by a successor: the port and etcd's data are the training's, not the
-process's. Only the standard library is used here, as everywhere in the supervisor.
+A new supervisor of the same training gets the same port and the same data of etcd. Only the
+standard library is used here, as everywhere in the supervisor.
 """
 
 from __future__ import annotations
@@ -9,33 +9,36 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import BackendError
 from atoll.core.mesh import key_path, split_endpoint
-from atoll.local.etcd_server import EtcdServer, Leases, is_up, start_etcd
 from atoll.local.ports import PortLease, lease_port
 from atoll.local.rendezvous_file import read_rendezvous, write_rendezvous
 from atoll.mesh.gate import http_status
 from atoll.rank.launch import Meeting, meeting_environment
+
+if TYPE_CHECKING:
+    from atoll.local.etcd_server import EtcdServer
 
 ADDRESS = "127.0.0.1"
 HEAL_EVERY_S = 1.0
 
 
 class Rendezvous:
-    """What `wanted` (the gang document's part) asks for. `open()` may be repeated."""
+    """The rendezvous that `wanted`, a part of the gang document, describes."""
 
     def __init__(self, directory: Path, wanted: dict[str, Any]) -> None:
         self._directory = directory
         self._wanted = wanted
         self._leases: list[PortLease] = []  # for MASTER_PORT, etcd's clients, etcd's peers
         self._etcd: EtcdServer | None = None
-        self._endpoint: str = wanted.get("endpoint", "")  # of an etcd that is not ours
+        self._endpoint: str = wanted.get("endpoint", "")  # of a configured etcd
         self._again_at = 0.0
 
     def open(self) -> dict[str, str]:
-        """The environment for ranks; everything in it is there. Raises OSError: try again."""
+        """Starts what is needed; returns the environment for ranks. May be repeated, and has to be
+        after an OSError."""
         try:
             self._lease()
             self._start_etcd()
@@ -48,8 +51,9 @@ class Rendezvous:
         return meeting_environment(self._wanted["backend"], meeting)
 
     def heal(self) -> float | None:
-        """An etcd that died is there again, with its keys, where it was. When to call again."""
-        if self._etcd is None or is_up(self._etcd):
+        """Restarts an etcd that died, with its keys and address. Returns after how many seconds to
+        call again."""
+        if self._etcd is None or self._is_etcd_up:
             return None
         left = self._again_at - time.monotonic()
         if left <= 0:
@@ -60,10 +64,17 @@ class Rendezvous:
             left = HEAL_EVERY_S
         return left
 
+    @property
+    def _is_etcd_up(self) -> bool:
+        return self._etcd is not None and self._etcd.process.poll() is None
+
     def _start_etcd(self) -> None:
-        if not self._wanted["etcd"] or (self._etcd is not None and is_up(self._etcd)):
+        if not self._wanted["etcd"] or self._is_etcd_up:
             return
-        leases: Leases = (self._leases[1], self._leases[2])
+        # Few trainings need one, and all would wait for the import.
+        from atoll.local.etcd_server import start_etcd
+
+        leases = self._leases[1], self._leases[2]
         data = self._directory / "etcd"
         try:
             self._etcd = start_etcd(data, ADDRESS, binary=self._wanted["etcd"], leases=leases)
@@ -78,7 +89,7 @@ class Rendezvous:
                 self._put(self._endpoint, key)
 
     def _lease(self) -> None:
-        """The ports of a predecessor, so that what was told of them stays true; or new ones."""
+        """Leases the ports of the previous supervisor, whose addresses stay valid, or new ones."""
         before = [*read_rendezvous(self._directory).get("ports", ()), 0, 0, 0]
         count = 3 if self._wanted["etcd"] else 1
         while len(self._leases) < count:
@@ -89,13 +100,13 @@ class Rendezvous:
         assert place is not None
         code, why = http_status(place, key_path(key), 2.0, "PUT", "value=1")
         if code not in (200, 201):
-            raise OSError(f"etcd did not take {key}: {why}")
+            raise OSError(f"etcd did not accept {key}: {why}")
 
     def _note(self, error: str = "") -> None:
-        found = {
+        document = {
             "ports": [lease.port for lease in self._leases],
             "etcd": self._endpoint,
             "error": error,
         }
-        with contextlib.suppress(OSError):  # a full disk: it is there all the same
-            write_rendezvous(self._directory, found)
+        with contextlib.suppress(OSError):  # a full disk: the rendezvous works without the file
+            write_rendezvous(self._directory, document)

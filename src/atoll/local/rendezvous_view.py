@@ -1,6 +1,6 @@
-"""The rendezvous of a local training as its executor sees it: asked for, and found.
+"""The rendezvous of a local training: what its executor asks for, and what it observes.
 
-The supervisor leases the port and runs the etcd; what it found is in a file. With
+The supervisor leases the port, runs the etcd and writes both to a file. With
 `ATOLL_ETCD_ENDPOINT` set for the control plane, trainings use that etcd instead of their own.
 """
 
@@ -21,7 +21,7 @@ CONFIGURED = "ATOLL_ETCD_ENDPOINT"
 
 
 def wanted_rendezvous(training: Training, host: str, before: dict[str, Any]) -> dict[str, Any]:
-    """The gang document's part; `before` is what it was, and stays for as long as it runs.
+    """The rendezvous part of the gang document. A part that is there already, `before`, is kept.
 
     Raises Permanent when an etcd is needed and there is none.
     """
@@ -29,35 +29,35 @@ def wanted_rendezvous(training: Training, host: str, before: dict[str, Any]) -> 
         return before
     spec = training.spec
     part: dict[str, Any] = {"backend": spec.rendezvous.backend, "etcd": "", "endpoint": ""}
-    part["keys"] = [f"{READY_DIR}/{host}"]  # one host reaches all of its own
+    part["keys"] = [f"{READY_DIR}/{host}"]  # one host, so all of its ranks reach each other
     if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
         return part
-    if given := os.environ.get(CONFIGURED):
-        if split_endpoint(given) is None:
-            raise Permanent(f"{CONFIGURED}={given!r}: expected host:port")
-        return {**part, "endpoint": given}
+    if endpoint := os.environ.get(CONFIGURED):
+        if split_endpoint(endpoint) is None:
+            raise Permanent(f"{CONFIGURED}={endpoint!r}: expected host:port")
+        return {**part, "endpoint": endpoint}
     return {**part, "etcd": find_etcd()}
 
 
 def seen_endpoint(training: Training, directory: Path) -> str:
-    found = read_rendezvous(directory)
+    rendezvous = read_rendezvous(directory)
     if training.spec.rendezvous.backend == ETCD_BACKEND:
-        return str(found.get("etcd", ""))
-    return f"127.0.0.1:{found['ports'][0]}" if found.get("ports") else ""
+        return str(rendezvous.get("etcd", ""))
+    return f"127.0.0.1:{rendezvous['ports'][0]}" if rendezvous.get("ports") else ""
 
 
 def seen_mesh(training: Training, directory: Path) -> MeshStatus | None:
-    """All ranks share this host, so its mesh is whole as soon as etcd has been told so."""
+    """The mesh is ready as soon as its keys are in etcd: all ranks share this host."""
     spec = training.spec
     if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
         return None
-    found = read_rendezvous(directory)
-    is_told = bool(found.get("etcd")) and not found.get("error")
-    return MeshStatus(state=MeshState.READY if is_told else MeshState.PENDING)
+    rendezvous = read_rendezvous(directory)
+    has_keys = bool(rendezvous.get("etcd")) and not rendezvous.get("error")
+    return MeshStatus(state=MeshState.READY if has_keys else MeshState.PENDING)
 
 
 async def withdraw(wanted: dict[str, Any]) -> None:
-    """The gate's keys are gone from an etcd that outlives the training."""
+    """Deletes the gate's keys from an etcd that outlives the training."""
     if not wanted.get("endpoint"):
         return
     async with EtcdKeys(wanted["endpoint"]) as keys:

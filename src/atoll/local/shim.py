@@ -1,12 +1,10 @@
 """Supervises the local ranks of one training, apart from the control plane.
 
-Two processes. The *keeper* does nothing but watch the supervisor: should that die or freeze, it
-kills every process of the training and journals how each rank ended. The *supervisor* starts,
-stops and restarts ranks and journals each exit before it does anything else. Both hold the gang's
-lock, so a free lock means that nobody is in charge and nothing is being cleaned up.
-
-Started by the local executor with the lock and a listening socket as inherited files. Only the
-standard library and atoll's light modules are imported: a rank cannot start sooner than this.
+Two processes. The *keeper* watches the supervisor: if that dies or freezes, it kills every process
+of the training and journals how each rank ended. The *supervisor* starts, stops and restarts ranks
+and journals each exit first. Both hold the gang's lock: a free lock means that nobody is in charge.
+The local executor passes the lock and a listening socket as inherited files. Only the standard
+library and light modules are imported: a rank cannot start before this has loaded.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ def main(directory: str, lock: int, listener: int) -> None:
         os.write(dismiss, b"dismissed\n")
 
 
-# Reads until it is dismissed, or until keeper and supervisor are both gone without a word; then
-# kills what they started. A shell, so that what kills atoll by name spares it.
+# Waits until it is dismissed, or until keeper and supervisor have both died; then kills what they
+# started. It is a shell, so that killing atoll by name does not kill it.
 GUARD = """
 read word && exit
 while found=$(grep -ls "ATOLL_SUPERVISOR=$1" /proc/[0-9]*/environ); [ -n "$found" ]; do
@@ -58,12 +56,12 @@ done
 
 
 def _post_guard() -> int:
-    """The last resort against orphans. Dismissed by a line into the pipe whose end this is.
+    """Starts the last resort against orphans. A line into the returned pipe dismisses it.
 
-    It is no child of the keeper, which kills all of its own.
+    It is no child of the keeper, which kills all of its children.
     """
     orders, dismiss = os.pipe2(os.O_CLOEXEC)
-    # Every rank carries this, so the guard never takes a successor's ranks for its own.
+    # Every rank carries this, so the guard never kills the ranks of a later shim.
     os.environ["ATOLL_SUPERVISOR"] = f"{os.getpid()}.{processes.born(os.getpid())}."
     between = os.fork()
     if between == 0:
@@ -79,14 +77,14 @@ def _post_guard() -> int:
 
 
 def mark_of(directory: Path) -> Path:
-    """Names the keeper; there from its start until all is cleared away."""
+    """The file that names the keeper; it exists until every process has been cleared away."""
     return directory / "keeper"
 
 
 def _leave_mark(mark: Path) -> bool:
-    """Whether there was one: somebody was killed before all was cleared away."""
+    """Writes the mark; returns whether there was one: an earlier shim was killed before its end."""
     was_there = mark.exists()
-    with contextlib.suppress(OSError):  # on a full disk, the one that is there will do
+    with contextlib.suppress(OSError):  # on a full disk, the existing one is enough
         mark.write_text(f"{os.getpid()} {processes.born(os.getpid())}")
     return was_there
 
@@ -103,7 +101,7 @@ def keep(directory: Path, supervisor: int) -> None:
 
 
 def _outlive(supervisor: int) -> int:
-    """Its wait status. One that is frozen for long is killed: it can do nothing for its ranks."""
+    """Waits for the supervisor and returns its wait status. One that stays frozen is killed."""
     while True:
         _, status = os.waitpid(supervisor, os.WUNTRACED | os.WCONTINUED)
         if not os.WIFSTOPPED(status):
@@ -123,7 +121,7 @@ def _outlive(supervisor: int) -> int:
 
 
 def kill_descendants() -> dict[int, int]:
-    """Every process below this one is gone. The wait status of each, by pid.
+    """Kills every descendant of this process. Returns the wait status of each, by pid.
 
     Orphans come to this process, so killing children until there are none reaches all of them.
     """
@@ -139,7 +137,7 @@ def kill_descendants() -> dict[int, int]:
 
 
 def bury(left: Sequence[Attempt], uid: str) -> None:
-    """Ranks that nobody supervises any more are dead, and so is all they started."""
+    """Kills ranks without a supervisor and all they started; returns when all of it is gone."""
     marked = {pid for pid in processes.all_pids() if _uid(pid) == uid}
     alive = {a.pid for a in left if processes.is_running(a.pid, a.born)}
     while marked or alive:
@@ -157,7 +155,7 @@ def _uid(pid: int) -> str:
 
 
 def append_persistently(journal: JournalWriter, records: list[Record]) -> None:
-    """Journalled, however long the disk stays full."""
+    """Appends to the journal, and retries for as long as the disk is full."""
     while records:
         try:
             journal.append(records)

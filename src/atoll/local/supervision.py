@@ -1,4 +1,4 @@
-"""The executor's end of one local gang: its directory, its journal, and the line to its shim."""
+"""One local gang as the executor sees it: its directory, its journal, its shim."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Supervision:
         self._notify = notify
         self._journal = JournalReader(directory / "journal")
         self._line: socket.socket | None = None
-        self._heard = asyncio.Event()
+        self._news = asyncio.Event()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._unheard_since: float | None = None
-        self._begun_at = -1  # how long the journal was when the last shim was started
+        self._begun_at = -1  # size of the journal when the last shim was started
         self._fruitless = 0  # shims in a row that died without writing anything
 
     @property
@@ -67,7 +67,7 @@ class Supervision:
         return data
 
     async def wish(self, gang: dict[str, Any]) -> None:
-        """The gang document is durable and the shim has accepted it. An older one is ignored."""
+        """Writes the gang document and waits until the shim accepts it. An older one is ignored."""
         before = self.gang()
         if before.get("version", 0) >= gang["version"]:
             gang = before
@@ -89,7 +89,7 @@ class Supervision:
             await self._wait(0.05)
 
     def is_supervised(self) -> bool:
-        """Whether somebody acts on the wish. Heals: ranks that nobody watches get a new shim."""
+        """Whether a shim acts on the wish. Starts a new one for ranks that have none."""
         if self._connected():
             self._unheard_since = None
             return True
@@ -103,12 +103,12 @@ class Supervision:
         is_needed = self.state.alive() or (self.directory / "keeper").exists()
         if is_needed and self._fruitless < FRUITLESS_STARTS:
             self._spawn(lock)
-            return self._connected()  # so that its word, and its end, are heard
+            return self._connected()  # to notice its messages and its end
         os.close(lock)
         return False
 
     async def clear(self) -> None:
-        """No process of the gang is left, and of its files only logs and what ranks stored."""
+        """Ends all processes of the gang and removes its files, but for logs and data of ranks."""
         if not self.directory.exists():
             return
         if self.is_asked() and self.is_supervised():
@@ -120,18 +120,18 @@ class Supervision:
             await self._wait(0.05)
         self._hang_up()
         self._reap()
-        # The wish goes first: were it the last one left, it would count as ranks that hold room.
+        # The wish is removed first: alone, it would count as ranks that hold slots.
         for name in FILES:
             (self.directory / name).unlink(missing_ok=True)
         for name in ("errors", "source", "etcd"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def close(self) -> None:
-        """Forget the shim without disturbing it."""
+        """Closes the connection to the shim, which keeps running."""
         self._hang_up()
 
     def _is_accepted(self, gang: dict[str, Any]) -> bool:
-        """Written down by a shim, and one is there if there is anything left to start."""
+        """Whether a shim has journalled the wish, and runs if anything is left to start."""
         state = self.state
         is_idle = not any(state.due(gang["max_restarts"]))
         return state.version == gang["version"] and (is_idle or self._connected())
@@ -160,7 +160,7 @@ class Supervision:
             data = b""
         if not data:
             self._hang_up()
-        self._heard.set()
+        self._news.set()
         self._notify()
 
     def _say(self) -> None:
@@ -169,11 +169,11 @@ class Supervision:
                 self._line.send(b"w")
 
     async def _wait(self, seconds: float) -> None:
-        self._heard.clear()
+        self._news.clear()
         with contextlib.suppress(TimeoutError):
             # Not wait_for: in Python 3.11 it swallows a cancellation that comes with the event.
             async with asyncio.timeout(seconds):
-                await self._heard.wait()
+                await self._news.wait()
 
     def _hang_up(self) -> None:
         if self._line is not None:
@@ -199,7 +199,7 @@ class Supervision:
         return self._connected()
 
     def _spawn(self, lock: int) -> None:
-        """A shim that owns the lock from its first instant: there is never a second one."""
+        """Starts a shim that owns the lock from the first instant: there is never a second one."""
         self._reap()
         self._journal.refresh()
         is_further = self._journal.offset > self._begun_at
@@ -236,7 +236,7 @@ class Supervision:
         return "its log is gone"
 
     def _reap(self) -> None:
-        """To be called when the lock was found free: the keeper has ended, or is just ending."""
+        """Reaps the keeper. Call it when the lock is free: the keeper has ended or is about to."""
         if self._keeper is not None:
             self._keeper.wait()
             self._keeper = None

@@ -1,7 +1,7 @@
 """The loop that starts, stops and restarts the ranks of one training.
 
-Everything it knows that matters is in the journal; a successor goes on from there. It ends when
-there is nothing left to run, and never leaves a descendant behind.
+All of its state that matters is in the journal, from which a successor continues. It ends when
+there is nothing left to run, and leaves no descendant behind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SWEEP_EVERY_S = 0.05
 
 
 def supervise(directory: Path, listener: int, *, is_heir: bool) -> None:
-    """`is_heir`: the shim before was killed and may have left processes behind."""
+    """Runs the loop. `is_heir`: an earlier shim was killed and may have left processes behind."""
     Supervisor(directory, listener, is_heir=is_heir).run()
 
 
@@ -107,7 +107,7 @@ class Supervisor:
         return True
 
     def _handle(self, fd: int, ended: list[Process]) -> None:
-        # Exits arrive in the order in which they happened: epoll keeps it.
+        # epoll reports exits in the order in which they happened.
         if fd in self._by_fd:
             kind, process = self._by_fd[fd]
             if kind == "exit":
@@ -127,7 +127,7 @@ class Supervisor:
     # What there is to do
 
     def _act(self) -> list[float]:
-        """Start, kill and sweep what is due; in how many seconds each other thing will be."""
+        """Starts, kills and sweeps what is due. Returns in how many seconds the rest is due."""
         now, later = time.monotonic(), self._start_due()
         if self._rendezvous is not None and (left := self._rendezvous.heal()) is not None:
             later.append(left)
@@ -177,13 +177,13 @@ class Supervisor:
     # Starting
 
     def _start(self, ready: list[Due]) -> bool:
-        """Fork, journal, then let them run: a rank that runs is always in the journal."""
+        """Forks, journals, then lets the ranks run: a running rank is always in the journal."""
         if not self._open_rendezvous():
             return False
         go_out, go_in = os.pipe2(os.O_CLOEXEC)
         pids: list[int] = []
         outputs: list[int] = []
-        made: list[Process] = []
+        started: list[Process] = []
         try:
             for due in ready:
                 output, output_in = os.pipe2(os.O_CLOEXEC)
@@ -192,19 +192,19 @@ class Supervisor:
                 pids.append(pid)
                 born = processes.born(pid)
                 attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, self._now())
-                made.append(Process(attempt, output, self._directory / "logs"))
-            self._journal.append([start_record(process.attempt) for process in made])
+                started.append(Process(attempt, output, self._directory / "logs"))
+            self._journal.append([start_record(process.attempt) for process in started])
         except OSError:  # too many processes or files, or a full disk: nothing ran, try again
-            for fd in (go_in, go_out, *outputs, *(process.pidfd for process in made)):
+            for fd in (go_in, go_out, *outputs, *(process.pidfd for process in started)):
                 os.close(fd)
-            for process in made:
+            for process in started:
                 process.log.close()
             for pid in pids:
                 os.waitpid(pid, 0)
             return False
-        for process in made:
+        for process in started:
             self._watch(process)
-        os.write(go_in, GO * len(made))
+        os.write(go_in, GO * len(started))
         os.close(go_in)
         os.close(go_out)
         self._tell_clients()
@@ -214,11 +214,11 @@ class Supervisor:
         if self._rendezvous is None:
             self._rendezvous = Rendezvous(self._directory, self._gang["rendezvous"])
         try:
-            found = self._rendezvous.open()
+            env = self._rendezvous.open()
         except OSError:
-            self._tell_clients()  # why is in its file
+            self._tell_clients()  # the cause is in its file
             return False
-        self._gang["env"] = {**found, **self._gang["env"]}
+        self._gang["env"] = {**env, **self._gang["env"]}
         return True
 
     def _fork(self, due: Due, go: tuple[int, int], output: int) -> int:
@@ -247,20 +247,20 @@ class Supervisor:
     # Ending
 
     def _finish(self, ended: list[Process]) -> None:
-        """Journal how they ended, in order; only then reap, clear away and tell."""
+        """Journals the ends in order; only then reaps, cleans up and notifies."""
         self._read_exec_errors()
         records: list[Record] = []
         for process in ended:
             self._copy_output(process)
-            found = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
-            assert found is not None
+            child = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
+            assert child is not None
             status = (
-                found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status & 0x7F
+                child.si_status << 8 if child.si_code == os.CLD_EXITED else child.si_status & 0x7F
             )
             records.append(self._explained(process, status))
         append_persistently(self._journal, records)
         for process in ended:
-            # Before it is reaped: until then nobody else can have its number.
+            # Before it is reaped: until then no other process can get its pid.
             processes.kill_group(process.attempt.pid, signal.SIGKILL)
             os.waitpid(process.attempt.pid, 0)
             self._copy_output(process)
@@ -301,15 +301,15 @@ class Supervisor:
                 self._exec_errors[int(rank), int(attempt)] = (reason, message)
 
     def _sweep(self) -> None:
-        """Kill what ended ranks left behind: orphans come to us and still carry their rank."""
+        """Kills what ended ranks left behind: orphans become our children and carry their rank."""
         mains, left = set(self._by_pid), set()
         for pid in processes.children(self._pid):
             if pid in mains:
                 continue
-            said = processes.environment_of(pid).get(b"ATOLL_RANK", b"")
-            if said.isdigit() and int(said) in self._swept:
+            rank = processes.environment_of(pid).get(b"ATOLL_RANK", b"")
+            if rank.isdigit() and int(rank) in self._swept:
                 processes.kill(pid)
-                left.add(int(said))
+                left.add(int(rank))
         self._reap_orphans()
         self._swept = left
 
@@ -320,13 +320,13 @@ class Supervisor:
                     os.waitpid(pid, os.WNOHANG)
 
     def _note_stops(self) -> None:
-        """A rank stopped by a signal is frozen, unless it goes on in time."""
+        """Notes ranks that a signal has stopped; they are frozen unless they continue in time."""
         flags = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitid(os.P_ALL, 0, flags)) is not None and found.si_pid:
-                process = self._by_pid.get(found.si_pid)
+            while (child := os.waitid(os.P_ALL, 0, flags)) is not None and child.si_pid:
+                process = self._by_pid.get(child.si_pid)
                 if process is not None:
-                    is_stopped = found.si_code == os.CLD_STOPPED
+                    is_stopped = child.si_code == os.CLD_STOPPED
                     process.frozen_since = time.monotonic() if is_stopped else None
 
     def _copy_output(self, process: Process) -> None:
@@ -337,7 +337,7 @@ class Supervisor:
         if data:
             process.log.write(data)
         else:
-            self._ignore(process.output)  # closed by the rank, which may run on
+            self._ignore(process.output)  # closed by the rank, which may keep running
 
     def _ignore(self, fd: int) -> None:
         with contextlib.suppress(OSError):
@@ -366,7 +366,7 @@ class Supervisor:
             client.setblocking(False)
             self._clients[client.fileno()] = client
             self._epoll.register(client.fileno(), select.EPOLLIN)
-            client.send(b"j")  # what was journalled while it waited to be let in
+            client.send(b"j")  # what was journalled before it was accepted
 
     def _hear(self, fd: int) -> None:
         """Any byte means: there is a new wish."""
@@ -389,6 +389,6 @@ class Supervisor:
                 client.send(b"j")
 
     def _now(self) -> float:
-        """The time; never twice the same, so that records keep their order."""
+        """The time, always later than the last one, so that records keep their order."""
         self._last_at = max(time.time(), self._last_at + 1e-6)
         return self._last_at

@@ -1,1 +1,1 @@
-"""atoll in a cluster: the controller on custom resources and Jobs, and what to apply for it."""
+"""The operator: the controller inside a cluster, on custom resources and Indexed Jobs."""

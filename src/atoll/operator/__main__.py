@@ -1,6 +1,7 @@
 """`python -m atoll.operator run | token | manifests`: what the operator's image starts.
 
-`atoll operator` and `atoll k8s` are the same commands. Their bodies load what the extra brings.
+`atoll operator` and `atoll k8s` are the same commands. Only their bodies import the packages of
+`atoll[kubernetes]`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import click
 from atoll.core.errors import AtollError, Permanent
 from atoll.core.model import encode
 
-namespace_option = click.option("--namespace", help="The one namespace to serve; all of them.")
+namespace_option = click.option(
+    "--namespace", help="Namespace whose trainings are served.", show_default="all namespaces"
+)
 options_option = click.option(
-    "--options", default="", help='Of the executor, as JSON: \'{"image": "…"}\'.'
+    "--options", default="", help='Options of the executor as JSON: \'{"image": "…"}\'.'
 )
 
 
 def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
-    """A library that is missing is said in one line. Raises Permanent."""
+    """The command raises Permanent, with one line, if a package of the extra is missing."""
 
     @functools.wraps(body)
     def run(**options: Any) -> None:
@@ -42,22 +45,36 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @namespace_option
-@click.option("--home", help="Where its lease is; its own namespace if not given.")
-@click.option("--identity", help="Its name in the lease; made from the host's if not given.")
+@click.option(
+    "--home", help="Namespace whose lease is used.", show_default="the operator's own namespace"
+)
+@click.option(
+    "--identity",
+    help="Name of this operator in the lease.",
+    show_default="generated from the host name",
+)
 @click.option(
     "--lease-s",
     "--lease-duration",
     "lease_s",
     type=click.FloatRange(min=1),
     default=15.0,
-    help="Of the lease, in seconds; 15.",
+    help="Seconds that the lease lasts without being renewed.",
+    show_default=True,
 )
-@click.option("--host", default="0.0.0.0", help="Address to serve the HTTP API on.")
-@click.option("--port", type=click.IntRange(0, 65_535), help="Of the HTTP API; none if not given.")
+@click.option(
+    "--host", default="0.0.0.0", help="Address to serve the HTTP API on.", show_default=True
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65_535),
+    help="Port to serve the HTTP API on.",
+    show_default="no HTTP API",
+)
 @options_option
 @needs_extra
 def run(options: str, lease_s: float, **settings: Any) -> None:
-    """Act on the trainings of a cluster until stopped. Ranks go on when it stops."""
+    """Run the controller of a Kubernetes cluster until it is stopped. Ranks keep running."""
     import asyncio
 
     from atoll.kubernetes.manifests import read_options
@@ -74,19 +91,19 @@ async def _run(settings: dict[str, Any]) -> None:
     from atoll.operator.run import run_operator
 
     task = asyncio.ensure_future(run_operator(**settings))
-    # A polite end gives the lease back; ranks go on.
+    # SIGTERM gives the lease back; ranks keep running.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await task
 
 
 @click.command()
-@click.option("--namespace", required=True, help="The namespace it is good for.")
-@click.option("--home", help="The operator's namespace.")
-@click.option("--label", default="", help="Whose it is, for the list.")
+@click.option("--namespace", required=True, help="Namespace that the token gives access to.")
+@click.option("--home", help="Namespace of the operator.", show_default="the current namespace")
+@click.option("--label", default="", help="Note on whose token it is.")
 @needs_extra
 def token(namespace: str, home: str | None, label: str) -> None:
-    """Make a token for the HTTP API of the operator. It is printed once."""
+    """Create a token for the HTTP API of the operator and print it. It cannot be shown again."""
     import asyncio
 
     sys.stdout.write(asyncio.run(_token(namespace, home, label)) + "\n")
@@ -108,15 +125,26 @@ async def _token(namespace: str, home: str | None, label: str) -> str:
 
 
 @click.command()
-@click.option("--image", required=True, help="The operator's image.")
-@click.option("--home", default="atoll-system", help="Namespace of the operator.")
+@click.option("--image", required=True, help="Container image of the operator.")
+@click.option(
+    "--home", default="atoll-system", help="Namespace of the operator.", show_default=True
+)
 @namespace_option
-@click.option("--replicas", type=click.IntRange(min=1), default=2, help="Operators; 2.")
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    default=2,
+    help="Number of operators to run; one of them is active.",
+    show_default=True,
+)
 @options_option
-@click.option("--json", "is_json", is_flag=True, help="Print JSON, for programs.")
+@click.option("--json", "is_json", is_flag=True, help="Print JSON instead of YAML.")
 @needs_extra
 def manifests(is_json: bool, **settings: Any) -> None:
-    """Print what to apply: `atoll k8s manifests --image IMAGE | kubectl apply -f -`."""
+    """Print the manifests that a cluster needs.
+
+    To install them: `atoll k8s manifests --image IMAGE | kubectl apply -f -`.
+    """
     import yaml  # type: ignore[import-untyped]
 
     from atoll.kubernetes.manifests import render_manifests

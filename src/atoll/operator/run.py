@@ -1,7 +1,7 @@
-"""`atoll operator`: the same controller, on custom resources and Indexed Jobs.
+"""`atoll operator`: the controller on custom resources and Indexed Jobs.
 
-Several may run; the holder of the Lease acts. It may be killed at any instant: what it had done is
-in the cluster, and the next one goes on from there.
+Several operators may run; only the holder of the Lease acts. It may be killed at any instant: all
+state is in the cluster, and the next holder continues from there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from atoll.server.streams import Streams
 
 log = logging.getLogger(__name__)
 
-# Exits are held for the controller, and the Job until it has taken them; it keeps the deadline.
+# Pods and Jobs stay until the controller has read the exits; it enforces the deadline.
 DEFAULTS = {
     "is_exit_held": True,
     "is_start_gated": True,
@@ -53,7 +53,7 @@ async def run_operator(
     port: int | None = None,
     **options: Any,
 ) -> None:
-    """Until cancelled. `namespace` is the one served, all of them if None; `home` is its own.
+    """Runs until cancelled. `namespace` is the one to serve (None: all), `home` the operator's own.
 
     With `port`, the HTTP API is served there. `options` are those of KubernetesExecutor.
     """
@@ -82,20 +82,23 @@ async def run_operator(
 
 
 async def _own_image(cluster: Cluster, home: str) -> str | None:
-    """Of the pod this runs in: it has Python and atoll. None where it runs in none."""
+    """The image of the pod this process runs in, which has Python and atoll; None outside a pod."""
     name = os.environ.get("POD_NAME")
     if not name:
         return None
     try:
         pod = await cluster.get("pods", home, name)
     except AtollError as error:
-        log.warning("its own image is not known, so mesh and bench are refused: %s", error)
+        log.warning(
+            "the operator's image is unknown, so trainings with mesh or bench are refused: %s",
+            error,
+        )
         return None
     return str(pod["spec"]["containers"][0]["image"])
 
 
 async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]) -> None:
-    """One controller after another: where the API server is away or refuses, the next one."""
+    """Runs a controller, and another one whenever the API server fails or refuses."""
     while True:
         store = KubernetesStore(cluster, namespace)
         executor = KubernetesBackend(**options, cluster=cluster, is_owner=True)
@@ -104,20 +107,20 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
                 tasks.create_task(Controller(store, {executor.name: executor}).run())
                 tasks.create_task(keep_swept(store, executor))
         except* (BackendError, Denied, NotFound) as group:
-            log.warning("%s; starting again", _first(group))
+            log.warning("the controller stopped and starts again: %s", _first(group))
         finally:
             await store.close()
         await asyncio.sleep(RETRY_S)
 
 
 def _first(error: BaseException) -> BaseException:
-    """A missing right, a CRD that is not there: the rest of the group says the same."""
+    """The first error of a group; the others say the same (a missing right, a missing CRD)."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 class _Server(uvicorn.Server):
     def capture_signals(self) -> Any:
-        """The operator ends as a whole; the server does not decide that."""
+        """Signals are the operator's to handle, not the server's."""
         return contextlib.nullcontext()
 
 
@@ -130,7 +133,7 @@ async def serve_api(
     host: str,
     port: int,
 ) -> None:
-    """Until cancelled. Open watches end first, so that clients turn to another replica."""
+    """Serves until cancelled. Open watches end first, so that clients turn to another replica."""
     executor = KubernetesBackend(cluster=cluster, **options)
     streams = Streams()
     app = create_app(

@@ -1,1 +1,1 @@
-"""What runs in a rank on every backend."""
+"""Code that runs inside a rank, on every backend."""

@@ -1,7 +1,7 @@
 """Runs code that was shipped with the training: `[--from DIR] script|function PAYLOAD ARGS…`.
 
-A script sees what it would see under `python script.py ARGS…`. A function is called with ARGS. A
-failure is told on stderr, and in the file torch keeps for it, so that the culprit can be named.
+A script runs as under `python script.py ARGS…`; a function is called with ARGS. A failure is
+printed to stderr and written to the file that torch uses, so that the first one can be named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OWN = str(Path(__file__).resolve())
 
 
 def run(kind: str, payload: Path, arguments: list[str], directory: str | None) -> None:
-    """Returns when the code has; whatever it raises passes through."""
+    """Runs the code; whatever it raises passes through."""
     # Python has put the directory of `-m` first; the code's own directory belongs there.
     sys.path[0] = directory if directory and os.path.isdir(directory) else os.getcwd()
     if kind == "script":
@@ -50,22 +50,22 @@ def load_function(payload: Path) -> Callable[..., Any]:
     return function
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """As torch's elastic agents write it, so that one reader serves both."""
+def error_document(error: BaseException) -> dict[str, Any]:
+    """The error in the form of torch's elastic agents, so that one reader serves both."""
     text = "".join(_lines(error))
     extra = {"py_callstack": text, "timestamp": f"{time.time():.6f}"}
     return {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}
 
 
 def write_error_file(error: BaseException) -> None:
-    """For whoever looks for the first failure. A torch script may have written its own."""
+    """Writes the file that names the first failure, unless a torch script has written its own."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
     with contextlib.suppress(OSError):
         draft = Path(f"{path}.{os.getpid()}")
         draft.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(told(error)))
+        draft.write_text(json.dumps(error_document(error)))
         draft.replace(path)
 
 
@@ -74,7 +74,7 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def _theirs(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this file, which say nothing about the user's code."""
+    """The traceback without the frames of this file."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, _OWN):
         trace = trace.tb_next
     return trace

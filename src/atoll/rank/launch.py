@@ -1,8 +1,8 @@
-"""What a rank runs and finds: command and environment, rendered once for every backend. Pure.
+"""Command and environment of a rank, rendered in one place for every backend. Pure.
 
-A backend says where its ranks run (`RankPlace`) and maps the answer (`RankLaunch`): which values
-it fills in for each rank, and how they reach it. Free of imports that cost, as the process that
-supervises local ranks loads this file.
+A backend describes where its ranks run (`RankPlace`) and applies the result (`RankLaunch`): it
+fills in the values of each rank. Slow imports are avoided: the supervisor of local ranks loads
+this file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ ETCD_BACKEND = "etcd-v2"
 
 # Set to the rank's own number.
 RANK_VARIABLES = ("RANK", "REPLICA_RANK", "ATOLL_RANK", "BASILICA_RANK")
-# Set to how many ranks are wanted when the rank starts.
+# Set to the number of ranks that are wanted when the rank starts.
 SIZE_VARIABLES = ("WORLD_SIZE", "ATOLL_WORLD_TARGET", "BASILICA_WORLD_TARGET")
-# Set from where ranks really meet (`meeting_environment`).
+# Set by `meeting_environment` once the meeting point is known.
 MEETING_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -39,11 +39,11 @@ class Meeting(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """What a backend knows of where its ranks run."""
+    """Where the ranks of a backend run."""
 
     python: str
     shell: str
-    source: str  # folder with the code that was shipped
+    source: str  # folder with the shipped code
     packages: str | None  # folder for pip packages that ranks share; None: the Python's own
     has_atoll: bool  # always there to be imported; without it, only functions need it
     rendezvous_uri: str  # for trainings that name none
@@ -66,7 +66,7 @@ class RankLaunch(NamedTuple):
 
 
 def render_launch(training: Training, place: RankPlace) -> RankLaunch:
-    """What the user has set stays, but for the names that atoll keeps for itself."""
+    """The launch of a rank. Variables of the user win, except for names that atoll reserves."""
     spec, world = training.spec, training.spec.world_size
     own = {**spec.nccl_env, **spec.env}
     # A backend "none", where ranks do not meet, leaves out what torch.distributed goes by: these
@@ -110,14 +110,14 @@ def render_command(spec: TrainingSpec, place: RankPlace) -> list[str]:
     if place.packages is not None and place.has_atoll:
         prepare = [place.python, "-m", "atoll.rank.prepare", place.packages]
         return [*prepare, *spec.pip_packages, "--", *command]
-    import shlex  # late: the supervisor has no use for it
+    import shlex  # imported here: the supervisor does not need it
 
     install = shlex.join([place.python, "-m", "pip", "install", "--quiet", *spec.pip_packages])
     return ["sh", "-c", f'{install} && exec "$@"', "sh", *command]
 
 
 def _entry(spec: TrainingSpec, place: RankPlace) -> list[str]:
-    """What runs the code that was shipped."""
+    """The command that runs the shipped code."""
     assert spec.source is not None
     if spec.source.kind == "shell":
         return [place.shell]
@@ -130,7 +130,7 @@ def _entry(spec: TrainingSpec, place: RankPlace) -> list[str]:
 
 
 def needs_etcd(backend: str, *, has_mesh: bool) -> bool:
-    """The gate's keys live in etcd too, whatever the ranks use to meet."""
+    """Whether the training needs an etcd: for its rendezvous, or for the keys of the mesh gate."""
     return backend == ETCD_BACKEND or has_mesh
 
 

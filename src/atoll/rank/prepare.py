@@ -1,8 +1,8 @@
-"""Installs a training's packages once a host, then becomes the rank's command.
+"""Installs a training's packages once per host, then executes the rank's command.
 
 `python -m atoll.rank.prepare FOLDER PACKAGE… -- COMMAND…`. Ranks of one host share the folder:
-the first one installs, the others wait for it. A failed install is the rank's failure, with pip's
-own words in its log.
+the first one installs, the others wait for it. A failed install fails the rank, with the output
+of pip in its log.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Runs a function as a replica: its arguments in, its result or its error out.
+"""Runs a function as a replica, and returns its result or its error.
 
-A script has no need of this; it may call `give_result` to say what came of it.
+A script does not need this; it may call `give_result` to return a result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atoll.rank.result import MAX_BYTES, result_lines
 
 
 def give_result(value: Any) -> None:
-    """`value` is this replica's `result` for whoever collects it. The last call counts."""
+    """Returns `value` as the `result` of this replica to its collector. The last call counts."""
     import cloudpickle
 
     payload = cloudpickle.dumps(value)
@@ -34,7 +34,7 @@ def give_result(value: Any) -> None:
 
 
 def main(payload: bytes) -> None:
-    """The function in the payload has run; the process ends as it did."""
+    """Runs the function in the payload; the process ends as the function did."""
     try:
         run(payload)
     except Exception as error:
@@ -55,17 +55,17 @@ def run(payload: bytes) -> None:
 
 def named_function(name: str) -> Any:
     module, _, attribute = name.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def say_why(error: Exception) -> None:
-    """When and why, in the file and form that torch's own @record uses."""
+    """Writes when and why it failed, in the file and form that torch's own @record uses."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     message = f"{type(error).__name__}: {error}"
-    said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-    Path(path).write_text(json.dumps({"message": said}))
+    failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    Path(path).write_text(json.dumps({"message": failure}))

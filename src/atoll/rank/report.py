@@ -1,10 +1,10 @@
-"""Runs a rank's command and writes a record of how it ended: the rank's own word.
+"""Runs a rank's command and writes a record of how it ended.
 
 `python3 -S -I report.py [--record PATH] [--limit BYTES] [--claim PATH] [--bound] -- COMMAND…`
 
-One file of Python 3.7 and its standard library, so that it can travel with a training to images
-without atoll. Output is copied as it comes, signals go to the command alone, and this process ends
-as the command does. The supervisor of local ranks makes its records with the same functions.
+One file for Python 3.7 and its standard library, so that it can travel with a training to images
+without atoll. Output is copied through, signals go to the command alone, and this process ends as
+the command does. The supervisor of local ranks writes its records with the same functions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from math import isfinite
 
-TYPE_CHECKING = False  # as `typing` has it, which takes longer to load than all the rest
+TYPE_CHECKING = False  # as in `typing`, which takes longer to import than all the rest
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
@@ -31,8 +31,8 @@ TAIL_LINES = 40
 TAIL_BYTES = 16_384
 CHUNK_BYTES = 65_536
 PIPE_BYTES = 1 << 20
-CLAIMED = 75  # exit code where another process has the attempt
-NOT_FOUND, CANNOT_RUN = 127, 126  # as shells have it
+CLAIMED = 75  # exit code if another process runs the attempt
+NOT_FOUND, CANNOT_RUN = 127, 126  # as in shells
 
 REAL_TIME = tuple(range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
 FORWARDED = (
@@ -53,7 +53,7 @@ usage: report.py [--record PATH] [--limit BYTES] [--claim PATH] [--bound] -- COM
 """
 
 
-# What a record is made of
+# Records
 
 
 def exit_record(status: int | None, at: float) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def _signal_name(number: int) -> str:
 
 
 def own_word(path: str) -> dict[str, Any]:
-    """When and why the program says it failed: it knows before its peers fall over it.
+    """When and why the program failed, as it wrote itself: before its peers failed in turn.
 
-    The file is one that torch's @record writes, and atoll's own entry points.
+    The file is written by torch's @record and by atoll's own entry points.
     """
     try:
         with open(path, "rb") as file:
@@ -92,7 +92,7 @@ def own_word(path: str) -> dict[str, Any]:
             failed_at = max(failed_at, min(written_at, failed_at + 1.0))
         if not isfinite(failed_at):
             return {}
-        # Python's own strings hold what nobody else can store: names of files that are not UTF-8.
+        # Python strings may hold what is not UTF-8, such as file names, and cannot be stored.
         text = str(error["message"]).encode(errors="backslashreplace").decode()
         return {"failedAt": failed_at, "message": _lines(text)[-1][:500]}
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -106,7 +106,7 @@ def _lines(text: str) -> list[str]:
 
 
 def record_line(record: dict[str, Any], limit: int) -> bytes:
-    """The record as one line of at most `limit` bytes: older lines of the log go first."""
+    """The record as one line of at most `limit` bytes: the oldest lines of the log are cut."""
     head = {name: value for name, value in record.items() if name != "tail"}
     tail = [line[-limit:] for line in record.get("tail", ())]
     while True:
@@ -119,13 +119,13 @@ def record_line(record: dict[str, Any], limit: int) -> bytes:
 
 
 def read_record(text: str) -> dict[str, Any] | None:
-    """The record that `text` is, or None: anything else may stand where one is looked for."""
+    """The record in `text`, or None: a place for records may hold anything else."""
     if not text.startswith('{"' + MARK):
         return None
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
-        try:  # without its last lines, where somebody cut it short
+        try:  # without its last lines, if it was cut short
             record = json.loads(text.partition(', "tail": [')[0] + "}")
         except (ValueError, RecursionError):
             return None
@@ -159,8 +159,8 @@ class _Command:
         try:
             signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
             signal.signal(signal.SIGCHLD, _ignore)
-            self._taken = [n for n in FORWARDED if signal.getsignal(n) != signal.SIG_IGN]
-            for number in self._taken:
+            self._forwarded = [n for n in FORWARDED if signal.getsignal(n) != signal.SIG_IGN]
+            for number in self._forwarded:
                 signal.signal(number, self._forward)
             if is_bound:
                 _set_death_signal(signal.SIGTERM)
@@ -170,7 +170,7 @@ class _Command:
             os.close(output_in)
 
     def wait(self) -> None:
-        """Until the command has ended; what it started may go on and is not waited for."""
+        """Waits until the command has ended, but not for processes that it started."""
         poll = select.poll()
         poll.register(self._output, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
@@ -180,7 +180,7 @@ class _Command:
                 if fd == self._woken:
                     is_over = self._reap()
                 elif not self._copy():
-                    poll.unregister(fd)  # closed by the command, which may run on
+                    poll.unregister(fd)  # closed by the command, which may keep running
         os.set_blocking(self._output, False)
         with contextlib.suppress(BlockingIOError):
             left = PIPE_BYTES
@@ -201,8 +201,8 @@ class _Command:
     ) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
-            # Python ignores two signals, and what is ignored stays so in the command.
-            for number in (*self._taken, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+            # Python ignores two signals, and the command would inherit that.
+            for number in (*self._forwarded, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             os.dup2(output, 1)
             os.dup2(output, 2)
@@ -216,7 +216,7 @@ class _Command:
             os._exit(NOT_FOUND)
 
     def _forward(self, number: int, _: object) -> None:
-        """To the command alone: a group would lose its data loaders before it can save."""
+        """Sends the signal to the command alone: its data loaders must live until it has saved."""
         is_lost = self._is_bound and os.getppid() != self._parent
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL if is_lost else number)
@@ -240,7 +240,7 @@ class _Command:
         data = os.read(self._output, CHUNK_BYTES)
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         left = memoryview(data)
-        with contextlib.suppress(OSError):  # nobody reads; the command goes on
+        with contextlib.suppress(OSError):  # nobody reads; the command keeps running
             while left:
                 left = left[os.write(1, left) :]
         return bool(data)
@@ -257,7 +257,7 @@ def _become_alone(words: list[str], env: dict[bytes, bytes]) -> NoReturn:
 
 
 def _ignore(*_: object) -> None:
-    """A signal that is only to wake this process up."""
+    """Handles a signal whose only purpose is to wake this process."""
 
 
 def _set_death_signal(number: int) -> None:
@@ -267,7 +267,7 @@ def _set_death_signal(number: int) -> None:
 
 
 def _environment() -> dict[bytes, bytes]:
-    """As this process was given it: Python may have changed the locale in its own."""
+    """The environment as this process got it: Python may have changed the locale in its own."""
     try:
         with open("/proc/self/environ", "rb") as file:
             entries = file.read().split(b"\0")
@@ -277,13 +277,13 @@ def _environment() -> dict[bytes, bytes]:
 
 
 def _error_file(env: dict[bytes, bytes]) -> str:
-    """Where the program may say why it failed; a file of this rank's where there is none."""
+    """The file in which the program may write why it failed; a new one if none is set."""
     name = ERROR_VARIABLE.encode()
     if not env.get(name):
         folder = "{}/atoll-{}-{}".format(
             os.environ.get("TMPDIR") or "/tmp", os.getpid(), time.time_ns()
         )
-        with contextlib.suppress(OSError):  # nowhere to write: then it is not asked
+        with contextlib.suppress(OSError):  # no place to write: go without it
             os.mkdir(folder, 0o700)
             env[name] = os.fsencode(folder + "/error.json")
     return os.fsdecode(env.get(name, b""))
@@ -311,7 +311,7 @@ def _record_of(command: _Command, word: str, error_file: str) -> dict[str, Any]:
 
 
 def _write(path: str, record: dict[str, Any], limit: int) -> None:
-    """Whole or not at all in a folder; a file that is there keeps what the program wrote."""
+    """Writes atomically in a folder; an existing file keeps what the program wrote."""
     with contextlib.suppress(OSError):
         if os.path.exists(path):
             with open(path, encoding="utf-8", errors="replace") as file:
@@ -330,7 +330,7 @@ def _write(path: str, record: dict[str, Any], limit: int) -> None:
 
 
 def _claim(path: str) -> bool:
-    """Whether this process, and no other, is to run the attempt that the path names."""
+    """Whether this process is the one to run the attempt that the path names."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:
@@ -339,7 +339,7 @@ def _claim(path: str) -> bool:
 
 
 def _end_as(record: dict[str, Any], status: int | None) -> NoReturn:
-    """As the command did, so that nobody further up can tell them apart."""
+    """Ends this process as the command ended, so that its parent sees no difference."""
     if status is not None and os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         with contextlib.suppress(Exception):  # the command may have left a core; one is enough
@@ -349,7 +349,7 @@ def _end_as(record: dict[str, Any], status: int | None) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-        os.kill(os.getpid(), number)  # which process 1 of a container survives
+        os.kill(os.getpid(), number)  # process 1 of a container survives it
     os._exit(CANNOT_RUN if record["code"] is None else record["code"])
 
 
@@ -361,7 +361,7 @@ def run(words: list[str], *, record: str, limit: int, is_bound: bool) -> NoRetur
     error_file = _error_file(env)
     try:
         command = _Command(words, env, is_bound=is_bound)
-    except OSError:  # no room for a process or a pipe, neither of which the command itself needs
+    except OSError:  # no process or pipe to be had; the command itself needs neither
         _become_alone(words, env)
     command.wait()
     ended = _record_of(command, words[0], error_file)

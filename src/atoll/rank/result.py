@@ -1,7 +1,7 @@
-"""How a replica's result travels back on every backend: as marked lines of its log. Pure.
+"""The result of a replica as marked lines of its log, on every backend. Pure.
 
-A line is written in one go and fits into a pipe's atomic write, so that nothing else a replica
-prints can fall into the middle of it.
+Each line fits into one atomic write to a pipe, so that other output of the replica never breaks
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CHUNK = 3000  # base64 of this and the mark stay below 4096 bytes
 
 
 def result_lines(payload: bytes) -> list[bytes]:
-    """Lines to print, the last thing a replica does. Each says which of how many it is."""
+    """The lines that a replica prints last. Each states its number and how many there are."""
     chunks = [payload[at : at + _CHUNK] for at in range(0, len(payload), _CHUNK)] or [b""]
     return [
         f"{MARK}{at} {len(chunks)} ".encode() + base64.b64encode(chunk) + b"\n"
@@ -24,27 +24,27 @@ def result_lines(payload: bytes) -> list[bytes]:
 
 
 def visible(line: str) -> str | None:
-    """What the user printed of that line; None if it holds nothing but a result."""
+    """The part of a line that the user printed; None if it holds nothing but a result."""
     text, mark, _ = line.partition(MARK)
     return line if not mark else text or None
 
 
 def lines_expected(lines: Iterable[str]) -> int:
-    """How many lines the result has, by the word of any of them; 0 without one."""
-    return next((int(found[1]) for line in lines if (found := _parts(line))), 0)
+    """The number of lines of the result, which each of them states; 0 without a result."""
+    return next((int(parts[1]) for line in lines if (parts := _parts(line))), 0)
 
 
 def result_of(lines: Iterable[str]) -> bytes | None:
-    """The last result in the log, or None while there is none that is whole."""
+    """The last complete result in the log, or None."""
     chunks: dict[int, bytes] = {}
     whole = None
     for line in lines:
-        if not (found := _parts(line)):
+        if not (parts := _parts(line)):
             continue
-        at, count = int(found[0]), int(found[1])
+        at, count = int(parts[0]), int(parts[1])
         if at == 0:
             chunks = {}
-        chunks[at] = base64.b64decode(found[2] if len(found) > 2 else "")
+        chunks[at] = base64.b64decode(parts[2] if len(parts) > 2 else "")
         if len(chunks) == count:
             whole = b"".join(chunks[index] for index in range(count))
     return whole

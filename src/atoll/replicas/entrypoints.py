@@ -1,4 +1,4 @@
-"""What a replica runs: a script, a module, or a function; and its arguments, all or refused."""
+"""The entrypoint of a replica, a script, module or function, and its arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FUNCTION = re.compile(rf"{_DOTTED}:{_DOTTED}")
 
 
 class Script(NamedTuple):
-    """A file of the caller's."""
+    """A script file of the caller."""
 
     path: Path
     argv: list[str]
@@ -32,20 +32,20 @@ class Script(NamedTuple):
 
 
 class Module(NamedTuple):
-    """Run as `python -m`."""
+    """A module, run as `python -m`."""
 
     name: str
     argv: list[str]
     variable: str
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A function, with its arguments, pickled for `atoll.rank.replica_entry`."""
 
     payload: bytes
 
 
-Entry = Script | Module | Call
+Entry = Script | Module | FunctionCall
 
 
 def read_entry(
@@ -54,12 +54,12 @@ def read_entry(
     """The entry with every one of `args`. Raises ValidationError naming what cannot be passed."""
     _check_keys(args)
     if callable(entrypoint):
-        return Call(_pickled_call(entrypoint, args))
+        return FunctionCall(_pickled_call(entrypoint, args))
     text = os.fspath(entrypoint) if isinstance(entrypoint, str | os.PathLike) else None
     if not text or not is_text(text):
         raise ValidationError("entrypoint", entrypoint, "expected a script, a module or a function")
     if _FUNCTION.fullmatch(text):
-        return Call(_payload({"name": text}, args))
+        return FunctionCall(_payload({"name": text}, args))
     path = Path(text)
     if path.is_file():
         return Script(path.resolve(), _argv(args), _variable(args))
@@ -124,7 +124,7 @@ def _pickled_call(function: Callable[..., Any], args: Mapping[str, Any]) -> byte
 def _check_fit(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins do not tell
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind(**args)
@@ -142,14 +142,14 @@ def _payload(what: dict[str, Any], args: Mapping[str, Any]) -> bytes:
 
 
 def _dumps(field: str, value: Any, module: Any = None) -> bytes:
-    """Pickled, `module` by value: a replica may not be able to import it."""
+    """Pickles `module` by value, because a replica may not be able to import it."""
     import cloudpickle
 
     try:
         if module is not None:
             cloudpickle.register_pickle_by_value(module)
         return bytes(cloudpickle.dumps(value))
-    except Exception as error:  # anything may be inside, and fail in its own way
+    except Exception as error:  # the object may hold anything, which fails in its own way
         expected = f"expected something that can be pickled ({type(error).__name__}: {error})"
         raise ValidationError(field, value, expected) from error
     finally:

@@ -1,7 +1,7 @@
 """Replicas as processes of this machine, launched from a script. They end when the script does.
 
-One small process a script, its guard, watches over that, however the script goes. Should it be
-killed along with the script, the next script that launches anything clears up instead.
+A small process for each script, its guard, ends them however the script ends. If the guard is
+killed as well, the next script that launches replicas clears up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atoll.core.ports import Executor
 from atoll.core.status import Training
 from atoll.local import processes
 from atoll.local.executor import LocalBackend
-from atoll.replicas.entrypoints import Call, Entry, Module, Script
+from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
 from atoll.replicas.surface import ReplicaSurface
 
 PREFIX = "atoll-replicas-"
@@ -51,7 +51,7 @@ class LocalProcessExecutor(ReplicaSurface):
 
     @cached_property
     def _root(self) -> Path:
-        """Guarded from its first instant."""
+        """The directory of this script, with a guard from the first instant."""
         clear_abandoned()
         root = new_root()
         self._guard = start_guard(root)
@@ -61,7 +61,7 @@ class LocalProcessExecutor(ReplicaSurface):
         source = str(Path(atoll.__file__).parents[1])
         env = {}
         match entry:
-            case Call(payload):
+            case FunctionCall(payload):
                 place = self._root / f"{uid}.pkl"
                 place.write_bytes(payload)
                 command = [sys.executable, "-c", _ENTRY, source, str(place)]
@@ -86,7 +86,7 @@ class _ScriptProcesses(LocalBackend):
 
 
 def new_root() -> Path:
-    """A directory that says in its name whose it is."""
+    """A new directory whose name holds the process that owns it."""
     pid = os.getpid()
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{pid}-{processes.born(pid)}-"))
 
@@ -98,7 +98,7 @@ def start_guard(root: Path) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C is for the script
+        start_new_session=True,  # a Ctrl-C is meant for the script
         cwd="/",
     )
 
@@ -114,7 +114,7 @@ def guard(root: str) -> None:
 
 
 def clear(root: Path) -> None:
-    """No process of the gangs under `root` is left, and nothing of their files.
+    """Ends all processes of the gangs under `root` and removes their files.
 
     Two may try at once, a guard and the next script: one waits for the other.
     """
@@ -131,7 +131,7 @@ def clear(root: Path) -> None:
 
 
 def clear_abandoned() -> None:
-    """What a script left whose guard was killed too. Whatever thread or event loop calls."""
+    """Clears up after scripts whose guard was killed too. May be called from any thread."""
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*"):
         try:
             is_ours = root.stat().st_uid == os.geteuid() and not root.is_symlink()

@@ -1,6 +1,6 @@
 """A control plane inside a script: the real controller over a store in memory.
 
-It has a thread and an event loop of its own; whoever launches only asks it.
+It has a thread and an event loop of its own, to which calls are submitted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ AFTER_GRACE_S = 5.0
 
 
 class Gang:
-    """One launch, as it is known."""
+    """One launch and the last known state of its training."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.is_removed = False
         self.last: Pass | None = None
-        self.fault: Exception | None = None  # why it cannot be watched, unless that may pass
-        self.results: dict[int, Any] = {}
+        self.fault: Exception | None = None  # why it cannot be observed, unless that may pass
+        self.results: dict[int, tuple[Any, str]] = {}
 
     @property
     def is_over(self) -> bool:
@@ -43,7 +43,7 @@ class Gang:
 
     @property
     def error(self) -> Exception | None:
-        """What the last pass ran into."""
+        """The error of the last pass."""
         return self.last.error if self.last else None
 
     @property
@@ -56,7 +56,7 @@ class Gang:
             self.fault = done.error
 
     def is_passed(self, since: float) -> bool:
-        """Whether a pass begun after `since` failed, or did all there was to do."""
+        """Whether a pass that started after `since` failed or had nothing more to do."""
         last = self.last
         if last is None or last.started_at < since:
             return False
@@ -82,7 +82,7 @@ class ScriptPlane:
             raise
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The outcome of `work`, done in the plane's own thread."""
+        """Runs `work` in the plane's own thread and returns its result."""
         try:
             self.check_open()
         except RuntimeError:
@@ -100,30 +100,30 @@ class ScriptPlane:
             raise RuntimeError("this executor is closed")
 
     def launch(self, training: Training) -> Gang:
-        """Asked for. When that fails, or is interrupted, nothing is left of it."""
+        """Launches the gang. If that fails or is interrupted, nothing of it is left."""
         gang = Gang(training)
         try:
             self.call(self._launch(gang))
         except BaseException as error:
-            with contextlib.suppress(AtollError):  # the controller goes on trying
+            with contextlib.suppress(AtollError):  # the controller keeps trying
                 self.call(self._delete(gang, is_away=isinstance(error, Temporary)))
             raise
         return gang
 
     def close(self) -> None:
-        """Every gang is stopped and gone. Raises where one is not; then it can be repeated."""
+        """Stops and removes every gang. Raises if one remains, and may then be repeated."""
         if not self._is_closed:
             self.call(self._close())
             self._end()
 
     def fault_of(self, gang: Gang) -> Exception | None:
-        """What keeps the gang from being watched."""
+        """The error that keeps the gang from being observed, if there is one."""
         return self._death or gang.fault
 
     async def cancel(self, gang: Gang) -> None:
-        """Stopping; and stopped, if the backend does it within the grace.
+        """Stops the gang, and waits for its end for the length of the grace.
 
-        Raises when the backend did not take it; that is tried again, unasked.
+        Raises if the backend did not accept it; the controller keeps trying.
         """
         if gang.is_over:
             return
@@ -141,7 +141,8 @@ class ScriptPlane:
     async def wait(
         self, gangs: Sequence[Gang], until: Callable[[], bool], deadline: float | None
     ) -> bool:
-        """Whether `until` came true in time. Raises what keeps a gang from being watched."""
+        """Whether `until` came true in time. Raises the error that keeps a gang from being
+        observed."""
         while not until():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -176,13 +177,13 @@ class ScriptPlane:
             tasks.create_task(self._follow())
 
     async def _follow(self) -> None:
-        """What the store says of each gang is known, and whoever waits for it is woken."""
+        """Copies what the store says to each gang, and wakes whoever waits for it."""
         while True:
             version = await self.store.version()
-            kept = {training.key: training for training in await self.store.list()}
+            stored = {training.key: training for training in await self.store.list()}
             for key, gang in self._gangs.items():
-                gang.training = kept.get(key, gang.training)
-                gang.is_removed = key not in kept
+                gang.training = stored.get(key, gang.training)
+                gang.is_removed = key not in stored
             self._wake()
             with contextlib.suppress(Gone):
                 async for change in self.store.watch(version):
@@ -191,7 +192,7 @@ class ScriptPlane:
                     self._wake()
 
     def _note_pass(self, done: Pass) -> None:
-        if gang := self._gangs.get(done.key):  # a backend may tell of what others launched
+        if gang := self._gangs.get(done.key):  # a backend may report what others launched
             gang.note(done)
             self._wake()
 
@@ -226,15 +227,16 @@ class ScriptPlane:
             raise Permanent(status.failing_message)
 
     async def _delete(self, gang: Gang, *, is_away: bool = False) -> None:
-        """Stopped and removed, logs too, within the grace; a backend that is away is not awaited.
+        """Stops and removes it with its logs, within the grace. `is_away`: without waiting for the
+        backend.
 
-        Raises what keeps the backend from letting go.
+        Raises the error that keeps the backend from removing it.
         """
         if gang.training.key not in self._gangs or gang.is_removed:
             return
         deadline = 0.0 if is_away else gang.grace_ends
         gang.fault = None
-        with contextlib.suppress(Exception):  # of what is released nothing more need be asked
+        with contextlib.suppress(Exception):  # nothing more is needed once it is released
             training = await self.store.get(gang.training.key)
             await self.store.update_spec(replace(training, deletion_requested_at=time.time()))
             await self.wait([gang], lambda: gang.is_removed, deadline)

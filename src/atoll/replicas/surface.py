@@ -34,13 +34,13 @@ from atoll.core.spec import (
 )
 from atoll.core.status import RankStatus, Training
 from atoll.rank.result import lines_expected, result_of, visible
-from atoll.replicas.entrypoints import Call, Entry, Module, Script, read_entry
+from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script, read_entry
 from atoll.replicas.plane import Gang, ScriptPlane
 
 Entrypoint = str | os.PathLike[str] | Callable[..., Any]
 
 NOTHING_YET = "(nothing to read yet)"
-RESULT_TAIL = 64  # lines in which the end of a result is looked for first
+RESULT_TAIL = 64  # number of last lines in which the end of a result is looked for first
 _SHIPPED = (
     "import base64\nfrom atoll.rank.replica_entry import main\nmain(base64.b64decode('{}'))\n"
 )
@@ -78,9 +78,9 @@ class ReplicaSurface:
         raise NotImplementedError
 
     def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
-        """The part of the spec that says what a rank runs. By default code travels with it."""
+        """The fields of the spec that say what a rank runs. By default they hold the code."""
         match entry:
-            case Call(payload):
+            case FunctionCall(payload):
                 content = _SHIPPED.format(base64.b64encode(payload).decode()).encode()
                 return {"source": Source(kind="script", content=content, filename="replica.py")}
             case Module(name, argv, variable):
@@ -91,7 +91,7 @@ class ReplicaSurface:
                 return {"source": source, "args": argv, "env": {ARGS_VARIABLE: variable}}
 
     def check_launch(self, spec: TrainingSpec) -> None:
-        """Raises ValidationError, naming the field, where this can never run here."""
+        """Raises ValidationError, naming the field, if the spec can never run here."""
         executor = self._plane.executor
         if isinstance(executor, Checking):
             executor.check(spec)
@@ -105,7 +105,7 @@ class ReplicaSurface:
         gpu: str | int | None = None,
         timeout: float | None = 3600,
     ) -> list[ReplicaHandle]:
-        """`n_replicas` replicas have been asked for; `handles[i].rank == i`.
+        """Launches `n_replicas` replicas and returns their handles; `handles[i].rank == i`.
 
         All of `entrypoint_args` reaches each of them: a script or module gets `--key value` and
         the whole as JSON in ATOLL_ENTRYPOINT_ARGS, a function gets keyword arguments. What is
@@ -134,7 +134,7 @@ class ReplicaSurface:
         return [ReplicaHandle(rank, uid, self.backend_name) for rank in range(n_replicas)]
 
     def poll(self, handle: ReplicaHandle) -> ReplicaState:
-        """How the replica is. Raises what keeps the backend from telling."""
+        """The state of the replica. Raises the error that keeps the backend from telling it."""
         gang = self._gang(handle)
         fault = self._plane.fault_of(gang)
         if fault is not None and not gang.is_over:
@@ -145,15 +145,15 @@ class ReplicaSurface:
         """The last `n_lines` lines it has printed; a placeholder while there are none."""
         check_int("n_lines", n_lines, 1, 10_000_000)
         lines = self._log(handle, n_lines)
-        shown = [text for text in map(visible, lines) if text is not None]
-        if len(shown) < len(lines) == n_lines:  # the rest was a result: look above it
-            shown = [t for t in map(visible, self._log(handle, None)) if t is not None][-n_lines:]
-        return "\n".join(shown) if shown else NOTHING_YET
+        printed = [text for text in map(visible, lines) if text is not None]
+        if len(printed) < len(lines) == n_lines:  # the rest was a result: look above it
+            printed = [t for t in map(visible, self._log(handle, None)) if t is not None][-n_lines:]
+        return "\n".join(printed) if printed else NOTHING_YET
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """The whole gang of this replica is stopped. Over or being stopped already is success.
+        """Stops the whole gang of this replica. Already ended or being stopped is success.
 
-        Raises when the backend did not take it: what may still run is not called cancelled.
+        Raises if the backend did not accept it: the replicas may still run then.
         """
         self._plane.call(self._plane.cancel(self._gang(handle)))
 
@@ -162,8 +162,8 @@ class ReplicaSurface:
     ) -> list[dict[str, Any]]:
         """How each replica ended, in the order of `handles`, once all have.
 
-        After `timeout` seconds those that have not ended are told as they are, with an `error`
-        saying so; collecting again goes on waiting.
+        After `timeout` seconds those that have not ended are reported as they are, with an `error`
+        that says so; another call continues to wait.
         """
         if timeout is not None:
             check_timeout(timeout)
@@ -178,7 +178,7 @@ class ReplicaSurface:
         return [self._report(gang, handle, timeout) for gang, handle in pairs]
 
     def close(self) -> None:
-        """Nothing that was launched is left, running or on disk."""
+        """Stops everything that was launched and removes its files."""
         if "_plane" in self.__dict__ and self._is_own():
             self._plane.close()
         atexit.unregister(self.close)
@@ -222,14 +222,14 @@ class ReplicaSurface:
         return self._plane.call(read())
 
     def _report(self, gang: Gang, handle: ReplicaHandle, timeout: float | None) -> dict[str, Any]:
-        found = rank_of(gang.training, handle.rank)
+        rank = rank_of(gang.training, handle.rank)
         state = state_of(gang.training, handle.rank)
-        ended = found.exit
+        ended = rank.exit
         result, trouble = self._result(gang, handle) if state in FINAL else (None, "")
-        error = error_of(gang.training, found, state)
+        error = error_of(gang.training, rank, state)
         if state not in FINAL:
             error = f"{state} after {timeout:g} s of waiting"
-            error += f": {found.message}" if found.message else ""
+            error += f": {rank.message}" if rank.message else ""
         return {
             "rank": handle.rank,
             "status": state,
@@ -238,22 +238,21 @@ class ReplicaSurface:
             "result": result,
             "signal": ended.signal if ended else None,
             "reason": ended.reason if ended else None,
-            "host": found.node,
-            "started_at": found.started_at,
+            "host": rank.node,
+            "started_at": rank.started_at,
             "ended_at": ended.at if ended else None,
         }
 
     def _result(self, gang: Gang, handle: ReplicaHandle) -> tuple[Any, str]:
-        """What the replica gave, and what is wrong with it."""
+        """The result of the replica, or None and why there is none."""
         if handle.rank not in gang.results:
             payload = self._result_payload(handle)
             try:
-                found = (None if payload is None else pickle.loads(payload), "")
+                outcome = (None if payload is None else pickle.loads(payload), "")
             except Exception as error:  # a class that only the replica has, for example
-                found = (None, f"the result cannot be read here: {error!r}")
-            gang.results[handle.rank] = found
-        outcome: tuple[Any, str] = gang.results[handle.rank]
-        return outcome
+                outcome = (None, f"the result cannot be read here: {error!r}")
+            gang.results[handle.rank] = outcome
+        return gang.results[handle.rank]
 
     def _result_payload(self, handle: ReplicaHandle) -> bytes | None:
         tail = self._log(handle, RESULT_TAIL)
@@ -264,25 +263,25 @@ class ReplicaSurface:
 
 
 def rank_of(training: Training, rank: int) -> RankStatus:
-    found = (r for r in training.status.ranks if r.rank == rank)
-    return next(found, RankStatus(rank=rank))
+    matching = (r for r in training.status.ranks if r.rank == rank)
+    return next(matching, RankStatus(rank=rank))
 
 
 def state_of(training: Training, rank: int) -> ReplicaState:
-    """A rank that was stopped, or never came to run, ended the way its gang did."""
-    found = rank_of(training, rank)
-    is_unfinished = found.phase == "Pending" and not training.status.phase.is_terminal
-    if found.phase in ("Running", "Succeeded", "Failed") or is_unfinished:
-        return STATES[found.phase]
+    """The state of a rank. One that was stopped or never ran ended the way its gang did."""
+    phase = rank_of(training, rank).phase
+    is_unfinished = phase == "Pending" and not training.status.phase.is_terminal
+    if phase in ("Running", "Succeeded", "Failed") or is_unfinished:
+        return STATES[phase]
     is_ended_by_us = training.spec.cancel or training.deletion_requested_at is not None
     return "cancelled" if is_ended_by_us and not training.status.failing else "failed"
 
 
-def error_of(training: Training, found: RankStatus, state: ReplicaState) -> str:
-    """Why it failed, in one line; empty if it did not."""
+def error_of(training: Training, rank: RankStatus, state: ReplicaState) -> str:
+    """Why the rank failed, in one line; empty if it did not."""
     if state != "failed":
         return ""
-    status, ended = training.status, found.exit
+    status, ended = training.status, rank.exit
     why = status.failing_message or status.message
     if ended is None:
         return why or "it was never started"
@@ -294,7 +293,7 @@ def error_of(training: Training, found: RankStatus, state: ReplicaState) -> str:
 
 
 def read_gpu(gpu: str | int | None) -> Resources:
-    """`2`, `"H100"` or `"H100:2"`, for each replica."""
+    """The resources of each replica for `2`, `"H100"` or `"H100:2"`."""
     if gpu is None:
         return Resources()
     if isinstance(gpu, int):

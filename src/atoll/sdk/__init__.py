@@ -1,1 +1,1 @@
-"""The client: every operation once, as a generator of effects, driven by either colour."""
+"""The Python client: each operation is one generator of effects, run blocking or async."""

@@ -1,4 +1,4 @@
-"""The way in: one Client, one control plane."""
+"""The client of one control plane, and the drivers that run its flows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Client:
 
     @classmethod
     def local(cls) -> Client:
-        """A control plane of its own, for tests and notebooks: gone on `close()`, with its ranks.
+        """A private control plane for tests and notebooks; `close()` ends it and its ranks.
 
         `with Client.local() as client: …`
         """
@@ -54,18 +54,18 @@ class Client:
         """Store a training and return its handle at once; `wait=` also waits, up to `timeout`.
 
         Options: see `atoll.sdk.options.DeployOptions`. Raises ValidationError before anything is
-        sent. A training whose wait fails goes on: `client.get(name)` finds it.
+        sent. If the wait fails, the training still exists: `client.get(name)` finds it.
         """
         spec, (wait, timeout) = stated_spec(name, options), wait_of(options)
-        made = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
-        training = DistributedTraining(self, made)
+        stored = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
+        training = DistributedTraining(self, stored)
         try:
             if wait == "min":
                 training.wait_until_min_world(timeout)
             if wait == "target":
                 training.wait_until_target_world(timeout)
         except BelowMinimumWorld as error:
-            error.add_note(_left(name))
+            error.add_note(_note(name))
             raise
         return training
 
@@ -73,15 +73,15 @@ class Client:
         self, name: str, **options: Unpack[DeployOptions]
     ) -> DistributedTraining:
         spec, (wait, timeout) = stated_spec(name, options), wait_of(options)
-        made = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
-        training = DistributedTraining(self, made)
+        stored = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
+        training = DistributedTraining(self, stored)
         try:
             if wait == "min":
                 await training.wait_until_min_world_async(timeout)
             if wait == "target":
                 await training.wait_until_target_world_async(timeout)
         except BelowMinimumWorld as error:
-            error.add_note(_left(name))
+            error.add_note(_note(name))
             raise
         return training
 
@@ -95,23 +95,23 @@ class Client:
         return DistributedTraining(self, await self.arun(flows.get(name)))
 
     def list(self, phase: str | None = None, prefix: str | None = None) -> Trainings:
-        """All trainings by name, or those in that phase, or whose names begin so."""
-        found = self.run(flows.list_all(phase, prefix))
-        return [DistributedTraining(self, training) for training in found]
+        """Trainings sorted by name; `phase`, and `prefix` of the name, narrow the list."""
+        records = self.run(flows.list_all(phase, prefix))
+        return [DistributedTraining(self, training) for training in records]
 
     async def list_async(self, phase: str | None = None, prefix: str | None = None) -> Trainings:
-        found = await self.arun(flows.list_all(phase, prefix))
-        return [DistributedTraining(self, training) for training in found]
+        records = await self.arun(flows.list_all(phase, prefix))
+        return [DistributedTraining(self, training) for training in records]
 
     def executors(self) -> Executors:
-        """Where trainings can run, and whether each of these places answers now."""
+        """Executors that trainings can run on, and whether each is reachable now."""
         return self.run(flows.executors()).items
 
     async def executors_async(self) -> Executors:
         return (await self.arun(flows.executors())).items
 
     def close(self) -> None:
-        """Connections closed; a private control plane ends, with its trainings."""
+        """Closes the connections; a private control plane ends, with its trainings."""
         self.wire.close()
         self.endpoint.close()
 
@@ -121,7 +121,7 @@ class Client:
         await asyncio.to_thread(self.close)
 
     def run(self, flow: Flow[T]) -> T:
-        """For the handles and the command line: a flow, run to its end."""
+        """Runs a flow to its end and returns its result; for the handles and the command line."""
         return drive(flow, self.wire)
 
     async def arun(self, flow: Flow[T]) -> T:
@@ -150,12 +150,12 @@ class Client:
         await self.close_async()
 
     def _shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        """What a local rank shares with its caller: the directory, and where programs are."""
+        """Fields that a local rank shares with its caller: the directory and the search paths."""
         return self.endpoint.shared(spec) if spec.executor in (None, "local") else {}
 
 
-def _left(name: str) -> str:
-    return f"the training goes on: client.get({name!r}) finds it, and its delete() removes it"
+def _note(name: str) -> str:
+    return f"the training still exists: client.get({name!r}) finds it, and its delete() removes it"
 
 
 def drive(flow: Flow[T], wire: Wire) -> T:

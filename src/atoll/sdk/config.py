@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +59,8 @@ def read(path: Path | None = None) -> Config:
 
 
 def digest_of(content: bytes) -> str:
+    import hashlib
+
     return hashlib.sha256(content).hexdigest()
 
 

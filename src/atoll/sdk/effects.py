@@ -1,4 +1,7 @@
-"""What a flow asks its driver for. A flow is a generator: it yields these and is sent answers."""
+"""Effects: what a flow asks its driver to do.
+
+A flow is a generator that yields effects; the driver performs each and sends back the answer.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,26 @@ T = TypeVar("T")
 
 
 class Send(NamedTuple):
-    """One request. Answered with a Reply; a lost connection is thrown as Temporary."""
+    """One request. The answer is a Reply; a lost connection is thrown as Temporary."""
 
     method: str
     path: str
     query: Mapping[str, Any] = {}
     body: bytes | None = None
     headers: Mapping[str, str] = {}
-    timeout: float | None = None  # for the answer; the driver's own if there is none
+    timeout: float | None = None  # seconds to wait for the answer; None for the driver's default
 
 
 class Reply(NamedTuple):
     status: int
     body: bytes
-    release: str | None = None  # of the control plane, if it says so
+    release: str | None = None  # of the control plane, if the answer names it
 
 
 class NextChange(NamedTuple):
-    """The next change after that version. Answered with a Change, or None when there is no more.
+    """The next change after a version. The answer is a Change, or None when there is no more.
 
-    None says nothing about why: time is up, or the connection broke. The flow reads again.
+    None means that time is up or that the connection broke; the flow then reads again.
     """
 
     path: str

@@ -11,10 +11,7 @@ import fcntl
 import json
 import os
 import select
-import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -28,6 +25,8 @@ from atoll.sdk.endpoint import Address, here
 from atoll.sdk.release import OtherRelease, difference
 
 if TYPE_CHECKING:
+    import subprocess
+
     from atoll.core.spec import TrainingSpec
 
 START_S = 60.0
@@ -120,6 +119,8 @@ class Private:
             if self._is_closed:
                 raise Permanent("this client is closed, and its control plane is gone")
             if self._where is None:
+                import tempfile
+
                 self._where = Path(tempfile.mkdtemp(prefix="atoll-"))
                 self._owner = os.getpid()
             self._server = self._alive()
@@ -144,6 +145,8 @@ class Private:
                     if self._server.stop():
                         break
             self._server = None
+        import shutil
+
         shutil.rmtree(where, ignore_errors=True)
 
     def _alive(self, where: Path | None = None) -> Started:
@@ -166,6 +169,8 @@ class Started:
 
     def stop(self) -> bool:
         """An owned one stops its ranks when its input ends. False if it died before it had."""
+        import subprocess
+
         assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(b"end\n")
@@ -181,6 +186,8 @@ class Started:
 
 def start(where: Path, *, is_owned: bool = False) -> Started:
     """A server on a free loopback port, once it answers. Raises Permanent if it does not."""
+    import subprocess
+
     command = [sys.executable, "-m", "atoll.cli", "serve", "--json", "--state-dir", str(where)]
     command += ["--port", "0", *(["--owned"] if is_owned else [])]
     if (file := config.find()) is not None:

@@ -1,4 +1,4 @@
-"""Where the control plane is. A remote one has a fixed address; the user's own is started."""
+"""Endpoints: where the control plane is, at a fixed address or started on this machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-# Where programs and their parts are: a rank finds what its caller would find, whichever shell the
-# control plane was started from.
+# Where programs and libraries are: a local rank finds what its caller would find, whichever shell
+# the control plane was started from.
 SHARED_ENV = (
     "CONDA_PREFIX",
     "CUDA_VISIBLE_DEVICES",
@@ -37,20 +37,20 @@ class Address(NamedTuple):
 
 class Endpoint(Protocol):
     def address(self) -> Address:
-        """Where to send requests now; may start a control plane, and may block while it does."""
+        """Where to send requests. May start a control plane, and blocks while it starts."""
 
     def lost(self) -> None:
-        """Nobody listens there any more: find out again next time."""
+        """Nothing listens at the address any more: the next `address()` looks it up again."""
 
     def shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        """Fields of the spec that the caller's machine decides, if ranks run on it."""
+        """Fields of the spec that come from the caller's machine if ranks run on it."""
 
     def close(self) -> None:
-        """Whatever was started only for this client is gone."""
+        """Ends whatever was started only for this client."""
 
 
 class Fixed:
-    """An address that was given."""
+    """An endpoint at a fixed address."""
 
     def __init__(self, url: str, token: str | None) -> None:
         parts = urlsplit(url)
@@ -74,7 +74,7 @@ class Fixed:
 
 
 def here(spec: TrainingSpec) -> dict[str, Any]:
-    """As the caller's shell would run it; what the spec says wins."""
+    """The caller's directory and search paths; values in the spec take precedence."""
     env = {name: os.environ[name] for name in SHARED_ENV if name in os.environ}
     return {"working_dir": spec.working_dir or _current_directory(), "env": env | spec.env}
 
@@ -84,12 +84,12 @@ def _current_directory() -> str:
         return os.getcwd()
     except OSError as error:
         raise ValidationError(
-            "working_dir", None, "the current directory is gone: name one that is there"
+            "working_dir", None, "the current directory no longer exists: name one that does"
         ) from error
 
 
 def chosen(url: str | None, token: str | None) -> Endpoint:
-    """What was given, else ATOLL_URL and ATOLL_TOKEN, else the user's own control plane."""
+    """The endpoint at `url`, else at ATOLL_URL, else the user's own local control plane."""
     url = url or os.environ.get("ATOLL_URL")
     token = token or os.environ.get("ATOLL_TOKEN")
     if url:

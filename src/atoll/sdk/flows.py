@@ -1,7 +1,7 @@
-"""Every operation of the SDK once, with no I/O: generators of effects.
+"""Flows: every operation of the SDK once, as a generator of effects, without I/O.
 
-Both drivers in `drive.py` run them, so sync and async cannot differ. Waits are here too: read,
-test, then wait for the server to push a change; every state is tested, the last one too.
+The blocking and the async driver in `client.py` run the same flows, so they cannot differ. A wait
+reads the training, tests it, then waits until the server pushes a change; it tests every state.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from atoll.sdk.requests import PATIENCE_S, Clock, answered, new_retry, send
 T = TypeVar("T")
 
 READ_S = 10.0
-WATCH_S = 86_400.0  # then there is another one: neither threads nor the server take any number
+WATCH_S = 86_400.0  # the longest single watch: threads and the server refuse larger timeouts
 FOREVER_S = 1e12
 LAST_READ_S = 2.0  # for the read after a deadline
 ALL = "/v1/trainings"
 
 
 class Who(NamedTuple):
-    """A training of one name may be deleted and another made: the uid tells them apart."""
+    """One training. A name may be used again after a delete; the uid tells the two apart."""
 
     name: str
     uid: str
@@ -56,13 +56,13 @@ class EventPage(Model, frozen=True):
     items: list[Event]
 
 
-# What a state means to a wait: an answer, None for "not yet", or an error raised.
+# What a state means to a wait: its result, None for "not yet", or an error that it raises.
 Settle = Callable[[Training], T | None]
 OnRead = Callable[[Training], object]
 
 
 def ignore(training: Training) -> None:
-    """For those who do not care to see every state."""
+    """The callback that does nothing."""
 
 
 def create(
@@ -72,7 +72,7 @@ def create(
     headers: Mapping[str, str] | None = None,
     clock: Clock = time.monotonic,
 ) -> Flow[Training]:
-    """Stored once, however often the request has to be repeated."""
+    """The stored training. It is stored once, however often the request is repeated."""
     effect = Send(
         "POST", ALL, body=encode(spec), headers={"Idempotency-Key": key, **(headers or {})}
     )
@@ -80,11 +80,11 @@ def create(
 
 
 def deploy(spec: TrainingSpec, shared: Mapping[str, Any], key: str) -> Flow[Training]:
-    """Stored; with `shared`, the fields that a rank beside the caller gets, if it runs there.
+    """The stored training; with `shared`, the fields of a rank that runs on the caller's machine.
 
-    A control plane on this machine need not run ranks on it: the way to a cluster's may lead
-    through a port here. So `local` is asked for first, and is refused where it is not, or is not
-    the default.
+    A control plane at a local address may run ranks elsewhere: the address may be a port that
+    is forwarded to a cluster. So `local` is asked for first; the server refuses it if it has no
+    such executor or if another is the default.
     """
     if shared:
         headers = {} if spec.executor else {"Atoll-If-Default": "local"}
@@ -108,7 +108,7 @@ def read(
     answer_s: float = READ_S,
     clock: Clock = time.monotonic,
 ) -> Flow[Training]:
-    """As it is now. `answer_s` is for one answer, `patience_s` for all attempts."""
+    """The training as it is now. `answer_s` limits one answer, `patience_s` all attempts."""
     effect = Send("GET", who.path, timeout=answer_s)
     training = answered((yield from send(effect, patience_s=patience_s, clock=clock)), Training)
     if training.uid != who.uid:
@@ -122,19 +122,19 @@ def executors() -> Flow[ExecutorList]:
 
 
 def list_all(phase: str | None = None, prefix: str | None = None) -> Flow[list[Training]]:
-    """Every page."""
-    found: list[Training] = []
+    """The trainings of all pages."""
+    trainings: list[Training] = []
     query = {"limit": 500, "phase": phase, "prefix": prefix}
     while True:
         page = answered((yield from send(Send("GET", ALL, query))), TrainingList)
-        found += page.items
+        trainings += page.items
         if page.continue_ is None:
-            return found
+            return trainings
         query = {**query, "continue": page.continue_}
 
 
 def scale(last: Training, target: int) -> Flow[Training]:
-    """Asked for, if the training is not over; a training known to be over is not even read."""
+    """Asks for `target` ranks. Raises UDTerminalState, without a request if `last` is over."""
     size = last.spec.world_size
     if isinstance(target, bool) or not isinstance(target, int) or target < 1:
         raise WorldSizeOutOfBounds(target, size.min, size.max)
@@ -150,7 +150,7 @@ def scale(last: Training, target: int) -> Flow[Training]:
 
 
 def cancel(who: Who) -> Flow[Training | None]:
-    """Asked for. A training that is gone has nothing left to cancel."""
+    """Asks to cancel. Returns None if the training no longer exists."""
     try:
         yield from read(who)  # never cancel another training of the same name
         return answered((yield from send(Send("POST", f"{who.path}/cancel"))), Training)
@@ -161,19 +161,20 @@ def cancel(who: Who) -> Flow[Training | None]:
 def delete(
     who: Who, timeout: float, *, on_read: OnRead = ignore, clock: Clock = time.monotonic
 ) -> Flow[None]:
-    """Asked for; then, for `timeout`, until the record is gone. Already gone is success."""
+    """Asks to delete, then waits up to `timeout` until the record is gone. Gone is success."""
     deadline = clock() + min(timeout, FOREVER_S)
     try:
         training = yield from read(who, clock=clock)
         yield from send(Send("DELETE", who.path), clock=clock)
-        while (left := deadline - clock()) > 0:
-            training = yield from _next(who, training, left, clock=clock)
+        while (left_s := deadline - clock()) > 0:
+            training = yield from _next(who, training, left_s, clock=clock)
             on_read(training)
             if kind := absence(training):
                 why = "is not configured" if kind == MISSING else "cannot be reached"
                 raise Temporary(
                     f"{who.name!r} is not removed yet: its executor {training.executor!r} {why}, "
-                    "and only there can its ranks be stopped; it is removed once that is back"
+                    "and only that executor can stop its ranks; the training is removed once it "
+                    "is back"
                 )
     except NotFound:
         return
@@ -204,10 +205,10 @@ def wait(
     on_read: OnRead = ignore,
     clock: Clock = time.monotonic,
 ) -> Flow[T]:
-    """Until `settle` answers. `timeout=0` reads once; a last read follows the deadline.
+    """The result of `settle`, once it has one. `timeout=0` reads once.
 
-    `at_entry` sees the state the wait began with, unless the server could not be asked then;
-    `on_read` sees every state.
+    `at_entry` sees the first state, unless the server cannot be reached then;
+    `on_read` sees every state. A last read follows the deadline.
     """
     deadline = inf if timeout is None else clock() + min(timeout, FOREVER_S)
     try:
@@ -223,8 +224,8 @@ def wait(
         answer = settle(training)
         if answer is not None:
             return answer
-        left = deadline - clock()
-        if left <= 0:
+        left_s = deadline - clock()
+        if left_s <= 0:
             ready = training.status.world.ready
             raise BelowMinimumWorld(
                 _late(training, needed(training), timeout or 0.0),
@@ -233,23 +234,23 @@ def wait(
                 timeout=timeout,
                 rank_exits=training.status.rank_exits,
             )
-        training = yield from _next(who, training, left, settle, clock=clock)
+        training = yield from _next(who, training, left_s, settle, clock=clock)
 
 
 def _next(
     who: Who,
     training: Training,
-    left: float,
+    left_s: float,
     settle: Settle[T] = ignore,
     *,
     clock: Clock = time.monotonic,
 ) -> Flow[Training]:
-    """The next state there is to know: pushed, or read when nothing can be pushed.
+    """The next state of the training: pushed by the server, or read if the watch breaks.
 
-    Once time is up it is read a last time; where even that fails, the old state is all there is.
+    Once time is up it is read a last time; if that fails too, the old state is returned.
     """
-    deadline = clock() + left
-    retry = new_retry(left, clock)
+    deadline = clock() + left_s
+    retry = new_retry(left_s, clock)
     while True:
         watch_s = inf if deadline == inf else min(deadline - clock(), WATCH_S)
         change = yield NextChange(who.path, training.resource_version, watch_s)
@@ -260,15 +261,15 @@ def _next(
                 raise NotFound("training", who.name)
             return change.training  # type: ignore[no-any-return]
         patience_s = max(0.0, deadline - clock())
-        # A line that has gone silent must not hold a wait much longer than it was to last.
+        # A silent connection must not hold a wait much longer than its timeout.
         answer_s = min(max(patience_s, LAST_READ_S), READ_S)
         try:
-            found = yield from read(who, patience_s=patience_s, answer_s=answer_s, clock=clock)
+            newest = yield from read(who, patience_s=patience_s, answer_s=answer_s, clock=clock)
         except Temporary:
             return training
-        if found.resource_version != training.resource_version or clock() >= deadline:
-            return found
-        # Connected, but not for long: a server that drops every watch is not asked in a rush.
+        if newest.resource_version != training.resource_version or clock() >= deadline:
+            return newest
+        # The watch broke at once: pause before the next, as the server may drop every one.
         yield Pause(retry.pause_s() or 0.0)
 
 
@@ -305,7 +306,7 @@ def _refuse_if_over(training: Training) -> None:
 
 
 def ended(training: Training) -> WorldStatus:
-    """The result of a training known to be over."""
+    """The result of a training that is over."""
     answer = _ended(training)
     assert answer is not None
     return answer

@@ -1,4 +1,4 @@
-"""The options of `deploy_distributed`, and the spec they make. Nothing is sent from here."""
+"""The options of `deploy_distributed`, and the spec built from them. Sends nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Wait = Literal["min", "target"]
 
 
 class DeployOptions(TypedDict, total=False):
-    """What `deploy_distributed` takes after the name. Either `command` or `source` is needed."""
+    """The options of `deploy_distributed`. Either `command` or `source` is required."""
 
     command: Sequence[str]
     source: str | Path | Callable[..., Any]
@@ -65,7 +65,7 @@ WAIT_TIMEOUT_S = 600.0
 
 
 def wait_of(options: DeployOptions) -> tuple[Wait | None, float]:
-    """What to wait for after the create, and how long. Checked before anything is sent."""
+    """What to wait for after the create, and how long. Raises ValidationError."""
     wait, timeout = options.get("wait"), options.get("timeout")
     if wait not in (None, "min", "target"):
         raise ValidationError("wait", wait, "expected 'min' or 'target', or nothing")
@@ -75,33 +75,33 @@ def wait_of(options: DeployOptions) -> tuple[Wait | None, float]:
 
 
 def spec_of(name: str, options: DeployOptions) -> TrainingSpec:
-    """The spec; raises ValidationError naming the option that is wrong. `None` is unset."""
-    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    for option in given:
-        _check_known(option, given[option])
-    given.pop("wait", None)
-    given.pop("timeout", None)
+    """The spec. Raises ValidationError that names the wrong option. `None` means unset."""
+    remaining: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    for option in remaining:
+        _check_known(option, remaining[option])
+    remaining.pop("wait", None)
+    remaining.pop("timeout", None)
 
     def take(*names: str) -> dict[str, Any]:
-        return {name: given.pop(name) for name in names if name in given}
+        return {name: remaining.pop(name) for name in names if name in remaining}
 
-    if type(given.get("cpu")) in (int, float):
-        given["cpu"] = f"{given['cpu']:g}"
+    if type(remaining.get("cpu")) in (int, float):
+        remaining["cpu"] = f"{remaining['cpu']:g}"
     sections: dict[str, Any] = {
         "resources": Resources(
-            **_listed(take("cpu", "memory", "gpu_count", "gpu_models", "min_gpu_memory_gb"))
+            **_as_json(take("cpu", "memory", "gpu_count", "gpu_models", "min_gpu_memory_gb"))
         ),
         "bench": _bench(take("bench", "bench_placement", "bench_require_gbps")),
         "rendezvous": _rendezvous(take("rendezvous_backend", "rendezvous_uri")),
     }
-    # A section that says nothing new is not sent at all.
+    # A section that equals its default is not sent.
     changed = {name: part for name, part in sections.items() if part != type(part)()}
     return TrainingSpec(
         name=name,
-        world_size=_world_size(given.pop("world_size", 1)),
-        source=_source(given.pop("source", None)),
+        world_size=_world_size(remaining.pop("world_size", 1)),
+        source=_source(remaining.pop("source", None)),
         **changed,
-        **_listed(_placed(given)),
+        **_as_json(_spec_fields(remaining)),
     )
 
 
@@ -113,27 +113,28 @@ def _check_known(option: str, value: Any) -> None:
     raise ValidationError(option, value, f"there is no such option{hint}")
 
 
-def _listed(given: dict[str, Any]) -> dict[str, Any]:
-    """Tuples and mappings as the lists and dicts that travel."""
+def _as_json(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with tuples as lists and mappings as dicts, as JSON has them."""
     return {
         name: list(value)
         if isinstance(value, tuple)
         else dict(value)
         if isinstance(value, Mapping)
         else value
-        for name, value in given.items()
+        for name, value in options.items()
     }
 
 
-def _placed(given: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(given.get("working_dir"), str | Path):
-        given["working_dir"] = os.path.abspath(given["working_dir"])
-    kind = given.get("provider_filter")
-    if kind is not None and not isinstance(kind, ProviderFilter):
+def _spec_fields(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that are fields of the spec, with `working_dir` absolute."""
+    if isinstance(options.get("working_dir"), str | Path):
+        options["working_dir"] = os.path.abspath(options["working_dir"])
+    providers = options.get("provider_filter")
+    if providers is not None and not isinstance(providers, ProviderFilter):
         raise ValidationError(
-            "provider_filter", kind, "expected ProviderFilter(include=…, exclude=…)"
+            "provider_filter", providers, "expected ProviderFilter(include=…, exclude=…)"
         )
-    return given
+    return options
 
 
 def _world_size(value: Any) -> Any:
@@ -142,20 +143,20 @@ def _world_size(value: Any) -> Any:
     return value
 
 
-def _bench(given: dict[str, Any]) -> BenchSpec:
-    mode = given.get("bench", "off")
+def _bench(options: dict[str, Any]) -> BenchSpec:
+    mode = options.get("bench", "off")
     if mode == "off":
         return BenchSpec()
     return BenchSpec(
         mode=mode,
-        placement=given.get("bench_placement", "preferred"),
-        require_gbps=given.get("bench_require_gbps"),
+        placement=options.get("bench_placement", "preferred"),
+        require_gbps=options.get("bench_require_gbps"),
     )
 
 
-def _rendezvous(given: dict[str, Any]) -> RendezvousSpec:
-    named = {name.removeprefix("rendezvous_"): value for name, value in given.items()}
-    return RendezvousSpec(**named)
+def _rendezvous(options: dict[str, Any]) -> RendezvousSpec:
+    fields = {name.removeprefix("rendezvous_"): value for name, value in options.items()}
+    return RendezvousSpec(**fields)
 
 
 def _source(value: Any) -> Source | None:
@@ -168,9 +169,9 @@ def _source(value: Any) -> Source | None:
     raise ValidationError("source", value, "expected the path of a script, or a function")
 
 
-# Leaves room for the rest of the body, which is JSON with this in base64.
+# Base64 makes this a third larger, and the body of the request has room for the rest.
 MAX_BYTES = 44 * 2**20
-# A call of one of these runs nothing: the rank would end at once, and well.
+# Calling one of these runs nothing: the rank would succeed at once.
 LAZY = (
     (inspect.iscoroutinefunction, "an async one"),
     (inspect.isasyncgenfunction, "an async generator"),
@@ -194,9 +195,9 @@ def script_source(path: Path) -> Source:
 
 
 def function_source(function: Callable[..., Any]) -> Source:
-    """Pickled by value, with the helpers of its module and what it closes over.
+    """The function, pickled by value with the helpers of its module and its closure.
 
-    Other modules travel by name: they are imported on the rank, from `sys.path` as it is here.
+    Other modules are pickled by name: the rank imports them from the same `sys.path`.
     """
     import cloudpickle
 
@@ -209,7 +210,7 @@ def function_source(function: Callable[..., Any]) -> Source:
         if is_by_name:
             cloudpickle.register_pickle_by_value(module)
         content = cloudpickle.dumps(function)
-    except Exception as error:  # anything may be closed over, and fail in its own way
+    except Exception as error:  # pickling arbitrary objects may raise anything
         reason = f"cannot be shipped: {type(error).__name__}: {error}"
         raise ValidationError("source", function, reason) from error
     finally:
@@ -226,7 +227,7 @@ def _home(function: Callable[..., Any]) -> str:
 
 
 def _start() -> str | None:
-    """Where this program imports its own modules from."""
+    """The directory this program imports its own modules from."""
     first = sys.path[0] if sys.path else ""
     return str(Path(first).resolve()) if Path(first).is_dir() else None
 

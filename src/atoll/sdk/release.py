@@ -1,4 +1,4 @@
-"""Two releases that talk to each other: which is the older one, and what to do about it."""
+"""A client and a control plane of different releases: which is older, and what to do."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from atoll.core.model import UNKNOWN_FIELD
 from atoll.core.problem import Problem
 
 HEADER = "Atoll-Release"  # of every answer
-SILENT = "0.1"  # the release that says nothing of itself
+SILENT = "0.1"  # the release of a control plane that does not name one
 
 
 class OtherRelease(UserWarning):
-    """The control plane in use is not of this release."""
+    """The control plane in use has another release than this client."""
 
 
 def difference(release: str | None) -> str:
-    """How the control plane's release differs from this one, in words; nothing if it does not."""
+    """How the release of the control plane differs from this one, in words; empty if equal."""
     theirs, ours = release or SILENT, atoll.__version__
     return "" if theirs == ours else f"the control plane is atoll {theirs}, this is atoll {ours}"
 
@@ -29,7 +29,7 @@ def is_older(release: str | None) -> bool:
 
 
 def explained(problem: Problem, release: str | None) -> Problem:
-    """A refusal of something that the control plane does not know says why, if its release does."""
+    """The problem; an unknown field or path is explained by the difference of releases, if any."""
     is_foreign_path = problem.type == "about:blank" and problem.status in (404, 405)
     words = difference(release)
     if not words or not (is_foreign_path or problem.expected == UNKNOWN_FIELD):

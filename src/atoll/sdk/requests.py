@@ -1,4 +1,4 @@
-"""One request: sent, retried while that may help, and its answer or error."""
+"""One request: how it is sent, when it is retried, and how its answer or error is read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from atoll.sdk.release import explained
 
 Clock = Callable[[], float]
 
-FOREIGN = "this is not the answer of an atoll control plane, is its address right?"
-PATIENCE_S = 5.0  # how long one request is retried over a server that is not there
+FOREIGN = "this is not the answer of an atoll control plane; check its address"
+PATIENCE_S = 5.0  # how long one request is retried while the server is not reachable
 
 
 def send(
     effect: Send, *, patience_s: float = PATIENCE_S, clock: Clock = time.monotonic
 ) -> Flow[bytes]:
-    """The body of a 2xx answer; other answers are raised. What is temporary is retried."""
+    """The body of a 2xx answer; other answers are raised. Temporary errors are retried."""
     retry = new_retry(patience_s, clock)
     while True:
         try:
@@ -54,7 +54,7 @@ def accepted(reply: Reply) -> bytes:
 
 
 def answered(body: bytes, kind: type[T]) -> T:
-    """A body as what was asked for. One that is not says nothing about the caller's input."""
+    """The body as a `kind`. Raises Permanent, as a bad answer is no fault of the caller's input."""
     try:
         return decode(body, kind)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The handle of one training. Pairs of one-liners over the flows, sync and `_async`."""
+"""The handle of one training: each method runs a flow, once blocking and once `_async`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DELETE_S = 60.0
 
 
 class DistributedTraining:
-    """A training on the control plane: what it is now, and what can be done with it.
+    """A training on the control plane: its state, and the operations on it.
 
     Properties read from the server until the training is over; `last` is what was read last.
     As a context manager it deletes the training on leaving.
@@ -118,7 +118,7 @@ class DistributedTraining:
         return self._run(flows.usage(self._who))
 
     def refresh(self) -> Training:
-        """Read again, and everything known of it."""
+        """Reads the training from the server and returns all of it."""
         return self._keep(self._run(flows.read(self._who)))
 
     async def refresh_async(self) -> Training:
@@ -143,7 +143,7 @@ class DistributedTraining:
         return await self._arun(self._watched(flows.wait_until_min_world, timeout))
 
     def wait_until_target_world(self, timeout: float | None = 600) -> WorldStatus:
-        """Returns when the newest target was seen by the controller and is met."""
+        """Returns when the controller has seen the newest target and its ranks are ready."""
         return self._run(self._watched(flows.wait_until_target_world, timeout))
 
     async def wait_until_target_world_async(self, timeout: float | None = 600) -> WorldStatus:
@@ -171,16 +171,16 @@ class DistributedTraining:
         return await self._arun(self._watched(flows.result, timeout))
 
     def cancel(self) -> None:
-        """The ranks are being stopped, the record is kept. Nothing happens if it is over."""
-        found = self._run(flows.cancel(self._who))
-        self._keep(found or self.last)
+        """Asks to stop the ranks and keeps the record. Does nothing if the training is over."""
+        training = self._run(flows.cancel(self._who))
+        self._keep(training or self.last)
 
     async def cancel_async(self) -> None:
-        found = await self._arun(flows.cancel(self._who))
-        self._keep(found or self.last)
+        training = await self._arun(flows.cancel(self._who))
+        self._keep(training or self.last)
 
     def delete(self, timeout: float = DELETE_S) -> None:
-        """Removed with its ranks and logs. Returns when it is gone, or after `timeout`."""
+        """Removes the training, its ranks and logs. Returns when it is gone, or after `timeout`."""
         check_timeout(timeout)
         self._is_deleted = True
         self._run(flows.delete(self._who, timeout, on_read=self._keep))
@@ -201,9 +201,9 @@ class DistributedTraining:
     def logs(
         self, rank: int | None = None, tail: int | None = None, follow: bool = False
     ) -> list[LogLine] | Iterator[LogLine]:
-        """Lines with their rank; `tail` is per rank. `follow` gives them as they come."""
-        found = logs.lines(self._client.wire, self._position(rank, tail, follow))
-        return found if follow else list(found)
+        """Log lines with their rank; `tail` is per rank. `follow` yields them as they come."""
+        lines = logs.lines(self._client.wire, self._position(rank, tail, follow))
+        return lines if follow else list(lines)
 
     @overload
     async def logs_async(
@@ -216,8 +216,8 @@ class DistributedTraining:
     async def logs_async(
         self, rank: int | None = None, tail: int | None = None, follow: bool = False
     ) -> list[LogLine] | AsyncIterator[LogLine]:
-        found = logs.alines(self._client.wire, self._position(rank, tail, follow))
-        return found if follow else [line async for line in found]
+        lines = logs.alines(self._client.wire, self._position(rank, tail, follow))
+        return lines if follow else [line async for line in lines]
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
@@ -270,7 +270,7 @@ class DistributedTraining:
         return await self._client.arun(flow)
 
     def _now(self) -> Training:
-        """As it is now. What is over does not change, and what was deleted here stays readable."""
+        """The newest state; the last one read if the training is over or this handle deleted it."""
         if self.last.status.phase.is_terminal:
             return self.last
         try:
@@ -301,7 +301,7 @@ def _seconds(since: float | datetime | None) -> float | None:
 
 @contextlib.contextmanager
 def _unmasked(error: BaseException | None) -> Iterator[None]:
-    """A failure to clean up is raised, unless something worse is on its way already."""
+    """Raises a failed clean-up, or adds it as a note to the error that is already raised."""
     try:
         yield
     except AtollError as failure:

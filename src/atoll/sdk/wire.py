@@ -1,6 +1,6 @@
 """HTTP for the drivers: performs effects, once blocking and once with asyncio.
 
-A lost connection becomes Temporary here; what to do about it is decided in the flows.
+A lost connection becomes Temporary here; the flows decide what to do about it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from atoll.sdk.release import HEADER
 if TYPE_CHECKING:
     import httpx2
 
-    # What answers a blocking request. httpx2 is loaded only for what is not on this machine.
+    # Clients for blocking requests. httpx2 is imported only for remote control planes.
     Blocking = LoopbackClient | httpx2.Client
     Answer = LoopbackAnswer | httpx2.Response
 
 
 class Parser:
-    """Chunks in, changes out. Raises Temporary when the server ends the stream with an error."""
+    """Parses server-sent events. Raises Temporary when the server ends the stream with an error."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -63,37 +63,37 @@ def _change(block: bytes) -> Change | None:
 
 CONNECT_S = 5.0
 READ_S = 30.0  # three heartbeats of the server
-SLOWEST = 200_000.0  # bytes a second that an upload may take
+SLOWEST = 200_000.0  # bytes per second of the slowest upload allowed
 
 
 class Wire:
-    """All connections of one Client. Threads and event loops may share it; a fork starts anew."""
+    """Connections of one Client. Threads and event loops may share it; a fork opens its own."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._made: tuple[int, Address, Blocking] | None = None
+        self._current: tuple[int, Address, Blocking] | None = None
         self._old: list[tuple[int, Address, Blocking]] = []
         self._lock = threading.Lock()
 
     def close(self) -> None:
         with self._lock:
-            made = [*self._old, *([self._made] if self._made else ())]
-            self._made, self._old = None, []
-        for pid, _, client in made:
+            clients = [*self._old, *([self._current] if self._current else ())]
+            self._current, self._old = None, []
+        for pid, _, client in clients:
             if pid == os.getpid():
                 client.close()
 
     def client(self) -> Blocking:
         with self._lock:
             address = self.endpoint.address()
-            if self._made is None or self._made[:2] != (os.getpid(), address):
-                if self._made is not None:
-                    self._old.append(self._made)  # another thread may be using it still
-                self._made = os.getpid(), address, _blocking(address)
-            return self._made[2]
+            if self._current is None or self._current[:2] != (os.getpid(), address):
+                if self._current is not None:
+                    self._old.append(self._current)  # another thread may still use it
+                self._current = os.getpid(), address, _blocking(address)
+            return self._current[2]
 
     def async_client(self) -> httpx2.AsyncClient:
-        """A new one: connections belong to one event loop, and to one operation."""
+        """A new client: its connections belong to one event loop, and to one operation."""
         import httpx2
 
         return httpx2.AsyncClient(**_settings(self.endpoint.address()))
@@ -143,7 +143,7 @@ class Performer:
 
 
 class AsyncPerformer:
-    """The same on an event loop. Nobody else pays for the import of asyncio."""
+    """The same on an event loop. Only this class imports asyncio, which is slow to load."""
 
     def __init__(self, wire: Wire) -> None:
         import asyncio
@@ -247,7 +247,7 @@ def _request(effect: Send) -> dict[str, Any]:
 
 
 def _timeout(seconds: float) -> tuple[float, float, float, float | None]:
-    """To connect, to read, to write, and for a free connection: of those there are enough."""
+    """Seconds to connect, read and write; no limit to wait for a free connection."""
     return min(seconds, CONNECT_S), seconds, seconds, None
 
 
@@ -260,7 +260,7 @@ def _watch_request(effect: NextChange) -> dict[str, Any]:
 
 
 def stream_request(effect: Send) -> dict[str, Any]:
-    """For an answer that is read as it comes; heartbeats tell a slow server from a dead one."""
+    """A request whose answer is read as it comes; heartbeats tell slow servers from dead ones."""
     return _request(effect) | {"timeout": _timeout(READ_S)}
 
 
@@ -281,7 +281,7 @@ async def _aparsed(response: httpx2.Response) -> AsyncIterator[Change]:
 
 @contextlib.contextmanager
 def _cut_off(response: Answer, after_s: float) -> Iterator[None]:
-    """A blocked read ends at the deadline, whatever the other side does."""
+    """Shuts the connection down after `after_s`, so that a blocked read ends."""
     if after_s == inf:
         yield
         return
@@ -305,7 +305,7 @@ def _cut_off(response: Answer, after_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def translated(endpoint: Endpoint) -> Iterator[None]:
-    """Errors of the connection as ours."""
+    """Raises errors of the connection as errors of atoll."""
     try:
         yield
     except Unreachable as error:

@@ -1,4 +1,4 @@
-"""What every door asks before a training is stored: who will run it, and will they?"""
+"""Admission: names the executor of a training before it is stored, and lets it refuse the spec."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from atoll.server.operations import Plane
 
 
 def default_executor(plane: Plane) -> str | None:
-    """Where a training runs that does not say."""
+    """The executor of a training that names none."""
     return plane.setup.default_of(plane.executors)
 
 
 def admitted(spec: TrainingSpec, plane: Plane) -> TrainingSpec:
-    """As it is stored, its executor named. Raises ValidationError if none here will run it."""
+    """The spec to store, with its executor named. Raises ValidationError if none accepts it."""
     name = default_executor(plane) if spec.executor is None else spec.executor
     executor = plane.executors.get(name or "")
     if executor is None:
         raise ValidationError("executor", name, plane.setup.refusal(name, plane.executors))
-    named = replace(spec, executor=name)
+    spec = replace(spec, executor=name)
     if isinstance(executor, Checking):
-        executor.check(named)
-    return named
+        executor.check(spec)
+    return spec
 
 
 def executor_of(training: Training, plane: Plane) -> Executor:
-    """The one that has its ranks, and their logs."""
+    """The executor that has the ranks and logs of a training. Raises Temporary without it."""
     executor = plane.executors.get(training.executor)
     if executor is None:
         why = plane.setup.refusal(training.executor, plane.executors)
-        raise Temporary(f"its executor {training.executor!r} is not here: {why}")
+        raise Temporary(f"the executor {training.executor!r} is not available: {why}")
     return executor

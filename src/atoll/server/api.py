@@ -11,7 +11,7 @@ from atoll.core.problem import Problem
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import PlacedLine, Training, TrainingList, Usage
 from atoll.server import reports, trainings
-from atoll.server.operations import NDJSON, SSE, Answer, Call, Operation, Said, json_answer
+from atoll.server.operations import NDJSON, SSE, Answer, AnswerDoc, ApiCall, Operation, json_answer
 from atoll.server.problems import MEDIA_TYPE
 
 ONE = "/v1/trainings/{name}"
@@ -22,69 +22,69 @@ class Health(Model, frozen=True, omit_defaults=False):
     status: str = "ok"
 
 
-async def healthz(call: Call) -> Answer:
+async def healthz(call: ApiCall) -> Answer:
     return json_answer(Health())
 
 
-async def readyz(call: Call) -> Answer:
-    """Ready when the store answers; a store that cannot be read is a 503 or 500."""
+async def readyz(call: ApiCall) -> Answer:
+    """Ready when the store answers; 503 or 500 when it cannot be read."""
     await call.plane.store.version()
     return json_answer(Health())
 
 
-async def metrics(call: Call) -> Answer:
+async def metrics(call: ApiCall) -> Answer:
     text, media_type = call.plane.gauges.exposition()
     return Response(text, media_type=media_type)
 
 
-def _refused(what: str) -> Said:
-    return Said(what, Problem, MEDIA_TYPE)
+def _problem(description: str) -> AnswerDoc:
+    return AnswerDoc(description, Problem, MEDIA_TYPE)
 
 
-_BAD = {400: _refused("A field or option is not valid; the answer names it.")}
-_DENIED = {401: _refused("No token, or one that is not known.")}
-_MISSING = {404: _refused("There is no such training in this namespace.")}
-_COMMON = _BAD | _DENIED | {503: _refused("It may work later.")}
+_BAD = {400: _problem("A field or option is not valid; the answer names it.")}
+_DENIED = {401: _problem("The token is missing or unknown.")}
+_MISSING = {404: _problem("This namespace has no such training.")}
+_COMMON = _BAD | _DENIED | {503: _problem("The request cannot be served now; try again later.")}
 _NAMED = _COMMON | _MISSING
-_GONE = {410: _refused("`after` is older than the oldest version kept.")}
-_LARGE = {413: _refused("The body is too large.")}
-_TRAINING = Said("The training.", Training)
-_IS = Said("It is.", Health)
-_IS_NOT = Said("It is not.", Problem, MEDIA_TYPE)
-_WATCHED = Said("The training; with `watch`, a stream of its changes.", Training)
+_GONE = {410: _problem("`after` is older than the oldest version in the store.")}
+_LARGE = {413: _problem("The body is too large.")}
+_TRAINING = AnswerDoc("The training.", Training)
+_YES = AnswerDoc("Yes.", Health)
+_NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
+_WATCHED = AnswerDoc("The training; with `watch`, a stream of its changes.", Training)
 
 NATIVE = (
     Operation(
         "POST",
         ALL,
         trainings.create,
-        "Store a training; its ranks are started soon after.",
+        "Store a training; its ranks start soon after.",
         {
-            201: Said("Stored.", Training),
-            200: Said("This idempotency key had made it before.", Training),
-            409: _refused("The name is taken, or the key was used for something else."),
+            201: AnswerDoc("Stored.", Training),
+            200: AnswerDoc("An earlier request with this idempotency key stored it.", Training),
+            409: _problem("The name is taken, or the key was used for something else."),
             **_COMMON,
             **_LARGE,
         },
         body=TrainingSpec,
         headers={
-            "Idempotency-Key": "A create repeated with the same key makes one training.",
-            trainings.IF_DEFAULT: "Refused with 400 unless this executor is the default.",
+            "Idempotency-Key": "Requests repeated with the same key create one training.",
+            trainings.IF_DEFAULT: "The answer is 400 unless this executor is the default.",
         },
     ),
     Operation(
         "GET",
         ALL,
         trainings.read_many,
-        "Trainings by name, a page at a time; or, with `watch`, a stream of their changes.",
-        {200: Said("One page.", TrainingList), **_COMMON, **_GONE},
+        "List trainings by name, one page at a time; with `watch`, stream their changes.",
+        {200: AnswerDoc("One page of trainings.", TrainingList), **_COMMON, **_GONE},
         query=trainings.ListQuery,
     ),
     Operation(
         "GET",
         ONE,
         trainings.read,
-        "One training; or, with `watch`, a stream of its changes after a version.",
+        "Read one training; with `watch`, stream its changes after a version.",
         {200: _WATCHED, **_NAMED, **_GONE},
         query=trainings.OneQuery,
     ),
@@ -93,14 +93,14 @@ NATIVE = (
         ONE,
         trainings.delete,
         "Stop the ranks, then remove the record.",
-        {202: Said("It is being removed.", trainings.Removal), **_NAMED},
+        {202: AnswerDoc("The training is being removed.", trainings.Removal), **_NAMED},
     ),
     Operation(
         "POST",
         f"{ONE}/scale",
         trainings.scale,
         "Ask for another number of ranks, within the bounds of the training.",
-        {200: _TRAINING, 409: _refused("The training is over."), **_NAMED, **_LARGE},
+        {200: _TRAINING, 409: _problem("The training is over."), **_NAMED, **_LARGE},
         body=trainings.Scale,
     ),
     Operation(
@@ -114,57 +114,60 @@ NATIVE = (
         "GET",
         f"{ONE}/logs",
         reports.logs,
-        "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, first the "
-        '`places` they begin at; `{"cut":true}` last where the server goes away.',
-        {200: Said("Lines.", PlacedLine, NDJSON), **_NAMED},
+        "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, the first "
+        "line holds the `places` the log lines begin at. The last line is "
+        '`{"cut":true}` if the server shuts down before the logs end.',
+        {200: AnswerDoc("Log lines.", PlacedLine, NDJSON), **_NAMED},
         query=reports.LogQuery,
     ),
     Operation(
         "GET",
         f"{ONE}/events",
         reports.events,
-        "What happened, newest first.",
-        {200: Said("Events.", reports.EventList), **_NAMED},
+        "Events of a training, newest first.",
+        {200: AnswerDoc("Events.", reports.EventList), **_NAMED},
         query=reports.EventQuery,
     ),
     Operation(
         "GET",
         f"{ONE}/metrics",
         reports.metrics,
-        "The training in numbers.",
-        {200: Said("Numbers.", Metrics), **_NAMED},
+        "Metrics of a training.",
+        {200: AnswerDoc("Metrics.", Metrics), **_NAMED},
         query=reports.ReportQuery,
     ),
     Operation(
         "GET",
         f"{ONE}/usage",
         reports.usage,
-        "Seconds that ranks and GPUs were used.",
-        {200: Said("Seconds.", Usage), **_NAMED},
+        "Rank-seconds and GPU-seconds that a training has used.",
+        {200: AnswerDoc("Usage.", Usage), **_NAMED},
         query=reports.ReportQuery,
     ),
     Operation(
         "GET",
         "/v1/executors",
         reports.executors,
-        "Where trainings can run, and whether each of these places answers now.",
-        {200: Said("All of them.", ExecutorList), **_COMMON},
+        "Executors that trainings can run on, and whether each is reachable now.",
+        {200: AnswerDoc("All executors.", ExecutorList), **_COMMON},
     ),
-    Operation("GET", "/healthz", healthz, "Is the server there?", {200: _IS}, is_open=True),
+    Operation(
+        "GET", "/healthz", healthz, "Whether the server is running.", {200: _YES}, is_open=True
+    ),
     Operation(
         "GET",
         "/readyz",
         readyz,
-        "Can it work?",
-        {200: _IS, 500: _IS_NOT, 503: _IS_NOT},
+        "Whether the server can serve requests: its store answers.",
+        {200: _YES, 500: _NO, 503: _NO},
         is_open=True,
     ),
     Operation(
         "GET",
         "/metrics",
         metrics,
-        "Totals for Prometheus.",
-        {200: Said("Series.", str, "text/plain")},
+        "Totals of the server, in the Prometheus text format.",
+        {200: AnswerDoc("Metrics as text.", str, "text/plain")},
         is_open=True,
     ),
 )

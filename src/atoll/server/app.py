@@ -1,4 +1,4 @@
-"""The server as an ASGI application: rows in, routes, document and error answers out."""
+"""The server as an ASGI application: its routes, its OpenAPI document, its error answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def create_app(
     gauges: Gauges | None = None,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
 ) -> Router:
-    """The whole HTTP face of one control plane.
+    """The HTTP server of one control plane.
 
     `lifespan` is entered when the server starts. Call `streams.close()` when shutdown begins, so
     that open watches end.
@@ -63,13 +63,13 @@ async def _openapi(request: Request) -> Response:
 
 @cache
 def _document() -> bytes:
-    from atoll.server.openapi import document  # which few ever ask for
+    from atoll.server.openapi import document  # slow to import, and rarely asked for
 
     return encode(document(api.NATIVE, api.STREAMED))
 
 
 def _on_stray(request: Request, error: Exception) -> Response:
-    """A path or method that there is not: the clients of `/deployments` read another dialect."""
+    """Answers an unknown path or method, in the dialect of the client that asks."""
     is_foreign = request.url.path.startswith("/deployments")
     on_error = answers.on_error if is_foreign else problems.on_error
     return on_error(request, error)

@@ -1,4 +1,4 @@
-"""Bearer tokens: kept only as hashes, each good for one namespace."""
+"""Bearer tokens: stored only as hashes, each valid for one namespace."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from atoll.server.operations import Plane
 
 
 def new_token() -> str:
-    """256 bits; said once, never stored."""
+    """A new random token of 256 bits. It is shown once and never stored."""
     return f"atoll_{secrets.token_urlsafe(32)}"
 
 
 def hashed(token: str) -> str:
-    # Tokens are long and random, so a plain hash is as good as a slow one.
+    # Tokens are long and random, so a fast hash is as safe as a slow one.
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 async def caller(plane: Plane, request: Request) -> str:
-    """The namespace of the token that came with the request. Raises Denied."""
+    """The namespace of the token in the request. Raises Denied if none is valid."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if not token.strip():
         raise Denied("no token: send 'Authorization: Bearer <token>' (atoll token create)")
@@ -30,5 +30,5 @@ async def caller(plane: Plane, request: Request) -> str:
         raise Denied(f"expected a Bearer token, got {scheme[:20]!r}")
     namespace = await plane.tokens.namespace_of(hashed(token.strip()))
     if namespace is None:
-        raise Denied("this token is not known here: make one with 'atoll token create'")
+        raise Denied("this token is unknown here: create one with 'atoll token create'")
     return namespace

@@ -1,4 +1,4 @@
-"""Work that goes on beside a block, and not longer."""
+"""A background task that lives as long as a `with` block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 async def beside(
     work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object] | None = None
 ) -> AsyncIterator[None]:
-    """`work` runs while the block does. What it failed with is raised when the block is left."""
+    """Runs `work` until the block ends, then cancels it; an error of `work` is raised then."""
     task = asyncio.create_task(work)
     if on_end is not None:
         task.add_done_callback(on_end)

@@ -1,4 +1,4 @@
-"""The executors of this control plane over HTTP: which there are, and whether they answer."""
+"""The executors of a control plane: which are configured, and whether each is reachable."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Setup:
     """What a control plane was started with."""
 
     kinds: Mapping[str, str] = field(default_factory=dict)
-    unusable: Mapping[str, str] = field(default_factory=dict)  # configured, but why it is not here
+    unusable: Mapping[str, str] = field(default_factory=dict)  # configured, but not usable: why
     default: str | None = None
     config: str | None = None  # the file
     is_changed: Callable[[], bool] = lambda: False
-    restart: str = ""  # how it can be started with another file, if it can
+    restart: str = ""  # how to start the control plane with a new file; empty if it cannot be
 
     def default_of(self, executors: Mapping[str, Executor]) -> str | None:
-        """Where a training runs that does not say: `local` if that is here, else the first."""
+        """The executor of a training that names none: `local` if there is one, else the first."""
         if self.default is not None:
             return self.default
         return LOCAL if LOCAL in executors else next(iter(executors), None)
 
     def refusal(self, name: str | None, executors: Mapping[str, Executor]) -> str:
-        """Why no training can be started on that executor, and what to do about it."""
+        """Why no training can start on that executor, and what to do about it."""
         if name is not None and name in self.unusable:
             return f"{self.unusable[name]}; once that is put right, {self.restart}"
         text = f"this control plane has: {', '.join(sorted(executors)) or 'none'}"
@@ -42,14 +42,14 @@ class Setup:
         return f"{text}; it was started {origin}{changed}; to start it anew, {self.restart}"
 
     def remark(self) -> str:
-        """What a reader of the list should know besides."""
+        """A note for readers of the list; empty if there is nothing to say."""
         if not self.is_changed():
             return ""
         return f"{self.config} has changed since the control plane was started: {self.restart}"
 
 
 async def probed(executors: Mapping[str, Executor], setup: Setup) -> ExecutorList:
-    """All of them, asked at once; each has `PROBE_S` to answer."""
+    """The status of every executor. All are probed at once, and each has `PROBE_S` to answer."""
     default = setup.default_of(executors)
     reasons = await asyncio.gather(*(_why_not(executor) for executor in executors.values()))
     whys = {**dict(zip(executors, reasons, strict=True)), **setup.unusable}
@@ -67,7 +67,7 @@ async def probed(executors: Mapping[str, Executor], setup: Setup) -> ExecutorLis
 
 
 async def _why_not(executor: Executor) -> str:
-    """In one line; nothing if it answers."""
+    """Why the executor is not reachable, in one line; empty if it answers."""
     if not isinstance(executor, Probing):
         return ""
     try:

@@ -1,6 +1,6 @@
-"""What `/metrics` shows, kept up to date by following the store, so that a scrape is cheap.
+"""The figures of `/metrics`. They follow changes in the store, so that a scrape is cheap.
 
-prometheus_client is imported at the first scrape: most local control planes never have one.
+prometheus_client is imported at the first scrape: most local control planes are never scraped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from atoll.core.status import Training
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
-class Tallied(NamedTuple):
+class TrainingCounts(NamedTuple):
+    """What one training adds to the totals."""
+
     phase: str
     ranks: Counter[str]
     restarts: int
@@ -27,34 +29,34 @@ class Gauges:
     """Trainings by phase, ranks by phase, restarts, and how long reconciling took."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, Tallied] = {}
+        self._by_uid: dict[str, TrainingCounts] = {}
         self.restarts = 0
         self._buckets = [0] * (len(BOUNDS_S) + 1)
         self._sum_s = 0.0
 
     def reconciled(self, seconds: float) -> None:
-        """For the controller: one pass over one training took so long."""
+        """Records how long one pass of the controller over one training took."""
         self._buckets[bisect.bisect_left(BOUNDS_S, seconds)] += 1
         self._sum_s += seconds
 
     async def follow(self, store: Store) -> None:
-        """Runs until cancelled."""
+        """Keeps the counts up to date until it is cancelled."""
         while True:
             after = await store.version()
-            self._seen = {t.uid: _tallied(t) for t in await store.list()}
+            self._by_uid = {t.uid: _counts(t) for t in await store.list()}
             try:
                 async for change in store.watch(after):
-                    self._take(change.training, is_removed=change.is_removed)
+                    self._update(change.training, is_removed=change.is_removed)
                 return
             except Gone:
                 continue
 
-    def _take(self, training: Training, *, is_removed: bool) -> None:
-        before = self._seen.pop(training.uid, None)
-        now = _tallied(training)
+    def _update(self, training: Training, *, is_removed: bool) -> None:
+        before = self._by_uid.pop(training.uid, None)
+        now = _counts(training)
         self.restarts += max(0, now.restarts - (before.restarts if before else 0))
         if not is_removed:
-            self._seen[training.uid] = now
+            self._by_uid[training.uid] = now
 
     def exposition(self) -> tuple[bytes, str]:
         """The text and its content type."""
@@ -73,11 +75,11 @@ class Gauges:
         )
 
         trainings = GaugeMetricFamily("atoll_trainings", "Trainings by phase.", labels=["phase"])
-        phases = Counter(seen.phase or "new" for seen in self._seen.values())
+        phases = Counter(counts.phase or "new" for counts in self._by_uid.values())
         _fill(trainings, ("new", "pending", "ready", "succeeded", "failed", "cancelled"), phases)
         yield trainings
         ranks = GaugeMetricFamily("atoll_ranks", "Ranks by phase.", labels=["phase"])
-        total = sum((seen.ranks for seen in self._seen.values()), Counter[str]())
+        total = sum((counts.ranks for counts in self._by_uid.values()), Counter[str]())
         _fill(ranks, ("Pending", "Running", "Succeeded", "Failed", "Stopped"), total)
         yield ranks
         yield CounterMetricFamily(
@@ -108,10 +110,10 @@ def _fill(family: Any, labels: Iterable[str], counts: Counter[str]) -> None:
         family.add_metric([label], counts[label])
 
 
-def _tallied(training: Training) -> Tallied:
+def _counts(training: Training) -> TrainingCounts:
     status = training.status
     every = (*status.ranks, *status.retired)
-    return Tallied(
+    return TrainingCounts(
         status.phase.value,
         Counter(rank.phase for rank in status.ranks),
         sum(rank.restarts for rank in every),

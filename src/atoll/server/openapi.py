@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the rows that make the routes."""
+"""The OpenAPI 3.1 document, built from the same rows as the routes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EVENT = {
     "required": ["event", "data"],
 }
 
-# What core/spec.py checks beyond types and bounds, for the reader: schema, field, rules.
+# Rules that core/spec.py checks beyond types and bounds: schema, field, what to document.
 RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Resources", "cpu", _or_null(_QUANTITY)),
     ("Resources", "memory", _or_null(_QUANTITY)),
@@ -45,10 +45,10 @@ RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
 
 def document(operations: Sequence[Operation], streamed: Mapping[str, str]) -> dict[str, Any]:
     kinds = [op.body for op in operations if op.body is not None]
-    kinds += [said.body for op in operations for said in op.answers.values() if said.body]
-    unique = list({id(kind): kind for kind in kinds}.values())
-    schemas, components = msgspec.json.schema_components(unique, ref_template=REF)
-    schema_of = dict(zip(map(id, unique), schemas, strict=True))
+    kinds += [answer.body for op in operations for answer in op.answers.values() if answer.body]
+    distinct = list({id(kind): kind for kind in kinds}.values())
+    schemas, components = msgspec.json.schema_components(distinct, ref_template=REF)
+    schema_of = dict(zip(map(id, distinct), schemas, strict=True))
     for schema, field, rules in RULES:
         components[schema]["properties"][field] |= rules
     paths: dict[str, Any] = {}
@@ -69,47 +69,49 @@ def document(operations: Sequence[Operation], streamed: Mapping[str, str]) -> di
 def _operation(
     op: Operation, schema_of: Mapping[int, Any], streamed: Mapping[str, str]
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "operationId": op.handler.__name__ + ("" if op.path.startswith("/v1") else "_server"),
         "summary": op.summary,
         "parameters": list(_parameters(op)),
         "responses": {},
     }
     if op.is_open:
-        told["security"] = []
+        entry["security"] = []
     if op.body is not None:
         content = {"application/json": {"schema": schema_of[id(op.body)]}}
-        told["requestBody"] = {"required": True, "content": content}
-    for status, said in sorted(op.answers.items()):
-        content = {said.media_type: {"schema": schema_of[id(said.body)]}}
+        entry["requestBody"] = {"required": True, "content": content}
+    for status, answer in sorted(op.answers.items()):
+        content = {answer.media_type: {"schema": schema_of[id(answer.body)]}}
         if op.method == "GET" and status == 200 and op.path in streamed:
             content[SSE] = {"schema": _EVENT}
-        told["responses"][str(status)] = {"description": said.what, "content": content}
-    return told
+        entry["responses"][str(status)] = {"description": answer.description, "content": content}
+    return entry
 
 
 def _parameters(op: Operation) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    parameters: list[dict[str, Any]] = []
     if op.is_named:
         label = {"type": "string", "pattern": NAME_PATTERN}
-        found.append({"name": "name", "in": "path", "required": True, "schema": label})
-    for name, what in op.headers.items():
+        parameters.append({"name": "name", "in": "path", "required": True, "schema": label})
+    for name, description in op.headers.items():
         schema: dict[str, Any] = {
             "type": "string",
             "minLength": 1,
             "maxLength": 200,
             "pattern": "^[!-~]+$",
         }
-        found.append({"name": name, "in": "header", "description": what, "schema": schema})
+        parameters.append(
+            {"name": name, "in": "header", "description": description, "schema": schema}
+        )
     query = msgspec.json.schema(op.query)
     properties = query["$defs"][op.query.__name__]["properties"]
     for name, schema in properties.items():
-        found.append({"name": name, "in": "query", "schema": _optional(schema)})
-    return found
+        parameters.append({"name": name, "in": "query", "schema": _optional(schema)})
+    return parameters
 
 
 def _optional(schema: dict[str, Any]) -> dict[str, Any]:
-    """An option is left out, never null."""
+    """The schema of a query option, which may be left out but is never null."""
     if "anyOf" not in schema:
         return schema
     rest = [choice for choice in schema["anyOf"] if choice != {"type": "null"}]

@@ -1,6 +1,6 @@
-"""What an endpoint is: one row that makes both the route and its part of the OpenAPI document.
+"""Operations: one row for each endpoint, from which its route and its OpenAPI entry are built.
 
-Queries and bodies are msgspec structs, so what is documented is what is checked.
+Queries and bodies are msgspec structs, so the document says exactly what is checked.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_BODY_BYTES = 64 * 2**20  # a shipped function travels in the body
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base of all queries: an unknown option is refused, not ignored."""
+    """The base of all queries. An unknown option is refused, not ignored."""
 
 
 class NoQuery(Query, frozen=True):
@@ -44,7 +44,7 @@ class NoQuery(Query, frozen=True):
 
 @dataclass(frozen=True)
 class Plane:
-    """All that handlers act on."""
+    """The parts of the control plane that handlers use."""
 
     store: Store
     tokens: Tokens
@@ -55,7 +55,7 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Call:
+class ApiCall:
     """One request, decoded and checked."""
 
     plane: Plane
@@ -71,16 +71,16 @@ class Call:
 
 
 Answer = Response
-Handler = Callable[[Call], Awaitable[Answer]]
-# Who calls: the namespace, or Denied. `None` for an endpoint that is open to all.
+Handler = Callable[[ApiCall], Awaitable[Answer]]
+# The namespace of the caller. Raises Denied.
 Guard = Callable[[Plane, Request], Awaitable[str]]
 
 
-class Said(NamedTuple):
+class AnswerDoc(NamedTuple):
     """One documented answer."""
 
-    what: str
-    body: Any = None  # a type
+    description: str
+    body: Any = None  # its type
     media_type: str = JSON
 
 
@@ -89,13 +89,13 @@ class Operation:
     """One row of the API."""
 
     method: Method
-    path: str  # with {name} where a training is named
+    path: str  # `{name}` stands for the name of a training
     handler: Handler
     summary: str
-    answers: Mapping[int, Said]
+    answers: Mapping[int, AnswerDoc]
     query: type[Query] = NoQuery
     body: type | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)  # those read: name, what for
+    headers: Mapping[str, str] = field(default_factory=dict)  # name and purpose of each it reads
     is_open: bool = False
 
     @property
@@ -117,13 +117,13 @@ def _route(operation: Operation, plane: Plane, guard: Guard, on_error: OnError) 
             check_name("name", name)
         query = read_query(request, operation.query)
         body = None if operation.body is None else decode(await read_body(request), operation.body)
-        return await operation.handler(Call(plane, request, namespace, name, query, body))
+        return await operation.handler(ApiCall(plane, request, namespace, name, query, body))
 
     return Route(operation.method, operation.path, run, on_error)
 
 
 async def read_body(request: Request) -> bytes:
-    """The body; refused as soon as it is known to be too large, while the rest is on its way."""
+    """The body of the request. Raises 413 as soon as it is too large, before the rest arrives."""
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
         raise HTTPException(413)
@@ -138,25 +138,25 @@ async def read_body(request: Request) -> bytes:
 
 
 def read_query(request: Request, kind: type[Q]) -> Q:
-    """The query as a `kind`. Only fields that are lists may be given more than once."""
-    given: dict[str, Any] = {}
+    """The query as a `kind`. Only options that are lists may be repeated."""
+    options: dict[str, Any] = {}
     fields = msgspec.structs.fields(kind)
     lists = {f.encode_name for f in fields if "list" in str(f.type)}
     switches = {f.encode_name for f in fields if f.type is bool}
     for name, value in request.query_params.multi_items():
         if name in lists:
-            given.setdefault(name, []).append(value)
-        elif name in given:
+            options.setdefault(name, []).append(value)
+        elif name in options:
             raise ValidationError(name, value, "expected this option once")
         else:
             # `?watch` alone means yes, as in the Kubernetes API.
-            given[name] = "true" if name in switches and value == "" else value
+            options[name] = "true" if name in switches and value == "" else value
     try:
-        query = msgspec.convert(given, kind, strict=False)
+        query = msgspec.convert(options, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise named(error, kind, given) from error
-    for name, value in given.items():
-        if value == "null" and name not in lists:  # which msgspec takes for None
+        raise named(error, kind, options) from error
+    for name, value in options.items():
+        if value == "null" and name not in lists:  # msgspec reads it as None
             raise ValidationError(name, value, "expected a value, or leave the option out")
     return query
 
@@ -165,8 +165,8 @@ def json_answer(value: Any, status: int = 200, **headers: str) -> Answer:
     return Response(encode(value), status_code=status, media_type=JSON, headers=headers)
 
 
-class Stream(StreamingResponse):
-    """An answer in chunks, whose source is closed when the client goes away."""
+class StreamAnswer(StreamingResponse):
+    """An answer in chunks. Its source is closed when the client disconnects."""
 
     def __init__(
         self, chunks: AsyncGenerator[bytes, None], media_type: str, headers: Mapping[str, str]
@@ -180,5 +180,7 @@ class Stream(StreamingResponse):
 
 
 def stream_answer(chunks: AsyncGenerator[bytes, None], media_type: str) -> Answer:
-    # Proxies must not gather a stream before they pass it on.
-    return Stream(chunks, media_type, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    # Proxies must not buffer a stream.
+    return StreamAnswer(
+        chunks, media_type, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    )

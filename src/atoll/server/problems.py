@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: one table from the type of an error to its status."""
+"""Errors as HTTP answers: one table maps the type of an error to its status."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return _answer(_refusal(request, error), _headers(error))
     log.error("%s %s", request.method, request.url.path, exc_info=error)
-    detail = "atoll made a mistake; the server's log has the details"
+    detail = "internal error in atoll; the log of the server has the details"
     return _answer(Problem(title="InternalError", status=500, detail=detail), {})
 
 
@@ -63,7 +63,7 @@ def _headers(error: errors.AtollError | HTTPException) -> Mapping[str, str]:
 
 
 def _refusal(request: Request, error: HTTPException) -> Problem:
-    """What no handler sees: no such path, no such method, too large a body."""
+    """Errors raised before a handler runs: no such path, no such method, a body too large."""
     detail = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 413:
         detail = f"the body is too large: expected at most {MAX_BODY_BYTES / 2**20:g} MiB"

@@ -1,4 +1,4 @@
-"""What a training says of itself: logs, events, metrics, usage."""
+"""Reports on a training over HTTP: logs, events, metrics, usage; and the list of executors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from atoll.server.executors import probed
 from atoll.server.operations import (
     NDJSON,
     Answer,
-    Call,
+    ApiCall,
     Query,
     json_answer,
     stream_answer,
@@ -33,11 +33,11 @@ from atoll.server.operations import (
 log = logging.getLogger(__name__)
 
 BEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
-CUT = b'{"cut":true}\n'  # the server or the backend goes away; ask again for the rest
+CUT = b'{"cut":true}\n'  # the server or the backend went away: ask again for the rest
 
 
 class ReportQuery(Query, frozen=True):
-    # Only of the training with this uid: another one may have taken its name.
+    # Answer only for the training with this uid: another one may have its name by now.
     uid: Annotated[str, Meta(max_length=200)] | None = None
 
 
@@ -45,7 +45,7 @@ class LogQuery(ReportQuery, frozen=True):
     rank: list[RankNumber] = []
     tail: LineCount | None = None
     follow: bool = False
-    # Go on after these lines, by rank: the `at` of each, or the places told first. `0:120,3:8`
+    # Continue after these lines, as `rank:at,…`: the `at` of a line, or the `places` sent first.
     places: (
         Annotated[str, Meta(pattern="^[0-9]{1,10}:[0-9]{1,19}(,[0-9]{1,10}:[0-9]{1,19})*$")] | None
     ) = None
@@ -59,19 +59,19 @@ class EventList(Model, frozen=True):
     items: list[Event]
 
 
-async def logs(call: Call) -> Answer:
+async def logs(call: ApiCall) -> Answer:
     query: LogQuery = call.query
-    training = await _meant(call)
+    training = await _training(call)
     executor = executor_of(training, call.plane)
     end = End(training)
     follow = end.is_reached if query.follow else None
-    lines, head = await _begun(executor, training, query, follow)
+    lines, head = await _open_logs(executor, training, query, follow)
     watched = end.watched(call.plane.store) if query.follow else contextlib.nullcontext()
     source = _encoded(lines, watched, head)
     return stream_answer(call.plane.streams.run(source, beat=BEAT, cut=CUT), NDJSON)
 
 
-async def executors(call: Call) -> Answer:
+async def executors(call: ApiCall) -> Answer:
     return json_answer(await probed(call.plane.executors, call.plane.setup))
 
 
@@ -89,23 +89,23 @@ class End:
         return beside(self._follow(store))
 
     async def _follow(self, store: Store) -> None:
-        seen = self._training
+        training = self._training
         while not self._is_over:
             try:
-                async for change in store.watch(seen.resource_version, seen.key):
+                async for change in store.watch(training.resource_version, training.key):
                     self._is_over = change.is_removed or change.training.status.phase.is_terminal
                     if self._is_over:
                         return
                 return
             except Gone:
-                seen = await store.get(seen.key)
-                self._is_over = seen.status.phase.is_terminal
+                training = await store.get(training.key)
+                self._is_over = training.status.phase.is_terminal
 
 
-async def _begun(
+async def _open_logs(
     executor: Executor, training: Training, query: LogQuery, follow: Callable[[], bool] | None
 ) -> tuple[AsyncIterator[LogLine], bytes]:
-    """The lines; and where they begin, for a reader that may have to come back for the rest."""
+    """The log lines, and the first line of the answer: the places to resume from, or nothing."""
     ranks = query.rank or None
     if query.places is not None and not isinstance(executor, Resuming):
         expected = f"the executor {training.executor!r} has none: leave them out"
@@ -139,24 +139,25 @@ async def _encoded(
                 await lines.aclose()
 
 
-async def _meant(call: Call) -> Training:
+async def _training(call: ApiCall) -> Training:
+    """The training the request names. Raises NotFound if its `uid` is another."""
     training = await call.plane.store.get(call.key)
     if call.query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
     return training
 
 
-async def events(call: Call) -> Answer:
-    await _meant(call)
-    found = await call.plane.store.events(call.key, since=call.query.since)
-    return json_answer(EventList(items=list(found)))
+async def events(call: ApiCall) -> Answer:
+    await _training(call)
+    newest_first = await call.plane.store.events(call.key, since=call.query.since)
+    return json_answer(EventList(items=list(newest_first)))
 
 
-async def usage(call: Call) -> Answer:
-    training = await _meant(call)
+async def usage(call: ApiCall) -> Answer:
+    training = await _training(call)
     return json_answer(used(training, time.time()))
 
 
-async def metrics(call: Call) -> Answer:
-    training = await _meant(call)
+async def metrics(call: ApiCall) -> Answer:
+    training = await _training(call)
     return json_answer(measured(training, time.time()))

@@ -1,6 +1,6 @@
-"""From a path and a method to an endpoint, and from an error to an answer: the ASGI application.
+"""Routing: the ASGI application that finds the endpoint of a request and answers its errors.
 
-Paths are looked up in a table. Slashes that are doubled or last do not count.
+Paths are looked up in a table. Doubled and trailing slashes are ignored.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Route(NamedTuple):
     on_error: OnError
 
 
-class Place(NamedTuple):
-    """One path of the table."""
+class PathRoutes(NamedTuple):
+    """The routes of one path, by method."""
 
     methods: dict[str, Route]
     name_at: int | None  # which part of the path is the name
@@ -42,25 +42,25 @@ class Table:
     """Every route by the parts of its path."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        self._places: dict[tuple[str, ...], Place] = {}
+        self._paths: dict[tuple[str, ...], PathRoutes] = {}
         for route in routes:
             parts = _parts(route.path)
             name_at = parts.index(NAME) if NAME in parts else None
-            place = self._places.setdefault(parts, Place({}, name_at))
-            place.methods[route.method] = route
-        self._depth = max(map(len, self._places), default=0)
+            path_routes = self._paths.setdefault(parts, PathRoutes({}, name_at))
+            path_routes.methods[route.method] = route
+        self._depth = max(map(len, self._paths), default=0)
 
-    def find(self, path: str) -> tuple[Place, str]:
-        """The place and the name in the path, empty if it has none. Raises HTTPException."""
+    def find(self, path: str) -> tuple[PathRoutes, str]:
+        """The routes of a path and the name in it, empty if it has none. Raises a 404."""
         parts = _parts(path)
         for key in self._keys(parts):
-            place = self._places.get(key)
-            if place is not None:
-                return place, "" if place.name_at is None else parts[place.name_at]
+            routes = self._paths.get(key)
+            if routes is not None:
+                return routes, "" if routes.name_at is None else parts[routes.name_at]
         raise HTTPException(404)
 
     def _keys(self, parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        """What the path may be in the table, the closest first."""
+        """The keys under which the path may be in the table, the closest first."""
         if len(parts) <= self._depth:
             yield from _with_name(parts)
         for end in range(min(len(parts), self._depth), 0, -1):
@@ -80,7 +80,7 @@ def _parts(path: str) -> tuple[str, ...]:
 
 
 class Application:
-    """HTTP requests to answers. `on_stray` answers those that lead to no route."""
+    """Answers HTTP requests; `on_stray` answers those that match no route."""
 
     def __init__(self, routes: Sequence[Route], on_stray: OnError) -> None:
         self._table = Table(routes)
@@ -90,24 +90,24 @@ class Application:
         request = Request(scope, receive, send)
         try:
             response = await self._answer(request)
-        except ClientDisconnect:  # before its body was read: there is nobody to answer
+        except ClientDisconnect:  # nobody is left to answer
             return
-        # What fails from here on has begun to be answered, and is cut off by the server.
+        # An error from here on cuts the connection: the answer has already begun.
         await response(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
         on_error = self._on_stray
         try:
-            place, name = self._table.find(request.scope["path"])
-            route = place.methods.get(request.method)
+            path_routes, name = self._table.find(request.scope["path"])
+            route = path_routes.methods.get(request.method)
             if route is None and request.method == "OPTIONS":
-                return Response(status_code=204, headers=place.allowed)
+                return Response(status_code=204, headers=path_routes.allowed)
             if route is None:
-                raise HTTPException(405, headers=place.allowed)
+                raise HTTPException(405, headers=path_routes.allowed)
             on_error = route.on_error
             request.scope["path_params"] = {"name": name}
             return await route.endpoint(request)
         except ClientDisconnect:
             raise
-        except Exception as error:  # the door of the server: every error is an answer
+        except Exception as error:  # the edge of the server: every error becomes an answer
             return on_error(request, error)

@@ -1,7 +1,7 @@
-"""Answers without an end: watches and followed logs.
+"""Endless answers: watches and followed logs.
 
-A stream is a source of byte strings with beats in between, so that both sides notice when the
-other is gone. `Streams.close()` ends all of them, so that a shutdown waits for nobody.
+A stream sends chunks of bytes, with heartbeats in between so that each side notices when the
+other is gone. `Streams.close()` ends all of them, so that a shutdown waits for no client.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 HEARTBEAT_S = 10.0
 BATCH = 500
-BATCH_BYTES = 256 * 1024  # a reader that does not read costs about twice this
+BATCH_BYTES = 256 * 1024  # a client that does not read costs about twice this
 
 
 class Streams:
@@ -39,9 +39,9 @@ class Streams:
         cut: bytes = b"",
         limit_s: float | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """What `source` gives, as much as there is at a time, until it or `limit_s` ends.
+        """The chunks of `source`, joined as they pile up, until it ends or `limit_s` has passed.
 
-        `cut` is the last thing sent when the server goes away before the source has ended.
+        `cut` is sent last when the server shuts down before the source has ended.
         """
         buffer = _Buffer()
         reader = asyncio.create_task(buffer.fill(source))
@@ -52,10 +52,10 @@ class Streams:
         ends_at = None if limit_s is None else now() + limit_s
         try:
             while True:
-                left = self.heartbeat_s if ends_at is None else ends_at - now()
-                if left <= 0:
+                left_s = self.heartbeat_s if ends_at is None else ends_at - now()
+                if left_s <= 0:
                     return
-                chunk = await buffer.take(min(left, self.heartbeat_s))
+                chunk = await buffer.take(min(left_s, self.heartbeat_s))
                 if chunk is None:
                     break
                 yield chunk or beat
@@ -69,13 +69,13 @@ class Streams:
 
 
 class _Buffer:
-    """Chunks between a source and a connection, bounded, joined when taken."""
+    """A bounded buffer of chunks between a source and a connection."""
 
     def __init__(self) -> None:
         self._chunks: list[bytes] = []
         self._bytes = 0
         self._filled = asyncio.Event()
-        self._taken = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._is_over = False
 
     def end(self) -> None:
@@ -89,20 +89,20 @@ class _Buffer:
                 self._bytes += len(chunk)
                 self._filled.set()
                 while len(self._chunks) >= BATCH or self._bytes >= BATCH_BYTES:
-                    self._taken.clear()
-                    await self._taken.wait()
+                    self._has_room.clear()
+                    await self._has_room.wait()
         finally:
             self.end()
             if isinstance(source, AsyncGenerator):
                 await source.aclose()
 
     async def take(self, patience_s: float) -> bytes | None:
-        """What there is; nothing after `patience_s`; None at the end."""
+        """All chunks in the buffer; empty if none comes within `patience_s`; None at the end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._filled.wait()
         chunks, self._chunks, self._bytes = self._chunks, [], 0
-        self._taken.set()
+        self._has_room.set()
         if not self._is_over:
             self._filled.clear()
         elif not chunks:

@@ -27,7 +27,7 @@ from atoll.core.problem import problem_of
 from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import Event, Training, TrainingList
 from atoll.server.admission import admitted, default_executor
-from atoll.server.operations import SSE, Answer, Call, Query, json_answer, stream_answer
+from atoll.server.operations import SSE, Answer, ApiCall, Query, json_answer, stream_answer
 from atoll.server.problems import status_of
 
 WRITE_ATTEMPTS = 50
@@ -65,60 +65,66 @@ class Removal(Model, frozen=True):
     is_removed: bool = False
 
 
-async def create(call: Call) -> Answer:
+async def create(call: ApiCall) -> Answer:
     spec = admitted(call.body, call.plane)
     _check_default(call, spec)
     wish = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
-    made = await call.plane.store.create(wish, idempotency_key=_key(call))
-    is_new = made.uid == wish.uid
-    if not is_new and made.generation == 1 and shown(made).spec != shown(wish).spec:
-        raise Conflict(f"this idempotency key made {made.name!r} from another spec")
-    return json_answer(shown(made), 201 if is_new else 200)
+    stored = await call.plane.store.create(wish, idempotency_key=_key(call))
+    is_new = stored.uid == wish.uid
+    if not is_new and stored.generation == 1 and compact(stored).spec != compact(wish).spec:
+        raise Conflict(f"this idempotency key belongs to {stored.name!r}, which has another spec")
+    return json_answer(compact(stored), 201 if is_new else 200)
 
 
-def _check_default(call: Call, spec: TrainingSpec) -> None:
-    """A caller on this machine sends along what local ranks share with it, for them alone."""
-    wanted = call.request.headers.get(IF_DEFAULT.lower())
+def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
+    """Refuses a spec that was made for another default executor than there is.
+
+    A client on this machine puts its own directory and environment into a spec for `local`.
+    """
+    expected = call.request.headers.get(IF_DEFAULT.lower())
     default = default_executor(call.plane)
-    if wanted is not None and wanted != default:
+    if expected is not None and expected != default:
         raise ValidationError("executor", spec.executor, f"the default here is {default}")
 
 
-def _key(call: Call) -> str | None:
+def _key(call: ApiCall) -> str | None:
     key: str | None = call.request.headers.get("idempotency-key")
     if key is not None and not (0 < len(key) <= MAX_KEY and key.isprintable()):
-        raise ValidationError("Idempotency-Key", key, f"expected 1 to {MAX_KEY} printable letters")
+        raise ValidationError(
+            "Idempotency-Key", key, f"expected 1 to {MAX_KEY} printable characters"
+        )
     return key
 
 
-async def read(call: Call) -> Answer:
+async def read(call: ApiCall) -> Answer:
     query: OneQuery = call.query
     if query.watch:
         return await watch(call, call.name)
     _only_with_watch(query)
-    return json_answer(shown(await call.plane.store.get(call.key)))
+    return json_answer(compact(await call.plane.store.get(call.key)))
 
 
-async def read_many(call: Call) -> Answer:
+async def read_many(call: ApiCall) -> Answer:
     query: ListQuery = call.query
     if query.watch:
         if query.phase is not None or query.continue_ is not None:
-            given = "phase" if query.phase is not None else "continue"
-            raise ValidationError(given, getattr(query, given, query.continue_), "not with watch")
+            option = "phase" if query.phase is not None else "continue"
+            value = getattr(query, option, query.continue_)
+            raise ValidationError(option, value, "not with watch")
         return await watch(call, None)
     _only_with_watch(query)
     version = await call.plane.store.version()
-    found = await call.plane.store.list(
+    matches = await call.plane.store.list(
         call.namespace,
         after=query.continue_ or "",
         limit=query.limit + 1,
         phase=query.phase,
         prefix=query.prefix,
     )
-    page = [shown(training) for training in found[: query.limit]]
-    more = page[-1].name if len(found) > query.limit else None
+    page = [compact(training) for training in matches[: query.limit]]
+    more = page[-1].name if len(matches) > query.limit else None
     return json_answer(TrainingList(items=page, resource_version=version, continue_=more))
 
 
@@ -128,8 +134,8 @@ def _only_with_watch(query: OneQuery) -> None:
             raise ValidationError(option, getattr(query, option), "expected only with watch")
 
 
-async def watch(call: Call, name: str | None) -> Answer:
-    """Every change after `after`, without gaps; without it, first what there is now."""
+async def watch(call: ApiCall, name: str | None) -> Answer:
+    """Streams every change after the version `after`; without it, the present state first."""
     plane, query = call.plane, call.query
     after = query.after
     if after is None and "last-event-id" in call.request.headers:
@@ -137,11 +143,11 @@ async def watch(call: Call, name: str | None) -> Answer:
     now: list[Change] = []
     if after is None:
         after = await plane.store.version()
-        there = [await plane.store.get(call.key)] if name else await _all(call)
-        now = [Change(version=t.resource_version, training=t) for t in there]
+        present = [await plane.store.get(call.key)] if name else await _all(call)
+        now = [Change(version=t.resource_version, training=t) for t in present]
         after = max([after, *(change.version for change in now)])
     elif name:
-        # A name that never was is an error; one that is gone may still be in the log.
+        # An unknown name is an error; the changes of a removed training may still be in the store.
         await _check_known(call, after)
     prefix = "" if name else query.prefix
 
@@ -156,7 +162,7 @@ async def watch(call: Call, name: str | None) -> Answer:
 
 
 async def _check_kept(store: Store, after: int, key: Key | None) -> None:
-    """The first step of a watch, tried: a version that is gone is an answer, not a stream."""
+    """Tries the first step of a watch, so that a version too old is a 410 and not a stream."""
     probe = store.watch(after, key)
     first = asyncio.ensure_future(anext(probe))
     await asyncio.wait({first}, timeout=0)
@@ -165,7 +171,7 @@ async def _check_kept(store: Store, after: int, key: Key | None) -> None:
         await first
 
 
-async def _check_known(call: Call, after: int) -> None:
+async def _check_known(call: ApiCall, after: int) -> None:
     store = call.plane.store
     newest = await store.version()
     if after >= newest:
@@ -178,14 +184,14 @@ def _last_event_id(text: str) -> int:
     return int(text)
 
 
-async def _all(call: Call) -> list[Training]:
+async def _all(call: ApiCall) -> list[Training]:
     return list(await call.plane.store.list(call.namespace, prefix=call.query.prefix))
 
 
 async def _changes(
     now: list[Change], rest: AsyncIterator[Change], is_wanted: Callable[[Change], bool]
 ) -> AsyncIterator[bytes]:
-    yield BEAT  # headers alone may be held back until there is a body
+    yield BEAT  # some proxies hold back headers until the body begins
     for change in now:
         yield event_bytes(change)
     try:
@@ -201,13 +207,13 @@ async def _changes(
 
 
 def event_bytes(change: Change) -> bytes:
-    """One change as a server-sent event; its id is the version to go on from."""
+    """One change as a server-sent event; its id is the version to resume from."""
     kind = b"removed" if change.is_removed else b"changed"
-    data = encode(shown(change.training))
+    data = encode(compact(change.training))
     return b"event: %b\nid: %d\ndata: %b\n\n" % (kind, change.version, data)
 
 
-async def scale(call: Call) -> Answer:
+async def scale(call: ApiCall) -> Answer:
     target = call.body.target
 
     def wish(training: Training) -> Training:
@@ -222,7 +228,7 @@ async def scale(call: Call) -> Answer:
         return replace(training, spec=replace(training.spec, world_size=world_size))
 
     try:
-        return json_answer(shown(await _change(call, wish)))
+        return json_answer(compact(await _change(call, wish)))
     except UDTerminalState as error:
         event = Event(
             type="Warning", reason="UDTerminalState", message=f"scale: {error}", at=time.time()
@@ -231,16 +237,16 @@ async def scale(call: Call) -> Answer:
         raise
 
 
-async def cancel(call: Call) -> Answer:
+async def cancel(call: ApiCall) -> Answer:
     def wish(training: Training) -> Training:
         if training.status.phase.is_terminal:
             return training
         return replace(training, spec=replace(training.spec, cancel=True))
 
-    return json_answer(shown(await _change(call, wish)))
+    return json_answer(compact(await _change(call, wish)))
 
 
-async def delete(call: Call) -> Answer:
+async def delete(call: ApiCall) -> Answer:
     def wish(training: Training) -> Training:
         if training.deletion_requested_at is not None:
             return training
@@ -250,23 +256,23 @@ async def delete(call: Call) -> Answer:
     return json_answer(Removal(name=training.name, uid=training.uid), 202)
 
 
-async def _change(call: Call, wish: Callable[[Training], Training]) -> Training:
-    """The wish, written; read again and retried when the controller wrote in between."""
+async def _change(call: ApiCall, wish: Callable[[Training], Training]) -> Training:
+    """Writes what `wish` returns; reads and tries again if the controller wrote in between."""
     store = call.plane.store
     for _ in range(WRITE_ATTEMPTS):
         training = await store.get(call.key)
-        wanted = wish(training)
-        if wanted == training:
+        changed = wish(training)
+        if changed == training:
             return training
         try:
-            return await store.update_spec(wanted)
+            return await store.update_spec(changed)
         except Conflict:
             await asyncio.sleep(0)
     raise Temporary(f"training {call.name!r} changes too fast to be written: try again")
 
 
-def shown(training: Training) -> Training:
-    """As it is answered: shipped code by its digest, so that a read stays small."""
+def compact(training: Training) -> Training:
+    """The training with the digest of its shipped code in place of the code, for small answers."""
     source = training.spec.source
     if source is None:
         return training

@@ -1,1 +1,1 @@
-"""Where trainings are kept."""
+"""Stores of trainings, events and tokens."""

@@ -1,6 +1,6 @@
-"""Hands each change to those who follow it, in the process that wrote it.
+"""Passes each change to the watchers in the process that wrote it.
 
-A subscriber that falls far behind is told to read the log instead of growing without bound.
+A subscriber that falls far behind must read the log again, so that no queue grows without bound.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BACKLOG = 1000
 
 
 class Subscriber:
-    """Changes not yet taken. `next()` is None when the log has to be read again, or at the end."""
+    """A queue of changes. `next()` is None when the log has to be read again, or at the end."""
 
     def __init__(self) -> None:
         self._waiting: list[Change] = []
@@ -50,17 +50,17 @@ class Subscriber:
 
 
 class ChangeLog(Protocol):
-    """The changes that a store still keeps."""
+    """The log of changes that a store still keeps."""
 
     def logged(self, after: int, key: Key | None) -> Iterable[Change]:
-        """Those after that version, in order."""
+        """The changes after that version, in order."""
 
     def check_kept(self, after: int) -> None:
         """Raises Gone unless every change after that version is kept."""
 
 
 class Feed:
-    """Who follows what: one training, or all of them (`None`)."""
+    """The subscribers, each to one training or to all of them (`None`)."""
 
     def __init__(self) -> None:
         self._followers: defaultdict[Key | None, set[Subscriber]] = defaultdict(set)
@@ -77,7 +77,7 @@ class Feed:
                 del self._followers[key]
 
     async def follow(self, log: ChangeLog, after: int, key: Key | None) -> AsyncIterator[Change]:
-        """What a store's `watch` promises: the log from that version on, then what comes."""
+        """Implements `watch` of a store: the log from that version on, then new changes."""
         log.check_kept(after)
         with self.subscribe(key) as live:
             cursor = after

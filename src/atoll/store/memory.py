@@ -1,6 +1,6 @@
 """Trainings and events in memory, for as long as the process lives.
 
-Nothing here waits: what one event loop does with a store of its own is not interleaved.
+No method waits, so calls on one event loop are never interleaved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EVENTS_KEPT = 1000
 
 
 class MemoryStore:
-    """The Store of `core/ports.py`, kept nowhere."""
+    """The Store of `core/ports.py` in memory only."""
 
     def __init__(self, *, log_changes: int = LOG_CHANGES) -> None:
         self._trainings: dict[Key, Training] = {}
@@ -160,7 +160,7 @@ class MemoryStore:
         return stored
 
     def _log(self, training: Training, *, is_removed: bool = False) -> Training:
-        """The training with the version that this write is given."""
+        """The training with the version of this write, which is logged."""
         self._version += 1
         stored = replace(training, resource_version=self._version)
         change = Change(version=self._version, training=stored, is_removed=is_removed)
@@ -169,7 +169,7 @@ class MemoryStore:
         return stored
 
     def _add_event(self, key: Key, event: Event) -> None:
-        """Added, or counted onto the newest one if that says the same."""
+        """Adds the event, or counts it onto the newest one if that says the same."""
         events = self._events[key]
         last = events[-1] if events else None
         if last is not None and _words(last) == _words(event):

@@ -1,7 +1,7 @@
-"""The tables of a store, made and brought to the present version.
+"""The tables of a SQLite store: created, and migrated to the present version.
 
-The store's owner and `tokens.py` make them, whoever comes first; only the owner changes tables that
-are there. It keeps a copy of the file as it was, and all changes are one transaction.
+The store's owner or `tokens.py` creates them, whichever comes first; only the owner migrates. It
+keeps a copy of the old file, and a migration is one transaction.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import atoll
 from atoll.core.errors import Permanent, Temporary
 
-# What leads from each version to the next one. What a release has made is never edited: a file of
-# an older one is changed by the entries it lacks.
+# The steps from each version to the next. A released step is never edited: the file of an older
+# release is migrated by the steps that it lacks.
 MIGRATIONS = (
     """
     create table trainings (
@@ -34,7 +34,7 @@ MIGRATIONS = (
         hash text primary key, namespace text not null, label text not null,
         created_at real not null)
     """,
-    # Says which release wrote it, so that an older one can name it when it has to refuse.
+    # The release that wrote the file, so that an older one can name it in its refusal.
     """
     create table if not exists sources (uid text primary key, content blob not null);
     create table written_by (release text not null)
@@ -44,7 +44,7 @@ SCHEMA_VERSION = len(MIGRATIONS)
 
 
 def prepare(db: sqlite3.Connection, path: Path, *, is_owner: bool) -> None:
-    """The tables are there. Others may do it at once; killed, it has done all of it or nothing."""
+    """Creates or migrates the tables. Safe to run in several processes at once, and atomic."""
     version = _version(db)
     if version > SCHEMA_VERSION:
         raise Permanent(_too_new(db, path, version))
@@ -70,7 +70,7 @@ def _migrate(db: sqlite3.Connection) -> None:
 
 
 def _keep_copy(db: sqlite3.Connection, path: Path, version: int) -> None:
-    """The file as the older release left it, beside it: the way back."""
+    """Copies the file of the older release to a file beside it, to go back to."""
     copy = path.with_name(f"{path.name}.v{version}")
     draft = copy.with_name(copy.name + ".new")
     try:

@@ -56,9 +56,9 @@ class SQLiteStore:
 
     async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
         with self._write() as changes:
-            made = self._made_by(training, idempotency_key)
-            if made is not None:
-                return made
+            existing = self._created_with(idempotency_key, training)
+            if existing is not None:
+                return existing
             stored = self._log(self._without_source(training), changes)
             try:
                 self._db.execute(
@@ -193,7 +193,7 @@ class SQLiteStore:
             self._trim()
 
     def _without_source(self, training: Training) -> Training:
-        """Code is kept once: every write of a status would otherwise carry it along."""
+        """The training with a digest for its code, which is stored once: not with every status."""
         source = training.spec.source
         if source is None:
             return training
@@ -201,7 +201,9 @@ class SQLiteStore:
         spec = msgspec.structs.replace(training.spec, source=source.by_digest())
         return msgspec.structs.replace(training, spec=spec)
 
-    def _made_by(self, training: Training, idempotency_key: str | None) -> Training | None:
+    def _created_with(self, idempotency_key: str | None, training: Training) -> Training | None:
+        """The training that an earlier create with this key stored. Raises Conflict if its name is
+        another."""
         if idempotency_key is None:
             return None
         row = self._db.execute(
@@ -210,12 +212,12 @@ class SQLiteStore:
         ).fetchone()
         if row is None:
             return None
-        made = _training.decode(row[0])
-        if made.name != training.name:
+        existing = _training.decode(row[0])
+        if existing.name != training.name:
             raise Conflict(
-                f"this idempotency key made the training {made.name!r}, not {training.name!r}"
+                f"this idempotency key made the training {existing.name!r}, not {training.name!r}"
             )
-        return made
+        return existing
 
     def _current(self, training: Training) -> Training:
         row = self._db.execute(
@@ -242,7 +244,7 @@ class SQLiteStore:
         return stored
 
     def _log(self, training: Training, changes: Changes, *, is_removed: bool = False) -> Training:
-        """The training with the version that this write is given."""
+        """The training with the version of this write, which is logged."""
         body = encode(training)
         version = self._db.execute(
             "insert into changes (namespace, name, is_removed, body) values (?, ?, ?, ?)",
@@ -281,7 +283,7 @@ class SQLiteStore:
             raise Gone(after, first - 1)
 
     def _trim(self) -> None:
-        """The older half of the log is dropped; what trainings are now is kept elsewhere."""
+        """Drops the older half of the log. The trainings themselves are in another table."""
         with _explained(self._path):
             self._db.execute(
                 "delete from changes where version <= (select version from changes "
@@ -291,7 +293,7 @@ class SQLiteStore:
         self._logged_bytes = int(row[0])
 
     def _add_event(self, uid: str, event: Event) -> None:
-        """Added, or counted onto the newest one if that says the same."""
+        """Adds the event, or counts it onto the newest one if that says the same."""
         last = self._db.execute(
             "select id, type, reason, message from events where uid = ? order by id desc limit 1",
             (uid,),
@@ -313,7 +315,7 @@ class SQLiteStore:
 
 
 def _owned(path: Path) -> int:
-    """A lock that says this process alone uses the file; it ends with the process."""
+    """A lock by which this process alone uses the file; it ends with the process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -325,19 +327,19 @@ def _owned(path: Path) -> int:
         owner = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
         os.close(lock)
         raise Permanent(
-            f"{path} is in use by process {owner}: one control plane a state directory"
+            f"{path} is in use by process {owner}: only one control plane per state directory"
         ) from error
     os.ftruncate(lock, 0)
     os.pwrite(lock, str(os.getpid()).encode(), 0)
-    with contextlib.suppress(OSError):  # SQLite says it better
-        # The environment of ranks is in it. What SQLite puts beside it is made alike.
+    with contextlib.suppress(OSError):  # SQLite reports it better
+        # It holds the environment of ranks. The files that SQLite adds get the same mode.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     return lock
 
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """SQLite's errors as ours. A full disk passes; a broken file does not."""
+    """SQLite's errors as atoll's: a full disk is Temporary, a broken file Permanent."""
     try:
         yield
     except sqlite3.OperationalError as error:

@@ -1,6 +1,6 @@
-"""Tokens of a control plane, in the file of its store: who can write that file may make them.
+"""Tokens of a control plane, in the file of its store: whoever can write it can create them.
 
-The store's owner need not run, and need not be asked if it does: it looks every token up.
+The control plane need not run. If it does, a new token works at once: it looks up every token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BUSY_S = 10.0
 
 
 class SQLiteTokens:
-    """The Tokens of `core/ports.py` on one file, made if it is not there."""
+    """The Tokens of `core/ports.py` on one file, created if it is missing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -153,7 +153,7 @@ def test_a_lying_endpoint_file_is_not_believed(where: Path) -> None:
 def test_two_control_planes_never_share_a_state_directory(where: Path) -> None:
     with atoll.Client() as client:
         client.list()
-    with pytest.raises(Permanent, match="one control plane a state directory"):
+    with pytest.raises(Permanent, match="only one control plane per state directory"):
         start(where)
     with atoll.Client() as client:
         assert client.list() == []

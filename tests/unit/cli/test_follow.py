@@ -57,5 +57,5 @@ def test_no_more_is_read_ahead_than_fits_and_no_line_is_lost() -> None:
     report: Any = SlowReport()
     training: Any = Talkative()
     client: Any = NoClient()
-    assert Following(report, None).run(client, training) == 0
+    assert Following(None).run(client, training, report) == 0
     assert printed == [str(number) for number in range(3 * LINES_AHEAD)]

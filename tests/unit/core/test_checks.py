@@ -108,7 +108,7 @@ def test_both_schemas_say_the_same_numbers(field: str) -> None:
 
 
 def test_a_number_on_the_command_line_has_the_bounds_of_its_field() -> None:
-    for _, option, kind, _ in SET:
+    for _, option, kind, *_ in SET:
         if kind not in (int, float):
             continue
         number = (WholeNumber if kind is int else Number)(option)

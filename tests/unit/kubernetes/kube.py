@@ -10,7 +10,7 @@ from atoll.core.spec import Resources, Source, TrainingSpec, WorldSize
 from atoll.core.status import RankStatus, SeenRank, Status, Training, Wish
 from atoll.kubernetes.names import FAILURES, FINALIZER, INDEX, WISH
 from atoll.kubernetes.options import KubernetesOptions as Options
-from atoll.kubernetes.read import Look, look
+from atoll.kubernetes.read import GangView, look
 
 Json = dict[str, Any]
 NOW = 1_800_000_000.0
@@ -136,11 +136,11 @@ def known(rank: int, *, attempt: int, **rest: Any) -> RankStatus:
     return RankStatus(rank=rank, attempt=attempt, **rest)
 
 
-def seen(*pods: Json, gang: Json | None = None, **options: Any) -> Look:
+def seen(*pods: Json, gang: Json | None = None, **options: Any) -> GangView:
     return look(training(), gang or job(), pods, Options(**options), NOW)
 
 
-def only(found: Look) -> SeenRank:
+def only(found: GangView) -> SeenRank:
     """The one rank that has a pod."""
     (rank,) = [r for r in found.seen.ranks if r.pod_name]
     return rank

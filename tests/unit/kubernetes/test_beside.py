@@ -28,9 +28,9 @@ from atoll.kubernetes.parts import (
     render_etcd,
     render_etcd_service,
 )
-from atoll.kubernetes.patch import is_held, render_begun
+from atoll.kubernetes.patch import is_held, render_unhold
 from atoll.kubernetes.pod import Pod
-from atoll.kubernetes.read import is_told_by_pods
+from atoll.kubernetes.read import is_unchanged
 from atoll.kubernetes.read import look as look_at_ranks
 from atoll.kubernetes.render import gang_name, render_job, render_service
 from atoll.mesh.reach import FABRIC_DIR
@@ -130,7 +130,7 @@ def test_a_job_is_held_until_its_etcd_answers() -> None:
     made = render_job(training(rendezvous=ETCD_V2), Wish(version=1, size=3), Options())
     assert made["spec"]["suspend"] is True
     assert is_held(made)
-    patch = render_begun(made)
+    patch = render_unhold(made)
     assert patch["spec"]["suspend"] is False
     assert not is_held({"metadata": {"annotations": {}}})
 
@@ -140,7 +140,7 @@ def test_a_job_in_a_queue_is_held_at_its_start_gate() -> None:
     options = Options(kueue_queue="research", is_start_gated=True)
     made = render_job(training(rendezvous=ETCD_V2), Wish(version=1, size=1), options)
     assert is_held(made)
-    assert "spec" not in render_begun(made)
+    assert "spec" not in render_unhold(made)
     made["status"] = {"startTime": stamp(MADE)}
     ranks = [Pod(waiting(rank)) for rank in range(3)]
     given, wish = training(rendezvous=ETCD_V2), Wish(version=1, size=3)
@@ -181,7 +181,7 @@ def test_pods_beside_the_ranks_are_no_ranks() -> None:
     ranks = [pod(rank, running()) for rank in range(3)]
     found = seen(*ranks, *extra)
     assert [(r.rank, r.state) for r in found.seen.ranks] == [(r, "running") for r in range(3)]
-    assert is_told_by_pods(job(), [*ranks, *extra])
+    assert is_unchanged(job(), [*ranks, *extra])
     selector = render_service(training(), Options(), None)["spec"]["selector"]
     assert selector[PART] == "rank"
 
@@ -387,7 +387,7 @@ def test_a_job_is_let_go_once_its_etcd_answers() -> None:
     found = asked_beside(etcd(True), rendezvous=ETCD_V2, gang=HELD_JOB)
     (begun,) = found.chores
     assert isinstance(begun, PatchJob)
-    assert begun.patch == render_begun(HELD_JOB)
+    assert begun.patch == render_unhold(HELD_JOB)
 
 
 def test_a_mesh_is_followed_by_a_chore_and_looked_at_next() -> None:

@@ -37,7 +37,7 @@ def plugin(script: str, version: str = "v1") -> dict[str, Any]:
         ("hello: [", "while parsing"),
         ("", "not a kubeconfig"),
         ("[]", "not a kubeconfig"),
-        ("a: b", "it has no 'clusters'"),
+        ("a: b", "the file has no 'clusters'"),
         (config({"certificate-authority": "/nope/ca.crt"}), "/nope/ca.crt: no such file"),
         (config(user={"client-certificate": "/nope/c", "client-key": "/nope/k"}), "/nope/c"),
         (config(user={"auth-provider": {"name": "gcp"}}), "auth-provider"),

@@ -12,7 +12,7 @@ from atoll.core.plan import plan
 from atoll.core.status import Status, Training, Wish
 from atoll.kubernetes.chores import OpenGate, PatchJob
 from atoll.kubernetes.names import GATE_OPENED, START, YIELDED
-from atoll.kubernetes.read import Look, is_told_by_pods, look
+from atoll.kubernetes.read import GangView, is_unchanged, look
 from atoll.kubernetes.render import render_job
 from tests.unit.kubernetes.kube import (
     MADE,
@@ -58,12 +58,12 @@ def turned_away(rank: int, code: int = 143, **rest: Any) -> Json:
     return pod(rank, INITIALIZING, phase="Failed", gate=ended(code), **rest)
 
 
-def seen(gang: Json, *pods: Json, **spec: Any) -> Look:
+def seen(gang: Json, *pods: Json, **spec: Any) -> GangView:
     """A world of min 2 and target 3."""
     return look(training(**spec), gang, pods, Options(), NOW)
 
 
-def ranks(found: Look) -> list[int]:
+def ranks(found: GangView) -> list[int]:
     return [held.rank for held in found.gate.held]
 
 
@@ -233,13 +233,13 @@ def test_a_gang_that_passed_the_gate_does_not_give_way() -> None:
 def test_a_pod_stopped_at_the_gate_never_ran() -> None:
     found = seen(gated(), turned_away(1, left_at=NOW - 2))
     assert [r for r in found.seen.ranks if r.pod_name] == []
-    assert [p.rank for p in found.told] == [1]
+    assert [p.rank for p in found.may_go] == [1]
     evicted = seen(gated(), turned_away(1, reason="Evicted", message="low on memory"))
     assert [r for r in evicted.seen.ranks if r.pod_name] == []
 
 
 def test_a_pod_on_its_way_out_of_the_gate_is_kept_until_its_end_is_known() -> None:
-    assert seen(gated(), waiting(1, left_at=NOW - 2)).told == []
+    assert seen(gated(), waiting(1, left_at=NOW - 2)).may_go == []
 
 
 def test_a_node_lost_at_the_gate_costs_a_restart_and_is_told() -> None:
@@ -280,9 +280,9 @@ def test_an_image_that_cannot_be_pulled_is_told_before_the_gate_too() -> None:
 
 def test_a_job_read_before_it_could_start_is_read_again() -> None:
     pods = [waiting(0), waiting(1), waiting(2)]
-    assert not is_told_by_pods(gated(started_at=None), pods)
-    assert is_told_by_pods(gated(), pods)
-    assert is_told_by_pods(job(), pods)
+    assert not is_unchanged(gated(started_at=None), pods)
+    assert is_unchanged(gated(), pods)
+    assert is_unchanged(job(), pods)
 
 
 def test_the_gate_asks_for_no_more_than_the_rank_and_keeps_its_class_of_service() -> None:

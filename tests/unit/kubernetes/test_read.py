@@ -124,7 +124,7 @@ def test_exits_are_told_one_at_a_time_oldest_first() -> None:
     found = seen(first, second)
     rank = only(found)
     assert (rank.attempt, rank.state) == (int(MADE), "exited")
-    assert found.is_more
+    assert found.has_more
 
 
 def test_the_successor_is_told_once_the_exit_is_stored() -> None:
@@ -134,24 +134,24 @@ def test_the_successor_is_told_once_the_exit_is_stored() -> None:
     found = look(training(status=Status(ranks=[stored])), job(), [first, second], Options(), NOW)
     rank = only(found)
     assert (rank.state, rank.attempt, rank.restarts) == ("running", int(MADE) + 50, 1)
-    assert not found.is_more
+    assert not found.has_more
 
 
 def test_a_pod_may_go_once_what_was_seen_of_it_is_stored() -> None:
     gone = pod(0, ended(1), phase="Failed", left_at=NOW - 20)
-    assert [p.rank for p in seen(gone).told] == [0]
+    assert [p.rank for p in seen(gone).may_go] == [0]
     assert only(seen(gone)).exit is not None
     stored = known(0, attempt=int(MADE), exit=Exit(code=1, at=NOW, reason="Error"))
     for status in (Status(ranks=[stored]), Status(retired=[stored])):
         found = look(training(status=status), job(), [gone], Options(), NOW)
-        assert [p.rank for p in found.told] == [0]
+        assert [p.rank for p in found.may_go] == [0]
 
 
 def test_a_pod_that_ended_and_is_not_leaving_stays_for_its_log() -> None:
     over = pod(0, ended(0, "Completed"), phase="Succeeded")
     stored = known(0, attempt=int(MADE), exit=Exit(code=0, at=NOW, reason="Completed"))
     found = look(training(status=Status(ranks=[stored])), job(), [over], Options(), NOW)
-    assert found.told == []
+    assert found.may_go == []
 
 
 def test_a_pod_whose_rank_ended_is_given_time_to_end_too() -> None:
@@ -165,7 +165,7 @@ def test_a_pod_whose_rank_ended_is_given_time_to_end_too() -> None:
 def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
     found = seen(pod(0, None, phase="Pending", left_at=NOW - 20, node=None))
     assert not any(r.pod_name for r in found.seen.ranks)
-    assert [p.rank for p in found.told] == [0]
+    assert [p.rank for p in found.may_go] == [0]
 
 
 def test_pods_kept_for_their_logs_are_no_ranks_any_more() -> None:
@@ -269,7 +269,7 @@ def test_a_suspended_gang_says_so() -> None:
 
 def test_a_quota_that_is_used_up_is_told() -> None:
     found = look(training(), job(), [], Options(), NOW, "exceeded quota: gpus")
-    assert found.seen.message == "Kubernetes cannot make the pod: exceeded quota: gpus"
+    assert found.seen.message == "Kubernetes cannot create the pod: exceeded quota: gpus"
 
 
 def test_no_job_is_no_wish() -> None:
@@ -339,8 +339,8 @@ def test_every_exit_is_stored_before_its_pod_may_go(ranks: list[list[Json]]) -> 
         for rank in (*status.ranks, *status.retired):
             if rank.exit is not None:
                 stored.add((rank.rank, rank.attempt))
-        assert {(p.rank, p.attempt) for p in found.told} <= stored
-        if not found.is_more and status.ranks == before.status.ranks:
+        assert {(p.rank, p.attempt) for p in found.may_go} <= stored
+        if not found.has_more and status.ranks == before.status.ranks:
             break
         before = training(max_restarts=9, status=status)
     assert stored == {(p.rank, p.attempt) for p in map(Pod, pods) if p.is_over}

@@ -28,7 +28,7 @@ from tests.unit.kubernetes.kube import Json, Options, Resources, Source, trainin
 GOLDEN = Path(__file__).parents[2] / "golden" / "kubernetes"
 VERSIONS = ("1.29", "1.31", "1.33", "1.34", "1.35", "1.37")
 
-# Everything that can be said about a training and an executor, in four typical requests.
+# Everything that can be said about a training and an executor, in typical requests.
 CASES: dict[str, tuple[Any, Options]] = {
     "plain": (training(), Options()),
     "gpu": (
@@ -91,6 +91,34 @@ CASES: dict[str, tuple[Any, Options]] = {
             volume_mounts=[{"name": "data", "mountPath": "/data"}],
             is_host_network=True,
             security_context={"runAsNonRoot": True},
+        ),
+    ),
+    "patched": (
+        training(env={"LR": "0.1"}, resources=Resources(gpu_count=1), mesh=True),
+        Options(
+            agent_image="atoll:1",
+            is_start_gated=True,
+            service_account="trainer",
+            pod={
+                "priorityClassName": "high",
+                "hostNetwork": True,
+                "enableServiceLinks": None,
+                "tolerations": [{"key": "spot", "operator": "Exists"}],
+                "containers": [
+                    {
+                        "name": "rank",
+                        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+                        "resources": {"limits": {"rdma/ib": "1"}},
+                        "env": [
+                            {"name": "LR", "value": "0.2"},
+                            {"name": "WHO", "value": "$(RANK)"},
+                        ],
+                        "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+                    }
+                ],
+                "initContainers": [{"name": "fetch", "image": "fetch:1"}],
+                "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+            },
         ),
     ),
 }
@@ -248,6 +276,7 @@ def test_the_callers_tolerations_replace_the_gpu_one() -> None:
 # Each option with a value, and where in the Job it must be found.
 REACHES: dict[str, tuple[Any, str]] = {
     "image": ("img:2", "spec.template.spec.containers.0.image=img:2"),
+    "pod": ({"hostIPC": True}, "spec.template.spec.hostIPC=True"),
     "service_account": ("sa", "spec.template.spec.serviceAccountName=sa"),
     "node_selector": ({"a": "b"}, "spec.template.spec.nodeSelector.a=b"),
     "tolerations": ([{"key": "k"}], "spec.template.spec.tolerations.0.key=k"),

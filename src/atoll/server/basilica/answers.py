@@ -1,4 +1,4 @@
-"""How the basilica-sdk client is answered, and refused: its bodies, codes and headers."""
+"""Answers and errors in the form the basilica-sdk client reads: bodies, codes, headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atoll.server.operations import JSON, Answer
 from atoll.server.problems import status_of
 
 CLOSE = {"Connection": "close"}
-# Parts of that platform which have no counterpart here, by the path they live under.
+# Parts of the Basilica platform that atoll does not have, by the path they live under.
 UNSUPPORTED: dict[str, str] = {
     "/rentals": "rentals: atoll runs trainings on machines you have, it does not rent any",
     "/nodes": "nodes: atoll runs trainings on machines you have, it does not rent any",
@@ -30,50 +30,53 @@ UNSUPPORTED: dict[str, str] = {
     "/billing": "billing: nothing is charged; `atoll status` shows what a training has used",
     "/rl": "reinforcement-learning clusters",
     "/deployments/{name}/share-token": "share links: a token is good for its whole namespace",
-    "/deployments/{name}/enroll-metadata": "public metadata: nothing is shown without a token",
-    "/public": "public metadata: nothing is shown without a token",
+    "/deployments/{name}/enroll-metadata": "public metadata: nothing is error_code without a token",
+    "/public": "public metadata: nothing is error_code without a token",
 }
 
 log = logging.getLogger(__name__)
 
 
 class Unsupported(AtollError):
-    """That platform has it, atoll does not."""
+    """The Basilica platform has this, atoll does not."""
 
 
-def said(body: Json, status: int = 200) -> Answer:
+def answer(body: Json, status: int = 200) -> Answer:
+    """JSON that closes its connection."""
     return Response(encode(body), status, headers=CLOSE, media_type=JSON)
 
 
-class Shown(NamedTuple):
-    code: str
+class ErrorCode(NamedTuple):
+    """How the client names one kind of error, and whether it may retry."""
+
+    name: str
     is_retryable: bool = False
 
 
-CODES: Mapping[int, Shown] = {
-    400: Shown("BASILICA_API_BAD_REQUEST"),
-    401: Shown("BASILICA_API_AUTH_FAILED"),
-    404: Shown("BASILICA_API_NOT_FOUND"),
-    409: Shown("BASILICA_API_CONFLICT"),
-    413: Shown("BASILICA_API_TOO_LARGE"),
-    501: Shown("BASILICA_API_NOT_SUPPORTED"),
-    503: Shown("BASILICA_API_UNAVAILABLE", is_retryable=True),
+CODES: Mapping[int, ErrorCode] = {
+    400: ErrorCode("BASILICA_API_BAD_REQUEST"),
+    401: ErrorCode("BASILICA_API_AUTH_FAILED"),
+    404: ErrorCode("BASILICA_API_NOT_FOUND"),
+    409: ErrorCode("BASILICA_API_CONFLICT"),
+    413: ErrorCode("BASILICA_API_TOO_LARGE"),
+    501: ErrorCode("BASILICA_API_NOT_SUPPORTED"),
+    503: ErrorCode("BASILICA_API_UNAVAILABLE", is_retryable=True),
 }
 
 
 def refused(status: int, message: str) -> Answer:
-    shown = CODES.get(status, Shown("BASILICA_API_ERROR"))
+    error_code = CODES.get(status, ErrorCode("BASILICA_API_ERROR"))
     error = {
-        "code": shown.code,
+        "code": error_code.name,
         "message": message,
         "timestamp": moment(time.time()),
-        "retryable": shown.is_retryable,
+        "retryable": error_code.is_retryable,
     }
-    return said({"error": error}, status)
+    return answer({"error": error}, status)
 
 
 def on_error(request: Request, error: Exception) -> Answer:
-    """Any error of a request, in the client's words."""
+    """Any error of a request as the error body that the client reads."""
     if isinstance(error, Unsupported):
         return refused(501, str(error))
     if isinstance(error, ValidationError):
@@ -83,4 +86,4 @@ def on_error(request: Request, error: Exception) -> Answer:
     if isinstance(error, HTTPException):
         return refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     log.error("%s %s", request.method, request.url.path, exc_info=error)
-    return refused(500, "atoll made a mistake; the server's log has the details")
+    return refused(500, "internal error in atoll; the log of the server has the details")

@@ -1,6 +1,7 @@
 """`/deployments` and `/health` for the basilica-sdk client, over the same store and controller.
 
-Its clients never retry and keep no idle connection safely, so every answer closes its own.
+The client never retries, and an idle connection may fail its next request, so each answer
+closes its connection.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from atoll.local.rendezvous_file import find_etcd
 from atoll.server import reports, trainings
 from atoll.server.admission import admitted, default_executor, executor_of
 from atoll.server.auth import caller
-from atoll.server.basilica.answers import CLOSE, UNSUPPORTED, Unsupported, on_error, said
+from atoll.server.basilica.answers import CLOSE, UNSUPPORTED, Unsupported, answer, on_error
 from atoll.server.basilica.request import Create, Probe, spec_of
-from atoll.server.basilica.wire import deployment, event_item, is_settled, listed, moment
+from atoll.server.basilica.wire import deployment, event_item, is_settled, list_item, moment
 from atoll.server.operations import (
     Answer,
-    Call,
+    AnswerDoc,
+    ApiCall,
     Operation,
     Plane,
     Query,
-    Said,
-    Stream,
+    StreamAnswer,
     read_body,
     routes,
 )
@@ -81,10 +82,10 @@ def _refusal(method: str, prefix: str) -> Route:
     return Route(method, f"{prefix}/{REST}", refuse, on_error)
 
 
-async def health(call: Call) -> Answer:
+async def health(call: ApiCall) -> Answer:
     await call.plane.store.version()
     count = len(call.plane.executors)
-    return said(
+    return answer(
         {
             "status": "healthy",
             "version": atoll.__version__,
@@ -95,7 +96,7 @@ async def health(call: Call) -> Answer:
     )
 
 
-async def create(call: Call) -> Answer:
+async def create(call: ApiCall) -> Answer:
     body = await _body(call.request)
     if decode(body, Probe).distributed is None:
         raise Unsupported(
@@ -116,12 +117,15 @@ async def create(call: Call) -> Answer:
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
     stored = await _create(call.plane.store, training)
-    return said(deployment(await _settled(call.plane.store, stored)), 201)
+    return answer(deployment(await _settled(call.plane.store, stored)), 201)
 
 
 async def _body(request: Request) -> bytes:
-    """The body. One that is too large is read all the same: a client that is still sending
-    when the connection closes never sees why."""
+    """The body of the request.
+
+    A body that is too large is still read to its end: a client that is sending when the
+    connection closes never sees the reason.
+    """
     try:
         return await read_body(request)
     except HTTPException:
@@ -133,7 +137,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _create(store: Store, training: Training) -> Training:
-    """Stored; a name that is just being given up is waited for."""
+    """The stored training. Waits while an older one of that name is being removed."""
     deadline = time.monotonic() + REMOVAL_S
     while True:
         try:
@@ -149,7 +153,10 @@ async def _create(store: Store, training: Training) -> Training:
 
 
 async def _settled(store: Store, training: Training) -> Training:
-    """As it is when it is as asked for, or a second later: the client looks every 5 s only."""
+    """The training once it has what was asked for, at most `SETTLE_S` later.
+
+    The client polls only every 5 s, so an answer that is already settled saves it a wait.
+    """
     if is_settled(training):
         return training
     try:
@@ -193,43 +200,43 @@ async def _until_gone(store: Store, key: Key, deadline: float) -> None:
         raise Temporary(f"{key[1]!r} is still being removed: try again") from None
 
 
-def rendezvous_of(asked: str, executor: str | None) -> str:
-    """What was asked for; c10d where this machine has nothing to meet in etcd with.
+def rendezvous_of(backend: str, executor: str | None) -> str:
+    """The rendezvous backend to use: c10d instead of etcd-v2 where this machine has no etcd.
 
-    Both are elastic, and etcd-v2 is the client's default, not its user's decision.
+    Both are elastic, and etcd-v2 is the default of the client, rarely a choice of its user.
     """
-    if asked != "etcd-v2" or executor != "local":
-        return asked
+    if backend != "etcd-v2" or executor != "local":
+        return backend
     try:
         find_etcd()
     except BackendError:
         return "c10d"
-    return asked if importlib.util.find_spec("etcd") else "c10d"
+    return backend if importlib.util.find_spec("etcd") else "c10d"
 
 
-async def read(call: Call) -> Answer:
-    return said(deployment(await call.plane.store.get(call.key)))
+async def read(call: ApiCall) -> Answer:
+    return answer(deployment(await call.plane.store.get(call.key)))
 
 
-async def read_all(call: Call) -> Answer:
-    found = await call.plane.store.list(call.namespace)
-    return said({"deployments": [listed(training) for training in found], "total": len(found)})
+async def read_all(call: ApiCall) -> Answer:
+    items = [list_item(training) for training in await call.plane.store.list(call.namespace)]
+    return answer({"deployments": items, "total": len(items)})
 
 
-async def scale(call: Call) -> Answer:
+async def scale(call: ApiCall) -> Answer:
     await trainings.scale(call)
     store = call.plane.store
-    return said(deployment(await _settled(store, await store.get(call.key))))
+    return answer(deployment(await _settled(store, await store.get(call.key))))
 
 
-async def delete(call: Call) -> Answer:
+async def delete(call: ApiCall) -> Answer:
     await trainings.delete(call)
     message = "the ranks are being stopped, then the record is removed"
-    return said({"instanceName": call.name, "state": "Terminating", "message": message})
+    return answer({"instanceName": call.name, "state": "Terminating", "message": message})
 
 
-async def restart(call: Call) -> Answer:
-    """The same training from the start: removed, and created again once it is gone."""
+async def restart(call: ApiCall) -> Answer:
+    """Removes the training and, once it is gone, creates it again from the same spec."""
     store = call.plane.store
     old = await store.get(call.key)
     if old.deletion_requested_at is not None:
@@ -242,20 +249,20 @@ async def restart(call: Call) -> Answer:
     again = Training(
         namespace=old.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
-    return said(deployment(await store.create(again)))
+    return answer(deployment(await store.create(again)))
 
 
-async def events(call: Call) -> Answer:
+async def events(call: ApiCall) -> Answer:
     await call.plane.store.get(call.key)
-    found = list(await call.plane.store.events(call.key))
-    limit = call.query.limit
-    return said({"events": [event_item(event) for event in found[:limit]]})
+    newest_first = list(await call.plane.store.events(call.key))
+    items = [event_item(event) for event in newest_first[: call.query.limit]]
+    return answer({"events": items})
 
 
-async def logs(call: Call) -> Answer:
-    """Plain text, each line with its rank where there may be more than one.
+async def logs(call: ApiCall) -> Answer:
+    """Plain text; each line begins with its rank where the training may have several.
 
-    `tail` is per rank. A follow ends with the training, or before the client would give up.
+    `tail` is per rank. A follow ends with the training, or shortly before the client gives up.
     """
     query: DeploymentLogQuery = call.query
     training = await call.plane.store.get(call.key)
@@ -263,36 +270,47 @@ async def logs(call: Call) -> Answer:
     lines = executor_of(training, call.plane).logs(
         training, tail=query.tail, follow=end.is_reached if query.follow else None
     )
-    is_shown = training.spec.world_size.max > 1
-    source = _text(lines, end, call.plane.store, is_rank_shown=is_shown)
+    has_ranks = training.spec.world_size.max > 1
+    source = _text(lines, end, call.plane.store, has_rank_prefix=has_ranks)
     limit_s = FOLLOW_LIMIT_S if query.follow else None
     chunks = call.plane.streams.run(source, beat=b"", limit_s=limit_s)
-    return Stream(chunks, "text/plain", CLOSE)
+    return StreamAnswer(chunks, "text/plain", CLOSE)
 
 
 async def _text(
-    lines: AsyncIterator[LogLine], end: reports.End, store: Store, *, is_rank_shown: bool
+    lines: AsyncIterator[LogLine], end: reports.End, store: Store, *, has_rank_prefix: bool
 ) -> AsyncIterator[bytes]:
     async with end.watched(store):
         try:
             async for line in lines:
-                prefix = f"[rank {line.rank}] " if is_rank_shown else ""
+                prefix = f"[rank {line.rank}] " if has_rank_prefix else ""
                 yield f"{prefix}{line.text}\n".encode(errors="replace")
         finally:
             if hasattr(lines, "aclose"):
                 await lines.aclose()
 
 
-_OK = {200: Said("Done.")}
+_OK = {200: AnswerDoc("Done.")}
 
 ROWS = (
-    Operation("GET", "/health", health, "Is the server there?", _OK),
-    Operation("POST", "/deployments", create, "Deploy.", {201: Said("Stored.")}),
-    Operation("GET", "/deployments", read_all, "All of them.", _OK),
-    Operation("GET", ONE, read, "One of them.", _OK),
-    Operation("DELETE", ONE, delete, "Stop and remove.", _OK),
-    Operation("POST", f"{ONE}/scale-distributed", scale, "Resize.", _OK, body=trainings.Scale),
-    Operation("POST", f"{ONE}/restart", restart, "From the start again.", _OK),
-    Operation("GET", f"{ONE}/logs", logs, "What ranks print.", _OK, query=DeploymentLogQuery),
-    Operation("GET", f"{ONE}/events", events, "What happened.", _OK, query=DeploymentEventQuery),
+    Operation("GET", "/health", health, "Whether the server is running.", _OK),
+    Operation("POST", "/deployments", create, "Create a training.", {201: AnswerDoc("Stored.")}),
+    Operation("GET", "/deployments", read_all, "List all trainings.", _OK),
+    Operation("GET", ONE, read, "Read one training.", _OK),
+    Operation("DELETE", ONE, delete, "Stop the ranks, then remove the training.", _OK),
+    Operation(
+        "POST",
+        f"{ONE}/scale-distributed",
+        scale,
+        "Change the number of ranks.",
+        _OK,
+        body=trainings.Scale,
+    ),
+    Operation(
+        "POST", f"{ONE}/restart", restart, "Start the training again from the beginning.", _OK
+    ),
+    Operation("GET", f"{ONE}/logs", logs, "Log lines of the ranks.", _OK, query=DeploymentLogQuery),
+    Operation(
+        "GET", f"{ONE}/events", events, "Events of the training.", _OK, query=DeploymentEventQuery
+    ),
 )

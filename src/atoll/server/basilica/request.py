@@ -1,6 +1,6 @@
 """What the basilica-sdk client sends, and the training it asks for. Pure.
 
-A field that is not known is refused, so that nothing a user asked for is dropped in silence.
+An unknown field is refused, so that nothing a user asks for is silently dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Needs(SpecModel, frozen=True):
     gpus: Gpus | None = None
 
 
-class Backend(SpecModel, frozen=True):
+class RendezvousChoice(SpecModel, frozen=True):
     backend: str = "etcd-v2"
 
 
@@ -60,7 +60,7 @@ class Bench(SpecModel, frozen=True):
 
 
 class DeploymentWorld(SpecModel, frozen=True):
-    """As it comes: the bounds are checked where the spec is made."""
+    """Not checked here: `TrainingSpec` checks the bounds."""
 
     min: int
     target: int
@@ -71,7 +71,7 @@ class Distributed(SpecModel, frozen=True):
     world_size: DeploymentWorld
     enabled: bool = True
     command: str = "auto"
-    rendezvous: Backend = Backend()
+    rendezvous: RendezvousChoice = RendezvousChoice()
     provider_filter: Providers = Providers()
     topology_spread: Spread = Spread()
     nccl: Nccl = Nccl()
@@ -79,7 +79,7 @@ class Distributed(SpecModel, frozen=True):
 
 
 class Create(SpecModel, frozen=True):
-    """The body of a create. Replicas, port and billing mean nothing here."""
+    """The body of a create. `replicas`, `port` and `enable_billing` are accepted and ignored."""
 
     instance_name: str
     distributed: Distributed
@@ -94,7 +94,7 @@ class Create(SpecModel, frozen=True):
     enable_billing: bool | None = None
 
 
-# What a field of the training is made from.
+# Which field of the request a field of the training comes from.
 FIELDS = {
     "name": "instanceName",
     "source": "distributed.command",
@@ -119,27 +119,27 @@ FIELDS = {
 
 
 def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> TrainingSpec:
-    """The training that is asked for. `backend` is the rendezvous there is where it runs.
+    """The training the request asks for. `backend` is the rendezvous backend in use.
 
-    The time to live bounds the run, as it does there; but what is over is kept as long again,
-    so that nobody waits for a training and finds it deleted.
+    `ttlSeconds` limits the run, as on the Basilica platform; the record is then kept for as long
+    again, so that nobody waits for a training and finds it deleted.
     """
-    wanted = create.distributed
-    if not wanted.command.strip():
-        raise ValidationError("source", wanted.command, "expected a command to run")
-    if not is_text(wanted.command):
-        raise ValidationError("source", wanted.command, TEXT)
+    distributed = create.distributed
+    if not distributed.command.strip():
+        raise ValidationError("source", distributed.command, "expected a command to run")
+    if not is_text(distributed.command):
+        raise ValidationError("source", distributed.command, TEXT)
     args = [*(create.command or ()), *(create.args or ())]
-    script = shell_script(wanted.command, args=args, backend=backend, path_first=path_first)
+    script = shell_script(distributed.command, args=args, backend=backend, path_first=path_first)
     gpus = create.resources.gpus or Gpus()
     ttl_seconds = create.ttl_seconds or None
     check_as("ttl_seconds", ttl_seconds, WholeSeconds | None)
     return TrainingSpec(
         name=create.instance_name,
         world_size=WorldSize(
-            min=wanted.world_size.min,
-            target=wanted.world_size.target,
-            max=wanted.world_size.max,
+            min=distributed.world_size.min,
+            target=distributed.world_size.target,
+            max=distributed.world_size.max,
         ),
         source=Source(kind="shell", content=script.encode(), filename="command.sh"),
         args=args,
@@ -153,14 +153,14 @@ def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> T
             min_gpu_memory_gb=gpus.min_gpu_memory_gb,
         ),
         provider_filter=ProviderFilter(
-            include=wanted.provider_filter.include or None,
-            exclude=wanted.provider_filter.exclude,
+            include=distributed.provider_filter.include or None,
+            exclude=distributed.provider_filter.exclude,
         ),
-        topology_spread=wanted.topology_spread.strategy,  # type: ignore[arg-type]
-        nccl_env=wanted.nccl.env,
+        topology_spread=distributed.topology_spread.strategy,  # type: ignore[arg-type]
+        nccl_env=distributed.nccl.env,
         bench=BenchSpec(
-            mode=wanted.bench.mode,  # type: ignore[arg-type]
-            placement=wanted.bench.placement or "preferred",
+            mode=distributed.bench.mode,  # type: ignore[arg-type]
+            placement=distributed.bench.placement or "preferred",
         ),
         rendezvous=RendezvousSpec(backend=backend),  # type: ignore[arg-type]
         deadline_s=None if ttl_seconds is None else float(ttl_seconds),
@@ -169,6 +169,6 @@ def spec_of(create: Create, *, backend: str, path_first: str | None = None) -> T
 
 
 class Probe(msgspec.Struct):
-    """Enough of a create to see what it is."""
+    """The part of a create that tells a distributed training from other deployments."""
 
     distributed: Any = None

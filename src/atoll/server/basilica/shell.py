@@ -1,7 +1,7 @@
 """The shell command that a basilica client ships, as the script a rank runs. Pure.
 
-The client writes one line for `/bin/sh -c`, made for pods of its own platform. Here ranks may
-share a machine, start together, and find an etcd or none; what does not fit is put right.
+The client writes one line for `/bin/sh -c`, meant for the pods of its own platform. Here ranks may
+share a machine, start together, and have no etcd; this module rewrites what would break then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OWN_FILE = (
     "ATOLL_SHIPPED=$(mktemp -d ./shipped.XXXXXX 2>/dev/null || mktemp -d) || exit 1\n"
     "ATOLL_SHIPPED=$ATOLL_SHIPPED/source.py"
 )
-# The client adds this behind the script's name, where torchrun takes it for an argument of the
+# The client adds this after the script's name, where torchrun takes it for an argument of the
 # script. Its last call would also make every start wait a quarter of an hour for ranks between
 # target and max, which nobody has asked for.
 INJECTED = " --rdzv-conf=timeout=1500,last_call_timeout=900"
@@ -50,10 +50,9 @@ _BUILTINS = frozenset(
 def shell_script(
     command: str, *, args: Sequence[str], backend: str, path_first: str | None = None
 ) -> str:
-    """What `/bin/sh` is given to read, so that a command may be of any length.
+    """The script that `/bin/sh` reads from a file, so that a command may have any length.
 
-    `backend` is the rendezvous there really is; `path_first` is where programs are looked for
-    before PATH.
+    `backend` is the rendezvous backend in use; `path_first` is a directory searched before PATH.
     """
     text = AUTO.format(backend=backend) if command.strip() == "auto" else command
     text = with_rendezvous(text, backend)
@@ -70,7 +69,7 @@ def shell_script(
 
 
 def with_rendezvous(text: str, backend: str) -> str:
-    """torchrun's own flags before the script, for the backend there is."""
+    """The command with torchrun's own flags before the script's name, for `backend`."""
     if not _TORCHRUN.search(text):
         # The client adds it wherever it reads that word, `--launcher=torchrun` too.
         return text.removesuffix(INJECTED) if "torchrun" in text else text
@@ -79,16 +78,16 @@ def with_rendezvous(text: str, backend: str) -> str:
         text = _TORCHRUN.sub(f"torchrun {CONF}", text)
     if backend == "static":
         return text.replace(_ELASTIC_NODES, _FIXED_NODES)
-    return _ETCD.sub(lambda found: found[1] + backend, text)
+    return _ETCD.sub(lambda match: match[1] + backend, text)
 
 
 def takes_args(text: str) -> bool:
-    """Whether arguments put behind it reach a program that would else not see them.
+    """Whether arguments appended to the command reach its last program.
 
-    Behind `done`, a comment or the last line of a here-document they would break the script.
+    After `done`, a comment or the last line of a here-document they would break the script.
     """
-    seen = _QUOTED.sub(lambda found: "_" if found[0][0] == "'" else found[0], text)
-    if _POSITIONAL.search(seen):
+    expanded = _QUOTED.sub(lambda match: "_" if match[0][0] == "'" else match[0], text)
+    if _POSITIONAL.search(expanded):
         return False
     bare = _SUBSTITUTED.sub("_", _QUOTED.sub("_", text.rstrip()))
     if "<<" in bare or re.search(r"(?<!\S)#", bare):
@@ -99,7 +98,7 @@ def takes_args(text: str) -> bool:
 
 
 def is_simple(text: str) -> bool:
-    """One program with its arguments, as far as can be told without being a shell."""
+    """Whether this is one program with its arguments. In doubt, it is not."""
     first = _FIRST.match(text)
     if first is None or first[0] in _BUILTINS:
         return False

@@ -1,7 +1,7 @@
 """A training as the basilica-sdk client reads it. Pure.
 
-The client decodes strictly: a field it requires may be neither missing nor null, and one
-that may be absent may still not be null.
+The client decodes strictly: a required field may be neither missing nor null, and an optional
+field may be missing but not null.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def deployment(training: Training) -> Json:
     status = training.status
     ranks = status.ranks
     answer = {
-        **listed(training),
+        **list_item(training),
         "userId": training.namespace,
         "namespace": training.namespace,
         "phase": phase_of(training),
@@ -56,13 +56,13 @@ def deployment(training: Training) -> Json:
 
 
 def _message(status: Status) -> str:
-    """Of a failure with its reason, which has no field of its own here."""
+    """The status message; for a failure with its reason, which has no field of its own here."""
     if status.phase is Phase.FAILED and status.reason:
         return f"{status.reason}: {phase_in_words(status)}"
     return status.message
 
 
-def listed(training: Training) -> Json:
+def list_item(training: Training) -> Json:
     """One item of the list."""
     world = world_of(training)
     is_leaving = training.deletion_requested_at is not None
@@ -87,12 +87,12 @@ def phase_of(training: Training) -> str:
 
 
 def world_of(training: Training) -> Json:
-    """The target as it is wished now, and `ready` so that the client's waits come out right.
+    """The newest target, and a `ready` that makes the client's waits end correctly.
 
-    It compares `ready` with `min` and `target` and looks at nothing else. So a resize under way
-    never shows enough; and what is over shows the ranks that had come up, so that a training that
-    ends before the first look is not waited for. One that failed shows its target only where
-    that cannot be told from its minimum.
+    The client compares `ready` with `min` and `target` and looks at nothing else. So a resize in
+    progress always shows fewer ranks than its target. A training that is over shows the ranks that
+    had started, so that one that ends before the first poll is not waited for. A failed training
+    shows its target only where the target equals the minimum.
     """
     size, status = training.spec.world_size, training.status
     world = training.world
@@ -222,7 +222,7 @@ def _pod_name(training: Training, rank: RankStatus) -> str:
 
 
 def _final(training: Training) -> BenchStatus:
-    """A bench that did not come to its end while there was a training never will."""
+    """The bench status; a bench that was unfinished when the training ended counts as skipped."""
     bench = training.status.bench
     if not training.status.phase.is_terminal or bench.phase in OUTCOMES:
         return bench
@@ -243,23 +243,23 @@ def _bench(mode: str, bench: BenchStatus) -> Json:
     if bench.phase in OUTCOMES:
         answer["lastAttemptOutcome"] = OUTCOMES[bench.phase]
         answer["lastAttemptAt"] = answer["completedAt"] or answer["startedAt"]
-    if (found := bench.result) is not None:
+    if (result := bench.result) is not None:
         answer["result"] = {
-            "measuredAt": moment(found.measured_at),
-            "probeNodeA": found.probe_node_a,
-            "probeNodeB": found.probe_node_b,
-            "sizeBytesSwept": found.size_bytes_swept,
-            "busbwGbpsP10": _gbytes(found.busbw_gbps_p10),
-            "busbwGbpsP50": _gbytes(found.busbw_gbps_p50),
-            "busbwGbpsP90": _gbytes(found.busbw_gbps_p90),
-            "algbwGbpsP50": _gbytes(found.algbw_gbps_p50),
-            "latencyUsAt1mib": found.latency_us_at_1mib,
+            "measuredAt": moment(result.measured_at),
+            "probeNodeA": result.probe_node_a,
+            "probeNodeB": result.probe_node_b,
+            "sizeBytesSwept": result.size_bytes_swept,
+            "busbwGbpsP10": _gbytes(result.busbw_gbps_p10),
+            "busbwGbpsP50": _gbytes(result.busbw_gbps_p50),
+            "busbwGbpsP90": _gbytes(result.busbw_gbps_p90),
+            "algbwGbpsP50": _gbytes(result.algbw_gbps_p50),
+            "latencyUsAt1mib": result.latency_us_at_1mib,
         }
     return answer
 
 
 def _gbytes(gbits: float | None) -> float | None:
-    """The client means GB/s where its names say Gbps."""
+    """Gbit/s as GB/s, which the client means where its field names say Gbps."""
     return None if gbits is None else gbits / GBIT_PER_GBYTE
 
 
@@ -274,6 +274,6 @@ def event_item(event: Event) -> Json:
 
 
 def moment(at: float) -> str:
-    """Three digits: Python 3.10 reads no other number but 0 and 6."""
+    """A UTC time in ISO 8601, with three digits: Python 3.10 reads only 0, 3 or 6 of them."""
     text = datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
     return text.replace("+00:00", "Z")
