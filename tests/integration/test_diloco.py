@@ -239,6 +239,24 @@ def test_a_replica_with_another_model_or_outer_step_is_refused() -> None:
         open_with(net(0), outer_lr=0.5)
 
 
+def test_a_replica_that_fails_is_not_waited_for_in_any_fragment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ATOLL_STARTED_TOGETHER", "3")
+    uri, model = f"memory:///{uuid.uuid4()}", net(0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"sync_every": 4, "fragments": 2, "uri": uri, "world_size": 3}
+    with (
+        pytest.raises(ZeroDivisionError),
+        DiLoCo(model, inner, rank=0, run_id="r", **options),
+    ):
+        _ = 1 / 0
+    marks = [blob.key for blob in Blobs.open(uri).find("") if "/left/" in blob.key]
+    assert marks == [f"r.{at}-of-2/up/left/launch/00000.failed" for at in (0, 1)]
+    DiLoCo(model, inner, rank=0, run_id="r", **options)
+    assert not [blob.key for blob in Blobs.open(uri).find("") if "/left/" in blob.key]
+
+
 def start(store: Path, rank: int, *words: object) -> subprocess.Popen[str]:
     env = os.environ | {
         "ATOLL_RENDEZVOUS_URI": f"file://{store}",

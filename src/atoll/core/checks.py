@@ -19,7 +19,11 @@ from atoll.core.errors import ValidationError
 # Set by atoll for every rank; a value from the user would mislead the script.
 RESERVED_ENV = frozenset({"RANK", "REPLICA_RANK", "WORLD_SIZE", "NODE_NAME"})
 RESERVED_ENV_PREFIXES = ("ATOLL_", "BASILICA_")
-ARGS_VARIABLE = "ATOLL_ENTRYPOINT_ARGS"  # the launcher of replicas sets it, through the spec
+# The launcher of replicas sets these, through the spec.
+ARGS_VARIABLE = "ATOLL_ENTRYPOINT_ARGS"
+TOGETHER_VARIABLE = "ATOLL_STARTED_TOGETHER"
+QUORUM_VARIABLE = "ATOLL_QUORUM"
+LAUNCH_VARIABLES = (ARGS_VARIABLE, TOGETHER_VARIABLE, QUORUM_VARIABLE)
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 TEXT = "expected text in UTF-8 without NUL bytes"
@@ -143,6 +147,6 @@ def check_env(field: str, env: object) -> None:
             raise ValidationError(field, name, "expected letters, digits and '_', no digit first")
         if not is_text(value):
             raise ValidationError(f"{field}.{name}", value, TEXT)
-        is_ours = name.startswith(RESERVED_ENV_PREFIXES) and name != ARGS_VARIABLE
+        is_ours = name.startswith(RESERVED_ENV_PREFIXES) and name not in LAUNCH_VARIABLES
         if name in RESERVED_ENV or is_ours:
             raise ValidationError(f"{field}.{name}", value, "atoll sets this one for every rank")

@@ -19,6 +19,7 @@ import numpy as np
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.diloco.allreduce.start import read_start
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.estimate import MEANS
 from atoll.diloco.outer import Floats, Fragment, load_bytes, split, to_bytes
@@ -131,7 +132,9 @@ class DiLoCo:
         shapes = [(name, tuple(value.shape)) for name, value in self._parameters.items()]
         self.fragments = split(shapes, fragments, outer_lr, outer_momentum)
         self.place = find_place(uri, rank, world_size, min_replicas)
+        place = self.place
         options = {
+            "start": read_start(place.world_size, place.min_replicas, min_replicas, grace_s),
             "codec": codec,
             "down_codec": down_codec or MEANS.get(codec, codec),
             "timeout": timeout,
@@ -156,10 +159,15 @@ class DiLoCo:
     def __enter__(self) -> DiLoCo:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
+    ) -> None:
         self._hook.remove()
         # After an error the round is left to the others: they finish it without this replica.
-        if kind is None:
+        if error is not None:
+            for stream in self._streams:
+                stream.leave(error)
+        elif kind is None:
             self._receive()
             for stream in self._streams:
                 stream.close()

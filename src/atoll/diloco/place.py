@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce.start import least_of, read_launch
 from atoll.diloco.blobs import Blobs
 
 _MANY = 10**6
@@ -42,8 +43,12 @@ def find_place(
     world_size = _number("world_size", world_size, WORLD, 1, 1)
     if rank >= world_size:
         raise ValidationError("rank", rank, f"expected less than world_size, {world_size}")
-    half = (world_size + 1) // 2
-    minimum = min(_number("min_replicas", min_replicas, MINIMUM, 1, half), world_size)
+    launch = read_launch(world_size)
+    if min_replicas is None and launch is not None:
+        minimum = least_of(launch)
+    else:
+        half = (world_size + 1) // 2
+        minimum = min(_number("min_replicas", min_replicas, MINIMUM, 1, half), world_size)
     if uri is None and world_size > 1:
         raise ValidationError(
             "uri", None, f"{world_size} replicas need a store to meet in: pass uri= or set {URI}"

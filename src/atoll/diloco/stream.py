@@ -51,6 +51,9 @@ class Stream(Protocol):
 
     def load_feedback(self, state: dict[str, Any]) -> None: ...
 
+    def leave(self, error: BaseException) -> None:
+        """Tell the others that this replica has failed."""
+
     def close(self) -> None: ...
 
 
@@ -68,6 +71,9 @@ class Alone:
         return {}
 
     def load_feedback(self, state: dict[str, Any]) -> None:
+        pass
+
+    def leave(self, error: BaseException) -> None:
         pass
 
     def close(self) -> None:
@@ -126,6 +132,9 @@ class StoreStream:
 
     def load_feedback(self, state: dict[str, Any]) -> None:
         self._allreduce.load_state_dict(state)
+
+    def leave(self, error: BaseException) -> None:
+        self._allreduce.leave(error)
 
     def close(self) -> None:
         self._allreduce.close()

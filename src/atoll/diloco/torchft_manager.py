@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce, ReduceReport
+from atoll.diloco.allreduce.start import read_start
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.place import find_place, fragment_run
 from atoll.diloco.torchft_state import Healer
@@ -54,7 +55,11 @@ class ObjectStoreManager:
         check_int("checkpoint_every", checkpoint_every, 1, 10**9)
         self._place = find_place(uri, rank, world_size, min_replicas)
         self._run = fragment_run(run_id, 0, 1)
-        self._options: dict[str, Any] = {"codec": codec, "timeout": timeout, "grace_s": grace_s}
+        place = self._place
+        start = read_start(place.world_size, place.min_replicas, min_replicas, grace_s)
+        self._options: dict[str, Any] = {
+            **{"codec": codec, "timeout": timeout, "grace_s": grace_s, "start": start}
+        }
         self._checkpoint_every = checkpoint_every
         self._reducers: dict[int, ObjectStoreAllReduce] = {}
         self._healer = Healer(self._run, self._place.rank, timeout, self._reducer)

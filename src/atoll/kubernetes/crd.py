@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.checks import ARGS_VARIABLE, NAME_PATTERN, RESERVED_ENV, RESERVED_ENV_PREFIXES
+from atoll.core.checks import LAUNCH_VARIABLES, NAME_PATTERN, RESERVED_ENV, RESERVED_ENV_PREFIXES
 from atoll.core.ends import PhaseReason, RankEnd, listing
 from atoll.core.phase import Phase
 from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN, TrainingSpec
@@ -45,6 +45,7 @@ LIMITS: dict[str, Json] = {
 }
 
 _RESERVED = ", ".join(f"'{name}'" for name in sorted(RESERVED_ENV))
+_OF_LAUNCHES = ", ".join(f"'{name}'" for name in LAUNCH_VARIABLES)
 _PREFIXES = " || ".join(f"k.startsWith('{prefix}')" for prefix in RESERVED_ENV_PREFIXES)
 _ENV_RULES = [
     (
@@ -52,7 +53,7 @@ _ENV_RULES = [
         "expected names of letters, digits and '_', no digit first",
     ),
     (
-        f"self.all(k, k == '{ARGS_VARIABLE}' || !(k in [{_RESERVED}] || {_PREFIXES}))",
+        f"self.all(k, k in [{_OF_LAUNCHES}] || !(k in [{_RESERVED}] || {_PREFIXES}))",
         "atoll sets this one for every rank",
     ),
 ]

@@ -35,10 +35,11 @@ from atoll.local.rendezvous_view import (
     withdraw,
 )
 from atoll.local.supervision import Supervision
-from atoll.rank.launch import RankPlace, render_launch
+from atoll.rank.launch import TOGETHER, RankPlace, render_launch
 
-# The control plane's own secrets and addresses are not passed on to ranks.
-WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
+# The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
+# replica, what that one was told of its launch.
+WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR", "ATOLL_QUORUM")
 MAX_SLOTS = 10_000
 
 
@@ -50,13 +51,15 @@ def render_gang(
     host: str,
     rendezvous: dict[str, Any],
     base: dict[str, str],
+    started_together: str | None = None,
 ) -> dict[str, Any]:
-    """The document a shim works from."""
+    """The document a shim works from. `started_together`: as first told; None: this wish is it."""
     spec = training.spec
     launch = render_launch(training, rank_place(directory))
     filled_in = {
         **dict.fromkeys(launch.size_variables, str(spec.world_size.target)),
         **dict.fromkeys(launch.node_variables, host),
+        TOGETHER: spec.env.get(TOGETHER) or started_together or str(wish.size),
     }
     inherited = {name: value for name, value in base.items() if name not in launch.later}
     return {
@@ -189,15 +192,15 @@ class LocalBackend:
             self._held[training.uid] = max(wish.size, _holds(gang))
             self._place_source(training, gang.directory)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
+            before = gang.gang() if gang.is_asked() else {}
             document = render_gang(
                 training,
                 wish,
                 directory=gang.directory,
                 host=self._host,
-                rendezvous=wanted_rendezvous(
-                    training, self._host, gang.gang().get("rendezvous", {})
-                ),
-                base=gang.gang().get("env", base) if gang.is_asked() else base,
+                rendezvous=wanted_rendezvous(training, self._host, before.get("rendezvous", {})),
+                base=before.get("env", base),
+                started_together=before.get("env", {}).get(TOGETHER),
             )
             await gang.wish(document)
         self._tell_waiting()

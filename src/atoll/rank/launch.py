@@ -17,6 +17,8 @@ ETCD_BACKEND = "etcd-v2"
 
 # Set to the rank's own number.
 RANK_VARIABLES = ("RANK", "REPLICA_RANK", "ATOLL_RANK", "BASILICA_RANK")
+# How many ranks were started together.
+TOGETHER = "ATOLL_STARTED_TOGETHER"
 # Set to the number of ranks that are wanted when the rank starts.
 SIZE_VARIABLES = ("WORLD_SIZE", "ATOLL_WORLD_TARGET", "BASILICA_WORLD_TARGET")
 # Set by `meeting_environment` once the meeting point is known.
@@ -88,6 +90,10 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
         "BASILICA_WORLD_MAX": str(world.max),
         "BASILICA_GPUS_PER_POD": str(max(spec.resources.gpu_count, 1)),
     }
+    # Replicas of a launch have it from there. With fewer than all, only a backend that starts its
+    # ranks itself knows how many it let go.
+    if TOGETHER not in own and world.min == world.target:
+        env[TOGETHER] = str(world.target)
     by_rank = (*RANK_VARIABLES, *(("LOCAL_RANK",) if place.is_one_host else ()))
     filled_in = {*by_rank, *SIZE_VARIABLES, "NODE_NAME"}
     return RankLaunch(

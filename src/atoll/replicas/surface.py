@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from atoll.core.checks import ARGS_VARIABLE, check_as, check_int, check_timeout
+from atoll.core.checks import (
+    ARGS_VARIABLE,
+    QUORUM_VARIABLE,
+    TOGETHER_VARIABLE,
+    check_as,
+    check_int,
+    check_timeout,
+)
 from atoll.core.errors import NotFound, ValidationError
 from atoll.core.narrate import exit_in_words
 from atoll.core.ports import Checking, Executor
@@ -118,6 +125,7 @@ class ReplicaSurface:
         entry = read_entry(entrypoint, args)
         self._plane.check_open()
         uid = uuid.uuid4().hex
+        runs = self.what_runs(entry, uid)
         spec = TrainingSpec(
             name=f"replicas-{uid[:12]}",
             world_size=WorldSize(min=1, target=n_replicas, max=n_replicas),
@@ -126,7 +134,7 @@ class ReplicaSurface:
             deadline_s=timeout,
             stop_grace_s=self.stop_grace_s,
             executor=self._plane.executor.name,
-            **self.what_runs(entry, uid),
+            **(runs | {"env": runs.get("env", {}) | start_variables(n_replicas)}),
         )
         self.check_launch(spec)
         training = Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
@@ -290,6 +298,15 @@ def error_of(training: Training, rank: RankStatus, state: ReplicaState) -> str:
         return f"{why}; it {words}" if why else words
     last = next((line.strip() for line in reversed(ended.log_tail) if line.strip()), "")
     return words if ended.message or not last else f"{words}: {last}"
+
+
+def start_variables(n_replicas: int) -> dict[str, str]:
+    """What replicas are told of their launch: failures are independent, agreement is not.
+
+    A run of theirs begins with more than half of the launch, so two parts of it can never begin
+    apart. `atoll.diloco.allreduce.start` has what later rounds need.
+    """
+    return {TOGETHER_VARIABLE: str(n_replicas), QUORUM_VARIABLE: str(n_replicas // 2 + 1)}
 
 
 def read_gpu(gpu: str | int | None) -> Resources:

@@ -3,11 +3,13 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce.start import read_start
 from atoll.diloco.place import Place, find_place
+from atoll.replicas.surface import start_variables
 
 NAMES = (
     "ATOLL_RANK REPLICA_RANK RANK ATOLL_WORLD_MAX ATOLL_WORLD_TARGET WORLD_SIZE ATOLL_WORLD_MIN "
-    "ATOLL_RENDEZVOUS_URI"
+    "ATOLL_RENDEZVOUS_URI ATOLL_STARTED_TOGETHER ATOLL_QUORUM"
 ).split()
 
 
@@ -40,6 +42,17 @@ def test_the_world_is_as_large_as_it_may_get(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("ATOLL_WORLD_TARGET", "4")
     monkeypatch.setenv("ATOLL_RENDEZVOUS_URI", "file:///x")
     assert find_place().world_size == 8
+
+
+@pytest.mark.parametrize(("count", "least"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
+def test_a_round_of_a_launch_needs_half_of_it_whatever_its_failures_allow(
+    count: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**start_variables(count), "ATOLL_WORLD_MIN": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert find_place("file:///x", 0, count).min_replicas == least
+    assert find_place("file:///x", 0, count, 1).min_replicas == 1
+    assert read_start(count, least, None, None).quorum == count // 2 + 1
 
 
 def test_any_executor_that_sets_rank_and_world_size_will_do(

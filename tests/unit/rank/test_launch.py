@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atoll.core.spec import RendezvousSpec, Source
+from atoll.core.spec import RendezvousSpec, Source, WorldSize
 from atoll.core.status import Wish
 from atoll.kubernetes.render import rank_place as cluster_place
 from atoll.kubernetes.render import render_job
@@ -15,6 +15,7 @@ from atoll.local.executor import rank_place as local_place
 from atoll.local.executor import render_gang
 from atoll.rank.launch import (
     MEETING_VARIABLES,
+    TOGETHER,
     Meeting,
     RankLaunch,
     RankPlace,
@@ -25,7 +26,7 @@ from tests.unit.kubernetes.kube import Options, training
 
 DIRECTORY = Path("/state/uid")
 # What a backend knows and another does not.
-OF_LOCAL = {"LOCAL_RANK"}
+OF_LOCAL = {"LOCAL_RANK", TOGETHER}
 OF_THE_CLUSTER = {"ATOLL_ATTEMPT"}  # locally the supervisor sets it, with what it alone knows
 DIFFERENT = {*MEETING_VARIABLES, "ATOLL_RENDEZVOUS_URI", "NODE_NAME"}
 
@@ -67,6 +68,21 @@ def test_local_and_cluster_ranks_find_the_same_variables(backend: Any) -> None:
     values = {name: value for name, value in cluster.items() if value is not None}
     assert values.items() - local.items() <= {(name, values.get(name)) for name in DIFFERENT}
     assert local["A"] == values["A"] == "1"
+
+
+def test_ranks_are_told_how_many_were_started_together() -> None:
+    one = training()
+    wish = Wish(version=2, size=2)
+    rest: dict[str, Any] = {"directory": DIRECTORY, "host": "here", "rendezvous": {}, "base": {}}
+    assert render_gang(one, wish, **rest)["env"][TOGETHER] == "2"
+    later = render_gang(one, wish, **rest, started_together="3")
+    assert later["env"][TOGETHER] == "3", "a rank that joins later finds the same"
+    assert TOGETHER not in cluster_launch().env, "its gate may open with fewer"
+    all_or_none = WorldSize(min=3, target=3, max=3)
+    assert cluster_launch(world_size=all_or_none).env[TOGETHER] == "3"
+    of_launch = {TOGETHER: "7", "ATOLL_QUORUM": "4"}
+    assert of_launch.items() <= gang(env=of_launch)["env"].items()
+    assert of_launch.items() <= cluster_launch(env=of_launch).env.items()
 
 
 def test_what_the_user_has_set_stays_on_every_backend() -> None:

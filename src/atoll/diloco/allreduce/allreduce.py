@@ -29,7 +29,8 @@ from atoll.diloco.allreduce.keys import Keys, parse_round
 from atoll.diloco.allreduce.layout import Layout, Vector, difference
 from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
 from atoll.diloco.allreduce.roster import Roster
-from atoll.diloco.allreduce.settle import Me, Settler
+from atoll.diloco.allreduce.settle import DONE, FAILED, Me, Settler
+from atoll.diloco.allreduce.start import Start, least_of, read_launch, read_start
 from atoll.diloco.allreduce.upload import Cargo
 from atoll.diloco.blobs import Blobs, Traffic
 
@@ -57,6 +58,9 @@ def check_seconds(field: str, seconds: float) -> None:
 def read_min(min_replicas: int | None, world_size: int) -> int:
     if min_replicas is not None:
         return read_whole("min_replicas", min_replicas, 1, world_size)
+    launch = read_launch(world_size)
+    if launch is not None:
+        return least_of(launch)
     variable = os.environ.get("ATOLL_WORLD_MIN", "")
     if variable.isdecimal() and 1 <= int(variable) <= world_size:
         return int(variable)
@@ -113,8 +117,9 @@ class ObjectStoreAllReduce:
 
     `allreduce` must be called by every replica, with tensors of the same shapes and types. When
     a replica is missing, the others wait for the grace and go on, as long as `min_replicas` are
-    there. The default for that is $ATOLL_WORLD_MIN, else half of the world, rounded up: agreement
-    never depends on it, it only says how small a world still makes sense.
+    there. The default for that is half of a launch, $ATOLL_WORLD_MIN in a training, else half of
+    the world, rounded up. The first round waits, until its timeout, for $ATOLL_STARTED_TOGETHER
+    replicas, unless `grace_s` or `min_replicas` is given; it needs more than half of a launch.
 
     A run is a URI together with `run_id` (default $ATOLL_RUN_ID, $ATOLL_UID, else "run"). A process
     that comes to a run where rounds have been decided goes on with the next one, so a restarted
@@ -135,12 +140,16 @@ class ObjectStoreAllReduce:
         grace_s: float | None = None,
         keep_rounds: int = 2,
         carries_late_work: bool | None = None,
+        start: Start | None = None,
     ) -> None:
         """`grace_s`: how long stragglers and owners are waited for; None learns it from the rounds.
 
         `carries_late_work`: when this replica was too late for a round, its values are added to
         what it brings to the next one. None: only with a lossy codec, where the same is done with
         everything that the codec left out.
+
+        `start`: how the run begins, for callers with several runs that begin as one. None: as the
+        environment says.
         """
         self.world_size = read_whole("world_size", world_size, 1, MOST_REPLICAS)
         self.rank = read_whole("rank", rank, 0, self.world_size - 1)
@@ -158,7 +167,10 @@ class ObjectStoreAllReduce:
         me = Me(self.rank, self.world_size, least, secrets.token_hex(8), timeout)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
         self._history = History(grace_s, timeout)
-        self._settler = Settler(self.blobs, self.keys, me, self._history, self._pool)
+        self._beginning = start or read_start(self.world_size, least, min_replicas, grace_s)
+        self._settler = Settler(
+            self.blobs, self.keys, me, self._history, self._pool, self._beginning
+        )
         self._me = me
         self._feedback: dict[str, Feedback] = {}
         self._cargo: dict[str, Cargo] = {}
@@ -167,6 +179,8 @@ class ObjectStoreAllReduce:
         self._sweeping: Future[None] | None = None
         self._lock = threading.Lock()
         _refuse_unconditional(self.blobs)
+        self._has_left = False
+        self._settler.come()
 
     @property
     def round(self) -> int | None:
@@ -232,6 +246,8 @@ class ObjectStoreAllReduce:
             state = catchup.join(self._settler, self._exchange)
             self._next = state.round
             self._may_be_late = True
+            if state.round:
+                self._beginning.begin()
             return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -243,8 +259,18 @@ class ObjectStoreAllReduce:
             name: Feedback(up=part["up"], down=dict(part["down"])) for name, part in state.items()
         }
 
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tell the others that this replica is done, or has failed with `error`.
+
+        They do not wait for it then. Without $ATOLL_STARTED_TOGETHER nothing is told.
+        """
+        has_left, self._has_left = self._has_left, True
+        if not has_left and not isinstance(error, BackendError):  # a store that fails is not asked
+            self._settler.leave(DONE if error is None else FAILED)
+
     def close(self) -> None:
         """Stop the threads. Objects in the store stay."""
+        self.leave()
         if self._sweeping is not None:
             self._sweeping.exception()
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -258,6 +284,7 @@ class ObjectStoreAllReduce:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.leave(error)
         self.close()
 
     def _until_done(self, work: _Work, started: float, before: Traffic) -> Vector:
@@ -356,6 +383,7 @@ class ObjectStoreAllReduce:
             spread = roster.spread_s
             self._history.note_spread(spread if roster.round else min(spread, MIN_GRACE_S / 4))
         self._settler.last = roster
+        self._beginning.begin(len(roster.members))
         used = self.blobs.usage.since(before)
         work.seconds["total"] = time.monotonic() - started
         self.last_round = ReduceReport(
@@ -385,6 +413,7 @@ class ObjectStoreAllReduce:
         newest = catchup.latest(self.blobs, self.keys)
         if newest is None:
             return 0
+        self._beginning.begin()
         self._settler.last = self._settler.read(self.keys.roster(*newest))
         if self._settler.last is not None:
             self._history.note_spread(min(self._settler.last.spread_s, MIN_GRACE_S / 4))

@@ -2,6 +2,7 @@
 
 roster/ROUND.ATTEMPT            who is in the round: created once, kept as the run's journal
 up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round
+up/left/LAUNCH/RANK.HOW         the mark of a rank that has left: done, or failed
 sum/ROUND.ATTEMPT/SHARD         the mean of one shard, or the note that the attempt was given up
 checkpoint/ROUNDS               the state after that many rounds
 start                           the state before the first, where the replicas need the same one
@@ -15,6 +16,9 @@ from typing import NamedTuple
 
 UPLOAD = re.compile(r"(\d{5})\.([0-9a-f]{16})\.([^/]+)\.([0-9a-f]{16})")
 ATTEMPT = re.compile(r"(\d{8})\.(\d{4})")
+
+
+LEFT = re.compile(r"left/([^/]+)/(\d{5})\.(done|failed)")
 
 
 class UploadName(NamedTuple):
@@ -47,6 +51,10 @@ class Keys:
         weight_hex = weight.hex().replace(".", "_")
         return f"{self.uploads(number)}/{rank:05d}.{nonce}.{weight_hex}.{layout}"
 
+    def left(self, launch: str, rank: int, how: str) -> str:
+        # Among the uploads, and after them, so that one LIST holds the marks as well.
+        return f"{self.uploads()}/left/{launch}/{rank:05d}.{how}"
+
     def sums(self, number: int | None = None, attempt: int = 0) -> str:
         return f"{self.run}/sum" if number is None else f"{self.run}/sum/{number:08d}.{attempt:04d}"
 
@@ -77,6 +85,14 @@ def parse_upload(key: str, size: int = 0) -> UploadName | None:
     if not (math.isfinite(weight) and weight > 0):
         return None
     return UploadName(key, int(number), int(match[1]), match[2], weight, match[4], size)
+
+
+def parse_left(key: str, launch: str) -> tuple[int, str] | None:
+    """Rank and how it left, from the mark of a rank of `launch`; None for any other key."""
+    match = LEFT.search(key)
+    if match is None or match.end() != len(key) or match[1] != launch:
+        return None
+    return int(match[2]), match[3]
 
 
 def parse_attempt(key: str) -> tuple[int, int] | None:

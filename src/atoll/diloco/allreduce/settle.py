@@ -14,20 +14,24 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from atoll.core.errors import BelowMinimumWorld, NotFound, Permanent
+from atoll.core.errors import BackendError, BelowMinimumWorld, NotFound, Permanent
 from atoll.diloco.allreduce import roster as rosters
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.keys import Keys, UploadName, parse_upload
+from atoll.diloco.allreduce.keys import Keys, UploadName, parse_left, parse_upload
 from atoll.diloco.allreduce.layout import Layout, difference
 from atoll.diloco.allreduce.pace import History, poll_pause
 from atoll.diloco.allreduce.roster import Member, Roster
+from atoll.diloco.allreduce.start import Start
 from atoll.diloco.allreduce.upload import Blamed, read_footer
 from atoll.diloco.blobs import Blobs
 
 log = logging.getLogger("atoll.allreduce")
 
 STAGGER_S = 1.5  # between the ranks that begin to look at the uploads
+FIRST_WORD_S = 3.0  # until a rank says whom it waits for in the first round
+NEXT_WORD_S = 30.0
+DONE, FAILED = LEAVING = ("done", "failed")
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,32 @@ class Ballot:
     upload_again: Callable[[], None] | None = None
     is_blamed: bool = False  # this rank's upload may not be used
     uploads: dict[int, UploadName] = field(default_factory=dict)
+    needs: int = 1  # this many ranks must be in
+    together: int | None = None  # once so many are there, nobody else is waited for
+    is_first: bool = False  # of the run: they are waited for until the timeout
+    left: dict[int, str] = field(default_factory=dict)  # how ranks that have ended left
+    says_at: float = 0.0
+
+    @property
+    def there(self) -> set[int]:
+        """The ranks of which nothing more is waited for."""
+        return {*self.uploads, *self.left}
 
 
 class Settler:
     """Reads or decides the rosters of a run."""
 
-    def __init__(self, blobs: Blobs, keys: Keys, me: Me, history: History, pool: Executor) -> None:
+    def __init__(
+        self,
+        blobs: Blobs,
+        keys: Keys,
+        me: Me,
+        history: History,
+        pool: Executor,
+        start: Start | None = None,
+    ) -> None:
         self.blobs = blobs
+        self.start = start or Start(me.min_replicas)
         self.keys = keys
         self.me = me
         self.history = history
@@ -73,7 +96,12 @@ class Settler:
             order = [m.rank for m in self.last.members]
             everyone = {*order, self.me.rank}
         turn = rosters.turn(self.me.rank, order, self.me.world_size)
-        return Ballot(number, 0, turn, everyone)
+        start, ballot = self.start, Ballot(number, 0, turn, everyone, needs=self.me.min_replicas)
+        if self.last is None:
+            ballot.together = start.together
+            if not start.is_begun:
+                ballot.needs, ballot.is_first = start.quorum, start.together is not None
+        return ballot
 
     def next_ballot(self, roster: Roster, blame: wire.Blame) -> Ballot:
         """The ballot after `roster` was given up. The rank that gave it up decides first."""
@@ -86,6 +114,7 @@ class Settler:
             0 if blame.by == self.me.rank else turn,
             set(ranks),
             sorted({*roster.blamed, *blame.uploads}),
+            needs=self.me.min_replicas,
         )
 
     def settle(self, ballot: Ballot, layout: Layout, codec: Codec) -> Roster:
@@ -99,18 +128,25 @@ class Settler:
         usual = self.history.usual(what)
         stagger = min(STAGGER_S, self.history.straggler_grace())
         again_s = self.history.straggler_grace()
+        ballot.says_at = min(FIRST_WORD_S, self.me.timeout / 4)
         while True:
             elapsed = time.monotonic() - started
+            is_last_look = elapsed > self.me.timeout
             is_looking = elapsed >= ballot.turn * stagger + (usual if ballot.turn else 0)
+            is_looking = is_looking or is_last_look
             # The first in the order need not ask: others decide only if it was very slow itself.
             roster = None
             if not is_looking or ballot.turn or elapsed > stagger:
                 roster = self.read(key)
             if roster is None and is_looking:
-                roster = self._propose(key, ballot, layout, codec)
+                roster = self._propose(key, ballot, layout, codec, is_last_look=is_last_look)
             if roster is not None:
-                self.history.note_wait(what, time.monotonic() - started)
+                if not ballot.is_first:
+                    self.history.note_wait(what, time.monotonic() - started)
                 return roster
+            if ballot.is_first and is_looking and elapsed >= ballot.says_at:
+                ballot.says_at = elapsed + NEXT_WORD_S
+                self._say(ballot)
             # This rank's upload is damaged or deleted: a quorum would have gone on by now.
             is_lost = is_looking and self.me.rank not in ballot.uploads and elapsed > 2 * again_s
             # Or this rank was given up on and nobody goes on without it: it says that it is alive.
@@ -119,7 +155,7 @@ class Settler:
                 ballot.upload_again()
                 ballot.is_blamed = False
                 again_s = time.monotonic() - started
-            if elapsed > self.me.timeout:
+            if is_last_look:
                 raise self._no_quorum(ballot)
             time.sleep(poll_pause(elapsed, usual))
 
@@ -154,20 +190,61 @@ class Settler:
             self.keys.run, number, attempt, b"", [], [], [], [], self.me.nonce, error=error
         )
 
-    def _propose(self, key: str, ballot: Ballot, layout: Layout, codec: Codec) -> Roster | None:
+    def come(self) -> None:
+        """No mark says that this rank has left."""
+        if self.start.launch is not None:
+            keys = [self.keys.left(self.start.launch, self.me.rank, how) for how in LEAVING]
+            self.blobs.delete(keys)
+
+    def leave(self, how: str) -> None:
+        """Mark this rank as one that has left. The store may fail: others wait longer then."""
+        if self.start.launch is None:
+            return
+        try:
+            self.blobs.put(self.keys.left(self.start.launch, self.me.rank, how), how.encode())
+        except BackendError as error:
+            log.warning("the others cannot know that rank %d has left: %s", self.me.rank, error)
+
+    def _say(self, ballot: Ballot) -> None:
+        assert ballot.together is not None
+        missing = sorted(set(range(ballot.together)) - ballot.there)
+        log.warning(
+            "waiting for ranks %s of %d before the first round",
+            ", ".join(map(str, missing)),
+            ballot.together,
+        )
+
+    def _expected(self, ballot: Ballot) -> set[int]:
+        """The ranks to wait for, without those that have left."""
+        if ballot.together is None:
+            return ballot.expected - set(ballot.left)
+        # Which ranks found room is not known, only how many.
+        is_complete = len(ballot.there) >= ballot.together
+        return set() if is_complete else set(range(ballot.together)) - set(ballot.left)
+
+    def _needs(self, ballot: Ballot) -> int:
+        """How many must be in: the last ranks of a run finish without those that are done."""
+        done = {rank for rank, how in ballot.left.items() if how == DONE}
+        if not done:
+            return ballot.needs
+        known = {*ballot.expected, *ballot.uploads, *range(ballot.together or 0)}
+        return min(ballot.needs, max(1, len(known - done)))
+
+    def _propose(
+        self, key: str, ballot: Ballot, layout: Layout, codec: Codec, *, is_last_look: bool
+    ) -> Roster | None:
         late = self._look(ballot)
         foreign = [n for n in ballot.uploads.values() if n.layout != layout.fingerprint]
         if foreign:
             return self._refuse(key, ballot, layout, foreign)
         now = time.monotonic()
-        if len(ballot.uploads) >= self.me.min_replicas and ballot.quorum_at is None:
+        needs, expected = self._needs(ballot), self._expected(ballot) | late
+        if len(ballot.uploads) >= needs and ballot.quorum_at is None:
             ballot.quorum_at = now
         waited = 0.0 if ballot.quorum_at is None else now - ballot.quorum_at
+        is_grace_over = not ballot.is_first and waited >= self.history.straggler_grace()
         verdict = rosters.decide(
-            ballot.uploads,
-            ballot.expected | late,
-            self.me.min_replicas,
-            is_grace_over=waited >= self.history.straggler_grace(),
+            ballot.uploads, expected, needs, is_grace_over=is_grace_over or is_last_look
         )
         if verdict.members is None:
             return None
@@ -175,7 +252,7 @@ class Settler:
         if members is None:
             return None
         ranks = [m.rank for m in members]
-        missing = sorted((ballot.expected | late) - set(ranks))
+        missing = sorted(expected - set(ranks))
         if missing:
             log.warning("round %d goes on without ranks %s", ballot.number, missing)
         return self.write(
@@ -197,12 +274,16 @@ class Settler:
     def _look(self, ballot: Ballot) -> set[int]:
         """Fill `ballot.uploads`; returns the ranks that were too late for the round before."""
         after = self.keys.uploads(ballot.number - 1) if ballot.number else None
+        blobs = self.blobs.find(self.keys.uploads(), after)
         listing = [
             (blob.key, blob.modified, name)
-            for blob in self.blobs.find(self.keys.uploads(), after)
+            for blob in blobs
             if (name := parse_upload(blob.key, blob.size))
         ]
         ballot.uploads = rosters.look(listing, ballot.number, ballot.blamed)
+        launch = self.start.launch
+        marks = [] if launch is None else [parse_left(blob.key, launch) for blob in blobs]
+        ballot.left = {rank: how for rank, how in filter(None, marks) if rank not in ballot.uploads}
         last = self.last
         if last is None or last.round != ballot.number - 1 or ballot.attempt:
             return set()
@@ -251,12 +332,13 @@ class Settler:
 
     def _no_quorum(self, ballot: Ballot) -> BelowMinimumWorld:
         self._look(ballot)
-        ready = len(ballot.uploads)
-        missing = sorted(set(range(self.me.world_size)) - set(ballot.uploads))
+        ready, needs = len(ballot.uploads), self._needs(ballot)
+        missing = sorted(set(range(ballot.together or self.me.world_size)) - set(ballot.uploads))
+        ended = f" (ended: {sorted(ballot.left)})" if ballot.left else ""
         return BelowMinimumWorld(
-            f"round {ballot.number}: {ready} of at least {self.me.min_replicas} ranks "
-            f"uploaded within {self.me.timeout:g} s; missing: ranks {missing}",
+            f"round {ballot.number}: {ready} of at least {needs} ranks "
+            f"uploaded within {self.me.timeout:g} s; missing: ranks {missing}{ended}",
             ready=ready,
-            required_min=self.me.min_replicas,
+            required_min=needs,
             timeout=self.me.timeout,
         )
