@@ -77,9 +77,9 @@ class Run:
 def test_replicas_that_start_apart_are_one_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch)
     chance, run = random.Random(seed), Run()
-    late = [chance.uniform(0, 2 * GRACE_S) for _ in range(WORLD)]
-    first, last = chance.sample(range(WORLD), 2)
-    late[first], late[last] = 0.0, 2 * GRACE_S  # later than any first grace
+    late = [chance.uniform(0, GRACE_S / 2) for _ in range(WORLD)]
+    for rank in chance.sample(range(WORLD), 1 + seed % 3):
+        late[rank] = chance.uniform(1.7, 2) * GRACE_S  # later than any first grace
     run_threads(*(run.replica(rank, late_s) for rank, late_s in enumerate(late)))
     assert not run.errors
     assert [seen[0] for seen in run.rosters.values()] == [(0, [0, 1, 2, 3])] * WORLD
@@ -186,6 +186,7 @@ def test_a_rank_that_comes_back_is_waited_for_again(monkeypatch: pytest.MonkeyPa
 def test_marks_of_another_launch_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(3)
     launched(monkeypatch, 3)
+    monkeypatch.setenv("ATOLL_RUN_ID", "both")
     run.open(1).close()
     monkeypatch.setenv("ATOLL_UID", "def")
     run_threads(*(run.replica(rank, GRACE_S if rank == 1 else 0) for rank in range(3)))
