@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from atoll.core.config import Config
     from atoll.core.ports import Executor, Tokens
-    from atoll.local.executor import LocalBackend
     from atoll.server.executors import Setup
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
@@ -82,7 +81,7 @@ def build(where: Path, *, slots: int | None = None, config: Path | None = None) 
 
     @contextlib.asynccontextmanager
     async def controlled() -> AsyncIterator[None]:
-        await _start_local(local, store)
+        await local.start(store)
         async with contextlib.AsyncExitStack() as running:
             await running.enter_async_context(beside(controller.run(), _end_if_dead))
             for executor in executors.values():
@@ -139,6 +138,7 @@ def configured(
         config=settings.path,
         is_changed=lambda: is_changed(settings),
         restart=f"stop it (kill {os.getpid()}; ranks go on) and run: atoll serve --config FILE",
+        notes=lambda: executors[LOCAL].set_aside,  # type: ignore[attr-defined]
     )
     return executors, setup
 
@@ -150,10 +150,6 @@ def _identity(where: Path) -> str:
         return path.read_text().strip()
     _write_private(path, f"{uuid.uuid4().hex}\n")
     return path.read_text().strip()
-
-
-async def _start_local(local: LocalBackend, store: SQLiteStore) -> None:
-    await local.start(training.uid for training in await store.list())
 
 
 def _end_if_dead(controller: asyncio.Task[None]) -> None:
