@@ -44,6 +44,7 @@ DEFAULT_PORT = 7878
 NAMESPACE = "default"
 KEEP_ALIVE_S = 100  # longer than clients keep idle connections: they close first
 PURGE_S = 60.0
+SPACE_BYTES = 2**18  # for SQLite's files and the small ones beside them
 
 
 @dataclass
@@ -71,7 +72,7 @@ def build(where: Path, *, slots: int | None = None, config: Path | None = None) 
     from atoll.store.tokens import SQLiteTokens
 
     settings = read(config)
-    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check_space(where)
     executors, setup = configured(settings, where, slots=slots)
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
@@ -141,6 +142,21 @@ def configured(
         notes=lambda: executors[LOCAL].set_aside,  # type: ignore[attr-defined]
     )
     return executors, setup
+
+
+def _check_space(where: Path) -> None:
+    """Makes the state directory. Raises Permanent, before anything in it is touched, if it cannot
+    be written."""
+    try:
+        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _write_private(where / "space", " " * SPACE_BYTES)
+        (where / "space").unlink()
+    except OSError as error:
+        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "allow it"
+        raise Permanent(
+            f"cannot write to {where}: {error.strerror}: {remedy}, then start it again; "
+            "ranks that run go on meanwhile"
+        ) from error
 
 
 def _identity(where: Path) -> str:
@@ -312,8 +328,12 @@ async def _remove_all(store: SQLiteStore) -> None:
 
 def _write_private(path: Path, text: str) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

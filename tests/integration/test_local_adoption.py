@@ -10,11 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support.control_plane import ControlPlane, Refused, make_spec, wait_for
+from tests.support.control_plane import ControlPlane, Refused, make_spec, serving, wait_for
+from tests.support.small_disk import fill, small_disk
 
+from atoll.core.errors import Permanent
 from atoll.core.spec import Source
 from atoll.core.status import Training
 from atoll.local import processes
+from atoll.run import build
 
 UNTIL_TOLD = "echo up; while [ ! -e {folder}/end ]; do sleep 0.02; done; echo bye; exit $RANK"
 
@@ -199,7 +202,7 @@ def test_gang_without_a_sound_record_is_set_aside(
     assert plane.call("names") == []
     assert pids(plane, training) == before
     assert f"{directory}/removed" in said(plane)
-    assert plane.call("set_aside") and str(directory) in plane.call("set_aside")[0]
+    assert [str(directory) in text for text in plane.call("set_aside")] == [True]
     (directory / "removed").touch()  # as that line says
     plane.restart()
     wait_for(lambda: not plane.left())
@@ -217,6 +220,22 @@ def test_gang_whose_name_is_taken_is_set_aside(plane: ControlPlane, tmp_path: Pa
     assert plane.call("names") == [first.name]
     assert "exists" in plane.call("set_aside")[0]
     assert [pids(plane, training) for training in (first, second)] == before
+
+
+def test_training_that_may_have_run_is_not_started_again(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    training = plane.until_released(plane.create(f"echo ran >> {tmp_path}/ran"))
+    plane.kill()
+    lose_store(plane)
+    record = plane.directory(training) / "training.json"
+    values = json.loads(record.read_bytes())
+    del values["status"]["phase"]
+    record.write_text(json.dumps(values))
+    plane.start()
+    assert plane.call("names") == []
+    assert "may have run already" in plane.call("set_aside")[0]
+    assert (tmp_path / "ran").read_text().split() == ["ran"]
 
 
 def test_gang_of_a_known_training_without_a_record_gets_one(
@@ -251,3 +270,19 @@ def test_state_directory_deleted_under_a_control_plane_leaves_ranks_alone(
     finally:
         for pid in before:
             processes.kill(pid)
+
+
+def test_full_disk_at_the_start_is_told_and_nothing_is_touched(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with small_disk(disk, "size=2m"):
+        with serving(disk / "state") as plane:
+            training = plane.until_released(plane.create("echo words"))
+        fill(disk)
+        before = sorted(path.name for path in plane.state.iterdir())
+        for where in (plane.state, disk / "new"):
+            with pytest.raises(Permanent, match=f"cannot write to {where}: No space left"):
+                build(where)
+        assert sorted(path.name for path in plane.state.iterdir()) == before
+        (disk / "filler").unlink()
+        with serving(disk / "state") as plane:
+            assert plane.get(training.name) == training

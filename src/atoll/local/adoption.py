@@ -77,6 +77,8 @@ async def adopt(directory: Path, store: Store) -> None:
     record = read_record(directory)
     if record is None:
         raise Permanent(f"it has no {RECORD}: an older release has started it")
+    if not record.status.phase.is_terminal and not (directory / "gang.json").exists():
+        raise Permanent("its gang.json is gone, and its ranks may have run already")
     training = await store.create(_with_code(record, directory))
     text = "the store had no record of it; it goes on from the files of its ranks"
     await store.record(
