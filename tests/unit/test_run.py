@@ -12,6 +12,7 @@ from atoll.core.config import parse
 from atoll.core.errors import ValidationError
 from atoll.local.executor import LocalBackend
 from atoll.run import configured
+from atoll.sdk.config import read
 from atoll.server.executors import probed
 from atoll.store.memory import MemoryStore
 
@@ -70,7 +71,7 @@ def test_what_was_put_right_is_used_by_the_next_control_plane(tmp_path: Path) ->
 
 def test_ranks_of_an_unknown_training_are_told_to_readers_of_the_list(tmp_path: Path) -> None:
     (tmp_path / "atoll.toml").touch()
-    executors, setup = configured(parse("", str(tmp_path / "atoll.toml")), tmp_path)
+    executors, setup = configured(read(tmp_path / "atoll.toml"), tmp_path)
     logs = tmp_path / "ranks" / "abc" / "logs"
     logs.mkdir(parents=True)
     local = executors["local"]
