@@ -76,7 +76,7 @@ async def adopt(directory: Path, store: Store) -> None:
     """
     record = read_record(directory)
     if record is None:
-        raise Permanent(f"it has no {RECORD}: an older release has started it")
+        raise Permanent(f"it has no {RECORD} (older releases write none)")
     if not record.status.phase.is_terminal and not (directory / "gang.json").exists():
         raise Permanent("its gang.json is gone, and its ranks may have run already")
     training = await store.create(_with_code(record, directory))
@@ -88,7 +88,7 @@ async def adopt(directory: Path, store: Store) -> None:
 
 
 async def catch_up(directory: Path, stored: Training, store: Store) -> None:
-    """Brings a store that is older than the directory up to its record, and keeps one there.
+    """Brings a store that is older than the directory up to its record; writes a missing record.
 
     `stored` is not over: what is over in the store stays as it is.
     """
@@ -97,18 +97,17 @@ async def catch_up(directory: Path, stored: Training, store: Store) -> None:
     except Permanent as error:
         log.warning("%s: %s; it is written anew", directory, error)
         record = None
-    if record is not None and _is_newer(record, stored):
+    if record is None:
+        write_record(directory, stored)
+    elif _is_newer(record, stored):
         mark = record.deletion_requested_at or stored.deletion_requested_at
         stored = await store.update_spec(
             replace(stored, spec=record.spec, deletion_requested_at=mark)
         )
         text = "the store was older than the files of its ranks; it goes on from those"
         event = Event(type="Warning", reason="CaughtUp", message=text, at=time.time())
-        stored = await store.update_status(stored, record.status, [event])
+        await store.update_status(stored, record.status, [event])
         log.warning("training %s/%s (%s): %s", *stored.key, stored.uid, text)
-    elif record is not None:
-        return
-    write_record(directory, stored)
 
 
 def set_aside(directory: Path, why: str) -> str:
