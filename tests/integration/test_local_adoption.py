@@ -18,6 +18,7 @@ from atoll.core.spec import Source
 from atoll.core.status import Training
 from atoll.local import processes
 from atoll.run import build
+from atoll.sdk import embedded
 
 UNTIL_TOLD = "echo up; while [ ! -e {folder}/end ]; do sleep 0.02; done; echo bye; exit $RANK"
 
@@ -64,17 +65,19 @@ def ends_well(plane: ControlPlane, training: Training, folder: Path, ranks: int 
     wait_for(lambda: not plane.left())
 
 
-@pytest.mark.parametrize("lost", ["all of it", "its newest writes"])
+@pytest.mark.parametrize("lost", ["all of it", "what was in it", "its newest writes"])
 def test_running_training_is_adopted_when_the_store_is_lost(
     plane: ControlPlane, tmp_path: Path, lost: str
 ) -> None:
     training = started(plane, tmp_path, deadline_s=3600.0)
     before = pids(plane, training)
     plane.kill()
-    if lost == "all of it":
-        lose_store(plane)
-    else:
+    if lost == "its newest writes":
         (plane.state / "atoll.db-wal").unlink()
+    else:
+        lose_store(plane)
+    if lost == "what was in it":
+        (plane.state / "atoll.db").touch()
     plane.start()
     adopted = plane.until_ready(training.name, 2)
     assert pids(plane, training) == before
@@ -282,7 +285,10 @@ def test_full_disk_at_the_start_is_told_and_nothing_is_touched(tmp_path: Path) -
         for where in (plane.state, disk / "new"):
             with pytest.raises(Permanent, match=f"cannot write to {where}: No space left"):
                 build(where)
-        assert sorted(path.name for path in plane.state.iterdir()) == before
+        with pytest.raises(Permanent, match=f"no space is left in {plane.state}"):
+            embedded.start(plane.state)
+        after = sorted(path.name for path in plane.state.iterdir() if path.name != "server.log")
+        assert after == before
         (disk / "filler").unlink()
         with serving(disk / "state") as plane:
             assert plane.get(training.name) == training
