@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -105,10 +106,10 @@ def follow(replica: ObjectStoreAllReduce, script: Script) -> None:
             ),
         )
         if ballot.attempt + 1 < len(script.attempts):
-            try:
-                replica._exchange(roster, layout).abandon_missing()
-            except Abandoned:
-                pass
+            exchange = replica._exchange(roster, layout)
+            for shard in range(layout.shards):  # in all places, so that nobody waits for one
+                with contextlib.suppress(Abandoned):
+                    exchange._abandon(shard, [], "scripted")
         settler.last = roster
         return roster
 
@@ -124,13 +125,18 @@ def test_what_was_brought_is_what_was_committed_and_what_is_owed(
 ) -> None:
     """Random rosters and weights, absent owners, given up attempts, late ranks, restarts."""
     chance, world = random.Random(seed), World(WORLD)
-    options: dict[str, Any] = {"codec": codec[0], "down_codec": codec[1], "grace_s": 20}
+    options: dict[str, Any] = {
+        "codec": codec[0],
+        "down_codec": codec[1],
+        "grace_s": 20,
+        "timeout": 15,
+    }
     zeros = np.zeros(SIZE)
     ledgers = [
         Ledger(zeros.copy(), zeros.copy(), world.replica(rank, **options), zeros.copy())
         for rank in range(WORLD)
     ]
-    for number in range(12):
+    for number in range(20):
         present = sorted(chance.sample(range(WORLD), chance.randint(1, WORLD)))
         attempts = [
             sorted(chance.sample(present, chance.randint(1, len(present))))
@@ -205,3 +211,48 @@ def test_what_was_brought_is_what_was_committed_and_what_is_owed(
 def _up(replica: ObjectStoreAllReduce) -> Any:
     feedback = replica._feedback.get("")
     return np.zeros(SIZE) if feedback is None or feedback.up is None else feedback.up.copy()
+
+
+def test_late_work_is_dropped_when_another_process_of_the_rank_was_taken() -> None:
+    world = World(2)
+    replicas = [world.replica(rank, codec="int4", grace_s=20) for rank in (0, 1, 1)]
+    for replica in replicas:
+        follow(replica, Script([0, 1], [[0, 1]]))
+    run_threads(*(lambda r=r: r.allreduce([np.ones(SIZE, "f4")]) for r in replicas))
+    (left,) = [r for r in replicas if r.last_round and not r.last_round.is_member]
+    assert left.rank == 1
+    assert not _up(left).any()
+    for replica in replicas:
+        replica.close()
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_call_that_failed_owes_what_its_round_lacks(is_committed: bool) -> None:
+    """If others commit the round after all, the residual is that of the upload they used."""
+    world = World(2)
+    value = np.random.default_rng(0).standard_normal(SIZE).astype("f4")
+    failing, other = (world.replica(rank, codec="int4", grace_s=0.5) for rank in (1, 0))
+    make = failing._exchange
+
+    def fail(roster: Roster, layout: Layout) -> Any:
+        exchange = make(roster, layout)
+        part = "_gather" if is_committed else "_publish"
+        setattr(exchange, part, lambda *_: 1 / 0)
+        return exchange
+
+    failing._exchange = fail  # type: ignore[method-assign]
+
+    def go() -> None:
+        with pytest.raises(ZeroDivisionError):
+            failing.allreduce([value])
+
+    run_threads(go, lambda: other.allreduce([value]))
+    failing._exchange = make  # type: ignore[method-assign]
+    feedback = failing._feedback[""]
+    entry = feedback.entry
+    assert entry is not None
+    assert failing._settle_failed(feedback) is is_committed
+    assert feedback.entry is None
+    assert np.array_equal(_up(failing), entry.left_out if is_committed else np.zeros(SIZE))
+    failing.close()
+    other.close()
