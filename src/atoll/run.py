@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from atoll.core.config import Config
     from atoll.core.ports import Executor, Tokens
-    from atoll.local.executor import LocalBackend
     from atoll.server.executors import Setup
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
@@ -45,6 +44,7 @@ DEFAULT_PORT = 7878
 NAMESPACE = "default"
 KEEP_ALIVE_S = 100  # longer than clients keep idle connections: they close first
 PURGE_S = 60.0
+SPACE_BYTES = 2**18  # for SQLite's files and the small ones beside them
 
 
 @dataclass
@@ -72,7 +72,7 @@ def build(where: Path, *, slots: int | None = None, config: Path | None = None) 
     from atoll.store.tokens import SQLiteTokens
 
     settings = read(config)
-    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check_space(where)
     executors, setup = configured(settings, where, slots=slots)
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
@@ -82,7 +82,7 @@ def build(where: Path, *, slots: int | None = None, config: Path | None = None) 
 
     @contextlib.asynccontextmanager
     async def controlled() -> AsyncIterator[None]:
-        await _start_local(local, store)
+        await local.start(store)
         async with contextlib.AsyncExitStack() as running:
             await running.enter_async_context(beside(controller.run(), _end_if_dead))
             for executor in executors.values():
@@ -139,8 +139,24 @@ def configured(
         config=settings.path,
         is_changed=lambda: is_changed(settings),
         restart=f"stop it (kill {os.getpid()}; ranks go on) and run: atoll serve --config FILE",
+        notes=lambda: executors[LOCAL].set_aside,  # type: ignore[attr-defined]
     )
     return executors, setup
+
+
+def _check_space(where: Path) -> None:
+    """Makes the state directory. Raises Permanent, before anything in it is touched, if it cannot
+    be written."""
+    try:
+        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _write_private(where / "space", " " * SPACE_BYTES)
+        (where / "space").unlink()
+    except OSError as error:
+        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "allow it"
+        raise Permanent(
+            f"cannot write to {where}: {error.strerror}: {remedy}, then start it again; "
+            "ranks that run go on meanwhile"
+        ) from error
 
 
 def _identity(where: Path) -> str:
@@ -150,10 +166,6 @@ def _identity(where: Path) -> str:
         return path.read_text().strip()
     _write_private(path, f"{uuid.uuid4().hex}\n")
     return path.read_text().strip()
-
-
-async def _start_local(local: LocalBackend, store: SQLiteStore) -> None:
-    await local.start(training.uid for training in await store.list())
 
 
 def _end_if_dead(controller: asyncio.Task[None]) -> None:
@@ -316,8 +328,12 @@ async def _remove_all(store: SQLiteStore) -> None:
 
 def _write_private(path: Path, text: str) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

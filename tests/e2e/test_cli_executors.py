@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from .conftest import Shell, is_alive, until
+from .small_cluster import SmallCluster
 
 KUBECONFIG = """
 apiVersion: v1
@@ -43,6 +45,16 @@ def shell(lone_atoll: Shell) -> Shell:
     (lone_atoll.cwd / "kube.yaml").write_text(KUBECONFIG.format(port=port))
     (lone_atoll.cwd / "atoll.toml").write_text(EU)
     return lone_atoll
+
+
+@pytest.fixture
+def cluster(shell: Shell) -> Iterator[SmallCluster]:
+    """It answers for the one in the atoll.toml."""
+    made = SmallCluster()
+    made.start()
+    (shell.cwd / "kube.yaml").write_text(KUBECONFIG.format(port=made.port))
+    yield made
+    made.stop()
 
 
 def stop_server(shell: Shell) -> None:
@@ -189,6 +201,40 @@ def test_an_executor_that_cannot_be_used_says_why_until_a_restart(shell: Shell) 
     assert shell.json("executors")["items"][0]["message"] == why
     stop_server(shell)
     assert "did not answer" in shell.json("executors")["items"][0]["message"]
+
+
+def test_a_training_goes_on_once_its_executor_is_there_again(
+    shell: Shell, cluster: SmallCluster
+) -> None:
+    assert shell("up", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
+    until(lambda: jobs_of(cluster))
+    stop_server(shell)
+    (shell.cwd / "atoll.toml").write_text("")
+    until_missing(shell, "far")
+    (before,) = jobs_of(cluster)
+    stop_server(shell)
+    (shell.cwd / "atoll.toml").write_text(EU)
+    until(lambda: shell.json("status", "far")["message"] == "0 of 1 ranks ready, min 1")
+    assert jobs_of(cluster) == [before]
+    drop_records(shell)
+
+
+def test_a_cluster_that_comes_back_is_asked_for_what_was_stored(
+    shell: Shell, cluster: SmallCluster
+) -> None:
+    cluster.stop()
+    assert shell("up", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
+    until(lambda: is_said_to_be_unreachable(shell, "far"))
+    cluster.start()
+    until(lambda: jobs_of(cluster))
+    until(lambda: shell.json("status", "far")["message"] == "0 of 1 ranks ready, min 1")
+    reasons = [event["reason"] for event in shell.json("events", "far")]
+    assert reasons.count("ExecutorUnreachable") == reasons.count("ExecutorReachable") == 1
+    drop_records(shell)
+
+
+def jobs_of(cluster: SmallCluster) -> list[str]:
+    return [path for path in list(cluster.objects) if "/jobs/" in path]
 
 
 def until_missing(shell: Shell, name: str) -> None:

@@ -203,17 +203,6 @@ def test_second_control_plane_on_one_state_directory_is_refused(plane: ControlPl
     assert [r.phase for r in plane.get(name).status.ranks] == ["Running"]
 
 
-def test_directory_of_a_training_nobody_knows_is_cleared_away(plane: ControlPlane) -> None:
-    """The record went while no control plane ran, as when an old store is put back."""
-    training = started(plane)
-    plane.kill()
-    for file in plane.state.glob("atoll.db*"):
-        file.unlink()
-    plane.start()
-    wait_for(lambda: not plane.left())
-    assert not plane.directory(training).exists()
-
-
 def journalled_pids(plane: ControlPlane, training: Training) -> list[int]:
     text = (plane.directory(training) / "journal").read_text()
     records = [json.loads(line) for line in text.splitlines()]

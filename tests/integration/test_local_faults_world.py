@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from tests.support.control_plane import ControlPlane, serving, wait_for
+from tests.support.small_disk import fill, small_disk
 
 from atoll.core.status import Training
 
@@ -151,32 +146,6 @@ def test_finished_trainings_hold_no_slots_after_a_restart(tmp_path: Path) -> Non
             name = plane.create("exit 0", 2)
             assert plane.until_over(name).status.phase == "succeeded"
             plane.restart()
-
-
-@contextlib.contextmanager
-def small_disk(path: Path, options: str) -> Iterator[None]:
-    path.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "none", str(path)],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def fill(path: Path) -> None:
-    """Not a byte is left."""
-    file = os.open(path / "filler", os.O_WRONLY | os.O_CREAT)
-    for size in (65536, 4096, 1):
-        with contextlib.suppress(OSError):
-            while True:
-                os.write(file, b"\0" * size)
-    os.close(file)
-    assert shutil.disk_usage(path).free == 0
 
 
 def test_full_disk_loses_no_exit_and_everything_goes_on_when_there_is_space(

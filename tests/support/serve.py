@@ -112,6 +112,9 @@ class Plane:
             pass
         return await self.store.get(key)
 
+    async def set_aside(self) -> list[str]:
+        return list(self.executor.set_aside)
+
     async def events(self, name: str) -> Any:
         return await self.store.events(("default", name))
 
@@ -139,7 +142,7 @@ async def answer(plane: Plane, line: bytes) -> None:
 async def main(state: Path, slots: int | None) -> None:
     store = SQLiteStore(state / "atoll.db")
     local = LocalBackend(state / "trainings", slots=slots)
-    await local.start([t.uid for t in await store.list()])
+    await local.start(store)
     crashing = [Crashing(store), Crashing(local)]
     running = asyncio.create_task(Controller(crashing[0], {"local": crashing[1]}).run())
     running.add_done_callback(lambda task: os._exit(3) if not task.cancelled() else None)

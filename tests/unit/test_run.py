@@ -10,8 +10,11 @@ import pytest
 
 from atoll.core.config import parse
 from atoll.core.errors import ValidationError
+from atoll.local.executor import LocalBackend
 from atoll.run import configured
+from atoll.sdk.config import read
 from atoll.server.executors import probed
+from atoll.store.memory import MemoryStore
 
 EU = '[executors.eu]\nkind = "kubernetes"\nkubeconfig = "kube.yaml"\n'
 KUBECONFIG = """
@@ -64,6 +67,21 @@ def test_what_was_put_right_is_used_by_the_next_control_plane(tmp_path: Path) ->
     executors, setup = configured(parse(EU, str(tmp_path / "atoll.toml")), tmp_path)
     assert sorted(executors) == ["eu", "local"]
     assert setup.unusable == {}
+
+
+def test_ranks_of_an_unknown_training_are_told_to_readers_of_the_list(tmp_path: Path) -> None:
+    (tmp_path / "atoll.toml").touch()
+    executors, setup = configured(read(tmp_path / "atoll.toml"), tmp_path)
+    logs = tmp_path / "ranks" / "abc" / "logs"
+    logs.mkdir(parents=True)
+    local = executors["local"]
+    assert isinstance(local, LocalBackend)
+    asyncio.run(local.start(MemoryStore()))
+    listed = asyncio.run(probed(executors, setup))
+    assert listed.message.startswith(f"{logs.parent} is of a training that the store does not know")
+    assert f"'touch {logs.parent}/removed'" in listed.message
+    assert [each.is_reachable for each in listed.items] == [True]
+    assert logs.exists()
 
 
 def test_a_wrong_option_is_a_mistake_in_the_file(tmp_path: Path) -> None:

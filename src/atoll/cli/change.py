@@ -43,7 +43,7 @@ def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_jso
 @timeout_option
 @json_option
 def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
-    """Wait for a training to end, or for its minimum or target number of ranks.
+    """Wait for a training to end, or for its ranks.
 
     Exit code: 0 goal reached, 1 failed or cancelled, 124 --timeout passed.
     """

@@ -33,10 +33,10 @@ config_option = click.option(
 @config_option
 @json_option
 def executors(is_json: bool) -> None:
-    """List where trainings can run, and whether each place answers now.
+    """List where trainings can run, and what answers.
 
-    The default has a star. They are those of the running control plane, as atoll.toml was when it
-    was started.
+    The default has a star. The list is that of the running control plane, with atoll.toml as it
+    was when that control plane was started.
     """
     from atoll.cli.show import print_json, says, table
     from atoll.sdk import flows

@@ -75,7 +75,7 @@ def status(name: str, is_watched: bool, is_json: bool) -> None:
 )
 @json_option
 def logs(name: str, is_followed: bool, rank: int | None, tail: int | None, is_json: bool) -> None:
-    """Print the output of the ranks, while the training runs and after it has ended."""
+    """Print the output of the ranks, also after the end."""
     from atoll.cli.report import LinePrinter
     from atoll.cli.show import print_json
     from atoll.sdk.client import Client

@@ -23,7 +23,7 @@ _with_default = partial(click.option, show_default=True)
 )
 @json_option
 def bench(name: str, plot: Path | None, is_json: bool) -> None:
-    """Show the bandwidth and latency that a training measured between two hosts."""
+    """Show the link between two hosts of a training."""
     from atoll.bench.plot import plot_svg, plot_text
     from atoll.cli.show import print_json
     from atoll.sdk.client import Client
@@ -78,7 +78,7 @@ def bench(name: str, plot: Path | None, is_json: bool) -> None:
 )
 @json_option
 def estimate(parameters: str, is_json: bool, **settings: Any) -> None:
-    """Estimate the cost of a DiLoCo round in bytes, seconds and dollars."""
+    """Estimate the bytes, seconds and dollars of a round."""
     from atoll.cli.show import print_json
     from atoll.diloco.estimate import estimate as estimated
     from atoll.diloco.estimate import table

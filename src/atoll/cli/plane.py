@@ -74,7 +74,7 @@ def serve(
 
 @click.group()
 def token() -> None:
-    """Create, list and remove tokens of this machine's control plane."""
+    """Create, list and remove tokens of the control plane."""
 
 
 @token.command()

@@ -9,21 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
-import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from atoll.core.checks import check_int
 from atoll.core.config import options_of
-from atoll.core.errors import BackendError, Permanent, Temporary
+from atoll.core.errors import AtollError, BackendError, Permanent, Temporary
 from atoll.core.executors import Home
 from atoll.core.model import SpecModel
-from atoll.core.ports import Key
+from atoll.core.ports import Key, Store
 from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
+from atoll.local.adoption import (
+    adopt,
+    bury,
+    catch_up,
+    delete,
+    is_buried,
+    set_aside,
+    write_record,
+)
 from atoll.local.bench import LocalBench
 from atoll.local.journal import Attempt, GangState, Record
 from atoll.local.logs import read_lines, tail_places
@@ -40,6 +49,8 @@ from atoll.rank.launch import RankPlace, render_launch
 # The control plane's own secrets and addresses are not passed on to ranks.
 WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
 MAX_SLOTS = 10_000
+
+log = logging.getLogger(__name__)
 
 
 def render_gang(
@@ -148,6 +159,7 @@ class LocalBackend:
         self._waiting: dict[str, Key] = {}  # trainings that found too little room
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
         self._bench = LocalBench(root, self._host)
+        self.set_aside: list[str] = []  # what is of no known training: a sentence for each
 
     @classmethod
     def configured(cls, name: str, options: dict[str, Any], home: Home) -> LocalBackend:
@@ -158,18 +170,48 @@ class LocalBackend:
     async def probe(self) -> None:
         """Never raises: this machine is always reachable."""
 
-    async def start(self, known: Iterable[str]) -> None:
-        """Takes over the gangs of an earlier control plane; removes those of unknown trainings."""
-        known = set(known)
-        for uid in os.listdir(self._root) if self._root.is_dir() else ():
-            gang = Supervision(self._root / uid, lambda: None)
-            if uid not in known:
-                # One that cannot be removed now is tried again at the next start.
-                with contextlib.suppress(Temporary):
-                    await gang.clear()
-                    shutil.rmtree(self._root / uid, ignore_errors=True)
-            elif gang.is_asked():
-                self._held[uid] = _holds(gang)
+    async def start(self, store: Store) -> None:
+        """Takes over the gangs of an earlier control plane.
+
+        What the store does not know is adopted, or set aside and told of; what was removed is
+        cleared away.
+        """
+        stored = {training.uid: training for training in await store.list()}
+        for directory in self._directories():
+            gang = Supervision(directory, lambda: None)
+            try:
+                if is_buried(directory):
+                    await self._delete(gang)
+                elif directory.name not in stored:
+                    await adopt(directory, store)
+                elif not stored[directory.name].status.phase.is_terminal:
+                    await catch_up(directory, stored[directory.name], store)
+                if gang.is_asked():
+                    self._held[directory.name] = _holds(gang)
+            except Temporary as error:  # it is tried again at the next start
+                log.warning("%s: %s", directory, error)
+            except (AtollError, ValueError) as error:
+                self.set_aside.append(set_aside(directory, str(error)))
+                log.warning("%s", self.set_aside[-1])
+
+    async def clear_all(self) -> None:
+        """Ends and deletes every gang: for an owner that is gone."""
+        for directory in self._directories():
+            with contextlib.suppress(Temporary):
+                await self._delete(Supervision(directory, lambda: None))
+
+    def _directories(self) -> list[Path]:
+        """The directories of gangs; empty ones are removed."""
+        if not self._root.is_dir():
+            return []
+        for directory in self._root.iterdir():
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        return sorted(directory for directory in self._root.iterdir() if directory.is_dir())
+
+    async def _delete(self, gang: Supervision) -> None:
+        await gang.clear()
+        await asyncio.to_thread(delete, gang.directory)
 
     async def close(self) -> None:
         """Closes the connections to the shims; they and their ranks keep running."""
@@ -187,6 +229,8 @@ class LocalBackend:
             if wish.size > self._room(training.uid):
                 raise Temporary("another training took the slots", retry_after_s=0.1)
             self._held[training.uid] = max(wish.size, _holds(gang))
+            if wish.version > gang.gang().get("version", 0):
+                write_record(gang.directory, training)
             self._place_source(training, gang.directory)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
             document = render_gang(
@@ -236,6 +280,8 @@ class LocalBackend:
         await self._bench.stop(training.uid)
         async with gang.turn:
             rendezvous = gang.gang().get("rendezvous", {})
+            if gang.is_asked() and not is_buried(gang.directory):
+                write_record(gang.directory, training)
             await gang.clear()
         self._gangs.pop(training.uid, None)
         self._held.pop(training.uid, None)
@@ -246,8 +292,10 @@ class LocalBackend:
                 await withdraw(rendezvous)
 
     async def purge(self, training: Training) -> None:
+        directory = self._root / training.uid
+        bury(directory)
         await self.release(training)
-        await asyncio.to_thread(shutil.rmtree, self._root / training.uid, ignore_errors=True)
+        await asyncio.to_thread(delete, directory)
 
     async def changes(self) -> AsyncIterator[Key]:
         while True:

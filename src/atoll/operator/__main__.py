@@ -74,7 +74,10 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
 @options_option
 @needs_extra
 def run(options: str, lease_s: float, **settings: Any) -> None:
-    """Run the controller of a Kubernetes cluster until it is stopped. Ranks keep running."""
+    """Run the controller of a Kubernetes cluster.
+
+    Runs until it is stopped. Ranks keep running.
+    """
     import asyncio
 
     from atoll.kubernetes.manifests import read_options

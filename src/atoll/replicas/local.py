@@ -124,7 +124,7 @@ def clear(root: Path) -> None:
         return
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
-        asyncio.run(LocalBackend(root / "gangs").start(()))
+        asyncio.run(LocalBackend(root / "gangs").clear_all())
         shutil.rmtree(root, ignore_errors=True)
     finally:
         os.close(held)

@@ -195,6 +195,7 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
         command += ["--config", str(file)]
     log = where / "server.log"
     with log.open("ab") as errors:
+        said_before = errors.tell()
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE if is_owned else subprocess.DEVNULL,
@@ -211,9 +212,8 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
     if not line:
         process.kill()
         code = process.wait()
-        raise Permanent(
-            f"the local control plane did not start (exit code {code}): {_last_line(log)} ({log})"
-        )
+        why = _last_line(log, said_before)
+        raise Permanent(f"the local control plane did not start (exit code {code}): {why} ({log})")
     if not is_owned:
         _reap(process)
     return Started(process, json.loads(line)["url"])
@@ -284,9 +284,11 @@ def _only_one(path: Path) -> Iterator[None]:
         yield
 
 
-def _last_line(log: Path) -> str:
+def _last_line(log: Path, start: int) -> str:
     with contextlib.suppress(OSError):
-        lines = log.read_text(errors="replace").strip().splitlines()
+        lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines()
         if lines:
             return lines[-1]
+        if os.statvfs(log).f_bavail == 0:
+            return f"no space is left in {log.parent}: free some"
     return "it said nothing"

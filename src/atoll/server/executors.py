@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from atoll.core.errors import AtollError
@@ -22,6 +22,7 @@ class Setup:
     default: str | None = None
     config: str | None = None  # the file
     is_changed: Callable[[], bool] = lambda: False
+    notes: Callable[[], Sequence[str]] = lambda: ()  # what else is to be told of the executors
     restart: str = ""  # how to start the control plane with a new file; empty if it cannot be
 
     def default_of(self, executors: Mapping[str, Executor]) -> str | None:
@@ -43,9 +44,8 @@ class Setup:
 
     def remark(self) -> str:
         """A note for readers of the list; empty if there is nothing to say."""
-        if not self.is_changed():
-            return ""
-        return f"{self.config} has changed since the control plane was started: {self.restart}"
+        changed = f"{self.config} has changed since the control plane was started: {self.restart}"
+        return "\n".join([changed] * self.is_changed() + [*self.notes()])
 
 
 async def probed(executors: Mapping[str, Executor], setup: Setup) -> ExecutorList:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -26,6 +27,7 @@ LOG_BYTES = 32 * 2**20
 EVENTS_KEPT = 1000
 
 Changes = list[Change]
+log = logging.getLogger(__name__)
 _training = msgspec.json.Decoder(Training)
 
 
@@ -47,6 +49,7 @@ class SQLiteStore:
                 prepare(self._db, self._path, is_owner=True)
                 row = self._db.execute("select total(length(body)) from changes").fetchone()
                 self._logged_bytes = int(row[0])
+            self._file = self._path.stat()
             opened.pop_all()
 
     def close(self) -> None:
@@ -178,6 +181,7 @@ class SQLiteStore:
     def _write(self) -> Iterator[Changes]:
         """One transaction; the changes put into the list are published once it is durable."""
         changes: Changes = []
+        self._check_there()
         with _explained(self._path):
             self._db.execute("begin immediate")
             try:
@@ -191,6 +195,19 @@ class SQLiteStore:
             self._feed.publish(change)
         if self._logged_bytes > self._log_bytes:
             self._trim()
+
+    def _check_there(self) -> None:
+        """Raises Permanent if the file was deleted or replaced: SQLite would write on, into the
+        deleted one."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(self._path.stat(), self._file):
+                return
+        text = (
+            f"{self._path} is gone or was replaced while it was in use: this control plane starts "
+            f"and stops nothing any more, and ranks run on alone; stop it (kill {os.getpid()})"
+        )
+        log.error("%s", text)
+        raise Permanent(text)
 
     def _without_source(self, training: Training) -> Training:
         """The training with a digest for its code, which is stored once: not with every status."""

@@ -217,7 +217,7 @@ def test_exits_that_only_the_executor_tells_of_are_a_condition() -> None:
     story.look(ranks=list(seen.values()))
     (told,) = [c for c in story.status.conditions if c.type == "ExitsFromBackend"]
     assert told.status == "True"
-    assert "exits of 2 are" in told.message
+    assert "the exits of 2:" in told.message
 
 
 def test_a_rank_lost_above_the_minimum_is_a_condition() -> None:
