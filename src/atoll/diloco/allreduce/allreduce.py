@@ -24,7 +24,7 @@ from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.catchup import Checkpoint, JoinState
 from atoll.diloco.allreduce.codecs import Codec, get_codec
 from atoll.diloco.allreduce.exchange import Abandoned, Behind, Exchange
-from atoll.diloco.allreduce.feedback import Feedback
+from atoll.diloco.allreduce.feedback import Entry, Feedback
 from atoll.diloco.allreduce.keys import Keys, parse_round
 from atoll.diloco.allreduce.layout import Layout, Vector, difference
 from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
@@ -212,13 +212,14 @@ class ObjectStoreAllReduce:
                 name=name,
             )
             feedback = self._feedback_for(layout)
+            self._settle_failed(feedback)
             cargo = self._cargo.get(name)
             if cargo is None or cargo.layout != layout:
                 cargo = self._cargo[name] = Cargo(layout, self.rank, self.codec)
             cargo.load(arrays, feedback.up)
             if self.codec.needs_finite or self.down_codec.needs_finite:
                 cargo.check_finite()
-            work = _Work(layout, cargo, checked_weight, feedback)
+            work = _Work(layout, arrays, cargo, checked_weight, feedback)
             mean = self._until_done(work, started, before)
             return layouts.unflatten(mean, arrays)
 
@@ -300,12 +301,12 @@ class ObjectStoreAllReduce:
             begin = number
         # If this call fails, the next one reports all rounds decided since as skipped.
         self._next, self._may_be_late = begin, True
-        work.feedback.give_up()
         while True:
             try:
                 roster, mean = self._one_round(number, work)
             except Behind as news:
                 log.warning("round %d is gone: the run is at round %d", number, news.latest)
+                self._bring_again(work, news.roster)
                 gone, number = number, self._start()
                 skipped += range(gone, number)
                 continue
@@ -334,8 +335,12 @@ class ObjectStoreAllReduce:
                 return roster, None
             self._refuse_foreign(roster, work.layout)
             exchange = self._exchange(roster, work.layout)
+            if roster.has(work.upload):
+                work.feedback.entry = Entry(
+                    roster, work.upload, self.rank, work.layout, work.left_out
+                )
             try:
-                mean = exchange.run(work.upload, work.cargo.parts, work.feedback)
+                mean = exchange.run(work.upload, work.cargo, work.feedback)
             except Abandoned as news:
                 work.feedback.give_up()
                 ballot = settler.next_ballot(roster, news.blame)
@@ -374,9 +379,12 @@ class ObjectStoreAllReduce:
     ) -> None:
         is_member = roster.has(work.upload)
         self._may_be_late = not is_member
-        late = work.cargo.whole() if self._carries and not is_member else None
-        work.feedback.settle(work.left_out if is_member else late)
-        if not is_member and roster.member(self.rank):
+        if is_member:
+            work.feedback.settle()
+        elif roster.member(self.rank) is None:
+            if self._carries:
+                work.feedback.carry(work.cargo.whole())
+        else:  # the rank's work is in the round, so that of this process must not come in later
             log.warning("round %d: another process was taken for rank %d", roster.round, self.rank)
         if not roster.missing:
             # How far apart processes start says nothing about the rounds that follow.
@@ -400,6 +408,32 @@ class ObjectStoreAllReduce:
         )
         if roster.by == self._me.nonce:
             self._sweep(roster.round)
+
+    def _settle_failed(self, feedback: Feedback) -> bool:
+        """Whether the round in which an earlier try failed was committed with its upload."""
+        entry = feedback.entry
+        if entry is None:
+            return False
+        has_residuals = entry.left_out is not None or entry.shards or feedback.up is not None
+        if has_residuals and catchup.was_committed(self._settler, self._exchange, entry):
+            feedback.settle()
+            return True
+        feedback.give_up()
+        return False
+
+    def _bring_again(self, work: _Work, roster: Roster) -> None:
+        """Make the work ready for a later round, as the mean of `roster` cannot be read any more.
+
+        If the round has the rank's work, only what is owed counts in the later one.
+        """
+        if roster.has(work.upload):
+            is_counted = self._settle_failed(work.feedback)
+        else:
+            is_counted = roster.member(self.rank) is not None
+        if is_counted and self._carries:
+            work.cargo.load_owed(work.feedback.up)
+        elif is_counted:
+            work.cargo.load(work.arrays, work.feedback.up)
 
     def _sweep(self, number: int) -> None:
         """Delete, in the background, what no replica can need any more."""
@@ -446,6 +480,7 @@ class _Work:
     """What one call of `allreduce` brings to its rounds."""
 
     layout: Layout
+    arrays: Sequence[Any]
     cargo: Cargo
     weight: float
     feedback: Feedback

@@ -16,6 +16,7 @@ from atoll.core.errors import Gone, NotFound, ValidationError
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.exchange import Abandoned, Exchange
+from atoll.diloco.allreduce.feedback import Entry
 from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round
 from atoll.diloco.allreduce.layout import Layout, Vector
 from atoll.diloco.allreduce.pace import poll_pause
@@ -104,6 +105,21 @@ def join(settler: Settler, exchange: MakeExchange) -> JoinState:
         except _Outdated:
             continue
         return JoinState(following, checkpoint, means)
+
+
+def was_committed(settler: Settler, exchange: MakeExchange, entry: Entry) -> bool:
+    """Whether the round of the entry has its upload. Waits for the round, or ends it, as `join`."""
+    number = entry.roster.round
+    newest = latest(settler.blobs, settler.keys, number)
+    if newest is None and not exchange(entry.roster, entry.layout).has(entry.rank):
+        return False  # nobody else could have made the shard of this rank
+    try:
+        mean = _read_round(settler, exchange, number, is_last=newest is None)
+    except (_Outdated, Gone):  # its means are deleted: it is over, and its last attempt counts
+        attempt = entry.roster.attempt + 1
+        return settler.read(settler.keys.roster(number, attempt)) is None
+    committed = settler.last
+    return mean is not None and committed is not None and committed.has(entry.upload)
 
 
 def _read_since(settler: Settler, exchange: MakeExchange, following: int) -> tuple[list[Mean], int]:

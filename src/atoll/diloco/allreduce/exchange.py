@@ -19,13 +19,13 @@ import numpy as np
 from atoll.core.errors import DistributedError, NotFound
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.feedback import Feedback
+from atoll.diloco.allreduce.feedback import Feedback, left_out
 from atoll.diloco.allreduce.keys import Keys, parse_round
 from atoll.diloco.allreduce.layout import Layout, Vector
 from atoll.diloco.allreduce.pace import History, poll_pause
 from atoll.diloco.allreduce.roster import Roster, blamed_uploads
 from atoll.diloco.allreduce.settle import Me
-from atoll.diloco.allreduce.upload import Blamed, read_section
+from atoll.diloco.allreduce.upload import Blamed, Cargo, read_section
 from atoll.diloco.blobs import Blobs
 
 log = logging.getLogger("atoll.allreduce")
@@ -44,9 +44,10 @@ class Abandoned(Exception):
 class Behind(Exception):
     """The others have gone on to later rounds and this one cannot be read any more."""
 
-    def __init__(self, latest: int) -> None:
+    def __init__(self, latest: int, roster: Roster) -> None:
         super().__init__(f"the run is at round {latest}")
         self.latest = latest
+        self.roster = roster
 
 
 class Exchange:
@@ -78,7 +79,7 @@ class Exchange:
         self._started = time.monotonic()
         self._damaged: dict[int, str] = {}
 
-    def run(self, upload: str, parts: Sequence[Vector], feedback: Feedback) -> Vector:
+    def run(self, upload: str, cargo: Cargo, feedback: Feedback) -> Vector:
         """The roster's mean. Raises Abandoned, Behind, or DistributedError after the timeout."""
         mean = np.empty(self.layout.size, np.float32)
         is_member = self.roster.has(upload)
@@ -87,7 +88,7 @@ class Exchange:
             for shard, owner in enumerate(self.roster.owners)
             if is_member and owner == self.me.rank
         ]
-        self._reduce(mine, parts, mean, feedback)
+        self._reduce(mine, cargo, mean, feedback)
         reduce_end = time.monotonic()
         self.seconds["reduce"] = reduce_end - self._started
         # Each rank begins with its neighbour, so that not all ask for the same object at once.
@@ -103,6 +104,13 @@ class Exchange:
         missing = self._fetch(list(range(self.layout.shards)), mean)
         return None if missing else mean
 
+    def has(self, shard: int) -> bool:
+        """Whether the mean of the shard is in the store."""
+        try:
+            return self._read(shard) is not None
+        except Abandoned:
+            return False
+
     def abandon_missing(self) -> None:
         """End the attempt whose owners are gone. Raises Abandoned if that was possible."""
         shards = list(range(self.layout.shards))
@@ -113,9 +121,7 @@ class Exchange:
             uploads = blamed_uploads(self.roster, late)
             self._abandon(missing[0], uploads, f"nothing from ranks {late}")
 
-    def _reduce(
-        self, mine: list[int], own: Sequence[Vector], mean: Vector, feedback: Feedback
-    ) -> None:
+    def _reduce(self, mine: list[int], cargo: Cargo, mean: Vector, feedback: Feedback) -> None:
         """The means of the shards in `mine` are in the store and in `mean`."""
         weights = [m.weight for m in self.roster.members]
         reads = {
@@ -130,17 +136,19 @@ class Exchange:
             start, end = self.layout.bounds(shard)
             try:
                 parts = [
-                    reads[shard, m.rank].result() if (shard, m.rank) in reads else own[shard]
+                    reads[shard, m.rank].result()
+                    if (shard, m.rank) in reads
+                    else cargo.as_sent(shard)
                     for m in self.roster.members
                 ]
             except Blamed as problem:
                 self._refuse(shard, problem)
             owed = feedback.owed(shard, weighted_mean(parts, weights))
             payload = self.down.encode(owed)
-            self._publish(shard, payload)
             mean[start:end] = self.down.decode(payload, end - start)
-            if not self.down.is_exact:
-                feedback.keep_shard(shard, owed, mean[start:end])
+            if feedback.entry is not None and not self.down.is_exact:
+                feedback.entry.shards[shard] = left_out(owed, mean[start:end])
+            self._publish(shard, payload)
 
     def _publish(self, shard: int, payload: bytes) -> None:
         data = wire.seal(wire.SHARD, self._place(shard), payload)
@@ -240,7 +248,8 @@ class Exchange:
         if later:
             pending = self._fetch(pending, mean)
             if pending:
-                raise Behind(max(parse_round(blob.key) or 0 for blob in later))
+                latest = max(parse_round(blob.key) or 0 for blob in later)
+                raise Behind(latest, self.roster)
             return []
         late = sorted({self.roster.owners[s] for s in pending})
         self._abandon(pending[0], blamed_uploads(self.roster, late), f"nothing from ranks {late}")

@@ -58,6 +58,15 @@ class Cargo:
     def load(self, tensors: Sequence[Any], residual: Vector | None) -> None:
         """Copy the values of the tensors, plus what earlier rounds left out."""
         scatter(tensors, self.parts)
+        self._add(residual)
+
+    def load_owed(self, residual: Vector | None) -> None:
+        """Bring nothing but what earlier rounds left out."""
+        for part in self.parts:
+            part.fill(0)
+        self._add(residual)
+
+    def _add(self, residual: Vector | None) -> None:
         if residual is not None:
             for shard, part in enumerate(self.parts):
                 start, end = self.layout.bounds(shard)
@@ -93,6 +102,15 @@ class Cargo:
         footer = wire.Footer(self.layout.pack(), sections)
         data = b"".join([*sealed, wire.seal_footer(wire.fence(key), footer)])
         return data, self._left_out(payloads)
+
+    def as_sent(self, shard: int) -> Vector:
+        """The values of the shard as the upload holds them, and so as every other rank has them.
+
+        The own shard is in no upload, so it counts as it is.
+        """
+        if self.codec.is_exact or shard == self.rank:
+            return self.parts[shard]
+        return self.codec.decode(self.codec.encode(self.parts[shard]), len(self.parts[shard]))
 
     def whole(self) -> Vector:
         """All values as one new vector."""

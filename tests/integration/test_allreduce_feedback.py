@@ -1,0 +1,258 @@
+"""Error feedback when ranks are absent: what was brought is committed or still owed, once."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.allreduce.world import World, run_threads
+
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.diloco.allreduce import roster as rosters
+from atoll.diloco.allreduce.codecs import Codec
+from atoll.diloco.allreduce.exchange import Abandoned
+from atoll.diloco.allreduce.layout import Layout
+from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.settle import Ballot
+from atoll.diloco.allreduce.upload import read_section
+
+SHARD = 4096
+
+
+def errors_by_shard(
+    codec: str | tuple[str, str], *, world_size: int, present: list[int], rounds: list[int]
+) -> list[list[float]]:
+    """The rms error of the summed means of constant values, by shard, after so many rounds."""
+    world = World(world_size)
+    value = [
+        np.random.default_rng(rank).standard_normal(world_size * SHARD).astype("f4")
+        for rank in range(world_size)
+    ]
+    mean = np.mean([value[rank] for rank in present], axis=0, dtype="f8")
+    errors: dict[int, list[list[float]]] = {}
+
+    up, down = (codec, None) if isinstance(codec, str) else codec
+    options: dict[str, Any] = {"codec": up, "down_codec": down, "min_replicas": len(present)}
+
+    def first(rank: int) -> None:
+        with world.replica(rank, grace_s=0.1, **options) as replica:
+            replica.allreduce([np.zeros(world_size * SHARD, "f4")])
+
+    def go(rank: int) -> None:
+        errors[rank] = []
+        with world.replica(rank, grace_s=20, **options) as replica:
+            total = np.zeros(world_size * SHARD)
+            for done in range(1, max(rounds) + 1):
+                total += replica.allreduce([value[rank]])[0]
+                if done in rounds:
+                    off = (total - done * mean).reshape(world_size, SHARD)
+                    errors[rank].append(list(np.sqrt((off**2).mean(axis=1))))
+
+    # After this round nobody waits for the absent.
+    run_threads(*(lambda rank=rank: first(rank) for rank in present))
+    run_threads(*(lambda rank=rank: go(rank) for rank in present))
+    assert all(each == errors[present[0]] for each in errors.values())
+    return errors[present[0]]
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "e3m0", "bf16", ("fp32", "int4")])
+def test_the_shard_of_an_absent_rank_is_as_good_as_any(codec: str | tuple[str, str]) -> None:
+    (errors,) = errors_by_shard(codec, world_size=3, present=[0, 1], rounds=[96])
+    assert errors[2] < 2 * max(errors[:2])
+
+
+@dataclass
+class Script:
+    """Who calls in a round, and who is in the roster of each of its attempts."""
+
+    present: list[int]
+    attempts: list[list[int]]
+
+
+@dataclass
+class Ledger:
+    """What one rank brought to each element, and what rounds have of it."""
+
+    brought: Any
+    committed: Any
+    replica: ObjectStoreAllReduce
+    made: Any  # means of the own shard before the codec, less what was published
+
+
+WORLD, SIZE = 4, 4 * 70 + 3
+
+
+def follow(replica: ObjectStoreAllReduce, script: Script) -> None:
+    """Let the script decide the rosters. All attempts but the last are given up."""
+    settler = replica._settler
+
+    def settle(ballot: Ballot, layout: Layout, codec: Codec) -> Roster:
+        ballot.blamed.clear()  # the script alone decides
+        while set(ballot.uploads) != set(script.present):
+            settler._look(ballot)
+        key = settler.keys.roster(ballot.number, ballot.attempt)
+        ranks = script.attempts[ballot.attempt]
+        members = settler._members(ballot, ranks, layout, codec)
+        assert members is not None
+        owners = rosters.owners(ranks, layout.shards, ballot.number)
+        roster = settler.write(
+            key,
+            Roster(
+                "run", ballot.number, ballot.attempt, layout.pack(), members, owners, [], [], ""
+            ),
+        )
+        if ballot.attempt + 1 < len(script.attempts):
+            exchange = replica._exchange(roster, layout)
+            for shard in range(layout.shards):  # in all places, so that nobody waits for one
+                with contextlib.suppress(Abandoned):
+                    exchange._abandon(shard, [], "scripted")
+        settler.last = roster
+        return roster
+
+    settler.settle = settle  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "codec", [("int4", "int4"), ("e3m0", "bf16"), ("sparse", "int8"), ("fp32", "int3")]
+)
+def test_what_was_brought_is_what_was_committed_and_what_is_owed(
+    codec: tuple[str, str], seed: int
+) -> None:
+    """Random rosters and weights, absent owners, given up attempts, late ranks, restarts."""
+    chance, world = random.Random(seed), World(WORLD)
+    options: dict[str, Any] = {
+        "codec": codec[0],
+        "down_codec": codec[1],
+        "grace_s": 20,
+        "timeout": 15,
+    }
+    zeros = np.zeros(SIZE)
+    ledgers = [
+        Ledger(zeros.copy(), zeros.copy(), world.replica(rank, **options), zeros.copy())
+        for rank in range(WORLD)
+    ]
+    for number in range(20):
+        present = sorted(chance.sample(range(WORLD), chance.randint(1, WORLD)))
+        attempts = [
+            sorted(chance.sample(present, chance.randint(1, len(present))))
+            for _ in range(chance.choice([1, 1, 2, 3]))
+        ]
+        script = Script(present, attempts)
+        values = [
+            np.random.default_rng([seed, number, rank]).standard_normal(SIZE).astype("f4")
+            for rank in range(WORLD)
+        ]
+        weights = [chance.choice([1.0, 1.0, 3.0]) for _ in range(WORLD)]
+        owed = [_up(each.replica) for each in ledgers]
+        published: dict[int, Any] = {}
+
+        def go(rank: int) -> None:
+            replica = ledgers[rank].replica
+            replica.go_on_at(number)  # noqa: B023
+            follow(replica, script)  # noqa: B023
+            (mean,) = replica.allreduce([values[rank]], weight=weights[rank])  # noqa: B023
+            published[rank] = mean  # noqa: B023
+
+        run_threads(*(lambda rank=rank: go(rank) for rank in present))
+        assert len({mean.tobytes() for mean in published.values()}) == 1
+        mean = published[present[0]]
+        replica = ledgers[present[0]].replica
+        layout = replica._cargo[""].layout
+        roster = replica._settler.read(replica.keys.roster(number, len(attempts) - 1))
+        assert roster is not None
+        assert [m.rank for m in roster.members] == attempts[-1]
+        total = sum(roster.weights.values())
+        sent = {rank: np.zeros(SIZE) for rank in attempts[-1]}
+        for member in roster.members:
+            for shard in range(WORLD):
+                at = slice(*layout.bounds(shard))
+                if shard == member.rank:  # in no upload: as it is
+                    sent[member.rank][at] = values[shard][at] + owed[shard][at]
+                else:
+                    sent[member.rank][at] = read_section(
+                        replica.blobs, member, shard, layout, replica.codec
+                    )
+            ledgers[member.rank].committed += sent[member.rank]
+        for rank in present:
+            if rank in attempts[-1] or codec[0] != "fp32":  # exact codecs carry no late work
+                ledgers[rank].brought += values[rank]
+        for shard, owner in enumerate(roster.owners):
+            at = slice(*layout.bounds(shard))
+            exact = sum(sent[m.rank][at] * m.weight / total for m in roster.members)
+            lacking = exact - mean[at]
+            if owner == shard:
+                ledgers[shard].made[at] += lacking
+            else:  # the stand-in brings it with its own values
+                ledgers[owner].brought[at] += lacking * total / roster.weights[owner]
+        for rank, ledger in enumerate(ledgers):
+            scale = 1e-5 * max(1.0, np.abs(ledger.brought).max())
+            up = _up(ledger.replica)
+            np.testing.assert_allclose(ledger.brought, ledger.committed + up, atol=scale)
+            at = slice(*layout.bounds(rank))
+            feedback = ledger.replica._feedback.get("")
+            down = feedback.down.get(rank, 0.0) if feedback else 0.0
+            np.testing.assert_allclose(ledger.made[at], down + zeros[at], atol=scale)
+            assert feedback is None or set(feedback.down) <= {rank}
+        if chance.random() < 0.3:  # a planned restart
+            ledger = chance.choice(ledgers)
+            state = ledger.replica.state_dict()
+            ledger.replica.close()
+            ledger.replica = world.replica(ledger.replica.rank, **options)
+            ledger.replica.load_state_dict(state)
+    for ledger in ledgers:
+        ledger.replica.close()
+
+
+def _up(replica: ObjectStoreAllReduce) -> Any:
+    feedback = replica._feedback.get("")
+    return np.zeros(SIZE) if feedback is None or feedback.up is None else feedback.up.copy()
+
+
+def test_late_work_is_dropped_when_another_process_of_the_rank_was_taken() -> None:
+    world = World(2)
+    replicas = [world.replica(rank, codec="int4", grace_s=20) for rank in (0, 1, 1)]
+    for replica in replicas:
+        follow(replica, Script([0, 1], [[0, 1]]))
+    run_threads(*(lambda r=r: r.allreduce([np.ones(SIZE, "f4")]) for r in replicas))
+    (left,) = [r for r in replicas if r.last_round and not r.last_round.is_member]
+    assert left.rank == 1
+    assert not _up(left).any()
+    for replica in replicas:
+        replica.close()
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_call_that_failed_owes_what_its_round_lacks(is_committed: bool) -> None:
+    """If others commit the round after all, the residual is that of the upload they used."""
+    world = World(2)
+    value = np.random.default_rng(0).standard_normal(SIZE).astype("f4")
+    failing, other = (world.replica(rank, codec="int4", grace_s=0.5) for rank in (1, 0))
+    make = failing._exchange
+
+    def fail(roster: Roster, layout: Layout) -> Any:
+        exchange = make(roster, layout)
+        part = "_gather" if is_committed else "_publish"
+        setattr(exchange, part, lambda *_: 1 / 0)
+        return exchange
+
+    failing._exchange = fail  # type: ignore[method-assign]
+
+    def go() -> None:
+        with pytest.raises(ZeroDivisionError):
+            failing.allreduce([value])
+
+    run_threads(go, lambda: other.allreduce([value]))
+    failing._exchange = make  # type: ignore[method-assign]
+    feedback = failing._feedback[""]
+    entry = feedback.entry
+    assert entry is not None
+    assert failing._settle_failed(feedback) is is_committed
+    assert feedback.entry is None
+    assert np.array_equal(_up(failing), entry.left_out if is_committed else np.zeros(SIZE))
+    failing.close()
+    other.close()
