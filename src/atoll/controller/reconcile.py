@@ -21,7 +21,7 @@ from atoll.core.status import Seen, Training, sooner
 
 Clock = Callable[[], float]
 
-BLIPS = 1  # failed looks in a row that are told to nobody
+BLIPS = 1  # failed looks in a row that the status does not mention
 QUIET_S = 30.0  # an error whose words change with every look is written no more often
 
 
@@ -48,24 +48,26 @@ class Reconciler:
             self._misses.pop(key, None)
             return None
         if training.executor not in self._executors:
-            seen, made = Seen(), left_alone(training, self._clock())
+            seen, decision = Seen(), left_alone(training, self._clock())
         else:
             seen = await self._look(training)
-            made = plan(rejoined(training), seen, self._clock())
-            made = made._replace(events=(*return_of(training, self._clock()), *made.events))
+            decision = plan(rejoined(training), seen, self._clock())
+            decision = decision._replace(
+                events=(*return_of(training, self._clock()), *decision.events)
+            )
         try:
-            training = await self._write(training, made)
+            training = await self._write(training, decision)
         except (Conflict, NotFound):
             return 0.0  # changed under us: what was planned is out of date
         # Chores first: an action may have to wait for one, as for the last pod of a rank to go.
         # But one that fails keeps nobody from being stopped: it is raised after the actions.
         trouble = await self._tend(training, seen)
-        for action in made.actions:
+        for action in decision.actions:
             if not await self._act(training, action):
                 return 0.0
         if trouble is not None:
             raise trouble
-        return sooner(made.requeue_after_s, seen.again_in_s)
+        return sooner(decision.requeue_after_s, seen.again_in_s)
 
     async def _look(self, training: Training) -> Seen:
         """One that fails is raised; the status says so if it is not the first in a row."""
@@ -82,9 +84,9 @@ class Reconciler:
         now, misses = self._clock(), self._misses.get(training.key, Misses())
         is_due = misses.number >= BLIPS and now >= misses.written_at + QUIET_S
         self._misses[training.key] = misses._replace(number=misses.number + 1)
-        told = out_of_reach(training, error, now)
-        if is_due and told.status != training.status:
-            await self._write(training, told)
+        absence = out_of_reach(training, error, now)
+        if is_due and absence.status != training.status:
+            await self._write(training, absence)
             self._misses[training.key] = Misses(misses.number + 1, now)
 
     async def _observe(self, training: Training) -> Seen:
@@ -95,10 +97,10 @@ class Reconciler:
             return _only_ranks(await executor.observe(training), fault)
         return await executor.observe(training)
 
-    async def _write(self, training: Training, made: Plan) -> Training:
-        if made.status == training.status:
+    async def _write(self, training: Training, decision: Plan) -> Training:
+        if decision.status == training.status:
             return training
-        return await self._store.update_status(training, made.status, made.events)
+        return await self._store.update_status(training, decision.status, decision.events)
 
     async def _whole(self, training: Training) -> Training:
         """With the code itself, where the store shows only its digest."""
