@@ -109,6 +109,9 @@ class _Header(msgspec.Struct, frozen=True):
     has_momentum: bool
 
 
+_HEADER = msgspec.json.Decoder(_Header)
+
+
 def to_bytes(fragment: Fragment) -> bytes:
     """The whole fragment as bytes, with a header that says what they hold."""
     rows = [fragment.values]
@@ -137,7 +140,7 @@ def load_bytes(fragment: Fragment, data: bytes | memoryview) -> None:
     view = memoryview(data).cast("B")
     try:
         (length,) = _LENGTH.unpack_from(view)
-        header = msgspec.json.decode(view[8 : 8 + length], type=_Header)
+        header = _HEADER.decode(view[8 : 8 + length])
     except (struct.error, msgspec.MsgspecError) as error:
         raise ValueError(f"not a checkpoint of global parameters: {error}") from error
     _check_same(header, fragment)

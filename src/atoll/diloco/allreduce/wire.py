@@ -97,6 +97,9 @@ class Blame(msgspec.Struct, frozen=True):
     reason: str
 
 
+_FOOTER = msgspec.msgpack.Decoder(Footer)
+
+
 def section_offsets(sections: list[int]) -> list[int]:
     """Where each section of these lengths starts, and at last where the footer does."""
     starts = [0]
@@ -129,6 +132,6 @@ def unseal_footer(place: bytes, tail: memoryview) -> Footer:
         raise Corrupt("the footer is cut")
     try:
         body = unseal(FOOTER, place, tail[tail.nbytes - length : -4])
-        return msgspec.msgpack.decode(body, type=Footer)
+        return _FOOTER.decode(body)
     except msgspec.MsgspecError as error:
         raise Corrupt(f"not a footer: {error}") from error
