@@ -137,7 +137,7 @@ def test_room_of_a_rank_scaled_away_is_free_only_when_it_is_gone(tmp_path: Path)
         waiting = plane.until(second, lambda t: t.status.observed_generation == 2)
         assert "room for 0 of 2" in waiting.status.ranks[0].message
         (tmp_path / "leave").touch()
-        plane.until_ready(second, 1)
+        plane.until(second, lambda t: t.status.world.ready >= 1)
 
 
 def test_finished_trainings_hold_no_slots_after_a_restart(tmp_path: Path) -> None:
