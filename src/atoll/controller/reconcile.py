@@ -153,6 +153,7 @@ def _only_ranks(seen: Seen, fault: str) -> Seen:
         fault=fault,
         has_gate=seen.has_gate,
         gate_opened_at=seen.gate_opened_at,
+        unsettled=seen.unsettled,
         chores=seen.chores,
         again_in_s=seen.again_in_s,
     )

@@ -280,7 +280,8 @@ def _alive(status: Status, seen: Seen, now: float) -> int:
         return alive + (seen.is_supervised or _may_be_late(status, now))
     if seen.wish != status.asked:
         return alive + 1  # the effect of the newest wish is not known yet
-    return alive + seen.wish.size - sum(_is_settled(r, seen.wish) for r in ranks)
+    unsettled = seen.wish.size - sum(_is_settled(r, seen.wish) for r in ranks)
+    return alive + unsettled + seen.unsettled
 
 
 def _is_settled(rank: RankStatus, wish: Wish) -> bool:

@@ -338,6 +338,7 @@ class Seen(Model, frozen=True):
     bench: BenchSeen | None = None  # None: this executor cannot measure links
     has_gate: bool = False  # the executor holds ranks back by itself
     gate_opened_at: float | None = None  # and let them go then
+    unsettled: int = 0  # ranks being stopped of which it is not known yet whether they ran
     chores: tuple[Chore, ...] = ()  # to be performed once what was seen is stored
     again_in_s: float | None = None  # look again then, though nothing may change
 

@@ -202,15 +202,18 @@ class Pod:
         is_expected = ready.get("reason") in ("ContainersNotReady", "PodCompleted")
         return ready.get("status") == "False" and not is_expected and not self.is_leaving
 
+    def is_late(self, now: float) -> bool:
+        """Whether a kubelet that answers would have ended it by now."""
+        return now > (when(self.metadata.get("deletionTimestamp")) or now) + LATE_S
+
     def is_lost(self, now: float) -> bool:
         """The pod is being deleted on a node that does not answer, and may never report again."""
         is_silent = self.condition("Ready").get("status") != "True"
         reason = self.condition("DisruptionTarget").get("reason")
         is_given_up = reason == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
         is_given_up = is_given_up and self.has_run  # at the start gate no pod is Ready
-        is_late = now > (when(self.metadata.get("deletionTimestamp")) or now) + LATE_S
         is_running = self.is_leaving and not self.is_over and (self.has_run or self.is_gate_up)
-        return is_running and is_silent and (is_given_up or is_late)
+        return is_running and is_silent and (is_given_up or self.is_late(now))
 
     def condition(self, kind: str) -> Json:
         return self._conditions.get(kind, {})

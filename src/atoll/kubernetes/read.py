@@ -43,7 +43,7 @@ from atoll.kubernetes.patch import (
     render_yield,
     yielded_at,
 )
-from atoll.kubernetes.pod import BROKEN, CLOCK_SKEW_S, HOPELESS, Pod, when
+from atoll.kubernetes.pod import BROKEN, CLOCK_SKEW_S, HOPELESS, LATE_S, Pod, when
 from atoll.kubernetes.render import gang_name, rendezvous_endpoint
 
 Json = dict[str, Any]
@@ -114,10 +114,12 @@ def look(
     newest = [_newest(pods) for rank, pods in by_rank.items() if wish is None or rank < wish.size]
     gate = read_gate(training, job, wish, newest, now)
     ranks, may_go, leaving, lost, has_more = [], [], [], [], False
+    unsettled: list[Pod] = []
     for rank, pods in sorted(by_rank.items()):
         pods.sort(key=_age)
         pod, later = _pod_to_report(pods, known.get(rank), now)
-        may_go += [p for p in pods if p not in later and _may_go(p, now)]
+        unsettled += [p for p in pods if _is_unsettled(p, gate, wish, now)]
+        may_go += [p for p in pods if p not in later and _may_go(p, now) and p not in unsettled]
         leaving += [p for p in pods if p.is_leaving and p.has_run and not p.is_lost(now)]
         lost += [p for p in pods if p.is_lost(now)]
         has_more = has_more or bool(later)
@@ -139,6 +141,8 @@ def look(
         has_gate=True,
         # Without a gate, a rank is let go when its container starts.
         gate_opened_at=started_at if gate.opened_at is None else gate.opened_at,
+        unsettled=len(unsettled),
+        again_in_s=LATE_S if unsettled else None,
     )
     fault = _fault(training, newest, options, now) or _unstarted(training, job, seen)
     view = GangView(
@@ -302,6 +306,17 @@ def _is_unreportable(pod: Pod, now: float) -> bool:
     is_lost = pod.is_lost(now) or pod.status.get("reason") == "NodeLost"
     is_gone = pod.is_turned_away or (pod.is_leaving and not is_lost)
     return is_gone and not pod.has_run and "terminated" not in pod.state
+
+
+def _is_unsettled(pod: Pod, gate: StartGate, wish: Wish | None, now: float) -> bool:
+    """Whether a rank that is being stopped may have run, though its kubelet has not said so.
+
+    It was let through the gate, and its container may have started and ended since the last word.
+    """
+    is_stopping = pod.is_leaving or (wish is not None and pod.rank >= wish.size)
+    is_through = gate.opened_at is not None and (pod.has_passed or pod.is_gate_up)
+    is_told = pod.is_over or pod.has_run or pod.is_turned_away or pod.waiting_reason in BROKEN
+    return is_stopping and is_through and not is_told and not pod.is_late(now)
 
 
 def _may_go(pod: Pod, now: float) -> bool:

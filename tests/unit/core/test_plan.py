@@ -505,3 +505,17 @@ def test_ranks_that_never_found_room_are_still_wanted() -> None:
     story.ranks(r0="running", r1="running")
     story.ranks(r0="exit 0", r1="exit 0")
     assert not story.status.phase.is_terminal
+
+
+def test_no_verdict_while_the_executor_does_not_know_whether_a_stopped_rank_ran() -> None:
+    story = running(Story(low=4))
+    story.ranks(r3="exit 9")
+    story.ranks(r0="stopped", r1="stopped", r2="stopped")
+    assert story.status.phase == "failed"
+    story = running(Story(low=4))
+    story.ranks(r3="exit 9")
+    story.look(unsettled=1)
+    story.ranks(r0="stopped", r1="stopped", r2="stopped")
+    assert story.status.phase == "pending"
+    story.look(unsettled=0)
+    assert story.status.phase == "failed"

@@ -310,3 +310,21 @@ def test_a_gang_whose_other_pods_a_quota_forbids_gives_its_room_back() -> None:
     assert look(training(), gated(), [held], Options(), NOW).half == []  # they are just being made
     early = waiting(0, made_at=NOW - 100)
     assert look(training(), gated(), [early], Options(), NOW, refused).half == []
+
+
+def test_a_rank_let_through_and_stopped_before_its_kubelet_spoke_may_have_run() -> None:
+    """Its exit would be lost if the verdict, or its pod's leaving, did not wait for that word."""
+    passed = ended(0, "Completed", at=NOW - 2)
+    silent = pod(1, INITIALIZING, phase="Pending", gate=passed, left_at=NOW - 1)
+    view = seen(opened(), silent)
+    assert view.seen.unsettled == 1
+    assert view.seen.again_in_s is not None
+    assert view.may_go == []
+    late = pod(1, INITIALIZING, phase="Pending", gate=passed, left_at=NOW - 60)
+    assert seen(opened(), late).seen.unsettled == 0
+    assert [p.rank for p in seen(opened(), late).may_go] == [1]
+
+
+def test_a_rank_stopped_at_a_shut_gate_or_turned_away_never_ran() -> None:
+    assert seen(gated(), waiting(1, left_at=NOW - 1)).seen.unsettled == 0
+    assert seen(opened(), turned_away(1, left_at=NOW - 1)).seen.unsettled == 0
