@@ -324,6 +324,9 @@ def _may_go(pod: Pod, now: float) -> bool:
     return pod.is_held and pod.is_leaving and is_over
 
 
+RECORD_SKEW_S = 0.1  # between clocks of nodes that are kept by NTP
+
+
 def _shrinks(job: Json | None) -> list[tuple[int, float]]:
     text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(SHRINKS, "[]")
     return [(size, at) for size, at in msgspec.json.decode(text)]
@@ -340,7 +343,10 @@ def _is_stopped(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], no
     if job is not None and _is_suspended(pod, job, ended.at):
         return True
     # Clocks differ a little. A rank that a signal ended during deletion is not to blame.
-    slack_s = CLOCK_SKEW_S if ended.signal in ("SIGTERM", "SIGKILL") else 2.0
+    # The rank's own record is exact: its failure just before a stop is its own.
+    slack_s = RECORD_SKEW_S if ended.at % 1 else 2.0
+    if ended.signal in ("SIGTERM", "SIGKILL"):
+        slack_s = CLOCK_SKEW_S
     return any(
         pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and ended.at >= at - slack_s
         for size, at in shrinks

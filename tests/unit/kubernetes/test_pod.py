@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from atoll.core.status import Exit, Wish
+from atoll.kubernetes.names import SHRINKS
 from atoll.kubernetes.pod import Pod
 from atoll.kubernetes.render import render_job
 from atoll.rank.report import record_line
@@ -16,6 +17,7 @@ from tests.unit.kubernetes.kube import (
     Json,
     Options,
     ended,
+    job,
     only,
     pod,
     running,
@@ -255,3 +257,19 @@ def test_an_image_without_sh_is_told_how_to_do_without() -> None:
 def test_two_ranks_that_fail_in_one_second_keep_their_order() -> None:
     exits = [recorded(1, record(1, at=AT + late)) for late in (0.0004, 0.0001)]
     assert exits[1].order < exits[0].order
+
+
+def test_a_failure_of_its_own_just_before_a_stop_is_not_taken_for_the_stop() -> None:
+    """Else the rank that fell over it would be blamed."""
+
+    def end(at: float) -> Exit | None:
+        text = record(3, at=at)
+        fallen = pod(0, ended(3, "Error", text, at=int(at)), phase="Failed", left_at=NOW - 5)
+        gang = job(3, annotations={SHRINKS: f"[[0, {NOW - 8}]]"})
+        return only(seen(fallen, gang=gang)).exit
+
+    before, after = end(NOW - 8.4), end(NOW - 7.6)
+    assert before is not None
+    assert after is not None
+    assert (before.is_stopped, before.reason) == (False, "Error")
+    assert (after.is_stopped, after.reason) == (True, "Stopped")
