@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.kubernetes.conftest import Operator, Space
+from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.images import ATOLL, BUSYBOX
 
 pytestmark = pytest.mark.usefixtures("pods")
@@ -86,5 +87,6 @@ def test_a_rank_that_is_stopped_ends_in_its_own_way(space: Space, operator: Oper
     space.kubectl("patch", "training", "tiny", "--type=merge", "-p", '{"spec":{"cancel":true}}')
     status = space.until_phase("tiny", "cancelled")
     assert {e["exitCode"] for e in status["rankExits"]} == {7}
-    logs = space.json("get", "configmaps", "-l", "atoll.dev/log-of-rank=1")["items"]
+    words = ("get", "configmaps", "-l", "atoll.dev/log-of-rank=1")
+    logs = wait_for("the log is kept", lambda: space.json(*words)["items"])
     assert [kept["data"]["log"] for kept in logs] == ["rank 1\nstopping\n"]
