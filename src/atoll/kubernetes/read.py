@@ -48,6 +48,8 @@ from atoll.kubernetes.render import gang_name, rendezvous_endpoint
 
 Json = dict[str, Any]
 
+RECORD_SKEW_S = 0.1  # between clocks of nodes that are kept by NTP
+
 WAITING_EVERY_S = 30.0
 LOST_EVERY_S, LEAVING_EVERY_S = 1.0, 5.0
 
@@ -322,9 +324,6 @@ def _is_unsettled(pod: Pod, gate: StartGate, wish: Wish | None, now: float) -> b
 def _may_go(pod: Pod, now: float) -> bool:
     is_over = pod.is_over or pod.is_lost(now) or (_is_unreportable(pod, now) and not pod.is_gate_up)
     return pod.is_held and pod.is_leaving and is_over
-
-
-RECORD_SKEW_S = 0.1  # between clocks of nodes that are kept by NTP
 
 
 def _shrinks(job: Json | None) -> list[tuple[int, float]]:
