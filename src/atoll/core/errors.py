@@ -13,6 +13,8 @@ AtollError
 └── BackendError
     ├── Temporary(retry_after_s)                 try again later
     └── Permanent                                trying again will not help
+        ├── TooLarge                             it takes smaller objects only
+        └── StatusRefused                        a status that the store will not keep
 """
 
 from __future__ import annotations
@@ -140,6 +142,14 @@ class Temporary(BackendError):
 
 class Permanent(BackendError):
     """The same request will never succeed."""
+
+
+class TooLarge(Permanent):
+    """The backend takes smaller objects only."""
+
+
+class StatusRefused(Permanent):
+    """The store will not keep this status; what it says may still be acted upon."""
 
 
 def abbreviated(value: object) -> str:

@@ -39,6 +39,9 @@ MIGRATIONS = (
     create table if not exists sources (uid text primary key, content blob not null);
     create table written_by (release text not null)
     """,
+    # Ranks are stored in groups, which releases before cannot read. Bodies stay as they are until
+    # they are written again: lists of ranks are read, too.
+    "select 1",
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from atoll.core.errors import Conflict, Gone, NotFound, Permanent, Temporary
-from atoll.core.model import encode
 from atoll.core.ports import Change, Key
 from atoll.core.status import Event, Status, Training
+from atoll.core.stored import decode_training, encode_training
 from atoll.store.feed import Feed
 from atoll.store.schema import prepare
 
@@ -28,7 +28,6 @@ EVENTS_KEPT = 1000
 
 Changes = list[Change]
 log = logging.getLogger(__name__)
-_training = msgspec.json.Decoder(Training)
 
 
 class SQLiteStore:
@@ -67,7 +66,7 @@ class SQLiteStore:
                 self._db.execute(
                     "insert into trainings values (?, ?, ?, ?, ?, ?, ?)",
                     (*training.key, training.uid, stored.resource_version, stored.status.phase)
-                    + (idempotency_key, encode(stored)),
+                    + (idempotency_key, encode_training(stored)),
                 )
             except sqlite3.IntegrityError as error:
                 raise Conflict(
@@ -82,7 +81,7 @@ class SQLiteStore:
             ).fetchone()
         if row is None:
             raise NotFound("training", key[1])
-        return _training.decode(row[0])
+        return decode_training(row[0])
 
     async def list(
         self,
@@ -100,7 +99,7 @@ class SQLiteStore:
                 "order by name, namespace limit ?5",
                 (namespace, after, phase, prefix, limit),
             ).fetchall()
-        return [_training.decode(row[0]) for row in rows]
+        return [decode_training(row[0]) for row in rows]
 
     async def update_spec(self, training: Training) -> Training:
         with self._write() as changes:
@@ -229,7 +228,7 @@ class SQLiteStore:
         ).fetchone()
         if row is None:
             return None
-        existing = _training.decode(row[0])
+        existing = decode_training(row[0])
         if existing.name != training.name:
             raise Conflict(
                 f"this idempotency key made the training {existing.name!r}, not {training.name!r}"
@@ -243,7 +242,7 @@ class SQLiteStore:
         ).fetchone()
         if row is None:
             raise NotFound("training", training.name)
-        current = _training.decode(row[0])
+        current = decode_training(row[0])
         if current.resource_version != training.resource_version:
             raise Conflict(
                 f"training {training.name!r} was changed since version "
@@ -256,13 +255,13 @@ class SQLiteStore:
         self._db.execute(
             "update trainings set version = ?, phase = ?, body = ? "
             "where namespace = ? and name = ?",
-            (stored.resource_version, stored.status.phase, encode(stored), *stored.key),
+            (stored.resource_version, stored.status.phase, encode_training(stored), *stored.key),
         )
         return stored
 
     def _log(self, training: Training, changes: Changes, *, is_removed: bool = False) -> Training:
         """The training with the version of this write, which is logged."""
-        body = encode(training)
+        body = encode_training(training)
         version = self._db.execute(
             "insert into changes (namespace, name, is_removed, body) values (?, ?, ?, ?)",
             (*training.key, is_removed, body),
@@ -284,7 +283,7 @@ class SQLiteStore:
                 ).fetchall()
             for version, is_removed, body in rows:
                 after = version
-                training = msgspec.structs.replace(_training.decode(body), resource_version=version)
+                training = msgspec.structs.replace(decode_training(body), resource_version=version)
                 yield Change(version=version, training=training, is_removed=bool(is_removed))
             if len(rows) < 100:
                 return
