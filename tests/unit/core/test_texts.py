@@ -1,4 +1,4 @@
-"""What thousands of ranks say is bounded; who failed first, and the root cause, keep their words."""
+"""What thousands of ranks say is bounded; those that failed first keep their words."""
 
 from __future__ import annotations
 
