@@ -48,7 +48,10 @@ from atoll.rank.launch import TOGETHER, RankPlace, render_launch
 
 # The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
 # replica, what that one was told of its launch.
-WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR", "ATOLL_QUORUM")
+WITHHELD = (
+    *("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR"),
+    *("ATOLL_QUORUM", "ATOLL_RANK_ENV", "ATOLL_ENTRYPOINT_ARGS"),
+)
 MAX_SLOTS = 10_000
 
 log = logging.getLogger(__name__)
