@@ -115,6 +115,7 @@ def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
         earlier_s=attempt.earlier_s,
         previous=_exit(attempt.previous),
         exit=_exit(attempt.exit),
+        is_stopping=attempt.is_stopping and attempt.exit is None,
         pod_name=f"{name}-{attempt.rank}",
         host=host,
     )
