@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from atoll.rank.keywords import call
 from atoll.rank.result import give_result, hand_in
 
 __all__ = ["give_result", "main"]
@@ -37,7 +38,8 @@ def run(payload: bytes) -> None:
         function = pickle.loads(parts["function"])
     else:
         function = named_function(parts["name"])
-    hand_in(function(**{key: pickle.loads(value) for key, value in parts["args"].items()}))
+    args = {key: pickle.loads(value) for key, value in parts["args"].items()}
+    hand_in(call(function, args, os.environ))
 
 
 def named_function(name: str) -> Any:
