@@ -44,6 +44,7 @@ class RankGroup(Model, frozen=True):
     restarts: int | None = None
     provider: str | None = None
     region: str | None = None
+    is_stopping: bool | None = None
     message: str | None = None  # where it is not the one of its exit
 
 
@@ -220,6 +221,7 @@ def _fold_ranks(
             "restarts": [r.restarts for r in rows],
             "provider": [r.provider for r in rows],
             "region": [r.region for r in rows],
+            "isStopping": [r.is_stopping or None for r in rows],
             "message": [None if r.message == _usual_message(r.phase, r.exit) else r.message
                         for r in rows],
         },
@@ -261,6 +263,7 @@ def _rank(
         previous=previous,
         metered_s=metered_for(started_at, exit) if metered_s is None else metered_s,
         missing_since=row.get("missingSince"),
+        is_stopping=row.get("isStopping", False),
     )
 
 

@@ -39,6 +39,8 @@ MIGRATIONS = (
     create table if not exists sources (uid text primary key, content blob not null);
     create table written_by (release text not null)
     """,
+    # Pages of one phase, whatever else is stored.
+    "create index by_phase on trainings (namespace, phase, name)",
     # Ranks are stored in groups, which releases before cannot read. Bodies stay as they are until
     # they are written again: lists of ranks are read, too.
     "select 1",

@@ -152,6 +152,7 @@ def scattered_rank(number: int, dice: random.Random) -> RankStatus:
         previous=scattered_exit(dice),
         metered_s=dice.choice([0.0, dice.random() * 100]),
         missing_since=dice.choice([None, 1.25]),
+        is_stopping=dice.random() < 0.3,
     )
 
 
@@ -177,6 +178,17 @@ def test_a_status_comes_back_as_it_was(first: int) -> None:
     for seed in range(first, first + 100):
         status = scattered_status(seed)
         assert decode_status(encode(fold(status))) == status, seed
+
+
+def test_every_field_of_a_rank_and_of_an_end_is_stored() -> None:
+    """A field that is added has to be added to the stored form, and to the scattered statuses."""
+    ranks = [r for seed in range(100) for r in scattered_status(seed).ranks]
+    ends = [r.exit for r in ranks if r.exit is not None]
+    for rows in (ranks, ends):
+        kind = type(rows[0])
+        for field in msgspec.structs.fields(kind):
+            values = {repr(getattr(row, field.name)) for row in rows}
+            assert len(values) > 1, f"{kind.__name__}.{field.name} does not vary here"
 
 
 def test_a_list_of_ranks_that_an_older_release_wrote_is_read() -> None:
