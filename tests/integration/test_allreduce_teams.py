@@ -126,17 +126,13 @@ def killed_run(seed: int, rounds: int) -> int:
             point = chance.randrange(4, 60)
             with lock:
                 kills[0] += 1
+            faults = [
+                kill_at(point, bool(point % 2)) if p == victim else None for p in range(count)
+            ]
             run_threads(
                 *(
-                    lambda team=team: go(
-                        rank,
-                        team,
-                        FaultyBlobs(
-                            store,
-                            kill_at(point, bool(point % 2)) if team.process == victim else None,
-                        ),
-                    )
-                    for team in teams
+                    lambda team=team, blobs=FaultyBlobs(store, fault): go(rank, team, blobs)
+                    for team, fault in zip(teams, faults, strict=True)
                 )
             )
 
