@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,7 @@ def killed_run(seed: int, rounds: int) -> int:
             ]
             run_threads(
                 *(
-                    lambda team=team, blobs=FaultyBlobs(store, fault): go(rank, team, blobs)
+                    partial(go, rank, team, FaultyBlobs(store, fault))
                     for team, fault in zip(teams, faults, strict=True)
                 )
             )
