@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-import operator
 import os
-import re
 import secrets
 import threading
 import time
@@ -16,80 +13,37 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from atoll.core.checks import check_int, check_number
-from atoll.core.errors import AtollError, BackendError, NotFound, Permanent, ValidationError
+from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.allreduce import catchup, wire
 from atoll.diloco.allreduce import layout as layouts
+from atoll.diloco.allreduce.arguments import (
+    MOST_REPLICAS,
+    check_seconds,
+    read_min,
+    read_run_id,
+    read_weight,
+    read_whole,
+)
 from atoll.diloco.allreduce.catchup import Checkpoint, JoinState
 from atoll.diloco.allreduce.codecs import Codec, get_codec
 from atoll.diloco.allreduce.exchange import Abandoned, Behind, Exchange
 from atoll.diloco.allreduce.feedback import Entry, Feedback
-from atoll.diloco.allreduce.keys import Keys, parse_round, part_of
+from atoll.diloco.allreduce.keys import Keys, part_of
 from atoll.diloco.allreduce.layout import Layout, Vector, difference
 from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.settle import DONE, FAILED, Ballot, Me, Settler
 from atoll.diloco.allreduce.share import Share
-from atoll.diloco.allreduce.start import Start, least_of, read_launch, read_start
+from atoll.diloco.allreduce.start import Start, read_start
+from atoll.diloco.allreduce.sweep import collect_garbage, refuse_unconditional
 from atoll.diloco.allreduce.team import Solo, Team, alike, lead, together
 from atoll.diloco.allreduce.upload import Cargo, Parcel
 from atoll.diloco.blobs import Blobs, Traffic
-
-MOST_REPLICAS = 99_999  # a rank has five digits in the names of objects
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def read_whole(field: str, value: Any, low: int, high: int) -> int:
-    """`value` as a plain int; integers of numpy and torch are accepted too.
-
-    Raises ValidationError unless it is a whole number from `low` to `high`.
-    """
-    try:
-        number = value if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = value
-    check_int(field, number, low, high)
-    return int(number)
-
-
-def check_seconds(field: str, seconds: float) -> None:
-    check_number(field, seconds, 1e-6, math.inf)
-
-
-def read_min(min_replicas: int | None, world_size: int) -> int:
-    if min_replicas is not None:
-        return read_whole("min_replicas", min_replicas, 1, world_size)
-    launch = read_launch(world_size)
-    if launch is not None:
-        return least_of(launch)
-    variable = os.environ.get("ATOLL_WORLD_MIN", "")
-    if variable.isdecimal() and 1 <= int(variable) <= world_size:
-        return int(variable)
-    return (world_size + 1) // 2
-
-
-def read_run_id(run_id: str | None) -> str:
-    name = run_id or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
-    if not isinstance(name, str) or not RUN_ID.fullmatch(name):
-        raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
-    return name
-
-
-def read_weight(value: Any) -> float:
-    try:
-        weight = math.nan if isinstance(value, str) else float(value)  # also of a 0-d tensor
-    except (TypeError, ValueError, OverflowError):
-        weight = math.nan
-    if not (math.isfinite(weight) and weight > 0):
-        raise ValidationError("weight", value, "expected a number greater than 0")
-    return weight
-
 
 log = logging.getLogger("atoll.allreduce")
 
 THREADS = 8
 MOST_ROUNDS = 10**8
-PROBE = "conditional-write-probe"
 
 
 @dataclass(frozen=True)
@@ -425,7 +379,7 @@ class ObjectStoreAllReduce:
         return mean[0]
 
     def _come(self) -> None:
-        _refuse_unconditional(self.blobs)
+        refuse_unconditional(self.blobs)
         self._settler.come()
 
     def _refuse_foreign(self, roster: Roster, mine: Layout) -> None:
@@ -591,55 +545,3 @@ class _Work:
     uploads: list[str] = field(default_factory=list)  # of this round; all hold the same values
     left_out: Vector | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-def _refuse_unconditional(blobs: Blobs) -> None:
-    """Raises Permanent if the store overwrites what a create-only put must leave alone."""
-    try:
-        if not blobs.create(PROBE, b"atoll") or not blobs.create(PROBE, b"atoll"):
-            return
-    except AtollError as error:
-        if not isinstance(error, Permanent):
-            raise
-        raise Permanent(f"a create-only write, which rounds need, was refused: {error}") from error
-    raise Permanent(
-        f"{blobs.name}: the store ignores conditional writes (If-None-Match: *), without which "
-        "replicas cannot agree; use one that honours them, such as S3, GCS, Azure, R2 or MinIO"
-    )
-
-
-KEPT_CHECKPOINTS = 2
-
-
-def collect_garbage(blobs: Blobs, keys: Keys, oldest: int) -> None:
-    """Delete the uploads of rounds before `oldest`, and those means that no joiner needs."""
-    try:
-        checkpoints = [b.key for b in blobs.find(keys.checkpoints())]
-        # Without a checkpoint, a joiner takes the start, if there is one, and needs all means.
-        first = 0 if not checkpoints and _exists(blobs, keys.start()) else oldest
-        newest = max((parse_round(key) or 0 for key in checkpoints), default=first)
-        oldest_mean = min(oldest, newest)
-        uploads = [b.key for b in blobs.find(keys.uploads()) if _is_before(b.key, oldest)]
-        means = [b.key for b in blobs.find(keys.sums()) if _is_before(b.key, oldest_mean)]
-        kept = [parse_round(key) or 0 for key in checkpoints[-KEPT_CHECKPOINTS:]]
-        # The start stays: its state has no round before it.
-        states = [b.key for b in blobs.find(keys.states()) if kept and _is_before(b.key, kept[0])]
-        states = [key for key in states if parse_round(key)]
-        doomed = uploads + means + states + checkpoints[:-KEPT_CHECKPOINTS]
-        if doomed:
-            blobs.delete(doomed)
-    except BackendError as error:
-        log.warning("old rounds were not collected, the next sweep will: %s", error)
-
-
-def _exists(blobs: Blobs, key: str) -> bool:
-    try:
-        blobs.get(key, 0, 1)
-    except NotFound:
-        return False
-    return True
-
-
-def _is_before(key: str, oldest: int) -> bool:
-    number = parse_round(key)
-    return number is not None and number < oldest
