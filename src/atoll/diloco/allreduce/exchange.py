@@ -60,7 +60,7 @@ class Behind(Exception):
         self.roster = roster
 
 
-class Place(NamedTuple):
+class MeanPlace(NamedTuple):
     """Where the mean of some cells of a shard belongs: those that one process of its owner has."""
 
     shard: int
@@ -95,7 +95,7 @@ class Exchange:
         self.seconds: dict[str, float] = {}
         self._digest = roster.digest
         self._started = time.monotonic()
-        self._damaged: dict[Place, str] = {}
+        self._damaged: dict[MeanPlace, str] = {}
         self._processes = {m.rank: m.processes for m in roster.members}
 
     def run(self, upload: str, cargo: Cargo, feedback: Feedback) -> Vector:
@@ -129,7 +129,7 @@ class Exchange:
     def has(self, shard: int) -> bool:
         """Whether the owner of the shard has put its mean in the store, or begun to."""
         try:
-            return self._read(Place(shard, 0)) is not None
+            return self._read(MeanPlace(shard, 0)) is not None
         except Abandoned:
             return False
 
@@ -142,17 +142,17 @@ class Exchange:
             uploads = blamed_uploads(self.roster, late)
             self._abandon(missing[0], uploads, f"nothing from ranks {late}")
 
-    def _all_places(self) -> list[Place]:
+    def _all_places(self) -> list[MeanPlace]:
         return [place for shard in range(self.layout.shards) for place in self._places(shard)]
 
-    def _places(self, shard: int) -> list[Place]:
+    def _places(self, shard: int) -> list[MeanPlace]:
         """The places of the shard that hold something this process carries.
 
         The first place of a shard is there even if it holds no cell, and is read by process 0.
         """
         count = self._processes[self.roster.owners[shard]]
         return [
-            Place(shard, process)
+            MeanPlace(shard, process)
             for process in range(count)
             if self._overlap(shard, process).length or process == self.share.process == 0
         ]
@@ -165,7 +165,7 @@ class Exchange:
         start, stop = self.share.within(shard, wanted) if wanted.length else (0, 0)
         return wanted if stop > start else Cells(0, 0)
 
-    def _owners(self, places: Sequence[Place]) -> list[int]:
+    def _owners(self, places: Sequence[MeanPlace]) -> list[int]:
         return sorted({self.roster.owners[place.shard] for place in places})
 
     def _reduce(self, mine: list[int], cargo: Cargo, mean: Vector, feedback: Feedback) -> None:
@@ -180,7 +180,7 @@ class Exchange:
             if m.rank != self.me.rank and self.share.section_size(shard)
         }
         for shard in mine:
-            place = Place(shard, self.share.process)
+            place = MeanPlace(shard, self.share.process)
             if self.share.process and not self.share.section_size(shard):
                 continue
             start, end = self.share.bounds(shard)
@@ -200,7 +200,7 @@ class Exchange:
                 feedback.entry.shards[shard] = left_out(owed, mean[start:end])
             self._publish(place, cells)
 
-    def _publish(self, place: Place, cells: list[bytes]) -> None:
+    def _publish(self, place: MeanPlace, cells: list[bytes]) -> None:
         data = b"".join([wire.seal_table(wire.SHARD, self._fence(place), cells), *cells])
         key = self._key(place)
         if self.blobs.create(key, data):
@@ -211,7 +211,7 @@ class Exchange:
         if self._read(place) is None:
             self.blobs.put(key, data)
 
-    def _refuse(self, place: Place, problem: Blamed) -> NoReturn:
+    def _refuse(self, place: MeanPlace, problem: Blamed) -> NoReturn:
         """Raises Abandoned, with a note in the place that a bad upload spoils."""
         self._abandon(place, [problem.upload], problem.reason)
         # The place holds damaged bytes: only this process, its owner, could have put a mean there.
@@ -219,7 +219,7 @@ class Exchange:
         self.blobs.put(self._key(place), self._note(place, blame))
         raise Abandoned(blame)
 
-    def _gather(self, places: list[Place], mean: Vector) -> None:
+    def _gather(self, places: list[MeanPlace], mean: Vector) -> None:
         pending = self._slowest_first(places)
         started = progress = time.monotonic()
         grace = self.history.owner_grace(started - self._started)
@@ -250,7 +250,7 @@ class Exchange:
         self.history.note_wait(f"shards {self.layout.name}", waited_s)
         self.history.note_reduce(time.monotonic() - self._started)
 
-    def _slowest_first(self, places: list[Place]) -> list[Place]:
+    def _slowest_first(self, places: list[MeanPlace]) -> list[MeanPlace]:
         """The owner that was last in the round before comes first.
 
         Once its shard is there, the others usually are too, so few requests are made in vain.
@@ -258,7 +258,7 @@ class Exchange:
         owners = self.roster.owners
         return sorted(places, key=lambda p: owners[p.shard] != self.history.slowest_owner)
 
-    def _fetch(self, places: list[Place], mean: Vector) -> list[Place]:
+    def _fetch(self, places: list[MeanPlace], mean: Vector) -> list[MeanPlace]:
         """Read the places into `mean`; returns those that hold nothing yet."""
         missing = []
         for place, part in zip(places, self.pool.map(self._read, places), strict=True):
@@ -270,7 +270,7 @@ class Exchange:
                 mean[first + start : first + end] = part
         return missing
 
-    def _read(self, place: Place) -> Vector | None:
+    def _read(self, place: MeanPlace) -> Vector | None:
         """What this process carries of the mean in the place.
 
         None while there is none that can be trusted. Raises Abandoned.
@@ -309,7 +309,7 @@ class Exchange:
         body = wire.unseal(wire.SHARD, fence, get(0, None))
         return self.down.decode(body, self.layout.shard_size(shard))
 
-    def _give_up_on(self, pending: list[Place], mean: Vector) -> list[Place]:
+    def _give_up_on(self, pending: list[MeanPlace], mean: Vector) -> list[MeanPlace]:
         """End the attempt, as places are overdue, unless they came after all.
 
         Returns those still missing. Raises Abandoned, or Behind if the others are further already.
@@ -328,7 +328,7 @@ class Exchange:
         self._abandon(pending[0], blamed_uploads(self.roster, late), f"nothing from ranks {late}")
         return pending
 
-    def _abandon(self, place: Place, uploads: list[str], reason: str) -> None:
+    def _abandon(self, place: MeanPlace, uploads: list[str], reason: str) -> None:
         """Raises Abandoned, unless the place already holds a mean (or damaged bytes)."""
         blame = wire.Blame(uploads, self.me.rank, reason)
         if self.blobs.create(self._key(place), self._note(place, blame)):
@@ -336,20 +336,20 @@ class Exchange:
             raise Abandoned(blame)
         self._read(place)
 
-    def _note(self, place: Place, blame: wire.Blame) -> bytes:
+    def _note(self, place: MeanPlace, blame: wire.Blame) -> bytes:
         return wire.seal(wire.ABANDONED, self._fence(place), msgspec.json.encode(blame))
 
     def _where(self) -> tuple[int, int]:
         return self.roster.round, self.roster.attempt
 
-    def _key(self, place: Place) -> str:
+    def _key(self, place: MeanPlace) -> str:
         return self.keys.shard(*self._where(), *place)
 
-    def _fence(self, place: Place) -> bytes:
+    def _fence(self, place: MeanPlace) -> bytes:
         part = f".{place.process}" if place.process else ""
         return wire.fence(self._digest, f"{place.shard}{part}")
 
-    def _stuck(self, pending: list[Place]) -> DistributedError:
+    def _stuck(self, pending: list[MeanPlace]) -> DistributedError:
         damaged = "".join(
             f"; {self._key(p)}: {why}" for p, why in self._damaged.items() if p in pending
         )

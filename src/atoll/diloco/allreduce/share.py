@@ -70,6 +70,12 @@ class Share:
         cuts, first = self._cuts[shard], self.cells.start
         return cuts[cells.start - first] - cuts[0], cuts[cells.stop - first] - cuts[0]
 
+    def cell_in_row(self, shard: int, cell: int) -> tuple[int, int]:
+        """Where one of the carried cells of the shard lies in the row."""
+        cuts, at = self._cuts[shard], cell - self.cells.start
+        first = self._starts[shard] - cuts[0]
+        return first + cuts[at], first + cuts[at + 1]
+
     def cell_sizes(self, shard: int) -> list[int]:
         cuts = self._cuts[shard]
         return [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)]
