@@ -48,6 +48,7 @@ ACCEPT_TIMEOUT_S = 10.0
 LAST_WORDS_BYTES = 4096
 
 log = logging.getLogger(__name__)
+_shims: list[subprocess.Popen[bytes]] = []  # of all gangs: children of this process, to be reaped
 
 
 class Supervision:
@@ -65,7 +66,7 @@ class Supervision:
         self._pulse = Pulse()
         self._ticking: asyncio.TimerHandle | None = None
         self._ends: dict[str, float] = {}  # ranks seen dead while their supervisor was silent
-        self._shims: list[subprocess.Popen[bytes]] = []
+        self._shim: subprocess.Popen[bytes] | None = None
         self._unheard_since: float | None = None
         self._is_hurried = False
         self._begun_at = -1  # size of the journal when the last shim was started
@@ -296,7 +297,8 @@ class Supervision:
             self._begun_at = self._journal.offset
             with (self.directory / "shim.log").open("ab") as words:
                 self._log_at = words.tell()
-                self._shims.append(self._forked(lock, words))
+                self._shim = self._forked(lock, words)
+            _shims.append(self._shim)
             self._is_weighed = False
         except OSError as error:
             left = self._pause(error.strerror or str(error))
@@ -327,12 +329,12 @@ class Supervision:
 
         `is_over`: the caller holds the lock, so that it has surely ended.
         """
-        self._shims = [shim for shim in self._shims if shim.poll() is None]
+        _shims[:] = [shim for shim in _shims if shim.poll() is None]
         self._journal.refresh()
         if self._journal.offset > self._begun_at:
             self._fruitless = 0
             return
-        if self._is_weighed or (self._shims and not is_over):
+        if self._is_weighed or (self._shim in _shims and not is_over):
             return
         self._is_weighed = True
         words = self._last_words()
@@ -347,6 +349,7 @@ class Supervision:
         seconds = self._pauses.pause_s() or LONGEST_PAUSE_S
         self._again_at = time.monotonic() + seconds
         self.shortage = waiting_words("start the supervisor", why)
+        self._look_again(seconds)
         return seconds
 
     def _last_words(self) -> str:
