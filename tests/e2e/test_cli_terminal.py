@@ -87,3 +87,39 @@ def _pid(terminal: Any) -> int:
     terminal.read_until("── ")
     until(lambda: "up " in terminal._read())
     return int(terminal.text.split("up ")[1].split()[0])
+
+
+EVIL = r"printf '\033]0;owned\007\033]52;c;eA==\007\033[31mred\033[2J\033[1A\n'; exit 3"
+
+
+def test_a_terminal_gets_no_escape_of_a_rank_but_colours(atoll: Any) -> None:
+    terminal = atoll.in_terminal("run", "--name", "evil", "--", "sh", "-c", EVIL)
+    terminal.read_until("evil failed")
+    assert terminal.code() == 1
+    assert "\x1b[31mred\x1b[0m" in terminal.text
+    for shown in (terminal.text, _in_terminal(atoll, "logs", "evil")):
+        assert "owned" not in shown.replace(EVIL, "").replace("\\x1b]0;owned", "")
+        for sequence in ("\x1b]", "\x1b[2J", "\x1b[1A", "\x07"):
+            assert sequence not in shown
+    assert "\x1b]0;owned" in atoll("logs", "evil").stdout  # a file gets every byte
+
+
+def test_an_escape_in_a_command_breaks_no_table(atoll: Any) -> None:
+    for name, word in (
+        ("esc", "\x1b[2Jforged\x1b]0;t\x07"),
+        ("m", "\x1b[31m"),
+        ("esc-only", "\x1b"),
+    ):
+        assert atoll("run", "--name", name, "--", "echo", word).returncode == 0
+    for command in (("ps",), ("status", "esc"), ("events", "esc"), ("top",)):
+        listed = atoll(*command)
+        assert listed.returncode == 0, listed.stderr
+        assert "\x1b" not in listed.stdout
+    assert "\\x1b[2Jforged" in atoll("ps").stdout
+
+
+def _in_terminal(atoll: Any, *words: str) -> str:
+    terminal = atoll.in_terminal(*words)
+    assert terminal.code() == 0
+    text: str = terminal.text
+    return text

@@ -49,7 +49,7 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
     """
     from atoll.cli.follow import FAILED, SUCCEEDED, TIMED_OUT
     from atoll.cli.report import end_report
-    from atoll.cli.show import print_json, training_json
+    from atoll.cli.show import print_json, says, training_json
     from atoll.sdk.client import Client
 
     training = Client().get(name)
@@ -67,7 +67,7 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
     if is_json:
         print_json({"goal": goal, "exitCode": code, **training_json(training.last)})
     elif late:
-        print(f"atoll: {late}", file=sys.stderr)
+        says(late)
     elif code == FAILED or goal == "complete":
         print(end_report(training.last), file=sys.stderr if code else sys.stdout)
     else:

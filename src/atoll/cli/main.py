@@ -15,6 +15,7 @@ import click
 import atoll
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
+from atoll.core.escapes import visible
 
 PROFILES = {
     "bash": "~/.bashrc",
@@ -108,7 +109,7 @@ def main() -> None:
         code = 128 + signal.SIGPIPE
     except OSError as error:
         drop_output()
-        print(f"atoll: error: {error}", file=sys.stderr)
+        print(f"atoll: error: {visible(str(error))}", file=sys.stderr)
         code = 1
     sys.exit(code)
 
@@ -122,7 +123,7 @@ def misused(error: click.ClickException) -> int:
     ctx = getattr(error, "ctx", None)
     path = ctx.command_path if ctx else "atoll"
     text = " ".join(error.format_message().rstrip(".").split())
-    print(f"atoll: error: {text}: see '{path} --help'", file=sys.stderr)
+    print(f"atoll: error: {visible(text)}: see '{path} --help'", file=sys.stderr)
     return USAGE
 
 
@@ -134,5 +135,5 @@ def refused(error: AtollError) -> int:
     if isinstance(error, NotFound):
         listing = "token list" if error.kind == "token" else "ps"
         hint = f"'atoll {listing}' lists what exists"
-    print(f"atoll: error: {text}" + (f": {hint}" if hint else ""), file=sys.stderr)
+    print(f"atoll: error: {visible(text)}" + (f": {hint}" if hint else ""), file=sys.stderr)
     return USAGE if isinstance(error, ValidationError) else 1

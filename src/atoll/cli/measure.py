@@ -10,6 +10,7 @@ import click
 
 from atoll.cli.options import json_option, name_argument
 from atoll.core.errors import ValidationError
+from atoll.core.escapes import visible
 
 _with_default = partial(click.option, show_default=True)
 
@@ -31,6 +32,7 @@ def bench(name: str, plot: Path | None, is_json: bool) -> None:
     if plot is not None and plot.suffix.lower() != ".svg":
         raise ValidationError("--plot", str(plot), "expected a file name that ends in .svg")
     diagnostics = Client().get(name).bench_diagnostics
+    message = visible(diagnostics.message or diagnostics.phase)
     if plot is not None and diagnostics.result is not None:
         plot.write_text(plot_svg(diagnostics.result.points, f"{name}: {diagnostics.message}"))
     if is_json:
@@ -38,9 +40,9 @@ def bench(name: str, plot: Path | None, is_json: bool) -> None:
         return
     result = diagnostics.result
     if result is None:
-        print(f"{name}: no result: {diagnostics.message or diagnostics.phase}")
+        print(f"{name}: no result: {message}")
         return
-    print(f"{name}: {diagnostics.message}")
+    print(f"{name}: {message}")
     rows = {
         "bus bandwidth, p10": (result.busbw_gbps_p10, "Gbit/s"),
         "bus bandwidth, p50": (result.busbw_gbps_p50, "Gbit/s"),

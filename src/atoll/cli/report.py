@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from atoll.cli.show import counted, duration, print_json, says, training_json, world_json
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
+from atoll.core.escapes import colours_only, visible
 from atoll.core.executors import absence
 from atoll.core.narrate import TAIL_LINES, end_in_words
 from atoll.core.phase import Phase
@@ -108,10 +109,10 @@ class LinePrinter:
         self.width = 1
         self._is_prefixed = is_prefixed
         self._is_coloured = wants_colour(sys.stdout)
-        self._is_terminal = can_redraw(sys.stdout)
+        self._is_terminal = sys.stdout.isatty()
 
     def print(self, line: LogLine) -> None:
-        text = last_look(line.text) if self._is_terminal else line.text
+        text = colours_only(last_look(line.text)) if self._is_terminal else line.text
         if self._is_prefixed:
             colour = RANK_COLOURS[line.rank % len(RANK_COLOURS)]
             text = f"{paint(f'[{line.rank:>{self.width}}]', colour, self._is_coloured)} {text}"
@@ -134,9 +135,9 @@ def world_text(training: Training) -> str:
     if lost:
         text += f", lost: rank {', '.join(lost)}"
     if absence(training):
-        text += f", {status.message}"
+        text += f", {visible(status.message)}"
     elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
-        text += f", {waits[0]}"
+        text += f", {visible(waits[0])}"
     return text
 
 
@@ -155,7 +156,7 @@ def end_report(training: Training) -> str:
         lines.append(f"  ranks that failed or were stopped after it: {', '.join(map(str, others))}")
     if cause.log_tail:
         lines.append(f"  last lines of rank {cause.rank}:")
-        lines += [f"  | {line}" for line in cause.log_tail[-TAIL_LINES:]]
+        lines += [f"  | {visible(line)}" for line in cause.log_tail[-TAIL_LINES:]]
     else:
         lines.append(f"  rank {cause.rank} printed nothing")
     return "\n".join(lines)

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from atoll.cli.terminal import PHASE_COLOURS, paint, wants_colour
+from atoll.cli.terminal import PHASE_COLOURS, Painted, paint, wants_colour
+from atoll.core.escapes import visible
 from atoll.core.executors import absence
 from atoll.core.status import Training
 
@@ -60,8 +61,11 @@ def world_json(training: Training) -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns are as wide as needed; colours do not count as width."""
-    lines = [[*header], *([*row] for row in rows)]
+    """A table whose columns are as wide as needed; colours do not count as width.
+
+    No cell can break it: control characters are shown as text.
+    """
+    lines = [[*header], *([*map(_safe, row)] for row in rows)]
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -69,6 +73,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def _safe(cell: str) -> str:
+    return cell if isinstance(cell, Painted) else visible(cell)
 
 
 def _width(cell: str) -> int:
@@ -80,7 +88,7 @@ def phase_cell(training: Training) -> str:
     colour = PHASE_COLOURS.get(phase)
     cell = paint(phase, colour, wants_colour(sys.stdout)) if colour else phase
     if where := absence(training):
-        cell += f" (executor {where.removeprefix('Executor').lower()})"
+        cell = Painted(f"{cell} (executor {where.removeprefix('Executor').lower()})")
     return cell
 
 
@@ -120,8 +128,8 @@ def command_text(training: Training) -> str:
 
     spec = training.spec
     if spec.source is not None:
-        return f"<{spec.source.kind} {spec.source.filename}>"
-    return shlex.join([*(spec.command or ()), *spec.args]).replace("\n", "\\n")
+        return visible(f"<{spec.source.kind} {spec.source.filename}>")
+    return visible(shlex.join([*(spec.command or ()), *spec.args]))
 
 
 def shortened(text: str, width: int) -> str:
@@ -134,4 +142,4 @@ def counted(number: int, noun: str) -> str:
 
 def says(text: str) -> None:
     """Prints a remark of atoll to stderr, apart from the output of the ranks."""
-    print(f"atoll: {text}", file=sys.stderr, flush=True)
+    print(f"atoll: {visible(text)}", file=sys.stderr, flush=True)

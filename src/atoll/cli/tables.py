@@ -8,6 +8,7 @@ from shutil import get_terminal_size
 
 from atoll.cli import show
 from atoll.cli.report import end_report
+from atoll.core.escapes import visible
 from atoll.core.status import Event, RankExit, RankStatus, Training
 
 PS = ("NAME", "PHASE", "READY", "RAN", "AGE", "COMMAND")
@@ -41,10 +42,10 @@ def status_text(training: Training) -> str:
         f"  created   {show.clock(training.created_at)}, ran {show.ran_cell(training, now)}",
     ]
     if status.message and not status.phase.is_terminal:
-        lines.append(f"  now       {status.message}")
+        lines.append(f"  now       {visible(status.message)}")
     for condition in status.conditions:
         if condition.status == "True" and condition.message:
-            lines.append(f"  condition {condition.type}: {condition.message}")
+            lines.append(f"  condition {condition.type}: {visible(condition.message)}")
     if status.phase.is_terminal:
         first, *rest = end_report(training).split("\n")
         lines += [f"  end       {first.removeprefix(training.name + ' ')}"]

@@ -88,8 +88,12 @@ def can_redraw(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def paint(text: str, colour: int, is_on: bool) -> str:
-    return f"\x1b[{colour}m{text}\x1b[0m" if is_on else text
+class Painted(str):
+    """Text of atoll's own with its colour: a table shows it as it is."""
+
+
+def paint(text: str, colour: int, is_on: bool) -> Painted:
+    return Painted(f"\x1b[{colour}m{text}\x1b[0m" if is_on else text)
 
 
 def last_look(text: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from atoll.core.bench import DONE as BENCH_DONE
 from atoll.core.ends import RANK_ENDS, PhaseReason, meaning_of, why_ended
+from atoll.core.escapes import visible
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
 from atoll.core.status import Event, EventType, Exit, RankExit, RankStatus, Status, Training
@@ -41,7 +42,9 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
             yield _ending(rank)
     if started:
         yield "Normal", "RanksStarted", f"started: {_spans(started)}"
-    if old.phase is Phase.READY and new.phase is Phase.PENDING and new.world.below_minimum:
+    is_ending = new.reason in (PhaseReason.FAILING, PhaseReason.CANCELLING) or new.failing
+    is_shrunk = old.phase is Phase.READY and new.phase is Phase.PENDING and not is_ending
+    if is_shrunk and new.world.below_minimum:
         world = new.world
         yield "Warning", "WorldShrunkBelowMin", f"{world.ready} ranks ready, min is {world.min}"
     yield from _beside_the_ranks(old, new)
@@ -92,7 +95,7 @@ def exit_in_words(ended: Exit | RankExit) -> str:
         text = f"was killed by {_signal_in_words(ended.signal)}, exit code {code}"
     else:
         text = f"exited with code {code}"
-    why = why_ended(reason, ended.message)
+    why = visible(why_ended(reason, ended.message))
     return f"{text}: {why}" if why else text
 
 
@@ -115,7 +118,7 @@ def exit_line(rank: int, ended: Exit | RankExit) -> str:
     if ended.signal:
         text += f" signal={ended.signal}"
     why = why_ended(reason, ended.message) if reason in RANK_ENDS else ended.message
-    return f"{text}: {why}" if why else text
+    return f"{text}: {visible(why)}" if why else text
 
 
 def end_in_words(training: Training) -> str:
@@ -146,13 +149,14 @@ def failure_in_words(training: Training) -> str:
     text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
     if cause is not None and cause.log_tail:
         text += f"\nlast lines of rank {cause.rank}:"
-        text += "".join(f"\n  {line}" for line in cause.log_tail[-TAIL_LINES:])
+        text += "".join(f"\n  {visible(line)}" for line in cause.log_tail[-TAIL_LINES:])
     return text
 
 
 def phase_in_words(status: Status) -> str:
     """Why a training is in its phase: its message, or else the meaning of its reason."""
-    return status.message or meaning_of(status.reason, PhaseReason) or status.phase.value
+    why = status.message or meaning_of(status.reason, PhaseReason) or status.phase.value
+    return visible(why)
 
 
 def status_in_words(status: Status) -> str:

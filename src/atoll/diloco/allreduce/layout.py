@@ -19,6 +19,8 @@ from atoll.core.errors import ValidationError
 
 Vector = NDArray[np.float32]
 
+MOST_BYTES = 8 << 20  # of a layout as JSON: some 200,000 tensors
+
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
@@ -59,13 +61,26 @@ class Layout(msgspec.Struct, frozen=True):
         return end - start
 
     def pack(self) -> bytes:
-        return zlib.compress(msgspec.json.encode(self))
+        """Raises ValidationError for more tensors than another replica would unpack."""
+        text = msgspec.json.encode(self)
+        if len(text) > MOST_BYTES:
+            raise ValidationError(
+                "tensors",
+                f"{len(self.tensors)} tensors",
+                f"expected shapes that take at most {MOST_BYTES >> 20} MiB as JSON, "
+                f"these take {len(text) >> 20} MiB: join small tensors",
+            )
+        return zlib.compress(text)
 
     @staticmethod
     def unpack(data: bytes) -> Layout:
-        """Raises ValueError on anything that `pack` did not make."""
+        """Raises ValueError on anything that `pack` did not make, however far it would expand."""
+        decoder = zlib.decompressobj()
         try:
-            return msgspec.json.decode(zlib.decompress(data), type=Layout)
+            text = decoder.decompress(data, MOST_BYTES + 1)
+            if len(text) > MOST_BYTES:
+                raise ValueError(f"not a layout: it expands to more than {MOST_BYTES} bytes")
+            return msgspec.json.decode(text, type=Layout)
         except (zlib.error, msgspec.MsgspecError) as error:
             raise ValueError(f"not a layout: {error}") from error
 

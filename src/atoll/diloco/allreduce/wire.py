@@ -18,6 +18,7 @@ Buffer = bytes | bytearray | memoryview
 SEAL = struct.Struct("<4s4s16sQI")
 MAGIC = b"ATL1"
 FOLD_BYTES = 64 * 1024 * 8
+MOST_FOOTER = 16 << 20  # a layout, and the lengths of the sections
 
 SECTION = b"SECT"  # one rank's part of one shard, inside its upload
 FOOTER = b"FOOT"  # at the end of an upload: the layout, and how long each section is
@@ -123,7 +124,10 @@ def footer_length(tail: memoryview) -> int:
     """Bytes of the footer and its length field together; `tail` is the end of an upload."""
     if tail.nbytes < 4:
         raise Corrupt("too short for a footer")
-    return int(struct.unpack("<I", tail[-4:])[0]) + 4
+    length = int(struct.unpack("<I", tail[-4:])[0]) + 4
+    if length > MOST_FOOTER:
+        raise Corrupt(f"a footer of {length} bytes, more than the {MOST_FOOTER} there can be")
+    return length
 
 
 def unseal_footer(place: bytes, tail: memoryview) -> Footer:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import tracemalloc
+import zlib
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import roster, wire
 from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round, parse_upload
-from atoll.diloco.allreduce.layout import describe, difference, scatter, split, unflatten
+from atoll.diloco.allreduce.layout import (
+    Layout,
+    TensorSpec,
+    describe,
+    difference,
+    scatter,
+    split,
+    unflatten,
+)
 from atoll.diloco.allreduce.pace import FIRST_GRACE_S, MIN_GRACE_S, History, poll_pause
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -148,3 +160,27 @@ def test_looks_become_rarer_and_the_first_waits_until_it_is_worth_it() -> None:
     while elapsed < 10:
         elapsed, looks = elapsed + poll_pause(elapsed, 0.0), looks + 1
     assert looks < 50
+
+
+def test_a_layout_that_would_expand_without_end_is_refused_and_costs_little_memory() -> None:
+    one = describe([np.zeros(1, np.float32)], shards=1, codec="fp32", down_codec="fp32", name="")
+    spec = b'["float32",[1]],'
+    text = msgspec.json.encode(one).replace(spec[:-1], spec * (64 << 20 >> 4) + spec[:-1])
+    bomb = zlib.compress(text, 9)
+    del text
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="expands to more than"):
+        Layout.unpack(bomb)
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
+
+
+def test_more_tensors_than_a_peer_would_unpack_are_refused_before_anything_is_sent() -> None:
+    many = Layout((TensorSpec("float32", (1000, 1000)),) * 400_000, 2, "fp32", "fp32")
+    with pytest.raises(ValidationError, match=r"400000 tensors.*at most 8 MiB"):
+        many.pack()
+
+
+def test_a_footer_that_claims_gigabytes_is_corrupt() -> None:
+    with pytest.raises(wire.Corrupt, match="more than"):
+        wire.footer_length(memoryview(b"\xff" * 8))
