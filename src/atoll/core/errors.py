@@ -14,7 +14,7 @@ AtollError
 └── BackendError
     ├── Temporary(retry_after_s)                 try again later
     └── Permanent                                trying again will not help
-        ├── TooLarge                             it takes smaller objects only
+        ├── ObjectTooLarge                       it takes smaller objects only
         └── StatusRefused                        a status that the store will not keep
 """
 
@@ -149,7 +149,7 @@ class Permanent(BackendError):
     """The same request will never succeed."""
 
 
-class TooLarge(Permanent):
+class ObjectTooLarge(Permanent):
     """The backend takes smaller objects only."""
 
 

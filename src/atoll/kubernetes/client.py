@@ -26,7 +26,7 @@ from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
 from msgspec.structs import replace
 
-from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary, TooLarge
+from atoll.core.errors import Conflict, Denied, Gone, NotFound, ObjectTooLarge, Permanent, Temporary
 from atoll.core.lines import alines_of
 
 Json = dict[str, Any]
@@ -363,7 +363,7 @@ def _error(status: Json, code: int, kind: str) -> Exception:
     if code in (401, 403):
         return Denied(f"Kubernetes refused: {text}")
     if code == 413 or any(words in text for words in TOO_LARGE):
-        return TooLarge(f"Kubernetes refused: {text}")
+        return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
         return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
     return Permanent(f"Kubernetes refused: {text}")

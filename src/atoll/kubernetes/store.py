@@ -24,10 +24,10 @@ from atoll.core.errors import (
     Denied,
     Gone,
     NotFound,
+    ObjectTooLarge,
     Permanent,
     StatusRefused,
     Temporary,
-    TooLarge,
     ValidationError,
 )
 from atoll.core.model import encode
@@ -406,7 +406,7 @@ def _store_errors(training: Training) -> Any:
 
 
 def _reason(refusal: Exception) -> str:
-    return "TooLarge" if isinstance(refusal, TooLarge) else "Refused"
+    return "TooLarge" if isinstance(refusal, ObjectTooLarge) else "Refused"
 
 
 def _digest(key: str) -> str:
