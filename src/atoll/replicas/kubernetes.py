@@ -63,11 +63,14 @@ class KubernetesExecutor(ReplicaSurface):
         core_api: Any = None,
         context: str | None = None,
         kubeconfig: str | None = None,
+        allow_pickle: bool = False,
         **options: Any,
     ) -> None:
         _check_installed(type(self).__name__)
         _check_known(options)
         check_as("backoff_limit", backoff_limit, RESTARTS)
+        if not isinstance(allow_pickle, bool):
+            raise ValidationError("allow_pickle", allow_pickle, "expected True or False")
         account = _one_account(service_account_name, options.pop("service_account", None))
         given = {
             **options,
@@ -98,6 +101,7 @@ class KubernetesExecutor(ReplicaSurface):
         self.run_id = run_id
         self.batch_api = batch_api
         self.core_api = core_api
+        self.allow_pickle = allow_pickle
         self._check_way()
 
     def make_executor(self) -> KubernetesBackend:
