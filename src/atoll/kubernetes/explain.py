@@ -235,8 +235,9 @@ def _opened(node: Json, parts: dict[str, Any]) -> Json:
     if "$ref" in node:
         return _opened(parts[node["$ref"]], parts)
     if "anyOf" in node:
+        # Otherwise the API server drops a null, and an exit code that is not known is missing.
         (node,) = [part for part in node["anyOf"] if part.get("type") != "null"]
-        return _opened(node, parts)
+        return {**_opened(node, parts), "nullable": True}
     if "properties" in node:
         return _object({name: _opened(part, parts) for name, part in node["properties"].items()})
     if node.get("type") == "array":
