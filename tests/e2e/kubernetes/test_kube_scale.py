@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from atoll.controller.loop import Controller
-from atoll.core.errors import ObjectTooLarge
+from atoll.core.errors import ObjectTooLarge, Temporary
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
 from atoll.kubernetes.executor import KubernetesBackend
@@ -102,9 +102,10 @@ class Scene:
         try:
             async with asyncio.timeout(3000):
                 while True:
-                    last = await self.store.get((SPACE, name))
-                    if test(last):
-                        return last
+                    with contextlib.suppress(Temporary):  # this machine is busy
+                        last = await self.store.get((SPACE, name))
+                        if test(last):
+                            return last
                     await asyncio.sleep(1.0)
         except TimeoutError:
             status = last.status if last else None
