@@ -273,10 +273,13 @@ class Storm:
         return []
 
     def _records(self, gang: Gang) -> list[dict[str, Any]]:
-        try:
-            data = (gang.directory / "journal").read_bytes()
-        except FileNotFoundError:
+        """By a link of our own: the journal itself goes when the training is over."""
+        journal = self.folder / f"{gang.name}.journal"
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            os.link(gang.directory / "journal", journal)
+        if not journal.exists():
             return []
+        data = journal.read_bytes()
         return [json.loads(line) for line in data.splitlines(keepends=True) if line[-1:] == b"\n"]
 
     def _starts(self, gang: Gang) -> list[dict[str, Any]]:
