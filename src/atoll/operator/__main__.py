@@ -81,9 +81,10 @@ def run(options: str, lease_s: float, **settings: Any) -> None:
     import asyncio
 
     from atoll.kubernetes.manifests import read_options
+    from atoll.server.lograte import quiet_log
 
     settings |= {"lease_duration_s": lease_s, **read_options(options or "{}")}
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    quiet_log(logging.INFO)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     asyncio.run(_run(settings))
 

@@ -14,9 +14,6 @@ import socket
 import uuid
 from typing import Any
 
-import uvicorn
-
-import atoll
 from atoll.controller.loop import Controller
 from atoll.controller.sweep import keep_swept
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
@@ -26,8 +23,8 @@ from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.lease import Lease
 from atoll.kubernetes.store import KubernetesStore
 from atoll.kubernetes.tokens import KubernetesTokens
-from atoll.sdk.release import HEADER
 from atoll.server.app import create_app
+from atoll.server.serving import GuardedServer, listen
 from atoll.server.streams import Streams
 
 log = logging.getLogger(__name__)
@@ -118,7 +115,7 @@ def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-class _Server(uvicorn.Server):
+class _Server(GuardedServer):
     def capture_signals(self) -> Any:
         """Signals are the operator's to handle, not the server's."""
         return contextlib.nullcontext()
@@ -139,21 +136,8 @@ async def serve_api(
     app = create_app(
         store=store, tokens=tokens, executors={executor.name: executor}, streams=streams
     )
-    server = _Server(
-        uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            http="httptools",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            headers=[(HEADER, atoll.__version__)],
-            timeout_graceful_shutdown=3,
-        )
-    )
-    task = asyncio.create_task(server.serve())
+    server = _Server(app)
+    task = asyncio.create_task(server.serve([listen(host, port)]))
     try:
         await asyncio.shield(task)
     finally:

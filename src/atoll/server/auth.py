@@ -22,7 +22,8 @@ def hashed(token: str) -> str:
 
 
 async def caller(plane: Plane, request: Request) -> str:
-    """The namespace of the token in the request. Raises Denied if none is valid."""
+    """The namespace of the token in the request. Raises Denied if none is valid, and Temporary if
+    the namespace has too many connections."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if not token.strip():
         raise Denied("no token: send 'Authorization: Bearer <token>' (atoll token create)")
@@ -31,4 +32,7 @@ async def caller(plane: Plane, request: Request) -> str:
     namespace = await plane.tokens.namespace_of(hashed(token.strip()))
     if namespace is None:
         raise Denied("this token is unknown here: create one with 'atoll token create'")
+    connection = request.scope.get("state", {}).get("connection")
+    if connection is not None:  # there is none where the application runs without its own server
+        connection.belongs_to(namespace)
     return namespace
