@@ -56,7 +56,12 @@ class Served:
     """The real server on a real port and a real store; the test plays the controller."""
 
     def __init__(
-        self, where: Path, executors: Any = None, limits: Limits | None = None, **settings: Any
+        self,
+        where: Path,
+        executors: Any = None,
+        limits: Limits | None = None,
+        is_metrics_open: bool = True,
+        **settings: Any,
     ) -> None:
         self.loop = asyncio.new_event_loop()
         self.store = SQLiteStore(where / "db", **settings)
@@ -67,6 +72,7 @@ class Served:
             tokens=self.tokens,
             executors={"local": PrintedLogs()} if executors is None else executors,
             streams=self.streams,
+            is_metrics_open=is_metrics_open,
         )
         self.server = GuardedServer(app, limits=limits)
         self._socket = listen("127.0.0.1", 0)
