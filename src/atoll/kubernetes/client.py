@@ -26,7 +26,7 @@ from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
 from msgspec.structs import replace
 
-from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
+from atoll.core.errors import Conflict, Denied, Gone, NotFound, ObjectTooLarge, Permanent, Temporary
 from atoll.core.lines import alines_of
 
 Json = dict[str, Any]
@@ -52,6 +52,7 @@ PATCH_TYPES = {
     "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }
+TOO_LARGE = ("request is too large", "larger than max")  # etcd's words, with code 500
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 
 # A peer that vanished silently is noticed in under half a minute, even on idle watches.
@@ -366,6 +367,8 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return Gone(0, 0)
     if code in (401, 403):
         return Denied(f"Kubernetes refused: {text}")
+    if code == 413 or any(words in text for words in TOO_LARGE):
+        return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
         return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
     return Permanent(f"Kubernetes refused: {text}")
