@@ -126,7 +126,13 @@ def look(
         lost += [p for p in pods if p.is_lost(now)]
         has_more = has_more or bool(later)
         if not _is_unreportable(pod, now):
-            ranks.append(_rank(pod, _is_stopped(pod, job, shrinks, now), gate, now, silent))
+            is_leaving = pod.is_leaving or (wish is not None and rank >= wish.size)
+            is_stopped = _is_stopped(pod, job, shrinks, now)
+            ranks.append(_rank(pod, is_leaving, is_stopped, gate, now, silent))
+        elif pod in unsettled:
+            ranks.append(
+                SeenRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
+            )
     lost_unseen = list(vanished_ranks(training, job, wish, by_rank, known, now))
     ranks += lost_unseen
     for rank in {*range(wish.size if wish else 0)} - {r.rank for r in lost_unseen}:
@@ -266,7 +272,12 @@ def _newest(pods: list[Pod]) -> Pod:
 
 
 def _rank(
-    pod: Pod, is_stopped: bool, gate: StartGate, now: float, silent: Collection[str]
+    pod: Pod,
+    is_leaving: bool,
+    is_stopped: bool,
+    gate: StartGate,
+    now: float,
+    silent: Collection[str],
 ) -> SeenRank:
     is_over = pod.is_over or pod.is_lost(now)
     is_running = "running" in pod.state and not is_over
@@ -286,6 +297,7 @@ def _rank(
         restarts=pod.restarts,
         started_at=pod.started_at,
         exit=pod.exit(is_stopped=is_stopped, now=now) if is_over else None,
+        is_stopping=is_running and is_leaving,
         pod_name=pod.name,
         host=pod.node,
         region=(pod.metadata.get("labels") or {}).get(REGION),
