@@ -247,8 +247,8 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         "--env-file", "env_files", multiple=True, type=click.Path(path_type=Path), help=file_help
     )(run)
     env_help = (
-        "Variable of the ranks: K or a pattern such as 'AWS_*' passes on what is set here, K=V sets "
-        "it; may be repeated. K=V is visible in `ps`: for secrets give K, or --env-file."
+        "Variable of the ranks: K or a pattern such as 'AWS_*' passes on what is set here, K=V "
+        "sets it; may be repeated. K=V is visible in `ps`: for secrets give K, or --env-file."
     )
     click.option("--env", "-e", multiple=True, help=env_help)(run)
     name_help = "Name of the training."

@@ -44,6 +44,13 @@ state_dir_option = click.option(
     help="Largest number of ranks to run on this machine at the same time.",
     show_default="as in atoll.toml, else no limit",
 )
+@click.option(
+    "--shared-namespaces",
+    "has_shared_namespaces",
+    is_flag=True,
+    help="Let tokens of other namespaces run ranks on this machine. All ranks run as the user of "
+    "the control plane, so whoever has such a token can read and stop everything here.",
+)
 @config_option
 @click.option("--owned", "is_owned", is_flag=True, hidden=True)  # by the process at its stdin
 @json_option
@@ -52,6 +59,7 @@ def serve(
     host: str,
     state_dir: Path | None,
     slots: int | None,
+    has_shared_namespaces: bool,
     is_owned: bool,
     is_json: bool,
 ) -> None:
@@ -69,7 +77,14 @@ def serve(
         raise Permanent(f"cannot keep state in {where}: {error.strerror}") from error
     if not is_json:
         print(f"atoll: state in {where}; Ctrl-C stops", file=sys.stderr, flush=True)
-    main.serve(host=host, port=port, where=where, slots=slots, is_owned=is_owned)
+    main.serve(
+        host=host,
+        port=port,
+        where=where,
+        slots=slots,
+        has_shared_namespaces=has_shared_namespaces,
+        is_owned=is_owned,
+    )
 
 
 @click.group()
