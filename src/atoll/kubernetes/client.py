@@ -26,7 +26,7 @@ from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
 from msgspec.structs import replace
 
-from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
+from atoll.core.errors import Conflict, Denied, Gone, NotFound, ObjectTooLarge, Permanent, Temporary
 from atoll.core.lines import alines_of
 
 Json = dict[str, Any]
@@ -52,6 +52,7 @@ PATCH_TYPES = {
     "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }
+TOO_LARGE = ("request is too large", "larger than max")  # etcd's words, with code 500
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 
 # A peer that vanished silently is noticed in under half a minute, even on idle watches.
@@ -89,13 +90,18 @@ class Cluster:
     @classmethod
     def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
         """Reads the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
-        access = read_access(context, kubeconfig)
+        return cls.reach(read_access(context, kubeconfig))
+
+    @classmethod
+    def reach(cls, access: Access) -> Cluster:
         client = httpx2.AsyncClient(
             base_url=access.server,
             auth=access.auth,
+            headers=access.headers,
             timeout=httpx2.Timeout(10.0, pool=60.0),
             transport=httpx2.AsyncHTTPTransport(
                 verify=access.verify,
+                proxy=access.proxy,
                 socket_options=_KEEPALIVE,
                 limits=httpx2.Limits(max_connections=200, max_keepalive_connections=20),
             ),
@@ -361,6 +367,8 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return Gone(0, 0)
     if code in (401, 403):
         return Denied(f"Kubernetes refused: {text}")
+    if code == 413 or any(words in text for words in TOO_LARGE):
+        return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
         return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
     return Permanent(f"Kubernetes refused: {text}")
@@ -396,6 +404,8 @@ class Access(NamedTuple):
     namespace: str
     verify: ssl.SSLContext | bool
     auth: httpx2.Auth | None
+    proxy: httpx2.Proxy | None = None
+    headers: Mapping[str, str] | None = None
 
 
 def read_access(context: str | None, kubeconfig: str | None) -> Access:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self
 
+from msgspec.structs import replace
+
 from atoll.core.checks import (
     ENTRYPOINT_VARIABLE,
     QUORUM_VARIABLE,
@@ -99,6 +101,7 @@ class ReplicaSurface:
 
     backend_name: str = ""
     supports_inter_replica_network: bool = False
+    takes_only_variables: bool = False  # arguments reach replicas in their environment alone
     has_shared_folder: bool = False  # replicas see the launcher's files under the same paths
     namespace = "default"
     stop_grace_s = 5.0
@@ -155,13 +158,33 @@ class ReplicaSurface:
         after `timeout` seconds is stopped and has failed. Bad input raises ValidationError, a
         ValueError, and nothing is launched.
         """
+        if "_plane" in self.__dict__:
+            self._plane.check_open()
+        training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
+        spec = replace(training.spec, executor=self._plane.executor.name)
+        training = replace(training, namespace=self.namespace, spec=spec)
+        gang = self._plane.launch(training)
+        self._known[self.job_name(training)] = gang
+        self.note_launch(training)
+        return self._handles(training, self._plane.executor)
+
+    def new_training(
+        self,
+        n_replicas: int,
+        entrypoint: Entrypoint,
+        entrypoint_args: Mapping[str, Any] | None,
+        gpu: str | int | None,
+        timeout: float | None,
+    ) -> Training:
+        """The training that a launch is. Raises ValidationError for what cannot be launched."""
         check_as("n_replicas", n_replicas, RankCount)
         check_as("timeout", timeout, Deadline | None)
-        given = {} if entrypoint_args is None else entrypoint_args
-        args = read_arguments(given, is_function=is_function(entrypoint))
+        is_called = is_function(entrypoint) and not self.takes_only_variables
+        args = read_arguments(
+            {} if entrypoint_args is None else entrypoint_args, is_function=is_called
+        )
         entry = self.read_entry(entrypoint, args.values)
         uri = store_uri(args.values.get(URI), is_shared_folder=self.has_shared_folder)
-        self._plane.check_open()
         uid = uuid.uuid4().hex
         is_pickled = self.allow_pickle and isinstance(entry, FunctionCall)
         spec = TrainingSpec(
@@ -171,7 +194,6 @@ class ReplicaSurface:
             resources=read_gpu(gpu),
             deadline_s=timeout,
             stop_grace_s=self.stop_grace_s,
-            executor=self._plane.executor.name,
             env={
                 **args.env,
                 **({ENTRYPOINT_VARIABLE: name} if (name := name_of(entrypoint)) else {}),
@@ -181,11 +203,7 @@ class ReplicaSurface:
             **self.what_runs(entry, uid),
         )
         self.check_launch(spec)
-        training = Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
-        gang = self._plane.launch(training)
-        self._known[self.job_name(training)] = gang
-        self.note_launch(training)
-        return self._handles(training, self._plane.executor)
+        return Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
 
     def attach(self, job_name: str) -> list[ReplicaHandle]:
         """The handles of a launch again, from any process. Raises NotFound if there is none."""
