@@ -40,6 +40,7 @@ KINDS = {
     "events": "api/v1",
     "jobs": "apis/batch/v1",
     "leases": "apis/coordination.k8s.io/v1",
+    "namespaces": "api/v1",
     "nodes": "api/v1",
     "pods": "api/v1",
     "secrets": "api/v1",
@@ -139,9 +140,12 @@ class Cluster:
         more = metadata.get("continue") or ""
         return ObjectList(reply.get("items") or [], metadata["resourceVersion"], more)
 
-    async def create(self, kind: str, namespace: str | None, body: Json) -> Json:
+    async def create(
+        self, kind: str, namespace: str | None, body: Json, *, is_trial: bool = False
+    ) -> Json:
+        """The object as it was created; with `is_trial` as it would be."""
         # Without Strict, the server silently drops fields that it does not know.
-        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **_trial(is_trial)}
         answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
         return _object(answer)
 
@@ -162,8 +166,9 @@ class Cluster:
         *,
         type: PatchType = "merge",
         part: str = "",
+        is_trial: bool = False,
     ) -> Json:
-        params = {"fieldManager": FIELD_MANAGER}
+        params = {"fieldManager": FIELD_MANAGER, **_trial(is_trial)}
         if type == "apply":
             params["force"] = "true"
         path = _path(kind, namespace, name, part)
@@ -334,6 +339,11 @@ def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> s
     if part:
         parts.append(part)
     return "/" + "/".join(parts)
+
+
+def _trial(is_trial: bool) -> dict[str, str]:
+    """The server checks everything, rights included, and writes nothing."""
+    return {"dryRun": "All"} if is_trial else {}
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:
