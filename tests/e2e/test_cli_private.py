@@ -54,8 +54,8 @@ def test_values_of_variables_are_shown_nowhere_and_reach_the_rank(
     ("text", "why"),
     [
         (None, "cannot be read: No such file or directory"),
-        ("K=V\nno value\n", "line 2' is not valid: expected K=V"),
-        (f"K='{SECRET}\n", "line 1' is not valid: expected a closing '"),
+        ("K=V\nno value\n", "line 2: expected K=V"),
+        (f"K='{SECRET}\n", "line 1: expected a closing '"),
         (b"\xff\xfe", "expected a text file in UTF-8"),
     ],
 )

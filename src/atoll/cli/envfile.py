@@ -24,16 +24,17 @@ def read_env_file(path: Path) -> dict[str, str]:
             continue
         name, has_value, value = text.partition("=")
         if not has_value or not name.strip().isidentifier():
-            raise ValidationError(FLAG, f"{path}, line {number}", "expected K=V")
-        env[name.strip()] = _value(value.strip(), f"{path}, line {number}")
+            raise ValidationError(FLAG, str(path), f"line {number}: expected K=V")
+        env[name.strip()] = _value(value.strip(), path, number)
     return env
 
 
-def _value(text: str, where: str) -> str:
+def _value(text: str, path: Path, number: int) -> str:
     quote = text[:1]
     if quote not in ("'", '"'):
         return text.partition(" #")[0].rstrip()
     inside, end, rest = text[1:].partition(quote)
     if not end or (rest.strip() and not rest.lstrip().startswith("#")):
-        raise ValidationError(FLAG, where, f"expected a closing {quote} at the end of the value")
+        expected = f"line {number}: expected a closing {quote} at the end of the value"
+        raise ValidationError(FLAG, str(path), expected)
     return inside
