@@ -201,23 +201,24 @@ def load_bytes(fragment: Fragment, data: bytes | memoryview, run: str = "") -> N
 
 def check_same(header: Header, fragment: Fragment, run: str = "") -> None:
     """Raises ValidationError naming the first parameter, or setting, that is not the run's."""
-    name = f"the run {run!r}" if run else "the run"
-    advice = "; another model needs another run_id" if run else ""
+    advice = f"; run_id {run!r} is in use, another model needs another one" if run else ""
     for their, our in zip(header.slots, fragment.slots, strict=False):
         plain = plain_name(their.name)
         names = (their.name, plain, plain.removeprefix("module."))
         if our.name not in names or their[1:] != our[1:]:
-            raise ValidationError("model", _label(our), f"{name} has {_label(their)} there{advice}")
+            raise ValidationError(
+                "model", _label(our), f"the run has {_label(their)} there{advice}"
+            )
     if len(header.slots) != len(fragment.slots):
         count = len(fragment.slots)
-        raise ValidationError("model", count, f"{name} has {len(header.slots)} parameters{advice}")
+        raise ValidationError("model", count, f"the run has {len(header.slots)} parameters{advice}")
     # Replicas with other settings would take other steps from the same means and drift apart.
     for setting, theirs, ours in (
         ("outer_lr", header.lr, fragment.lr),
         ("outer_momentum", header.beta, fragment.beta),
     ):
         if theirs != ours:
-            raise ValidationError(setting, ours, f"{name} began with {theirs:g}")
+            raise ValidationError(setting, ours, f"the run began with {theirs:g}")
 
 
 def _label(slot: Slot) -> str:
