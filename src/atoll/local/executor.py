@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,7 @@ class LocalBackend:
             rendezvous_endpoint=seen_endpoint(training, gang.directory),
             mesh=seen_mesh(training, gang.directory),
             bench=self._bench_seen(training),
+            at=time.time(),
         )
 
     async def measure(self, training: Training) -> None:

@@ -19,6 +19,7 @@ import uvicorn
 import atoll
 from atoll.controller.loop import Controller
 from atoll.controller.sweep import keep_swept
+from atoll.core.clock import Time
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
 from atoll.core.ports import Tokens
 from atoll.kubernetes.client import Cluster
@@ -104,7 +105,10 @@ async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]
         executor = KubernetesBackend(**options, cluster=cluster, is_owner=True)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(Controller(store, {executor.name: executor}).run())
+                controller = Controller(
+                    store, {executor.name: executor}, clock=lambda: Time(cluster.time())
+                )
+                tasks.create_task(controller.run())
                 tasks.create_task(keep_swept(store, executor))
         except* (BackendError, Denied, NotFound) as group:
             log.warning("the controller stopped and starts again: %s", _first(group))
@@ -137,7 +141,11 @@ async def serve_api(
     executor = KubernetesBackend(cluster=cluster, **options)
     streams = Streams()
     app = create_app(
-        store=store, tokens=tokens, executors={executor.name: executor}, streams=streams
+        store=store,
+        tokens=tokens,
+        executors={executor.name: executor},
+        streams=streams,
+        clock=lambda: Time(cluster.time()),
     )
     server = _Server(
         uvicorn.Config(
