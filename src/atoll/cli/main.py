@@ -46,6 +46,7 @@ COMMANDS = {
     "ps": "look",
     "status": "look",
     "logs": "look",
+    "value": "look",
     "scale": "change",
     "wait": "change",
     "cancel": "change",

@@ -51,6 +51,11 @@ _QUANTITY = re.compile(QUANTITY_PATTERN)
 _URI = re.compile(URI_PATTERN)
 
 
+def check_quantity(field: str, value: object) -> None:
+    if value is not None and not (isinstance(value, str) and _QUANTITY.fullmatch(value)):
+        raise ValidationError(field, value, "expected a quantity such as '2', '500m', '4Gi'")
+
+
 class WorldSize(SpecModel, frozen=True):
     """How many ranks: never fewer than `min`, never more than `max`, `target` wanted now."""
 
@@ -106,11 +111,7 @@ class Resources(SpecModel, frozen=True):
 
     def __post_init__(self) -> None:
         for field in ("cpu", "memory"):
-            value = getattr(self, field)
-            if value is not None and not (isinstance(value, str) and _QUANTITY.fullmatch(value)):
-                raise ValidationError(
-                    field, value, "expected a quantity such as '2', '500m', '4Gi'"
-                )
+            check_quantity(field, getattr(self, field))
         check_bounds(self)
         check_strings("gpu_models", self.gpu_models)
 

@@ -26,7 +26,7 @@ from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
 from msgspec.structs import replace
 
-from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
+from atoll.core.errors import Conflict, Denied, Gone, NotFound, ObjectTooLarge, Permanent, Temporary
 from atoll.core.lines import alines_of
 from atoll.kubernetes.servertime import ServerTime
 
@@ -53,6 +53,7 @@ PATCH_TYPES = {
     "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }
+TOO_LARGE = ("request is too large", "larger than max")  # etcd's words, with code 500
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 
 # A peer that vanished silently is noticed in under half a minute, even on idle watches.
@@ -91,13 +92,18 @@ class Cluster:
     @classmethod
     def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
         """Reads the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
-        access = read_access(context, kubeconfig)
+        return cls.reach(read_access(context, kubeconfig))
+
+    @classmethod
+    def reach(cls, access: Access) -> Cluster:
         client = httpx2.AsyncClient(
             base_url=access.server,
             auth=access.auth,
+            headers=access.headers,
             timeout=httpx2.Timeout(10.0, pool=60.0),
             transport=httpx2.AsyncHTTPTransport(
                 verify=access.verify,
+                proxy=access.proxy,
                 socket_options=_KEEPALIVE,
                 limits=httpx2.Limits(max_connections=200, max_keepalive_connections=20),
             ),
@@ -135,9 +141,12 @@ class Cluster:
         more = metadata.get("continue") or ""
         return ObjectList(reply.get("items") or [], metadata["resourceVersion"], more)
 
-    async def create(self, kind: str, namespace: str | None, body: Json) -> Json:
+    async def create(
+        self, kind: str, namespace: str | None, body: Json, *, is_trial: bool = False
+    ) -> Json:
+        """The object as it was created; with `is_trial` as it would be."""
         # Without Strict, the server silently drops fields that it does not know.
-        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **_trial(is_trial)}
         answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
         return _object(answer)
 
@@ -158,8 +167,9 @@ class Cluster:
         *,
         type: PatchType = "merge",
         part: str = "",
+        is_trial: bool = False,
     ) -> Json:
-        params = {"fieldManager": FIELD_MANAGER}
+        params = {"fieldManager": FIELD_MANAGER, **_trial(is_trial)}
         if type == "apply":
             params["force"] = "true"
         path = _path(kind, namespace, name, part)
@@ -334,6 +344,11 @@ def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> s
     return "/" + "/".join(parts)
 
 
+def _trial(is_trial: bool) -> dict[str, str]:
+    """The server checks everything, rights included, and writes nothing."""
+    return {"dryRun": "All"} if is_trial else {}
+
+
 def _selectors(labels: str, fields: str) -> dict[str, str]:
     selectors = {"labelSelector": labels, "fieldSelector": fields}
     return {name: value for name, value in selectors.items() if value}
@@ -365,6 +380,8 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return Gone(0, 0)
     if code in (401, 403):
         return Denied(f"Kubernetes refused: {text}")
+    if code == 413 or any(words in text for words in TOO_LARGE):
+        return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
         return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
     return Permanent(f"Kubernetes refused: {text}")
@@ -400,6 +417,8 @@ class Access(NamedTuple):
     namespace: str
     verify: ssl.SSLContext | bool
     auth: httpx2.Auth | None
+    proxy: httpx2.Proxy | None = None
+    headers: Mapping[str, str] | None = None
 
 
 def read_access(context: str | None, kubeconfig: str | None) -> Access:

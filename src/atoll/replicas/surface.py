@@ -15,9 +15,11 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self
+
+from msgspec.structs import replace
 
 from atoll.core.checks import (
     ENTRYPOINT_VARIABLE,
@@ -30,7 +32,7 @@ from atoll.core.checks import (
     is_text,
 )
 from atoll.core.errors import NotFound, ValidationError
-from atoll.core.lines import RESULT_MARK, printed
+from atoll.core.lines import printed
 from atoll.core.narrate import exit_in_words
 from atoll.core.phase import Phase
 from atoll.core.ports import Checking, Executor
@@ -50,9 +52,8 @@ from atoll.rank.result import (
     PICKLE,
     Reading,
     decode_value,
+    find_result,
     nonce_of,
-    parts_expected,
-    read_result,
 )
 from atoll.replicas.arguments import URI, read_arguments, store_uri
 from atoll.replicas.entrypoints import (
@@ -73,7 +74,6 @@ log = logging.getLogger(__name__)
 Entrypoint = str | os.PathLike[str] | Callable[..., Any]
 
 NOTHING_YET = "(nothing to read yet)"
-RESULT_TAIL = 64  # number of last lines in which the end of a result is looked for first
 _SHIPPED = (
     "import base64\nfrom atoll.rank.replica_entry import main\nmain(base64.b64decode('{}'))\n"
 )
@@ -99,6 +99,7 @@ class ReplicaSurface:
 
     backend_name: str = ""
     supports_inter_replica_network: bool = False
+    takes_only_variables: bool = False  # arguments reach replicas in their environment alone
     has_shared_folder: bool = False  # replicas see the launcher's files under the same paths
     namespace = "default"
     stop_grace_s = 5.0
@@ -155,13 +156,33 @@ class ReplicaSurface:
         after `timeout` seconds is stopped and has failed. Bad input raises ValidationError, a
         ValueError, and nothing is launched.
         """
+        if "_plane" in self.__dict__:
+            self._plane.check_open()
+        training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
+        spec = replace(training.spec, executor=self._plane.executor.name)
+        training = replace(training, namespace=self.namespace, spec=spec)
+        gang = self._plane.launch(training)
+        self._known[self.job_name(training)] = gang
+        self.note_launch(training)
+        return self._handles(training, self._plane.executor)
+
+    def new_training(
+        self,
+        n_replicas: int,
+        entrypoint: Entrypoint,
+        entrypoint_args: Mapping[str, Any] | None,
+        gpu: str | int | None,
+        timeout: float | None,
+    ) -> Training:
+        """The training that a launch is. Raises ValidationError for what cannot be launched."""
         check_as("n_replicas", n_replicas, RankCount)
         check_as("timeout", timeout, Deadline | None)
-        given = {} if entrypoint_args is None else entrypoint_args
-        args = read_arguments(given, is_function=is_function(entrypoint))
+        is_called = is_function(entrypoint) and not self.takes_only_variables
+        args = read_arguments(
+            {} if entrypoint_args is None else entrypoint_args, is_function=is_called
+        )
         entry = self.read_entry(entrypoint, args.values)
         uri = store_uri(args.values.get(URI), is_shared_folder=self.has_shared_folder)
-        self._plane.check_open()
         uid = uuid.uuid4().hex
         is_pickled = self.allow_pickle and isinstance(entry, FunctionCall)
         spec = TrainingSpec(
@@ -171,7 +192,6 @@ class ReplicaSurface:
             resources=read_gpu(gpu),
             deadline_s=timeout,
             stop_grace_s=self.stop_grace_s,
-            executor=self._plane.executor.name,
             env={
                 **args.env,
                 **({ENTRYPOINT_VARIABLE: name} if (name := name_of(entrypoint)) else {}),
@@ -181,11 +201,7 @@ class ReplicaSurface:
             **self.what_runs(entry, uid),
         )
         self.check_launch(spec)
-        training = Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
-        gang = self._plane.launch(training)
-        self._known[self.job_name(training)] = gang
-        self.note_launch(training)
-        return self._handles(training, self._plane.executor)
+        return Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
 
     def attach(self, job_name: str) -> list[ReplicaHandle]:
         """The handles of a launch again, from any process. Raises NotFound if there is none."""
@@ -351,10 +367,8 @@ class ReplicaSurface:
         is_other = gang is not None and address.uid not in (None, gang.training.uid)
         return None if is_other else gang
 
-    def _log(
-        self, gang: Gang, handle: ReplicaHandle, tail: int | None, *, is_result: bool = False
-    ) -> list[str]:
-        """The last lines of the replica's log; of a result only the marked ones."""
+    def _log(self, gang: Gang, handle: ReplicaHandle, tail: int | None) -> list[str]:
+        """The last lines of the replica's log."""
         plane = gang.plane
         if plane is None:
             return []
@@ -362,9 +376,7 @@ class ReplicaSurface:
         async def read() -> list[str]:
             lines = plane.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
             with contextlib.suppress(NotFound):  # deleted
-                return [
-                    line.text async for line in lines if RESULT_MARK in line.text or not is_result
-                ]
+                return [line.text async for line in lines]
             return []
 
         return plane.call(read())
@@ -414,18 +426,17 @@ class ReplicaSurface:
             return None, str(error)
 
     def _read_result(self, gang: Gang, handle: ReplicaHandle) -> Reading:
-        """From the end of the log, and from all of it only where that does not have it."""
-        nonce = nonce_of(gang.training.uid)
-        tail = self._log(gang, handle, RESULT_TAIL)
-        if len(tail) < RESULT_TAIL:
-            return read_result(tail, nonce)
-        count = parts_expected(tail, nonce)
-        if count:
-            near = self._log(gang, handle, count + RESULT_TAIL, is_result=True)
-            reading = read_result(near, nonce)
-            if reading.result is not None:
-                return reading
-        return read_result(self._log(gang, handle, None, is_result=True), nonce)
+        plane = gang.plane
+        if plane is None:
+            return Reading(None)
+
+        async def texts(tail: int | None) -> AsyncIterator[str]:
+            with contextlib.suppress(NotFound):  # deleted
+                lines = plane.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
+                async for line in lines:
+                    yield line.text
+
+        return plane.call(find_result(texts, nonce_of(gang.training.uid)))
 
 
 def absent_gang(address: LaunchAddress) -> Gang:

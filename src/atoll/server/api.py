@@ -10,7 +10,7 @@ from atoll.core.model import Model
 from atoll.core.problem import Problem
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import PlacedLine, Training, TrainingList, Usage
-from atoll.server import reports, trainings
+from atoll.server import reports, results, trainings
 from atoll.server.bodies import MAX_BODY_BYTES
 from atoll.server.operations import NDJSON, SSE, Answer, AnswerDoc, ApiCall, Operation, json_answer
 from atoll.server.problems import MEDIA_TYPE
@@ -121,6 +121,15 @@ NATIVE = (
         '`{"cut":true}` if the server shuts down before the logs end.',
         {200: AnswerDoc("Log lines.", PlacedLine, NDJSON), **_NAMED},
         query=reports.LogQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/value",
+        results.value,
+        "The result of a rank: what its function returned, or what its program handed in last. "
+        "404 if there is none.",
+        {200: AnswerDoc("The result.", results.ValueReport), **_NAMED},
+        query=results.ValueQuery,
     ),
     Operation(
         "GET",
