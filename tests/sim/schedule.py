@@ -245,7 +245,7 @@ class Schedule:
             if not self._is_deleted and self._over_since is not None:
                 ttl_s = last.spec.ttl_seconds
                 assert ttl_s is not None, "removed, and nobody asked for it"
-                assert self.now >= self._over_since + ttl_s, "removed before its time"
+                assert self.now >= self._over_since + ttl_s - 1e-6, "removed before its time"
             assert not self.machine.alive(), "the record is gone and a rank lives"
             return
         old, new = self._seen_last.status, training.status
