@@ -163,7 +163,7 @@ class Schedule:
             self._note(f"pass: again in {again}")
             self._check_ready(again)
             if again is not None:
-                self._wake_at = self.now + again
+                self._wake_at = self.now + (max(again, 1e-6) if again else 0.0)
         except Temporary as error:
             self._note(f"pass: {error}")
             self._wake_at = self.now + 0.1
