@@ -40,6 +40,7 @@ KINDS = {
     "events": "api/v1",
     "jobs": "apis/batch/v1",
     "leases": "apis/coordination.k8s.io/v1",
+    "namespaces": "api/v1",
     "nodes": "api/v1",
     "pods": "api/v1",
     "secrets": "api/v1",

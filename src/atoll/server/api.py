@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.responses import Response
 
 from atoll.core.executors import ExecutorList
@@ -17,6 +19,7 @@ from atoll.server.problems import MEDIA_TYPE
 
 ONE = "/v1/trainings/{name}"
 ALL = "/v1/trainings"
+METRICS = "/metrics"
 
 
 class Health(Model, frozen=True, omit_defaults=False):
@@ -175,7 +178,7 @@ NATIVE = (
     ),
     Operation(
         "GET",
-        "/metrics",
+        METRICS,
         metrics,
         "Totals of the server, in the Prometheus text format.",
         {200: AnswerDoc("Metrics as text.", str, "text/plain")},
@@ -183,3 +186,15 @@ NATIVE = (
     ),
 )
 STREAMED = {ALL: SSE, ONE: SSE}
+
+
+def native(*, is_metrics_open: bool) -> tuple[Operation, ...]:
+    """The rows, with a token needed for the totals where they are not open."""
+    if is_metrics_open:
+        return NATIVE
+    return tuple(
+        replace(row, is_open=False, answers={**row.answers, **_DENIED})
+        if row.path == METRICS
+        else row
+        for row in NATIVE
+    )
