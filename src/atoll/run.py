@@ -12,13 +12,15 @@ import errno
 import json
 import logging
 import os
+import shlex
 import shutil
 import socket
+import stat
 import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +30,22 @@ from atoll.core.executors import LOCAL
 from atoll.local.state import state_dir
 from atoll.sdk.config import is_changed, read
 from atoll.sdk.embedded import start_time
-from atoll.sdk.release import HEADER
 
 if TYPE_CHECKING:
-    import uvicorn
+    import ssl
+
     from starlette.types import ASGIApp
 
     from atoll.core.config import Config
     from atoll.core.ports import Executor, Tokens
     from atoll.server.executors import Setup
+    from atoll.server.serving import GuardedServer
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
     from atoll.store.tokens import SQLiteTokens
 
 DEFAULT_PORT = 7878
 NAMESPACE = "default"
-KEEP_ALIVE_S = 100  # longer than clients keep idle connections: they close first
 PURGE_S = 60.0
 SPACE_BYTES = 2**18  # for SQLite's files and the small ones beside them
 
@@ -59,9 +61,16 @@ class ControlPlane:
     streams: Streams
 
 
-def build(where: Path, *, slots: int | None = None, config: Path | None = None) -> ControlPlane:
+def build(
+    where: Path,
+    *,
+    slots: int | None = None,
+    config: Path | None = None,
+    has_shared_namespaces: bool = False,
+) -> ControlPlane:
     """Raises Permanent if another control plane uses that directory, or it cannot be used, and
     ValidationError if its configuration is wrong."""
+    from atoll.controller.clock import keep_mark, machine_clock, write_mark
     from atoll.controller.loop import Controller
     from atoll.controller.sweep import keep_swept
     from atoll.core.ports import Sweeping
@@ -73,25 +82,33 @@ def build(where: Path, *, slots: int | None = None, config: Path | None = None) 
     from atoll.store.tokens import SQLiteTokens
 
     settings = read(config)
+    _check_private(where)
     _check_space(where)
     executors, setup = configured(settings, where, slots=slots)
+    if not has_shared_namespaces:
+        setup = replace(setup, only={LOCAL: NAMESPACE})
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
     local: Any = executors[LOCAL]
     gauges, streams = Gauges(), Streams()
-    controller = Controller(store, executors, on_pass=lambda done: gauges.reconciled(done.seconds))
+    clock = machine_clock(where / "clock")
+    controller = Controller(
+        store, executors, clock=clock, on_pass=lambda done: gauges.reconciled(done.seconds)
+    )
 
     @contextlib.asynccontextmanager
     async def controlled() -> AsyncIterator[None]:
         await local.start(store)
         async with contextlib.AsyncExitStack() as running:
             await running.enter_async_context(beside(controller.run(), _end_if_dead))
+            await running.enter_async_context(beside(keep_mark(clock, where / "clock")))
             for executor in executors.values():
                 if isinstance(executor, Sweeping):
                     await running.enter_async_context(beside(keep_swept(store, executor)))
             yield
         for executor in executors.values():
             await executor.close()  # type: ignore[attr-defined]
+        write_mark(clock, where / "clock")
         tokens.close()
         store.close()
 
@@ -102,6 +119,7 @@ def build(where: Path, *, slots: int | None = None, config: Path | None = None) 
         streams=streams,
         setup=setup,
         gauges=gauges,
+        clock=clock,
         lifespan=controlled,
     )
     return ControlPlane(where, store, tokens, app, streams)
@@ -145,6 +163,16 @@ def configured(
     return executors, setup
 
 
+def _check_private(where: Path) -> None:
+    """Raises Permanent for a state directory in which others could put files of their own."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(where).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise Permanent(
+                f"others can write to the state directory {where}, and so give commands that run "
+                f"as you: run: chmod go-w {shlex.quote(str(where))}"
+            )
+
+
 def _check_space(where: Path) -> None:
     """Makes the state directory. Raises Permanent, before anything in it is touched, if it cannot
     be written."""
@@ -185,42 +213,31 @@ def serve(
     where: Path | None = None,
     slots: int | None = None,
     config: Path | None = None,
+    has_shared_namespaces: bool = False,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
     is_owned: bool = False,
 ) -> None:
-    """Serves until stopped; prints the address once it answers.
+    """Serves until stopped; prints the address once it answers. With a certificate and its key,
+    files in PEM, by HTTPS only.
 
     `is_owned`: serves until standard input ends, then removes all trainings.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    from atoll.server.lograte import quiet_log
+    from atoll.server.serving import listen, tls_of
+
+    quiet_log(logging.WARNING)
     where = where or state_dir()
-    listening = _listen(host, port)
-    plane = build(where, slots=slots, config=config)
+    tls = tls_of(tls_cert, tls_key)
+    listening = listen(host, port)
+    plane = build(where, slots=slots, config=config, has_shared_namespaces=has_shared_namespaces)
     asyncio.run(ensure_token(plane.tokens, where))
-    server = _server(plane, listening, is_owned=is_owned)
+    certificate = None if tls_cert is None else tls_cert.absolute()
+    address = _endpoint(listening, certificate)
+    server = _server(plane, address, tls, is_owned=is_owned)
     server.run(sockets=[listening])
     if is_owned:
         shutil.rmtree(where, ignore_errors=True)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP: only then does asyncio disable the delay that costs 40 ms per answer.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(2048)
-        return listening
-    except (OSError, OverflowError) as error:
-        listening.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        is_host = isinstance(error, socket.gaierror) or (
-            isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
-        )
-        wrong = "host" if is_host else "port"
-        raise Permanent(
-            f"cannot listen on {host}:{port}: {reason}; choose another --{wrong}"
-        ) from error
 
 
 async def ensure_token(tokens: Tokens, where: Path) -> None:
@@ -237,20 +254,21 @@ async def ensure_token(tokens: Tokens, where: Path) -> None:
         await tokens.add(hashed(token), NAMESPACE, "local user", time.time())
 
 
-def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) -> uvicorn.Server:
-    import uvicorn
+def _server(
+    plane: ControlPlane, address: dict[str, Any], tls: ssl.SSLContext | None, *, is_owned: bool
+) -> GuardedServer:
+    from atoll.server.serving import GuardedServer
 
     endpoint = plane.where / "endpoint.json"
 
-    class Server(uvicorn.Server):
-        """A uvicorn server that announces when it is ready, and ends open streams when it stops."""
+    class Server(GuardedServer):
+        """A server that announces when it is ready, and ends open streams when it stops."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             self.loop = asyncio.get_running_loop()
-            address = json.dumps(_endpoint(listening))
-            _write_private(endpoint, address)
-            sys.stdout.write(address + "\n")
+            _write_private(endpoint, json.dumps(address))
+            sys.stdout.write(json.dumps(address) + "\n")
             sys.stdout.flush()
             if is_owned:
                 self.loop.add_reader(0, self.abandon)
@@ -279,30 +297,20 @@ def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) ->
             finally:
                 self.should_exit = True
 
-    return Server(
-        uvicorn.Config(
-            plane.app,
-            loop="asyncio",
-            lifespan="on",
-            http="httptools",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            headers=[(HEADER, atoll.__version__)],
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=3,
-        )
-    )
+    return Server(plane.app, tls=tls)
 
 
-def _endpoint(listening: socket.socket) -> dict[str, Any]:
+def _endpoint(listening: socket.socket, certificate: Path | None) -> dict[str, Any]:
+    """What commands on this machine need to know. They trust the certificate by its file, whatever
+    name it is for."""
     host, port = listening.getsockname()[:2]
     url_host = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
         url_host = "127.0.0.1"
+    tls = {} if certificate is None else {"certificate": str(certificate)}
     return {
-        "url": f"http://{url_host}:{port}",
+        "url": f"http{'s' if tls else ''}://{url_host}:{port}",
+        **tls,
         "pid": os.getpid(),
         "startTime": start_time(os.getpid()),
         "release": atoll.__version__,

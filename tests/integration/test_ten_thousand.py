@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.controller.reconcile import Reconciler
+from atoll.core.clock import Time
 from atoll.core.errors import NotFound
 from atoll.core.model import decode, encode
 from atoll.core.ports import Key
@@ -86,7 +87,7 @@ def test_they_are_created_run_fail_are_told_and_deleted(
     path = tmp_path / "atoll.db"
     store, crowd = SQLiteStore(path), Crowd()
     executors: Any = {"local": crowd}
-    reconciler = Reconciler(store, executors, lambda: BEGIN + 100)
+    reconciler = Reconciler(store, executors, lambda: Time(BEGIN + 100))
 
     async def settle() -> Training:
         while await reconciler.reconcile(KEY) == 0.0:

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, Denied, Gone, NotFound, ObjectTooLarge, Permanent, Temporary
 from atoll.core.lines import alines_of
+from atoll.kubernetes.servertime import ServerTime
 
 Json = dict[str, Any]
 PatchType = Literal["merge", "strategic", "json", "apply"]
@@ -40,6 +41,7 @@ KINDS = {
     "events": "api/v1",
     "jobs": "apis/batch/v1",
     "leases": "apis/coordination.k8s.io/v1",
+    "namespaces": "api/v1",
     "nodes": "api/v1",
     "pods": "api/v1",
     "secrets": "api/v1",
@@ -86,6 +88,7 @@ class Cluster:
         self._http = client
         self.namespace = namespace
         self.requests: Counter[tuple[str, str]] = Counter()
+        self.time = ServerTime()
 
     @classmethod
     def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
@@ -139,9 +142,12 @@ class Cluster:
         more = metadata.get("continue") or ""
         return ObjectList(reply.get("items") or [], metadata["resourceVersion"], more)
 
-    async def create(self, kind: str, namespace: str | None, body: Json) -> Json:
+    async def create(
+        self, kind: str, namespace: str | None, body: Json, *, is_trial: bool = False
+    ) -> Json:
+        """The object as it was created; with `is_trial` as it would be."""
         # Without Strict, the server silently drops fields that it does not know.
-        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **_trial(is_trial)}
         answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
         return _object(answer)
 
@@ -162,8 +168,9 @@ class Cluster:
         *,
         type: PatchType = "merge",
         part: str = "",
+        is_trial: bool = False,
     ) -> Json:
-        params = {"fieldManager": FIELD_MANAGER}
+        params = {"fieldManager": FIELD_MANAGER, **_trial(is_trial)}
         if type == "apply":
             params["force"] = "true"
         path = _path(kind, namespace, name, part)
@@ -288,6 +295,7 @@ class Cluster:
             raise _unreachable(error) from error
         except (ConfigError, OSError) as error:
             raise no_credentials(error) from error
+        self.time.hear(answer.headers.get("Date"))
         if answer.is_error:
             raise _error(_status(answer), answer.status_code, kind)
         return answer
@@ -300,6 +308,7 @@ class Cluster:
         self.requests[verb, kind] += 1
         try:
             async with self._http.stream("GET", path, params=params, timeout=limits) as answer:
+                self.time.hear(answer.headers.get("Date"))
                 if answer.is_error:
                     await answer.aread()
                     raise _error(_status(answer), answer.status_code, kind)
@@ -334,6 +343,11 @@ def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> s
     if part:
         parts.append(part)
     return "/" + "/".join(parts)
+
+
+def _trial(is_trial: bool) -> dict[str, str]:
+    """The server checks everything, rights included, and writes nothing."""
+    return {"dryRun": "All"} if is_trial else {}
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:

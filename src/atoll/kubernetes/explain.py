@@ -113,6 +113,9 @@ STATUS = {
     "mesh": "Whether the hosts can reach each other.",
     "state": "How far that is.",
     "hosts": "How many hosts there are.",
+    "foreignWrites": "Keys of the gate that somebody else wrote, and that were put right.",
+    "countedFrom": "The steady time of created, ended and bench, where it is not the wall's.",
+    "clockSkew": "Seconds by which the clock of the ranks differs from the steady one.",
     "bench": "The measurement of the link between two hosts.",
     "result": "What was measured.",
     "completedAt": f"When it was over, {SECONDS}.",
@@ -206,7 +209,10 @@ def described(schema: Json, texts: dict[str, str], description: str, path: str =
         named = {}
         for name, part in properties.items():
             own = f"{path}.{name}".removeprefix(".")
-            named[name] = described(part, texts, texts.get(own) or texts[name], own)
+            text = texts.get(own) or texts.get(name)
+            if text is None:
+                raise KeyError(f"{own} has no description in kubernetes/explain.py")
+            named[name] = described(part, texts, text, own)
         node = {**node, "properties": named}
         schema = {**schema, "items": node} if "items" in schema else {**schema, **node}
     return schema
@@ -244,7 +250,8 @@ def _opened(node: Json, parts: dict[str, Any]) -> Json:
         items = node.get("items") or {}
         return _list(_opened(items, parts) if items else ANYTHING)
     if node.get("type") == "object":
-        return {"type": "object", "additionalProperties": {"type": "integer"}}
+        values = _opened(node["additionalProperties"], parts)
+        return {"type": "object", "additionalProperties": values}
     if "type" not in node and "enum" not in node:
         return ANYTHING
     return {"type": node.get("type", "string")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated
@@ -29,6 +28,7 @@ from atoll.server.operations import (
     json_answer,
     stream_answer,
 )
+from atoll.server.results import printed_logs, without_results
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,8 @@ async def _open_logs(
         expected = f"the executor {training.executor!r} has none: leave them out"
         raise ValidationError("places", query.places, expected)
     if not isinstance(executor, Resuming) or (follow is None and query.places is None):
-        return executor.logs(training, ranks=ranks, tail=query.tail, follow=follow), b""
+        tail = query.tail
+        return printed_logs(executor, training, ranks=ranks, tail=tail, follow=follow), b""
     places: dict[int, int] = {}
     if query.tail is not None:
         places = await executor.log_places(training, query.tail, ranks=ranks)
@@ -119,7 +120,8 @@ async def _open_logs(
     for pair in query.places.split(",") if query.places else ():
         rank, _, at = pair.partition(":")
         places[int(rank)] = int(at)
-    return executor.logs_after(training, places, ranks=ranks, follow=follow), head
+    lines = executor.logs_after(training, places, ranks=ranks, follow=follow)
+    return without_results(lines), head
 
 
 async def _encoded(
@@ -155,9 +157,9 @@ async def events(call: ApiCall) -> Answer:
 
 async def usage(call: ApiCall) -> Answer:
     training = await _training(call)
-    return json_answer(used(training, time.time()))
+    return json_answer(used(training, call.plane.clock()))
 
 
 async def metrics(call: ApiCall) -> Answer:
     training = await _training(call)
-    return json_answer(measured(training, time.time()))
+    return json_answer(measured(training, call.plane.clock()))

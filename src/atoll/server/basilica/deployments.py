@@ -49,6 +49,7 @@ from atoll.server.operations import (
     StreamAnswer,
     routes,
 )
+from atoll.server.results import printed_logs
 from atoll.server.routing import REST, Route
 
 ONE = "/deployments/{name}"
@@ -115,7 +116,7 @@ async def _created(call: ApiCall, body: bytes) -> Answer:
         backend=rendezvous_of(wish.distributed.rendezvous.backend, executor),
         path_first=str(Path(sys.executable).parent) if executor == "local" else None,
     )
-    spec = admitted(spec, call.plane)
+    spec = admitted(spec, call.plane, call.namespace)
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
@@ -228,7 +229,7 @@ async def restart(call: ApiCall) -> Answer:
     old = await store.get(call.key)
     if old.deletion_requested_at is not None:
         raise Conflict(f"training {call.name!r} is being deleted: deploy it again")
-    spec = replace(admitted(old.spec, call.plane), cancel=False)
+    spec = replace(admitted(old.spec, call.plane, call.namespace), cancel=False)
     if spec.source is not None:  # read now: the code goes with the record
         spec = replace(spec, source=replace(spec.source, content=await store.source(old)))
     await trainings.delete(call)
@@ -254,8 +255,12 @@ async def logs(call: ApiCall) -> Answer:
     query: DeploymentLogQuery = call.query
     training = await call.plane.store.get(call.key)
     end = reports.End(training)
-    lines = executor_of(training, call.plane).logs(
-        training, tail=query.tail, follow=end.is_reached if query.follow else None
+    lines = printed_logs(
+        executor_of(training, call.plane),
+        training,
+        ranks=None,
+        tail=query.tail,
+        follow=end.is_reached if query.follow else None,
     )
     has_ranks = training.spec.world_size.max > 1
     source = _text(lines, end, call.plane.store, has_rank_prefix=has_ranks)
