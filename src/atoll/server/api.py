@@ -67,7 +67,7 @@ _TRAINING = AnswerDoc("The training.", Training)
 _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
 _WATCHED = AnswerDoc("The training; with `watch`, a stream of its changes.", Training)
-_LOG_LINES = AnswerDoc("Log lines.", PlacedLine, NDJSON, (reports.FirstLine, reports.LastLine))
+_LOG_LINES = AnswerDoc("Log lines.", PlacedLine, NDJSON, (reports.LogPlaces, reports.LogCut))
 _RESUMED = {
     "Last-Event-ID": HeaderDoc("With `watch`, the version to go on from.", EVENT_ID_PATTERN)
 }
