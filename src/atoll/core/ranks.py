@@ -60,7 +60,8 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
         restarts=look.restarts,
         started_at=look.started_at,
         metered_s=after.metered_s if look.earlier_s is None else look.earlier_s,
-        previous=look.previous or (before.exit if look.attempt > before.attempt else None),
+        previous=look.previous
+        or (before.exit if look.attempt > before.attempt else before.previous),
         exit=None,
     )
     return after if look.exit is None else _ended(after, look.exit)

@@ -120,9 +120,15 @@ class Cluster:
         labels: str = "",
         fields: str = "",
         limit: int = 0,
+        version: str = "",
     ) -> ObjectList:
-        """All objects in one request, however many there are; or the first `limit`."""
+        """All objects in one request, however many there are; or the first `limit`.
+
+        With `version`, as they were then. Raises Gone if that is too long ago.
+        """
         params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
+        if version:
+            params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
         reply = _object(await self._send("list", kind, _path(kind, namespace), params=params))
         return ObjectList(reply.get("items") or [], reply["metadata"]["resourceVersion"])
 

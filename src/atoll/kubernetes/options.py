@@ -65,7 +65,11 @@ class KubernetesOptions(ShortNames, frozen=True):
     gang_timeout_s: Patience | None = 600.0  # half a gang gives its room back after this
     gang_backoff_s: Patience = 60.0  # and asks again after this
     image_timeout_s: Patience = 300.0  # an image that cannot be pulled ends the training after this
-    is_exit_held: bool = False  # pods stay until their exit is stored; needs a controller
+    # A controller takes exits and keeps the deadline; unset: a script does, which may be killed.
+    is_controlled: bool = False
+    # Pods stay until their exit is stored, whatever becomes of the controller: a node is not
+    # drained without it.
+    is_exit_held: bool = False
     is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
     # Ranks write how they ended, by rank/report.py; the image needs sh. Unset: those do that may
     # have peers and a start gate. False: the command runs exactly as given, and the kubelet's
@@ -184,13 +188,12 @@ class KubernetesOptions(ShortNames, frozen=True):
 class ClusterOptions(KubernetesOptions, frozen=True):
     """What `[executors.NAME]` with `kind = "kubernetes"` may say.
 
-    A control plane takes exits and keeps the deadline, so exits are held for it, and the Job until
-    it has taken them.
+    A control plane takes exits and keeps the deadline, so the Job stays until it has taken them.
     """
 
     context: str | None = None  # unset: the current one
     kubeconfig: str | None = None  # unset: KUBECONFIG, else ~/.kube/config
-    is_exit_held: bool = True
+    is_controlled: bool = True
     is_start_gated: bool = True
     ttl_seconds_after_finished: int | None = None
     deadline_margin_s: int = 60

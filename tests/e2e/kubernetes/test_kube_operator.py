@@ -131,7 +131,7 @@ def test_kubectl_delete_pod_costs_that_rank_one_restart(space: Space, operator: 
     status = space.until_ready("tiny", 2)
     assert restarts(status) == {0: 0, 1: 1}
     told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
-    assert told == ["rank 1: exit_code=7 reason=Error"]
+    assert told == ["rank 1: exit_code=7 reason=Deleted: its pod was deleted by somebody"]
 
 
 OUT_OF_MEMORY = "[ $RANK = 1 ] && { sleep 1; exec tail /dev/zero; }; sleep 1000 & wait"
