@@ -118,10 +118,59 @@ def test_lists_by_page_phase_and_prefix(on_store: Callable[..., None]) -> None:
             await store.create(training(name))
         one = await store.get(("default", "b"))
         await store.update_status(one, Status(phase=Phase.READY))
-        assert [t.name for t in await store.list("default", limit=2)] == ["aa", "ab"]
-        assert [t.name for t in await store.list("default", after="aa")] == ["ab", "b"]
-        assert [t.name for t in await store.list("default", phase="ready")] == ["b"]
-        assert [t.name for t in await store.list("default", prefix="a")] == ["aa", "ab"]
+        await store.create(training("aa", "other"))
+
+        async def names(**options: Any) -> list[str]:
+            """Of all pages, and never more than asked for on one."""
+            after, found = "", []
+            while True:
+                page = await store.page("default", after=after, **options)
+                assert len(page.items) <= options.get("limit", 100)
+                assert all(t.namespace == "default" for t in page.items)
+                found += [t.name for t in page.items]
+                if page.more is None:
+                    return found
+                after = page.more
+
+        assert await names() == ["aa", "ab", "b"]
+        assert [t.name for t in (await store.page("default", limit=2)).items] == ["aa", "ab"]
+        for limit in (1, 2, 3):
+            assert await names(limit=limit) == ["aa", "ab", "b"]
+            assert await names(limit=limit, phase="ready") == ["b"]
+            assert await names(limit=limit, prefix="a") == ["aa", "ab"]
+            assert await names(limit=limit, prefix="a", phase="ready") == []
+        assert await names(prefix="ab") == ["ab"]
+        assert await names(prefix="c") == []
+        assert [t.namespace for t in await store.list()] == ["default", "other", *["default"] * 2]
+
+    on_store(check)
+
+
+def test_a_page_is_bounded_in_bytes_and_holds_at_least_one(on_store: Callable[..., None]) -> None:
+    async def check(store: Any) -> None:
+        for name in "abc":
+            one = await store.create(training(name))
+            await store.update_status(one, Status(message="x" * 10_000))
+        page = await store.page("default", max_bytes=25_000)
+        assert [t.name for t in page.items] == ["a", "b"]
+        page = await store.page("default", after=page.more, max_bytes=25_000)
+        assert ([t.name for t in page.items], page.more) == (["c"], None)
+        assert [t.name for t in (await store.page("default", max_bytes=1)).items] == ["a"]
+
+    on_store(check)
+
+
+def test_a_watch_of_a_namespace_hears_only_of_that(on_store: Callable[..., None]) -> None:
+    async def check(store: Any) -> None:
+        start = await store.version()
+        watch = store.watch(start, ("one", ""))
+        await store.create(training("a", "two"))
+        await store.create(training("b", "one"))
+        assert (await anext(watch)).training.key == ("one", "b")
+        await store.create(training("c", "two"))
+        await store.create(training("d", "one"))
+        assert (await anext(watch)).training.key == ("one", "d")
+        await watch.aclose()
 
     on_store(check)
 

@@ -95,6 +95,40 @@ sys.exit(int(os.environ["REPLICA_RANK"]) * 7)
         assert uri == args["rendezvous_uri"]
 
 
+def test_scalars_and_the_rank_are_variables_that_the_caller_named(
+    executor: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    names = ["RENDEZVOUS_URI", "LR", "MY_RANK", "REPLICA_RANK", "ENTRYPOINT", "RANK_ENV"]
+    text = f"""
+import json, os, sys
+print(json.dumps([[os.environ.get(name) for name in {names}], sys.argv[1:]]))
+"""
+    entry, folder = script(tmp_path, text), str(tmp_path / "meet")
+    args = {"rendezvous_uri": folder, "lr": 0.1, "rank_env": "MY_RANK"}
+    handles = executor.launch_replicas(2, entry, args)
+    executor.collect(handles, timeout=60)
+    for handle in handles:
+        values, argv = json.loads(executor.stream_logs(handle))
+        rank = str(handle.rank)
+        assert values == [folder, "0.1", rank, rank, entry, None]
+        assert argv == ["--rendezvous_uri", folder, "--lr", "0.1"]
+
+
+def test_a_function_has_its_place_and_its_store_without_being_given_them(
+    executor: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    def work(rank: int, world_size: int, lr: float) -> list[object]:
+        names = ("LR", "ATOLL_ENTRYPOINT_ARGS", "ATOLL_RENDEZVOUS_URI")
+        return [rank, world_size, lr, *(os.environ[name] for name in names)]
+
+    args = {"lr": 0.1, "rank_env": "MY_RANK"}
+    reports = executor.collect(executor.launch_replicas(2, work, args), timeout=60)
+    for rank, report in enumerate(reports):
+        *values, uri = report["result"]
+        assert values == [rank, 2, 0.1, "0.1", '{"lr": 0.1}']
+        assert uri.startswith("file://")
+
+
 def test_one_that_fails_does_not_stop_the_others(
     executor: LocalProcessExecutor, tmp_path: Path
 ) -> None:
@@ -240,6 +274,9 @@ def test_a_script_may_give_a_result(executor: LocalProcessExecutor, tmp_path: Pa
         (b"train.py", {}, "entrypoint"),
         ("\udcff.py", {}, "entrypoint"),
         ("train.py", {"rendezvous_uri": "ftp://x"}, "rendezvous_uri"),
+        ("train.py", {"world_size": 3}, "entrypoint_args.world_size"),
+        (lambda rank: None, {"rank": 3}, "entrypoint_args.rank"),
+        ("train.py", {"rank_env": "A B"}, "entrypoint_args.rank_env"),
     ],
 )
 def test_what_cannot_reach_the_replica_is_refused_by_name(

@@ -12,6 +12,7 @@ from atoll.controller.reconcile import Reconciler
 from atoll.core.errors import Conflict, NotFound, Temporary
 from atoll.core.executors import absence
 from atoll.core.phase import EDGES, Phase
+from atoll.core.plan import STALE_S
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Event, Status, Training
 from atoll.core.usage import usage
@@ -141,6 +142,7 @@ class Schedule:
         try:
             again = run_now(self._reconciler.reconcile(self.key))
             self._note(f"pass: again in {again}")
+            self._check_ready(again)
             if again is not None:
                 self._wake_at = self.now + again
         except Temporary as error:
@@ -242,6 +244,20 @@ class Schedule:
             assert not new.rank_exits
         if new.phase.is_terminal:
             assert not self.machine.alive(), "a finished training has a living rank"
+
+    def _check_ready(self, again: float | None) -> None:
+        """A rank that was told to stop is not ready, as soon as an executor must have said so."""
+        told = {rank for rank, at in self.machine.told_at.items() if at < self.now - STALE_S}
+        if again == 0.0 or not told:
+            return  # the pass was overtaken
+        training = run_now(self._store.get(self.key))
+        here = {r.rank for r in training.status.ranks if r.is_alive or r.phase == "Succeeded"}
+        assert told <= here, "a rank that is being stopped is not shown"
+        wanted = {rank for rank in here - told if rank < training.spec.world_size.target}
+        ready = training.status.world.ready
+        assert ready <= len(wanted), "a rank that was told to stop counts as ready"
+        if max(told) >= training.spec.world_size.target:
+            assert training.has_surplus, "the wait would return while a rank above the target lives"
 
     def _check_gate(self, training: Training) -> None:
         """One gate, one clock: ranks run once it is open, and their time counts from then."""

@@ -62,6 +62,7 @@ class Machine:
     runs: list[Run] = field(default_factory=list)
     is_supervised: bool = False
     stop_at: dict[int, float] = field(default_factory=dict)
+    told_at: dict[int, float] = field(default_factory=dict)  # when they were told to stop
     starts_at: dict[tuple[int, int], float] = field(default_factory=dict)
     history: list[tuple[float, Seen]] = field(default_factory=list)
     fail_chance: float = 0.2
@@ -118,16 +119,21 @@ class Machine:
         return changed
 
     def _maybe_end(self, run: Run, now: float) -> bool:
-        is_wanted = self.is_supervised and run.rank < (self.state.size or 0)
-        if self.is_supervised and not is_wanted and run.rank not in self.stop_at:
-            self.stop_at[run.rank] = now + self.random.choice([0.01, 0.5, 2.0])
+        is_told = self.is_supervised and self.state.attempts[run.rank].is_stopping
+        if is_told and run.rank not in self.stop_at:
+            self.told_at[run.rank] = now
+            self.stop_at[run.rank] = now + self.random.choice([0.01, 0.5, 2.0, 8.0])
         stop_at = self.stop_at.get(run.rank, float("inf"))
         if min(run.ends_at, stop_at) > now:
             return False
         is_stopped = stop_at < run.ends_at
         self._end(run, min(run.ends_at, stop_at), 143 if is_stopped else run.code, is_stopped)
-        self.stop_at.pop(run.rank, None)
+        self._heed(run.rank)
         return True
+
+    def _heed(self, rank: int) -> None:
+        self.stop_at.pop(rank, None)
+        self.told_at.pop(rank, None)
 
     def _end(self, run: Run, at: float, code: int | None, stopped: bool, reason: str = "") -> None:
         run.ended_at, run.shown_code = at, code
@@ -190,6 +196,7 @@ class Machine:
             self._end(run, now, self.random.choice([None, 137]), False, "SupervisorLost")
         self.is_supervised = False
         self.stop_at.clear()
+        self.told_at.clear()
         self.remember(now)
 
     def is_wiped(self, now: float) -> None:
@@ -201,6 +208,7 @@ class Machine:
         self.state = GangState()
         self.starts_at.clear()
         self.stop_at.clear()
+        self.told_at.clear()
         self.is_supervised = False
         self.ready_at = self.gate_opened_at = None
         self.wipes += 1
@@ -248,6 +256,7 @@ def _seen(attempt: Attempt) -> SeenRank:
         restarts=attempt.restarts,
         started_at=attempt.started_at,
         earlier_s=attempt.earlier_s,
+        is_stopping=attempt.is_stopping and ended is None,
         exit=None
         if ended is None
         else Exit(

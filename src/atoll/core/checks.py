@@ -23,7 +23,9 @@ RESERVED_ENV_PREFIXES = ("ATOLL_", "BASILICA_")
 ARGS_VARIABLE = "ATOLL_ENTRYPOINT_ARGS"
 TOGETHER_VARIABLE = "ATOLL_STARTED_TOGETHER"
 QUORUM_VARIABLE = "ATOLL_QUORUM"
-LAUNCH_VARIABLES = (ARGS_VARIABLE, TOGETHER_VARIABLE, QUORUM_VARIABLE)
+RANK_ENV_VARIABLE = "ATOLL_RANK_ENV"  # the name of one more variable with the rank
+LAUNCH_VARIABLES = (ARGS_VARIABLE, TOGETHER_VARIABLE, QUORUM_VARIABLE, RANK_ENV_VARIABLE)
+ENTRYPOINT_VARIABLE = "ENTRYPOINT"  # what replicas run, as their launcher named it
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 TEXT = "expected text in UTF-8 without NUL bytes"
@@ -139,14 +141,20 @@ def check_strings(field: str, values: object) -> None:
             raise ValidationError(f"{field}[{at}]", value, TEXT)
 
 
+def is_env_name(value: object) -> bool:
+    return isinstance(value, str) and _ENV_NAME.fullmatch(value) is not None
+
+
 def check_env(field: str, env: object) -> None:
     if not isinstance(env, dict):
         raise ValidationError(field, env, "expected names and values")
     for name, value in env.items():
-        if not isinstance(name, str) or not _ENV_NAME.fullmatch(name):
+        if not is_env_name(name):
             raise ValidationError(field, name, "expected letters, digits and '_', no digit first")
         if not is_text(value):
             raise ValidationError(f"{field}.{name}", value, TEXT)
+        if name == RANK_ENV_VARIABLE and not is_env_name(value):
+            raise ValidationError(f"{field}.{name}", value, "expected the name of a variable")
         is_ours = name.startswith(RESERVED_ENV_PREFIXES) and name not in LAUNCH_VARIABLES
         if name in RESERVED_ENV or is_ours:
             raise ValidationError(f"{field}.{name}", value, "atoll sets this one for every rank")

@@ -42,7 +42,9 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
             yield _ending(rank)
     if started:
         yield "Normal", "RanksStarted", f"started: {_spans(started)}"
-    if old.phase is Phase.READY and new.phase is Phase.PENDING and new.world.below_minimum:
+    is_ending = new.reason in (PhaseReason.FAILING, PhaseReason.CANCELLING) or new.failing
+    is_shrunk = old.phase is Phase.READY and new.phase is Phase.PENDING and not is_ending
+    if is_shrunk and new.world.below_minimum:
         world = new.world
         yield "Warning", "WorldShrunkBelowMin", f"{world.ready} ranks ready, min is {world.min}"
     yield from _beside_the_ranks(old, new)

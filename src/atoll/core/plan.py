@@ -98,7 +98,7 @@ def _observed(training: Training, seen: Seen, now: float) -> Status:
     ranks, retired = [], []
     for number in sorted({*merged, *range(world.target)}):
         rank = merged.get(number) or RankStatus(rank=number)
-        if number < world.target or rank.is_alive:
+        if number < world.target or rank.is_alive or rank.is_stopping:
             ranks.append(rank)
         else:
             retired.append(rank)
@@ -160,7 +160,7 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
     """The status with phase, world, messages and conditions; with the exits at the end."""
     old, world = training.status, training.spec.world_size
     wanted = [r for r in status.ranks if r.rank < world.target and not is_lost(r)]
-    ready = sum(r.phase in ("Running", "Succeeded") for r in wanted)
+    ready = sum(r.is_ready for r in wanted)
     tally = Tally(
         min=world.min,
         wanted=len(wanted),

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from atoll.core.errors import Permanent
 from atoll.core.model import Model
@@ -15,6 +15,7 @@ from atoll.core.spec import TrainingSpec
 from atoll.core.status import Chore, Event, LogLine, Seen, Status, Training, Wish
 
 Key = tuple[str, str]  # namespace, name
+PAGE_BYTES = 2 * 2**20
 
 
 class Executor(Protocol):
@@ -131,6 +132,16 @@ class Change(Model, frozen=True):
     is_removed: bool = False
 
 
+class TrainingPage(NamedTuple):
+    """At most so many trainings and so many bytes of them, but at least one if there is one.
+
+    A page may be short, or empty, though there are more.
+    """
+
+    items: Sequence[Training]
+    more: str | None = None  # where the next page begins; None at the end
+
+
 class Store(Protocol):
     """Where trainings are kept. Every write has a version; versions only grow."""
 
@@ -141,17 +152,24 @@ class Store(Protocol):
     async def get(self, key: Key) -> Training:
         """Raises NotFound."""
 
-    async def list(
+    async def list(self, namespace: str | None = None) -> Sequence[Training]:
+        """All trainings in order of name, for those who need every one."""
+
+    async def page(
         self,
-        namespace: str | None = None,
+        namespace: str,
         *,
         after: str = "",
-        limit: int = -1,
+        limit: int = 100,
+        max_bytes: int = PAGE_BYTES,
         phase: str | None = None,
         prefix: str = "",
-    ) -> Sequence[Training]:
-        """Trainings in order of name: those after the name `after`, at most `limit`, in that phase,
-        with that prefix."""
+    ) -> TrainingPage:
+        """Trainings in order of name, in that phase and with that prefix; `after` is the `more` of
+        the page before. Costs the same however many are stored.
+
+        Raises ValidationError for an `after` that is none, Gone for one that has expired.
+        """
 
     async def update_spec(self, training: Training) -> Training:
         """Writes spec and deletion mark. Raises Conflict if `training` is not the stored version.
@@ -174,7 +192,10 @@ class Store(Protocol):
         """Newest first."""
 
     def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
-        """Every change after that version, in order. Raises Gone if some are no longer kept."""
+        """Every change after that version, in order. Raises Gone if some are no longer kept.
+
+        Of one training, of all in a namespace (`key` with an empty name), or of all (None).
+        """
 
     async def source(self, training: Training) -> bytes:
         """The code shipped with the training: a store may keep only its digest in the spec."""

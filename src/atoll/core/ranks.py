@@ -31,6 +31,8 @@ def merge_ranks(
     for rank, before in merged.items():
         if before.is_alive and rank not in looks:
             merged[rank] = _missing(before, now)
+        elif before.is_stopping and rank not in looks:
+            merged[rank] = replace(before, is_stopping=False)  # it never ran
     return merged
 
 
@@ -51,6 +53,7 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
         region=look.region or before.region,
         message=look.message,
         missing_since=None,
+        is_stopping=look.is_stopping or (before.is_stopping and look.attempt == before.attempt),
     )
     if look.state == "waiting":
         return after
@@ -69,7 +72,13 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
 
 def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
     ran_s = 0.0 if rank.started_at is None else max(exit.at - rank.started_at, 0.0)
-    return replace(rank, exit=exit, metered_s=rank.metered_s + ran_s, missing_since=None)
+    return replace(
+        rank,
+        exit=exit,
+        metered_s=rank.metered_s + ran_s,
+        missing_since=None,
+        is_stopping=False,
+    )
 
 
 def _unlearned(at: float, message: str) -> Exit:
@@ -121,8 +130,13 @@ def waiting_message(rank: RankStatus, status: Status, seen: Seen, world: WorldSi
 
 
 def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> str:
+    if rank.rank >= world.target and (rank.is_alive or rank.is_stopping):
+        return "stopping: scaled down"
+    if rank.phase == "Running" and rank.is_stopping:
+        is_wanted = status.asked is not None and rank.rank < status.asked.size
+        return "stopping: it starts anew once it has ended" if is_wanted else "stopping"
     if rank.phase == "Running":
-        return "stopping: scaled down" if rank.rank >= world.target else rank.message
+        return rank.message
     if rank.phase != "Pending":
         return exit_in_words(rank.exit) if rank.exit else ""
     if status.gate_opened_at is None and status.bench.phase in ("Pending", "Running"):

@@ -47,7 +47,10 @@ class Exit(Model, frozen=True):
 
 
 class WorldStatus(Model, frozen=True):
-    """`ready` counts wanted ranks that run or have exited 0, so a finished world keeps it."""
+    """`ready` counts wanted ranks that run or have exited 0, so a finished world keeps it.
+
+    A rank that was told to stop is not ready; if it is wanted again, its successor is.
+    """
 
     ready: int = 0
     target: int = 0
@@ -84,10 +87,16 @@ class RankStatus(Model, frozen=True):
     previous: Exit | None = None  # how the attempt before this one ended
     metered_s: float = 0.0  # of attempts that have ended
     missing_since: float | None = None
+    is_stopping: bool = False  # this attempt was told to stop, and its end is not known yet
 
     @property
     def is_alive(self) -> bool:
         return self.started_at is not None and self.exit is None
+
+    @property
+    def is_ready(self) -> bool:
+        """It runs and is to go on, or it has exited 0."""
+        return self.phase == "Succeeded" or (self.phase == "Running" and not self.is_stopping)
 
 
 class RankExit(Model, frozen=True):
@@ -261,6 +270,12 @@ class Training(Model, frozen=True):
         return WorldStatus.of(self.status.world.ready, self.spec.world_size)
 
     @property
+    def has_surplus(self) -> bool:
+        """Whether a rank above the target is alive, or may be."""
+        target = self.spec.world_size.target
+        return any(r.rank >= target and (r.is_alive or r.is_stopping) for r in self.status.ranks)
+
+    @property
     def is_cancelling(self) -> bool:
         return self.spec.cancel or self.deletion_requested_at is not None
 
@@ -305,6 +320,7 @@ class SeenRank(Model, frozen=True):
     earlier_s: float | None = None  # how long the attempts before this one ran, where known
     previous: Exit | None = None  # how the one before this ended
     exit: Exit | None = None
+    is_stopping: bool = False  # told to stop, or about to be, and its end is not known yet
     pod_name: str = ""
     host: str | None = None
     provider: str | None = None

@@ -68,6 +68,7 @@ class ObjectList(NamedTuple):
 
     items: list[Json]
     version: str
+    more: str = ""  # where the rest begins, if `limit` left some out
 
 
 class WatchEvent(NamedTuple):
@@ -120,17 +121,23 @@ class Cluster:
         labels: str = "",
         fields: str = "",
         limit: int = 0,
+        after: str = "",
         version: str = "",
     ) -> ObjectList:
-        """All objects in one request, however many there are; or the first `limit`.
+        """All objects in one request, however many there are; or `limit` of them, from the start or
+        where the list before ended: `after` is its `more`. With `version`, as they were then.
 
-        With `version`, as they were then. Raises Gone if that is too long ago.
+        Raises Gone if that is too long ago.
         """
         params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
+        if after:
+            params["continue"] = after
         if version:
             params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
         reply = _object(await self._send("list", kind, _path(kind, namespace), params=params))
-        return ObjectList(reply.get("items") or [], reply["metadata"]["resourceVersion"])
+        metadata = reply["metadata"]
+        more = metadata.get("continue") or ""
+        return ObjectList(reply.get("items") or [], metadata["resourceVersion"], more)
 
     async def create(self, kind: str, namespace: str | None, body: Json) -> Json:
         # Without Strict, the server silently drops fields that it does not know.

@@ -101,11 +101,18 @@ class Past:
         self.there = frozenset(item["metadata"]["name"] for item in newest.items)
         states: dict[str, Json] = {}
         missing = set(names) - self.there
-        above, step = int(newest.version), float(FIRST_STEP)
+        now = above = int(newest.version)
+        floor, step = 0, float(FIRST_STEP)  # nothing is known of versions up to `floor`
         for _ in range(STEPS):
-            if not missing or (pods := await self._at(int(newest.version) - int(step))) is None:
+            version = now - int(step)
+            if version <= floor:
+                version = (floor + above) // 2
+            if not missing or version <= floor:
                 break
-            version = int(newest.version) - int(step)
+            pods = await self._at(version)
+            if pods is None:
+                floor = version
+                continue
             sighted = missing & pods.keys()
             await self._narrow(version, above, sighted, pods, states)
             missing -= sighted
@@ -130,8 +137,6 @@ class Past:
 
     async def _at(self, version: int) -> dict[str, Json] | None:
         """The pods at that version; None if it is too long ago."""
-        if version < 1:
-            return None
         try:
             pods = await self._cluster.list(
                 "pods", self._namespace, labels=self._labels, version=str(version)

@@ -139,7 +139,14 @@ def look(
         lost += [p for p in there if p.is_lost(now)]
         has_more = has_more or bool(later)
         if not _is_unreportable(pod, now):
-            ranks.append(_rank(pod, job, shrinks, gate, now, silent))
+            is_leaving = pod.is_leaving or (wish is not None and rank >= wish.size)
+            is_over = pod.is_over or pod.is_lost(now)
+            exit = _exit(pod, job, shrinks, now) if is_over else None
+            ranks.append(_rank(pod, exit, is_leaving, gate, silent))
+        elif pod in unsettled:
+            ranks.append(
+                SeenRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
+            )
     lost_unseen = list(vanished_ranks(training, job, wish, {*by_rank, *unread}, known, now))
     ranks += lost_unseen
     for rank in {*range(wish.size if wish else 0)} - {r.rank for r in lost_unseen}:
@@ -280,13 +287,13 @@ def _newest(pods: list[Pod]) -> Pod:
 
 def _rank(
     pod: Pod,
-    job: Json | None,
-    shrinks: list[tuple[int, float]],
+    exit: Exit | None,
+    is_leaving: bool,
     gate: StartGate,
-    now: float,
     silent: Collection[str],
 ) -> SeenRank:
-    is_over = pod.is_over or pod.is_lost(now)
+    """`exit` is None while it is not over."""
+    is_over = exit is not None
     is_running = "running" in pod.state and not is_over
     if is_over:
         message = ""
@@ -303,7 +310,8 @@ def _rank(
         attempt=pod.attempt,
         restarts=pod.restarts,
         started_at=pod.started_at,
-        exit=_exit(pod, job, shrinks, now) if is_over else None,
+        exit=exit,
+        is_stopping=is_running and is_leaving,
         pod_name=pod.name,
         host=pod.node,
         region=(pod.metadata.get("labels") or {}).get(REGION),

@@ -26,7 +26,8 @@ from atoll.core.errors import (
     Temporary,
     ValidationError,
 )
-from atoll.core.ports import Change, Key
+from atoll.core.model import encode
+from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
 from atoll.core.status import Event, Status, Training
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.resource import (
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 KIND = "trainings"
 RETRY_S = 0.5
 READ_KEPT = 1000
+LISTED = 50  # objects of one request, which the API server cannot bound in bytes
+SCANNED = 2000
 
 
 class KubernetesStore:
@@ -78,23 +81,44 @@ class KubernetesStore:
         self._remember(raw)
         return to_training(raw)
 
-    async def list(
-        self,
-        namespace: str | None = None,
-        *,
-        after: str = "",
-        limit: int = -1,
-        phase: str | None = None,
-        prefix: str = "",
-    ) -> Sequence[Training]:
+    async def list(self, namespace: str | None = None) -> Sequence[Training]:
         objects = await self._cluster.list(KIND, namespace or self._namespace)
         trainings = [t for t in map(self._readable, objects.items) if t is not None]
-        trainings = [
-            t
-            for t in sorted(trainings, key=lambda t: (t.name, t.namespace))
-            if t.name > after and phase in (None, t.status.phase) and t.name.startswith(prefix)
-        ]
-        return trainings if limit < 0 else trainings[:limit]
+        return sorted(trainings, key=lambda t: (t.name, t.namespace))
+
+    async def page(
+        self,
+        namespace: str,
+        *,
+        after: str = "",
+        limit: int = 100,
+        max_bytes: int = PAGE_BYTES,
+        phase: str | None = None,
+        prefix: str = "",
+    ) -> TrainingPage:
+        """The API server orders a namespace by name and ends a list where it is asked to; phases
+        and prefixes are filtered here. One page looks at `SCANNED` objects at the most."""
+        items: list[Training] = []
+        size = scanned = 0
+        more = after
+        while len(items) < limit and size < max_bytes and scanned < SCANNED:
+            count = min(limit - len(items), LISTED)
+            try:
+                objects = await self._cluster.list(KIND, namespace, limit=count, after=more)
+            except Permanent as error:
+                expected = f"expected the continue of the page before ({error})"
+                raise ValidationError("continue", after, expected) from error
+            for training in map(self._readable, objects.items):
+                if training is None or not training.name.startswith(prefix):
+                    continue
+                if phase in (None, training.status.phase):
+                    items.append(training)
+                    size += len(encode(training))
+            scanned += count
+            more = objects.more
+            if not more:
+                break
+        return TrainingPage(items, more or None)
 
     async def update_spec(self, training: Training) -> Training:
         patch = [

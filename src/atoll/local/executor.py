@@ -48,7 +48,10 @@ from atoll.rank.launch import TOGETHER, RankPlace, render_launch
 
 # The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
 # replica, what that one was told of its launch.
-WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR", "ATOLL_QUORUM")
+WITHHELD = (
+    *("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR"),
+    *("ATOLL_QUORUM", "ATOLL_RANK_ENV", "ATOLL_ENTRYPOINT_ARGS"),
+)
 MAX_SLOTS = 10_000
 
 log = logging.getLogger(__name__)
@@ -112,6 +115,7 @@ def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
         earlier_s=attempt.earlier_s,
         previous=_exit(attempt.previous),
         exit=_exit(attempt.exit),
+        is_stopping=attempt.is_stopping and attempt.exit is None,
         pod_name=f"{name}-{attempt.rank}",
         host=host,
     )

@@ -25,6 +25,7 @@ class Attempt(NamedTuple):
     exit: Record | None = None
     earlier_s: float = 0.0  # how long the attempts before this one ran
     previous: Record | None = None  # how the one before this ended
+    is_stopping: bool = False  # a wish without it was accepted; a later one does not undo that
 
     def ran_s(self, now: float) -> float:
         """How long the rank has run in all its attempts."""
@@ -56,6 +57,9 @@ class GangState:
             self.version = record["version"]
             self.size = record["size"]
             self.redo = {int(rank): attempt for rank, attempt in record["redo"].items()}
+            for attempt in self.alive():
+                if attempt.rank >= record["size"]:
+                    self.attempts[attempt.rank] = attempt._replace(is_stopping=True)
         elif kind == "start":
             last = self.attempts.get(record["rank"])
             self.attempts[record["rank"]] = Attempt(

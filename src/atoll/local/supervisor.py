@@ -167,7 +167,8 @@ class Supervisor:
         return later
 
     def _stop_unwanted(self, process: Process, now: float) -> None:
-        if process.is_stopping or process.attempt.rank < (self._journal.state.size or 0):
+        last = self._journal.state.attempts[process.attempt.rank]
+        if process.is_stopping or not last.is_stopping:
             return
         process.is_stopping = True
         process.kill_at = now + self._gang["stop_grace_s"]

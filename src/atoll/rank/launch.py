@@ -17,6 +17,8 @@ ETCD_BACKEND = "etcd-v2"
 
 # Set to the rank's own number.
 RANK_VARIABLES = ("RANK", "REPLICA_RANK", "ATOLL_RANK", "BASILICA_RANK")
+# Set by a launch of replicas: the name of one more variable with the rank's own number.
+RANK_ENV = "ATOLL_RANK_ENV"
 # How many ranks were started together.
 TOGETHER = "ATOLL_STARTED_TOGETHER"
 # Set to the number of ranks that are wanted when the rank starts.
@@ -95,6 +97,8 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
     if TOGETHER not in own and world.min == world.target:
         env[TOGETHER] = str(world.target)
     by_rank = (*RANK_VARIABLES, *(("LOCAL_RANK",) if place.is_one_host else ()))
+    if RANK_ENV in own and own[RANK_ENV] not in by_rank:
+        by_rank = (*by_rank, own[RANK_ENV])
     filled_in = {*by_rank, *SIZE_VARIABLES, "NODE_NAME"}
     return RankLaunch(
         command=render_command(spec, place),

@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from atoll.rank.keywords import call
 from atoll.rank.result import MAX_BYTES, result_lines
 
 
@@ -50,7 +51,8 @@ def run(payload: bytes) -> None:
         function = pickle.loads(parts["function"])
     else:
         function = named_function(parts["name"])
-    give_result(function(**{key: pickle.loads(value) for key, value in parts["args"].items()}))
+    args = {key: pickle.loads(value) for key, value in parts["args"].items()}
+    give_result(call(function, args, os.environ))
 
 
 def named_function(name: str) -> Any:

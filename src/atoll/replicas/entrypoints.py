@@ -1,10 +1,9 @@
-"""The entrypoint of a replica, a script, module or function, and its arguments."""
+"""The entrypoint of a replica: a script, a module or a function, with its arguments."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import re
 import sys
@@ -14,10 +13,9 @@ from typing import Any, NamedTuple
 
 from atoll.core.checks import is_text
 from atoll.core.errors import ValidationError
+from atoll.rank.keywords import missing_keywords
+from atoll.replicas.arguments import as_argv
 
-MAX_ARGS_BYTES = 120_000  # Linux takes at most 131,072 in one argument or variable
-
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _MODULE = re.compile(_DOTTED)
 _FUNCTION = re.compile(rf"{_DOTTED}:{_DOTTED}")
@@ -28,7 +26,6 @@ class Script(NamedTuple):
 
     path: Path
     argv: list[str]
-    variable: str
 
 
 class Module(NamedTuple):
@@ -36,7 +33,6 @@ class Module(NamedTuple):
 
     name: str
     argv: list[str]
-    variable: str
 
 
 class FunctionCall(NamedTuple):
@@ -45,14 +41,19 @@ class FunctionCall(NamedTuple):
     payload: bytes
 
 
-Entry = Script | Module | FunctionCall
+class InImage(NamedTuple):
+    """What a command of the image runs: it is only told of by its name."""
+
+    name: str
+
+
+Entry = Script | Module | FunctionCall | InImage
 
 
 def read_entry(
     entrypoint: str | os.PathLike[str] | Callable[..., Any], args: Mapping[str, Any]
 ) -> Entry:
     """The entry with every one of `args`. Raises ValidationError naming what cannot be passed."""
-    _check_keys(args)
     if callable(entrypoint):
         return FunctionCall(_pickled_call(entrypoint, args))
     text = os.fspath(entrypoint) if isinstance(entrypoint, str | os.PathLike) else None
@@ -62,56 +63,37 @@ def read_entry(
         return FunctionCall(_payload({"name": text}, args))
     path = Path(text)
     if path.is_file():
-        return Script(path.resolve(), _argv(args), _variable(args))
+        return Script(path.resolve(), as_argv(args))
     if text.endswith(".py") or "/" in text or not _MODULE.fullmatch(text):
         raise ValidationError(
             "entrypoint", text, "expected a script that is there, 'package.module' or 'module:name'"
         )
-    return Module(text, _argv(args), _variable(args))
+    return Module(text, as_argv(args))
 
 
-def _check_keys(args: Mapping[str, Any]) -> None:
-    if not isinstance(args, Mapping):
-        raise ValidationError("entrypoint_args", args, "expected names and values")
-    for key in args:
-        if not isinstance(key, str) or not _KEY.fullmatch(key):
-            raise ValidationError("entrypoint_args", key, "expected a name of letters and digits")
+def is_function(entrypoint: object) -> bool:
+    """Whether it is called, and not run as a program."""
+    is_named = isinstance(entrypoint, str) and _FUNCTION.fullmatch(entrypoint) is not None
+    return callable(entrypoint) or is_named
 
 
-def _argv(args: Mapping[str, Any]) -> list[str]:
-    """`--key value` for each; text as it is, anything else as JSON."""
-    return [part for key, value in args.items() for part in (f"--{key}", _text(key, value))]
+def name_of(entrypoint: object) -> str:
+    """The entrypoint as `ENTRYPOINT` names it; empty for a function without a name of its own."""
+    if isinstance(entrypoint, str | os.PathLike):
+        return str(os.fspath(entrypoint))
+    module = getattr(entrypoint, "__module__", None) or ""
+    name = f"{module}:{getattr(entrypoint, '__qualname__', '')}"
+    return name if _FUNCTION.fullmatch(name) else ""
 
 
-def _text(key: str, value: Any) -> str:
-    text = value if isinstance(value, str) else _json(key, value)
-    if "\0" in text:
-        raise ValidationError(f"entrypoint_args.{key}", value, "expected text without NUL bytes")
-    return text
-
-
-def _json(key: str, value: Any) -> str:
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValidationError(
-            f"entrypoint_args.{key}",
-            value,
-            f"expected what JSON can hold, or a function as entrypoint ({error})",
-        ) from error
-    return text
-
-
-def _variable(args: Mapping[str, Any]) -> str:
-    sizes = {key: len(_json(key, value)) for key, value in args.items()}
-    if sum(sizes.values()) > MAX_ARGS_BYTES:
-        largest = max(sizes, key=lambda key: sizes[key])
-        raise ValidationError(
-            f"entrypoint_args.{largest}",
-            args[largest],
-            f"expected at most {MAX_ARGS_BYTES} bytes for all of them: a function takes more",
-        )
-    return json.dumps(dict(args))
+def read_in_image(entrypoint: object) -> InImage:
+    """For a command of the image. Raises ValidationError for what cannot be told by a name."""
+    name = name_of(entrypoint)
+    is_of_script = name.startswith("__main__:")
+    if not name or is_of_script or not is_text(name):
+        expected = "expected a name that is told to command in ENTRYPOINT, such as 'module:name'"
+        raise ValidationError("entrypoint", entrypoint, expected)
+    return InImage(name)
 
 
 def _pickled_call(function: Callable[..., Any], args: Mapping[str, Any]) -> bytes:
@@ -127,7 +109,7 @@ def _check_fit(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
     except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
-        signature.bind(**args)
+        signature.bind(**args, **dict.fromkeys(missing_keywords(function, args)))
     except TypeError as error:
         expected = f"expected what {function!r} takes: {error}"
         raise ValidationError("entrypoint_args", sorted(args), expected) from error

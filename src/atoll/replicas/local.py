@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import atoll
-from atoll.core.checks import ARGS_VARIABLE
 from atoll.core.ports import Executor
 from atoll.core.status import Training
 from atoll.local import processes
@@ -45,6 +44,7 @@ class LocalProcessExecutor(ReplicaSurface):
 
     backend_name = "local"
     supports_inter_replica_network = True
+    has_shared_folder = True
 
     def make_executor(self) -> Executor:
         return _ScriptProcesses(self._root / "gangs")
@@ -59,17 +59,18 @@ class LocalProcessExecutor(ReplicaSurface):
 
     def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
         source = str(Path(atoll.__file__).parents[1])
-        env = {}
         match entry:
             case FunctionCall(payload):
                 place = self._root / f"{uid}.pkl"
                 place.write_bytes(payload)
                 command = [sys.executable, "-c", _ENTRY, source, str(place)]
-            case Module(name, argv, variable):
-                command, env = [sys.executable, "-m", name, *argv], {ARGS_VARIABLE: variable}
-            case Script(path, argv, variable):
-                command, env = [sys.executable, str(path), *argv], {ARGS_VARIABLE: variable}
-        return {"command": command, "env": env, "working_dir": os.getcwd()}
+            case Module(name, argv):
+                command = [sys.executable, "-m", name, *argv]
+            case Script(path, argv):
+                command = [sys.executable, str(path), *argv]
+            case _:
+                return super().what_runs(entry, uid)
+        return {"command": command, "working_dir": os.getcwd()}
 
     def close(self) -> None:
         super().close()

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 from atoll.core.checks import (
-    ARGS_VARIABLE,
+    ENTRYPOINT_VARIABLE,
     QUORUM_VARIABLE,
     TOGETHER_VARIABLE,
     check_as,
@@ -41,7 +41,17 @@ from atoll.core.spec import (
 )
 from atoll.core.status import RankStatus, Training
 from atoll.rank.result import lines_expected, result_of, visible
-from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script, read_entry
+from atoll.replicas.arguments import URI, read_arguments, store_uri
+from atoll.replicas.entrypoints import (
+    Entry,
+    FunctionCall,
+    InImage,
+    Module,
+    Script,
+    is_function,
+    name_of,
+    read_entry,
+)
 from atoll.replicas.plane import Gang, ScriptPlane
 
 Entrypoint = str | os.PathLike[str] | Callable[..., Any]
@@ -77,6 +87,7 @@ class ReplicaSurface:
 
     backend_name: str = ""
     supports_inter_replica_network: bool = False
+    has_shared_folder: bool = False  # replicas see the launcher's files under the same paths
     namespace = "default"
     stop_grace_s = 5.0
 
@@ -84,18 +95,27 @@ class ReplicaSurface:
         """Called once, in the thread that will use it."""
         raise NotImplementedError
 
+    def read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
+        """What runs, with its arguments. Raises ValidationError for what cannot."""
+        return read_entry(entrypoint, args)
+
     def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
         """The fields of the spec that say what a rank runs. By default they hold the code."""
         match entry:
             case FunctionCall(payload):
                 content = _SHIPPED.format(base64.b64encode(payload).decode()).encode()
                 return {"source": Source(kind="script", content=content, filename="replica.py")}
-            case Module(name, argv, variable):
-                command = ["python", "-m", name, *argv]
-                return {"command": command, "env": {ARGS_VARIABLE: variable}}
-            case Script(path, argv, variable):
+            case Module(name, argv):
+                return {"command": ["python", "-m", name, *argv]}
+            case Script(path, argv):
                 source = Source(kind="script", content=path.read_bytes(), filename=path.name)
-                return {"source": source, "args": argv, "env": {ARGS_VARIABLE: variable}}
+                return {"source": source, "args": argv}
+            case InImage(name):
+                raise ValidationError("entrypoint", name, "expected code that can be shipped")
+
+    def launch_name(self, uid: str) -> str:
+        """The name of a new launch, a DNS label."""
+        return f"replicas-{uid[:12]}"
 
     def check_launch(self, spec: TrainingSpec) -> None:
         """Raises ValidationError, naming the field, if the spec can never run here."""
@@ -114,27 +134,34 @@ class ReplicaSurface:
     ) -> list[ReplicaHandle]:
         """Launches `n_replicas` replicas and returns their handles; `handles[i].rank == i`.
 
-        All of `entrypoint_args` reaches each of them: a script or module gets `--key value` and
-        the whole as JSON in ATOLL_ENTRYPOINT_ARGS, a function gets keyword arguments. What is
-        still running after `timeout` seconds is stopped and has failed. Bad input raises
-        ValidationError, a ValueError, and nothing is launched.
+        All of `entrypoint_args` reaches each of them: scalars as upper-cased variables, the whole
+        as JSON in ATOLL_ENTRYPOINT_ARGS, `--key value` for a script or module, keyword arguments
+        for a function. `rank_env` among them names a variable for the rank. What is still running
+        after `timeout` seconds is stopped and has failed. Bad input raises ValidationError, a
+        ValueError, and nothing is launched.
         """
         check_as("n_replicas", n_replicas, RankCount)
         check_as("timeout", timeout, Deadline | None)
-        args = {} if entrypoint_args is None else entrypoint_args
-        entry = read_entry(entrypoint, args)
+        given = {} if entrypoint_args is None else entrypoint_args
+        args = read_arguments(given, is_function=is_function(entrypoint))
+        entry = self.read_entry(entrypoint, args.values)
+        uri = store_uri(args.values.get(URI), is_shared_folder=self.has_shared_folder)
         self._plane.check_open()
         uid = uuid.uuid4().hex
-        runs = self.what_runs(entry, uid)
         spec = TrainingSpec(
-            name=f"replicas-{uid[:12]}",
+            name=self.launch_name(uid),
             world_size=WorldSize(min=1, target=n_replicas, max=n_replicas),
-            rendezvous=RendezvousSpec(uri=args.get("rendezvous_uri")),
+            rendezvous=RendezvousSpec(uri=uri),
             resources=read_gpu(gpu),
             deadline_s=timeout,
             stop_grace_s=self.stop_grace_s,
             executor=self._plane.executor.name,
-            **(runs | {"env": runs.get("env", {}) | start_variables(n_replicas)}),
+            env={
+                **args.env,
+                **({ENTRYPOINT_VARIABLE: name} if (name := name_of(entrypoint)) else {}),
+                **start_variables(n_replicas),
+            },
+            **self.what_runs(entry, uid),
         )
         self.check_launch(spec)
         training = Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())

@@ -278,6 +278,10 @@ def _late(training: Training, needed: int, timeout: float) -> str:
     waits = [f"rank {r.rank}: {r.message}" for r in status.ranks if r.phase == "Pending"][:3]
     text = f"training {training.name!r}: {status.world.ready} of {needed} ranks"
     text += f" ready after {timeout:g} s (phase {status.phase.value or 'not seen yet'})"
+    if training.has_surplus:
+        target = training.spec.world_size.target
+        surplus = [str(r.rank) for r in status.ranks if r.rank >= target]
+        text += f"; above the target and still alive: {', '.join(surplus[:10])}"
     return text + "".join(f"; {line}" for line in waits if not line.endswith(": "))
 
 
@@ -291,7 +295,8 @@ def _has_target(training: Training) -> WorldStatus | None:
     _raise_if_lost(training, training.spec.world_size.target)
     world = training.world
     is_fresh = training.status.observed_generation >= training.generation
-    return world if _is_won(training) or (is_fresh and world.ready >= world.target) else None
+    is_there = is_fresh and world.ready >= world.target and not training.has_surplus
+    return world if _is_won(training) or is_there else None
 
 
 def _ended(training: Training) -> WorldStatus | None:

@@ -20,6 +20,7 @@ from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode, named
 from atoll.core.ports import Executor, Store, Tokens
+from atoll.server.encoded import EncodedChanges
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
 from atoll.server.routing import OnError, Route
@@ -52,6 +53,7 @@ class Plane:
     streams: Streams
     gauges: Gauges
     setup: Setup = field(default_factory=Setup)
+    encoded: EncodedChanges = field(default_factory=EncodedChanges)
 
 
 @dataclass(frozen=True)

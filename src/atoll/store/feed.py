@@ -59,8 +59,13 @@ class ChangeLog(Protocol):
         """Raises Gone unless every change after that version is kept."""
 
 
+def followed_as(key: Key) -> tuple[Key | None, ...]:
+    """The keys under which a change of this training is told: itself, its namespace, all."""
+    return key, (key[0], ""), None
+
+
 class Feed:
-    """The subscribers, each to one training or to all of them (`None`)."""
+    """The subscribers, each to one training, to those of a namespace, or to all of them."""
 
     def __init__(self) -> None:
         self._followers: defaultdict[Key | None, set[Subscriber]] = defaultdict(set)
@@ -95,7 +100,7 @@ class Feed:
                 log.check_kept(cursor)  # fell so far behind that the log must be read again
 
     def publish(self, change: Change) -> None:
-        for key in (change.training.key, None):
+        for key in followed_as(change.training.key):
             for subscriber in self._followers.get(key, ()):
                 subscriber.push(change)
 

@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, Gone, NotFound
-from atoll.core.ports import Change, Key
+from atoll.core.model import encode
+from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
 from atoll.core.status import Event, Status, Training
-from atoll.store.feed import Feed
+from atoll.store.feed import Feed, followed_as
+from atoll.store.pages import cut_page
 
 LOG_CHANGES = 1000
 EVENTS_KEPT = 1000
@@ -54,25 +56,28 @@ class MemoryStore:
         except KeyError:
             raise NotFound("training", key[1]) from None
 
-    async def list(
+    async def list(self, namespace: str | None = None) -> Sequence[Training]:
+        chosen = [t for t in self._trainings.values() if namespace in (None, t.namespace)]
+        return sorted(chosen, key=lambda training: (training.name, training.namespace))
+
+    async def page(
         self,
-        namespace: str | None = None,
+        namespace: str,
         *,
         after: str = "",
-        limit: int = -1,
+        limit: int = 100,
+        max_bytes: int = PAGE_BYTES,
         phase: str | None = None,
         prefix: str = "",
-    ) -> Sequence[Training]:
+    ) -> TrainingPage:
         chosen = [
-            training
-            for training in self._trainings.values()
-            if (namespace is None or training.namespace == namespace)
-            and training.name > after
-            and (phase is None or training.status.phase == phase)
+            (training, len(encode(training)))
+            for training in await self.list(namespace)
+            if training.name > after
+            and phase in (None, training.status.phase)
             and training.name.startswith(prefix)
         ]
-        chosen.sort(key=lambda training: (training.name, training.namespace))
-        return chosen if limit < 0 else chosen[:limit]
+        return cut_page(iter(chosen), limit, max_bytes)
 
     async def update_spec(self, training: Training) -> Training:
         current = self._current(training)
@@ -127,7 +132,7 @@ class MemoryStore:
         return [
             change
             for change in self._changes
-            if change.version > after and key in (None, change.training.key)
+            if change.version > after and key in followed_as(change.training.key)
         ]
 
     def check_kept(self, after: int) -> None:

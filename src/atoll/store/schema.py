@@ -39,6 +39,8 @@ MIGRATIONS = (
     create table if not exists sources (uid text primary key, content blob not null);
     create table written_by (release text not null)
     """,
+    # Pages of one phase, whatever else is stored.
+    "create index by_phase on trainings (namespace, phase, name)",
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -12,19 +12,22 @@ import logging
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
 from atoll.core.errors import Conflict, Gone, NotFound, Permanent, Temporary
 from atoll.core.model import encode
-from atoll.core.ports import Change, Key
+from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
 from atoll.core.status import Event, Status, Training
 from atoll.store.feed import Feed
+from atoll.store.pages import cut_page
 from atoll.store.schema import prepare
 
 LOG_BYTES = 32 * 2**20
 EVENTS_KEPT = 1000
+AFTER_NAMES = "\x7f"  # sorts after every character of a name
 
 Changes = list[Change]
 log = logging.getLogger(__name__)
@@ -84,23 +87,38 @@ class SQLiteStore:
             raise NotFound("training", key[1])
         return _training.decode(row[0])
 
-    async def list(
+    async def list(self, namespace: str | None = None) -> Sequence[Training]:
+        where = "" if namespace is None else "where namespace = ? "
+        query = f"select body from trainings {where}order by name, namespace"
+        with _explained(self._path):
+            rows = self._db.execute(query, () if namespace is None else (namespace,)).fetchall()
+        return [_training.decode(row[0]) for row in rows]
+
+    async def page(
         self,
-        namespace: str | None = None,
+        namespace: str,
         *,
         after: str = "",
-        limit: int = -1,
+        limit: int = 100,
+        max_bytes: int = PAGE_BYTES,
         phase: str | None = None,
         prefix: str = "",
-    ) -> Sequence[Training]:
-        with _explained(self._path):
-            rows = self._db.execute(
-                "select body from trainings where (?1 is null or namespace = ?1) and name > ?2 "
-                "and (?3 is null or phase = ?3) and substr(name, 1, length(?4)) = ?4 "
-                "order by name, namespace limit ?5",
-                (namespace, after, phase, prefix, limit),
-            ).fetchall()
-        return [_training.decode(row[0]) for row in rows]
+    ) -> TrainingPage:
+        # Each condition is a part of an index: (namespace, name) or (namespace, phase, name).
+        conditions = {"namespace = ?": namespace, "name > ?": after}
+        if prefix:
+            conditions["name < ?"] = prefix + AFTER_NAMES
+        if prefix > after:
+            del conditions["name > ?"]
+            conditions["name >= ?"] = prefix
+        if phase is not None:
+            conditions["phase = ?"] = phase
+        query = f"select body from trainings where {' and '.join(conditions)} order by name"
+        with _explained(self._path), closing(self._db.cursor()) as rows:
+            rows.execute(query, tuple(conditions.values()))
+            return cut_page(
+                ((_training.decode(body), len(body)) for (body,) in rows), limit, max_bytes
+            )
 
     async def update_spec(self, training: Training) -> Training:
         with self._write() as changes:
@@ -274,12 +292,12 @@ class SQLiteStore:
         return stored
 
     def logged(self, after: int, key: Key | None) -> Iterator[Change]:
-        namespace, name = key or (None, None)
+        namespace, name = key or ("", "")
         while True:
             with _explained(self._path):
                 rows = self._db.execute(
                     "select version, is_removed, body from changes where version > ?1 and "
-                    "(?2 is null or (namespace = ?2 and name = ?3)) order by version limit 100",
+                    "?2 in ('', namespace) and ?3 in ('', name) order by version limit 100",
                     (after, namespace, name),
                 ).fetchall()
             for version, is_removed, body in rows:

@@ -51,6 +51,67 @@ def test_the_contracts_example(client: atoll.Client, tmp_path: Path) -> None:
     assert [(e.rank, e.exit_code) for e in t.rank_exits] == [(rank, 0) for rank in range(6)]
 
 
+def alive(marks: Path) -> set[str]:
+    """The ranks whose processes exist, told by files that they leave and remove."""
+    return {path.name for path in marks.iterdir()}
+
+
+def test_ranks_that_are_being_stopped_are_neither_ready_nor_gone(
+    client: atoll.Client, plane: Plane, tmp_path: Path
+) -> None:
+    """The wait for fewer ranks returns once the others are gone; for more, once they are new."""
+    marks, release = tmp_path / "marks", tmp_path / "release"
+    marks.mkdir()
+    script = f"""touch {marks}/$RANK.$ATOLL_ATTEMPT
+        leave() {{
+            until [ -e {release}.$RANK.$ATOLL_ATTEMPT ]; do sleep 0.05; done
+            rm {marks}/$RANK.$ATOLL_ATTEMPT; exit 0
+        }}
+        trap leave TERM
+        while :; do sleep 0.05; done"""
+    size = WorldSize(min=1, target=3, max=3)
+    t = client.deploy_distributed("slow", command=shell(script), world_size=size)
+    t.wait_until_target_world(TEN)
+    while alive(marks) != {"0.0", "1.0", "2.0"}:
+        time.sleep(0.02)
+    t.scale(1)
+    while "stopping" not in t.ranks[-1].message:
+        t.refresh()
+    with pytest.raises(BelowMinimumWorld, match="above the target and still alive: 1, 2"):
+        t.wait_until_target_world(0)
+    with plane.client() as other, pytest.raises(BelowMinimumWorld):
+        asyncio.run(other.get("slow").wait_until_target_world_async(0))
+    Path(f"{release}.2.0").touch()
+    waited = threading.Thread(target=t.wait_until_target_world, args=(TEN,))
+    waited.start()
+    while "2.0" in alive(marks):
+        time.sleep(0.02)
+    assert waited.is_alive()
+    Path(f"{release}.1.0").touch()
+    waited.join(TEN)
+    assert alive(marks) == {"0.0"}
+    t.scale(3)
+    t.wait_until_target_world(TEN)
+    while alive(marks) != {"0.0", "1.1", "2.1"}:
+        time.sleep(0.02)
+    t.scale(1)
+    while "stopping" not in t.ranks[-1].message:
+        t.refresh()
+    t.scale(3)
+    while "starts anew" not in t.ranks[-1].message:
+        t.refresh()
+    assert t.world.ready == 1
+    for rank in (1, 2):
+        Path(f"{release}.{rank}.1").touch()
+    assert t.wait_until_target_world(TEN).ready == 3
+    while not {"1.2", "2.2"} <= alive(marks):
+        time.sleep(0.02)
+    assert alive(marks) == {"0.0", "1.2", "2.2"}
+    for rank, attempt in ((0, 0), (1, 2), (2, 2)):
+        Path(f"{release}.{rank}.{attempt}").touch()
+    t.delete()
+
+
 def test_scaling_down_is_waited_for_from_another_handle(
     client: atoll.Client, plane: Plane, tmp_path: Path
 ) -> None:

@@ -98,7 +98,7 @@ BAD_INPUT: list[tuple[str, str, Any, int, str | None]] = [
     ("GET", "/v1/trainings?limit=501", None, 400, "limit"),
     ("GET", "/v1/trainings?limit=2&limit=3", None, 400, "limit"),
     ("GET", "/v1/trainings?phase=done", None, 400, "phase"),
-    ("GET", "/v1/trainings?continue=A", None, 400, "continue"),
+    ("GET", "/v1/trainings?continue=a/b", None, 400, "continue"),
     ("GET", "/v1/trainings/there/logs?rank=-1", None, 400, "rank[0]"),
     ("GET", "/v1/trainings/there/logs?tail=-1", None, 400, "tail"),
     ("GET", "/v1/trainings/there/logs?follow=maybe", None, 400, "follow"),

@@ -9,9 +9,11 @@ from typing import Any
 
 import httpx2
 import pytest
+from msgspec.structs import replace
 
 from atoll.core.ports import Change
 from atoll.sdk.wire import Parser
+from atoll.server import encoded as encoded_module
 
 from .conftest import Served
 
@@ -175,3 +177,79 @@ def test_followed_logs_end_with_the_training(served: Served) -> None:
     reader.join(10)
     assert not reader.is_alive()
     assert len(lines) == 6
+
+
+def test_a_change_is_encoded_once_however_many_watch(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    real = encoded_module.event_bytes
+
+    def counting(change: Change) -> bytes:
+        encoded.append(change.version)
+        return real(change)
+
+    monkeypatch.setattr(encoded_module, "event_bytes", counting)
+    start = served.create("a")["resourceVersion"]
+    seen: list[list[int]] = []
+
+    def follow() -> None:
+        found = changes(served.http, f"/v1/trainings/a?watch&after={start}")
+        seen.append([next(found).version for _ in range(3)])
+
+    watchers = [threading.Thread(target=follow) for _ in range(10)]
+    for watcher in watchers:
+        watcher.start()
+    served.wait_for(lambda: len(served.streams) == 10)
+    for number in range(3):
+        served.see("a", "ready", number)
+    for watcher in watchers:
+        watcher.join(30)
+    assert seen == [[start + 1, start + 2, start + 3]] * 10
+    assert encoded == [start + 1, start + 2, start + 3]
+
+
+def test_a_quiet_training_is_watched_though_its_version_is_no_longer_in_the_log(
+    tmp_path: Path,
+) -> None:
+    served = Served(tmp_path, log_bytes=2000)
+    try:
+        start = served.create("quiet")["resourceVersion"]
+        served.create("busy")
+        for number in range(60):
+            served.see("busy", "ready", number % 3)
+        watch = changes(served.http, f"/v1/trainings/quiet?watch&after={start}")
+        timer = threading.Timer(0.2, served.see, ["quiet", "ready", 2])
+        timer.start()
+        assert next(watch).training.status.world.ready == 2
+        timer.join()
+        gone = served.http.get(f"/v1/trainings/quiet?watch&after={start}")
+        assert gone.status_code == 410
+    finally:
+        served.close()
+
+
+def test_the_present_comes_page_by_page_and_nothing_goes_back_in_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        served.create(name)
+    real = served.store.page
+    pages = []
+
+    async def page(namespace: str, **options: Any) -> Any:
+        """One training a page; what is written between two pages is read on the second."""
+        if pages:
+            one = await served.store.get(("one", "c"))
+            await served.store.update_status(one, replace(one.status, message=f"{len(pages)}"))
+        pages.append(options["after"])
+        return await real(namespace, **{**options, "limit": 1})
+
+    monkeypatch.setattr(served.store, "page", page)
+    found = list(changes(served.http, "/v1/trainings?watch&timeout=0.5"))
+    assert pages == ["", "a", "b"]
+    assert [(c.training.name, c.training.status.message) for c in found] == [
+        ("a", ""),
+        ("b", ""),
+        ("c", "2"),
+    ]

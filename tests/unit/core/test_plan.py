@@ -519,3 +519,42 @@ def test_no_verdict_while_the_executor_does_not_know_whether_a_stopped_rank_ran(
     assert story.status.phase == "pending"
     story.look(unsettled=0)
     assert story.status.phase == "failed"
+
+
+def test_a_rank_that_was_told_to_stop_is_not_ready_until_its_successor_runs() -> None:
+    story = running(Story())
+    story.scale(2)
+    story.look()
+    told = [replace(r, is_stopping=r.rank >= 2) for r in story.seen.ranks]
+    story.look(ranks=told)
+    assert story.training.has_surplus
+    story.scale(4)
+    for _ in range(2):
+        story.look()
+        assert (story.status.world.ready, story.status.phase) == (2, Phase.READY)
+        assert [r.message for r in story.status.ranks[2:]] == [
+            "stopping: it starts anew once it has ended"
+        ] * 2
+    story.ranks(r2="stopped", r3="stopped")
+    story.look()
+    assert story.status.world.ready == 2
+    story.ranks(r2="again", r3="again")
+    assert story.status.world.ready == 4
+    assert not story.training.has_surplus
+
+
+def test_an_older_look_does_not_make_a_stopping_rank_ready_again() -> None:
+    story = running(Story())
+    before = story.seen.ranks
+    story.look(ranks=[replace(r, is_stopping=r.rank == 3) for r in before])
+    story.look(ranks=before)
+    assert story.status.world.ready == 3
+
+
+def test_ranks_of_a_cancelled_training_are_not_ready_while_they_stop() -> None:
+    story = running(Story())
+    story.spec(cancel=True)
+    story.look()
+    story.look(ranks=[replace(r, is_stopping=True) for r in story.seen.ranks])
+    assert story.status.world.ready == 0
+    assert "WorldShrunkBelowMin" not in story.told

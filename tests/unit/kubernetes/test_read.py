@@ -445,3 +445,13 @@ def test_a_rank_that_has_a_pod_is_told_of_by_the_pod() -> None:
     found = only(seen(pod(1, ended(3), phase="Failed"), gang=gang))
     assert found.exit is not None
     assert found.exit.code == 3
+
+
+def test_a_pod_that_is_being_deleted_or_scaled_away_is_stopping() -> None:
+    pods = [pod(0, running()), pod(1, running(), left_at=NOW - 1), pod(2, running())]
+    ranks = seen(*pods, gang=job(2)).seen.ranks
+    assert [(r.rank, r.state, r.is_stopping) for r in ranks] == [
+        (0, "running", False),
+        (1, "running", True),
+        (2, "running", True),
+    ]

@@ -27,7 +27,7 @@ from atoll.core.phase import Phase
 from atoll.core.ports import Change
 from atoll.core.problem import problem_of
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import RankExit, Status, Training, WorldStatus
+from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.sdk import flows
 from atoll.sdk.effects import Effect, Flow, NextChange, Pause, Reply, Send
 from atoll.sdk.flows import Who
@@ -446,3 +446,17 @@ def test_a_delete_with_a_bad_timeout_removes_nothing(timeout: Any) -> None:
     handle = atoll.Client("http://127.0.0.1:1", "token")  # nobody listens there
     with pytest.raises(ValidationError, match="timeout"):
         atoll.DistributedTraining(handle, training()).delete(timeout)
+
+
+def test_the_target_is_not_reached_while_a_rank_above_it_is_alive() -> None:
+    fresh = training("ready", 2, target=2, generation=2, version=2)
+    alive = RankStatus(rank=3, phase="Running", started_at=1.0, attempt=0)
+    unsure = RankStatus(rank=3, is_stopping=True)
+    for rank in (alive, unsure):
+        leaving = replace(fresh, status=replace(fresh.status, ranks=[rank]))
+        script = Script([leaving], [fresh])
+        assert script.wait(flows.wait_until_target_world, 10).ready == 2
+        assert len(script.sent) == 2
+        with pytest.raises(BelowMinimumWorld, match="above the target and still alive: 3"):
+            Script([leaving]).wait(flows.wait_until_target_world, 0)
+        assert Script([leaving]).wait(flows.wait_until_min_world, 0).ready == 2

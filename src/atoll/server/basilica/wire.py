@@ -121,9 +121,8 @@ def is_settled(training: Training) -> bool:
 
 
 def _is_resizing(training: Training) -> bool:
-    status, target = training.status, training.spec.world_size.target
-    is_seen = status.observed_generation == training.generation
-    return not is_seen or any(r.is_alive and r.rank >= target for r in status.ranks)
+    is_seen = training.status.observed_generation == training.generation
+    return not is_seen or training.has_surplus
 
 
 def distributed(training: Training) -> Json:

@@ -1,0 +1,27 @@
+"""Changes as bytes: each encoded once, and what is kept of them bounded."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from atoll.core.ports import Change
+from atoll.core.status import Status
+from atoll.server.encoded import EncodedChanges
+from tests.contract.test_store import training
+
+
+def change(version: int, size: int = 1000) -> Change:
+    return Change(version=version, training=replace(training(), status=Status(message="x" * size)))
+
+
+def test_the_same_change_has_the_same_bytes() -> None:
+    encoded = EncodedChanges()
+    assert encoded.of(change(1)) is encoded.of(change(1))
+
+
+def test_what_is_kept_is_bounded_in_bytes() -> None:
+    encoded = EncodedChanges(kept_bytes=10_000)
+    for version in range(100):
+        encoded.of(change(version))
+    assert sum(map(len, encoded._by_version.values())) == encoded._bytes <= 10_000
+    assert encoded.of(change(200, 50_000)) is encoded.of(change(200))

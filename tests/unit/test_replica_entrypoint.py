@@ -1,0 +1,77 @@
+"""What an image runs by default, as the image runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import atoll
+
+SOURCE = str(Path(atoll.__file__).parents[1])
+MODULE = """
+import json, os, sys
+def work(rank, world_size, rendezvous_uri, lr):
+    print(json.dumps([rank, world_size, rendezvous_uri, lr, os.environ["ATOLL_RENDEZVOUS_URI"]]))
+def fail(): raise KeyError("no such layer")
+if __name__ == "__main__":
+    print(json.dumps([os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1:]]))
+"""
+PLACE = {"REPLICA_RANK": "1", "WORLD_SIZE": "2", "RENDEZVOUS_URI": "s3://b/run"}
+
+
+def run(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.py").write_text(MODULE)
+    return subprocess.run(
+        [sys.executable, "-m", "atoll.replica_entrypoint"],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": SOURCE, **env},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_function_gets_its_arguments_and_its_place(tmp_path: Path) -> None:
+    done = run(tmp_path, **PLACE, ENTRYPOINT="job:work", ATOLL_ENTRYPOINT_ARGS='{"lr": 0.1}')
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[0]) == [1, 2, "s3://b/run", 0.1, "s3://b/run"]
+
+
+@pytest.mark.parametrize("entry", ["job", "./job.py", "job.py"])
+def test_a_module_or_a_script_gets_words(tmp_path: Path, entry: str) -> None:
+    env = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"}
+    done = run(tmp_path, **env, ENTRYPOINT=entry, ATOLL_ENTRYPOINT_ARGS='{"lr": 0.1, "t": ["a"]}')
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["1", "2", ["--lr", "0.1", "--t", '["a"]']]
+
+
+def test_a_failure_is_the_replicas(tmp_path: Path) -> None:
+    errors = tmp_path / "error.json"
+    done = run(tmp_path, **PLACE, ENTRYPOINT="job:fail", TORCHELASTIC_ERROR_FILE=str(errors))
+    assert done.returncode == 1
+    assert "KeyError: 'no such layer'" in done.stderr
+    assert "no such layer" in errors.read_text()
+
+
+@pytest.mark.parametrize(
+    ("env", "word"),
+    [
+        ({}, "ENTRYPOINT is not set"),
+        ({"ENTRYPOINT": "no such thing"}, "expected module:function"),
+        ({"ENTRYPOINT": "missing.py"}, "no such file"),
+        ({"ENTRYPOINT": "job", "ATOLL_ENTRYPOINT_ARGS": "{"}, "expected JSON"),
+        ({"ENTRYPOINT": "job", "ATOLL_ENTRYPOINT_ARGS": "[1]"}, "expected an object"),
+        ({"ENTRYPOINT": "job", "REPLICA_RANK": "one"}, "REPLICA_RANK"),
+        ({"ENTRYPOINT": "job", "REPLICA_RANK": ""}, "REPLICA_RANK is not set"),
+        ({"ENTRYPOINT": "job", "WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
+    ],
+)
+def test_bad_settings_are_one_line(tmp_path: Path, env: dict[str, str], word: str) -> None:
+    done = run(tmp_path, **(PLACE | env))
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert len(done.stderr.splitlines()) == 1
