@@ -33,12 +33,14 @@ from atoll.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.kubernetes.options import ClusterOptions, KubernetesOptions
 from atoll.kubernetes.patch import render_released, render_resize
 from atoll.kubernetes.pod import Pod, part_of
+from atoll.kubernetes.podfields import flaws_of
 from atoll.kubernetes.read import finished, is_unchanged, look, wish_of
 from atoll.kubernetes.render import gang_name, owner_of, render_job
 from atoll.kubernetes.trouble import Hosts, Troubles
 
 Json = dict[str, Any]
 
+UNTRIED = Wish(version=1, size=1)
 CATCH_UP_S = 1.0  # how long the mirror may take to show this process's own last write
 FEW = 16  # gangs of more ranks are looked at less often than their pods change
 PAUSE_A_RANK_S = 0.002
@@ -110,6 +112,10 @@ class KubernetesBackend:
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
         self.options.check(spec)
+        # What only the two together make wrong, such as a request above the training's limit.
+        job = render_job(Training(namespace="x", uid="x", spec=spec), UNTRIED, self.options)
+        for flaw in flaws_of(job["spec"]["template"]["spec"]):
+            raise flaw.refuse("pod")
 
     async def close(self) -> None:
         for task in self._watching:

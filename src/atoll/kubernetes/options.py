@@ -13,6 +13,7 @@ from atoll.core.errors import ValidationError
 from atoll.core.mesh import split_endpoint
 from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds
 from atoll.kubernetes.names import SOURCE
+from atoll.kubernetes.podfields import check_key, check_label_value, check_labels
 from atoll.kubernetes.podpatch import ShortNames, check_patch, merge_pod
 from atoll.mesh.reach import DEADLINE_S
 from atoll.rank.launch import ETCD_BACKEND, needs_etcd
@@ -85,6 +86,16 @@ class KubernetesOptions(ShortNames, frozen=True):
             raise ValidationError("etcd_endpoint", self.etcd_endpoint, "expected host:port")
         check_patch(self.pod)
         self.check_short_names()
+        check_labels("labels", self.labels)
+        check_labels("annotations", self.annotations, has_free_values=True)
+        for model, labels in self.gpu_nodes.items():
+            check_labels(f"gpu_nodes.{model}", labels)
+        check_key("gpu_memory_label", self.gpu_memory_label)
+        if "/" not in self.gpu_resource_key:
+            raise ValidationError(
+                "gpu_resource_key", self.gpu_resource_key, "expected a name like nvidia.com/gpu"
+            )
+        check_key("gpu_resource_key", self.gpu_resource_key)
         self._check_mounts()
 
     def _check_mounts(self) -> None:
@@ -149,6 +160,9 @@ class KubernetesOptions(ShortNames, frozen=True):
                 "volumes", SOURCE, "expected another name: a training's source is in one of it"
             )
         self._check_beside(spec)
+        for field in ("include", "exclude"):
+            for provider in getattr(spec.provider_filter, field) or ():
+                check_label_value(f"provider_filter.{field}", provider)
 
     def _check_beside(self, spec: TrainingSpec) -> None:
         """What is to run beside the ranks."""

@@ -45,7 +45,7 @@ def test_manifests_fit_the_published_schemas(version: str, namespace: str | None
 
 
 def test_options_reach_the_operator_and_bad_ones_are_refused() -> None:
-    options = '{"kueueQueue": "research", "nodeSelector": {"cost": "$(LOW)"}}'
+    options = '{"kueueQueue": "research", "annotations": {"cost": "$(LOW)"}}'
     made = render_manifests(image="x", options=options)
     (deployment,) = (m for m in made if m["kind"] == "Deployment")
     command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
