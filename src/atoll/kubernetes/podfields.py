@@ -1,7 +1,8 @@
 """What the API server would refuse in a pod's spec, found before anything is stored. Pure.
 
 Each check yields what is wrong as `Flaw(path, value, expected)`. Fields that are not here are left
-to the API server. Values are judged as it judges them: what it takes is not refused.
+to the API server. Values are judged as it judges them: what it takes is refused only if it could
+never work.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def check_key(field: str, key: object) -> None:
 def flaws_of(pod: Json) -> Flaws:
     """Of a pod's spec, or of a part of one."""
     for field in ("serviceAccountName", "priorityClassName", "runtimeClassName"):
-        if pod.get(field) and not _is_subdomain(pod[field]):
+        # An empty name is none to the server, but for a runtime class.
+        is_set = pod.get(field) is not None if field == "runtimeClassName" else pod.get(field)
+        if is_set and not _is_subdomain(pod[field]):
             yield Flaw(field, pod[field], SUBDOMAIN)
     yield from _under("nodeSelector", _labels(pod.get("nodeSelector") or {}))
     yield from _each(pod, "tolerations", _toleration)
