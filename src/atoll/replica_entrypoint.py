@@ -76,9 +76,9 @@ def run(entry: str, args: dict[str, Any], env: MutableMapping[str, str]) -> None
     sys.path.insert(0, os.getcwd())
     module, _, function = entry.partition(":")
     if function:
-        from atoll.rank.replica_entry import give_result, named_function
+        from atoll.rank.replica_entry import hand_in, named_function
 
-        give_result(call(named_function(entry), args, env))
+        hand_in(call(named_function(entry), args, env))
         return
     words = [part for key, value in args.items() for part in (f"--{key}", _text(value))]
     sys.argv = [entry, *words]

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import atoll
 from atoll.core.errors import Conflict, Permanent, ValidationError
 from atoll.core.executors import LOCAL
+from atoll.local.state import state_dir
 from atoll.sdk.config import is_changed, read
-from atoll.sdk.embedded import start_time, state_dir
+from atoll.sdk.embedded import start_time
 from atoll.sdk.release import HEADER
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from atoll.diloco.allreduce.exchange import Abandoned
 from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.settle import Ballot
+from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.upload import read_section
 
 SHARD = 4096
@@ -107,9 +108,9 @@ def follow(replica: ObjectStoreAllReduce, script: Script) -> None:
         )
         if ballot.attempt + 1 < len(script.attempts):
             exchange = replica._exchange(roster, layout)
-            for shard in range(layout.shards):  # in all places, so that nobody waits for one
+            for place in exchange._all_places():  # so that nobody waits for one
                 with contextlib.suppress(Abandoned):
-                    exchange._abandon(shard, [], "scripted")
+                    exchange._abandon(place, [], "scripted")
         settler.last = roster
         return roster
 
@@ -175,7 +176,7 @@ def test_what_was_brought_is_what_was_committed_and_what_is_owed(
                     sent[member.rank][at] = values[shard][at] + owed[shard][at]
                 else:
                     sent[member.rank][at] = read_section(
-                        replica.blobs, member, shard, layout, replica.codec
+                        replica.blobs, member, shard, Share(layout), replica.codec
                     )
             ledgers[member.rank].committed += sent[member.rank]
         for rank in present:

@@ -39,6 +39,27 @@ def test_nothing_is_left_when_all_of_atoll_is_killed(tmp_path: Path, command: st
         until(lambda: not carriers(value))
 
 
+def test_nothing_is_left_of_what_cleared_its_environment_and_left_its_session(
+    tmp_path: Path,
+) -> None:
+    seconds = f"{1000 + os.getpid()}.{time.time_ns()}"
+    script = f"env -i setsid sh -c 'sleep {seconds} & exec sleep {seconds}' & sleep {seconds}"
+    with serving(tmp_path / "state") as plane:
+        name = plane.create(["sh", "-c", script], ranks=2)
+        plane.until_ready(name, 2)
+        until(lambda: len(running(seconds)) == 6)
+        pids = (*plane.shim_pids(plane.get(name)), plane.pid)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none can react to the end of another
+            for pid in pids:
+                processes.kill(pid, number)
+        until(lambda: not running(seconds))
+
+
+def running(seconds: str) -> list[int]:
+    words = [b"sleep", seconds.encode(), b""]
+    return [pid for pid in processes.all_pids() if processes.command_line(pid) == words]
+
+
 def until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while not holds():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,10 +25,10 @@ from atoll.core.ports import Executor
 from atoll.core.status import Training, Wish
 from atoll.local import processes
 from atoll.local.executor import LocalBackend
-from atoll.rank.replica_entry import give_result
+from atoll.rank.result import MARK
 
 KEYS = {
-    "rank", "status", "exit_code", "error", "result",
+    "rank", "status", "exit_code", "error", "result", "job_name",
     "signal", "reason", "host", "started_at", "ended_at",
 }  # fmt: skip
 SOURCE = str(Path(atoll.__file__).parents[1])
@@ -249,13 +252,64 @@ def test_modules_and_functions_by_name(
 def test_a_script_may_give_a_result(executor: LocalProcessExecutor, tmp_path: Path) -> None:
     text = (
         f"import sys; sys.path.append({SOURCE!r})\n"
-        f"from {give_result.__module__} import give_result\n"
+        "from atoll import give_result\n"
+        "from atoll.rank.replica_entry import give_result\n"
         "print('half a line', end='', flush=True)\n"
         "give_result({'loss': 0.5})\n"
     )
     handles = executor.launch_replicas(1, script(tmp_path, text))
     assert executor.collect(handles, timeout=60)[0]["result"] == {"loss": 0.5}
     assert executor.stream_logs(handles[0]) == "half a line"
+
+
+class Evil:
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.place,)
+
+
+def test_what_a_rank_prints_never_runs_code_here(
+    executor: LocalProcessExecutor, tmp_path: Path
+) -> None:
+    """Also where pickles are allowed: a script is not a function that was shipped."""
+    evil = tmp_path / "ran"
+    payload = base64.b64encode(pickle.dumps(Evil(str(evil)))).decode()
+    text = (
+        f"import os, sys; sys.path.append({SOURCE!r}); import base64\n"
+        "from atoll.rank.result import Result, nonce_of, result_lines\n"
+        f"payload = base64.b64decode({payload!r})\n"
+        f"print({MARK!r} + '0 1 ' + {payload!r}, flush=True)\n"
+        "for kind in ('json', 'msgpack', 'pickle'):\n"
+        "    nonce = nonce_of(os.environ['ATOLL_UID'])\n"
+        "    for line in result_lines(Result(kind, payload), nonce, '00000001'):\n"
+        "        os.write(1, line)\n"
+    )
+    executor.allow_pickle = True
+    handles = executor.launch_replicas(1, script(tmp_path, text))
+    (report,) = executor.collect(handles, timeout=60)
+    assert (report["status"], report["result"]) == ("succeeded", None)
+    assert "allow_pickle" in report["error"]
+    assert not evil.exists()
+
+
+def test_a_broken_mark_is_ignored_and_told(executor: LocalProcessExecutor, tmp_path: Path) -> None:
+    (report,) = executor.collect(
+        executor.launch_replicas(1, script(tmp_path, f"print({MARK!r} + 'x y z')")), timeout=60
+    )
+    assert (report["status"], report["exit_code"], report["result"]) == ("succeeded", 0, None)
+    assert "1 marked line of its log ignored" in report["error"]
+
+
+def test_a_result_that_is_not_plain_data_is_told_or_pickled_on_request() -> None:
+    with LocalProcessExecutor() as executor:
+        (report,) = executor.collect(executor.launch_replicas(1, lambda: Path("x")), timeout=60)
+    assert (report["status"], report["exit_code"], report["result"]) == ("succeeded", 0, None)
+    assert "expected plain data" in report["error"]
+    with LocalProcessExecutor(allow_pickle=True) as executor:
+        (report,) = executor.collect(executor.launch_replicas(1, lambda: Path("x")), timeout=60)
+    assert (report["result"], report["error"]) == (Path("x"), None)
 
 
 @pytest.mark.parametrize(
@@ -410,9 +464,28 @@ def test_one_question_answers_for_the_whole_gang(tmp_path: Path) -> None:
         assert backend.questions - before <= 2
 
 
-def test_a_handle_of_another_executor_is_not_known(executor: LocalProcessExecutor) -> None:
-    with pytest.raises(NotFound):
-        executor.poll(ReplicaHandle(rank=0, gang="nobody", backend="local"))
+def test_an_unknown_launch_is_cancelled_and_a_foreign_handle_is_refused(
+    executor: LocalProcessExecutor,
+) -> None:
+    unknown = ReplicaHandle(2, "local", {"job_name": "replicas-nobody"})
+    assert executor.poll(unknown) == "cancelled"
+    assert executor.stream_logs(unknown) == "(nothing to read yet)"
+    executor.cancel(unknown)
+    (report,) = executor.collect([unknown], timeout=0)
+    assert set(report) == KEYS
+    assert (report["rank"], report["status"], report["exit_code"]) == (2, "cancelled", None)
+    assert report["error"] == "the launch replicas-nobody no longer exists"
+    assert report["job_name"] == "replicas-nobody"
+    with pytest.raises(NotFound, match="local launch 'replicas-nobody' not found"):
+        executor.attach("replicas-nobody")
+    foreign = ReplicaHandle(0, "eks", {"job_name": "replicas-nobody"})
+    for call in (executor.poll, executor.stream_logs, executor.cancel):
+        with pytest.raises(ValidationError, match="belongs to another backend"):
+            call(foreign)
+        with pytest.raises(ValidationError, match=r"handle\.metadata\.job_name"):
+            call(ReplicaHandle(0, "local", {}))
+    with pytest.raises(ValidationError, match="belongs to another backend"):
+        executor.collect([unknown, foreign])
 
 
 LAUNCH = """

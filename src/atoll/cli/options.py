@@ -324,7 +324,8 @@ def complete(incomplete: str) -> list[str]:
 
     try:
         if not os.environ.get("ATOLL_URL"):
-            from atoll.sdk.embedded import running, state_dir
+            from atoll.local.state import state_dir
+            from atoll.sdk.embedded import running
 
             if running(state_dir()) is None:
                 return []

@@ -60,9 +60,9 @@ def serve(
     Once it answers requests it prints one line of JSON with its URL and process id.
     """
     from atoll import run as main
-    from atoll.sdk import embedded
+    from atoll.local import state
 
-    where = (state_dir or embedded.state_dir()).absolute()
+    where = (state_dir or state.state_dir()).absolute()
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -135,10 +135,10 @@ def remove(id: str, state_dir: Path | None, is_json: bool) -> None:
 
 
 def _tokens(state_dir: Path | None) -> Tokens:
-    from atoll.sdk import embedded
+    from atoll.local import state
     from atoll.store.tokens import SQLiteTokens
 
     if os.environ.get("ATOLL_URL") and state_dir is None and "ATOLL_STATE_DIR" not in os.environ:
         says = "ATOLL_URL names a control plane elsewhere: make tokens on its machine, "
         raise Permanent(says + "or give --state-dir if it is this one")
-    return SQLiteTokens((state_dir or embedded.state_dir()) / "atoll.db")
+    return SQLiteTokens((state_dir or state.state_dir()) / "atoll.db")

@@ -2,6 +2,7 @@
 
 AtollError
 ├── ValidationError(field, value, expected)      also a ValueError
+│   └── TooLarge
 ├── NotFound(kind, name)
 ├── Conflict
 ├── Gone(oldest)                                 a watch asked for a version no longer kept
@@ -40,6 +41,10 @@ class ValidationError(AtollError, ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.field, self.value, self.expected)
+
+
+class TooLarge(ValidationError):
+    """A value was refused for its size."""
 
 
 class NotFound(AtollError):
@@ -142,6 +147,22 @@ class Permanent(BackendError):
     """The same request will never succeed."""
 
 
+SHOWN = 80
+
+
 def abbreviated(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """The beginning of its repr. Costs the same however large the value is."""
+    text = repr(_head(value))
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def _head(value: object) -> object:
+    if isinstance(value, str | bytes):
+        return value if len(value) <= SHOWN else value[: SHOWN + 1]
+    if isinstance(value, list | tuple) and len(value) > SHOWN:
+        return [_head(item) for item in value[:SHOWN]]
+    if isinstance(value, list):
+        return [_head(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _head(value[key]) for key in list(value)[:SHOWN]}
+    return value

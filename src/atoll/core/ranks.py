@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from atoll.core.ends import PhaseReason, RankEnd
+from atoll.core.lines import printed
 from atoll.core.narrate import exit_in_words
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Seen, SeenRank, Status
@@ -74,7 +75,7 @@ def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
     ran_s = 0.0 if rank.started_at is None else max(exit.at - rank.started_at, 0.0)
     return replace(
         rank,
-        exit=exit,
+        exit=replace(exit, log_tail=printed(exit.log_tail)),
         metered_s=rank.metered_s + ran_s,
         missing_since=None,
         is_stopping=False,

@@ -20,10 +20,11 @@ from atoll.core.checks import (
     check_strings,
     is_text,
 )
-from atoll.core.errors import ValidationError
-from atoll.core.model import SpecModel
+from atoll.core.errors import TooLarge, ValidationError
+from atoll.core.model import SpecModel, encode
 
 DIGEST = b"sha256:"
+MAX_SPEC_BYTES = 2**20  # as JSON and without the content of its source
 MAX_WORLD = 10_000
 MAX_SECONDS = 10 * 365 * 86_400
 MAX_GPUS = 1024
@@ -48,6 +49,11 @@ SourceKind = Literal["script", "function", "shell"]
 
 _QUANTITY = re.compile(QUANTITY_PATTERN)
 _URI = re.compile(URI_PATTERN)
+
+
+def check_quantity(field: str, value: object) -> None:
+    if value is not None and not (isinstance(value, str) and _QUANTITY.fullmatch(value)):
+        raise ValidationError(field, value, "expected a quantity such as '2', '500m', '4Gi'")
 
 
 class WorldSize(SpecModel, frozen=True):
@@ -105,11 +111,7 @@ class Resources(SpecModel, frozen=True):
 
     def __post_init__(self) -> None:
         for field in ("cpu", "memory"):
-            value = getattr(self, field)
-            if value is not None and not (isinstance(value, str) and _QUANTITY.fullmatch(value)):
-                raise ValidationError(
-                    field, value, "expected a quantity such as '2', '500m', '4Gi'"
-                )
+            check_quantity(field, getattr(self, field))
         check_bounds(self)
         check_strings("gpu_models", self.gpu_models)
 
@@ -241,3 +243,25 @@ class TrainingSpec(SpecModel, frozen=True):
                 raise ValidationError(field, value, TEXT)
         if self.working_dir is not None and not self.working_dir.startswith("/"):
             raise ValidationError("working_dir", self.working_dir, "expected an absolute path")
+
+
+def check_spec_size(spec: TrainingSpec) -> None:
+    """Raises TooLarge, naming the largest field, for a spec of more than `MAX_SPEC_BYTES`.
+
+    Not a check of the constructor: larger ones that a release before has stored stay readable.
+    """
+    sizes = {name: len(encode(_bare(getattr(spec, name)))) for name in spec.__struct_fields__}
+    total = sum(sizes.values())
+    if total > MAX_SPEC_BYTES:
+        field = max(sizes, key=sizes.__getitem__)
+        raise TooLarge(
+            field,
+            f"{sizes[field]} bytes",
+            f"expected a spec of at most {MAX_SPEC_BYTES} bytes (1 MiB) without its source, "
+            f"got {total}: read large data from a file or an object store",
+        )
+
+
+def _bare(value: object) -> object:
+    """The value, with the digest of a source instead of its content."""
+    return [value.filename, value.directory] if isinstance(value, Source) else value

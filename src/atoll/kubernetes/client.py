@@ -89,13 +89,18 @@ class Cluster:
     @classmethod
     def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
         """Reads the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
-        access = read_access(context, kubeconfig)
+        return cls.reach(read_access(context, kubeconfig))
+
+    @classmethod
+    def reach(cls, access: Access) -> Cluster:
         client = httpx2.AsyncClient(
             base_url=access.server,
             auth=access.auth,
+            headers=access.headers,
             timeout=httpx2.Timeout(10.0, pool=60.0),
             transport=httpx2.AsyncHTTPTransport(
                 verify=access.verify,
+                proxy=access.proxy,
                 socket_options=_KEEPALIVE,
                 limits=httpx2.Limits(max_connections=200, max_keepalive_connections=20),
             ),
@@ -402,6 +407,8 @@ class Access(NamedTuple):
     namespace: str
     verify: ssl.SSLContext | bool
     auth: httpx2.Auth | None
+    proxy: httpx2.Proxy | None = None
+    headers: Mapping[str, str] | None = None
 
 
 def read_access(context: str | None, kubeconfig: str | None) -> Access:

@@ -8,10 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from atoll.core.bench import has_floor
-from atoll.core.checks import check_bounds, check_name
+from atoll.core.checks import check_bounds, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.mesh import split_endpoint
-from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds
+from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds, check_quantity
+from atoll.kubernetes.gpus import GPU_NODES, GpuNodes, alternatives, check_gpu_nodes
 from atoll.kubernetes.names import SOURCE
 from atoll.kubernetes.podfields import check_key, check_label_value, check_labels
 from atoll.kubernetes.podpatch import ShortNames, check_patch, merge_pod
@@ -22,31 +23,21 @@ Json = dict[str, Any]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Patience = Annotated[float, Meta(ge=1, le=MAX_SECONDS)]
 
-# From GPU name to the labels of nodes that have it, as NVIDIA's feature discovery writes them.
-GPU_NODES: dict[str, dict[str, str]] = {
-    "A100": {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"},
-    "H100": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
-    "A10G": {"nvidia.com/gpu.product": "NVIDIA-A10G"},
-    "T4": {"nvidia.com/gpu.product": "Tesla-T4"},
-}
-# The same on EKS, where Karpenter labels a node before any of its pods run.
-EKS_GPU_NODES: dict[str, dict[str, str]] = {
-    "A100": {"karpenter.k8s.aws/instance-gpu-name": "a100"},
-    "H100": {"karpenter.k8s.aws/instance-gpu-name": "h100"},
-    "A10G": {"karpenter.k8s.aws/instance-gpu-name": "a10g"},
-    "T4": {"karpenter.k8s.aws/instance-gpu-name": "t4"},
-}
-
 
 class KubernetesOptions(ShortNames, frozen=True):
     """The options of KubernetesExecutor. Unset means: as the cluster does it by default."""
 
     namespace: str | None = None  # unset: the training's own
     image: str | None = None  # for trainings that name none
+    # What of the image runs, exactly as it is here, in place of the training's command; replicas of
+    # a script only. The kubelet's word counts for its end.
+    command: list[str] | None = None
+    cpu_request: str | None = None  # for trainings that name none; requests, without limits
+    memory_request: str | None = None
     pod: Json = {}  # what of the ranks' pods is to differ: a partial pod spec
     is_runtime_class_with_gpu_meant: bool = False
     gpu_resource_key: str = "nvidia.com/gpu"
-    gpu_nodes: dict[str, dict[str, str]] = msgspec.field(default_factory=lambda: GPU_NODES)
+    gpu_nodes: dict[str, GpuNodes] = msgspec.field(default_factory=lambda: GPU_NODES)
     gpu_memory_label: str = "nvidia.com/gpu.memory"  # MiB, on nodes
     ttl_seconds_after_finished: WholeSeconds | None = 86_400
     kueue_queue: str | None = None
@@ -82,14 +73,19 @@ class KubernetesOptions(ShortNames, frozen=True):
             if getattr(self, field) is not None:
                 check_name(field, getattr(self, field))
         check_bounds(self)
+        for field in ("cpu_request", "memory_request"):
+            check_quantity(field, getattr(self, field))
+        if self.command is not None:
+            check_strings("command", self.command)
+            if not self.command or not self.command[0]:
+                raise ValidationError("command", self.command, "expected a program to run")
+        check_gpu_nodes(self.gpu_nodes)
         if self.etcd_endpoint is not None and split_endpoint(self.etcd_endpoint) is None:
             raise ValidationError("etcd_endpoint", self.etcd_endpoint, "expected host:port")
         check_patch(self.pod)
         self.check_short_names()
         check_labels("labels", self.labels)
         check_labels("annotations", self.annotations, has_free_values=True)
-        for model, labels in self.gpu_nodes.items():
-            check_labels(f"gpu_nodes.{model}", labels)
         check_key("gpu_memory_label", self.gpu_memory_label)
         if "/" not in self.gpu_resource_key:
             raise ValidationError(
@@ -144,17 +140,7 @@ class KubernetesOptions(ShortNames, frozen=True):
             )
         if needs.gpu_models and not needs.gpu_count:
             raise ValidationError("gpu_models", needs.gpu_models, "expected gpu_count above 0 too")
-        for model in needs.gpu_models:
-            if model.upper() not in self.gpu_nodes:
-                known = ", ".join(self.gpu_nodes) or "none"
-                raise ValidationError(
-                    "gpu_models", model, f"expected one of {known}; gpu_nodes adds more"
-                )
-        keys = {frozenset(self.gpu_nodes[m.upper()]) for m in needs.gpu_models}
-        if len(keys) > 1 or any(len(key) != 1 for key in keys if len(needs.gpu_models) > 1):
-            raise ValidationError(
-                "gpu_models", needs.gpu_models, "expected models told apart by one node label"
-            )
+        self._check_models(needs.gpu_models)
         if spec.source is not None and any(v["name"] == SOURCE for v in pod.get("volumes", ())):
             raise ValidationError(
                 "volumes", SOURCE, "expected another name: a training's source is in one of it"
@@ -163,6 +149,34 @@ class KubernetesOptions(ShortNames, frozen=True):
         for field in ("include", "exclude"):
             for provider in getattr(spec.provider_filter, field) or ():
                 check_label_value(f"provider_filter.{field}", provider)
+
+    def _check_models(self, models: list[str]) -> None:
+        own = self.own_node_labels()
+        for model in models:
+            if model.upper() not in self.gpu_nodes and not own:
+                known = ", ".join(self.gpu_nodes) or "none"
+                raise ValidationError(
+                    "gpu_models",
+                    model,
+                    f"expected one of {known}, or a node_selector for its nodes; gpu_nodes adds "
+                    "more",
+                )
+
+    def own_node_labels(self) -> set[str]:
+        """The labels of nodes that the caller asks for by a selector or an affinity."""
+        pod = self.patched({})
+        affinity = pod.get("affinity", {}).get("nodeAffinity", {})
+        required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+        rules = [
+            rule
+            for term in required.get("nodeSelectorTerms", ())
+            for rule in term.get("matchExpressions", ())
+        ]
+        return {*pod.get("nodeSelector", {}), *(rule.get("key", "") for rule in rules)}
+
+    def gpu_rows(self, models: list[str]) -> list[dict[str, list[str]]]:
+        """The labels of nodes with these GPUs; empty where any node will do."""
+        return alternatives(models, self.gpu_nodes, self.own_node_labels())
 
     def _check_beside(self, spec: TrainingSpec) -> None:
         """What is to run beside the ranks."""
@@ -181,6 +195,8 @@ class KubernetesOptions(ShortNames, frozen=True):
             )
 
     def records_exits(self, spec: TrainingSpec) -> bool:
+        if self.command is not None:
+            return False
         if self.is_exit_recorded is not None:
             return self.is_exit_recorded
         return self.is_start_gated and spec.world_size.max > 1
@@ -211,3 +227,10 @@ class ClusterOptions(KubernetesOptions, frozen=True):
     is_start_gated: bool = True
     ttl_seconds_after_finished: int | None = None
     deadline_margin_s: int = 60
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.command is not None:
+            raise ValidationError(
+                "command", self.command, "expected none: trainings have their own"
+            )

@@ -1,4 +1,4 @@
-"""Which nodes a rank may run on, and how ranks lie to each other. Pure."""
+"""Placement: which nodes a rank may use, and how ranks are spread. Pure."""
 
 from __future__ import annotations
 
@@ -40,20 +40,30 @@ def tolerations(needs: Resources, options: KubernetesOptions) -> list[Json]:
 
 
 def node_selector(needs: Resources, options: KubernetesOptions) -> dict[str, str]:
-    """The table's labels under the caller's own."""
-    is_one = len(needs.gpu_models) == 1
-    labels = options.gpu_nodes[needs.gpu_models[0].upper()] if is_one else {}
+    """The table's labels under the caller's own, where there is one value for each."""
+    rows = options.gpu_rows(needs.gpu_models)
+    labels = {key: values[0] for key, values in rows[0].items()} if _is_one(rows) else {}
     return {**options.patched({"nodeSelector": labels}).get("nodeSelector", {})}
+
+
+def _is_one(rows: list[dict[str, list[str]]]) -> bool:
+    return len(rows) == 1 and all(len(values) == 1 for values in rows[0].values())
+
+
+def _gpu_rules(needs: Resources, options: KubernetesOptions) -> list[list[Json]]:
+    """Rules of which one list must hold; those that fit a selector are there."""
+    rows = options.gpu_rows(needs.gpu_models)
+    if not rows or _is_one(rows):
+        return [[]]
+    return [
+        [{"key": key, "operator": "In", "values": values} for key, values in row.items()]
+        for row in rows
+    ]
 
 
 def _node_rules(training: Training, options: KubernetesOptions) -> list[Json]:
     needs, providers = training.spec.resources, training.spec.provider_filter
     rules: list[tuple[str, str, list[str]]] = []
-    if len(needs.gpu_models) > 1:
-        rows = [options.gpu_nodes[model.upper()] for model in needs.gpu_models]
-        (key,) = rows[0]
-        if key not in options.patched({}).get("nodeSelector", {}):
-            rules.append((key, "In", [row[key] for row in rows]))
     if needs.min_gpu_memory_gb is not None and needs.gpu_count:
         mib = needs.min_gpu_memory_gb * 10**9 // 2**20
         rules.append((options.gpu_memory_label, "Gt", [str(mib - 1)]))
@@ -66,15 +76,18 @@ def _node_rules(training: Training, options: KubernetesOptions) -> list[Json]:
 
 def affinity(training: Training, options: KubernetesOptions) -> Json | None:
     made: Json = {**options.patched({}).get("affinity", {})}
-    if rules := _node_rules(training, options):
+    rules = _node_rules(training, options)
+    by_gpu = _gpu_rules(training.spec.resources, options)
+    if rules or by_gpu != [[]]:
         node = {**made.get("nodeAffinity", {})}
         required = "requiredDuringSchedulingIgnoredDuringExecution"
         # Terms are alternatives: each of the caller's own must meet our rules as well.
         terms = node.get(required, {}).get("nodeSelectorTerms") or [{}]
         node[required] = {
             "nodeSelectorTerms": [
-                {**term, "matchExpressions": [*term.get("matchExpressions", ()), *rules]}
+                {**term, "matchExpressions": [*term.get("matchExpressions", ()), *gpu, *rules]}
                 for term in terms
+                for gpu in by_gpu
             ]
         }
         made["nodeAffinity"] = node

@@ -261,7 +261,7 @@ def _container(training: Training, options: Options) -> Json:
     return {
         "name": CONTAINER,
         "image": spec.image or options.image,
-        "command": [_literal(word) for word in command],
+        "command": options.command or [_literal(word) for word in command],
         "env": _environment(training, launch),
         # The last lines of a rank that failed travel in its status, however soon it is gone.
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -357,12 +357,14 @@ def _literal(text: str) -> str:
 
 
 def _resources(needs: Resources, options: Options) -> Json:
-    """Requests are limits too where they are given, so that a rank gets what it was promised."""
+    """What a training asks for is its limit too, so that a rank gets what it was promised."""
     wanted = {"cpu": needs.cpu, "memory": needs.memory}
     amounts = {name: value for name, value in wanted.items() if value is not None}
     if needs.gpu_count:
         amounts[options.gpu_resource_key] = str(needs.gpu_count)  # quantities travel as strings
-    return {"requests": amounts, "limits": amounts} if amounts else {}
+    usual = {"cpu": options.cpu_request, "memory": options.memory_request}
+    requests = {name: value for name, value in usual.items() if value is not None} | amounts
+    return _filled({"requests": requests, "limits": amounts})
 
 
 def _volumes(training: Training, options: Options) -> list[Json]:

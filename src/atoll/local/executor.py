@@ -260,7 +260,8 @@ class LocalBackend:
             if self._slots is not None and room < training.spec.world_size.target:
                 self._waiting[training.uid] = training.key
             bench = self._bench_seen(training)
-            return Seen(room=self._shown_room(room), message=self._room_message(), bench=bench)
+            message = gang.shortage or self._room_message()
+            return Seen(room=self._shown_room(room), message=message, bench=bench)
         is_supervised = gang.is_supervised()
         state = gang.state
         self._give_back(training.uid, _holds(gang))
@@ -382,7 +383,9 @@ class LocalBackend:
             draft.replace(path)
 
     def _message(self, training: Training, room: int) -> str:
-        """What ranks wait for: their rendezvous, or free slots."""
+        """What ranks wait for: the machine, their rendezvous, or free slots."""
+        if shortage := self._gang(training).shortage:
+            return shortage
         if error := read_rendezvous(self._root / training.uid).get("error"):
             return str(error)
         return self._room_message() if self._shown_room(room) is not None else ""

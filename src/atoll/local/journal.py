@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.core.retry import grown_s
+from atoll.local.processes import boot_id
 
 Record = Mapping[str, Any]
 
@@ -25,6 +27,7 @@ class Attempt(NamedTuple):
     exit: Record | None = None
     earlier_s: float = 0.0  # how long the attempts before this one ran
     previous: Record | None = None  # how the one before this ended
+    up: float | None = None  # `started_at` by the monotonic clock of the gang's boot
     is_stopping: bool = False  # a wish without it was accepted; a later one does not undo that
 
     def ran_s(self, now: float) -> float:
@@ -42,6 +45,14 @@ class Due(NamedTuple):
     at: float
 
 
+class Anchor(NamedTuple):
+    """One moment by the gang's own time and by the monotonic clock of that boot."""
+
+    boot: str
+    at: float
+    up: float
+
+
 class GangState:
     """The state of a gang after all records of its journal."""
 
@@ -50,9 +61,12 @@ class GangState:
         self.size: int | None = None
         self.redo: dict[int, int] = {}
         self.attempts: dict[int, Attempt] = {}
+        self.anchor: Anchor | None = None
 
     def fold(self, record: Record) -> None:
         kind = record["t"]
+        if "boot" in record:
+            self.anchor = Anchor(record["boot"], record["at"], record["up"])
         if kind == "applied":
             self.version = record["version"]
             self.size = record["size"]
@@ -71,6 +85,7 @@ class GangState:
                 record["at"],
                 earlier_s=0.0 if last is None else last.ran_s(record["at"]),
                 previous=None if last is None else last.exit,
+                up=record.get("up"),
             )
         elif kind == "exit":
             last = self.attempts.get(record["rank"])
@@ -150,7 +165,29 @@ class JournalWriter:
         os.ftruncate(self._file, self._end)  # a line torn by a crash was never acknowledged
         for record in records:
             self.state.fold(record)
+        self._last_at = max((record["at"] for record in records), default=0.0)
+        self._anchor = self._own_anchor(boot_id())
         reserve(self._file, self._end)
+
+    def now(self) -> float:
+        """The gang's own time: always later than the last one, so that records keep their order.
+
+        It starts as the wall clock and goes on as the monotonic one, under later supervisors too:
+        setting the wall clock changes no duration.
+        """
+        at = self._anchor.at + time.monotonic() - self._anchor.up
+        self._last_at = max(at, self._last_at + 1e-6)
+        return self._last_at
+
+    def _own_anchor(self, boot: str) -> Anchor:
+        stored = self.state.anchor
+        if stored is not None and stored.boot == boot:
+            return stored
+        return Anchor(boot, max(time.time(), self._last_at), time.monotonic())
+
+    def stamp(self) -> dict[str, Any]:
+        """The present moment, for a record that later supervisors take their time from."""
+        return {"at": self.now(), "up": time.monotonic(), "boot": self._anchor.boot}
 
     def append(self, records: Sequence[Record]) -> None:
         """Writes the records durably. On a full disk it raises OSError and writes nothing."""

@@ -26,23 +26,45 @@ def adopt_orphans() -> None:
 
 def born(pid: int) -> int:
     """When the process started, in clock ticks since boot; 0 if it is gone."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def is_running(pid: int, born_at: int) -> bool:
     """Whether that very process exists and is not a zombie."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return bool(fields) and int(fields[19]) == born_at and fields[0] not in ("Z", "X")
 
 
-def _stat(pid: int) -> list[str]:
+def stat_fields(pid: int) -> list[str]:
     """Fields of /proc/pid/stat from the state on: the name before it may hold any character."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def parent(pid: int) -> int:
+    """The parent's pid; 0 if the process is gone."""
+    fields = stat_fields(pid)
+    return int(fields[1]) if fields else 0
+
+
+def command_line(pid: int) -> list[bytes]:
+    """The words it was started with; none if it is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:
+        return []
+
+
+def switches(pid: int) -> list[str]:
+    """How often the process was given the CPU, as the kernel counts it."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
+        return [line.split()[1] for line in file if "ctxt_switches" in line]
+    return []
 
 
 def children(pid: int) -> list[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,11 +93,12 @@ def start_record(attempt: Attempt) -> Record:
         "pid": attempt.pid,
         "born": attempt.born,
         "at": attempt.started_at,
+        "up": attempt.up,
     }
 
 
-def lost_record(attempt: Attempt, ended: dict[int, int]) -> Record:
-    record = attempt_end(attempt, ended.get(attempt.pid), time.time())
+def lost_record(attempt: Attempt, ended: dict[int, int], at: float) -> Record:
+    record = attempt_end(attempt, ended.get(attempt.pid), at)
     if record["code"] in (None, 128 + signal.SIGKILL):
         record["reason"] = RankEnd.SUPERVISOR_LOST
         record["message"] = "the process that supervised this rank was killed"
@@ -113,6 +114,29 @@ def attempt_end(attempt: Attempt, status: int | None, at: float) -> dict[str, An
         **exit_record(status, at),
         "stopped": False,
     }
+
+
+def end_key(attempt: Attempt) -> str:
+    return f"{attempt.pid}.{attempt.born}"
+
+
+def write_ends(directory: Path, ends: dict[str, float]) -> None:
+    """Tells a supervisor that was stopped when its ranks were first seen dead, by `end_key`.
+
+    The times are those of the monotonic clock, which all processes of a machine share.
+    """
+    if ends:
+        draft = directory / "ends.new"
+        draft.write_text(json.dumps(ends))
+        draft.replace(directory / "ends")
+
+
+def read_ends(directory: Path) -> dict[str, float]:
+    try:
+        ends: dict[str, float] = json.loads((directory / "ends").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return ends
 
 
 def error_file(directory: Path, rank: int, attempt: int) -> str:

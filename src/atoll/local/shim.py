@@ -1,8 +1,10 @@
 """Supervises the local ranks of one training, apart from the control plane.
 
-Two processes. The *keeper* watches the supervisor: if that dies or freezes, it kills every process
-of the training and journals how each rank ended. The *supervisor* starts, stops and restarts ranks
-and journals each exit first. Both hold the gang's lock: a free lock means that nobody is in charge.
+Three processes, each the child of the one before. The *guard*, a shell, only waits: should keeper
+and supervisor both be killed, it ends what is left below them. The *keeper* watches the supervisor:
+if that dies or freezes, it kills every process of the training and journals how each rank ended.
+The *supervisor* starts, stops and restarts ranks and journals each exit first. Keeper and
+supervisor hold the gang's lock: a free lock means that nobody is in charge.
 The local executor passes the lock and a listening socket as inherited files. Only the standard
 library and light modules are imported: a rank cannot start before this has loaded.
 """
@@ -30,7 +32,7 @@ def main(directory: str, lock: int, listener: int) -> None:
     """Runs as the keeper; returns when no process of the training is left."""
     os.set_inheritable(lock, False)
     os.set_inheritable(listener, False)
-    dismiss = _post_guard()
+    dismiss = _step_below_guard()
     processes.adopt_orphans()
     is_heir = _leave_mark(mark_of(Path(directory)))
     supervisor = os.fork()
@@ -45,35 +47,59 @@ def main(directory: str, lock: int, listener: int) -> None:
         os.write(dismiss, b"dismissed\n")
 
 
-# Waits until it is dismissed, or until keeper and supervisor have both died; then kills what they
-# started. It is a shell, so that killing atoll by name does not kill it.
+# Waits until it is dismissed, or until keeper and supervisor have both died. What they leave comes
+# to it as its children, whatever has become of its environment or session; some may carry their
+# variable and be elsewhere. It ends after two looks that found nothing. It is a shell, so that
+# killing atoll by name does not kill it. Every command that is no builtin also reaps the children.
 GUARD = """
-read word && exit
-while found=$(grep -ls "ATOLL_SUPERVISOR=$1" /proc/[0-9]*/environ); [ -n "$found" ]; do
-    for file in $found; do pid=${file#/proc/}; kill -9 "${pid%/environ}" 2>/dev/null; done
+read word
+word=$word.
+empty=0
+while [ $empty -lt 2 ]; do
+    below= ; read below < /proc/$$/task/$$/children
+    if [ $word = dismissed. ]; then [ -n "$below" ] || exit 0; sleep 0.01; continue; fi
+    marked=$(grep -ls "ATOLL_SUPERVISOR=$1" /proc/[0-9]*/environ)
+    empty=$((empty + 1))
+    for file in $marked $below; do
+        empty=0; pid=${file#/proc/}; kill -9 "${pid%/environ}" 2>/dev/null
+    done
+    sleep 0.02
 done
 """
 
 
-def _post_guard() -> int:
-    """Starts the last resort against orphans. A line into the returned pipe dismisses it.
+def _step_below_guard() -> int:
+    """Forks; the parent becomes the guard, and the child goes on. Returns the pipe to dismiss it.
 
-    It is no child of the keeper, which kills all of its children.
+    Orphans of this process come to the guard, which is not killed with the keeper's children.
     """
     orders, dismiss = os.pipe2(os.O_CLOEXEC)
-    # Every rank carries this, so the guard never kills the ranks of a later shim.
-    os.environ["ATOLL_SUPERVISOR"] = f"{os.getpid()}.{processes.born(os.getpid())}."
-    between = os.fork()
-    if between == 0:
+    place, is_posted = os.pipe2(os.O_CLOEXEC)
+    processes.adopt_orphans()
+    keeper = os.fork()
+    if keeper != 0:
+        # The signals that Python ignores would stay ignored.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for target, file in enumerate((orders, nowhere, nowhere)):
+            os.dup2(file, target)
+        # Every rank carries this, so the guard never kills the ranks of a later shim.
+        words = ["sh", "-c", GUARD, "guard", _own_mark(keeper)]
         with contextlib.suppress(OSError):  # no shell: the next control plane will clear up
-            words = ["sh", "-c", GUARD, "guard", os.environ["ATOLL_SUPERVISOR"]]
-            place = [(os.POSIX_SPAWN_DUP2, orders, 0)]
-            path = {"PATH": os.environ.get("PATH", os.defpath)}
-            os.posix_spawnp("sh", words, path, file_actions=place, setsid=True)
+            os.execvpe("sh", words, {"PATH": os.environ.get("PATH", os.defpath)})
         os._exit(0)
-    os.waitpid(between, 0)
+    os.setsid()
+    os.environ["ATOLL_SUPERVISOR"] = _own_mark(os.getpid())
     os.close(orders)
+    os.close(is_posted)
+    os.read(place, 1)  # until the guard stands there
+    os.close(place)
     return dismiss
+
+
+def _own_mark(pid: int) -> str:
+    return f"{pid}.{processes.born(pid)}."
 
 
 def mark_of(directory: Path) -> Path:
@@ -95,7 +121,8 @@ def keep(directory: Path, supervisor: int) -> None:
         return
     ended = kill_descendants()
     journal = JournalWriter(directory / "journal")
-    records = [lost_record(attempt, ended) for attempt in journal.state.alive()]
+    now = journal.now()
+    records = [lost_record(attempt, ended, now) for attempt in journal.state.alive()]
     append_persistently(journal, records)
     mark_of(directory).unlink(missing_ok=True)
 

@@ -14,20 +14,25 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from atoll.core.ends import RankEnd
+from atoll.core.retry import Retry
 from atoll.local import processes
 from atoll.local.journal import Attempt, Due, JournalWriter, Record
+from atoll.local.muster import Muster
+from atoll.local.pulse import BEAT, BEAT_S, GROWN
 from atoll.local.ranklog import last_lines
 from atoll.local.rankprocess import (
-    GO,
     Process,
     attempt_end,
     become_rank,
+    end_key,
     error_file,
     lost_record,
+    read_ends,
     start_record,
 )
 from atoll.local.rendezvous import Rendezvous
@@ -39,11 +44,13 @@ from atoll.local.shim import (
     mark_of,
     read_gang,
 )
+from atoll.local.shortage import FIRST_PAUSE_S, LONGEST_PAUSE_S, SHORT, waiting_words
 from atoll.rank.report import own_word
 
 PIPE_BYTES = 1 << 20
 TAIL_LINES = 20
 SWEEP_EVERY_S = 0.05
+SLICE_S = 0.05  # how long ranks are forked before others are heard again
 
 
 def supervise(directory: Path, listener: int, *, is_heir: bool) -> None:
@@ -64,7 +71,11 @@ class Supervisor:
         self._swept: set[int] = set()  # ranks that ended and may have left processes behind
         self._exec_errors: dict[tuple[int, int], tuple[str, str]] = {}
         self._oom_kills = processes.oom_kills()
-        self._last_at = 0.0
+        self._muster: Muster | None = None
+        self._start_at = 0.0  # monotonic; not before, after a shortage
+        self._pauses = Retry(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._shortage = ""
+        self._beat_at = 0.0  # monotonic
         self._rendezvous: Rendezvous | None = None
         self._prepare(is_heir)
 
@@ -85,7 +96,7 @@ class Supervisor:
         left = self._journal.state.alive()
         if left or is_heir:
             bury(left, read_gang(self._directory)["uid"])
-            append_persistently(self._journal, [lost_record(a, {}) for a in left])
+            append_persistently(self._journal, [lost_record(a, {}, self._end_of(a)) for a in left])
 
     def run(self) -> None:
         self._accept_wish()
@@ -100,7 +111,7 @@ class Supervisor:
         if not later and not self._by_pid:
             return False
         ended: list[Process] = []
-        for fd, _ in self._epoll.poll(min(later, default=None)):
+        for fd, _ in self._epoll.poll(min([*later, *self._beat()], default=None)):
             self._handle(fd, ended)
         if ended:
             self._finish(ended)
@@ -152,7 +163,7 @@ class Supervisor:
         return later
 
     def _start_due(self) -> list[float]:
-        now = time.time()
+        now = self._journal.now()
         ready: list[Due] = []
         later: list[float] = []
         for due in self._journal.state.due(self._gang["max_restarts"]):
@@ -162,8 +173,10 @@ class Supervisor:
                 ready.append(due)
             else:
                 later.append(due.at - now)
-        if ready and not self._start(ready):
-            later.append(0.5)
+        if self._muster is not None and not self._muster.held.keys() <= {d[:2] for d in ready}:
+            self._disband()
+        if ready:
+            later += self._start(ready)
         return later
 
     def _stop_unwanted(self, process: Process, now: float) -> None:
@@ -177,39 +190,50 @@ class Supervisor:
 
     # Starting
 
-    def _start(self, ready: list[Due]) -> bool:
-        """Forks, journals, then lets the ranks run: a running rank is always in the journal."""
+    def _start(self, ready: list[Due]) -> list[float]:
+        """Forks, journals, then lets the ranks run: a running rank is always in the journal.
+
+        It forks for a while only, so that wishes and exits are heard in between. Returns in how
+        many seconds to go on.
+        """
+        if (left := self._start_at - time.monotonic()) > 0:
+            return [left]
         if not self._open_rendezvous():
-            return False
-        go_out, go_in = os.pipe2(os.O_CLOEXEC)
-        pids: list[int] = []
-        outputs: list[int] = []
-        started: list[Process] = []
+            return [FIRST_PAUSE_S]
+        until = time.monotonic() + SLICE_S
         try:
+            self._muster = self._muster or Muster()
             for due in ready:
-                output, output_in = os.pipe2(os.O_CLOEXEC)
-                outputs.append(output)
-                pid = self._fork(due, (go_out, go_in), output_in)
-                pids.append(pid)
-                born = processes.born(pid)
-                attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, self._now())
-                started.append(Process(attempt, output, self._directory / "logs"))
+                if (due.rank, due.attempt) in self._muster.held:
+                    continue
+                if time.monotonic() > until:
+                    return [0.0]
+                self._muster.hold(self._forked(due, self._muster))
+            started = list(self._muster.held.values())
             self._journal.append([start_record(process.attempt) for process in started])
-        except OSError:  # too many processes or files, or a full disk: nothing ran, try again
-            for fd in (go_in, go_out, *outputs, *(process.pidfd for process in started)):
-                os.close(fd)
-            for process in started:
-                process.log.close()
-            for pid in pids:
-                os.waitpid(pid, 0)
-            return False
+        except OSError as error:  # too many processes or files, or a full disk: nothing ran
+            return [self._wait_for_room(len(ready), error)]
         for process in started:
             self._watch(process)
-        os.write(go_in, GO * len(started))
-        os.close(go_in)
-        os.close(go_out)
+        self._muster.release()
+        self._muster = None
+        self._pauses.has_worked()
+        self._shortage = ""
         self._tell_clients()
-        return True
+        return []
+
+    def _wait_for_room(self, wanted: int, error: OSError) -> float:
+        self._disband()
+        seconds = self._pauses.pause_s() or LONGEST_PAUSE_S
+        self._start_at = time.monotonic() + seconds
+        self._shortage = waiting_words(f"start {wanted} ranks", error.strerror)
+        self._tell_shortage(self._clients.values())
+        return seconds
+
+    def _disband(self) -> None:
+        if self._muster is not None:
+            self._muster.disband()
+            self._muster = None
 
     def _open_rendezvous(self) -> bool:
         if self._rendezvous is None:
@@ -221,6 +245,23 @@ class Supervisor:
             return False
         self._gang["env"] = {**env, **self._gang["env"]}
         return True
+
+    def _forked(self, due: Due, muster: Muster) -> Process:
+        """A child that waits to become the rank."""
+        output, output_in = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = self._fork(due, muster.files, output_in)
+            try:
+                born = processes.born(pid)
+                at, up = self._journal.now(), time.monotonic()
+                attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, at, up=up)
+                return Process(attempt, output, self._directory / "logs")
+            except OSError:
+                processes.kill(pid)  # it is reaped with the orphans
+                raise
+        except OSError:
+            os.close(output)
+            raise
 
     def _fork(self, due: Due, go: tuple[int, int], output: int) -> int:
         try:
@@ -276,7 +317,7 @@ class Supervisor:
 
     def _explained(self, process: Process, status: int) -> Record:
         attempt = process.attempt
-        record = attempt_end(attempt, status, self._now())
+        record = attempt_end(attempt, status, self._end_of(attempt))
         failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
         if process.is_stopping:
             record["stopped"] = True
@@ -315,8 +356,9 @@ class Supervisor:
         self._swept = left
 
     def _reap_orphans(self) -> None:
+        held = {p.attempt.pid for p in self._muster.held.values()} if self._muster else set()
         for pid in processes.children(self._pid):
-            if pid not in self._by_pid:
+            if pid not in self._by_pid and pid not in held:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
@@ -326,6 +368,8 @@ class Supervisor:
         with contextlib.suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, flags)) is not None and child.si_pid:
                 process = self._by_pid.get(child.si_pid)
+                if process is None and self._muster is not None:
+                    process = self._muster.of(child.si_pid)
                 if process is not None:
                     is_stopped = child.si_code == os.CLD_STOPPED
                     process.frozen_since = time.monotonic() if is_stopped else None
@@ -356,7 +400,7 @@ class Supervisor:
             "version": gang["version"],
             "size": gang["size"],
             "redo": gang["redo"],
-            "at": self._now(),
+            **self._journal.stamp(),
         }
         append_persistently(self._journal, [record])
         self._tell_clients()
@@ -367,7 +411,9 @@ class Supervisor:
             client.setblocking(False)
             self._clients[client.fileno()] = client
             self._epoll.register(client.fileno(), select.EPOLLIN)
-            client.send(b"j")  # what was journalled before it was accepted
+            client.send(GROWN)  # what was journalled before it was accepted
+            client.send(BEAT)  # from here on, every second
+            self._tell_shortage([client])
 
     def _hear(self, fd: int) -> None:
         """Any byte means: there is a new wish."""
@@ -384,12 +430,31 @@ class Supervisor:
         self._clients.pop(fd).close()
 
     def _tell_clients(self) -> None:
-        """One byte means: the journal has grown. A full buffer already says so."""
-        for client in self._clients.values():
-            with contextlib.suppress(OSError):
-                client.send(b"j")
+        """The journal has grown. A full buffer already says so."""
+        self._send(GROWN, self._clients.values())
 
-    def _now(self) -> float:
-        """The time, always later than the last one, so that records keep their order."""
-        self._last_at = max(time.time(), self._last_at + 1e-6)
-        return self._last_at
+    def _tell_shortage(self, clients: Iterable[socket.socket]) -> None:
+        if self._shortage:
+            self._send(SHORT + self._shortage.encode() + b"\n", clients)
+
+    def _beat(self) -> list[float]:
+        """Tells clients every second that it lives. Returns in how many seconds the next is due."""
+        if not self._clients:
+            return []
+        now = time.monotonic()
+        if now >= self._beat_at:
+            self._send(BEAT, self._clients.values())
+            self._beat_at = now + BEAT_S
+        return [self._beat_at - now]
+
+    def _send(self, data: bytes, clients: Iterable[socket.socket]) -> None:
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.send(data)
+
+    def _end_of(self, attempt: Attempt) -> float:
+        """When a rank that has just been found dead ended, as well as that can be known."""
+        now = self._journal.now()
+        seen_up = read_ends(self._directory).get(end_key(attempt))
+        late_s = 0.0 if seen_up is None else max(time.monotonic() - seen_up, 0.0)
+        return max(now - late_s, attempt.started_at)

@@ -16,22 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.rank.keywords import call
-from atoll.rank.result import MAX_BYTES, result_lines
+from atoll.rank.result import give_result, hand_in
 
-
-def give_result(value: Any) -> None:
-    """Returns `value` as the `result` of this replica to its collector. The last call counts."""
-    import cloudpickle
-
-    payload = cloudpickle.dumps(value)
-    if len(payload) > MAX_BYTES:
-        raise ValueError(
-            f"the result has {len(payload) / 2**20:.0f} MiB, expected at most "
-            f"{MAX_BYTES // 2**20}: write it to a store and return its address"
-        )
-    sys.stdout.flush()
-    for line in result_lines(payload):
-        os.write(1, line)
+__all__ = ["give_result", "hand_in", "main", "named_function"]
 
 
 def main(payload: bytes) -> None:
@@ -52,7 +39,7 @@ def run(payload: bytes) -> None:
     else:
         function = named_function(parts["name"])
     args = {key: pickle.loads(value) for key, value in parts["args"].items()}
-    give_result(call(function, args, os.environ))
+    hand_in(call(function, args, os.environ))
 
 
 def named_function(name: str) -> Any:

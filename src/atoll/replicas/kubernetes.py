@@ -1,55 +1,292 @@
-"""Replicas on a cluster, launched from a script: `KubernetesExecutor` and `EKSExecutor`.
-
-Should the script be killed, its Jobs go on until their deadline, and the cluster removes them.
-"""
+"""Replicas on a cluster, launched from a script: `KubernetesExecutor` and `EKSExecutor`."""
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import fields
+
+from atoll.core.checks import check_as
 from atoll.core.errors import ValidationError
 from atoll.core.spec import TrainingSpec
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.executor import KubernetesBackend
-from atoll.kubernetes.options import EKS_GPU_NODES, KubernetesOptions
-from atoll.replicas.surface import ReplicaSurface
+from atoll.core.status import Wish
+from atoll.kubernetes.gpus import EKS_GPU_NODES
+from atoll.kubernetes.options import KubernetesOptions
+from atoll.replicas.entrypoints import Entry, InImage, read_in_image
+from atoll.replicas.surface import Entrypoint, ReplicaSurface
+
+if TYPE_CHECKING:
+    from atoll.kubernetes.client import Cluster
+    from atoll.kubernetes.executor import KubernetesBackend
+
+Json = dict[str, Any]
+
+# A gang's name has 46 characters of it before its own mark, and `replicas-` in front.
+RUN_ID_ROOM = 54
+TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
+OPTIONS = {field.name: field for field in fields(KubernetesOptions)}
+RESTARTS = next(field.type for field in fields(TrainingSpec) if field.name == "max_restarts")
+
+
+class UnknownArgument(ValidationError, TypeError):
+    """An argument that the executor does not have; a TypeError, as Python's own."""
 
 
 class KubernetesExecutor(ReplicaSurface):
-    """Replicas as the pods of one Indexed Job a launch. `image` is one of `KubernetesOptions`.
+    """Replicas as the pods of one Indexed Job a launch.
 
-    `context` and `kubeconfig` choose the cluster; by default it is the pod's own, `KUBECONFIG` or
-    ~/.kube/config. Bad options raise ValidationError here, clashes at the launch.
+    `command` runs exactly as it is, in the image; without it the code of the entrypoint is sent
+    along. `backoff_limit`: how often each replica is restarted. `run_id` is in the Job's name.
+    `batch_api` and `core_api`, of the official client, are the way to the cluster; else `context`
+    and `kubeconfig` choose it, by default the pod's own, `KUBECONFIG` or ~/.kube/config. Other
+    `options` are those of `KubernetesOptions`. Bad ones raise ValidationError here, clashes at the
+    launch.
     """
 
     backend_name = "kubernetes"
     supports_inter_replica_network = True
 
     def __init__(
-        self, *, context: str | None = None, kubeconfig: str | None = None, **options: Any
+        self,
+        image: str | None = None,
+        *,
+        service_account_name: str | None = None,
+        tolerations: Sequence[Any] | None = None,
+        command: Sequence[str] | None = None,
+        backoff_limit: int = 0,
+        run_id: str | None = None,
+        batch_api: Any = None,
+        core_api: Any = None,
+        context: str | None = None,
+        kubeconfig: str | None = None,
+        allow_pickle: bool = False,
+        **options: Any,
     ) -> None:
-        try:
-            self.options = KubernetesOptions(**options)
-        except TypeError as error:
-            raise ValidationError("options", sorted(options), str(error)) from error
-        self._given = options
-        self._context = context
-        self._kubeconfig = kubeconfig
+        _check_installed(type(self).__name__)
+        _check_known(options)
+        check_as("backoff_limit", backoff_limit, RESTARTS)
+        if not isinstance(allow_pickle, bool):
+            raise ValidationError("allow_pickle", allow_pickle, "expected True or False")
+        account = _one_account(service_account_name, options.pop("service_account", None))
+        given = {
+            **options,
+            "image": image,
+            "service_account": account,
+            "tolerations": plain_tolerations(tolerations),
+            "command": list(command) if isinstance(command, tuple) else command,
+        }
+        if given.get("node_selector", {}) is None:
+            given["node_selector"] = {}
+        self.options = KubernetesOptions(**given)
+        self.takes_only_variables = command is not None
+        self._given = given
+        self._way = (context, kubeconfig)
+        self._run = None if run_id is None else name_part("run_id", run_id)
+        self.image = image
+        self.namespace = options.get("namespace") or "default"
+        self.service_account_name = account
+        self.node_selector = options.get("node_selector")
+        self.tolerations = tolerations
+        self.runtime_class_name = options.get("runtime_class_name")
+        self.command = command
+        self.cpu_request = options.get("cpu_request")
+        self.memory_request = options.get("memory_request")
+        self.ttl_seconds_after_finished = self.options.ttl_seconds_after_finished
+        self.backoff_limit = backoff_limit
+        self.gpu_resource_key = self.options.gpu_resource_key
+        self.run_id = run_id
+        self.batch_api = batch_api
+        self.core_api = core_api
+        self.allow_pickle = allow_pickle
+        self._check_way()
 
     def make_executor(self) -> KubernetesBackend:
-        cluster = Cluster.connect(self._context, self._kubeconfig)
-        options = {"namespace": cluster.namespace, **self._given}
-        return KubernetesBackend(cluster=cluster, **options)
+        from atoll.kubernetes.executor import KubernetesBackend
+
+        cluster = self._connect()
+        self.namespace = self.options.namespace or cluster.namespace
+        return KubernetesBackend(cluster=cluster, **self._given | {"namespace": self.namespace})
 
     def check_launch(self, spec: TrainingSpec) -> None:
         """Raises ValidationError where the launch cannot be done with these options."""
         self.options.check(spec)
 
+    def read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
+        if self.options.command is not None:
+            return read_in_image(entrypoint)
+        return super().read_entry(entrypoint, args)
+
+    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
+        if isinstance(entry, InImage):
+            runs: dict[str, Any] = {"command": self.options.command}
+        else:
+            runs = super().what_runs(entry, uid)
+        return runs | {"max_restarts": self.backoff_limit}
+
+    def launch_name(self, uid: str) -> str:
+        if self._run is None:
+            return super().launch_name(uid)
+        return f"{f'replicas-{self._run}'[:RUN_ID_ROOM].rstrip('-')}-{uid[:8]}"
+
+    def render_replicas(
+        self,
+        n_replicas: int,
+        entrypoint: Entrypoint,
+        entrypoint_args: Mapping[str, Any] | None = None,
+        *,
+        gpu: str | int | None = None,
+        timeout: float | None = 3600,
+    ) -> list[Json]:
+        """What such a launch would create, the Job last; the cluster is not asked."""
+        from atoll.kubernetes.render import render_job, render_service, render_world
+
+        training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
+        wish = Wish(version=1, size=n_replicas)
+        objects = [
+            render_world(training, wish, self.options, None),
+            render_service(training, self.options, None),
+            render_job(training, wish, self.options),
+        ]
+        for item in objects:
+            item["metadata"]["namespace"] = self.namespace
+        return objects
+
+    def _check_way(self) -> None:
+        apis = {"batch_api": self.batch_api, "core_api": self.core_api}
+        given = [field for field, api in apis.items() if api is not None]
+        if given and any(self._way):
+            name, value = next(
+                pair for pair in zip(("context", "kubeconfig"), self._way, strict=True) if pair[1]
+            )
+            raise ValidationError(name, value, f"expected none: {given[0]} knows the cluster")
+        if given:
+            self._official()
+
+    def _official(self) -> Any:
+        from atoll.kubernetes.official import access_of
+
+        return access_of(self.batch_api, self.core_api, self.namespace)
+
+    def _connect(self) -> Cluster:
+        from atoll.kubernetes.client import Cluster
+
+        if self.batch_api is None and self.core_api is None:
+            return Cluster.connect(*self._way)
+        return Cluster.reach(self._official())
+
 
 class EKSExecutor(KubernetesExecutor):
-    """KubernetesExecutor with EKS's node labels in the GPU table."""
+    """KubernetesExecutor with the GPUs of EKS, and the arguments and defaults of composer's.
+
+    `more` are the other arguments of KubernetesExecutor.
+    """
 
     backend_name = "eks"
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{"gpu_nodes": EKS_GPU_NODES} | options)
+    def __init__(
+        self,
+        image: str,
+        *,
+        namespace: str = "default",
+        service_account_name: str | None = None,
+        node_selector: dict[str, str] | None = None,
+        tolerations: Sequence[Any] | None = None,
+        runtime_class_name: str | None = None,
+        command: Sequence[str] | None = None,
+        cpu_request: str | None = "4",
+        memory_request: str | None = "16Gi",
+        ttl_seconds_after_finished: int | None = 3600,
+        backoff_limit: int = 0,
+        gpu_resource_key: str = "nvidia.com/gpu",
+        run_id: str | None = None,
+        batch_api: Any = None,
+        core_api: Any = None,
+        **more: Any,
+    ) -> None:
+        if not isinstance(image, str) or not image:
+            raise ValidationError("image", image, "expected an image: replicas run in containers")
+        super().__init__(
+            image,
+            namespace=namespace,
+            service_account_name=service_account_name,
+            node_selector=node_selector,
+            tolerations=tolerations,
+            runtime_class_name=runtime_class_name,
+            command=command,
+            cpu_request=cpu_request,
+            memory_request=memory_request,
+            ttl_seconds_after_finished=ttl_seconds_after_finished,
+            backoff_limit=backoff_limit,
+            gpu_resource_key=gpu_resource_key,
+            run_id=run_id,
+            batch_api=batch_api,
+            core_api=core_api,
+            **{"gpu_nodes": EKS_GPU_NODES} | more,
+        )
+
+
+def plain_tolerations(entries: Sequence[Any] | None) -> list[Json] | None:
+    """Dictionaries and objects of the official client alike, with the names of the API."""
+    if entries is None:
+        return None
+    if isinstance(entries, str | Mapping) or not isinstance(entries, Sequence):
+        raise ValidationError("tolerations", entries, "expected a list of tolerations")
+    return [_toleration(f"tolerations[{at}]", entry) for at, entry in enumerate(entries)]
+
+
+def _toleration(field: str, entry: Any) -> Json:
+    if not isinstance(entry, Mapping):
+        to_dict = getattr(entry, "to_dict", None)
+        entry = to_dict() if callable(to_dict) else entry
+    if not isinstance(entry, Mapping):
+        expected = "expected a dictionary or a V1Toleration of the kubernetes client"
+        raise ValidationError(field, entry, expected)
+    camel = {_camel(key): value for key, value in entry.items() if value is not None}
+    for key, value in camel.items():
+        if key not in TOLERATION:
+            raise ValidationError(f"{field}.{key}", value, _meant(key, TOLERATION))
+    return camel
+
+
+def _camel(name: Any) -> str:
+    return re.sub(r"_([a-z])", lambda part: part[1].upper(), str(name))
+
+
+def name_part(field: str, text: Any) -> str:
+    """`text` as part of a DNS label: lower case, with '-' for what a label cannot hold."""
+    part = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") if isinstance(text, str) else ""
+    if not part:
+        raise ValidationError(field, text, "expected letters or digits, as part of a Job's name")
+    return part
+
+
+def _one_account(name: str | None, other: str | None) -> str | None:
+    if name is not None and other is not None and name != other:
+        expected = f"expected as service_account_name, which is {name!r}"
+        raise ValidationError("service_account", other, expected)
+    return other if name is None else name
+
+
+def _check_known(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in OPTIONS:
+            named = KubernetesExecutor.__init__.__kwdefaults__ or {}
+            raise UnknownArgument(name, value, _meant(name, [*OPTIONS, *named]))
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return (
+        f"there is no such argument: did you mean {close[0]!r}?"
+        if close
+        else ("there is no such argument")
+    )
+
+
+def _check_installed(name: str) -> None:
+    if importlib.util.find_spec("lightkube") is None:
+        raise RuntimeError(f"{name} needs lightkube: pip install 'atoll[kubernetes]'")

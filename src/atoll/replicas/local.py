@@ -1,12 +1,14 @@
 """Replicas as processes of this machine, launched from a script. They end when the script does.
 
 A small process for each script, its guard, ends them however the script ends. If the guard is
-killed as well, the next script that launches replicas clears up.
+killed as well, the next script that launches replicas clears up. Detached replicas have a keeper
+instead, which follows them to their end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import fcntl
 import os
@@ -16,16 +18,24 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import atoll
+from atoll.core.checks import is_text
+from atoll.core.errors import AtollError, NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import Training
+from atoll.core.status import Training, Wish
 from atoll.local import processes
+from atoll.local.adoption import bury, delete, is_buried, read_record, write_record
 from atoll.local.executor import LocalBackend
+from atoll.local.state import state_dir
 from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
+from atoll.replicas.plane import ScriptPlane
+from atoll.replicas.shared import StopCause
 from atoll.replicas.surface import ReplicaSurface
 
 PREFIX = "atoll-replicas-"
@@ -39,15 +49,85 @@ _GUARD = (
 )
 
 
+_KEEPER = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from atoll.replicas.local import keep; keep(*sys.argv[2:])"
+)
+KEPT_S = 7 * 86_400.0  # how long the record of a detached launch is kept after its end
+
+
 class LocalProcessExecutor(ReplicaSurface):
-    """Replicas as processes of this machine. They end when the script that launched them does."""
+    """Replicas as processes of this machine. They end when the script that launched them does.
+
+    With `detach=True` they go on, and so do their handles: `close` and `with` still end them. What
+    is known of them is kept in `state_dir`, by default `ATOLL_STATE_DIR/replicas`, else
+    `~/.local/state/atoll/replicas`, and forgotten a week after their end.
+    """
 
     backend_name = "local"
     supports_inter_replica_network = True
     has_shared_folder = True
 
+    def __init__(
+        self,
+        *,
+        detach: bool = False,
+        state_dir: str | os.PathLike[str] | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        for field, value in (("detach", detach), ("allow_pickle", allow_pickle)):
+            if not isinstance(value, bool):
+                raise ValidationError(field, value, "expected True or False")
+        if state_dir is not None and not is_text(os.fspath(state_dir)):
+            raise ValidationError("state_dir", state_dir, "expected a path")
+        self.detach = detach
+        self.ends_with_script = not detach
+        self.allow_pickle = allow_pickle
+        self.state_dir = Path(default_state_dir() if state_dir is None else state_dir).absolute()
+        self._attached: dict[Path, ScriptPlane] = {}
+
     def make_executor(self) -> Executor:
-        return _ScriptProcesses(self._root / "gangs")
+        return ScriptProcesses(self._gangs_root)
+
+    def plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
+        """A launch is in the directory that its handle names, else in the one of detached ones."""
+        directory = Path(metadata.get("directory", self.state_dir))
+        if self.detach and directory == self.state_dir:
+            return self._plane
+        if directory not in self._attached:
+            self._pid  # noqa: B018  whose it is
+            atexit.register(self._end_with_script)
+            self._attached[directory] = ScriptPlane(lambda: ScriptProcesses(directory))
+        return self._attached[directory]
+
+    def metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
+        root = executor.root if isinstance(executor, ScriptProcesses) else self._gangs_root
+        return {**super().metadata(training, executor), "directory": str(root)}
+
+    def note_launch(self, training: Training) -> None:
+        if self.detach:
+            start_keeper(self.state_dir, training.name)
+
+    def wait_until_recorded(self, job_name: str) -> None:
+        """The end of a launch is in its record, for processes that look for it later."""
+        gang = self._known[job_name]
+        if gang.plane is not None and not gang.training.status.is_released:
+            done = gang.plane.wait([gang], lambda: gang.training.status.is_released, None)
+            gang.plane.call(done)
+
+    def _planes(self) -> list[ScriptPlane]:
+        return [*super()._planes(), *self._attached.values()]
+
+    @cached_property
+    def _gangs_root(self) -> Path:
+        if not self.detach:
+            return self._root / "gangs"
+        try:
+            self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise Permanent(f"cannot write to {self.state_dir}: {error.strerror}") from error
+        clear_expired(self.state_dir)
+        return self.state_dir
 
     @cached_property
     def _root(self) -> Path:
@@ -61,7 +141,8 @@ class LocalProcessExecutor(ReplicaSurface):
         source = str(Path(atoll.__file__).parents[1])
         match entry:
             case FunctionCall(payload):
-                place = self._root / f"{uid}.pkl"
+                place = self._gangs_root / uid / "function.pkl"
+                place.parent.mkdir(parents=True, mode=0o700)
                 place.write_bytes(payload)
                 command = [sys.executable, "-c", _ENTRY, source, str(place)]
             case Module(name, argv):
@@ -80,10 +161,107 @@ class LocalProcessExecutor(ReplicaSurface):
             self._guard.wait()
 
 
-class _ScriptProcesses(LocalBackend):
+class ScriptProcesses(LocalBackend):
+    """The gangs of one directory, which several processes may follow."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.root = root
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        async with self._alone(training):
+            await super().apply(training, wish)
+
+    async def release(self, training: Training) -> None:
+        """The gang is over, and its record says how it ended. Its files stay to be read."""
+        directory = self.root / training.uid
+        if (directory / "gang.json").exists():
+            async with self._alone(training):
+                write_record(directory, training)
+
     async def purge(self, training: Training) -> None:
-        """Logs go with the whole directory: a script that ends can start no thread for it."""
-        await self.release(training)
+        """A script that ends can start no thread to delete files in."""
+        directory = self.root / training.uid
+        bury(directory)
+        await super().release(training)
+        delete(directory)
+
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        for directory in self._candidates(uid):
+            with contextlib.suppress(Permanent):
+                record = None if is_buried(directory) else read_record(directory)
+                if record is not None and record.name == job_name:
+                    return record if self._is_kept(directory, record) else None
+        return None
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        with contextlib.suppress(Permanent):
+            if record := read_record(self.root / training.uid):
+                return StopCause(record.status.failing, record.status.failing_message)
+        return StopCause()
+
+    def _candidates(self, uid: str | None) -> Iterator[Path]:
+        if uid is not None:
+            if "/" not in uid and uid not in (".", ".."):
+                yield self.root / uid
+            return
+        with contextlib.suppress(OSError):
+            yield from sorted(self.root.iterdir())
+
+    def _is_kept(self, directory: Path, record: Training) -> bool:
+        return record.status.phase.is_terminal or (directory / "gang.json").exists()
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, training: Training) -> AsyncIterator[None]:
+        """No other process writes to the gang's directory meanwhile."""
+        directory = self.root / training.uid
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(directory / "turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not _is_taken(lock):  # noqa: ASYNC110  other processes set no event
+                await asyncio.sleep(0.02)
+            yield
+        finally:
+            os.close(lock)
+
+
+def _is_taken(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def default_state_dir() -> Path:
+    """Where detached launches are, for all scripts of this user."""
+    return state_dir() / "replicas"
+
+
+def start_keeper(directory: Path, job_name: str) -> None:
+    """A process that keeps the deadline of a detached launch when no script is left to do so."""
+    keeper = _start(_KEEPER, str(directory), job_name)
+    threading.Thread(target=keeper.wait, name="atoll-keeper", daemon=True).start()
+
+
+def keep(directory: str, job_name: str) -> None:
+    """Follows a launch to its end, and records it."""
+    executor = LocalProcessExecutor(state_dir=directory)
+    with contextlib.suppress(NotFound):
+        executor.collect(executor.attach(job_name))
+        executor.wait_until_recorded(job_name)
+
+
+def clear_expired(root: Path) -> None:
+    """Deletes what is known of detached launches that ended long ago."""
+    for directory in root.iterdir():
+        with contextlib.suppress(AtollError, OSError):
+            record = read_record(directory)
+            # Without a record it is of a launch that was refused.
+            ended_at = directory.stat().st_mtime if record is None else record.status.ended_at
+            if ended_at is not None and time.time() > ended_at + KEPT_S:
+                bury(directory)
+                delete(directory)
 
 
 def new_root() -> Path:
@@ -93,9 +271,14 @@ def new_root() -> Path:
 
 
 def start_guard(root: Path) -> subprocess.Popen[bytes]:
+    return _start(_GUARD, str(root))
+
+
+def _start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A small process beside the script."""
     source = str(Path(atoll.__file__).parents[1])
     return subprocess.Popen(
-        [sys.executable, "-c", _GUARD, source, str(root)],
+        [sys.executable, "-c", code, source, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

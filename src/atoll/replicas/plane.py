@@ -19,20 +19,30 @@ from atoll.core.ends import PhaseReason
 from atoll.core.errors import AtollError, Conflict, Gone, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key
 from atoll.core.status import Training
+from atoll.replicas.shared import SharedBackend, SharedExecutor
 from atoll.store.memory import MemoryStore
 
 T = TypeVar("T")
 
 LAUNCH_PATIENCE_S = 10.0
 AFTER_GRACE_S = 5.0
+LEAVE_S = 5.0
 
 
 class Gang:
-    """One launch and the last known state of its training."""
+    """One launch and the last known state of its training. `is_own`: it was launched here.
 
-    def __init__(self, training: Training) -> None:
+    `plane` is who follows it; None if there is no such launch.
+    """
+
+    def __init__(
+        self, training: Training, plane: ScriptPlane | None, *, is_own: bool = True
+    ) -> None:
         self.training = training
+        self.plane = plane
+        self.is_own = is_own
         self.is_removed = False
+        self.is_gone = False  # somebody has deleted it
         self.last: Pass | None = None
         self.fault: Exception | None = None  # why it cannot be observed, unless that may pass
         self.results: dict[int, tuple[Any, str]] = {}
@@ -71,6 +81,7 @@ class ScriptPlane:
         self._gangs: dict[Key, Gang] = {}
         self._news = asyncio.Event()
         self._death: Permanent | None = None
+        self._shared: SharedExecutor | None = None
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="atoll-replicas", daemon=True)
@@ -81,7 +92,7 @@ class ScriptPlane:
             self._end()
             raise
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
+    def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Runs `work` in the plane's own thread and returns its result."""
         try:
             self.check_open()
@@ -90,7 +101,7 @@ class ScriptPlane:
             raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            return future.result(timeout)
         except BaseException:
             future.cancel()  # when interrupted, nobody waits for it any longer
             raise
@@ -101,7 +112,7 @@ class ScriptPlane:
 
     def launch(self, training: Training) -> Gang:
         """Launches the gang. If that fails or is interrupted, nothing of it is left."""
-        gang = Gang(training)
+        gang = Gang(training, self)
         try:
             self.call(self._launch(gang))
         except BaseException as error:
@@ -110,10 +121,22 @@ class ScriptPlane:
             raise
         return gang
 
+    def adopt(self, job_name: str, uid: str | None) -> Gang | None:
+        """The gang of that launch, whoever has launched it; None if there is none."""
+        return self.call(self._adopt(job_name, uid))
+
     def close(self) -> None:
-        """Stops and removes every gang. Raises if one remains, and may then be repeated."""
+        """Stops and removes every gang that was launched here. Raises if one remains, and may
+        then be repeated."""
         if not self._is_closed:
             self.call(self._close())
+            self._end()
+
+    def leave(self) -> None:
+        """Ends this control plane alone: the gangs go on."""
+        if not self._is_closed:
+            with contextlib.suppress(Exception):  # nobody is left to be told
+                self.call(self._leave(), timeout=LEAVE_S)
             self._end()
 
     def fault_of(self, gang: Gang) -> Exception | None:
@@ -166,7 +189,11 @@ class ScriptPlane:
 
     async def _open(self, make: Callable[[], Executor]) -> Executor:
         executor = make()
-        controller = Controller(self.store, {executor.name: executor}, on_pass=self._note_pass)
+        followed = executor
+        if isinstance(executor, SharedBackend):
+            self._shared = SharedExecutor(executor, self.store, self._note_gone)
+            followed = self._shared
+        controller = Controller(self.store, {executor.name: followed}, on_pass=self._note_pass)
         self._running = asyncio.create_task(self._follow_with(controller))
         self._running.add_done_callback(self._note_death)
         return executor
@@ -187,9 +214,12 @@ class ScriptPlane:
             self._wake()
             with contextlib.suppress(Gone):
                 async for change in self.store.watch(version):
-                    gang = self._gangs[change.training.key]
-                    gang.training, gang.is_removed = change.training, change.is_removed
-                    self._wake()
+                    if known := self._gangs.get(change.training.key):
+                        known.training, known.is_removed = change.training, change.is_removed
+                        self._wake()
+
+    def _note_gone(self, key: Key) -> None:
+        self._gangs[key].is_gone = True
 
     def _note_pass(self, done: Pass) -> None:
         if gang := self._gangs.get(done.key):  # a backend may report what others launched
@@ -209,6 +239,36 @@ class ScriptPlane:
         news.set()
 
     async def _launch(self, gang: Gang) -> None:
+        await self._begin(gang)
+        status = (await self.store.get(gang.training.key)).status
+        if status.failing == PhaseReason.EXECUTOR_REFUSED:
+            raise Permanent(status.failing_message)
+
+    async def _adopt(self, job_name: str, uid: str | None) -> Gang | None:
+        if not isinstance(self.executor, SharedBackend) or self._shared is None:
+            return None
+        training = await self.executor.find(job_name, uid)
+        if training is None:
+            return None
+        self._shared.note_found(training)
+        gang = Gang(training, self, is_own=False)
+        if gang.is_over:  # the record of its end is all there is to know
+            status = replace(training.status, is_released=True)
+        else:  # unobserved, so that the controller looks at it
+            status = replace(training.status, observed_generation=0)
+        gang.training = replace(training, status=status)
+        if gang.is_over:
+            return gang
+        try:
+            await self._begin(gang)
+        except BaseException:
+            self._gangs.pop(training.key, None)
+            await self.store.remove(gang.training)
+            raise
+        return gang
+
+    async def _begin(self, gang: Gang) -> None:
+        """Stores the training and waits for the first pass over it. Raises its error."""
         self._gangs[gang.training.key] = gang
         started = time.perf_counter()
         gang.training = await self.store.create(gang.training)
@@ -222,9 +282,7 @@ class ScriptPlane:
             await self.wait([gang], is_decided, None)  # a slow backend is waited for
         if gang.error is not None:
             raise gang.error
-        status = (await self.store.get(gang.training.key)).status
-        if status.failing == PhaseReason.EXECUTOR_REFUSED:
-            raise Permanent(status.failing_message)
+        gang.training = await self.store.get(gang.training.key)
 
     async def _delete(self, gang: Gang, *, is_away: bool = False) -> None:
         """Stops and removes it with its logs, within the grace. `is_away`: without waiting for the
@@ -241,14 +299,17 @@ class ScriptPlane:
             await self.store.update_spec(replace(training, deletion_requested_at=time.time()))
             await self.wait([gang], lambda: gang.is_removed, deadline)
         if not gang.is_removed:
-            await self.executor.release(gang.training)
+            is_shared = isinstance(self.executor, SharedBackend)
+            await (self.executor.purge if is_shared else self.executor.release)(gang.training)
 
     async def _close(self) -> None:
-        ends = await asyncio.gather(
-            *map(self._delete, list(self._gangs.values())), return_exceptions=True
-        )
+        own = [gang for gang in self._gangs.values() if gang.is_own]
+        ends = await asyncio.gather(*map(self._delete, own), return_exceptions=True)
         for error in filter(None, ends):
             raise error
+        await self._leave()
+
+    async def _leave(self) -> None:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
         close = getattr(self.executor, "close", None)

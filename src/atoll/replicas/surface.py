@@ -9,28 +9,36 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
+import logging
 import os
-import pickle
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Self
+
+from msgspec.structs import replace
 
 from atoll.core.checks import (
     ENTRYPOINT_VARIABLE,
     QUORUM_VARIABLE,
+    RESULTS_VARIABLE,
     TOGETHER_VARIABLE,
     check_as,
     check_int,
     check_timeout,
+    is_text,
 )
 from atoll.core.errors import NotFound, ValidationError
+from atoll.core.lines import RESULT_MARK, printed
 from atoll.core.narrate import exit_in_words
+from atoll.core.phase import Phase
 from atoll.core.ports import Checking, Executor
 from atoll.core.spec import (
     MAX_GPUS,
+    MAX_WORLD,
     Deadline,
     RankCount,
     RendezvousSpec,
@@ -39,8 +47,15 @@ from atoll.core.spec import (
     TrainingSpec,
     WorldSize,
 )
-from atoll.core.status import RankStatus, Training
-from atoll.rank.result import lines_expected, result_of, visible
+from atoll.core.status import RankStatus, Status, Training
+from atoll.rank.result import (
+    PICKLE,
+    Reading,
+    decode_value,
+    nonce_of,
+    parts_expected,
+    read_result,
+)
 from atoll.replicas.arguments import URI, read_arguments, store_uri
 from atoll.replicas.entrypoints import (
     Entry,
@@ -52,7 +67,10 @@ from atoll.replicas.entrypoints import (
     name_of,
     read_entry,
 )
+from atoll.replicas.handle import LaunchAddress, ReplicaHandle, read_handle
 from atoll.replicas.plane import Gang, ScriptPlane
+
+log = logging.getLogger(__name__)
 
 Entrypoint = str | os.PathLike[str] | Callable[..., Any]
 
@@ -73,23 +91,23 @@ STATES: dict[str, ReplicaState] = {
 }
 
 
-@dataclass(frozen=True)
-class ReplicaHandle:
-    """One replica of one launch. Only the executor that launched it knows it."""
-
-    rank: int
-    gang: str
-    backend: str
-
-
 class ReplicaSurface:
-    """launch_replicas, poll, stream_logs, cancel, collect; for any executor."""
+    """launch_replicas, poll, stream_logs, cancel, collect, attach; for any executor.
+
+    Replicas go on when the script ends, unless `ends_with_script`; `close` and `with` end what was
+    launched. `allow_pickle`: functions may return whatever can be pickled. A replica can then run
+    code here, so it is off by default.
+    """
 
     backend_name: str = ""
     supports_inter_replica_network: bool = False
+    takes_only_variables: bool = False  # arguments reach replicas in their environment alone
     has_shared_folder: bool = False  # replicas see the launcher's files under the same paths
     namespace = "default"
     stop_grace_s = 5.0
+    ends_with_script = False
+    allow_pickle = False
+    launch_word = "launch"  # what the backend calls one
 
     def make_executor(self) -> Executor:
         """Called once, in the thread that will use it."""
@@ -140,14 +158,35 @@ class ReplicaSurface:
         after `timeout` seconds is stopped and has failed. Bad input raises ValidationError, a
         ValueError, and nothing is launched.
         """
+        if "_plane" in self.__dict__:
+            self._plane.check_open()
+        training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
+        spec = replace(training.spec, executor=self._plane.executor.name)
+        training = replace(training, namespace=self.namespace, spec=spec)
+        gang = self._plane.launch(training)
+        self._known[self.job_name(training)] = gang
+        self.note_launch(training)
+        return self._handles(training, self._plane.executor)
+
+    def new_training(
+        self,
+        n_replicas: int,
+        entrypoint: Entrypoint,
+        entrypoint_args: Mapping[str, Any] | None,
+        gpu: str | int | None,
+        timeout: float | None,
+    ) -> Training:
+        """The training that a launch is. Raises ValidationError for what cannot be launched."""
         check_as("n_replicas", n_replicas, RankCount)
         check_as("timeout", timeout, Deadline | None)
-        given = {} if entrypoint_args is None else entrypoint_args
-        args = read_arguments(given, is_function=is_function(entrypoint))
+        is_called = is_function(entrypoint) and not self.takes_only_variables
+        args = read_arguments(
+            {} if entrypoint_args is None else entrypoint_args, is_function=is_called
+        )
         entry = self.read_entry(entrypoint, args.values)
         uri = store_uri(args.values.get(URI), is_shared_folder=self.has_shared_folder)
-        self._plane.check_open()
         uid = uuid.uuid4().hex
+        is_pickled = self.allow_pickle and isinstance(entry, FunctionCall)
         spec = TrainingSpec(
             name=self.launch_name(uid),
             world_size=WorldSize(min=1, target=n_replicas, max=n_replicas),
@@ -155,42 +194,55 @@ class ReplicaSurface:
             resources=read_gpu(gpu),
             deadline_s=timeout,
             stop_grace_s=self.stop_grace_s,
-            executor=self._plane.executor.name,
             env={
                 **args.env,
                 **({ENTRYPOINT_VARIABLE: name} if (name := name_of(entrypoint)) else {}),
                 **start_variables(n_replicas),
+                **({RESULTS_VARIABLE: PICKLE} if is_pickled else {}),
             },
             **self.what_runs(entry, uid),
         )
         self.check_launch(spec)
-        training = Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
-        self._known[uid] = self._plane.launch(training)
-        return [ReplicaHandle(rank, uid, self.backend_name) for rank in range(n_replicas)]
+        return Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
+
+    def attach(self, job_name: str) -> list[ReplicaHandle]:
+        """The handles of a launch again, from any process. Raises NotFound if there is none."""
+        if not is_text(job_name) or not job_name:
+            raise ValidationError("job_name", job_name, "expected the name of a launch")
+        address = LaunchAddress(job_name, None, {})
+        gang = self._found(address)
+        if gang is None or gang.plane is None:
+            raise NotFound(f"{self.backend_name} launch", job_name)
+        return self._handles(gang.training, gang.plane.executor)
 
     def poll(self, handle: ReplicaHandle) -> ReplicaState:
         """The state of the replica. Raises the error that keeps the backend from telling it."""
         gang = self._gang(handle)
-        fault = self._plane.fault_of(gang)
-        if fault is not None and not gang.is_over:
-            raise fault
+        if gang.plane is not None and not gang.is_over:
+            fault = gang.plane.fault_of(gang)
+            if fault is not None:
+                raise fault
         return state_of(gang.training, handle.rank)
 
     def stream_logs(self, handle: ReplicaHandle, n_lines: int = 200) -> str:
         """The last `n_lines` lines it has printed; a placeholder while there are none."""
         check_int("n_lines", n_lines, 1, 10_000_000)
-        lines = self._log(handle, n_lines)
-        printed = [text for text in map(visible, lines) if text is not None]
-        if len(printed) < len(lines) == n_lines:  # the rest was a result: look above it
-            printed = [t for t in map(visible, self._log(handle, None)) if t is not None][-n_lines:]
-        return "\n".join(printed) if printed else NOTHING_YET
+        gang = self._gang(handle)
+        lines = self._log(gang, handle, n_lines)
+        texts = printed(lines)
+        if len(texts) < len(lines) == n_lines:  # the rest was a result: look above it
+            texts = printed(self._log(gang, handle, None))[-n_lines:]
+        return "\n".join(texts) if texts else NOTHING_YET
 
     def cancel(self, handle: ReplicaHandle) -> None:
-        """Stops the whole gang of this replica. Already ended or being stopped is success.
+        """Stops the whole gang of this replica. Already ended, being stopped or unknown is
+        success.
 
         Raises if the backend did not accept it: the replicas may still run then.
         """
-        self._plane.call(self._plane.cancel(self._gang(handle)))
+        gang = self._gang(handle)
+        if gang.plane is not None and not gang.is_over:
+            gang.plane.call(gang.plane.cancel(gang))
 
     def collect(
         self, handles: Sequence[ReplicaHandle], timeout: float | None = None
@@ -202,21 +254,21 @@ class ReplicaSurface:
         """
         if timeout is not None:
             check_timeout(timeout)
-        gangs = [self._gang(handle) for handle in handles]
+        gangs = self._gangs(handles)
         deadline = None if timeout is None else time.monotonic() + min(timeout, 1e12)
         pairs = list(zip(gangs, handles, strict=True))
-
-        def is_done() -> bool:
-            return all(state_of(gang.training, handle.rank) in FINAL for gang, handle in pairs)
-
-        self._plane.call(self._plane.wait(list(dict.fromkeys(gangs)), is_done, deadline))
+        for plane in dict.fromkeys(gang.plane for gang in gangs):
+            group = [gang for gang in dict.fromkeys(gangs) if gang.plane is plane]
+            if plane is not None and not all(gang.is_over for gang in group):
+                plane.call(plane.wait(group, is_done_of(group, pairs), deadline))
         return [self._report(gang, handle, timeout) for gang, handle in pairs]
 
     def close(self) -> None:
-        """Stops everything that was launched and removes its files."""
-        if "_plane" in self.__dict__ and self._is_own():
-            self._plane.close()
-        atexit.unregister(self.close)
+        """Stops everything that was launched here and removes it. What was attached goes on."""
+        if self._is_own():
+            for plane in self._planes():
+                plane.close()
+        atexit.unregister(self._end_with_script)
 
     def __enter__(self) -> Self:
         return self
@@ -235,26 +287,105 @@ class ReplicaSurface:
     @cached_property
     def _plane(self) -> ScriptPlane:
         self._pid  # noqa: B018  whose it is
-        atexit.register(self.close)
+        atexit.register(self._end_with_script)
         return ScriptPlane(self.make_executor)
+
+    def _planes(self) -> list[ScriptPlane]:
+        """Those that are in use."""
+        return [self._plane] if "_plane" in self.__dict__ else []
+
+    def _end_with_script(self) -> None:
+        if self.ends_with_script:
+            self.close()
+        elif self._is_own():
+            for plane in self._planes():
+                plane.leave()
+
+    def job_name(self, training: Training) -> str:
+        """The name of a launch, as the backend has it."""
+        return training.name
+
+    def metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
+        """What another process needs to find the launch beside its name and uid, as JSON."""
+        return {"namespace": training.namespace}
+
+    def plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
+        """Who follows a launch with this metadata. Raises ValidationError if it cannot be one of
+        this executor."""
+        return self._plane
+
+    def note_launch(self, training: Training) -> None:
+        """Called when a launch has succeeded."""
+
+    def _handles(self, training: Training, executor: Executor) -> list[ReplicaHandle]:
+        shared = {
+            "job_name": self.job_name(training),
+            "uid": training.uid,
+            **self.metadata(training, executor),
+        }
+        return [
+            ReplicaHandle(rank, self.backend_name, {**shared, "rank": rank})
+            for rank in range(training.spec.world_size.target)
+        ]
 
     @cached_property
     def _known(self) -> dict[str, Gang]:
         return {}
 
-    def _gang(self, handle: ReplicaHandle) -> Gang:
-        if not isinstance(handle, ReplicaHandle) or handle.gang not in self._known:
-            raise NotFound("replica", str(handle))
-        return self._known[handle.gang]
+    @cached_property
+    def _turn(self) -> threading.Lock:
+        return threading.Lock()
 
-    def _log(self, handle: ReplicaHandle, tail: int | None) -> list[str]:
-        gang = self._gang(handle)
+    def _gang(self, handle: ReplicaHandle) -> Gang:
+        """The gang of the handle, adopted where needed; one that is cancelled if there is none."""
+        (gang,) = self._gangs([handle])
+        return gang
+
+    def _gangs(self, handles: Sequence[ReplicaHandle]) -> list[Gang]:
+        """All handles are checked before anything is asked; each launch is looked for once."""
+        addresses = [read_handle(handle, self.backend_name) for handle in handles]
+        by_launch: dict[tuple[str, str | None], Gang] = {}
+        for address in addresses:
+            launch = address.job_name, address.uid
+            if launch not in by_launch:
+                by_launch[launch] = self._found(address) or absent_gang(address)
+        gangs = [by_launch[address.job_name, address.uid] for address in addresses]
+        for gang, handle in zip(gangs, handles, strict=True):
+            size = gang.training.spec.world_size.target
+            if handle.rank >= size:
+                raise ValidationError(
+                    "handle.rank", handle.rank, f"expected below {size}: so many were launched"
+                )
+        return gangs
+
+    def _found(self, address: LaunchAddress) -> Gang | None:
+        with self._turn:
+            gang = self._known.get(address.job_name)
+            if gang is None:
+                plane = self.plane_for(address.metadata)
+                gang = plane.adopt(address.job_name, address.uid)
+                if gang is not None:
+                    self._known[address.job_name] = gang
+        is_other = gang is not None and address.uid not in (None, gang.training.uid)
+        return None if is_other else gang
+
+    def _log(
+        self, gang: Gang, handle: ReplicaHandle, tail: int | None, *, is_result: bool = False
+    ) -> list[str]:
+        """The last lines of the replica's log; of a result only the marked ones."""
+        plane = gang.plane
+        if plane is None:
+            return []
 
         async def read() -> list[str]:
-            lines = self._plane.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
-            return [line.text async for line in lines]
+            lines = plane.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
+            with contextlib.suppress(NotFound):  # deleted
+                return [
+                    line.text async for line in lines if RESULT_MARK in line.text or not is_result
+                ]
+            return []
 
-        return self._plane.call(read())
+        return plane.call(read())
 
     def _report(self, gang: Gang, handle: ReplicaHandle, timeout: float | None) -> dict[str, Any]:
         rank = rank_of(gang.training, handle.rank)
@@ -262,6 +393,9 @@ class ReplicaSurface:
         ended = rank.exit
         result, trouble = self._result(gang, handle) if state in FINAL else (None, "")
         error = error_of(gang.training, rank, state)
+        job_name = handle.metadata["job_name"]
+        if gang.is_gone and state == "cancelled":
+            error = f"the {self.launch_word} {job_name} no longer exists"
         if state not in FINAL:
             error = f"{state} after {timeout:g} s of waiting"
             error += f": {rank.message}" if rank.message else ""
@@ -271,6 +405,7 @@ class ReplicaSurface:
             "exit_code": ended.code if ended else None,
             "error": error or trouble or None,
             "result": result,
+            "job_name": job_name,
             "signal": ended.signal if ended else None,
             "reason": ended.reason if ended else None,
             "host": rank.node,
@@ -281,20 +416,58 @@ class ReplicaSurface:
     def _result(self, gang: Gang, handle: ReplicaHandle) -> tuple[Any, str]:
         """The result of the replica, or None and why there is none."""
         if handle.rank not in gang.results:
-            payload = self._result_payload(handle)
-            try:
-                outcome = (None if payload is None else pickle.loads(payload), "")
-            except Exception as error:  # a class that only the replica has, for example
-                outcome = (None, f"the result cannot be read here: {error!r}")
-            gang.results[handle.rank] = outcome
+            reading = self._read_result(gang, handle)
+            if reading.trouble:
+                log.warning("rank %d of %s: %s", handle.rank, gang.training.name, reading.trouble)
+            gang.results[handle.rank] = self._decoded(gang, reading)
         return gang.results[handle.rank]
 
-    def _result_payload(self, handle: ReplicaHandle) -> bytes | None:
-        tail = self._log(handle, RESULT_TAIL)
-        count = lines_expected(tail)
-        if count == 0:
-            return None if len(tail) < RESULT_TAIL else result_of(self._log(handle, None))
-        return result_of(tail) or result_of(self._log(handle, count + RESULT_TAIL))
+    def _decoded(self, gang: Gang, reading: Reading) -> tuple[Any, str]:
+        if reading.result is None:
+            return None, reading.trouble
+        is_function = gang.training.spec.env.get(RESULTS_VARIABLE) == PICKLE
+        try:
+            return decode_value(reading.result, allow_pickle=self.allow_pickle and is_function), ""
+        except ValueError as error:
+            return None, str(error)
+
+    def _read_result(self, gang: Gang, handle: ReplicaHandle) -> Reading:
+        """From the end of the log, and from all of it only where that does not have it."""
+        nonce = nonce_of(gang.training.uid)
+        tail = self._log(gang, handle, RESULT_TAIL)
+        if len(tail) < RESULT_TAIL:
+            return read_result(tail, nonce)
+        count = parts_expected(tail, nonce)
+        if count:
+            near = self._log(gang, handle, count + RESULT_TAIL, is_result=True)
+            reading = read_result(near, nonce)
+            if reading.result is not None:
+                return reading
+        return read_result(self._log(gang, handle, None, is_result=True), nonce)
+
+
+def absent_gang(address: LaunchAddress) -> Gang:
+    """The gang of a launch that does not exist, or does so no longer: it is cancelled."""
+    spec = TrainingSpec(
+        name="absent",
+        world_size=WorldSize(min=1, target=MAX_WORLD, max=MAX_WORLD),
+        command=["true"],
+        cancel=True,
+    )
+    status = Status(phase=Phase.CANCELLED)
+    uid = address.uid or ""
+    training = Training(namespace="", uid=uid, spec=spec, status=status)
+    gang = Gang(training, None, is_own=False)
+    gang.is_gone = True
+    return gang
+
+
+def is_done_of(
+    gangs: Sequence[Gang], pairs: Sequence[tuple[Gang, ReplicaHandle]]
+) -> Callable[[], bool]:
+    """Whether all replicas of these gangs among `pairs` have ended."""
+    ranks = [(gang, handle.rank) for gang, handle in pairs if gang in gangs]
+    return lambda: all(state_of(gang.training, rank) in FINAL for gang, rank in ranks)
 
 
 def rank_of(training: Training, rank: int) -> RankStatus:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import atoll
 from atoll.core.errors import AtollError, Permanent
+from atoll.local.state import state_dir
 from atoll.sdk import config
 from atoll.sdk.endpoint import Address, here
 from atoll.sdk.release import OtherRelease, difference
@@ -36,15 +37,6 @@ STOP_ATTEMPTS = 3
 # What the shell that happens to start the server says of itself. It would reach the ranks of all
 # others: each caller sends its own, or has none.
 LEFT_OUT = ("CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "OLDPWD", "OMP_NUM_THREADS", "VIRTUAL_ENV")
-
-
-def state_dir() -> Path:
-    """ATOLL_STATE_DIR, else the user's state directory of the platform."""
-    given = os.environ.get("ATOLL_STATE_DIR")
-    if given:
-        return Path(given).absolute()
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "atoll"
 
 
 def begin() -> None:

@@ -27,7 +27,7 @@ from atoll.core.metrics import Metrics
 from atoll.core.model import Model, encode
 from atoll.core.narrate import failure_in_words
 from atoll.core.phase import Phase
-from atoll.core.spec import TrainingSpec
+from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import Event, Training, TrainingList, Usage, WorldStatus
 from atoll.sdk.effects import Flow, NextChange, Pause, Send
 from atoll.sdk.requests import PATIENCE_S, Clock, answered, new_retry, send
@@ -73,6 +73,7 @@ def create(
     clock: Clock = time.monotonic,
 ) -> Flow[Training]:
     """The stored training. It is stored once, however often the request is repeated."""
+    check_spec_size(spec)
     effect = Send(
         "POST", ALL, body=encode(spec), headers={"Idempotency-Key": key, **(headers or {})}
     )

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from atoll.core.errors import Temporary, ValidationError
 from atoll.core.ports import Checking, Executor
-from atoll.core.spec import TrainingSpec
+from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import Training
 from atoll.server.operations import Plane
 
@@ -17,7 +17,9 @@ def default_executor(plane: Plane) -> str | None:
 
 
 def admitted(spec: TrainingSpec, plane: Plane) -> TrainingSpec:
-    """The spec to store, with its executor named. Raises ValidationError if none accepts it."""
+    """The spec to store, with its executor named. Raises ValidationError if none accepts it, and
+    TooLarge."""
+    check_spec_size(spec)
     name = default_executor(plane) if spec.executor is None else spec.executor
     executor = plane.executors.get(name or "")
     if executor is None:

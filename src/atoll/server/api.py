@@ -11,6 +11,7 @@ from atoll.core.problem import Problem
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import PlacedLine, Training, TrainingList, Usage
 from atoll.server import reports, trainings
+from atoll.server.bodies import MAX_BODY_BYTES
 from atoll.server.operations import NDJSON, SSE, Answer, AnswerDoc, ApiCall, Operation, json_answer
 from atoll.server.problems import MEDIA_TYPE
 
@@ -47,7 +48,7 @@ _MISSING = {404: _problem("This namespace has no such training.")}
 _COMMON = _BAD | _DENIED | {503: _problem("The request cannot be served now; try again later.")}
 _NAMED = _COMMON | _MISSING
 _GONE = {410: _problem("`after` is older than the oldest version in the store.")}
-_LARGE = {413: _problem("The body is too large.")}
+_LARGE = {413: _problem("The body or the spec in it is too large; the answer names the field.")}
 _TRAINING = AnswerDoc("The training.", Training)
 _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
@@ -67,6 +68,7 @@ NATIVE = (
             **_LARGE,
         },
         body=TrainingSpec,
+        max_body=MAX_BODY_BYTES,
         headers={
             "Idempotency-Key": "Requests repeated with the same key create one training.",
             trainings.IF_DEFAULT: "The answer is 400 unless this executor is the default.",

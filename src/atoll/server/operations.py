@@ -5,21 +5,23 @@ Queries and bodies are msgspec structs, so the document says exactly what is che
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
-from atoll.core.model import decode, encode, named
+from atoll.core.model import encode, named
 from atoll.core.ports import Executor, Store, Tokens
+from atoll.core.spec import MAX_SPEC_BYTES
+from atoll.server.bodies import Bodies, decoded
 from atoll.server.encoded import EncodedChanges
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
@@ -32,7 +34,6 @@ Method = Literal["GET", "POST", "DELETE", "PUT", "PATCH"]
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
-MAX_BODY_BYTES = 64 * 2**20  # a shipped function travels in the body
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +55,7 @@ class Plane:
     gauges: Gauges
     setup: Setup = field(default_factory=Setup)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
+    bodies: Bodies = field(default_factory=Bodies)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Operation:
     answers: Mapping[int, AnswerDoc]
     query: type[Query] = NoQuery
     body: type | None = None
+    max_body: int = MAX_SPEC_BYTES
     headers: Mapping[str, str] = field(default_factory=dict)  # name and purpose of each it reads
     is_open: bool = False
 
@@ -118,25 +121,14 @@ def _route(operation: Operation, plane: Plane, guard: Guard, on_error: OnError) 
         if operation.is_named:
             check_name("name", name)
         query = read_query(request, operation.query)
-        body = None if operation.body is None else decode(await read_body(request), operation.body)
-        return await operation.handler(ApiCall(plane, request, namespace, name, query, body))
+        async with contextlib.AsyncExitStack() as held:
+            body: Any = None
+            if operation.body is not None:
+                data = await plane.bodies.read(request, namespace, operation.max_body, held)
+                body = await decoded(data, operation.body)
+            return await operation.handler(ApiCall(plane, request, namespace, name, query, body))
 
     return Route(operation.method, operation.path, run, on_error)
-
-
-async def read_body(request: Request) -> bytes:
-    """The body of the request. Raises 413 as soon as it is too large, before the rest arrives."""
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-        raise HTTPException(413)
-    chunks, size = [], 0
-    async with aclosing(request.stream()) as stream:
-        async for chunk in stream:
-            size += len(chunk)
-            if size > MAX_BODY_BYTES:
-                raise HTTPException(413)
-            chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def read_query(request: Request, kind: type[Q]) -> Q:

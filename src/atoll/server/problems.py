@@ -13,12 +13,12 @@ from starlette.responses import Response
 from atoll.core import errors
 from atoll.core.model import encode
 from atoll.core.problem import Problem, problem_of
-from atoll.server.operations import MAX_BODY_BYTES
 
 MEDIA_TYPE = "application/problem+json"
 
 # First match wins, so the more exact type comes first.
 STATUS: dict[type[errors.AtollError], int] = {
+    errors.TooLarge: 413,
     errors.ValidationError: 400,
     errors.WorldSizeOutOfBounds: 400,
     errors.Denied: 401,
@@ -58,14 +58,12 @@ def _headers(error: errors.AtollError | HTTPException) -> Mapping[str, str]:
     if isinstance(error, errors.Temporary):
         return {"Retry-After": str(max(1, round(error.retry_after_s)))}
     if isinstance(error, HTTPException):
-        return {"Connection": "close"} if error.status_code == 413 else error.headers or {}
-    return {}
+        return error.headers or {}
+    return {"Connection": "close"} if isinstance(error, errors.TooLarge) else {}
 
 
 def _refusal(request: Request, error: HTTPException) -> Problem:
-    """Errors raised before a handler runs: no such path, no such method, a body too large."""
+    """Errors raised before a handler runs: no such path, no such method."""
     detail = f"{request.method} {request.url.path}: {error.detail}"
-    if error.status_code == 413:
-        detail = f"the body is too large: expected at most {MAX_BODY_BYTES / 2**20:g} MiB"
     title = HTTPStatus(error.status_code).phrase.replace(" ", "")
     return Problem(title=title, status=error.status_code, detail=detail)

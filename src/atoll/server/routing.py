@@ -5,6 +5,8 @@ Paths are looked up in a table. Doubled and trailing slashes are ignored.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 Endpoint = Callable[[Request], Awaitable[Response]]
 OnError = Callable[[Request, Exception], Response]
 
+LINGER_S = 10.0
 NAME = "{name}"
 REST = "*"
 
@@ -79,6 +82,19 @@ def _parts(path: str) -> tuple[str, ...]:
     return tuple(filter(None, path.split("/")))
 
 
+async def _lingering(response: Response, request: Request, send: Send) -> None:
+    """Answers, and reads on for a while before the connection is closed: a client that is still
+    sending then would see it broken, and not the answer."""
+    start = {"status": response.status_code, "headers": response.raw_headers}
+    await send({"type": "http.response.start", **start})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await request.receive()).get("more_body"):
+                pass
+    await send({"type": "http.response.body", "body": b""})
+
+
 class Application:
     """Answers HTTP requests; `on_stray` answers those that match no route."""
 
@@ -93,7 +109,10 @@ class Application:
         except ClientDisconnect:  # nobody is left to answer
             return
         # An error from here on cuts the connection: the answer has already begun.
-        await response(scope, receive, send)
+        if response.status_code == 413:
+            await _lingering(response, request, send)
+        else:
+            await response(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
         on_error = self._on_stray

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from atoll.core.errors import ValidationError
+from atoll.core.errors import TooLarge, ValidationError, abbreviated
 from atoll.core.model import decode, encode
 from atoll.core.spec import (
+    MAX_SPEC_BYTES,
     BenchSpec,
     ProviderFilter,
     RendezvousSpec,
@@ -16,6 +17,7 @@ from atoll.core.spec import (
     Source,
     TrainingSpec,
     WorldSize,
+    check_spec_size,
 )
 from atoll.core.status import Training
 
@@ -135,3 +137,26 @@ def test_a_record_that_names_no_executor_was_made_for_this_machine() -> None:
     old = Training(namespace="n", uid="u", spec=spec)
     assert b"executor" not in encode(old)
     assert decode(encode(old), Training).executor == "local"
+
+
+def test_the_size_of_a_spec_is_bounded_without_its_source() -> None:
+    world = WorldSize(min=1, target=1, max=1)
+    large = Source(kind="script", content=b"#" * 2 * MAX_SPEC_BYTES)
+    check_spec_size(TrainingSpec(name="a", world_size=world, source=large))
+    few = TrainingSpec(name="a", world_size=world, command=["x"], args=["x" * (2**20 - 2000)])
+    check_spec_size(few)
+    many = TrainingSpec(name="a", world_size=world, command=["x"], env={"A": "x" * 2**20})
+    with pytest.raises(TooLarge) as refused:
+        check_spec_size(many)
+    assert refused.value.field == "env"
+    assert "1048576" in str(refused.value)
+
+
+def test_a_refusal_of_a_huge_value_shows_its_beginning_only() -> None:
+    class Huge(str):
+        def __repr__(self) -> str:
+            raise AssertionError("all of it was shown")
+
+    for value in (Huge("x" * 1000), [Huge("y" * 1000)] * 1000, {"a": Huge("z" * 1000)}):
+        assert len(abbreviated(value)) <= 80
+    assert abbreviated([1, 2]) == "[1, 2]"

@@ -334,7 +334,7 @@ def test_two_nodes_are_preferred_to_one_however_many_ranks_are_on_it() -> None:
 def test_bench_pods_go_where_ranks_may_and_take_no_gpu() -> None:
     made = render_bench(BENCHED, AGENT, None, "t")["spec"]["template"]["spec"]
     ranks = render_job(BENCHED, Wish(version=1, size=2), AGENT)["spec"]["template"]["spec"]
-    assert made["nodeSelector"] == ranks["nodeSelector"]
+    assert made["affinity"]["nodeAffinity"] == ranks["affinity"]["nodeAffinity"]
     assert made["tolerations"] == ranks["tolerations"]
     assert "limits" not in made["containers"][0]["resources"]
 

@@ -14,7 +14,6 @@ from atoll.core.errors import Permanent, ValidationError
 from atoll.core.spec import BenchSpec, ProviderFilter, RendezvousSpec, WorldSize
 from atoll.core.status import Wish
 from atoll.kubernetes.executor import KubernetesBackend
-from atoll.kubernetes.options import EKS_GPU_NODES
 from atoll.kubernetes.render import (
     gang_name,
     render_job,
@@ -244,13 +243,6 @@ def test_the_callers_node_selector_wins_over_the_gpu_table() -> None:
     assert pod_of(job_of(Options(node_selector=own), resources=needs))["nodeSelector"] == own
 
 
-@pytest.mark.parametrize("model", ["A100", "H100", "A10G", "T4"])
-def test_eks_has_its_own_gpu_table(model: str) -> None:
-    needs = Resources(gpu_count=1, gpu_models=[model])
-    made = job_of(Options(gpu_nodes=EKS_GPU_NODES), resources=needs)
-    assert pod_of(made)["nodeSelector"] == {"karpenter.k8s.aws/instance-gpu-name": model.lower()}
-
-
 def test_several_gpu_models_are_alternatives() -> None:
     made = job_of(resources=Resources(gpu_count=1, gpu_models=["A10G", "T4"]))
     required = pod_of(made)["affinity"]["nodeAffinity"]
@@ -259,7 +251,7 @@ def test_several_gpu_models_are_alternatives() -> None:
         {
             "key": "nvidia.com/gpu.product",
             "operator": "In",
-            "values": ["NVIDIA-A10G", "Tesla-T4"],
+            "values": ["NVIDIA-A10G", "Tesla-T4", "NVIDIA-T4"],
         }
     ]
 
@@ -277,6 +269,9 @@ def test_the_callers_tolerations_replace_the_gpu_one() -> None:
 # Each option with a value, and where in the Job it must be found.
 REACHES: dict[str, tuple[Any, str]] = {
     "image": ("img:2", "spec.template.spec.containers.0.image=img:2"),
+    "command": (["$(X)"], "spec.template.spec.containers.0.command.0=$(X)"),
+    "cpu_request": ("4", "spec.template.spec.containers.0.resources.requests.cpu=4"),
+    "memory_request": ("9Gi", "spec.template.spec.containers.0.resources.requests.memory=9Gi"),
     "pod": ({"hostIPC": True}, "spec.template.spec.hostIPC=True"),
     "service_account": ("sa", "spec.template.spec.serviceAccountName=sa"),
     "node_selector": ({"a": "b"}, "spec.template.spec.nodeSelector.a=b"),
@@ -411,8 +406,13 @@ BAD_OPTIONS: list[tuple[str, Json]] = [
     ("master_port", {"master_port": 0}),
     ("ttl_seconds_after_finished", {"ttl_seconds_after_finished": -1}),
     ("volume_mounts[0]", {"volume_mounts": [{"name": "x", "mountPath": "/x"}]}),
-    ("options", {"no_such_option": 1}),
+    ("no_such_option", {"no_such_option": 1}),
     ("etcd_endpoint", {"etcd_endpoint": "http://e/v2"}),
+    ("cpu_request", {"cpu_request": "four"}),
+    ("memory_request", {"memory_request": 16}),
+    ("command", {"command": "python train.py"}),
+    ("command", {"command": []}),
+    ("gpu_nodes.T4", {"gpu_nodes": {"T4": "t4"}}),
     ("mesh_deadline_s", {"mesh_deadline_s": -1}),
     (
         "shm_size",
@@ -428,7 +428,7 @@ BAD_OPTIONS: list[tuple[str, Json]] = [
 @pytest.mark.parametrize(("field", "options"), BAD_OPTIONS)
 def test_bad_options_are_refused_by_name(field: str, options: Json) -> None:
     with pytest.raises(ValidationError) as refused:
-        EKSExecutor(**options)
+        EKSExecutor(**{"image": "train:1"} | options)
     assert refused.value.field == field
 
 

@@ -3,92 +3,47 @@
 from __future__ import annotations
 
 import logging
-import math
-import operator
 import os
-import re
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from atoll.core.checks import check_int, check_number
-from atoll.core.errors import AtollError, BackendError, NotFound, Permanent, ValidationError
-from atoll.diloco.allreduce import catchup
+from atoll.core.errors import BackendError, ValidationError
+from atoll.diloco.allreduce import catchup, wire
 from atoll.diloco.allreduce import layout as layouts
+from atoll.diloco.allreduce.arguments import (
+    MOST_REPLICAS,
+    check_seconds,
+    read_min,
+    read_run_id,
+    read_weight,
+    read_whole,
+)
 from atoll.diloco.allreduce.catchup import Checkpoint, JoinState
 from atoll.diloco.allreduce.codecs import Codec, get_codec
 from atoll.diloco.allreduce.exchange import Abandoned, Behind, Exchange
 from atoll.diloco.allreduce.feedback import Entry, Feedback
-from atoll.diloco.allreduce.keys import Keys, parse_round
+from atoll.diloco.allreduce.keys import Keys, part_of
 from atoll.diloco.allreduce.layout import Layout, Vector, difference
 from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
 from atoll.diloco.allreduce.roster import Roster
-from atoll.diloco.allreduce.settle import DONE, FAILED, Me, Settler
-from atoll.diloco.allreduce.start import Start, least_of, read_launch, read_start
-from atoll.diloco.allreduce.upload import Cargo
+from atoll.diloco.allreduce.settle import DONE, FAILED, Ballot, Me, Settler
+from atoll.diloco.allreduce.share import Share
+from atoll.diloco.allreduce.start import Start, read_start
+from atoll.diloco.allreduce.sweep import collect_garbage, refuse_unconditional
+from atoll.diloco.allreduce.team import Solo, Team, alike, lead, together
+from atoll.diloco.allreduce.upload import Cargo, Parcel
 from atoll.diloco.blobs import Blobs, Traffic
-
-MOST_REPLICAS = 99_999  # a rank has five digits in the names of objects
-RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def read_whole(field: str, value: Any, low: int, high: int) -> int:
-    """`value` as a plain int; integers of numpy and torch are accepted too.
-
-    Raises ValidationError unless it is a whole number from `low` to `high`.
-    """
-    try:
-        number = value if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = value
-    check_int(field, number, low, high)
-    return int(number)
-
-
-def check_seconds(field: str, seconds: float) -> None:
-    check_number(field, seconds, 1e-6, math.inf)
-
-
-def read_min(min_replicas: int | None, world_size: int) -> int:
-    if min_replicas is not None:
-        return read_whole("min_replicas", min_replicas, 1, world_size)
-    launch = read_launch(world_size)
-    if launch is not None:
-        return least_of(launch)
-    variable = os.environ.get("ATOLL_WORLD_MIN", "")
-    if variable.isdecimal() and 1 <= int(variable) <= world_size:
-        return int(variable)
-    return (world_size + 1) // 2
-
-
-def read_run_id(run_id: str | None) -> str:
-    name = run_id or os.environ.get("ATOLL_RUN_ID") or os.environ.get("ATOLL_UID") or "run"
-    if not isinstance(name, str) or not RUN_ID.fullmatch(name):
-        raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
-    return name
-
-
-def read_weight(value: Any) -> float:
-    try:
-        weight = math.nan if isinstance(value, str) else float(value)  # also of a 0-d tensor
-    except (TypeError, ValueError, OverflowError):
-        weight = math.nan
-    if not (math.isfinite(weight) and weight > 0):
-        raise ValidationError("weight", value, "expected a number greater than 0")
-    return weight
-
 
 log = logging.getLogger("atoll.allreduce")
 
 THREADS = 8
 MOST_ROUNDS = 10**8
-PROBE = "conditional-write-probe"
 
 
 @dataclass(frozen=True)
@@ -141,6 +96,7 @@ class ObjectStoreAllReduce:
         keep_rounds: int = 2,
         carries_late_work: bool | None = None,
         start: Start | None = None,
+        team: Team | None = None,
     ) -> None:
         """`grace_s`: how long stragglers and owners are waited for; None learns it from the rounds.
 
@@ -150,6 +106,9 @@ class ObjectStoreAllReduce:
 
         `start`: how the run begins, for callers with several runs that begin as one. None: as the
         environment says.
+
+        `team`: the processes that are this replica together, all with the same arguments. Each
+        brings its share with `allreduce_share`.
         """
         self.world_size = read_whole("world_size", world_size, 1, MOST_REPLICAS)
         self.rank = read_whole("rank", rank, 0, self.world_size - 1)
@@ -164,11 +123,12 @@ class ObjectStoreAllReduce:
         self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.last_round: ReduceReport | None = None
         self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
+        self.team: Team = Solo() if team is None else team
         me = Me(self.rank, self.world_size, least, secrets.token_hex(8), timeout)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
         self._history = History(grace_s, timeout)
         self._beginning = start or read_start(self.world_size, least, min_replicas, grace_s)
-        self._settler = Settler(
+        self.settler = self._settler = Settler(
             self.blobs, self.keys, me, self._history, self._pool, self._beginning
         )
         self._me = me
@@ -178,9 +138,8 @@ class ObjectStoreAllReduce:
         self._may_be_late = False
         self._sweeping: Future[None] | None = None
         self._lock = threading.Lock()
-        _refuse_unconditional(self.blobs)
         self._has_left = False
-        self._settler.come()
+        lead(self.team, self._come)
 
     @property
     def round(self) -> int | None:
@@ -200,28 +159,52 @@ class ObjectStoreAllReduce:
         Raises BelowMinimumWorld when no quorum came within the timeout, ValidationError when the
         replicas' tensors differ.
         """
-        checked_weight = read_weight(weight)
+        if self.team.processes > 1:
+            raise ValidationError("tensors", len(tensors), "a process of several has a share only")
+        arrays = layouts.as_arrays(tensors)
+        mean = self._allreduce(self.describe(arrays, name), arrays, read_weight(weight))
+        return layouts.unflatten(mean, arrays)
+
+    def describe(self, tensors: Sequence[Any], name: str = "") -> Layout:
+        """The layout of a round with tensors like these."""
+        return layouts.describe(
+            tensors,
+            shards=self.world_size,
+            codec=self.codec.name,
+            down_codec=self.down_codec.name,
+            name=name,
+        )
+
+    def share_of(self, layout: Layout) -> Share:
+        """What this process carries of a round."""
+        return Share(layout, self.team.process, self.team.processes)
+
+    def allreduce_share(self, layout: Layout, row: Vector, *, weight: float = 1.0) -> Vector:
+        """The mean of what this process carries, as `row` is of its values; see `share_of`.
+
+        All processes of the replica call it, with the same layout and weight. What fails in one of
+        them is raised in all.
+        """
+        return self._allreduce(layout, [row], read_weight(weight))
+
+    def _allreduce(self, layout: Layout, arrays: Sequence[Any], weight: float) -> Vector:
         with self._lock:
             before, started = self.blobs.usage, time.monotonic()
-            arrays = layouts.as_arrays(tensors)
-            layout = layouts.describe(
-                arrays,
-                shards=self.world_size,
-                codec=self.codec.name,
-                down_codec=self.down_codec.name,
-                name=name,
-            )
             feedback = self._feedback_for(layout)
             self._settle_failed(feedback)
-            cargo = self._cargo.get(name)
-            if cargo is None or cargo.layout != layout:
-                cargo = self._cargo[name] = Cargo(layout, self.rank, self.codec)
-            cargo.load(arrays, feedback.up)
-            if self.codec.needs_finite or self.down_codec.needs_finite:
-                cargo.check_finite()
-            work = _Work(layout, arrays, cargo, checked_weight, feedback)
-            mean = self._until_done(work, started, before)
-            return layouts.unflatten(mean, arrays)
+
+            def load() -> _Work:
+                cargo = self._cargo.get(layout.name)
+                if cargo is None or cargo.layout != layout:
+                    cargo = Cargo(self.share_of(layout), self.rank, self.codec)
+                    self._cargo[layout.name] = cargo
+                cargo.load(arrays, feedback.up)
+                if self.codec.needs_finite or self.down_codec.needs_finite:
+                    cargo.check_finite()
+                return _Work(layout, arrays, cargo, weight, feedback)
+
+            work, _ = alike(self.team, load)
+            return self._until_done(work, started, before)
 
     def save_checkpoint(self, state: bytes | Sequence[Any], round: int | None = None) -> bool:
         """Store the state after `round` (default: the last one done; -1: before the first).
@@ -244,12 +227,27 @@ class ObjectStoreAllReduce:
         `JoinState.round`.
         """
         with self._lock:
-            state = catchup.join(self._settler, self._exchange)
-            self._next = state.round
-            self._may_be_late = True
-            if state.round:
-                self._beginning.begin()
+            state = catchup.join(self)
+            self._go_on_after(state.round)
             return state
+
+    def read_since(self, following: int) -> Iterator[tuple[Vector, Layout]]:
+        """The mean of each round from `following` on, as far as this process carries it.
+
+        The next `allreduce` goes on after them. Raises Outdated or Gone if one is deleted.
+        """
+        with self._lock:
+            for after, mean in catchup.read_since(self, following):
+                following = after
+                if mean is not None:
+                    yield mean
+            self._go_on_after(following)
+
+    def _go_on_after(self, following: int) -> None:
+        self._next = following
+        self._may_be_late = True
+        if following:
+            self._beginning.begin()
 
     def state_dict(self) -> dict[str, Any]:
         """The error feedback of this rank, to go on exactly after a planned restart."""
@@ -266,7 +264,8 @@ class ObjectStoreAllReduce:
         They do not wait for it then. Without $ATOLL_STARTED_TOGETHER nothing is told.
         """
         has_left, self._has_left = self._has_left, True
-        if not has_left and not isinstance(error, BackendError):  # a store that fails is not asked
+        is_told = not self.team.process and not has_left
+        if is_told and not isinstance(error, BackendError):  # a store that fails is not asked
             self._settler.leave(DONE if error is None else FAILED)
 
     def close(self) -> None:
@@ -289,16 +288,12 @@ class ObjectStoreAllReduce:
         self.close()
 
     def _until_done(self, work: _Work, started: float, before: Traffic) -> Vector:
-        number = self._next
-        if number is None:
-            number = self._start()
-        skipped: list[int] = []
+        begin = self._start() if self._next is None else self._next
+        number, skipped = begin, list[int]()
         if self._may_be_late:
             # Rounds already decided are lost to this replica: take part in the next one instead.
-            begin, number = number, max(number, self._start())
+            number = max(begin, self._start())
             skipped += range(begin, number)
-        else:
-            begin = number
         # If this call fails, the next one reports all rounds decided since as skipped.
         self._next, self._may_be_late = begin, True
         while True:
@@ -325,8 +320,7 @@ class ObjectStoreAllReduce:
         began = time.monotonic()
         ballot = settler.first_ballot(number)
         while True:
-            ballot.upload_again = partial(self._upload, number, work)
-            roster = settler.settle(ballot, work.layout, self.codec)
+            roster = self._settle(ballot, work)
             work.upload = next((u for u in work.uploads if roster.has(u)), work.upload)
             work.seconds["roster"] = time.monotonic() - began
             if roster.error:
@@ -337,10 +331,10 @@ class ObjectStoreAllReduce:
             exchange = self._exchange(roster, work.layout)
             if roster.has(work.upload):
                 work.feedback.entry = Entry(
-                    roster, work.upload, self.rank, work.layout, work.left_out
+                    roster, work.upload, self.rank, work.cargo.share, work.left_out
                 )
             try:
-                mean = exchange.run(work.upload, work.cargo, work.feedback)
+                mean = self._run(exchange, work)
             except Abandoned as news:
                 work.feedback.give_up()
                 ballot = settler.next_ballot(roster, news.blame)
@@ -348,6 +342,45 @@ class ObjectStoreAllReduce:
                 continue
             work.seconds |= exchange.seconds
             return roster, mean
+
+    def _settle(self, ballot: Ballot, work: _Work) -> Roster:
+        while True:
+            roster = lead(self.team, lambda: self._settler.settle(ballot, work.layout, self.codec))
+            if roster is not None:
+                return roster
+            self._upload(ballot.number, work)
+
+    def _run(self, exchange: Exchange, work: _Work) -> Vector:
+        """The mean, once all processes of the replica have theirs.
+
+        A process sees only its share of the places. So what one of them met counts for all: they
+        go to the next attempt, or catch up, together.
+        """
+        if self.team.processes == 1:
+            return exchange.run(work.upload, work.cargo, work.feedback)
+        mean: list[Vector] = []
+
+        def run() -> wire.Blame | int | None:
+            try:
+                mean.append(exchange.run(work.upload, work.cargo, work.feedback))
+            except Abandoned as news:
+                return news.blame
+            except Behind as news:
+                return news.latest
+            return None
+
+        words = together(self.team, run)
+        # A note makes the attempt void; being behind is only a reason to catch up.
+        for word in sorted(words, key=lambda word: not isinstance(word, wire.Blame)):
+            if isinstance(word, wire.Blame):
+                raise Abandoned(word)
+            if word is not None:
+                raise Behind(word, exchange.roster)
+        return mean[0]
+
+    def _come(self) -> None:
+        refuse_unconditional(self.blobs)
+        self._settler.come()
 
     def _refuse_foreign(self, roster: Roster, mine: Layout) -> None:
         """Raises ValidationError if the roster was decided for tensors unlike this replica's.
@@ -363,15 +396,29 @@ class ObjectStoreAllReduce:
             )
 
     def _upload(self, number: int, work: _Work) -> None:
+        """The upload of the replica is whole: process 0 puts its object when all others have."""
         began = time.monotonic()
+        team = self.team
         # Every upload has a name of its own, so that what a roster names never changes.
+        nonce = lead(team, lambda: secrets.token_hex(8))
         work.upload = self.keys.upload(
-            number, self.rank, secrets.token_hex(8), work.weight, work.layout.fingerprint
+            number, self.rank, nonce, work.weight, work.layout.fingerprint, team.processes
         )
         work.uploads.append(work.upload)
-        data, work.left_out = work.cargo.pack(work.upload, self._pool)
-        encoded = time.monotonic()
-        self.blobs.put(work.upload, data)
+        key = part_of(work.upload, team.process)
+        encoded = began
+
+        def pack() -> Parcel:
+            nonlocal encoded
+            parcel = work.cargo.pack(key, self._pool)
+            encoded = time.monotonic()
+            if team.process:
+                self.blobs.put(key, parcel.body())
+            return parcel
+
+        packed, sections = alike(team, pack, lambda parcel: parcel.sections)
+        lead(team, lambda: self.blobs.put(key, work.cargo.close(key, packed, sections)))
+        work.left_out = packed.left_out
         work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
 
     def _finish(
@@ -406,7 +453,7 @@ class ObjectStoreAllReduce:
             requests=used.requests,
             seconds=dict(work.seconds),
         )
-        if roster.by == self._me.nonce:
+        if roster.by == self._me.nonce and not self.team.process:
             self._sweep(roster.round)
 
     def _settle_failed(self, feedback: Feedback) -> bool:
@@ -415,7 +462,9 @@ class ObjectStoreAllReduce:
         if entry is None:
             return False
         has_residuals = entry.left_out is not None or entry.shards or feedback.up is not None
-        if has_residuals and catchup.was_committed(self._settler, self._exchange, entry):
+        # Processes of a replica may differ in what is left out, and must not in what they ask.
+        asks = any(together(self.team, lambda: bool(has_residuals)))
+        if asks and catchup.was_committed(self, entry):
             feedback.settle()
             return True
         feedback.give_up()
@@ -444,14 +493,22 @@ class ObjectStoreAllReduce:
 
     def _start(self) -> int:
         """The round after the newest one that was decided."""
-        newest = catchup.latest(self.blobs, self.keys)
+
+        def read() -> tuple[tuple[int, int] | None, Roster | None]:
+            newest = catchup.latest(self.blobs, self.keys)
+            return newest, newest and self._settler.read(self.keys.roster(*newest))
+
+        newest, roster = lead(self.team, read)
         if newest is None:
             return 0
         self._beginning.begin()
-        self._settler.last = self._settler.read(self.keys.roster(*newest))
-        if self._settler.last is not None:
-            self._history.note_spread(min(self._settler.last.spread_s, MIN_GRACE_S / 4))
+        self._settler.last = roster
+        if roster is not None:
+            self._history.note_spread(min(roster.spread_s, MIN_GRACE_S / 4))
         return newest[0] + 1
+
+    def exchange(self, roster: Roster, layout: Layout) -> Exchange:
+        return self._exchange(roster, layout)
 
     def _exchange(self, roster: Roster, layout: Layout) -> Exchange:
         return Exchange(
@@ -461,7 +518,7 @@ class ObjectStoreAllReduce:
             self._history,
             self._pool,
             roster,
-            layout,
+            self.share_of(layout),
             get_codec(layout.codec) if layout.codec != self.codec.name else self.codec,
             get_codec(layout.down_codec)
             if layout.down_codec != self.down_codec.name
@@ -470,7 +527,7 @@ class ObjectStoreAllReduce:
 
     def _feedback_for(self, layout: Layout) -> Feedback:
         feedback = self._feedback.setdefault(layout.name, Feedback())
-        if feedback.up is not None and len(feedback.up) != layout.size:
+        if feedback.up is not None and len(feedback.up) != self.share_of(layout).size:
             feedback = self._feedback[layout.name] = Feedback()
         return feedback
 
@@ -488,51 +545,3 @@ class _Work:
     uploads: list[str] = field(default_factory=list)  # of this round; all hold the same values
     left_out: Vector | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-
-
-def _refuse_unconditional(blobs: Blobs) -> None:
-    """Raises Permanent if the store overwrites what a create-only put must leave alone."""
-    try:
-        if not blobs.create(PROBE, b"atoll") or not blobs.create(PROBE, b"atoll"):
-            return
-    except AtollError as error:
-        if not isinstance(error, Permanent):
-            raise
-        raise Permanent(f"a create-only write, which rounds need, was refused: {error}") from error
-    raise Permanent(
-        f"{blobs.name}: the store ignores conditional writes (If-None-Match: *), without which "
-        "replicas cannot agree; use one that honours them, such as S3, GCS, Azure, R2 or MinIO"
-    )
-
-
-KEPT_CHECKPOINTS = 2
-
-
-def collect_garbage(blobs: Blobs, keys: Keys, oldest: int) -> None:
-    """Delete the uploads of rounds before `oldest`, and those means that no joiner needs."""
-    try:
-        checkpoints = [b.key for b in blobs.find(keys.checkpoints())]
-        # Without a checkpoint, a joiner takes the start, if there is one, and needs all means.
-        first = 0 if not checkpoints and _exists(blobs, keys.start()) else oldest
-        newest = max((parse_round(key) or 0 for key in checkpoints), default=first)
-        oldest_mean = min(oldest, newest)
-        uploads = [b.key for b in blobs.find(keys.uploads()) if _is_before(b.key, oldest)]
-        means = [b.key for b in blobs.find(keys.sums()) if _is_before(b.key, oldest_mean)]
-        doomed = uploads + means + checkpoints[:-KEPT_CHECKPOINTS]
-        if doomed:
-            blobs.delete(doomed)
-    except BackendError as error:
-        log.warning("old rounds were not collected, the next sweep will: %s", error)
-
-
-def _exists(blobs: Blobs, key: str) -> bool:
-    try:
-        blobs.get(key, 0, 1)
-    except NotFound:
-        return False
-    return True
-
-
-def _is_before(key: str, oldest: int) -> bool:
-    number = parse_round(key)
-    return number is not None and number < oldest

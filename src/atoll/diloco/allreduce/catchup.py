@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from atoll.diloco.allreduce.layout import Layout, Vector
 from atoll.diloco.allreduce.pace import poll_pause
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.settle import Settler
+from atoll.diloco.allreduce.team import Team, lead, together
 from atoll.diloco.blobs import Blobs
 
 log = logging.getLogger("atoll.allreduce")
@@ -53,11 +54,17 @@ class JoinState:
     means: list[Mean]
 
 
-MakeExchange = Callable[[Roster, Layout], Exchange]
-
-
-class _Outdated(Exception):
+class Outdated(Exception):
     """A newer checkpoint has replaced the one that the join began with."""
+
+
+class Reader(Protocol):
+    """How one process reads the rounds of a run."""
+
+    team: Team
+    settler: Settler
+
+    def exchange(self, roster: Roster, layout: Layout) -> Exchange: ...
 
 
 class _Arrays(msgspec.Struct, frozen=True):
@@ -92,90 +99,138 @@ def latest(blobs: Blobs, keys: Keys, after: int = -1) -> tuple[int, int] | None:
     return max(filter(None, (parse_attempt(blob.key) for blob in listing)), default=None)
 
 
-def join(settler: Settler, exchange: MakeExchange) -> JoinState:
+def join(reader: Reader) -> JoinState:
     """What a joiner starts from, as of the newest round.
 
     Raises Gone if there is no checkpoint and the first means are no longer in the store.
     """
+    settler = reader.settler
     while True:
         checkpoint = load(settler.blobs, settler.keys)
+        start = following = 0 if checkpoint is None else checkpoint.round + 1
+        means = []
         try:
-            start = 0 if checkpoint is None else checkpoint.round + 1
-            means, following = _read_since(settler, exchange, start)
-        except _Outdated:
+            for following, round_mean in read_since(reader, start):
+                if round_mean is not None:
+                    flat, layout = round_mean
+                    tensors = layouts.split(flat, layout)
+                    means.append(Mean(following - 1, layout.name, tensors))
+        except Outdated:
             continue
         return JoinState(following, checkpoint, means)
 
 
-def was_committed(settler: Settler, exchange: MakeExchange, entry: Entry) -> bool:
+def was_committed(reader: Reader, entry: Entry) -> bool:
     """Whether the round of the entry has its upload. Waits for the round, or ends it, as `join`."""
-    number = entry.roster.round
-    newest = latest(settler.blobs, settler.keys, number)
-    if newest is None and not exchange(entry.roster, entry.layout).has(entry.rank):
+    settler, number = reader.settler, entry.roster.round
+
+    def newest() -> tuple[int, int] | None:
+        return latest(settler.blobs, settler.keys, number)
+
+    def has_own() -> bool:
+        return reader.exchange(entry.roster, entry.share.layout).has(entry.rank)
+
+    is_last = lead(reader.team, newest) is None
+    if is_last and not lead(reader.team, has_own):
         return False  # nobody else could have made the shard of this rank
     try:
-        mean = _read_round(settler, exchange, number, is_last=newest is None)
-    except (_Outdated, Gone):  # its means are deleted: it is over, and its last attempt counts
-        attempt = entry.roster.attempt + 1
-        return settler.read(settler.keys.roster(number, attempt)) is None
+        mean = _read_round(reader, number, is_last=is_last)
+    except (Outdated, Gone):  # its means are deleted: it is over, and its last attempt counts
+        key = settler.keys.roster(number, entry.roster.attempt + 1)
+        return lead(reader.team, lambda: settler.read(key) is None)
     committed = settler.last
     return mean is not None and committed is not None and committed.has(entry.upload)
 
 
-def _read_since(settler: Settler, exchange: MakeExchange, following: int) -> tuple[list[Mean], int]:
-    means: list[Mean] = []
+RoundMean = tuple[Vector, Layout]
+
+
+def read_since(reader: Reader, following: int) -> Iterator[tuple[int, RoundMean | None]]:
+    """The mean of each round from `following` on, None if it is void, and the round after it.
+
+    Raises Outdated or Gone if a mean is no longer in the store.
+    """
+    settler = reader.settler
     while True:
-        newest = latest(settler.blobs, settler.keys, following - 1)
+        after = following - 1
+        newest = lead(reader.team, lambda: latest(settler.blobs, settler.keys, after))  # noqa: B023
         if newest is None:
-            return means, following
+            return
         for number in range(following, newest[0] + 1):
-            mean = _read_round(settler, exchange, number, is_last=number == newest[0])
-            if mean is not None:
-                means.append(mean)
+            yield number + 1, _read_round(reader, number, is_last=number == newest[0])
         following = newest[0] + 1
 
 
-def _read_round(
-    settler: Settler, exchange: MakeExchange, number: int, *, is_last: bool
-) -> Mean | None:
-    """The mean of the round, or None if it is void.
+def _read_round(reader: Reader, number: int, *, is_last: bool) -> RoundMean | None:
+    """The mean of the round as far as this process carries it, or None if it is void.
 
     A round that nobody completes any more becomes void.
     """
+    settler, team = reader.settler, reader.team
     attempt, started = 0, time.monotonic()
     while True:
-        key = settler.keys.roster(number, attempt)
-        roster = settler.read(key)
-        is_over = not is_last or _is_overdue(settler, started)
-        if roster is None and is_over:
-            roster = settler.write(key, settler.void(number, attempt))
+
+        def read(attempt: int = attempt, started: float = started) -> tuple[Roster | None, bool]:
+            key = settler.keys.roster(number, attempt)
+            roster = settler.read(key)
+            is_over = not is_last or _is_overdue(settler, started)
+            if roster is None and is_over:
+                roster = settler.write(key, settler.void(number, attempt))
+            return roster, is_over
+
+        roster, is_over = lead(team, read)
         if roster is not None and not roster.members:
             return None
         if roster is not None:
             settler.last = roster
-            layout = Layout.unpack(roster.layout)
-            reader = exchange(roster, layout)
-            try:
-                flat = reader.read_all()
-                if flat is not None:
-                    return Mean(number, layout.name, layouts.split(flat, layout))
-                if is_over:
-                    _fail_if_swept(settler, number, is_last=is_last)
-                    reader.abandon_missing()
-            except Abandoned:
+            look = _Look(reader.exchange(roster, Layout.unpack(roster.layout)))
+            words = together(team, look.read)
+            if is_over and MISSING in words and VOID not in words:
+                lead(team, lambda: _fail_if_swept(settler, number, is_last=is_last))
+                words = together(team, look.end)
+            if VOID in words:
                 attempt, started = attempt + 1, time.monotonic()
                 continue
+            if look.mean is not None and MISSING not in words:
+                return look.mean, look.exchange.layout
         time.sleep(poll_pause(time.monotonic() - started, 0.0))
 
 
+COMPLETE, MISSING, VOID = "complete", "missing", "void"
+
+
+class _Look:
+    """What this process has of the mean of an attempt."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.mean: Vector | None = None
+
+    def read(self) -> str:
+        try:
+            self.mean = self.exchange.read_all()
+        except Abandoned:
+            return VOID
+        return MISSING if self.mean is None else COMPLETE
+
+    def end(self) -> str:
+        """As `read`, but what is missing now makes the attempt void."""
+        try:
+            if self.mean is None:
+                self.exchange.abandon_missing()
+        except Abandoned:
+            return VOID
+        return self.read()
+
+
 def _fail_if_swept(settler: Settler, number: int, *, is_last: bool) -> None:
-    """Raises _Outdated or Gone if the means of round `number` have been deleted.
+    """Raises Outdated or Gone if the means of round `number` have been deleted.
 
     Once there is a checkpoint, means are deleted only when a newer one covers them.
     """
     saved = settler.blobs.find(settler.keys.checkpoints())
     if any((parse_round(blob.key) or 0) > number for blob in saved):
-        raise _Outdated
+        raise Outdated
     if not saved and not is_last:
         raise Gone(number, number + 1)
 

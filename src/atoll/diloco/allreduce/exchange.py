@@ -1,7 +1,9 @@
 """One attempt, once its roster is known: compute the shards this rank owns, fetch the others.
 
-An attempt is complete when the key of every shard holds a mean. It can never be completed once one
-of them holds the note that it was given up; keys are created once, so all replicas see the same.
+An attempt is complete when every place holds a mean. It can never be completed once one of them
+holds the note that it was given up; keys are created once, so all replicas see the same. A shard
+has a place for each process of its owner. One process reads only what it carries, so a replica
+knows that an attempt is complete when all of its processes have what they need.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -21,11 +23,19 @@ from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.codecs import Codec
 from atoll.diloco.allreduce.feedback import Feedback, left_out
 from atoll.diloco.allreduce.keys import Keys, parse_round
-from atoll.diloco.allreduce.layout import Layout, Vector
+from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.pace import History, poll_pause
 from atoll.diloco.allreduce.roster import Roster, blamed_uploads
 from atoll.diloco.allreduce.settle import Me
-from atoll.diloco.allreduce.upload import Blamed, Cargo, read_section
+from atoll.diloco.allreduce.share import Cells, Share, carried
+from atoll.diloco.allreduce.upload import (
+    Blamed,
+    Cargo,
+    decode_cells,
+    encode_cells,
+    read_cells,
+    read_section,
+)
 from atoll.diloco.blobs import Blobs
 
 log = logging.getLogger("atoll.allreduce")
@@ -50,8 +60,15 @@ class Behind(Exception):
         self.roster = roster
 
 
+class MeanPlace(NamedTuple):
+    """Where the mean of some cells of a shard belongs: those that one process of its owner has."""
+
+    shard: int
+    process: int
+
+
 class Exchange:
-    """One attempt of one round, as one replica takes part in it."""
+    """One attempt of one round, as one process of a replica takes part in it."""
 
     def __init__(
         self,
@@ -61,7 +78,7 @@ class Exchange:
         history: History,
         pool: Executor,
         roster: Roster,
-        layout: Layout,
+        share: Share,
         codec: Codec,
         down: Codec,
     ) -> None:
@@ -71,17 +88,22 @@ class Exchange:
         self.history = history
         self.pool = pool
         self.roster = roster
-        self.layout = layout
+        self.share = share
+        self.layout = share.layout
         self.codec = codec
         self.down = down
         self.seconds: dict[str, float] = {}
         self._digest = roster.digest
         self._started = time.monotonic()
-        self._damaged: dict[int, str] = {}
+        self._damaged: dict[MeanPlace, str] = {}
+        self._processes = {m.rank: m.processes for m in roster.members}
 
     def run(self, upload: str, cargo: Cargo, feedback: Feedback) -> Vector:
-        """The roster's mean. Raises Abandoned, Behind, or DistributedError after the timeout."""
-        mean = np.empty(self.layout.size, np.float32)
+        """The roster's mean, as far as this process carries it.
+
+        Raises Abandoned, Behind, or DistributedError after the timeout.
+        """
+        mean = np.empty(self.share.size, np.float32)
         is_member = self.roster.has(upload)
         mine = [
             shard
@@ -94,46 +116,74 @@ class Exchange:
         # Each rank begins with its neighbour, so that not all ask for the same object at once.
         count = self.layout.shards
         rest = [s % count for s in range(self.me.rank + 1, self.me.rank + count + 1)]
-        self._gather([s for s in rest if s not in mine], mean)
+        self._gather([p for s in rest if s not in mine for p in self._places(s)], mean)
         self.seconds["gather"] = time.monotonic() - reduce_end
         return mean
 
     def read_all(self) -> Vector | None:
-        """The mean if every shard is there, else None. Raises Abandoned."""
-        mean = np.empty(self.layout.size, np.float32)
-        missing = self._fetch(list(range(self.layout.shards)), mean)
+        """The mean if every place is there, else None. Raises Abandoned."""
+        mean = np.empty(self.share.size, np.float32)
+        missing = self._fetch(self._all_places(), mean)
         return None if missing else mean
 
     def has(self, shard: int) -> bool:
-        """Whether the mean of the shard is in the store."""
+        """Whether the owner of the shard has put its mean in the store, or begun to."""
         try:
-            return self._read(shard) is not None
+            return self._read(MeanPlace(shard, 0)) is not None
         except Abandoned:
             return False
 
     def abandon_missing(self) -> None:
         """End the attempt whose owners are gone. Raises Abandoned if that was possible."""
-        shards = list(range(self.layout.shards))
-        mean = np.empty(self.layout.size, np.float32)
-        missing = self._fetch(shards, mean)
-        late = sorted({self.roster.owners[s] for s in missing})
+        mean = np.empty(self.share.size, np.float32)
+        missing = self._fetch(self._all_places(), mean)
+        late = self._owners(missing)
         if missing:
             uploads = blamed_uploads(self.roster, late)
             self._abandon(missing[0], uploads, f"nothing from ranks {late}")
+
+    def _all_places(self) -> list[MeanPlace]:
+        return [place for shard in range(self.layout.shards) for place in self._places(shard)]
+
+    def _places(self, shard: int) -> list[MeanPlace]:
+        """The places of the shard that hold something this process carries.
+
+        The first place of a shard is there even if it holds no cell, and is read by process 0.
+        """
+        count = self._processes[self.roster.owners[shard]]
+        return [
+            MeanPlace(shard, process)
+            for process in range(count)
+            if self._overlap(shard, process).length or process == self.share.process == 0
+        ]
+
+    def _overlap(self, shard: int, process: int) -> Cells:
+        """The cells in a place of the shard that this process carries."""
+        count = self._processes[self.roster.owners[shard]]
+        wanted = self.share.cells.overlap(carried(self.layout, process, count))
+        # A cell of a small shard may hold no value.
+        start, stop = self.share.within(shard, wanted) if wanted.length else (0, 0)
+        return wanted if stop > start else Cells(0, 0)
+
+    def _owners(self, places: Sequence[MeanPlace]) -> list[int]:
+        return sorted({self.roster.owners[place.shard] for place in places})
 
     def _reduce(self, mine: list[int], cargo: Cargo, mean: Vector, feedback: Feedback) -> None:
         """The means of the shards in `mine` are in the store and in `mean`."""
         weights = [m.weight for m in self.roster.members]
         reads = {
             (shard, m.rank): self.pool.submit(
-                read_section, self.blobs, m, shard, self.layout, self.codec
+                read_section, self.blobs, m, shard, self.share, self.codec
             )
             for shard in mine
             for m in self.roster.members
-            if m.rank != self.me.rank and self.layout.shard_size(shard)
+            if m.rank != self.me.rank and self.share.section_size(shard)
         }
         for shard in mine:
-            start, end = self.layout.bounds(shard)
+            place = MeanPlace(shard, self.share.process)
+            if self.share.process and not self.share.section_size(shard):
+                continue
+            start, end = self.share.bounds(shard)
             try:
                 parts = [
                     reads[shard, m.rank].result()
@@ -142,35 +192,35 @@ class Exchange:
                     for m in self.roster.members
                 ]
             except Blamed as problem:
-                self._refuse(shard, problem)
+                self._refuse(place, problem)
             owed = feedback.owed(shard, weighted_mean(parts, weights))
-            payload = self.down.encode(owed)
-            mean[start:end] = self.down.decode(payload, end - start)
+            cells = encode_cells(self.down, self.share, shard, owed)
+            decode_cells(self.down, cells, self.share.cell_sizes(shard), mean[start:end])
             if feedback.entry is not None and not self.down.is_exact:
                 feedback.entry.shards[shard] = left_out(owed, mean[start:end])
-            self._publish(shard, payload)
+            self._publish(place, cells)
 
-    def _publish(self, shard: int, payload: bytes) -> None:
-        data = wire.seal(wire.SHARD, self._place(shard), payload)
-        key = self._key(shard)
+    def _publish(self, place: MeanPlace, cells: list[bytes]) -> None:
+        data = b"".join([wire.seal_table(wire.SHARD, self._fence(place), cells), *cells])
+        key = self._key(place)
         if self.blobs.create(key, data):
             return
         # The key is taken: by the note that this attempt is over, by an earlier try of this request
         # whose answer got lost, or by damaged bytes. Those may be replaced, as only the owner of
-        # a shard writes its mean.
-        if self._read(shard) is None:
+        # a place writes its mean.
+        if self._read(place) is None:
             self.blobs.put(key, data)
 
-    def _refuse(self, shard: int, problem: Blamed) -> NoReturn:
-        """Raises Abandoned, with a note in the place of the shard that a bad upload spoils."""
-        self._abandon(shard, [problem.upload], problem.reason)
-        # The place holds damaged bytes: only this rank, the owner, could have put a mean there.
+    def _refuse(self, place: MeanPlace, problem: Blamed) -> NoReturn:
+        """Raises Abandoned, with a note in the place that a bad upload spoils."""
+        self._abandon(place, [problem.upload], problem.reason)
+        # The place holds damaged bytes: only this process, its owner, could have put a mean there.
         blame = wire.Blame([problem.upload], self.me.rank, problem.reason)
-        self.blobs.put(self._key(shard), self._note(shard, blame))
+        self.blobs.put(self._key(place), self._note(place, blame))
         raise Abandoned(blame)
 
-    def _gather(self, shards: list[int], mean: Vector) -> None:
-        pending = self._slowest_first(shards)
+    def _gather(self, places: list[MeanPlace], mean: Vector) -> None:
+        pending = self._slowest_first(places)
         started = progress = time.monotonic()
         grace = self.history.owner_grace(started - self._started)
         usual = self.history.usual(f"shards {self.layout.name}")
@@ -187,10 +237,10 @@ class Exchange:
             waited_s = now - started
             if len(missing) < min(window, len(pending)):
                 progress = now
-            # From now on only the first missing shard is asked for: each one costs a request.
+            # From now on only the first missing place is asked for: each one costs a request.
             pending = missing + pending[window:]
             window = 1
-            self.history.slowest_owner = self.roster.owners[pending[0]]
+            self.history.slowest_owner = self.roster.owners[pending[0].shard]
             if now - max(progress, started) > self.me.timeout:
                 raise self._stuck(pending)
             if now - progress > grace:
@@ -200,44 +250,67 @@ class Exchange:
         self.history.note_wait(f"shards {self.layout.name}", waited_s)
         self.history.note_reduce(time.monotonic() - self._started)
 
-    def _slowest_first(self, shards: list[int]) -> list[int]:
+    def _slowest_first(self, places: list[MeanPlace]) -> list[MeanPlace]:
         """The owner that was last in the round before comes first.
 
         Once its shard is there, the others usually are too, so few requests are made in vain.
         """
-        slow = [s for s in shards if self.roster.owners[s] == self.history.slowest_owner]
-        return slow + [s for s in shards if s not in slow]
+        owners = self.roster.owners
+        return sorted(places, key=lambda p: owners[p.shard] != self.history.slowest_owner)
 
-    def _fetch(self, shards: list[int], mean: Vector) -> list[int]:
-        """Read the shards into `mean`; returns those that are not there yet."""
+    def _fetch(self, places: list[MeanPlace], mean: Vector) -> list[MeanPlace]:
+        """Read the places into `mean`; returns those that hold nothing yet."""
         missing = []
-        for shard, part in zip(shards, self.pool.map(self._read, shards), strict=True):
+        for place, part in zip(places, self.pool.map(self._read, places), strict=True):
             if part is None:
-                missing.append(shard)
-            else:
-                start, end = self.layout.bounds(shard)
-                mean[start:end] = part
+                missing.append(place)
+            elif part.size:
+                first = self.share.bounds(place.shard)[0]
+                start, end = self.share.within(place.shard, self._overlap(*place))
+                mean[first + start : first + end] = part
         return missing
 
-    def _read(self, shard: int) -> Vector | None:
-        """The mean of the shard; None while there is none that can be trusted. Raises Abandoned."""
+    def _read(self, place: MeanPlace) -> Vector | None:
+        """What this process carries of the mean in the place.
+
+        None while there is none that can be trusted. Raises Abandoned.
+        """
+        key, fence = self._key(place), self._fence(place)
+        theirs = Share(self.layout, place.process, self._processes[self.roster.owners[place.shard]])
+
+        def get(start: int, end: int | None) -> memoryview:
+            data = self.blobs.get(key, start, end)
+            if start == 0 and wire.kind_of(data) == wire.ABANDONED:
+                note = data if end is None else self.blobs.get(key)
+                body = wire.unseal(wire.ABANDONED, fence, note)
+                raise Abandoned(msgspec.json.decode(body, type=wire.Blame))
+            return data
+
+        wanted = self._overlap(*place)
+        if not wanted.length:
+            wanted = Cells(theirs.cells.start, theirs.cells.start)
         try:
-            data = self.blobs.get(self._key(shard))
+            if not self.layout.cells:
+                return self._read_plain(get, fence, place.shard)
+            start, end = self.share.within(place.shard, wanted) if wanted.length else (0, 0)
+            part = np.empty(end - start, np.float32)
+            read_cells(get, wire.SHARD, fence, theirs, place.shard, wanted, self.down, part)
+            return part
         except NotFound:
             return None
-        place = self._place(shard)
-        try:
-            if wire.kind_of(data) == wire.ABANDONED:
-                body = wire.unseal(wire.ABANDONED, place, data)
-                raise Abandoned(msgspec.json.decode(body, type=wire.Blame))
-            body = wire.unseal(wire.SHARD, place, data)
-            return self.down.decode(body, self.layout.shard_size(shard))
         except ValueError as error:
-            self._damaged[shard] = str(error)
+            self._damaged[place] = str(error)
             return None
 
-    def _give_up_on(self, pending: list[int], mean: Vector) -> list[int]:
-        """End the attempt, as shards are overdue, unless they came after all.
+    def _read_plain(
+        self, get: Callable[[int, int | None], memoryview], fence: bytes, shard: int
+    ) -> Vector:
+        """The mean of a shard in the format without cells."""
+        body = wire.unseal(wire.SHARD, fence, get(0, None))
+        return self.down.decode(body, self.layout.shard_size(shard))
+
+    def _give_up_on(self, pending: list[MeanPlace], mean: Vector) -> list[MeanPlace]:
+        """End the attempt, as places are overdue, unless they came after all.
 
         Returns those still missing. Raises Abandoned, or Behind if the others are further already.
         """
@@ -251,37 +324,37 @@ class Exchange:
                 latest = max(parse_round(blob.key) or 0 for blob in later)
                 raise Behind(latest, self.roster)
             return []
-        late = sorted({self.roster.owners[s] for s in pending})
+        late = self._owners(pending)
         self._abandon(pending[0], blamed_uploads(self.roster, late), f"nothing from ranks {late}")
         return pending
 
-    def _abandon(self, shard: int, uploads: list[str], reason: str) -> None:
+    def _abandon(self, place: MeanPlace, uploads: list[str], reason: str) -> None:
         """Raises Abandoned, unless the place already holds a mean (or damaged bytes)."""
         blame = wire.Blame(uploads, self.me.rank, reason)
-        if self.blobs.create(self._key(shard), self._note(shard, blame)):
+        if self.blobs.create(self._key(place), self._note(place, blame)):
             log.warning("round %d: attempt %d given up: %s", *self._where(), reason)
             raise Abandoned(blame)
-        self._read(shard)
+        self._read(place)
 
-    def _note(self, shard: int, blame: wire.Blame) -> bytes:
-        return wire.seal(wire.ABANDONED, self._place(shard), msgspec.json.encode(blame))
+    def _note(self, place: MeanPlace, blame: wire.Blame) -> bytes:
+        return wire.seal(wire.ABANDONED, self._fence(place), msgspec.json.encode(blame))
 
     def _where(self) -> tuple[int, int]:
         return self.roster.round, self.roster.attempt
 
-    def _key(self, shard: int) -> str:
-        return self.keys.shard(*self._where(), shard)
+    def _key(self, place: MeanPlace) -> str:
+        return self.keys.shard(*self._where(), *place)
 
-    def _place(self, shard: int) -> bytes:
-        return wire.fence(self._digest, str(shard))
+    def _fence(self, place: MeanPlace) -> bytes:
+        part = f".{place.process}" if place.process else ""
+        return wire.fence(self._digest, f"{place.shard}{part}")
 
-    def _stuck(self, pending: list[int]) -> DistributedError:
-        owners = sorted({self.roster.owners[s] for s in pending})
+    def _stuck(self, pending: list[MeanPlace]) -> DistributedError:
         damaged = "".join(
-            f"; {self._key(s)}: {why}" for s, why in self._damaged.items() if s in pending
+            f"; {self._key(p)}: {why}" for p, why in self._damaged.items() if p in pending
         )
         return DistributedError(
-            f"round {self.roster.round}: no shards from ranks {owners} "
+            f"round {self.roster.round}: no shards from ranks {self._owners(pending)} "
             f"within {self.me.timeout:g} s{damaged}"
         )
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from atoll.diloco.allreduce.layout import Layout, Vector
+from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.share import Share
 
 
 def left_out(values: Vector, sent: Vector) -> Vector:
@@ -30,12 +31,12 @@ def _finite(residual: Vector) -> Vector:
 
 @dataclass(frozen=True)
 class Entry:
-    """What this rank will owe if the attempt of `roster` is committed with its `upload`."""
+    """What this process will owe if the attempt of `roster` is committed with its `upload`."""
 
     roster: Roster
     upload: str
     rank: int
-    layout: Layout
+    share: Share
     left_out: Vector | None  # of the upload
     shards: dict[int, Vector] = field(default_factory=dict)  # of the means this rank made
 
@@ -76,8 +77,8 @@ class Feedback:
                 continue
             self.down.pop(shard, None)
             if self.up is None:
-                self.up = np.zeros(entry.layout.size, np.float32)
-            start, end = entry.layout.bounds(shard)
+                self.up = np.zeros(entry.share.size, np.float32)
+            start, end = entry.share.bounds(shard)
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
                 self.up[start:end] += _finite(residual / np.float32(share))
 

@@ -1,11 +1,14 @@
 """The keys of a run's objects in the store.
 
 roster/ROUND.ATTEMPT            who is in the round: created once, kept as the run's journal
-up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round
+up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round; .PROCESSES if several do
+up/ROUND/part/NAME/PROCESS      what a further process of the rank carries of the upload NAME
 up/left/LAUNCH/RANK.HOW         the mark of a rank that has left: done, or failed
 sum/ROUND.ATTEMPT/SHARD         the mean of one shard, or the note that the attempt was given up
+sum/ROUND.ATTEMPT/SHARD.PROCESS the same of the cells that a further process of the owner carries
 checkpoint/ROUNDS               the state after that many rounds
 start                           the state before the first, where the replicas need the same one
+state/ROUNDS/NONCE.PROCESS      the values that a checkpoint or the start points to
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import math
 import re
 from typing import NamedTuple
 
-UPLOAD = re.compile(r"(\d{5})\.([0-9a-f]{16})\.([^/]+)\.([0-9a-f]{16})")
+UPLOAD = re.compile(r"(\d{5})\.([0-9a-f]{16})\.([^/]+)\.([0-9a-f]{16})(?:\.(\d{1,5}))?")
 ATTEMPT = re.compile(r"(\d{8})\.(\d{4})")
 
 
@@ -29,6 +32,7 @@ class UploadName(NamedTuple):
     weight: float
     layout: str
     size: int = 0
+    processes: int = 1
 
 
 class Keys:
@@ -46,10 +50,13 @@ class Keys:
     def uploads(self, number: int | None = None) -> str:
         return f"{self.run}/up" if number is None else f"{self.run}/up/{number:08d}"
 
-    def upload(self, number: int, rank: int, nonce: str, weight: float, layout: str) -> str:
+    def upload(
+        self, number: int, rank: int, nonce: str, weight: float, layout: str, processes: int = 1
+    ) -> str:
         # The exact weight is in the name, so that one LIST holds all that a roster is decided on.
         weight_hex = weight.hex().replace(".", "_")
-        return f"{self.uploads(number)}/{rank:05d}.{nonce}.{weight_hex}.{layout}"
+        many = f".{processes}" if processes > 1 else ""
+        return f"{self.uploads(number)}/{rank:05d}.{nonce}.{weight_hex}.{layout}{many}"
 
     def left(self, launch: str, rank: int, how: str) -> str:
         # Among the uploads, and after them, so that one LIST holds the marks as well.
@@ -58,8 +65,9 @@ class Keys:
     def sums(self, number: int | None = None, attempt: int = 0) -> str:
         return f"{self.run}/sum" if number is None else f"{self.run}/sum/{number:08d}.{attempt:04d}"
 
-    def shard(self, number: int, attempt: int, shard: int) -> str:
-        return f"{self.sums(number, attempt)}/{shard:05d}"
+    def shard(self, number: int, attempt: int, shard: int, process: int = 0) -> str:
+        part = f".{process}" if process else ""
+        return f"{self.sums(number, attempt)}/{shard:05d}{part}"
 
     def start(self) -> str:
         return f"{self.run}/start"
@@ -69,6 +77,18 @@ class Keys:
 
     def checkpoint(self, rounds: int) -> str:
         return f"{self.run}/checkpoint/{rounds:08d}"
+
+    def states(self) -> str:
+        return f"{self.run}/state"
+
+    def state(self, rounds: int, nonce: str, process: int) -> str:
+        return f"{self.run}/state/{rounds:08d}/{nonce}.{process}"
+
+
+def part_of(upload: str, process: int) -> str:
+    """The key of what one process of a replica carries of its upload; process 0 has the upload."""
+    folder, _, name = upload.rpartition("/")
+    return f"{folder}/part/{name}/{process}" if process else upload
 
 
 def parse_upload(key: str, size: int = 0) -> UploadName | None:
@@ -84,7 +104,10 @@ def parse_upload(key: str, size: int = 0) -> UploadName | None:
         return None
     if not (math.isfinite(weight) and weight > 0):
         return None
-    return UploadName(key, int(number), int(match[1]), match[2], weight, match[4], size)
+    processes = int(match[5] or 1)
+    if not processes:
+        return None
+    return UploadName(key, int(number), int(match[1]), match[2], weight, match[4], size, processes)
 
 
 def parse_left(key: str, launch: str) -> tuple[int, str] | None:

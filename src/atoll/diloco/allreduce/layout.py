@@ -1,4 +1,4 @@
-"""The shape of what is averaged: a list of tensors as one float32 vector, cut into shards.
+"""The shape of what is averaged: tensors as one float32 vector, cut into shards, and into cells.
 
 All replicas of a round must have the same layout; its fingerprint is in every object's name.
 """
@@ -35,13 +35,19 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """`name` tells apart streams of tensors that take turns, such as DiLoCo's fragments."""
+    """`name` tells apart streams of tensors that take turns, such as DiLoCo's fragments.
+
+    Each shard is cut into `cells`, the least that is encoded and checked by itself. They follow
+    from the size alone, so replicas of any number of processes can read each other's. 0 is the
+    format of runs that began without cells.
+    """
 
     tensors: tuple[TensorSpec, ...]
     shards: int
     codec: str
     down_codec: str
     name: str = ""
+    cells: int = 0
 
     @property
     def size(self) -> int:
@@ -59,6 +65,16 @@ class Layout(msgspec.Struct, frozen=True):
     def shard_size(self, shard: int) -> int:
         start, end = self.bounds(shard)
         return end - start
+
+    def cell_bounds(self, shard: int) -> list[int]:
+        """Where the cells of a shard begin, counted from its start, and at last where it ends.
+
+        Blocks of the codecs lie within one cell, so cells do not change what a codec makes.
+        """
+        size, count = self.shard_size(shard), max(self.cells, 1)
+        unit = UNIT if size >= count * UNIT else 1
+        units = -(-size // unit)
+        return [min(size, units * cell // count * unit) for cell in range(count + 1)]
 
     def pack(self) -> bytes:
         """Raises ValidationError for more tensors than another replica would unpack."""
@@ -85,6 +101,20 @@ class Layout(msgspec.Struct, frozen=True):
             raise ValueError(f"not a layout: {error}") from error
 
 
+UNIT = 4096  # values; a multiple of every codec's blocks
+MOST_CELLS = 64
+
+
+def cells_of(shard_size: int, codecs: Sequence[str]) -> int:
+    """How many cells a shard has: enough for many processes, few enough to cost next to nothing."""
+    if "sparse" in codecs:
+        return max(1, min(MOST_CELLS, shard_size // (64 * UNIT)))
+    large = min(MOST_CELLS, shard_size // (32 * UNIT))
+    if any(codec != "fp32" for codec in codecs):
+        return max(1, large, min(16, shard_size // (4 * UNIT)))
+    return max(1, large, min(16, shard_size // (2 * UNIT)), min(4, shard_size // 64))
+
+
 def describe(
     tensors: Sequence[Any], *, shards: int, codec: str, down_codec: str, name: str
 ) -> Layout:
@@ -101,7 +131,9 @@ def describe(
             kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
             raise ValidationError(f"tensors[{index}]", kind, "expected a dense tensor with values")
         specs.append(TensorSpec(dtype, tuple(int(n) for n in tensor.shape)))
-    return Layout(tuple(specs), shards, codec, down_codec, name)
+    size = sum(spec.size for spec in specs)
+    cells = cells_of(size // shards, (codec, down_codec))
+    return Layout(tuple(specs), shards, codec, down_codec, name, cells)
 
 
 def difference(mine: Layout, theirs: Layout) -> str:
@@ -118,6 +150,8 @@ def difference(mine: Layout, theirs: Layout) -> str:
         if ours != other:
             label = "world_size" if field == "shards" else field
             return f"{label} is {other!r} there and {ours!r} here"
+    if mine.cells != theirs.cells:
+        return "the run is of another version of atoll"
     return "nothing differs"
 
 

@@ -12,16 +12,25 @@ from typing import NamedTuple
 
 import msgspec
 
-from atoll.diloco.allreduce.keys import UploadName
+from atoll.diloco.allreduce.keys import UploadName, parse_upload
 
 
 class Member(msgspec.Struct, frozen=True):
-    """`sections`: bytes of each section of the upload; empty where they follow from the layout."""
+    """`sections`: bytes of each section of the upload, process by process.
+
+    It is empty where they follow from the layout.
+    """
 
     rank: int
     upload: str
     weight: float
     sections: list[int] = []
+
+    @property
+    def processes(self) -> int:
+        """How many processes carry the upload."""
+        name = parse_upload(self.upload)
+        return 1 if name is None else name.processes
 
 
 class Roster(msgspec.Struct, frozen=True):

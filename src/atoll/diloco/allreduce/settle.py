@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -55,7 +54,8 @@ class Ballot:
     expected: set[int]
     blamed: list[str] = field(default_factory=list)
     quorum_at: float | None = None
-    upload_again: Callable[[], None] | None = None
+    started: float | None = None  # when it was first settled on
+    again_s: float = 0.0  # after so many seconds without this rank, it uploads again
     is_blamed: bool = False  # this rank's upload may not be used
     uploads: dict[int, UploadName] = field(default_factory=dict)
     needs: int = 1  # this many ranks must be in
@@ -117,18 +117,21 @@ class Settler:
             needs=self.me.min_replicas,
         )
 
-    def settle(self, ballot: Ballot, layout: Layout, codec: Codec) -> Roster:
+    def settle(self, ballot: Ballot, layout: Layout, codec: Codec) -> Roster | None:
         """The roster of the attempt, whichever rank decides it.
 
-        Raises BelowMinimumWorld after the timeout.
+        None: this rank's upload has to be made again before the ballot is settled on. Raises
+        BelowMinimumWorld after the timeout.
         """
         key = self.keys.roster(ballot.number, ballot.attempt)
-        started = time.monotonic()
+        if ballot.started is None:
+            ballot.started = time.monotonic()
+            ballot.again_s = self.history.straggler_grace()
+            ballot.says_at = min(FIRST_WORD_S, self.me.timeout / 4)
+        started = ballot.started
         what = f"roster {layout.name}" if ballot.attempt == 0 else "next attempt"
         usual = self.history.usual(what)
         stagger = min(STAGGER_S, self.history.straggler_grace())
-        again_s = self.history.straggler_grace()
-        ballot.says_at = min(FIRST_WORD_S, self.me.timeout / 4)
         while True:
             elapsed = time.monotonic() - started
             is_last_look = elapsed > self.me.timeout
@@ -148,15 +151,17 @@ class Settler:
                 ballot.says_at = elapsed + NEXT_WORD_S
                 self._say(ballot)
             # This rank's upload is damaged or deleted: a quorum would have gone on by now.
-            is_lost = is_looking and self.me.rank not in ballot.uploads and elapsed > 2 * again_s
+            is_lost = (
+                is_looking and self.me.rank not in ballot.uploads and elapsed > 2 * ballot.again_s
+            )
             # Or this rank was given up on and nobody goes on without it: it says that it is alive.
-            is_alive = ballot.is_blamed and elapsed > again_s
-            if ballot.upload_again and (is_lost or is_alive):
-                ballot.upload_again()
-                ballot.is_blamed = False
-                again_s = time.monotonic() - started
+            is_alive = ballot.is_blamed and elapsed > ballot.again_s
             if is_last_look:
                 raise self._no_quorum(ballot)
+            if is_lost or is_alive:
+                ballot.is_blamed = False
+                ballot.again_s = elapsed
+                return None
             time.sleep(poll_pause(elapsed, usual))
 
     def read(self, key: str) -> Roster | None:
@@ -320,6 +325,8 @@ class Settler:
         name = foreign[0]
         try:
             theirs = Layout.unpack(read_footer(self.blobs, name.key, name.size, layout).layout)
+            if not theirs.cells:
+                raise Blamed(name.key, "it is of an older version of atoll")
         except (Blamed, ValueError) as problem:
             log.warning("upload of rank %d left out: %s", name.rank, problem)
             ballot.blamed.append(name.key)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +22,7 @@ MAGIC = b"ATL1"
 FOLD_BYTES = 64 * 1024 * 8
 MOST_FOOTER = 16 << 20  # a layout, and the lengths of the sections
 
-SECTION = b"SECT"  # one rank's part of one shard, inside its upload
+SECTION = b"SECT"  # one rank's part of one shard, inside its upload; a table of cells, then they
 FOOTER = b"FOOT"  # at the end of an upload: the layout, and how long each section is
 ROSTER = b"ROST"
 SHARD = b"DATA"  # the mean of one shard
@@ -83,6 +85,51 @@ def _checksum(kind: bytes, place: bytes, body: memoryview) -> int:
         words = np.frombuffer(body[:whole], "<u8").reshape(-1, 64, 1024)
         first = zlib.crc32(memoryview(np.add.reduce(words, axis=1)).cast("B"), first)
     return zlib.crc32(body[whole:], first)
+
+
+CELL = struct.Struct("<QI")  # how many bytes a cell has, and their checksum
+
+
+class Cell(NamedTuple):
+    """One cell of an object, as the table before the cells tells of it."""
+
+    length: int
+    checksum: int
+
+
+def table_size(count: int) -> int:
+    return SEAL.size + CELL.size * count
+
+
+def seal_table(kind: bytes, place: bytes, cells: Sequence[Buffer]) -> bytes:
+    """A sealed table of `cells`. They follow it as they are, so any run of them is one range."""
+    views = [memoryview(cell).cast("B") for cell in cells]
+    rows = [CELL.pack(view.nbytes, _checksum(kind, place, view)) for view in views]
+    return seal(kind, place, b"".join(rows))
+
+
+def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> list[Cell]:
+    """The table that `head` begins with. Raises Corrupt unless it is whole and for this place."""
+    view = memoryview(head).cast("B")
+    body = unseal(kind, place, view[: table_size(count)])
+    if body.nbytes != CELL.size * count:
+        raise Corrupt(f"a table of {body.nbytes // CELL.size} cells instead of {count}")
+    return [Cell(*row) for row in CELL.iter_unpack(body)]
+
+
+def open_cells(kind: bytes, place: bytes, cells: Sequence[Cell], data: Buffer) -> list[memoryview]:
+    """`data` as `cells`. Raises Corrupt unless it is exactly they."""
+    view, start = memoryview(data).cast("B"), 0
+    if view.nbytes != sum(cell.length for cell in cells):
+        raise Corrupt(f"{view.nbytes} bytes instead of {sum(cell.length for cell in cells)}")
+    parts = []
+    for cell in cells:
+        part = view[start : start + cell.length]
+        if _checksum(kind, place, part) != cell.checksum:
+            raise Corrupt("checksum does not match")
+        parts.append(part)
+        start += cell.length
+    return parts
 
 
 class Footer(msgspec.Struct, frozen=True):

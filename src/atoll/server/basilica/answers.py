@@ -80,7 +80,7 @@ def on_error(request: Request, error: Exception) -> Answer:
     if isinstance(error, Unsupported):
         return refused(501, str(error))
     if isinstance(error, ValidationError):
-        return refused(400, str(renamed(error, FIELDS)))
+        return refused(status_of(error), str(renamed(error, FIELDS)))
     if isinstance(error, AtollError):
         return refused(status_of(error), str(error))
     if isinstance(error, HTTPException):

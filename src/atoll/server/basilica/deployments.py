@@ -18,8 +18,7 @@ from typing import Annotated
 
 from msgspec import Meta
 from msgspec.structs import replace
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 import atoll
 from atoll.core.errors import (
@@ -30,7 +29,6 @@ from atoll.core.errors import (
     Temporary,
     ValidationError,
 )
-from atoll.core.model import decode
 from atoll.core.ports import Change, Key, Store
 from atoll.core.status import LogLine, Training
 from atoll.local.rendezvous_file import find_etcd
@@ -40,6 +38,7 @@ from atoll.server.auth import caller
 from atoll.server.basilica.answers import CLOSE, UNSUPPORTED, Unsupported, answer, on_error
 from atoll.server.basilica.request import Create, Probe, spec_of
 from atoll.server.basilica.wire import deployment, event_item, is_settled, list_item, moment
+from atoll.server.bodies import MAX_BODY_BYTES, decoded
 from atoll.server.operations import (
     Answer,
     AnswerDoc,
@@ -48,7 +47,6 @@ from atoll.server.operations import (
     Plane,
     Query,
     StreamAnswer,
-    read_body,
     routes,
 )
 from atoll.server.routing import REST, Route
@@ -58,7 +56,6 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 FOLLOW_LIMIT_S = 1150.0  # the client gives up, and loses all it has read, after 1200
 REMOVAL_S = 60.0
 SETTLE_S = 1.0
-DRAIN_S = 20.0
 
 
 class DeploymentLogQuery(Query, frozen=True):
@@ -97,13 +94,19 @@ async def health(call: ApiCall) -> Answer:
 
 
 async def create(call: ApiCall) -> Answer:
-    body = await _body(call.request)
-    if decode(body, Probe).distributed is None:
+    async with contextlib.AsyncExitStack() as held:
+        bodies = call.plane.bodies
+        body = await bodies.read(call.request, call.namespace, MAX_BODY_BYTES, held)
+        return await _created(call, body)
+
+
+async def _created(call: ApiCall, body: bytes) -> Answer:
+    if (await decoded(body, Probe)).distributed is None:
         raise Unsupported(
             "atoll does not support inference deployments: it runs distributed trainings "
             "(basilica.distributed), which have 'distributed' in the request"
         )
-    wish = decode(body, Create)
+    wish = await decoded(body, Create)
     if not wish.distributed.enabled:
         raise ValidationError("distributed.enabled", False, "expected true")
     executor = default_executor(call.plane)
@@ -118,22 +121,6 @@ async def create(call: ApiCall) -> Answer:
     )
     stored = await _create(call.plane.store, training)
     return answer(deployment(await _settled(call.plane.store, stored)), 201)
-
-
-async def _body(request: Request) -> bytes:
-    """The body of the request.
-
-    A body that is too large is still read to its end: a client that is sending when the
-    connection closes never sees the reason.
-    """
-    try:
-        return await read_body(request)
-    except HTTPException:
-        with contextlib.suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(DRAIN_S):
-                while (await request.receive()).get("more_body"):
-                    pass
-        raise
 
 
 async def _create(store: Store, training: Training) -> Training:

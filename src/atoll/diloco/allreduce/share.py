@@ -1,0 +1,102 @@
+"""What one process of a replica carries: the same cells of every shard.
+
+A process keeps its cells as one row, shard after shard. Between the replicas nothing else is
+known of it, so replicas of one process and of many read each other's objects cell by cell.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from atoll.diloco.allreduce.layout import Layout
+
+
+class Cells(NamedTuple):
+    """A run of cells of a shard."""
+
+    start: int
+    stop: int
+
+    def overlap(self, other: Cells) -> Cells:
+        start = max(self.start, other.start)
+        return Cells(start, max(start, min(self.stop, other.stop)))
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def carried(layout: Layout, process: int, processes: int) -> Cells:
+    """The cells of every shard that a process carries."""
+    count = max(layout.cells, 1)
+    return Cells(count * process // processes, count * (process + 1) // processes)
+
+
+class Share:
+    """The part of the vector that process `process` of `processes` carries, as one row."""
+
+    def __init__(self, layout: Layout, process: int = 0, processes: int = 1) -> None:
+        self.layout = layout
+        self.process, self.processes = process, processes
+        self.cells = carried(layout, process, processes)
+
+    @cached_property
+    def _cuts(self) -> list[list[int]]:
+        """The bounds of the carried cells of each shard, counted from the shard's start."""
+        start, stop = self.cells
+        return [self.layout.cell_bounds(s)[start : stop + 1] for s in range(self.layout.shards)]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts = [0]
+        for cuts in self._cuts:
+            starts.append(starts[-1] + cuts[-1] - cuts[0])
+        return starts
+
+    @property
+    def size(self) -> int:
+        return self._starts[-1]
+
+    def bounds(self, shard: int) -> tuple[int, int]:
+        """Where the cells of the shard lie in the row."""
+        return self._starts[shard], self._starts[shard + 1]
+
+    def section_size(self, shard: int) -> int:
+        return self._starts[shard + 1] - self._starts[shard]
+
+    def within(self, shard: int, cells: Cells) -> tuple[int, int]:
+        """Where some of the carried cells of the shard lie in its part of the row."""
+        cuts, first = self._cuts[shard], self.cells.start
+        return cuts[cells.start - first] - cuts[0], cuts[cells.stop - first] - cuts[0]
+
+    def cell_in_row(self, shard: int, cell: int) -> tuple[int, int]:
+        """Where one of the carried cells of the shard lies in the row."""
+        cuts, at = self._cuts[shard], cell - self.cells.start
+        first = self._starts[shard] - cuts[0]
+        return first + cuts[at], first + cuts[at + 1]
+
+    def cell_sizes(self, shard: int) -> list[int]:
+        cuts = self._cuts[shard]
+        return [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    @cached_property
+    def intervals(self) -> list[tuple[int, int]]:
+        """The places of the vector that the row holds, in its order."""
+        out: list[tuple[int, int]] = []
+        for shard, cuts in enumerate(self._cuts):
+            first = self.layout.bounds(shard)[0]
+            start, stop = first + cuts[0], first + cuts[-1]
+            if out and out[-1][1] == start:
+                out[-1] = out[-1][0], stop
+            elif stop > start:
+                out.append((start, stop))
+        return out
+
+    def place(self, at: int) -> int:
+        """The place in the vector of the value at `at` of the row."""
+        for start, stop in self.intervals:
+            if at < stop - start:
+                return start + at
+            at -= stop - start
+        raise IndexError(at)

@@ -1,0 +1,96 @@
+"""The processes of one replica: they decide together, so that a replica is in a round or out of it.
+
+Process 0 asks the store and decides; the others learn its answer. Each does its own share of the
+work, and what went wrong for one has gone wrong for all.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from atoll.core.errors import DistributedError
+
+T = TypeVar("T")
+
+
+class Team(Protocol):
+    """`share` is called by all processes of the replica in the same order, by one thread each."""
+
+    @property
+    def process(self) -> int: ...
+
+    @property
+    def processes(self) -> int: ...
+
+    def share(self, word: Any) -> list[Any]:
+        """The words of all processes, by process."""
+
+
+class Solo:
+    """A replica of one process."""
+
+    process = 0
+    processes = 1
+
+    def share(self, word: Any) -> list[Any]:
+        return [word]
+
+
+class _Failure(NamedTuple):
+    error: BaseException
+
+
+def lead(team: Team, decide: Callable[[], T]) -> T:
+    """What process 0 decides. Its error is raised by all."""
+    if team.processes == 1:
+        return decide()
+    answer: T = together(team, decide if team.process == 0 else _nothing)[0]
+    return answer
+
+
+def together(team: Team, work: Callable[[], T]) -> list[T]:
+    """What the work of each process gave. If one failed, all raise."""
+    if team.processes == 1:
+        return [work()]
+    own: BaseException | None = None
+    try:
+        word: Any = work()
+    except Exception as error:
+        own, word = error, _Failure(_portable(error))
+    words: list[T] = team.share(word)
+    if own is not None:
+        raise own
+    for process, each in enumerate(words):
+        if isinstance(each, _Failure):
+            each.error.add_note(f"in process {process} of the replica's {team.processes}")
+            raise each.error
+    return words
+
+
+def alike(
+    team: Team, work: Callable[[], T], word: Callable[[T], Any] = lambda _: None
+) -> tuple[T, list[Any]]:
+    """What the work gave in this process, once it is done in all, and a word on it from each."""
+    kept: list[T] = []
+
+    def run() -> Any:
+        kept.append(work())
+        return word(kept[0])
+
+    words = together(team, run)
+    return kept[0], words
+
+
+def _nothing() -> Any:
+    return None
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, if it can be sent to another process; else its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return DistributedError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,146 @@
+"""Gangs that several processes follow at once: what others ask for counts, nothing is torn down.
+
+Each process has a controller of its own. They never disturb each other: a wish carries a version,
+and the newest one is everybody's; what has ended stays to be read until its launcher removes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from msgspec.structs import replace
+
+from atoll.core.ends import RankEnd
+from atoll.core.errors import Temporary
+from atoll.core.ports import Executor, Key, Store, Tending
+from atoll.core.status import Chore, Exit, LogLine, Seen, SeenRank, Status, Training, Wish
+
+
+class StopCause(NamedTuple):
+    """Why a gang was stopped, as in `Status.failing`; empty if it was cancelled."""
+
+    reason: str = ""
+    message: str = ""
+
+
+@runtime_checkable
+class SharedBackend(Executor, Protocol):
+    """A backend whose gangs any process can find. Its `release` keeps what others may read."""
+
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        """The launch of that name, as far as the backend knows it; None if there is none."""
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        """Why another process has stopped it."""
+
+
+class SharedExecutor:
+    """The executor that the controller of a script works with."""
+
+    def __init__(
+        self, backend: SharedBackend, store: Store, on_gone: Callable[[Key], None]
+    ) -> None:
+        self.name = backend.name
+        self._backend = backend
+        self._store = store
+        self._on_gone = on_gone
+        self._there: set[str] = set()  # gangs that the backend has had
+        self._concluded: set[str] = set()
+
+    def note_found(self, training: Training) -> None:
+        """The gang was found: should the backend not have it, it was deleted since."""
+        self._there.add(training.uid)
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        await self._backend.apply(training, wish)
+
+    async def observe(self, training: Training) -> Seen:
+        if training.status.phase.is_terminal:
+            return Seen(is_supervised=training.uid not in self._concluded)
+        seen = await self._backend.observe(training)
+        if seen.wish is not None:
+            self._there.add(training.uid)
+            await self._follow_others(training, seen.wish)
+        elif training.uid in self._there and not seen.is_supervised:
+            await self._note_gone(training)
+            return without_gang(training, seen, time.time())
+        return seen
+
+    async def release(self, training: Training) -> None:
+        await self._backend.release(training)
+        self._concluded.add(training.uid)
+
+    async def purge(self, training: Training) -> None:
+        await self._backend.purge(training)
+
+    async def perform(self, training: Training, chore: Chore) -> None:
+        if isinstance(self._backend, Tending):
+            await self._backend.perform(training, chore)
+
+    def changes(self) -> AsyncIterator[Key]:
+        return self._backend.changes()
+
+    def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        return self._backend.logs(training, ranks=ranks, tail=tail, follow=follow)
+
+    async def _follow_others(self, training: Training, wish: Wish) -> None:
+        """Takes over a wish of another process. Raises Temporary: the pass begins anew with it."""
+        asked = training.status.asked
+        if asked is None or wish == asked or wish.version < asked.version:
+            return
+        status = replace(training.status, asked=wish, redo=dict(wish.redo))
+        is_stopped = wish.size == 0 and not training.is_cancelling and not status.failing
+        cause = await self._backend.stop_cause(training) if is_stopped else StopCause()
+        stored = await self._store.update_status(training, with_cause(status, cause))
+        if is_stopped and not cause.reason:
+            await self._store.update_spec(replace(stored, spec=replace(stored.spec, cancel=True)))
+        raise Temporary("another process has changed the gang", retry_after_s=0.0)
+
+    async def _note_gone(self, training: Training) -> None:
+        if training.is_cancelling:
+            return
+        self._on_gone(training.key)
+        cancelled = replace(training.spec, cancel=True)
+        await self._store.update_spec(replace(training, spec=cancelled))
+        raise Temporary("the gang no longer exists", retry_after_s=0.0)
+
+
+def with_cause(status: Status, cause: StopCause) -> Status:
+    if not cause.reason:
+        return status
+    return replace(status, failing=cause.reason, failing_message=cause.message)
+
+
+def without_gang(training: Training, seen: Seen, now: float) -> Seen:
+    """What is seen of a gang that was deleted: whatever ends or is missing then, was stopped."""
+    ranks = [_stopped(rank) for rank in seen.ranks]
+    visible = {rank.rank for rank in seen.ranks}
+    missing = [r for r in training.status.ranks if r.is_alive and r.rank not in visible]
+    for rank in missing:
+        end = Exit(code=None, at=now, reason=RankEnd.DELETED, is_stopped=True)
+        ranks.append(
+            SeenRank(
+                rank=rank.rank,
+                state="exited",
+                attempt=rank.attempt,
+                restarts=rank.restarts,
+                started_at=rank.started_at,
+                exit=end,
+            )
+        )
+    return replace(seen, ranks=[rank for rank in ranks if rank.state != "waiting"])
+
+
+def _stopped(rank: SeenRank) -> SeenRank:
+    if rank.exit is None or rank.exit.is_success:
+        return rank
+    return replace(rank, exit=replace(rank.exit, is_stopped=True))
