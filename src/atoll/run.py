@@ -28,22 +28,22 @@ from atoll.core.executors import LOCAL
 from atoll.local.state import state_dir
 from atoll.sdk.config import is_changed, read
 from atoll.sdk.embedded import start_time
-from atoll.sdk.release import HEADER
 
 if TYPE_CHECKING:
-    import uvicorn
+    import ssl
+
     from starlette.types import ASGIApp
 
     from atoll.core.config import Config
     from atoll.core.ports import Executor, Tokens
     from atoll.server.executors import Setup
+    from atoll.server.serving import GuardedServer
     from atoll.server.streams import Streams
     from atoll.store.sqlite import SQLiteStore
     from atoll.store.tokens import SQLiteTokens
 
 DEFAULT_PORT = 7878
 NAMESPACE = "default"
-KEEP_ALIVE_S = 100  # longer than clients keep idle connections: they close first
 PURGE_S = 60.0
 SPACE_BYTES = 2**18  # for SQLite's files and the small ones beside them
 
@@ -185,42 +185,30 @@ def serve(
     where: Path | None = None,
     slots: int | None = None,
     config: Path | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
     is_owned: bool = False,
 ) -> None:
-    """Serves until stopped; prints the address once it answers.
+    """Serves until stopped; prints the address once it answers. With a certificate and its key,
+    files in PEM, by HTTPS only.
 
     `is_owned`: serves until standard input ends, then removes all trainings.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    from atoll.server.lograte import quiet_log
+    from atoll.server.serving import listen, tls_of
+
+    quiet_log(logging.WARNING)
     where = where or state_dir()
-    listening = _listen(host, port)
+    tls = tls_of(tls_cert, tls_key)
+    listening = listen(host, port)
     plane = build(where, slots=slots, config=config)
     asyncio.run(ensure_token(plane.tokens, where))
-    server = _server(plane, listening, is_owned=is_owned)
+    certificate = None if tls_cert is None else tls_cert.absolute()
+    address = _endpoint(listening, certificate)
+    server = _server(plane, address, tls, is_owned=is_owned)
     server.run(sockets=[listening])
     if is_owned:
         shutil.rmtree(where, ignore_errors=True)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP: only then does asyncio disable the delay that costs 40 ms per answer.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(2048)
-        return listening
-    except (OSError, OverflowError) as error:
-        listening.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        is_host = isinstance(error, socket.gaierror) or (
-            isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
-        )
-        wrong = "host" if is_host else "port"
-        raise Permanent(
-            f"cannot listen on {host}:{port}: {reason}; choose another --{wrong}"
-        ) from error
 
 
 async def ensure_token(tokens: Tokens, where: Path) -> None:
@@ -237,20 +225,21 @@ async def ensure_token(tokens: Tokens, where: Path) -> None:
         await tokens.add(hashed(token), NAMESPACE, "local user", time.time())
 
 
-def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) -> uvicorn.Server:
-    import uvicorn
+def _server(
+    plane: ControlPlane, address: dict[str, Any], tls: ssl.SSLContext | None, *, is_owned: bool
+) -> GuardedServer:
+    from atoll.server.serving import GuardedServer
 
     endpoint = plane.where / "endpoint.json"
 
-    class Server(uvicorn.Server):
-        """A uvicorn server that announces when it is ready, and ends open streams when it stops."""
+    class Server(GuardedServer):
+        """A server that announces when it is ready, and ends open streams when it stops."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             self.loop = asyncio.get_running_loop()
-            address = json.dumps(_endpoint(listening))
-            _write_private(endpoint, address)
-            sys.stdout.write(address + "\n")
+            _write_private(endpoint, json.dumps(address))
+            sys.stdout.write(json.dumps(address) + "\n")
             sys.stdout.flush()
             if is_owned:
                 self.loop.add_reader(0, self.abandon)
@@ -279,30 +268,20 @@ def _server(plane: ControlPlane, listening: socket.socket, *, is_owned: bool) ->
             finally:
                 self.should_exit = True
 
-    return Server(
-        uvicorn.Config(
-            plane.app,
-            loop="asyncio",
-            lifespan="on",
-            http="httptools",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            headers=[(HEADER, atoll.__version__)],
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=3,
-        )
-    )
+    return Server(plane.app, tls=tls)
 
 
-def _endpoint(listening: socket.socket) -> dict[str, Any]:
+def _endpoint(listening: socket.socket, certificate: Path | None) -> dict[str, Any]:
+    """What commands on this machine need to know. They trust the certificate by its file, whatever
+    name it is for."""
     host, port = listening.getsockname()[:2]
     url_host = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
         url_host = "127.0.0.1"
+    tls = {} if certificate is None else {"certificate": str(certificate)}
     return {
-        "url": f"http://{url_host}:{port}",
+        "url": f"http{'s' if tls else ''}://{url_host}:{port}",
+        **tls,
         "pid": os.getpid(),
         "startTime": start_time(os.getpid()),
         "release": atoll.__version__,

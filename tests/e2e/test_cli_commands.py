@@ -252,3 +252,14 @@ def test_the_server_is_found_not_started_again(atoll: Any) -> None:
         run.communicate()
     assert atoll.server_pid() == before
     assert os.stat(atoll.state / "token").st_mode & 0o777 == 0o600
+
+
+def test_the_value_of_a_rank(atoll: Any) -> None:
+    program = "import atoll; print('said'); atoll.give_result({'loss': 0.5, 'pair': (1, b'x')})"
+    done = atoll("run", "--name", "valued", "--", sys.executable, "-c", program)
+    assert done.stdout.split() == ["[0]", "said"]
+    assert json.loads(atoll("value", "valued").stdout) == {"loss": 0.5, "pair": [1, "b'x'"]}
+    assert atoll.json("value", "valued", "--rank", "0")["value"]["loss"] == 0.5
+    missing = atoll("value", "valued", "--rank", "1")
+    assert missing.returncode == 1
+    assert "result of rank 1 of training 'valued' not found" in missing.stderr

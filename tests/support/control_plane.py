@@ -170,8 +170,10 @@ class ControlPlane:
 
     def shim_pids(self, training: Training) -> tuple[int, int]:
         """The keeper and the supervisor."""
-        directory = str(self.directory(training))
-        found = [pid for pid in processes.all_pids() if directory in _command_line(pid)]
+        return self.shim_pids_of(self.directory(training))
+
+    def shim_pids_of(self, directory: Path) -> tuple[int, int]:
+        found = [pid for pid in processes.all_pids() if str(directory) in _command_line(pid)]
         parents = {pid: _parent(pid) for pid in found}
         supervisor = next(pid for pid in found if parents[pid] in found)
         return parents[supervisor], supervisor

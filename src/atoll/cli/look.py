@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from math import inf
+from typing import Any
 
 import click
 
@@ -90,6 +91,43 @@ def logs(name: str, is_followed: bool, rank: int | None, tail: int | None, is_js
     )
     for line in lines:
         print_json(line) if is_json else printer.print(line)
+
+
+@click.command()
+@name_argument
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Rank whose result is printed.",
+    show_default=True,
+)
+@json_option
+def value(name: str, rank: int, is_json: bool) -> None:
+    """Print the result of a rank as JSON.
+
+    That is what its function returned, or what its program gave with atoll.give_result.
+    """
+    from atoll.cli.show import print_json
+    from atoll.sdk.client import Client
+
+    try:
+        result = Client().get(name).value(rank)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    print_json({"rank": rank, "value": as_json(result)} if is_json else as_json(result))
+
+
+def as_json(value: Any) -> Any:
+    """The value with what JSON cannot hold as text."""
+    if isinstance(value, dict):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_json(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    is_finite = isinstance(value, float) and value - value == 0
+    return value if is_finite else str(value)
 
 
 @click.command()

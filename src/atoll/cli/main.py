@@ -46,6 +46,7 @@ COMMANDS = {
     "ps": "look",
     "status": "look",
     "logs": "look",
+    "value": "look",
     "scale": "change",
     "wait": "change",
     "cancel": "change",
@@ -63,7 +64,7 @@ COMMANDS = {
 }
 # What to do about an error, where its own words do not say it.
 HINTS: dict[type[AtollError], str] = {
-    Denied: "set ATOLL_TOKEN to a token from 'atoll token create'",
+    Denied: "ATOLL_TOKEN holds the token that is sent",
     Temporary: "is the control plane running? ATOLL_URL holds its address",
 }
 USAGE = 2

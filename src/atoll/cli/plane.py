@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -14,9 +15,12 @@ from atoll.cli.executors import config_option
 from atoll.cli.options import json_option
 from atoll.core.checks import check_name
 from atoll.core.errors import NotFound, Permanent, ValidationError
+from atoll.operator.__main__ import needs_extra, new_operator_token, operator_tokens
 
 if TYPE_CHECKING:
     from atoll.core.ports import Tokens
+
+T = TypeVar("T")
 
 TOKENS = ("ID", "NAMESPACE", "LABEL", "CREATED")
 
@@ -45,6 +49,13 @@ state_dir_option = click.option(
     show_default="as in atoll.toml, else no limit",
 )
 @config_option
+@click.option(
+    "--tls-cert",
+    type=Path,
+    help="Serve HTTPS with this certificate chain, a file in PEM.",
+    show_default="HTTP",
+)
+@click.option("--tls-key", type=Path, help="Private key of the certificate, a file in PEM.")
 @click.option("--owned", "is_owned", is_flag=True, hidden=True)  # by the process at its stdin
 @json_option
 def serve(
@@ -52,6 +63,8 @@ def serve(
     host: str,
     state_dir: Path | None,
     slots: int | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
     is_owned: bool,
     is_json: bool,
 ) -> None:
@@ -69,12 +82,28 @@ def serve(
         raise Permanent(f"cannot keep state in {where}: {error.strerror}") from error
     if not is_json:
         print(f"atoll: state in {where}; Ctrl-C stops", file=sys.stderr, flush=True)
-    main.serve(host=host, port=port, where=where, slots=slots, is_owned=is_owned)
+    main.serve(
+        host=host,
+        port=port,
+        where=where,
+        slots=slots,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        is_owned=is_owned,
+    )
+
+
+home_option = click.option(
+    "--home",
+    metavar="NAMESPACE",
+    help="Use the tokens of the operator in this namespace of a Kubernetes cluster.",
+    show_default="those of this machine's control plane",
+)
 
 
 @click.group()
 def token() -> None:
-    """Create, list and remove tokens of the control plane."""
+    """Create, list and revoke tokens of the control plane, or of an operator."""
 
 
 @token.command()
@@ -86,8 +115,12 @@ def token() -> None:
 )
 @click.option("--label", default="", help="Note on whose token it is, for 'atoll token list'.")
 @state_dir_option
+@home_option
 @json_option
-def create(namespace: str, label: str, state_dir: Path | None, is_json: bool) -> None:
+@needs_extra
+def create(
+    namespace: str, label: str, state_dir: Path | None, home: str | None, is_json: bool
+) -> None:
     """Create a token and print it. Only its hash is stored: it cannot be shown again."""
     import asyncio
 
@@ -95,21 +128,27 @@ def create(namespace: str, label: str, state_dir: Path | None, is_json: bool) ->
     from atoll.server.auth import hashed, new_token
 
     check_name("namespace", namespace)
-    secret = new_token()
-    record = asyncio.run(_tokens(state_dir).add(hashed(secret), namespace, label, time.time()))
+    if home is not None:
+        secret, record = asyncio.run(new_operator_token(home, namespace, label))
+    else:
+        secret = new_token()
+        tokens = _tokens(state_dir)
+        record = asyncio.run(tokens.add(hashed(secret), namespace, label, time.time()))
     print_json({"token": secret, **full(record)}) if is_json else print(secret)
 
 
 @token.command("list")
 @state_dir_option
+@home_option
 @json_option
-def list_tokens(state_dir: Path | None, is_json: bool) -> None:
+@needs_extra
+def list_tokens(state_dir: Path | None, home: str | None, is_json: bool) -> None:
     """List tokens by id. The tokens themselves are not stored."""
     import asyncio
 
     from atoll.cli import show
 
-    tokens = asyncio.run(_tokens(state_dir).all())
+    tokens = asyncio.run(_with_tokens(state_dir, home, lambda tokens: tokens.all()))
     if is_json:
         show.print_json(tokens)
         return
@@ -117,21 +156,36 @@ def list_tokens(state_dir: Path | None, is_json: bool) -> None:
     print(show.table(TOKENS, rows))
 
 
-@token.command("rm")
+@token.command("revoke")
 @click.argument("id")
 @state_dir_option
+@home_option
 @json_option
-def remove(id: str, state_dir: Path | None, is_json: bool) -> None:
-    """Remove the token with this ID, as `atoll token list` shows it. It is refused from then on."""
+@needs_extra
+def revoke(id: str, state_dir: Path | None, home: str | None, is_json: bool) -> None:
+    """Revoke the token with this ID, as `atoll token list` shows it. It is refused from then on;
+    by an operator within 5 seconds."""
     import asyncio
 
     from atoll.cli.show import print_json
 
     if not id:
         raise ValidationError("id", id, "expected an id from 'atoll token list'")
-    if not asyncio.run(_tokens(state_dir).remove(id)):
+    if not asyncio.run(_with_tokens(state_dir, home, lambda tokens: tokens.remove(id))):
         raise NotFound("token", id)
     print_json({"removed": [id]}) if is_json else print(f"{id}: removed")
+
+
+token.add_command(revoke, "rm")
+
+
+async def _with_tokens(
+    state_dir: Path | None, home: str | None, act: Callable[[Tokens], Awaitable[T]]
+) -> T:
+    if home is None:
+        return await act(_tokens(state_dir))
+    async with operator_tokens(home) as tokens:
+        return await act(tokens)
 
 
 def _tokens(state_dir: Path | None) -> Tokens:

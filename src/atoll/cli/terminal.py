@@ -30,8 +30,8 @@ def prepare() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Prints a warning as one line on a terminal, and nothing elsewhere."""
-    if sys.stderr.isatty():
+    """Prints a warning as one line on a terminal; elsewhere only what endangers a token."""
+    if sys.stderr.isatty() or type(message).__name__ == "PlainToken":
         print(f"atoll: {message}", file=sys.stderr, flush=True)
 
 

@@ -14,10 +14,18 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from atoll.core.absent import left_alone, out_of_reach, rejoined, return_of
-from atoll.core.errors import AtollError, BackendError, Conflict, Denied, NotFound, Permanent
+from atoll.core.errors import (
+    AtollError,
+    BackendError,
+    Conflict,
+    Denied,
+    NotFound,
+    Permanent,
+    StatusRefused,
+)
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
 from atoll.core.ports import Executor, Key, Measuring, Store, Tending
-from atoll.core.status import Seen, Training, sooner
+from atoll.core.status import Seen, Status, Training, sooner
 
 Clock = Callable[[], float]
 
@@ -39,11 +47,12 @@ class Reconciler:
         self._clock = clock
         self._faults: dict[str, str] = {}  # what an executor will never do, by training
         self._misses: dict[Key, Misses] = {}
+        self._unwritten: dict[str, Status] = {}  # what a store refused to keep, by training
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the next look, or None: not until something changes."""
         try:
-            training = await self._store.get(key)
+            training = self._as_decided(await self._store.get(key))
         except NotFound:
             self._misses.pop(key, None)
             return None
@@ -100,7 +109,21 @@ class Reconciler:
     async def _write(self, training: Training, decision: Plan) -> Training:
         if decision.status == training.status:
             return training
-        return await self._store.update_status(training, decision.status, decision.events)
+        try:
+            stored = await self._store.update_status(training, decision.status, decision.events)
+        except StatusRefused:
+            if training.deletion_requested_at is None:
+                raise
+            # Its record is to go: what the store will not keep is not needed, its end is.
+            self._unwritten[training.uid] = decision.status
+            return replace(training, status=decision.status)
+        self._unwritten.pop(training.uid, None)
+        return stored
+
+    def _as_decided(self, training: Training) -> Training:
+        """The training that is being removed, with the status that its store refused to keep."""
+        status = self._unwritten.get(training.uid)
+        return training if status is None else replace(training, status=status)
 
     async def _whole(self, training: Training) -> Training:
         """With the code itself, where the store shows only its digest."""
@@ -135,7 +158,8 @@ class Reconciler:
                 case Forget():
                     await executor.purge(training)
                     await self._store.remove(training)
-                    self._faults.pop(training.uid, None)
+                    for memory in (self._faults, self._unwritten):
+                        memory.pop(training.uid, None)
         except Permanent as error:
             if not isinstance(action, Apply) or action.wish.size == 0:
                 raise  # what may still run has not ended

@@ -14,6 +14,8 @@ AtollError
 └── BackendError
     ├── Temporary(retry_after_s)                 try again later
     └── Permanent                                trying again will not help
+        ├── ObjectTooLarge                       it takes smaller objects only
+        └── StatusRefused                        a status that the store will not keep
 """
 
 from __future__ import annotations
@@ -145,6 +147,14 @@ class Temporary(BackendError):
 
 class Permanent(BackendError):
     """The same request will never succeed."""
+
+
+class ObjectTooLarge(Permanent):
+    """The backend takes smaller objects only."""
+
+
+class StatusRefused(Permanent):
+    """The store will not keep this status; what it says may still be acted upon."""
 
 
 SHOWN = 80

@@ -7,16 +7,19 @@ logs match `exit_code=1 reason=Error`.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from atoll.core.bench import DONE as BENCH_DONE
 from atoll.core.ends import RANK_ENDS, PhaseReason, meaning_of, why_ended
 from atoll.core.escapes import visible
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
+from atoll.core.spans import some_spans
 from atoll.core.status import Event, EventType, Exit, RankExit, RankStatus, Status, Training
 
 TAIL_LINES = 10
+LINES_SHOWN = 20  # different ends in one text
+EACH_NAMED = 100  # failed ranks that an error names one by one
 
 
 def narrate(old: Status, new: Status, now: float) -> tuple[Event, ...]:
@@ -34,14 +37,16 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     before = {r.rank: r for r in (*old.ranks, *old.retired)}
     after = (*new.ranks, *new.retired)
     started = [r.rank for r in after if r.is_alive and _is_new(before.get(r.rank), r)]
+    ends: list[tuple[EventType, str, int, Exit]] = []
     for rank in after:
         was = before.get(rank.rank)
         if rank.previous is not None and rank.previous not in _exits_of(was):
-            yield "Warning", "RankRestarting", exit_line(rank.rank, rank.previous)
+            ends.append(("Warning", "RankRestarting", rank.rank, rank.previous))
         if rank.exit is not None and (was is None or was.exit != rank.exit):
-            yield _ending(rank)
+            ends.append((*_kind_of_end(rank), rank.rank, rank.exit))
+    yield from _folded(ends)
     if started:
-        yield "Normal", "RanksStarted", f"started: {_spans(started)}"
+        yield "Normal", "RanksStarted", f"started: {some_spans(started)}"
     is_ending = new.reason in (PhaseReason.FAILING, PhaseReason.CANCELLING) or new.failing
     is_shrunk = old.phase is Phase.READY and new.phase is Phase.PENDING and not is_ending
     if is_shrunk and new.world.below_minimum:
@@ -73,17 +78,39 @@ def _is_new(was: RankStatus | None, rank: RankStatus) -> bool:
     return was is None or not was.is_alive or was.attempt != rank.attempt
 
 
-def _ending(rank: RankStatus) -> tuple[EventType, str, str]:
-    ended = rank.exit
-    assert ended is not None
-    text = exit_line(rank.rank, ended)
+def _kind_of_end(rank: RankStatus) -> tuple[EventType, str]:
     if rank.phase == "Succeeded":
-        return "Normal", "RankSucceeded", text
-    if ended.is_stopped:
-        return "Normal", "RankStopped", text
-    if rank.phase == "Failed":
-        return "Warning", "RankLost", text
-    return "Warning", "RankRestarting", text
+        return "Normal", "RankSucceeded"
+    if rank.exit is not None and rank.exit.is_stopped:
+        return "Normal", "RankStopped"
+    return "Warning", "RankLost" if rank.phase == "Failed" else "RankRestarting"
+
+
+def _folded(
+    ends: Sequence[tuple[EventType, str, int, Exit]],
+) -> Iterator[tuple[EventType, str, str]]:
+    """One event for each kind of end, however many ranks ended so."""
+    kinds: dict[tuple[EventType, str], list[tuple[int, Exit]]] = {}
+    for kind, reason, rank, ended in ends:
+        kinds.setdefault((kind, reason), []).append((rank, ended))
+    for (kind, reason), alike in kinds.items():
+        yield kind, reason, "; ".join(exit_lines(alike))
+
+
+def exit_lines(ends: Iterable[tuple[int, Exit | RankExit]]) -> list[str]:
+    """`ranks 0-3, 7: exit_code=1 reason=Error`: a line for all that ended alike, and at the end one
+    for the rest if there are too many."""
+    groups: dict[str, list[int]] = {}
+    for rank, ended in ends:
+        groups.setdefault(_exit_text(ended), []).append(rank)
+    lines = [f"{ranks_in_words(own)}: {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
+    if rest := [rank for own in list(groups.values())[LINES_SHOWN:] for rank in own]:
+        lines.append(f"{ranks_in_words(rest)}: in {len(groups) - LINES_SHOWN} other ways")
+    return lines
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {some_spans(ranks)}"
 
 
 def exit_in_words(ended: Exit | RankExit) -> str:
@@ -113,8 +140,12 @@ def _code_and_reason(ended: Exit | RankExit) -> tuple[int | None, str]:
 
 def exit_line(rank: int, ended: Exit | RankExit) -> str:
     """`rank 1: exit_code=137 reason=OOMKilled signal=SIGKILL: out of memory`."""
+    return f"rank {rank}: {_exit_text(ended)}"
+
+
+def _exit_text(ended: Exit | RankExit) -> str:
     code, reason = _code_and_reason(ended)
-    text = f"rank {rank}: exit_code={'unknown' if code is None else code} reason={reason}"
+    text = f"exit_code={'unknown' if code is None else code} reason={reason}"
     if ended.signal:
         text += f" signal={ended.signal}"
     why = why_ended(reason, ended.message) if reason in RANK_ENDS else ended.message
@@ -143,7 +174,10 @@ def failure_in_words(training: Training) -> str:
     bad = [ended for ended in status.rank_exits if ended.is_failure]
     if cause is not None:
         bad.sort(key=lambda ended: ended.rank != cause.rank)
-    reasons = [exit_line(ended.rank, ended) for ended in bad]
+    if len(bad) <= EACH_NAMED:
+        reasons = [exit_line(ended.rank, ended) for ended in bad]
+    else:
+        reasons = exit_lines((ended.rank, ended) for ended in bad)
     if cause is None and (status.phase is Phase.FAILED or not reasons):
         reasons.insert(0, phase_in_words(status))  # no rank is to blame
     text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
@@ -174,14 +208,3 @@ def status_in_words(status: Status) -> str:
     if status.failing or status.reason == PhaseReason.CANCELLING:
         return f"stopping: {alive} ranks still alive"
     return f"{world.ready} of {world.target} ranks ready, min {world.min}"
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """`0-3, 7` for 0, 1, 2, 3, 7."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -22,12 +22,14 @@ from atoll.core.phase import Phase, Tally, advance
 from atoll.core.ranks import (
     classify,
     final_exits,
+    in_ms,
     is_lost,
     merge_ranks,
     must_redo,
     root_cause_of,
     waiting_message,
 )
+from atoll.core.spans import some_spans
 from atoll.core.status import (
     Condition,
     ConditionStatus,
@@ -41,6 +43,7 @@ from atoll.core.status import (
     WorldPoint,
     WorldStatus,
 )
+from atoll.core.texts import with_bounded_ends, with_bounded_messages, with_texts_seen
 
 STALE_S = 3.0  # how late an observation may be
 HISTORY_KEPT = 100
@@ -93,7 +96,9 @@ def plan(training: Training, seen: Seen, now: float) -> Plan:
 def _observed(training: Training, seen: Seen, now: float) -> Status:
     """The status with its ranks as observed, merged with what was known of them."""
     old, world = training.status, training.spec.world_size
-    merged = merge_ranks([*old.ranks, *old.retired], seen, training.spec, now)
+    merged = with_bounded_ends(
+        merge_ranks([*old.ranks, *old.retired], seen, training.spec, now).values()
+    )
     redo = dict(old.redo)
     ranks, retired = [], []
     for number in sorted({*merged, *range(world.target)}):
@@ -179,10 +184,14 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
         reason=status.failing or verdict.reason,
         observed_generation=training.generation,
         world=WorldStatus.of(ready, world),
-        ranks=[waiting_message(r, status, seen, world) for r in status.ranks],
+        ranks=with_bounded_messages(waiting_message(r, status, seen, world) for r in status.ranks),
     )
     if verdict.phase.is_terminal:
         root = root_cause_of(status, world) if verdict.phase is Phase.FAILED else None
+        if root is not None:
+            root = with_texts_seen(root, seen)
+            ranks = [root if r.rank == root.rank else r for r in status.ranks]
+            status = replace(status, ranks=ranks)
         exits = final_exits(status, root)
         status = replace(
             status,
@@ -191,9 +200,8 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
             rank_exits=exits,
             root_cause=next((e for e in exits if root and e.rank == root.rank), None),
         )
-    status = replace(
-        status, message=status_in_words(status), conditions=_conditions(old, status, now)
-    )
+    status = replace(status, message=status_in_words(status))
+    status = replace(status, conditions=_conditions(old, status, now))
     return _with_history(old, status, now)
 
 
@@ -292,18 +300,23 @@ def _is_settled(rank: RankStatus, wish: Wish) -> bool:
 
 def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     """The conditions of the training. Each keeps its time of change until its status changes."""
-    lost = [str(r.rank) for r in status.ranks if is_lost(r)]
+    lost = [r.rank for r in status.ranks if is_lost(r)]
+    phase, why, words = status.phase, status.reason, status.message
     wanted: list[tuple[str, bool, str, str]] = [
+        ("Ready", phase is Phase.READY, why, words),
+        ("Complete", phase is Phase.SUCCEEDED, why, words),
+        ("Succeeded", phase is Phase.SUCCEEDED, why, words),
+        ("Failed", phase is Phase.FAILED, why, words),
+        ("Cancelled", phase is Phase.CANCELLED, why, words),
         ("Admitted", status.gate_opened_at is not None, "StartGate", ""),
         ("BelowMinimum", status.world.below_minimum, "RanksReady", _ready_text(status)),
     ]
     if lost:
-        wanted.append(
-            ("RanksLost", True, PhaseReason.RANK_FAILED, "lost for good: " + ", ".join(lost))
-        )
+        message = f"lost for good: {some_spans(lost)}"
+        wanted.append(("RanksLost", True, PhaseReason.RANK_FAILED, message))
     ranks = (*status.ranks, *status.retired)
-    if silent := [str(r.rank) for r in ranks if r.exit is not None and r.exit.is_backends_word]:
-        message = f"the executor reported the exits of {', '.join(silent)}: they left no record"
+    if silent := [r.rank for r in ranks if r.exit is not None and r.exit.is_backends_word]:
+        message = f"the executor reported the exits of {some_spans(silent)}: they left no record"
         wanted.append(("ExitsFromBackend", True, "NoRecord", message))
     if status.mesh is not None:
         state, message = status.mesh.state, status.mesh.message
@@ -317,7 +330,7 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     for kind, is_true, reason, message in wanted:
         value: ConditionStatus = "True" if is_true else "False"
         known = before.pop(kind, None)
-        since = known.last_transition_at if known and known.status == value else now
+        since = known.last_transition_at if known and known.status == value else in_ms(now)
         conditions.append(
             Condition(
                 type=kind, status=value, reason=reason, message=message, last_transition_at=since

@@ -62,24 +62,46 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
         after,
         attempt=look.attempt,
         restarts=look.restarts,
-        started_at=look.started_at,
-        metered_s=after.metered_s if look.earlier_s is None else look.earlier_s,
-        previous=look.previous
-        or (before.exit if look.attempt > before.attempt else before.previous),
+        started_at=None if look.started_at is None else in_ms(look.started_at),
+        metered_s=after.metered_s if look.earlier_s is None else in_ms(look.earlier_s),
+        previous=_previous(before, look),
         exit=None,
     )
     return after if look.exit is None else _ended(after, look.exit)
 
 
+def _previous(before: RankStatus, look: SeenRank) -> Exit | None:
+    if look.previous is not None:
+        return _dated_in_ms(look.previous)
+    return before.exit if look.attempt > before.attempt else before.previous
+
+
 def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
-    ran_s = 0.0 if rank.started_at is None else max(exit.at - rank.started_at, 0.0)
+    metered_s = in_ms(rank.metered_s + metered_for(rank.started_at, exit))
     return replace(
         rank,
-        exit=replace(exit, log_tail=printed(exit.log_tail)),
-        metered_s=rank.metered_s + ran_s,
+        exit=replace(_dated_in_ms(exit), log_tail=printed(exit.log_tail)),
+        metered_s=metered_s,
         missing_since=None,
         is_stopping=False,
     )
+
+
+def metered_for(started_at: float | None, exit: Exit | None) -> float:
+    """How long an attempt ran, if it has ended."""
+    if started_at is None or exit is None:
+        return 0.0
+    return in_ms(max(exit.at - started_at, 0.0))
+
+
+def in_ms(seconds: float) -> float:
+    """Whole milliseconds: what is stored of a thousand times stays small."""
+    return round(seconds * 1000) / 1000
+
+
+def _dated_in_ms(exit: Exit) -> Exit:
+    failed_at = None if exit.failed_at is None else in_ms(exit.failed_at)
+    return replace(exit, at=in_ms(exit.at), failed_at=failed_at)
 
 
 def _unlearned(at: float, message: str) -> Exit:
@@ -187,6 +209,13 @@ def _record(rank: RankStatus, root: RankStatus | None) -> RankExit:
     assert ended is not None
     fell_after = root is not None and rank.rank != root.rank and ended.order >= _order(root)
     was_running = rank.phase in ("Stopped", "Failed") or not ended.is_success
+    return final_record(rank, collateral=fell_after and was_running)
+
+
+def final_record(rank: RankStatus, *, collateral: bool) -> RankExit:
+    """The record of a rank that has ended."""
+    ended = rank.exit
+    assert ended is not None
     return RankExit(
         rank=rank.rank,
         exit_code=ended.code,
@@ -196,7 +225,7 @@ def _record(rank: RankStatus, root: RankStatus | None) -> RankExit:
         started_at=rank.started_at,
         ended_at=ended.at,
         host=rank.node,
-        collateral=fell_after and was_running,
+        collateral=collateral,
         message=ended.message,
         log_tail=ended.log_tail,
     )

@@ -199,17 +199,14 @@ class Wish(Model, frozen=True):
     redo: dict[int, int] = {}
 
 
-class Status(Model, frozen=True):
-    """All that is known of a training. Written by the controller alone, once a pass."""
+class StatusHead(Model, frozen=True):
+    """What is known of a training beside its ranks."""
 
     phase: Phase = Phase.NONE
     reason: str = ""
     message: str = ""
     observed_generation: int = 0
     world: WorldStatus = WorldStatus()
-    ranks: list[RankStatus] = []
-    retired: list[RankStatus] = []  # ranks scaled away, kept for their exits
-    rank_exits: list[RankExit] = []
     root_cause: RankExit | None = None
     conditions: list[Condition] = []
     started_at: float | None = None  # first rank running
@@ -226,6 +223,14 @@ class Status(Model, frozen=True):
     rendezvous_endpoint: str = ""
     mesh: MeshStatus | None = None  # None for a training without a gate
     bench: BenchStatus = BenchStatus()
+
+
+class Status(StatusHead, frozen=True):
+    """All that is known of a training. Written by the controller alone, once a pass."""
+
+    ranks: list[RankStatus] = []
+    retired: list[RankStatus] = []  # ranks scaled away, kept for their exits
+    rank_exits: list[RankExit] = []
 
     @property
     def has_run(self) -> bool:

@@ -26,7 +26,7 @@ from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
 from msgspec.structs import replace
 
-from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
+from atoll.core.errors import Conflict, Denied, Gone, NotFound, ObjectTooLarge, Permanent, Temporary
 from atoll.core.lines import alines_of
 
 Json = dict[str, Any]
@@ -40,6 +40,7 @@ KINDS = {
     "events": "api/v1",
     "jobs": "apis/batch/v1",
     "leases": "apis/coordination.k8s.io/v1",
+    "namespaces": "api/v1",
     "nodes": "api/v1",
     "pods": "api/v1",
     "secrets": "api/v1",
@@ -52,6 +53,7 @@ PATCH_TYPES = {
     "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }
+TOO_LARGE = ("request is too large", "larger than max")  # etcd's words, with code 500
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 
 # A peer that vanished silently is noticed in under half a minute, even on idle watches.
@@ -144,9 +146,12 @@ class Cluster:
         more = metadata.get("continue") or ""
         return ObjectList(reply.get("items") or [], metadata["resourceVersion"], more)
 
-    async def create(self, kind: str, namespace: str | None, body: Json) -> Json:
+    async def create(
+        self, kind: str, namespace: str | None, body: Json, *, is_trial: bool = False
+    ) -> Json:
+        """The object as it was created; with `is_trial` as it would be."""
         # Without Strict, the server silently drops fields that it does not know.
-        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **_trial(is_trial)}
         answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
         return _object(answer)
 
@@ -167,8 +172,9 @@ class Cluster:
         *,
         type: PatchType = "merge",
         part: str = "",
+        is_trial: bool = False,
     ) -> Json:
-        params = {"fieldManager": FIELD_MANAGER}
+        params = {"fieldManager": FIELD_MANAGER, **_trial(is_trial)}
         if type == "apply":
             params["force"] = "true"
         path = _path(kind, namespace, name, part)
@@ -341,6 +347,11 @@ def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> s
     return "/" + "/".join(parts)
 
 
+def _trial(is_trial: bool) -> dict[str, str]:
+    """The server checks everything, rights included, and writes nothing."""
+    return {"dryRun": "All"} if is_trial else {}
+
+
 def _selectors(labels: str, fields: str) -> dict[str, str]:
     selectors = {"labelSelector": labels, "fieldSelector": fields}
     return {name: value for name, value in selectors.items() if value}
@@ -372,6 +383,8 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return Gone(0, 0)
     if code in (401, 403):
         return Denied(f"Kubernetes refused: {text}")
+    if code == 413 or any(words in text for words in TOO_LARGE):
+        return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
         return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
     return Permanent(f"Kubernetes refused: {text}")

@@ -34,6 +34,7 @@ RIGHTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("apps", ("deployments",), ("create", "patch", "delete")),  # the etcd of a training
     ("", ("configmaps",), ("list", "deletecollection")),  # logs of ranks that are gone
     ("", ("events",), ("create", "list")),
+    ("", ("namespaces",), ("get",)),  # whether a token would be of use
 )
 # In the operator's own namespace; the last part, where there is one, names the objects.
 HOME_RIGHTS: tuple[tuple[Any, ...], ...] = (

@@ -15,6 +15,8 @@ HELD = "atoll.dev/held"  # by what a Job is held back
 GATE_OPENED = "atoll.dev/gate-opened"
 START = "atoll.dev/start"
 STOPPED = "atoll.dev/Stopped"
+LAUNCH = "atoll.dev/launch"  # the spec of a launch from a script
+STOP_CAUSE = "atoll.dev/stop-cause"  # why its ranks were stopped, if it was not cancelled
 FINALIZER = "atoll.dev/exit"
 FAILURES = "batch.kubernetes.io/job-index-failure-count"
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -25,6 +27,7 @@ REGION = "topology.kubernetes.io/region"
 SELECTOR = f"{MANAGED}=atoll"
 
 CONTAINER = "rank"
+REPLICA = "replica"  # the same of a launch from a script
 ETCD = "etcd"
 BENCH = "bench"
 AGENT = "atoll-fabric"

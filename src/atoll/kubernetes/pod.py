@@ -19,6 +19,7 @@ from atoll.kubernetes.names import (
     GATE,
     INDEX,
     PART,
+    REPLICA,
     REPORT_DIR,
 )
 from atoll.rank.report import TAIL_LINES, read_record
@@ -101,13 +102,14 @@ class Pod:
         self.restarts = int(self.annotations.get(FAILURES, 0))
         self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
         self.node: str | None = self.spec.get("nodeName") or None
-        # The name of its container, too.
+        # The name of its container, too, but for launches from scripts.
         self.part = part_of(manifest)
         self.index = int(self.annotations.get(INDEX, -1))
         self.rank = self.index if self.part == CONTAINER else -1
         self.address: str = self.status.get("hostIP", "")  # of its node
         statuses = self.status.get("containerStatuses") or []
-        self.container: Json = next((c for c in statuses if c["name"] == self.part), {})
+        names = (CONTAINER, REPLICA) if self.part == CONTAINER else (self.part,)
+        self.container: Json = next((c for c in statuses if c["name"] in names), {})
         self.state: Json = self.container.get("state") or {}
         self._before: list[Json] = self.status.get("initContainerStatuses") or []
         self._gate: Json = next(
@@ -298,7 +300,7 @@ class Pod:
     def _is_recorder(self) -> bool:
         """Whether its rank runs under the wrapper that records its exit."""
         containers = self.spec.get("containers") or ()
-        ranks = (c for c in containers if c.get("name") == CONTAINER)
+        ranks = (c for c in containers if c.get("name") in (CONTAINER, REPLICA))
         return any(f" {REPORT_DIR}/" in word for c in ranks for word in c.get("command", ())[2:3])
 
     def _why(self, ended: Json, is_lost: bool) -> tuple[RankEnd, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,8 +13,10 @@ from msgspec.structs import replace
 
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode
+from atoll.core.ranks import in_ms
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Event, Status, Training
+from atoll.core.status import Condition, Event, Status, Training
+from atoll.core.stored import decode_status, fold
 from atoll.kubernetes.crd import GROUP, VERSION
 
 Json = dict[str, Any]
@@ -23,7 +25,12 @@ log = logging.getLogger(__name__)
 FINALIZER = "atoll.dev/teardown"
 KEY_LABEL = "atoll.dev/idempotency-key"
 EVENTS_KEPT = 100
-STATUS_MAX = 1_000_000  # the API server takes 1.5 MB, spec and metadata included
+EVENTS_LEFT = 10  # where there is no room for more
+NOT_WHOLE = "StatusIncomplete"  # the condition of a status that the API server did not take
+OF_RANKS = (
+    *("ranks", "retired", "rankExits", "exits", "previousExits", "rankColumns"),
+    *("redone", "askedRedone"),
+)
 
 
 def to_training(raw: Json) -> Training:
@@ -49,16 +56,50 @@ def _read_status(raw: Json) -> Status:
 
     Otherwise its ranks could not be stopped, nor the training be deleted.
     """
+    raw = {**raw, "conditions": _read_conditions(raw.get("conditions"))}
     try:
-        return decode(msgspec.json.encode(raw), Status)
+        return _decoded(raw)
     except ValidationError as error:
         log.warning("a status is invalid, its readable fields are used: %s", error)
     good: Json = {}
     for field, value in raw.items():
         with contextlib.suppress(ValidationError):
-            decode(msgspec.json.encode({field: value}), Status)
-            good[field] = value
-    return decode(msgspec.json.encode(good), Status)
+            if field not in OF_RANKS:
+                _decoded({field: value})
+                good[field] = value
+    # These are read together, or not at all.
+    with contextlib.suppress(ValidationError):
+        return _decoded(good | {name: raw[name] for name in OF_RANKS if name in raw})
+    return _decoded(good)
+
+
+def _decoded(raw: Json) -> Status:
+    try:
+        return decode_status(msgspec.json.encode(raw))
+    except msgspec.ValidationError as error:
+        raise ValidationError("status", "…", str(error)) from error
+
+
+def _read_conditions(conditions: Any) -> Any:
+    """The conditions with their times as numbers, which releases before 0.2 wrote."""
+    if not isinstance(conditions, list):
+        return []
+    read = []
+    for condition in conditions:
+        moment = condition.get("lastTransitionTime") if isinstance(condition, dict) else None
+        if isinstance(moment, str):
+            with contextlib.suppress(ValueError):
+                at = datetime.fromisoformat(moment).timestamp()
+                condition = {**condition, "lastTransitionAt": at}
+        read.append(condition)
+    return read
+
+
+def rfc3339(at: float) -> str:
+    """`2026-11-17T02:33:57Z`, with milliseconds where there are some."""
+    moment = datetime.fromtimestamp(in_ms(at), UTC)
+    digits = "milliseconds" if moment.microsecond else "seconds"
+    return moment.replace(tzinfo=None).isoformat(timespec=digits) + "Z"
 
 
 def read_events(status: Json) -> list[Event]:
@@ -85,7 +126,7 @@ def to_resource(training: Training, mark: str | None = None) -> Json:
 
 def to_event(raw: Json, event: Event) -> Json:
     metadata = raw["metadata"]
-    at = datetime.fromtimestamp(event.at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    at = rfc3339(int(event.at))
     return {
         "apiVersion": "v1",
         "kind": "Event",
@@ -115,8 +156,8 @@ def spec_body(training: Training) -> Json:
 
 
 def status_body(training: Training, status: Status, events: list[Json]) -> Json:
-    """The status as it is stored: with zeros for `kubectl get`, and within the server's limit."""
-    body: Json = msgspec.json.decode(encode(status))
+    """The status as it is stored, with what `kubectl` users look for written out."""
+    body: Json = msgspec.json.decode(encode(fold(status)))
     world = status.world
     body["world"] = {
         "ready": world.ready,
@@ -126,21 +167,47 @@ def status_body(training: Training, status: Status, events: list[Json]) -> Json:
         "belowMinimum": world.below_minimum,
     }
     body["phase"] = str(status.phase)
+    body["observedGeneration"] = status.observed_generation
+    body["restarts"] = sum(r.restarts for r in (*status.ranks, *status.retired))
+    conditions = [c for c in status.conditions if c.type != NOT_WHOLE]
+    body["conditions"] = [_condition_body(c) for c in conditions]
     body["selector"] = f"atoll.dev/uid={training.uid}"
     body["events"] = events
-    return _fitting(body)
+    return body
 
 
-def _fitting(status: Json) -> Json:
-    """The status; if it is too large, without the last log lines of ranks that are not to blame."""
-    if len(msgspec.json.encode(status)) <= STATUS_MAX:
-        return status
-    for rank in (*status.get("ranks", ()), *status.get("retired", ())):
-        for ended in ("exit", "previous"):
-            rank.get(ended, {}).pop("logTail", None)
-    for record in status.get("rankExits", ()):
-        record.pop("logTail", None)
-    return status
+def smaller_bodies(body: Json, *, is_over: bool) -> Iterator[Json]:
+    """The status again, with less and less in it. Of a training that goes on, nothing is left out
+    that is needed to go on; of one that is over, the verdict stays."""
+    columns = body.get("rankColumns") or {}
+    timed = {k: v for k, v in (columns.get("ranks") or {}).items() if k not in ("podName", "node")}
+    body = {**body, "events": body["events"][-EVENTS_LEFT:], "worldSizeHistory": []}
+    yield {**body, "rankColumns": {**columns, "ranks": timed}}
+    if is_over:
+        yield {**body, "rankColumns": {}}
+        yield {name: value for name, value in body.items() if name not in OF_RANKS}
+
+
+def with_condition(body: Json, kind: str, reason: str, message: str, now: float) -> Json:
+    """The status with this condition, which is true; since now if it was not before."""
+    others, since = [], rfc3339(now)
+    for condition in body.get("conditions") or ():
+        if condition.get("type") != kind:
+            others.append(condition)
+        elif condition.get("status") == "True":
+            since = condition.get("lastTransitionTime", since)
+    told = {"type": kind, "status": "True", "reason": reason, "message": message}
+    return {**body, "conditions": [*others, {**told, "lastTransitionTime": since}]}
+
+
+def _condition_body(condition: Condition) -> Json:
+    return {
+        "type": condition.type,
+        "status": condition.status,
+        "reason": condition.reason,
+        "message": condition.message,
+        "lastTransitionTime": rfc3339(condition.last_transition_at),
+    }
 
 
 def with_events(status: Json, events: Sequence[Event]) -> list[Json]:

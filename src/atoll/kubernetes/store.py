@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -20,9 +21,12 @@ from atoll.core.ends import PhaseReason
 from atoll.core.errors import (
     AtollError,
     Conflict,
+    Denied,
     Gone,
     NotFound,
+    ObjectTooLarge,
     Permanent,
+    StatusRefused,
     Temporary,
     ValidationError,
 )
@@ -33,13 +37,16 @@ from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.resource import (
     FINALIZER,
     KEY_LABEL,
+    NOT_WHOLE,
     is_leaving,
     read_events,
+    smaller_bodies,
     spec_body,
     status_body,
     to_event,
     to_resource,
     to_training,
+    with_condition,
     with_events,
 )
 
@@ -51,6 +58,7 @@ RETRY_S = 0.5
 READ_KEPT = 1000
 LISTED = 50  # objects of one request, which the API server cannot bound in bytes
 SCANNED = 2000
+LEFT_OUT = ("the pods and nodes of ranks", "what differs from rank to rank", "all about the ranks")
 
 
 class KubernetesStore:
@@ -61,6 +69,7 @@ class KubernetesStore:
         self._namespace = namespace
         self._copies: set[asyncio.Task[None]] = set()
         self._read: dict[str, Json] = {}  # objects as last read or written, by uid
+        self._refusals: dict[str, str] = {}  # the last status not stored, by uid, and why
 
     async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
         mark = None if idempotency_key is None else _digest(idempotency_key)
@@ -150,7 +159,7 @@ class KubernetesStore:
             raw = await self._hold(raw)
         history = with_events(raw.get("status") or {}, events)
         with _store_errors(training):
-            raw = await self._write_status(raw, status_body(training, status, history))
+            raw = await self._write_as_much(raw, status_body(training, status, history), status)
         self._copy(raw, events)
         self._remember(raw)
         return to_training(raw)
@@ -161,6 +170,7 @@ class KubernetesStore:
             if raw["metadata"]["uid"] != training.uid:
                 return
             await self._drop_finalizer(raw)
+            self._refusals.pop(training.uid, None)
             if not is_leaving(raw):
                 with contextlib.suppress(Conflict):  # by now, another training has its name
                     await self._cluster.delete(KIND, *training.key, uid=training.uid)
@@ -174,6 +184,8 @@ class KubernetesStore:
                 raw = await self._write_status(raw, body)
             except Conflict:
                 continue
+            except Permanent:  # no room: the copy has to do
+                pass
             self._copy(raw, [event])
             return
 
@@ -279,6 +291,43 @@ class KubernetesStore:
             KIND, metadata["namespace"], metadata["name"], patch, type="json", part="status"
         )
 
+    async def _write_as_much(self, raw: Json, body: Json, status: Status) -> Json:
+        """Writes the status, or what the API server takes of it; then a condition and an event say
+        what it did not take. Raises StatusRefused if it takes nothing that will do."""
+        is_over = status.phase.is_terminal
+        try:
+            return await self._write_status(raw, body)
+        except (Permanent, Denied) as error:
+            refusal = error
+        for number, smaller in enumerate(smaller_bodies(body, is_over=is_over)):
+            words = f"{LEFT_OUT[number]} could not be stored: {refusal}"
+            marked = with_condition(smaller, NOT_WHOLE, _reason(refusal), words, time.time())
+            with contextlib.suppress(Permanent, Denied):
+                raw = await self._write_status(raw, marked)
+                self._tell_refusal(raw, words)
+                return raw
+        words = f"the status cannot be stored: {refusal}"
+        self._tell_refusal(raw, words)
+        before = with_condition(
+            raw.get("status") or {}, NOT_WHOLE, _reason(refusal), words, time.time()
+        )
+        if before != raw.get("status"):
+            with contextlib.suppress(AtollError):
+                await self._write_status(raw, before)
+        raise StatusRefused(words) from refusal
+
+    def _tell_refusal(self, raw: Json, words: str) -> None:
+        """One event for each refusal, however often the status is written again."""
+        uid = raw["metadata"]["uid"]
+        if self._refusals.get(uid) == words:
+            return
+        self._refusals[uid] = words
+        event = Event(type="Warning", reason=NOT_WHOLE, message=words, at=time.time())
+        self._copy(raw, [event])
+        log.warning(
+            "training %s/%s: %s", raw["metadata"]["namespace"], raw["metadata"]["name"], words
+        )
+
     def _readable(self, raw: Json) -> Training | None:
         """None for an object whose spec breaks a rule that the API server does not check."""
         try:
@@ -350,8 +399,14 @@ def _store_errors(training: Training) -> Any:
         raise NotFound("training", training.name) from error
     except Conflict as error:
         raise _changed(training) from error
+    except StatusRefused:
+        raise
     except Permanent as error:
         raise ValidationError("spec", training.name, str(error)) from error
+
+
+def _reason(refusal: Exception) -> str:
+    return "TooLarge" if isinstance(refusal, ObjectTooLarge) else "Refused"
 
 
 def _digest(key: str) -> str:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import base64
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from atoll.core.errors import NotFound
+from atoll.core.errors import Denied, NotFound, ValidationError
 from atoll.core.ports import Token, token_of, with_id
 from atoll.kubernetes.client import Cluster
 
 Json = dict[str, Any]
+log = logging.getLogger(__name__)
 
 NAME = "atoll-tokens"
 KNOWN_FOR_S = 5.0  # how long a revoked token may still be accepted
+MISSING_FOR_S = 1.0  # how long a new one may be refused: guesses do not reach the API server
 
 
 class KubernetesTokens:
@@ -24,24 +27,35 @@ class KubernetesTokens:
 
     def __init__(self, cluster: Cluster, home: str) -> None:
         self._cluster = cluster
-        self._home = home
+        self.home = home
         self._known: dict[str, Json] = {}
         self._read_at = float("-inf")
 
     async def namespace_of(self, hashed: str) -> str | None:
-        if time.monotonic() - self._read_at > KNOWN_FOR_S or hashed not in self._known:
+        age_s = time.monotonic() - self._read_at
+        if age_s > (KNOWN_FOR_S if hashed in self._known else MISSING_FOR_S):
             await self._read()
         known = self._known.get(hashed)
         return None if known is None else str(known["namespace"])
+
+    async def check_namespace(self, namespace: str) -> None:
+        """Raises ValidationError if there is no such namespace, where that may be asked."""
+        try:
+            await self._cluster.get("namespaces", None, namespace)
+        except NotFound:
+            expected = f"this cluster has no such namespace: kubectl create namespace {namespace}"
+            raise ValidationError("namespace", namespace, expected) from None
+        except Denied as error:
+            log.warning("whether the namespace %s exists cannot be told: %s", namespace, error)
 
     async def add(self, hashed: str, namespace: str, label: str, now: float) -> Token:
         body = {"namespace": namespace, "label": label, "createdAt": now}
         data = {hashed: base64.b64encode(msgspec.json.encode(body)).decode()}
         try:
-            await self._cluster.patch("secrets", self._home, NAME, {"data": data})
+            await self._cluster.patch("secrets", self.home, NAME, {"data": data})
         except NotFound:
             secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": NAME}}
-            await self._cluster.create("secrets", self._home, secret | {"data": data})
+            await self._cluster.create("secrets", self.home, secret | {"data": data})
         self._read_at = float("-inf")
         return token_of(hashed, namespace, label, now)
 
@@ -56,13 +70,13 @@ class KubernetesTokens:
         hashed = with_id(id, await self._read())
         if hashed is None:
             return False
-        await self._cluster.patch("secrets", self._home, NAME, {"data": {hashed: None}})
+        await self._cluster.patch("secrets", self.home, NAME, {"data": {hashed: None}})
         self._read_at = float("-inf")
         return True
 
     async def _read(self) -> dict[str, Json]:
         try:
-            data = (await self._cluster.get("secrets", self._home, NAME)).get("data") or {}
+            data = (await self._cluster.get("secrets", self.home, NAME)).get("data") or {}
         except NotFound:
             data = {}
         self._known = {

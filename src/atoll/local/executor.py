@@ -17,12 +17,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from atoll.core.checks import check_int
 from atoll.core.config import options_of
-from atoll.core.errors import AtollError, BackendError, Permanent, Temporary
+from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
 from atoll.core.executors import Home
 from atoll.core.model import SpecModel
 from atoll.core.ports import Key, Store
+from atoll.core.spec import TrainingSpec
 from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.local.adoption import (
     adopt,
@@ -34,6 +37,7 @@ from atoll.local.adoption import (
     write_record,
 )
 from atoll.local.bench import LocalBench
+from atoll.local.capacity import Machine
 from atoll.local.journal import Attempt, GangState, Record
 from atoll.local.logs import read_lines, tail_places
 from atoll.local.rendezvous_file import read_rendezvous
@@ -43,6 +47,7 @@ from atoll.local.rendezvous_view import (
     wanted_rendezvous,
     withdraw,
 )
+from atoll.local.shortage import waiting_words
 from atoll.local.supervision import Supervision
 from atoll.rank.launch import TOGETHER, RankPlace, render_launch
 
@@ -53,6 +58,7 @@ WITHHELD = (
     *("ATOLL_QUORUM", "ATOLL_RANK_ENV", "ATOLL_ENTRYPOINT_ARGS"),
 )
 MAX_SLOTS = 10_000
+ROOM_EVERY_S = 2.0  # nobody tells when a machine has room again
 
 log = logging.getLogger(__name__)
 
@@ -166,6 +172,7 @@ class LocalBackend:
         self._waiting: dict[str, Key] = {}  # trainings that found too little room
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
         self._bench = LocalBench(root, self._host)
+        self._machine = Machine()
         self.set_aside: list[str] = []  # what is of no known training: a sentence for each
 
     @classmethod
@@ -173,6 +180,14 @@ class LocalBackend:
         """An executor with the options of `[executors.local]`."""
         table = options_of(LocalOptions, options)
         return cls(home.state_dir / "ranks", slots=table.slots)
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Refuses more ranks than this machine can ever hold."""
+        ranks, why = self._machine.most()
+        if (target := spec.world_size.target) > ranks:
+            raise ValidationError(
+                "world_size.target", target, f"{self._host} can hold {ranks} ranks at most: {why}"
+            )
 
     async def probe(self) -> None:
         """Never raises: this machine is always reachable."""
@@ -254,29 +269,37 @@ class LocalBackend:
         self._tell_waiting()
 
     async def observe(self, training: Training) -> Seen:
-        gang = self._gang(training)
-        if not gang.is_asked():
-            room = self._room(training.uid)
-            if self._slots is not None and room < training.spec.world_size.target:
-                self._waiting[training.uid] = training.key
-            bench = self._bench_seen(training)
-            message = gang.shortage or self._room_message()
-            return Seen(room=self._shown_room(room), message=message, bench=bench)
-        is_supervised = gang.is_supervised()
-        state = gang.state
-        self._give_back(training.uid, _holds(gang))
-        room = self._room(training.uid)
-        if self._slots is not None and room < training.spec.world_size.target:
+        try:
+            return self._seen(training, self._gang(training))
+        except OSError as error:  # of files, most likely
+            raise Temporary(waiting_words("look at the ranks", error.strerror)) from error
+
+    def _seen(self, training: Training, gang: Supervision) -> Seen:
+        is_asked = gang.is_asked()
+        is_supervised = is_asked and gang.is_supervised()
+        if is_asked:
+            self._give_back(training.uid, _holds(gang))
+        room, message, again_in_s = self._room_for(training)
+        if room is not None and room < training.spec.world_size.target:
             self._waiting[training.uid] = training.key
-        return Seen(
+        seen = Seen(
+            room=room,
+            message=gang.shortage or message,
+            bench=self._bench_seen(training),
+            again_in_s=again_in_s,
+        )
+        if not is_asked:
+            return seen
+        state = gang.state
+        error = read_rendezvous(gang.directory).get("error")
+        return replace(
+            seen,
             ranks=[seen_rank(training.name, self._host, a) for a in state.attempts.values()],
             wish=_wish(state),
             is_supervised=is_supervised,
-            room=self._shown_room(room),
-            message=self._message(training, room),
+            message=gang.shortage or str(error or message),
             rendezvous_endpoint=seen_endpoint(training, gang.directory),
             mesh=seen_mesh(training, gang.directory),
-            bench=self._bench_seen(training),
         )
 
     async def measure(self, training: Training) -> None:
@@ -358,13 +381,22 @@ class LocalBackend:
             self._held[uid] = needed
             self._tell_waiting()
 
-    def _shown_room(self, room: int) -> int | None:
-        return None if self._slots is None else max(room, 0)
-
-    def _room_message(self) -> str:
-        if self._slots is None:
-            return ""
-        return f"{sum(self._held.values())} of {self._slots} slots of {self._host} are in use"
+    def _room_for(self, training: Training) -> tuple[int | None, str, float | None]:
+        """How many ranks it may hold, what bounds them, and when to look again if nobody tells."""
+        uid, message = training.uid, ""
+        room: int | None = None
+        if self._slots is not None:
+            room = max(self._room(uid), 0)
+            message = (
+                f"{sum(self._held.values())} of {self._slots} slots of {self._host} are in use"
+            )
+        held = self._held.get(uid, 0)
+        if training.spec.world_size.target > held:
+            wanted = min(training.spec.world_size.target, sys.maxsize if room is None else room)
+            left, why = self._machine.free()
+            if held + left < wanted:
+                return held + left, f"{self._host} has too little left: {why}", ROOM_EVERY_S
+        return room, message, None
 
     def _tell_waiting(self) -> None:
         for key in self._waiting.values():
@@ -381,14 +413,6 @@ class LocalBackend:
             draft = path.with_name(path.name + ".new")
             draft.write_bytes(source.content)
             draft.replace(path)
-
-    def _message(self, training: Training, room: int) -> str:
-        """What ranks wait for: the machine, their rendezvous, or free slots."""
-        if shortage := self._gang(training).shortage:
-            return shortage
-        if error := read_rendezvous(self._root / training.uid).get("error"):
-            return str(error)
-        return self._room_message() if self._shown_room(room) is not None else ""
 
     def _bench_seen(self, training: Training) -> BenchSeen | None:
         return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)

@@ -13,13 +13,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from atoll.core.checks import check_name
 from atoll.core.errors import AtollError, Permanent
 from atoll.core.model import encode
+
+if TYPE_CHECKING:
+    from atoll.core.ports import Token
+    from atoll.kubernetes.tokens import KubernetesTokens
 
 namespace_option = click.option(
     "--namespace", help="Namespace whose trainings are served.", show_default="all namespaces"
@@ -81,9 +86,10 @@ def run(options: str, lease_s: float, **settings: Any) -> None:
     import asyncio
 
     from atoll.kubernetes.manifests import read_options
+    from atoll.server.lograte import quiet_log
 
     settings |= {"lease_duration_s": lease_s, **read_options(options or "{}")}
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    quiet_log(logging.INFO)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     asyncio.run(_run(settings))
 
@@ -106,25 +112,40 @@ async def _run(settings: dict[str, Any]) -> None:
 @click.option("--label", default="", help="Note on whose token it is.")
 @needs_extra
 def token(namespace: str, home: str | None, label: str) -> None:
-    """Create a token for the HTTP API of the operator and print it. It cannot be shown again."""
+    """Create a token for the HTTP API of the operator and print it. It cannot be shown again.
+
+    `atoll token` with --home also lists and revokes them.
+    """
     import asyncio
 
-    sys.stdout.write(asyncio.run(_token(namespace, home, label)) + "\n")
+    secret, _ = asyncio.run(new_operator_token(home, namespace, label))
+    sys.stdout.write(secret + "\n")
 
 
-async def _token(namespace: str, home: str | None, label: str) -> str:
-    from atoll.kubernetes.client import Cluster
-    from atoll.kubernetes.tokens import KubernetesTokens
+async def new_operator_token(home: str | None, namespace: str, label: str) -> tuple[str, Token]:
+    """The token and its record. Raises ValidationError if the namespace does not exist."""
     from atoll.server.auth import hashed, new_token
 
-    cluster = Cluster.connect()
-    home = home or os.environ.get("POD_NAMESPACE") or cluster.namespace
+    check_name("namespace", namespace)
     secret = new_token()
+    async with operator_tokens(home) as tokens:
+        await tokens.check_namespace(namespace)
+        return secret, await tokens.add(hashed(secret), namespace, label, time.time())
+
+
+@contextlib.asynccontextmanager
+async def operator_tokens(home: str | None) -> AsyncIterator[KubernetesTokens]:
+    """The tokens of the operator in that namespace: its own in a pod, else the current one."""
+    from atoll.kubernetes.client import Cluster
+    from atoll.kubernetes.tokens import KubernetesTokens
+
+    cluster = Cluster.connect()
     try:
-        await KubernetesTokens(cluster, home).add(hashed(secret), namespace, label, time.time())
+        yield KubernetesTokens(
+            cluster, home or os.environ.get("POD_NAMESPACE") or cluster.namespace
+        )
     finally:
         await cluster.close()
-    return secret
 
 
 @click.command()

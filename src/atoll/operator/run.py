@@ -14,20 +14,18 @@ import socket
 import uuid
 from typing import Any
 
-import uvicorn
-
-import atoll
 from atoll.controller.loop import Controller
 from atoll.controller.sweep import keep_swept
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
-from atoll.core.ports import Tokens
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.lease import Lease
 from atoll.kubernetes.store import KubernetesStore
 from atoll.kubernetes.tokens import KubernetesTokens
-from atoll.sdk.release import HEADER
 from atoll.server.app import create_app
+from atoll.server.executors import Setup
+from atoll.server.gauges import Gauges
+from atoll.server.serving import GuardedServer, listen
 from atoll.server.streams import Streams
 
 log = logging.getLogger(__name__)
@@ -69,14 +67,17 @@ async def run_operator(
     )
     image = options.get("agent_image") or await _own_image(cluster, home)
     options = {**DEFAULTS, **options, "namespace": namespace, "agent_image": image}
+    gauges = Gauges()
     try:
         async with asyncio.TaskGroup() as tasks:
             if port is not None:
                 store = KubernetesStore(cluster, namespace)
                 tokens = KubernetesTokens(cluster, home)
-                tasks.create_task(serve_api(cluster, store, tokens, options, host=host, port=port))
+                tasks.create_task(
+                    serve_api(cluster, store, tokens, options, host=host, port=port, gauges=gauges)
+                )
             while True:
-                await lease.lead(lambda: _lead(cluster, namespace, options))
+                await lease.lead(lambda: _lead(cluster, namespace, options, gauges))
     finally:
         await cluster.close()
 
@@ -97,14 +98,21 @@ async def _own_image(cluster: Cluster, home: str) -> str | None:
     return str(pod["spec"]["containers"][0]["image"])
 
 
-async def _lead(cluster: Cluster, namespace: str | None, options: dict[str, Any]) -> None:
+async def _lead(
+    cluster: Cluster, namespace: str | None, options: dict[str, Any], gauges: Gauges
+) -> None:
     """Runs a controller, and another one whenever the API server fails or refuses."""
     while True:
         store = KubernetesStore(cluster, namespace)
         executor = KubernetesBackend(**options, cluster=cluster, is_owner=True)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(Controller(store, {executor.name: executor}).run())
+                controller = Controller(
+                    store,
+                    {executor.name: executor},
+                    on_pass=lambda done: gauges.reconciled(done.seconds),
+                )
+                tasks.create_task(controller.run())
                 tasks.create_task(keep_swept(store, executor))
         except* (BackendError, Denied, NotFound) as group:
             log.warning("the controller stopped and starts again: %s", _first(group))
@@ -118,7 +126,7 @@ def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
-class _Server(uvicorn.Server):
+class _Server(GuardedServer):
     def capture_signals(self) -> Any:
         """Signals are the operator's to handle, not the server's."""
         return contextlib.nullcontext()
@@ -127,33 +135,27 @@ class _Server(uvicorn.Server):
 async def serve_api(
     cluster: Cluster,
     store: KubernetesStore,
-    tokens: Tokens,
+    tokens: KubernetesTokens,
     options: dict[str, Any],
     *,
     host: str,
     port: int,
+    gauges: Gauges | None = None,
 ) -> None:
     """Serves until cancelled. Open watches end first, so that clients turn to another replica."""
     executor = KubernetesBackend(cluster=cluster, **options)
     streams = Streams()
     app = create_app(
-        store=store, tokens=tokens, executors={executor.name: executor}, streams=streams
+        store=store,
+        tokens=tokens,
+        executors={executor.name: executor},
+        streams=streams,
+        setup=Setup(new_token=f"atoll token create --home {tokens.home} --namespace NAMESPACE"),
+        gauges=gauges,
+        is_metrics_open=False,
     )
-    server = _Server(
-        uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            http="httptools",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            headers=[(HEADER, atoll.__version__)],
-            timeout_graceful_shutdown=3,
-        )
-    )
-    task = asyncio.create_task(server.serve())
+    server = _Server(app)
+    task = asyncio.create_task(server.serve([listen(host, port)]))
     try:
         await asyncio.shield(task)
     finally:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from atoll.rank.result import hand_in
+
 _OWN = str(Path(__file__).resolve())
 
 
@@ -29,7 +31,7 @@ def run(kind: str, payload: Path, arguments: list[str], directory: str | None) -
         run_script(payload, arguments)
     else:
         sys.argv = [str(payload), *arguments]
-        load_function(payload)(*arguments)
+        hand_in(load_function(payload)(*arguments))
 
 
 def run_script(payload: Path, arguments: list[str]) -> None:

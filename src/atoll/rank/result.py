@@ -16,12 +16,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, NamedTuple
 
 from atoll.core.lines import RESULT_MARK as MARK
 
 MAX_BYTES = 16 * 2**20
+NEAR_END = 64  # number of last lines in which a result is looked for first
 UID_VARIABLE = "ATOLL_UID"
 RESULTS_VARIABLE = "ATOLL_RESULTS"  # "pickle": whoever launched this takes pickles
 JSON, MSGPACK, PICKLE, NONE = "json", "msgpack", "pickle", "none"
@@ -131,6 +132,33 @@ def read_result(lines: Iterable[str], nonce: str) -> Reading:
         words = f"{bad} marked line{'s' if bad > 1 else ''} of its log ignored"
         return Reading(last, f"{words}: broken, or the result of another launch")
     return Reading(last)
+
+
+async def find_result(texts: Callable[[int | None], AsyncIterator[str]], nonce: str) -> Reading:
+    """The result in a log, of which `texts` gives the last lines, or all.
+
+    The whole log is read only where its end does not have the result.
+    """
+    marked, count = await _marked(texts(NEAR_END))
+    if count < NEAR_END:
+        return read_result(marked, nonce)
+    if parts := parts_expected(marked, nonce):
+        marked, _ = await _marked(texts(parts + NEAR_END))
+        reading = read_result(marked, nonce)
+        if reading.result is not None:
+            return reading
+    marked, _ = await _marked(texts(None))
+    return read_result(marked, nonce)
+
+
+async def _marked(texts: AsyncIterator[str]) -> tuple[list[str], int]:
+    """The lines with a mark, and the number of all."""
+    marked, count = [], 0
+    async for text in texts:
+        count += 1
+        if MARK in text:
+            marked.append(text)
+    return marked, count
 
 
 def _part(line: str, nonce: str) -> ResultPart | None:

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -32,7 +32,7 @@ from atoll.core.checks import (
     is_text,
 )
 from atoll.core.errors import NotFound, ValidationError
-from atoll.core.lines import RESULT_MARK, printed
+from atoll.core.lines import printed
 from atoll.core.narrate import exit_in_words
 from atoll.core.phase import Phase
 from atoll.core.ports import Checking, Executor
@@ -52,9 +52,8 @@ from atoll.rank.result import (
     PICKLE,
     Reading,
     decode_value,
+    find_result,
     nonce_of,
-    parts_expected,
-    read_result,
 )
 from atoll.replicas.arguments import URI, read_arguments, store_uri
 from atoll.replicas.entrypoints import (
@@ -75,7 +74,6 @@ log = logging.getLogger(__name__)
 Entrypoint = str | os.PathLike[str] | Callable[..., Any]
 
 NOTHING_YET = "(nothing to read yet)"
-RESULT_TAIL = 64  # number of last lines in which the end of a result is looked for first
 _SHIPPED = (
     "import base64\nfrom atoll.rank.replica_entry import main\nmain(base64.b64decode('{}'))\n"
 )
@@ -369,10 +367,8 @@ class ReplicaSurface:
         is_other = gang is not None and address.uid not in (None, gang.training.uid)
         return None if is_other else gang
 
-    def _log(
-        self, gang: Gang, handle: ReplicaHandle, tail: int | None, *, is_result: bool = False
-    ) -> list[str]:
-        """The last lines of the replica's log; of a result only the marked ones."""
+    def _log(self, gang: Gang, handle: ReplicaHandle, tail: int | None) -> list[str]:
+        """The last lines of the replica's log."""
         plane = gang.plane
         if plane is None:
             return []
@@ -380,9 +376,7 @@ class ReplicaSurface:
         async def read() -> list[str]:
             lines = plane.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
             with contextlib.suppress(NotFound):  # deleted
-                return [
-                    line.text async for line in lines if RESULT_MARK in line.text or not is_result
-                ]
+                return [line.text async for line in lines]
             return []
 
         return plane.call(read())
@@ -432,18 +426,17 @@ class ReplicaSurface:
             return None, str(error)
 
     def _read_result(self, gang: Gang, handle: ReplicaHandle) -> Reading:
-        """From the end of the log, and from all of it only where that does not have it."""
-        nonce = nonce_of(gang.training.uid)
-        tail = self._log(gang, handle, RESULT_TAIL)
-        if len(tail) < RESULT_TAIL:
-            return read_result(tail, nonce)
-        count = parts_expected(tail, nonce)
-        if count:
-            near = self._log(gang, handle, count + RESULT_TAIL, is_result=True)
-            reading = read_result(near, nonce)
-            if reading.result is not None:
-                return reading
-        return read_result(self._log(gang, handle, None, is_result=True), nonce)
+        plane = gang.plane
+        if plane is None:
+            return Reading(None)
+
+        async def texts(tail: int | None) -> AsyncIterator[str]:
+            with contextlib.suppress(NotFound):  # deleted
+                lines = plane.executor.logs(gang.training, ranks=[handle.rank], tail=tail)
+                async for line in lines:
+                    yield line.text
+
+        return plane.call(find_result(texts, nonce_of(gang.training.uid)))
 
 
 def absent_gang(address: LaunchAddress) -> Gang:

@@ -70,7 +70,8 @@ class Embedded:
                     url = self._start()
                 else:
                     _warn_if_other(self._where)
-                self._known = Address(url, self._token or read_token(self._where))
+                token = self._token or read_token(self._where)
+                self._known = Address(url, token, _certificate(self._where))
             return self._known
 
     def lost(self) -> None:
@@ -250,6 +251,14 @@ def _warn_if_other(where: Path) -> None:
         if words:
             after = f"'kill {pid}' stops it, the next use starts this one, ranks go on meanwhile"
             warnings.warn(f"{words}: {after}", OtherRelease, stacklevel=4)
+
+
+def _certificate(where: Path) -> str | None:
+    """The certificate of the server of this directory, a file; None if it has none."""
+    with contextlib.suppress(OSError, ValueError):
+        certificate = json.loads((where / "endpoint.json").read_bytes()).get("certificate")
+        return None if certificate is None else str(certificate)
+    return None
 
 
 def read_token(where: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -11,7 +12,8 @@ from atoll.core.errors import ValidationError
 if TYPE_CHECKING:
     from atoll.core.spec import TrainingSpec
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = ("localhost", "::1")
+_LOOPBACK_NET = re.compile(r"127(\.\d{1,3}){3}")
 
 # Where programs and libraries are: a local rank finds what its caller would find, whichever shell
 # the control plane was started from.
@@ -26,13 +28,19 @@ SHARED_ENV = (
 )
 
 
+class PlainToken(UserWarning):
+    """A token travels over a network where others can read it."""
+
+
 class Address(NamedTuple):
     url: str
     token: str | None = None
+    certificate: str | None = None  # the server's own, a file: trusted whatever name it is for
 
     @property
     def is_local(self) -> bool:
-        return urlsplit(self.url).hostname in LOOPBACK
+        host = urlsplit(self.url).hostname or ""
+        return host in LOOPBACK or bool(_LOOPBACK_NET.fullmatch(host))
 
 
 class Endpoint(Protocol):
@@ -59,6 +67,14 @@ class Fixed:
         if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
             raise ValidationError("token", "…", "expected one line of printable characters")
         self._address = Address(url.rstrip("/"), token)
+        if token is not None and parts.scheme == "http" and not self._address.is_local:
+            import warnings
+
+            text = (
+                f"the token is sent to {parts.hostname} without encryption, and who reads it on "
+                "the way can use it: use https (atoll serve --tls-cert), or a tunnel"
+            )
+            warnings.warn(text, PlainToken, stacklevel=4)
 
     def address(self) -> Address:
         return self._address

@@ -186,6 +186,19 @@ def events(who: Who, since: float | None) -> Flow[list[Event]]:
     return answered((yield from send(effect)), EventPage).items
 
 
+class ValueAnswer(Model, frozen=True):
+    """The result of a rank, as the server sends it."""
+
+    encoding: str
+    value: Any = None
+    payload: str | None = None
+
+
+def value(who: Who, rank: int) -> Flow[ValueAnswer]:
+    effect = Send("GET", f"{who.path}/value", {"rank": rank, "uid": who.uid})
+    return answered((yield from send(effect)), ValueAnswer)
+
+
 def metrics(who: Who) -> Flow[Metrics]:
     effect = Send("GET", f"{who.path}/metrics", {"uid": who.uid})
     return answered((yield from send(effect)), Metrics)

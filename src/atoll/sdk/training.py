@@ -170,6 +170,18 @@ class DistributedTraining:
             return flows.ended(self.last)
         return await self._arun(self._watched(flows.result, timeout))
 
+    def value(self, rank: int = 0, *, allow_pickle: bool = False) -> Any:
+        """What the function returned on that rank, or what its program last gave with
+        `atoll.give_result`.
+
+        Raises NotFound if there is none. A pickle is opened only with `allow_pickle`, as it can
+        run any code here; ValueError tells of one.
+        """
+        return _decoded(self._run(self._value(rank)), allow_pickle=allow_pickle)
+
+    async def value_async(self, rank: int = 0, *, allow_pickle: bool = False) -> Any:
+        return _decoded(await self._arun(self._value(rank)), allow_pickle=allow_pickle)
+
     def cancel(self) -> None:
         """Asks to stop the ranks and keeps the record. Does nothing if the training is over."""
         training = self._run(flows.cancel(self._who))
@@ -289,10 +301,25 @@ class DistributedTraining:
             check_timeout(timeout)
         return flow(self._who, timeout, on_read=self._keep)  # type: ignore[no-any-return]
 
+    def _value(self, rank: int) -> Flow[flows.ValueAnswer]:
+        check_as("rank", rank, RankNumber)
+        return flows.value(self._who, rank)
+
     def _position(self, rank: int | None, tail: int | None, follow: bool) -> Position:
         check_as("rank", rank, RankNumber | None)
         check_as("tail", tail, LineCount | None)
         return Position(self._who, None if rank is None else [rank], tail, follow)
+
+
+def _decoded(answer: flows.ValueAnswer, *, allow_pickle: bool) -> Any:
+    if answer.payload is None:
+        return answer.value
+    import base64
+
+    from atoll.rank.result import Result, decode_value
+
+    payload = base64.b64decode(answer.payload)
+    return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)
 
 
 def _seconds(since: float | datetime | None) -> float | None:

@@ -25,6 +25,7 @@ from atoll.sdk.effects import Effect, NextChange, Pause, Reply, Send
 from atoll.sdk.endpoint import Address, Endpoint
 from atoll.sdk.loopback import LoopbackAnswer, LoopbackClient, Unreachable
 from atoll.sdk.release import HEADER
+from atoll.sdk.trust import distrust, trust
 
 if TYPE_CHECKING:
     import httpx2
@@ -214,18 +215,14 @@ def _headers(address: Address) -> dict[str, str]:
 
 
 def _settings(address: Address) -> dict[str, Any]:
-    import ssl
-
     import httpx2
 
-    # Reading the system's certificates takes longer than all of a local request.
-    plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     return {
         "base_url": address.url,
         "headers": _headers(address),
         "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=20),
         "trust_env": not address.is_local,
-        "verify": plain if address.url.startswith("http://") else True,
+        "verify": trust(address),
     }
 
 
@@ -321,8 +318,10 @@ def translated(endpoint: Endpoint) -> Iterator[None]:
         import httpx2
 
         if isinstance(error, httpx2.ConnectError):
-            endpoint.lost()
             url = error.request.url
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise Permanent(distrust(f"{url.host}:{url.port}", str(error))) from error
+            endpoint.lost()
             raise Temporary(f"cannot reach {url.host}:{url.port}: {error}") from error
         if isinstance(error, httpx2.TransportError):
             raise Temporary(f"connection lost: {type(error).__name__}: {error}") from error

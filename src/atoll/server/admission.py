@@ -30,6 +30,14 @@ def admitted(spec: TrainingSpec, plane: Plane) -> TrainingSpec:
     return spec
 
 
+def check_growth(training: Training, spec: TrainingSpec, plane: Plane) -> None:
+    """Lets the executor refuse more ranks than it can ever hold. Raises ValidationError."""
+    executor = plane.executors.get(training.executor)
+    is_larger = spec.world_size.target > training.spec.world_size.target
+    if is_larger and isinstance(executor, Checking):
+        executor.check(spec)
+
+
 def executor_of(training: Training, plane: Plane) -> Executor:
     """The executor that has the ranks and logs of a training. Raises Temporary without it."""
     executor = plane.executors.get(training.executor)

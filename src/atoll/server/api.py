@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.responses import Response
 
 from atoll.core.executors import ExecutorList
@@ -10,13 +12,14 @@ from atoll.core.model import Model
 from atoll.core.problem import Problem
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import PlacedLine, Training, TrainingList, Usage
-from atoll.server import reports, trainings
+from atoll.server import reports, results, trainings
 from atoll.server.bodies import MAX_BODY_BYTES
 from atoll.server.operations import NDJSON, SSE, Answer, AnswerDoc, ApiCall, Operation, json_answer
 from atoll.server.problems import MEDIA_TYPE
 
 ONE = "/v1/trainings/{name}"
 ALL = "/v1/trainings"
+METRICS = "/metrics"
 
 
 class Health(Model, frozen=True, omit_defaults=False):
@@ -124,6 +127,15 @@ NATIVE = (
     ),
     Operation(
         "GET",
+        f"{ONE}/value",
+        results.value,
+        "The result of a rank: what its function returned, or what its program handed in last. "
+        "404 if there is none.",
+        {200: AnswerDoc("The result.", results.ValueReport), **_NAMED},
+        query=results.ValueQuery,
+    ),
+    Operation(
+        "GET",
         f"{ONE}/events",
         reports.events,
         "Events of a training, newest first.",
@@ -166,7 +178,7 @@ NATIVE = (
     ),
     Operation(
         "GET",
-        "/metrics",
+        METRICS,
         metrics,
         "Totals of the server, in the Prometheus text format.",
         {200: AnswerDoc("Metrics as text.", str, "text/plain")},
@@ -174,3 +186,15 @@ NATIVE = (
     ),
 )
 STREAMED = {ALL: SSE, ONE: SSE}
+
+
+def native(*, is_metrics_open: bool) -> tuple[Operation, ...]:
+    """The rows, with a token needed for the totals where they are not open."""
+    if is_metrics_open:
+        return NATIVE
+    return tuple(
+        replace(row, is_open=False, answers={**row.answers, **_DENIED})
+        if row.path == METRICS
+        else row
+        for row in NATIVE
+    )

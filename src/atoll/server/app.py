@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import cache
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +18,7 @@ from atoll.server.background import beside
 from atoll.server.basilica import answers, deployments
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
-from atoll.server.operations import JSON, Plane, routes
+from atoll.server.operations import JSON, Operation, Plane, routes
 from atoll.server.routing import Application, Route
 from atoll.server.streams import Streams
 
@@ -32,10 +31,12 @@ def create_app(
     streams: Streams | None = None,
     setup: Setup | None = None,
     gauges: Gauges | None = None,
+    is_metrics_open: bool = True,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
 ) -> Router:
     """The HTTP server of one control plane.
 
+    `/metrics` has totals of all namespaces; without `is_metrics_open` it needs a token.
     `lifespan` is entered when the server starts. Call `streams.close()` when shutdown begins, so
     that open watches end.
     """
@@ -49,23 +50,23 @@ def create_app(
         async with beside(gauges.follow(store)), lifespan():
             yield
 
+    rows = api.native(is_metrics_open=is_metrics_open)
+
+    async def openapi(request: Request) -> Response:
+        return Response(_document(rows), media_type=JSON)
+
     table = [
-        *routes(api.NATIVE, plane, caller, problems.on_error),
+        *routes(rows, plane, caller, problems.on_error),
         *deployments.routes_of(plane),
-        Route("GET", "/openapi.json", _openapi, problems.on_error),
+        Route("GET", "/openapi.json", openapi, problems.on_error),
     ]
     return Router(lifespan=counted, default=Application(table, _on_stray))
 
 
-async def _openapi(request: Request) -> Response:
-    return Response(_document(), media_type=JSON)
-
-
-@cache
-def _document() -> bytes:
+def _document(rows: Sequence[Operation]) -> bytes:
     from atoll.server.openapi import document  # slow to import, and rarely asked for
 
-    return encode(document(api.NATIVE, api.STREAMED))
+    return encode(document(rows, api.STREAMED))
 
 
 def _on_stray(request: Request, error: Exception) -> Response:

@@ -22,13 +22,19 @@ def hashed(token: str) -> str:
 
 
 async def caller(plane: Plane, request: Request) -> str:
-    """The namespace of the token in the request. Raises Denied if none is valid."""
+    """The namespace of the token in the request. Raises Denied if none is valid, and Temporary if
+    the namespace has too many connections."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if not token.strip():
-        raise Denied("no token: send 'Authorization: Bearer <token>' (atoll token create)")
+        how = plane.setup.new_token
+        raise Denied(f"no token: send 'Authorization: Bearer <token>', made with '{how}'")
     if scheme.lower() != "bearer":
         raise Denied(f"expected a Bearer token, got {scheme[:20]!r}")
     namespace = await plane.tokens.namespace_of(hashed(token.strip()))
     if namespace is None:
-        raise Denied("this token is unknown here: create one with 'atoll token create'")
+        how = plane.setup.new_token
+        raise Denied(f"this token is unknown here: create one with '{how}'")
+    connection = request.scope.get("state", {}).get("connection")
+    if connection is not None:  # there is none where the application runs without its own server
+        connection.belongs_to(namespace)
     return namespace

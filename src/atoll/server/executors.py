@@ -23,6 +23,7 @@ class Setup:
     config: str | None = None  # the file
     is_changed: Callable[[], bool] = lambda: False
     notes: Callable[[], Sequence[str]] = lambda: ()  # what else is to be told of the executors
+    new_token: str = "atoll token create"  # how a token is made for this control plane
     restart: str = ""  # how to start the control plane with a new file; empty if it cannot be
 
     def default_of(self, executors: Mapping[str, Executor]) -> str | None:

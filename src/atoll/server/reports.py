@@ -29,6 +29,7 @@ from atoll.server.operations import (
     json_answer,
     stream_answer,
 )
+from atoll.server.results import printed_logs, without_results
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ async def _open_logs(
         expected = f"the executor {training.executor!r} has none: leave them out"
         raise ValidationError("places", query.places, expected)
     if not isinstance(executor, Resuming) or (follow is None and query.places is None):
-        return executor.logs(training, ranks=ranks, tail=query.tail, follow=follow), b""
+        tail = query.tail
+        return printed_logs(executor, training, ranks=ranks, tail=tail, follow=follow), b""
     places: dict[int, int] = {}
     if query.tail is not None:
         places = await executor.log_places(training, query.tail, ranks=ranks)
@@ -119,7 +121,8 @@ async def _open_logs(
     for pair in query.places.split(",") if query.places else ():
         rank, _, at = pair.partition(":")
         places[int(rank)] = int(at)
-    return executor.logs_after(training, places, ranks=ranks, follow=follow), head
+    lines = executor.logs_after(training, places, ranks=ranks, follow=follow)
+    return without_results(lines), head
 
 
 async def _encoded(

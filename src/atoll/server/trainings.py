@@ -21,7 +21,7 @@ from atoll.core.errors import (
 from atoll.core.model import Model, SpecModel
 from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import Event, Training, TrainingList
-from atoll.server.admission import admitted, default_executor
+from atoll.server.admission import admitted, check_growth, default_executor
 from atoll.server.encoded import compact
 from atoll.server.operations import Answer, ApiCall, Query, json_answer
 from atoll.server.watch import watch
@@ -138,8 +138,9 @@ async def scale(call: ApiCall) -> Answer:
             raise UDTerminalState(training.status.phase.value, target)
         if not size.min <= target <= size.max:
             raise WorldSizeOutOfBounds(target, size.min, size.max)
-        world_size = replace(size, target=target)
-        return replace(training, spec=replace(training.spec, world_size=world_size))
+        spec = replace(training.spec, world_size=replace(size, target=target))
+        check_growth(training, spec, call.plane)
+        return replace(training, spec=spec)
 
     try:
         return json_answer(compact(await _change(call, wish)))

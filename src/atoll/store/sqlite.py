@@ -18,20 +18,20 @@ from pathlib import Path
 import msgspec
 
 from atoll.core.errors import Conflict, Gone, NotFound, Permanent, Temporary
-from atoll.core.model import encode
 from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
 from atoll.core.status import Event, Status, Training
+from atoll.core.stored import decode_training, encode_training
 from atoll.store.feed import Feed
 from atoll.store.pages import cut_page
 from atoll.store.schema import prepare
 
 LOG_BYTES = 32 * 2**20
 EVENTS_KEPT = 1000
+RANK_BYTES = 250  # of one entry in an answer
 AFTER_NAMES = "\x7f"  # sorts after every character of a name
 
 Changes = list[Change]
 log = logging.getLogger(__name__)
-_training = msgspec.json.Decoder(Training)
 
 
 class SQLiteStore:
@@ -70,7 +70,7 @@ class SQLiteStore:
                 self._db.execute(
                     "insert into trainings values (?, ?, ?, ?, ?, ?, ?)",
                     (*training.key, training.uid, stored.resource_version, stored.status.phase)
-                    + (idempotency_key, encode(stored)),
+                    + (idempotency_key, encode_training(stored)),
                 )
             except sqlite3.IntegrityError as error:
                 raise Conflict(
@@ -85,14 +85,14 @@ class SQLiteStore:
             ).fetchone()
         if row is None:
             raise NotFound("training", key[1])
-        return _training.decode(row[0])
+        return decode_training(row[0])
 
     async def list(self, namespace: str | None = None) -> Sequence[Training]:
         where = "" if namespace is None else "where namespace = ? "
         query = f"select body from trainings {where}order by name, namespace"
         with _explained(self._path):
             rows = self._db.execute(query, () if namespace is None else (namespace,)).fetchall()
-        return [_training.decode(row[0]) for row in rows]
+        return [decode_training(row[0]) for row in rows]
 
     async def page(
         self,
@@ -116,8 +116,9 @@ class SQLiteStore:
         query = f"select body from trainings where {' and '.join(conditions)} order by name"
         with _explained(self._path), closing(self._db.cursor()) as rows:
             rows.execute(query, tuple(conditions.values()))
+            trainings = ((decode_training(body), len(body)) for (body,) in rows)
             return cut_page(
-                ((_training.decode(body), len(body)) for (body,) in rows), limit, max_bytes
+                ((t, _answer_bytes(t, size)) for t, size in trainings), limit, max_bytes
             )
 
     async def update_spec(self, training: Training) -> Training:
@@ -247,7 +248,7 @@ class SQLiteStore:
         ).fetchone()
         if row is None:
             return None
-        existing = _training.decode(row[0])
+        existing = decode_training(row[0])
         if existing.name != training.name:
             raise Conflict(
                 f"this idempotency key made the training {existing.name!r}, not {training.name!r}"
@@ -261,7 +262,7 @@ class SQLiteStore:
         ).fetchone()
         if row is None:
             raise NotFound("training", training.name)
-        current = _training.decode(row[0])
+        current = decode_training(row[0])
         if current.resource_version != training.resource_version:
             raise Conflict(
                 f"training {training.name!r} was changed since version "
@@ -274,13 +275,13 @@ class SQLiteStore:
         self._db.execute(
             "update trainings set version = ?, phase = ?, body = ? "
             "where namespace = ? and name = ?",
-            (stored.resource_version, stored.status.phase, encode(stored), *stored.key),
+            (stored.resource_version, stored.status.phase, encode_training(stored), *stored.key),
         )
         return stored
 
     def _log(self, training: Training, changes: Changes, *, is_removed: bool = False) -> Training:
         """The training with the version of this write, which is logged."""
-        body = encode(training)
+        body = encode_training(training)
         version = self._db.execute(
             "insert into changes (namespace, name, is_removed, body) values (?, ?, ?, ?)",
             (*training.key, is_removed, body),
@@ -302,7 +303,7 @@ class SQLiteStore:
                 ).fetchall()
             for version, is_removed, body in rows:
                 after = version
-                training = msgspec.structs.replace(_training.decode(body), resource_version=version)
+                training = msgspec.structs.replace(decode_training(body), resource_version=version)
                 yield Change(version=version, training=training, is_removed=bool(is_removed))
             if len(rows) < 100:
                 return
@@ -347,6 +348,13 @@ class SQLiteStore:
             "order by id desc limit 1 offset ?2)",
             (uid, EVENTS_KEPT),
         )
+
+
+def _answer_bytes(training: Training, stored_bytes: int) -> int:
+    """About how long the training is in an answer, where ranks are listed one by one."""
+    status = training.status
+    rows = len(status.ranks) + len(status.retired) + len(status.rank_exits)
+    return stored_bytes + rows * RANK_BYTES
 
 
 def _owned(path: Path) -> int:

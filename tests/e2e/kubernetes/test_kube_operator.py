@@ -42,6 +42,10 @@ def restarts(status: Json) -> dict[int, int]:
     return {rank["rank"]: rank.get("restarts", 0) for rank in status["ranks"]}
 
 
+def messages(status: Json) -> set[str]:
+    return {rank.get("message", "") for rank in status["ranks"]}
+
+
 def test_kubectl_apply_get_and_delete(space: Space, operator: Operator) -> None:
     space.submit("tiny", command=sh("echo rank $RANK of $WORLD_SIZE on $NODE_NAME"))
     status = space.until_phase("tiny", "succeeded")
@@ -363,9 +367,9 @@ def test_a_suspended_job_costs_no_rank_anything(
     (job,) = space.json("get", "jobs")["items"]
     name = job["metadata"]["name"]
     space.kubectl("patch", "job", name, "--type=merge", "-p", '{"spec":{"suspend":true}}')
-    status = space.until("tiny", "it is held", lambda s: s["world"]["ready"] == 0)
-    assert status["phase"] == "pending"
-    assert {r["message"] for r in status["ranks"]} == {"the Job is suspended"}
+    held = {"the Job is suspended"}
+    status = space.until("tiny", "it is held", lambda s: messages(s) == held)
+    assert (status["phase"], status["world"]["ready"]) == ("pending", 0)
     space.kubectl("patch", "job", name, "--type=merge", "-p", '{"spec":{"suspend":false}}')
     status = space.until_ready("tiny", 2)
     assert restarts(status) == {0: 0, 1: 0}

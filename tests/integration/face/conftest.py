@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx2
 import pytest
-import uvicorn
 from msgspec.structs import replace
 
 import atoll
@@ -23,6 +22,8 @@ from atoll.core.status import LogLine, Status, Training, WorldStatus
 from atoll.sdk.embedded import read_token, running, start, start_time
 from atoll.server.app import create_app
 from atoll.server.auth import hashed
+from atoll.server.connections import Limits
+from atoll.server.serving import GuardedServer, listen
 from atoll.server.streams import Streams
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens
@@ -54,7 +55,14 @@ class PrintedLogs:
 class Served:
     """The real server on a real port and a real store; the test plays the controller."""
 
-    def __init__(self, where: Path, executors: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        where: Path,
+        executors: Any = None,
+        limits: Limits | None = None,
+        is_metrics_open: bool = True,
+        **settings: Any,
+    ) -> None:
         self.loop = asyncio.new_event_loop()
         self.store = SQLiteStore(where / "db", **settings)
         self.tokens = SQLiteTokens(where / "db")
@@ -64,13 +72,14 @@ class Served:
             tokens=self.tokens,
             executors={"local": PrintedLogs()} if executors is None else executors,
             streams=self.streams,
+            is_metrics_open=is_metrics_open,
         )
-        config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="on")
-        self.server = uvicorn.Server(config)
+        self.server = GuardedServer(app, limits=limits)
+        self._socket = listen("127.0.0.1", 0)
+        port = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.wait_for(lambda: self.server.started)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         for name in ("one", "two"):
             self.do(self.tokens.add(hashed(f"token-{name}"), name, name, 0.0))
@@ -78,7 +87,7 @@ class Served:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_until_complete(self.server.serve())
+        self.loop.run_until_complete(self.server.serve([self._socket]))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
 
     def client(self, namespace: str) -> httpx2.Client:

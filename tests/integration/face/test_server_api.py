@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -370,3 +371,16 @@ def test_a_store_that_cannot_be_read_is_not_ready(served: Served) -> None:
     assert answer.status_code == 500
     assert answer.headers["content-type"] == "application/problem+json"
     assert httpx2.get(served.url + "/healthz").status_code == 200
+
+
+def test_totals_need_a_token_where_they_are_not_open(tmp_path: Path) -> None:
+    served = Served(tmp_path, is_metrics_open=False)
+    try:
+        with httpx2.Client(base_url=served.url) as stranger:
+            assert stranger.get("/metrics").status_code == 401
+            assert stranger.get("/healthz").status_code == 200
+            metrics = stranger.get("/openapi.json").json()["paths"]["/metrics"]["get"]
+        assert ("security" in metrics, "401" in metrics["responses"]) == (False, True)
+        assert b"atoll_trainings" in served.http.get("/metrics").content
+    finally:
+        served.close()

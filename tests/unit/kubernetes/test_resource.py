@@ -8,10 +8,18 @@ from hypothesis import strategies as st
 
 from atoll.core.phase import Phase
 from atoll.core.spec import Source, TrainingSpec, WorldSize
-from atoll.core.status import Event, Exit, RankStatus, Status, Training, Wish, WorldStatus
+from atoll.core.status import (
+    Condition,
+    Event,
+    Exit,
+    RankStatus,
+    Status,
+    Training,
+    Wish,
+    WorldStatus,
+)
 from atoll.kubernetes.resource import (
     EVENTS_KEPT,
-    STATUS_MAX,
     status_body,
     to_event,
     to_resource,
@@ -81,13 +89,38 @@ def test_zeros_are_written_out_for_kubectl_get() -> None:
     assert (world["ready"], world["target"]) == (0, 0)
 
 
-def test_a_status_too_large_for_the_server_loses_the_tails_but_not_the_exits() -> None:
-    tail = ["x" * 200] * 40
-    ended = Exit(code=1, at=1.0, reason="Error", log_tail=tail)
-    ranks = [RankStatus(rank=n, attempt=1, exit=ended) for n in range(400)]
-    body = status_body(training(), Status(ranks=ranks), [])
-    assert len(msgspec.json.encode(body)) <= STATUS_MAX
-    assert [r["exit"]["code"] for r in body["ranks"]] == [1] * 400
+def test_what_kubectl_users_look_for_is_written_out() -> None:
+    condition = Condition(type="Ready", status="False", last_transition_at=1.5)
+    ranks = [RankStatus(rank=0), RankStatus(rank=1)]
+    body = status_body(training(), Status(ranks=ranks, conditions=[condition]), [])
+    assert (body["phase"], body["restarts"], body["observedGeneration"]) == ("", 0, 0)
+    assert body["ranks"] == [{"ranks": "0-1", "phase": "Pending", "restarts": 0}]
+    (written,) = body["conditions"]
+    assert written == {
+        "type": "Ready",
+        "status": "False",
+        "reason": "",
+        "message": "",
+        "lastTransitionTime": "1970-01-01T00:00:01.500Z",
+    }
+
+
+def test_times_of_conditions_are_read_in_both_forms() -> None:
+    raw = served(training())
+    times = [{"lastTransitionTime": "2027-01-15T08:00:00Z"}, {"lastTransitionAt": 1_800_000_000.0}]
+    named = [{"type": "A", "status": "True", **time} for time in (*times, {})]
+    raw["status"] = {"conditions": named}
+    read = [c.last_transition_at for c in to_training(raw).status.conditions]
+    assert read == [1_800_000_000.0, 1_800_000_000.0, 0.0]
+
+
+def test_ranks_spoilt_by_hand_are_left_out_and_the_rest_is_read() -> None:
+    ended = Exit(code=1, at=5.0, reason="Error")
+    status = Status(phase=Phase.FAILED, ranks=[RankStatus(rank=0, attempt=0, exit=ended)])
+    raw = served(replace(training(), status=status))
+    raw["status"]["rankColumns"]["exits"]["endedAt"]["each"] = "rubbish"  # type: ignore[index]
+    back = to_training(raw).status
+    assert (back.phase, back.ranks) == ("failed", [])
 
 
 def test_an_event_is_shown_by_kubectl_describe() -> None:

@@ -11,10 +11,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import atoll
 from atoll.core.errors import Permanent, Temporary
+from atoll.core.model import encode
+from atoll.core.phase import Phase
+from atoll.core.ranks import final_exits
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import Exit, RankStatus, Status, Training
 from atoll.store.schema import MIGRATIONS, SCHEMA_VERSION
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens
@@ -162,6 +168,41 @@ def test_a_full_disk_is_said_and_nothing_is_changed(small_disk: Path) -> None:
         SQLiteStore(path)
     assert (version(path), content(path)) == (1, before)
     assert not [p for p in small_disk.iterdir() if ".v1" in p.name]
+
+
+def test_lists_of_ranks_written_under_version_2_are_read_and_folded_when_written(
+    tmp_path: Path,
+) -> None:
+    ended = Exit(code=127, at=5.0, reason="CommandNotFound")
+    ranks = [RankStatus(rank=n, phase="Failed", attempt=0, exit=ended) for n in range(100)]
+    status = Status(phase=Phase.FAILED, ranks=ranks)
+    status = msgspec.structs.replace(status, rank_exits=final_exits(status, ranks[0]))
+    spec = TrainingSpec(name="old", command=["x"], world_size=WorldSize(min=1, target=2, max=3))
+    old = Training(namespace="n", uid="u", spec=spec, status=status, resource_version=1)
+    path = tmp_path / "atoll.db"
+    db = sqlite3.connect(path)
+    for step in MIGRATIONS[:2]:
+        db.executescript(step)
+    row = ("n", "old", "u", 1, "failed", None, encode(old))
+    db.execute("insert into trainings values (?, ?, ?, ?, ?, ?, ?)", row)
+    db.execute("insert into changes values (1, 'n', 'old', 0, ?)", (encode(old),))
+    db.execute("pragma user_version = 2")
+    db.commit()
+    db.close()
+
+    store = SQLiteStore(path)
+    assert asyncio.run(store.get(("n", "old"))) == old
+    assert [change.training for change in store.logged(0, None)] == [old]
+    asyncio.run(store.update_status(old, msgspec.structs.replace(status, is_released=True)))
+    read = asyncio.run(store.get(("n", "old"))).status
+    assert (read.ranks, read.rank_exits, read.is_released) == (ranks, status.rank_exits, True)
+    store.close()
+    assert version(path) == SCHEMA_VERSION
+    assert version(path.with_name("atoll.db.v2")) == 2
+    db = sqlite3.connect(path)
+    (body,) = db.execute("select body from trainings").fetchone()
+    db.close()
+    assert len(body) < len(encode(old)) / 10
 
 
 def test_versions_that_were_released_are_not_edited() -> None:

@@ -49,6 +49,7 @@ from atoll.server.operations import (
     StreamAnswer,
     routes,
 )
+from atoll.server.results import printed_logs
 from atoll.server.routing import REST, Route
 
 ONE = "/deployments/{name}"
@@ -254,8 +255,12 @@ async def logs(call: ApiCall) -> Answer:
     query: DeploymentLogQuery = call.query
     training = await call.plane.store.get(call.key)
     end = reports.End(training)
-    lines = executor_of(training, call.plane).logs(
-        training, tail=query.tail, follow=end.is_reached if query.follow else None
+    lines = printed_logs(
+        executor_of(training, call.plane),
+        training,
+        ranks=None,
+        tail=query.tail,
+        follow=end.is_reached if query.follow else None,
     )
     has_ranks = training.spec.world_size.max > 1
     source = _text(lines, end, call.plane.store, has_rank_prefix=has_ranks)

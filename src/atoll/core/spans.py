@@ -1,0 +1,52 @@
+"""Sets of ranks as ranges: `0-192, 195`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from atoll.core.spec import MAX_WORLD
+
+SPANS_SHOWN = 50  # ranges in a sentence
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """`0-3, 7` for 0, 1, 2, 3, 7."""
+    return ", ".join(_text(span) for span in _runs(ranks))
+
+
+def some_spans(ranks: Iterable[int], most: int = SPANS_SHOWN) -> str:
+    """The same for a sentence, which names the first ranges and counts the ranks after them."""
+    runs = list(_runs(ranks))
+    text = ", ".join(_text(span) for span in runs[:most])
+    rest = sum(last - first + 1 for first, last in runs[most:])
+    return f"{text} and {rest} more" if rest else text
+
+
+def in_spans(text: str) -> list[int]:
+    """The ranks that `spans` has written, in order. Raises ValueError."""
+    ranks: list[int] = []
+    for part in text.split(", ") if text else ():
+        first, dash, last = part.partition("-")
+        start, stop = int(first), int(last if dash else first) + 1
+        if not (ranks[-1] if ranks else -1) < start < stop <= MAX_WORLD:
+            raise ValueError(f"{part!r} is no range of ranks after the one before it")
+        ranks.extend(range(start, stop))
+    return ranks
+
+
+def _runs(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    first = last = -1
+    for rank in sorted(ranks):
+        if first >= 0 and rank <= last + 1:
+            last = rank
+            continue
+        if first >= 0:
+            yield first, last
+        first = last = rank
+    if first >= 0:
+        yield first, last
+
+
+def _text(span: tuple[int, int]) -> str:
+    first, last = span
+    return str(first) if first == last else f"{first}-{last}"

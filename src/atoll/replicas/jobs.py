@@ -1,0 +1,184 @@
+"""The Jobs of launches from scripts, which several processes may follow.
+
+A Job carries all that another process needs to follow it: its spec and its wish. When its gang is
+over, the Job ends but stays for its logs; its time to live or its launcher removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from atoll.core.checks import RESULTS_VARIABLE
+from atoll.core.ends import PhaseReason
+from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
+from atoll.core.model import decode, encode
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import LogLine, Seen, Status, Training, Wish, sooner
+from atoll.kubernetes.executor import KubernetesBackend
+from atoll.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
+from atoll.kubernetes.pod import Pod, when
+from atoll.kubernetes.read import finished, wish_of
+from atoll.kubernetes.render import gang_name, render_job, render_service, render_world
+from atoll.replicas.shared import StopCause, with_cause
+
+Json = dict[str, Any]
+
+LOOK_S = 2.0  # how often a gang is looked at while its pods cannot be watched
+
+
+def as_launch(job: Json, spec: TrainingSpec) -> Json:
+    """The Job of a launch: its container is called `replica`, and it carries its spec."""
+    first = job["spec"]["template"]["spec"]["containers"][0]
+    first["name"] = REPLICA
+    annotations = job["metadata"].setdefault("annotations", {})
+    annotations[LAUNCH] = encode(as_record(spec)).decode()
+    return job
+
+
+def as_record(spec: TrainingSpec) -> TrainingSpec:
+    """What of the spec another process needs; what runs is in the Job and its ConfigMap."""
+    source = spec.source and spec.source.by_digest()
+    return replace(
+        spec,
+        command=None if source else [REPLICA],
+        source=source,
+        args=[],
+        env={name: value for name, value in spec.env.items() if name == RESULTS_VARIABLE},
+    )
+
+
+def training_of(job: Json) -> Training | None:
+    """The training of a launch, as its Job tells it; None if it is none, or is being deleted.
+
+    Raises Permanent if it cannot be read: another release may have launched it.
+    """
+    metadata = job["metadata"]
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    wish = wish_of(job)
+    if wish is None or LAUNCH not in annotations or not {UID, NAMESPACE} <= set(labels):
+        return None
+    try:
+        spec = decode(annotations[LAUNCH].encode(), TrainingSpec)
+    except ValidationError as error:
+        raise Permanent(f"the Job {metadata['name']} cannot be followed: {error}") from error
+    cause = cause_of(job, spec, wish)
+    is_cancelled = wish.size == 0 and not cause.reason
+    training = Training(
+        namespace=labels[NAMESPACE],
+        uid=labels[UID],
+        spec=replace(spec, cancel=is_cancelled),
+        status=with_cause(Status(asked=wish, redo=dict(wish.redo)), cause),
+        created_at=when(metadata.get("creationTimestamp")) or 0.0,
+    )
+    return training if gang_name(training) == metadata["name"] else None
+
+
+def cause_of(job: Json, spec: TrainingSpec, wish: Wish) -> StopCause:
+    """Why it was stopped, if it was not cancelled: told by who stopped it, or by its deadline."""
+    text = (job["metadata"].get("annotations") or {}).get(STOP_CAUSE)
+    if text:
+        return StopCause(*msgspec.json.decode(text))
+    if wish.size and finished(job) == PhaseReason.DEADLINE_EXCEEDED:
+        words = f"still running {spec.deadline_s or 0:g} s after the start"
+        return StopCause(PhaseReason.DEADLINE_EXCEEDED, words)
+    return StopCause()
+
+
+class ScriptJobs(KubernetesBackend):
+    """The backend of launches from scripts."""
+
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        try:
+            job = await self.cluster.get("jobs", self.options.namespace, job_name)
+        except NotFound:
+            return None
+        training = training_of(job)
+        if training is None or uid not in (None, training.uid):
+            return None
+        training = replace(training, spec=replace(training.spec, executor=self.name))
+        self._note_job(training, job)
+        return training
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        job = await self._job(training)
+        wish = None if job is None else wish_of(job)
+        return StopCause() if job is None or wish is None else cause_of(job, training.spec, wish)
+
+    async def observe(self, training: Training) -> Seen:
+        seen = await super().observe(training)
+        if self._jobs.is_live and self._pods.is_live:
+            return seen
+        return replace(seen, again_in_s=sooner(seen.again_in_s, LOOK_S))
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        status = training.status
+        if wish.size == 0 and status.failing:
+            cause = msgspec.json.encode([status.failing, status.failing_message]).decode()
+            with contextlib.suppress(NotFound):
+                await self._patch_job(training, {"metadata": {"annotations": {STOP_CAUSE: cause}}})
+        await super().apply(training, wish)
+
+    async def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        """Of pods that were deleted before this process knew them, what others have archived."""
+        heard: set[int] = set()
+        async for line in super().logs(training, ranks=ranks, tail=tail, follow=follow):
+            heard.add(line.rank)
+            yield line
+        for rank in sorted(set(ranks or ()) - heard):
+            lines = await self._archive.lines(self._place(training)[0], training.uid, rank)
+            for text in lines if tail is None else lines[max(len(lines) - tail, 0) :]:
+                yield LogLine(rank=rank, text=text)
+
+    async def release(self, training: Training) -> None:
+        """Ends a Job that was stopped, as it would not end by itself. Nothing is removed."""
+        namespace, name = self._place(training)
+        try:
+            job = await self.cluster.get("jobs", namespace, name)
+        except NotFound:
+            return
+        wish = wish_of(job)
+        if wish is None or wish.size or finished(job):
+            return
+        _, pods = await self._job_and_pods(training)
+        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+            # The Job would count it as running, and delete it with its log.
+            raise Temporary("the last pods are about to end", retry_after_s=0.2)
+        with contextlib.suppress(NotFound, Conflict):
+            if job["spec"].get("suspend"):  # it never ran
+                await self.cluster.delete("jobs", namespace, name)
+            else:
+                patch = {"spec": {"parallelism": 0, "activeDeadlineSeconds": 1}}
+                await self._patch_job(training, patch)
+
+    async def purge(self, training: Training) -> None:
+        await super().release(training)
+        await super().purge(training)
+
+    async def _create(self, training: Training, wish: Wish) -> None:
+        """Everything is tried first: what the cluster refuses leaves nothing behind."""
+        namespace, name = self._place(training)
+        body = as_launch(render_job(training, wish, self.options), training.spec)
+        world = render_world(training, wish, self.options, None)
+        service = render_service(training, self.options, None)
+        for kind, item in (("configmaps", world), ("services", service)):
+            await self.cluster.patch(kind, namespace, name, item, type="apply", is_trial=True)
+        try:
+            await self.cluster.create("jobs", namespace, body, is_trial=True)
+            await self._objects.make(training, wish)
+            job = await self.cluster.create("jobs", namespace, body)
+        except Conflict as error:
+            raise Temporary(f"the Job {name} exists or is still being deleted: {error}") from error
+        self._note_job(training, job)
+        await self._objects.tie(job)

@@ -1,0 +1,130 @@
+"""Results of ranks through the control plane: `value`, and logs without them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import atoll
+from atoll import NotFound, ValidationError
+from atoll.core.lines import RESULT_MARK
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[atoll.Client]:
+    with atoll.Client.local() as made:
+        yield made
+
+
+def ended(client: atoll.Client, name: str, **options: Any) -> atoll.DistributedTraining:
+    training = client.deploy_distributed(name, **options)
+    training.result(timeout=60)
+    return training
+
+
+def test_what_a_function_returned_on_each_rank(client: atoll.Client) -> None:
+    def work() -> Any:
+        sys.stdout.write("one\ntwo\n")
+        return {"rank": int(os.environ["RANK"]), "pair": (1, b"\0")}
+
+    training = ended(client, "returns", source=work, world_size=2)
+    assert training.value() == {"rank": 0, "pair": (1, b"\0")}
+    assert training.value(1)["rank"] == 1
+    assert asyncio.run(training.value_async(rank=1)) == training.value(rank=1)
+    assert client.get("returns").value(0)["rank"] == 0
+    # Results are not lines of the log, however it is read.
+    assert [line.text for line in training.logs(rank=0)] == ["one", "two"]
+    assert [line.text for line in training.logs(rank=0, tail=1)] == ["two"]
+    assert [line.text for line in training.stream_logs([0])] == ["one", "two"]
+    assert {line.rank for line in training.logs(tail=1)} == {0, 1}
+    with pytest.raises(NotFound, match="result of rank 2 of training 'returns' not found"):
+        training.value(2)
+    for rank in (-1, True, "0", 1.5):
+        with pytest.raises(ValidationError, match="rank"):
+            training.value(rank)  # type: ignore[arg-type]
+
+
+PROGRAM = """
+import atoll, sys
+atoll.give_result({"loss": 2.0})
+atoll.give_result({"loss": 0.5, "big": "x" * 50_000})
+print("done")
+"""
+
+
+def test_what_a_program_gave_last(client: atoll.Client) -> None:
+    training = ended(client, "gives", command=[sys.executable, "-c", PROGRAM])
+    value = training.value()
+    assert (value["loss"], len(value["big"])) == (0.5, 50_000)
+    assert [line.text for line in training.logs(tail=3)] == ["done"]
+
+
+def test_a_program_without_a_result_has_no_value(client: atoll.Client) -> None:
+    training = ended(client, "nothing", command=["sh", "-c", "seq 1 200"])
+    with pytest.raises(NotFound, match="result of rank 0"):
+        training.value()
+    assert [line.text for line in training.logs(tail=2)] == ["199", "200"]
+
+
+def test_a_function_that_returns_none_has_that_value(client: atoll.Client) -> None:
+    assert ended(client, "none", source=lambda: None).value() is None
+
+
+def test_what_cannot_be_handed_in_fails_nobody(client: atoll.Client) -> None:
+    training = ended(client, "odd", source=lambda: Path("x"))
+    with pytest.raises(NotFound, match="result of rank 0"):
+        training.value()
+    assert any("expected plain data" in line.text for line in training.logs())
+
+
+class Evil:
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.place,)
+
+
+def test_a_pickle_needs_both_sides(client: atoll.Client, tmp_path: Path) -> None:
+    evil = base64.b64encode(pickle.dumps(Evil(str(tmp_path / "ran")))).decode()
+    program = (
+        "import os, base64\nfrom atoll.rank.result import Result, nonce_of, result_lines\n"
+        f"result = Result('pickle', base64.b64decode({evil!r}))\n"
+        "for line in result_lines(result, nonce_of(os.environ['ATOLL_UID']), '0' * 8):\n"
+        "    os.write(1, line)\n"
+    )
+    training = ended(client, "evil", command=[sys.executable, "-c", program])
+    with pytest.raises(ValueError, match="allow_pickle"):
+        training.value()
+    assert not (tmp_path / "ran").exists()
+    program = "import atoll, pathlib\natoll.give_result(pathlib.Path('x'), pickled=True)"
+    training = ended(client, "both", command=[sys.executable, "-c", program])
+    with pytest.raises(ValueError, match="allow_pickle"):
+        training.value()
+    assert training.value(allow_pickle=True) == Path("x")
+
+
+def test_forged_and_broken_marks_are_no_values(client: atoll.Client) -> None:
+    program = f"print({RESULT_MARK!r} + '0 1 gASVBQAAAAAAAABLKi4='); print('seen')"
+    training = ended(client, "forged", command=[sys.executable, "-c", program])
+    with pytest.raises(NotFound, match="result of rank 0"):
+        training.value()
+    assert [line.text for line in training.logs()] == ["seen"]
+
+
+def test_the_last_lines_of_a_failed_rank_are_what_it_printed(client: atoll.Client) -> None:
+    program = "import atoll, sys; print('why'); atoll.give_result(1); sys.exit(3)"
+    training = client.deploy_distributed("fails", command=[sys.executable, "-c", program])
+    with pytest.raises(atoll.BelowMinimumWorld):
+        training.result(timeout=60)
+    assert training.root_cause is not None
+    assert training.root_cause.log_tail == ["why"]
+    assert training.value() == 1
