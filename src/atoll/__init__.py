@@ -33,6 +33,7 @@ _HOME = {
     "RankExit": "core.status",
     "RankStatus": "core.status",
     "ReplicaHandle": "replicas.handle",
+    "ServerlessExecutor": "replicas.protocol",
     "UDTerminalState": "core.errors",
     "ValidationError": "core.errors",
     "WorldSize": "core.spec",

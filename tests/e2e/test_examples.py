@@ -48,12 +48,41 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["[0] round 1 roster [0, 1]", "[1] round 1 roster [0, 1]", "validation loss"],
     ),
     (
+        "21_torchrun_elastic.py",
+        [PY],
+        [
+            "world 2: rank 0 goes on from step 0",
+            "two train; scaling to three",
+            "WorldStatus(ready=3, target=3, min=2, max=3, below_minimum=False)",
+            *(f"world 3: rank {rank} is done" for rank in range(3)),
+        ],
+    ),
+    (
+        "22_link_bench.py",
+        [PY],
+        [
+            "WorldStatus(ready=2, target=2, min=2, max=2, below_minimum=False)",
+            "Gbit/s (median)",
+            "latency with 1 MiB",
+        ],
+    ),
+    # A real API server takes it in tests/e2e/kubernetes/test_kube_eks.py.
+    (
+        "eks_irsa_s3.py",
+        [PY],
+        [
+            '"serviceAccountName": "trainer"',
+            '"value": "s3://my-bucket/tiny-gpt-1"',
+            "p4de.24xlarge",
+        ],
+    ),
+    (
         "demo.py",
         [PY],
         ["it is started again", "rank 1 is back", "scaled to 3", "the same on every rank"],
     ),
 ]
-ARGUMENTS = {"demo.py": ["2", "3"]}
+ARGUMENTS = {"demo.py": ["2", "3"], "eks_irsa_s3.py": ["--dry-run"]}
 
 
 @pytest.mark.timeout(400)  # each loads torch several times over, which a busy machine drags out
