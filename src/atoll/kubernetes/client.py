@@ -131,12 +131,18 @@ class Cluster:
         fields: str = "",
         limit: int = 0,
         after: str = "",
+        version: str = "",
     ) -> ObjectList:
         """All objects in one request, however many there are; or `limit` of them, from the start or
-        where the list before ended: `after` is its `more`. Raises Gone if that has expired."""
+        where the list before ended: `after` is its `more`. With `version`, as they were then.
+
+        Raises Gone if that is too long ago.
+        """
         params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
         if after:
             params["continue"] = after
+        if version:
+            params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
         reply = _object(await self._send("list", kind, _path(kind, namespace), params=params))
         metadata = reply["metadata"]
         more = metadata.get("continue") or ""

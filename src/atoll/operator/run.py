@@ -31,9 +31,9 @@ from atoll.server.streams import Streams
 
 log = logging.getLogger(__name__)
 
-# Pods and Jobs stay until the controller has read the exits; it enforces the deadline.
+# Jobs stay until the controller has read the exits; it enforces the deadline.
 DEFAULTS = {
-    "is_exit_held": True,
+    "is_controlled": True,
     "is_start_gated": True,
     "ttl_seconds_after_finished": None,
     "deadline_margin_s": 60,
