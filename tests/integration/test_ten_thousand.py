@@ -4,131 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from msgspec.structs import replace
+from tests.support.crowd import live_and_die
 
-from atoll.controller.reconcile import Reconciler
-from atoll.core.clock import Time
-from atoll.core.errors import NotFound
-from atoll.core.model import decode, encode
-from atoll.core.ports import Key
-from atoll.core.spec import MAX_WORLD, TrainingSpec, WorldSize
-from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
-from atoll.server.basilica.wire import distributed
+from atoll.core.spec import MAX_WORLD
 from atoll.store.sqlite import SQLiteStore
-
-KEY = ("n", "crowd")
-BEGIN = 1_800_000_000.0
-
-
-class Crowd:
-    """An executor whose ranks run at once, and end when and how the test says."""
-
-    name = "local"
-
-    def __init__(self) -> None:
-        self.wish: Wish | None = None
-        self.ends: dict[int, Exit] = {}
-
-    async def apply(self, training: Training, wish: Wish) -> None:
-        self.wish = wish
-
-    async def observe(self, training: Training) -> Seen:
-        if self.wish is None:
-            return Seen()
-        ranks = [self._look(rank) for rank in range(training.spec.world_size.target)]
-        return Seen(ranks=ranks, wish=self.wish, is_supervised=True)
-
-    def _look(self, rank: int) -> SeenRank:
-        ended = self.ends.get(rank)
-        return SeenRank(
-            rank=rank,
-            state="running" if ended is None else "exited",
-            started_at=BEGIN + rank / 1000,
-            exit=ended,
-            pod_name=f"crowd-{rank}-{rank * 7919 % 99_991:05d}",
-            host=f"ip-10-0-{rank // 256}-{rank % 256}.internal",
-        )
-
-    async def release(self, training: Training) -> None:
-        self.wish = None
-
-    async def purge(self, training: Training) -> None:
-        self.wish = None
-
-    async def changes(self) -> AsyncIterator[Key]:
-        yield KEY
-
-
-def ends(*, is_each_different: bool) -> dict[int, Exit]:
-    if not is_each_different:
-        typo = Exit(code=127, at=BEGIN + 60, reason="CommandNotFound", log_tail=["not found"])
-        return dict.fromkeys(range(MAX_WORLD), typo)
-    return {
-        rank: Exit(
-            code=1 + rank % 255,
-            at=BEGIN + 60 + rank * 7919 % 99_991 / 1000,
-            reason="Error",
-            message=f"rank {rank} could not read /data/{rank}",
-            log_tail=[f"rank {rank}: line {line}" for line in range(20)],
-        )
-        for rank in range(MAX_WORLD)
-    }
 
 
 @pytest.mark.parametrize("is_each_different", [False, True])
-def test_they_are_created_run_fail_are_told_and_deleted(
+def test_they_are_created_run_fail_are_told_of_and_deleted(
     tmp_path: Path, is_each_different: bool
 ) -> None:
     path = tmp_path / "atoll.db"
-    store, crowd = SQLiteStore(path), Crowd()
-    executors: Any = {"local": crowd}
-    reconciler = Reconciler(store, executors, lambda: Time(BEGIN + 100))
 
-    async def settle() -> Training:
-        while await reconciler.reconcile(KEY) == 0.0:
-            pass
-        return await store.get(KEY)
+    async def stored_bytes() -> int:
+        with sqlite3.connect(path) as db:
+            return int(db.execute("select length(body) from trainings").fetchone()[0])
 
-    async def play() -> None:
-        world = WorldSize(min=MAX_WORLD, target=MAX_WORLD, max=MAX_WORLD)
-        spec = TrainingSpec(name="crowd", command=["pyhton"], world_size=world)
-        await store.create(Training(namespace="n", uid="u", spec=spec, created_at=BEGIN))
-        await settle()
-        training = await settle()
-        assert (training.status.phase, training.world.ready) == ("ready", MAX_WORLD)
-        assert stored_bytes(path) < 40 * MAX_WORLD
-        assert await settle() == training, "a look that shows nothing new writes nothing"
-
-        crowd.ends = ends(is_each_different=is_each_different)
-        training = await settle()
-        status = training.status
-        assert status.phase == "failed"
-        codes = {e.rank: (e.exit_code, e.ended_at) for e in status.rank_exits}
-        assert codes == {rank: (e.code, e.at) for rank, e in crowd.ends.items()}
-        cause = status.root_cause
-        assert cause is not None
-        assert cause.log_tail == crowd.ends[cause.rank].log_tail
-        assert stored_bytes(path) < 60 * MAX_WORLD
-        assert len(await store.events(KEY)) < 20
-
-        answer = decode(encode(training), Training)  # as the API and the SDK have it
-        assert len(answer.status.rank_exits) == MAX_WORLD
-        told = distributed(training)["rankExits"]
-        assert [e["rank"] for e in told] == list(range(MAX_WORLD))
-
-        await store.update_spec(replace(training, deletion_requested_at=BEGIN + 200))
-        with pytest.raises(NotFound):
-            await settle()
-
-    asyncio.run(play())
+    store = SQLiteStore(path)
+    life = live_and_die(
+        store, "n", stored_bytes, executor="local", is_each_different=is_each_different
+    )
+    running, ended = asyncio.run(life)
     store.close()
-
-
-def stored_bytes(path: Path) -> int:
-    with sqlite3.connect(path) as db:
-        return int(db.execute("select length(body) from trainings").fetchone()[0])
+    assert running < 40 * MAX_WORLD
+    assert ended < 60 * MAX_WORLD

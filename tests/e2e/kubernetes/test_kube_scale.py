@@ -23,6 +23,7 @@ from atoll.kubernetes.store import KubernetesStore
 from tests.e2e.kubernetes.conftest import SKIPPED, Site
 from tests.e2e.kubernetes.control_plane import ControlPlane, assets, wait_for
 from tests.e2e.kubernetes.fake_kubelet import FakeKubelet, KubeletCluster
+from tests.support.crowd import NAME, live_and_die
 
 Json = dict[str, Any]
 NEEDED = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
@@ -303,3 +304,35 @@ def test_what_etcd_and_the_api_server_do_not_take_is_known_as_too_large(big_site
         await scene.kubectl("delete", "training/large", "--timeout=60s")
 
     play(big_site, test)
+
+
+@pytest.mark.parametrize("is_each_different", [False, True])
+def test_a_status_of_ten_thousand_ranks_fits_into_etcd(
+    big_site: Site, is_each_different: bool, record_property: Callable[[str, object], None]
+) -> None:
+    """The whole life of a training, in custom resources; the ranks are made up."""
+
+    async def inside() -> list[int]:
+        cluster = big_site.connect()
+        store = KubernetesStore(cluster, SPACE)
+
+        async def stored_bytes() -> int:
+            raw = await cluster.get("trainings", SPACE, NAME)
+            return len(msgspec.json.encode(raw["status"]))
+
+        try:
+            return await live_and_die(
+                store,
+                SPACE,
+                stored_bytes,
+                executor="elsewhere",
+                is_each_different=is_each_different,
+            )
+        finally:
+            await store.close()
+            await cluster.close()
+
+    running, ended = asyncio.run(inside())
+    record_property("running_bytes", running)
+    record_property("ended_bytes", ended)
+    assert max(running, ended) < 700_000
