@@ -16,6 +16,7 @@ from typing import Any
 
 from atoll.controller.loop import Controller
 from atoll.controller.sweep import keep_swept
+from atoll.core.clock import Time
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.executor import KubernetesBackend
@@ -30,9 +31,9 @@ from atoll.server.streams import Streams
 
 log = logging.getLogger(__name__)
 
-# Pods and Jobs stay until the controller has read the exits; it enforces the deadline.
+# Jobs stay until the controller has read the exits; it enforces the deadline.
 DEFAULTS = {
-    "is_exit_held": True,
+    "is_controlled": True,
     "is_start_gated": True,
     "ttl_seconds_after_finished": None,
     "deadline_margin_s": 60,
@@ -110,6 +111,7 @@ async def _lead(
                 controller = Controller(
                     store,
                     {executor.name: executor},
+                    clock=lambda: Time(cluster.time()),
                     on_pass=lambda done: gauges.reconciled(done.seconds),
                 )
                 tasks.create_task(controller.run())
@@ -152,6 +154,7 @@ async def serve_api(
         streams=streams,
         setup=Setup(new_token=f"atoll token create --home {tokens.home} --namespace NAMESPACE"),
         gauges=gauges,
+        clock=lambda: Time(cluster.time()),
         is_metrics_open=False,
     )
     server = _Server(app)
