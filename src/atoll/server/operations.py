@@ -16,7 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
+from atoll.controller.clock import machine_clock
 from atoll.core.checks import check_name
+from atoll.core.clock import Time
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode, named
 from atoll.core.ports import Executor, Store, Tokens
@@ -54,6 +56,7 @@ class Plane:
     streams: Streams
     gauges: Gauges
     setup: Setup = field(default_factory=Setup)
+    clock: Callable[[], Time] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
     bodies: Bodies = field(default_factory=Bodies)
 
@@ -86,6 +89,14 @@ class AnswerDoc(NamedTuple):
     description: str
     body: Any = None  # its type
     media_type: str = JSON
+    others: tuple[Any, ...] = ()  # further types, of single lines
+
+
+class HeaderDoc(NamedTuple):
+    """One header that an operation reads, and the rule that its value is checked by."""
+
+    description: str
+    pattern: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,7 @@ class Operation:
     query: type[Query] = NoQuery
     body: type | None = None
     max_body: int = MAX_SPEC_BYTES
-    headers: Mapping[str, str] = field(default_factory=dict)  # name and purpose of each it reads
+    headers: Mapping[str, HeaderDoc] = field(default_factory=dict)
     is_open: bool = False
 
     @property

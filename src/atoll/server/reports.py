@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated
@@ -34,7 +33,21 @@ from atoll.server.results import printed_logs, without_results
 log = logging.getLogger(__name__)
 
 BEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
-CUT = b'{"cut":true}\n'  # the server or the backend went away: ask again for the rest
+
+
+class LogPlaces(Model, frozen=True):
+    """The first line of a followed log that has a `tail`: where the log of each rank begins."""
+
+    places: dict[int, int]
+
+
+class LogCut(Model, frozen=True):
+    """The last line if the server or the backend went away: ask again for the rest."""
+
+    cut: bool
+
+
+CUT = encode(LogCut(cut=True)) + b"\n"
 
 
 class ReportQuery(Query, frozen=True):
@@ -117,7 +130,7 @@ async def _open_logs(
     places: dict[int, int] = {}
     if query.tail is not None:
         places = await executor.log_places(training, query.tail, ranks=ranks)
-    head = encode({"places": places}) + b"\n" if follow and query.tail is not None else b""
+    head = encode(LogPlaces(places=places)) + b"\n" if follow and query.tail is not None else b""
     for pair in query.places.split(",") if query.places else ():
         rank, _, at = pair.partition(":")
         places[int(rank)] = int(at)
@@ -158,9 +171,9 @@ async def events(call: ApiCall) -> Answer:
 
 async def usage(call: ApiCall) -> Answer:
     training = await _training(call)
-    return json_answer(used(training, time.time()))
+    return json_answer(used(training, call.plane.clock()))
 
 
 async def metrics(call: ApiCall) -> Answer:
     training = await _training(call)
-    return json_answer(measured(training, time.time()))
+    return json_answer(measured(training, call.plane.clock()))

@@ -47,9 +47,11 @@ def all_fifteen() -> Json:
         "service_account_name": "trainer",
         "node_selector": {"pool": "gpu"},
         "tolerations": [
-            client.V1Toleration(key="gpu", operator="Exists", toleration_seconds=60),
+            client.V1Toleration(
+                key="gpu", operator="Exists", effect="NoExecute", toleration_seconds=60
+            ),
             {"key": "spot", "operator": "Exists", "effect": "NoSchedule"},
-            {"key": "old", "toleration_seconds": 5},
+            {"key": "old", "effect": "NoExecute", "toleration_seconds": 5},
         ],
         "runtime_class_name": None,
         "command": COMMAND,
@@ -115,9 +117,9 @@ def test_all_fifteen_are_in_the_job() -> None:
     assert pod["nodeSelector"] == {"pool": "gpu"}
     assert pod["restartPolicy"] == "Never"
     assert pod["tolerations"][:3] == [
-        {"key": "gpu", "operator": "Exists", "tolerationSeconds": 60},
+        {"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60},
         {"key": "spot", "operator": "Exists", "effect": "NoSchedule"},
-        {"key": "old", "tolerationSeconds": 5},
+        {"key": "old", "effect": "NoExecute", "tolerationSeconds": 5},
     ]
     assert "amd.com/gpu" not in {row["key"] for row in pod["tolerations"]}
     assert container["image"] == "registry/train:1"
@@ -277,3 +279,13 @@ def test_the_names_import_without_the_extra() -> None:
         "from atoll import EKSExecutor, KubernetesExecutor\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_pod_option_may_name_the_container_as_the_job_does() -> None:
+    env = [{"name": "A", "value": "1"}]
+    pod = {"containers": [{"name": "replica", "env": env}]}
+    executor = KubernetesExecutor("image:1", pod=pod)
+    *_, job = executor.render_replicas(1, "os")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == "replica"
+    assert env[0] in container["env"]
