@@ -1,4 +1,4 @@
-"""A storm over ranks, pods, operator and kubelets of a real cluster, with a checker that reads pods,
+"""A storm over ranks, pods, operator and kubelets of a real cluster; a checker reads pods,
 Jobs and /proc. `ATOLL_STORM` is the number of blows, 200 unless set; `ATOLL_STORM_SEED` the seed.
 
 The checker follows every pod and every status by watches of its own. It wants: each rank that ended
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import random
 import signal
@@ -31,6 +32,7 @@ from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.test_kube_operator import left, sh
 
 Json = dict[str, Any]
+log = logging.getLogger(__name__)
 BLOWS = int(os.environ.get("ATOLL_STORM", "200"))
 SEED = int(os.environ.get("ATOLL_STORM_SEED", "1"))
 EACH = 8  # blows to one training: the Job controller waits longer after each failure of a rank
@@ -217,7 +219,7 @@ def test_nothing_is_lost_started_twice_left_or_miscounted(space: Space, operator
         wrong += [f"{name} {kinds}: {text}" for text in checker.verdict(name)]
         space.kubectl("delete", "training", name, "--timeout=60s")
         wait_for("nothing is left", lambda: not left(space), 60)
-        print(f"{blows} blows, {len(checker.pods)} pods, {len(wrong)} wrong", flush=True)
+        log.warning("%d blows, %d pods, %d wrong", blows, len(checker.pods), len(wrong))
     checker.stop()
     assert wrong + checker.flaws == []
     assert len(checker.pods) > BLOWS / 8
