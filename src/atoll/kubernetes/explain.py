@@ -194,7 +194,8 @@ def status_schema() -> Json:
     }
     moment = head["properties"]["conditions"]["items"]["properties"]["lastTransitionTime"]
     moment["format"] = "date-time"
-    return described(head, STATUS, "What was seen.")
+    text = f"What was seen. Of rankExits, terminationReason is {listing(RankEnd)}."
+    return described(head, STATUS, text)
 
 
 CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
