@@ -79,6 +79,9 @@ class KubernetesExecutor(ReplicaSurface):
             "tolerations": plain_tolerations(tolerations),
             "command": list(command) if isinstance(command, tuple) else command,
         }
+        for name in ("cpu_request", "memory_request"):
+            if type(given.get(name)) in (int, float):
+                given[name] = f"{given[name]:g}"
         if given.get("node_selector", {}) is None:
             given["node_selector"] = {}
         self.options = KubernetesOptions(**given)
