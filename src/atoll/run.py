@@ -12,13 +12,15 @@ import errno
 import json
 import logging
 import os
+import shlex
 import shutil
 import socket
+import stat
 import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +61,13 @@ class ControlPlane:
     streams: Streams
 
 
-def build(where: Path, *, slots: int | None = None, config: Path | None = None) -> ControlPlane:
+def build(
+    where: Path,
+    *,
+    slots: int | None = None,
+    config: Path | None = None,
+    has_shared_namespaces: bool = False,
+) -> ControlPlane:
     """Raises Permanent if another control plane uses that directory, or it cannot be used, and
     ValidationError if its configuration is wrong."""
     from atoll.controller.loop import Controller
@@ -73,8 +81,11 @@ def build(where: Path, *, slots: int | None = None, config: Path | None = None) 
     from atoll.store.tokens import SQLiteTokens
 
     settings = read(config)
+    _check_private(where)
     _check_space(where)
     executors, setup = configured(settings, where, slots=slots)
+    if not has_shared_namespaces:
+        setup = replace(setup, only={LOCAL: NAMESPACE})
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
     local: Any = executors[LOCAL]
@@ -145,6 +156,16 @@ def configured(
     return executors, setup
 
 
+def _check_private(where: Path) -> None:
+    """Raises Permanent for a state directory in which others could put files of their own."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(where).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise Permanent(
+                f"others can write to the state directory {where}, and so give commands that run "
+                f"as you: run: chmod go-w {shlex.quote(str(where))}"
+            )
+
+
 def _check_space(where: Path) -> None:
     """Makes the state directory. Raises Permanent, before anything in it is touched, if it cannot
     be written."""
@@ -185,6 +206,7 @@ def serve(
     where: Path | None = None,
     slots: int | None = None,
     config: Path | None = None,
+    has_shared_namespaces: bool = False,
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     is_owned: bool = False,
@@ -201,7 +223,7 @@ def serve(
     where = where or state_dir()
     tls = tls_of(tls_cert, tls_key)
     listening = listen(host, port)
-    plane = build(where, slots=slots, config=config)
+    plane = build(where, slots=slots, config=config, has_shared_namespaces=has_shared_namespaces)
     asyncio.run(ensure_token(plane.tokens, where))
     certificate = None if tls_cert is None else tls_cert.absolute()
     address = _endpoint(listening, certificate)

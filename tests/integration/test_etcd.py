@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from atoll.core.errors import Permanent, Temporary
@@ -189,3 +190,15 @@ def test_an_etcd_that_does_not_come_up_is_told_and_leaves_nothing(
     with pytest.raises(error, match=words):
         start_etcd(tmp_path / "data", leases=leases, ready_s=0.3)
     assert [lease.holder.fileno() for lease in leases] == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 200), ({"Origin": "http://evil.example"}, 200), ({"Host": "evil.example"}, 421)],
+)
+def test_no_page_in_a_browser_can_read_it(
+    endpoint: str, headers: dict[str, str], status: int
+) -> None:
+    answer = httpx2.get(f"http://{endpoint}/v2/keys/", headers=headers, trust_env=False)
+    assert answer.status_code == status
+    assert "access-control-allow-origin" not in answer.headers

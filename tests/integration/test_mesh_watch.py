@@ -218,6 +218,37 @@ def test_in_an_etcd_of_many_trainings_each_clears_its_own(server: EtcdServer) ->
     asyncio.run(scene())
 
 
+def test_keys_of_the_gate_that_somebody_else_writes_or_deletes_are_put_right_and_told(
+    server: EtcdServer,
+) -> None:
+    async def scene() -> None:
+        async with EtcdKeys(server.endpoint) as keys:
+            heard = Heard()
+            watch = MeshWatch(keys, heard.tell, is_alone=True)
+            async with running(watch.run(["a", "b"])):
+                await until_settled(watch, 0)  # nobody has come up: there is no key
+                await keys.put("basilica/mesh-ready/a", "1")
+                await keys.put("basilica/mesh-ready/b/forged-as-a-directory", "1")
+                await until_gate(keys)
+                assert watch.foreign_writes >= 1
+                async with running(*agents(server, "a", "b")):
+                    await heard.until(MeshState.READY)
+                    await until_gate(keys, "mesh-ready/a", "mesh-ready/b")
+                    before = watch.foreign_writes
+                    await keys.delete("basilica/mesh-ready/b")
+                    await until_settled(watch, before + 1)
+                    await until_gate(keys, "mesh-ready/a", "mesh-ready/b")
+                    assert watch.verdict.state is MeshState.READY
+
+    asyncio.run(scene())
+
+
+async def until_settled(watch: MeshWatch, writes: int) -> None:
+    async with asyncio.timeout(20):
+        while watch.foreign_writes < writes or not watch.is_guarding:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 def test_an_etcd_that_is_not_there_is_named_and_fails_open() -> None:
     async def scene() -> None:
         async with EtcdKeys("127.0.0.1:1") as keys:

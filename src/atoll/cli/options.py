@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import wraps
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple, TypeVar
 
 import click
@@ -205,6 +206,7 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         high: int | None,
         name: str | None,
         env: tuple[str, ...],
+        env_files: tuple[Path, ...],
         pip_packages: tuple[str, ...],
         mesh: bool,
         **values: Any,
@@ -213,7 +215,7 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
 
         mine = {option: values.pop(option) for option in own if option in values}
         options = {option: value for option, value in values.items() if value is not None}
-        options |= {"command": list(_command(command)), "env": dict(map(_variable, env))}
+        options |= {"command": list(_command(command)), "env": _variables(env, env_files)}
         if any(count is not None for count in (ranks, low, high)):
             options["world_size"] = _world_size(1 if ranks is None else ranks, low, high)
         if mesh:
@@ -240,7 +242,14 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
     click.option("--mesh", is_flag=True, help=mesh_help)(run)
     pip_help = "Package to install for the ranks; may be repeated."
     click.option("--pip", "pip_packages", multiple=True, help=pip_help)(run)
-    env_help = "Variable of the ranks as K=V, or K to pass on its current value; may be repeated."
+    file_help = "File of K=V lines for the ranks; may be repeated, and --env wins."
+    click.option(
+        "--env-file", "env_files", multiple=True, type=click.Path(path_type=Path), help=file_help
+    )(run)
+    env_help = (
+        "Variable of the ranks: K or a pattern such as 'AWS_*' passes on what is set here, K=V "
+        "sets it; may be repeated. K=V is visible in `ps`: for secrets give K, or --env-file."
+    )
     click.option("--env", "-e", multiple=True, help=env_help)(run)
     name_help = "Name of the training."
     click.option("--name", help=name_help, show_default="generated from the command")(run)
@@ -267,13 +276,26 @@ def _world_size(ranks: int, low: int | None, high: int | None) -> Any:
     return WorldSize(min=low, target=ranks, max=high)
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, has_value, value = text.partition("=")
-    if not has_value:
-        if name not in os.environ:
-            raise ValidationError("--env", text, "expected K=V, or a variable that is set here")
-        value = os.environ[name]
-    return name, value
+def _variables(words: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
+    from atoll.cli.envfile import read_env_file
+
+    env: dict[str, str] = {}
+    for path in files:
+        env |= read_env_file(path)
+    for word in words:
+        env |= _variable(word)
+    return env
+
+
+def _variable(word: str) -> dict[str, str]:
+    name, has_value, value = word.partition("=")
+    if has_value:
+        return {name: value}
+    matches = {key: os.environ[key] for key in os.environ if fnmatchcase(key, name)}
+    if not matches:
+        expected = "expected K=V, or the name or pattern of variables that are set here"
+        raise ValidationError("--env", word, expected)
+    return matches
 
 
 _LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # 32 of them: a byte picks all equally often

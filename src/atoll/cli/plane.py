@@ -48,6 +48,13 @@ state_dir_option = click.option(
     help="Largest number of ranks to run on this machine at the same time.",
     show_default="as in atoll.toml, else no limit",
 )
+@click.option(
+    "--shared-namespaces",
+    "has_shared_namespaces",
+    is_flag=True,
+    help="Let tokens of other namespaces run ranks on this machine. All ranks run as the user of "
+    "the control plane, so whoever has such a token can read and stop everything here.",
+)
 @config_option
 @click.option(
     "--tls-cert",
@@ -63,6 +70,7 @@ def serve(
     host: str,
     state_dir: Path | None,
     slots: int | None,
+    has_shared_namespaces: bool,
     tls_cert: Path | None,
     tls_key: Path | None,
     is_owned: bool,
@@ -87,6 +95,7 @@ def serve(
         port=port,
         where=where,
         slots=slots,
+        has_shared_namespaces=has_shared_namespaces,
         tls_cert=tls_cert,
         tls_key=tls_key,
         is_owned=is_owned,

@@ -69,6 +69,12 @@ def _beside_the_ranks(old: Status, new: Status) -> Iterator[tuple[EventType, str
     if mesh is not None and mesh.state not in (was, MeshState.PENDING):
         kind: EventType = "Warning" if mesh.state is MeshState.DEGRADED else "Normal"
         yield kind, f"Mesh{mesh.state}", mesh.message or f"hosts: {mesh.hosts}"
+    if mesh is not None and mesh.foreign_writes > (old.mesh.foreign_writes if old.mesh else 0):
+        yield (
+            "Warning",
+            "MeshKeysChanged",
+            "somebody else changed keys of the mesh gate in the etcd",
+        )
     if new.bench.phase != old.bench.phase and new.bench.phase in BENCH_DONE:
         kind = "Normal" if new.bench.phase == "Succeeded" else "Warning"
         yield kind, f"Bench{new.bench.phase}", new.bench.message

@@ -185,6 +185,7 @@ class MeshStatus(Model, frozen=True):
     state: MeshState
     message: str = ""
     hosts: int = 1
+    foreign_writes: int = 0  # to keys of the gate, by somebody else; they were put right
 
 
 class Wish(Model, frozen=True):

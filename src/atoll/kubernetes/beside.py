@@ -73,7 +73,13 @@ class FollowedMesh:
     """The watch over the mesh of one training, in one etcd."""
 
     def __init__(
-        self, training: Training, endpoint: str, deadline_s: float, notify: Callable[[], None]
+        self,
+        training: Training,
+        endpoint: str,
+        deadline_s: float,
+        notify: Callable[[], None],
+        *,
+        is_alone: bool,
     ):
         self.endpoint = endpoint
         self.agents: frozenset[str] = frozenset()
@@ -81,7 +87,11 @@ class FollowedMesh:
         self._keys = EtcdKeys(endpoint)
         self._task: asyncio.Task[None] | None = None
         self.watch = MeshWatch(
-            self._keys, self._on_verdict, deadline_s=deadline_s, folder=fabric_folder(training)
+            self._keys,
+            self._on_verdict,
+            deadline_s=deadline_s,
+            folder=fabric_folder(training),
+            is_alone=is_alone,
         )
 
     def follow(self, members: Members, now: float) -> None:
@@ -113,8 +123,11 @@ class Meshes:
     changes it.
     """
 
-    def __init__(self, notify: Callable[[Key], None], deadline_s: float) -> None:
+    def __init__(
+        self, notify: Callable[[Key], None], deadline_s: float, *, is_alone: bool = True
+    ) -> None:
         self._notify = notify
+        self._is_alone = is_alone  # each training has an etcd of its own
         self._deadline_s = deadline_s
         self._meshes: dict[str, FollowedMesh] = {}
 
@@ -124,7 +137,12 @@ class Meshes:
         if mesh is None or (endpoint and mesh.endpoint != endpoint):
             return None
         verdict = mesh.watch.verdict
-        return MeshStatus(state=verdict.state, message=verdict.message, hosts=len(mesh.watch.hosts))
+        return MeshStatus(
+            state=verdict.state,
+            message=verdict.message,
+            hosts=len(mesh.watch.hosts),
+            foreign_writes=mesh.watch.foreign_writes,
+        )
 
     def is_followed(self, uid: str, endpoint: str, members: Members | None) -> bool:
         """Whether the watch has this etcd and these members.
@@ -147,7 +165,13 @@ class Meshes:
             mesh = None
         if mesh is None and endpoint and members is not None:
             key = training.key
-            mesh = FollowedMesh(training, endpoint, self._deadline_s, lambda: self._notify(key))
+            mesh = FollowedMesh(
+                training,
+                endpoint,
+                self._deadline_s,
+                lambda: self._notify(key),
+                is_alone=self._is_alone,
+            )
             self._meshes[training.uid] = mesh
         if mesh is not None and members is not None:
             mesh.follow(members, now)
@@ -191,7 +215,9 @@ class Beside:
         self._cluster = cluster
         self._options = options
         self._is_owner = is_owner
-        self._meshes = Meshes(notify, options.mesh_deadline_s)
+        self._meshes = Meshes(
+            notify, options.mesh_deadline_s, is_alone=options.etcd_endpoint is None
+        )
         # By training: when each was last applied, and what kept the etcd from getting its pod.
         self._etcds: dict[str, tuple[float, str]] = {}
         self._benches: dict[str, float] = {}

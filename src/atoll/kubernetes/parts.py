@@ -80,7 +80,14 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
             f"--listen-client-urls=http://0.0.0.0:{port}",
             f"--advertise-client-urls=http://{etcd_name(training)}:{port}",
             "--listen-peer-urls=http://127.0.0.1:2380",
+            # No page in somebody's browser may read or write it, by its own name or by another's.
+            f"--cors=http://127.0.0.1:{port}",
+            f"--host-whitelist={_hosts(etcd_name(training))}",
             "--unsafe-no-fsync",
+        ],
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in (("POD_IP", "status.podIP"), ("HOME_NS", "metadata.namespace"))
         ],
         "ports": [{"name": "client", "containerPort": port}],
         "readinessProbe": {
@@ -96,6 +103,13 @@ def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
         "volumeMounts": [{"name": "data", "mountPath": "/data"}],
         "securityContext": RESTRICTED,
     }
+
+
+def _hosts(name: str) -> str:
+    """By which names the etcd may be asked: its Service, its pod, and a forwarded port."""
+    names = [name, f"{name}.$(HOME_NS)", f"{name}.$(HOME_NS).svc"]
+    names.append(f"{name}.$(HOME_NS).svc.cluster.local")
+    return ",".join([*names, "$(POD_IP)", "localhost", "127.0.0.1"])
 
 
 def answering(pods: list[Pod]) -> Pod | None:

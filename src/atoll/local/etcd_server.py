@@ -90,6 +90,9 @@ def etcd_arguments(directory: Path, host: str, client_port: int, peer_port: int)
         f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
         f"--initial-cluster=atoll={peer}",
+        # No page in somebody's browser may read or write it, by its own name or by another's.
+        f"--cors={client}",
+        f"--host-whitelist={host},localhost,127.0.0.1",
         # Its data matters only while the training runs, and a power cut ends that as well.
         "--unsafe-no-fsync",
         "--log-level=warn",

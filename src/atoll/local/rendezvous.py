@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.1"
 HEAL_EVERY_S = 1.0
+LOOK_EVERY_S = 5.0  # at keys that others may have deleted
 
 
 class Rendezvous:
@@ -34,7 +35,8 @@ class Rendezvous:
         self._leases: list[PortLease] = []  # for MASTER_PORT, etcd's clients, etcd's peers
         self._etcd: EtcdServer | None = None
         self._endpoint: str = wanted.get("endpoint", "")  # of a configured etcd
-        self._again_at = 0.0
+        self._again_at = self._look_at = 0.0
+        self._foreign_writes = 0
 
     def open(self) -> dict[str, str]:
         """Starts what is needed; returns the environment for ranks. May be repeated, and has to be
@@ -51,10 +53,12 @@ class Rendezvous:
         return meeting_environment(self._wanted["backend"], meeting)
 
     def heal(self) -> float | None:
-        """Restarts an etcd that died, with its keys and address. Returns after how many seconds to
-        call again."""
-        if self._etcd is None or self._is_etcd_up:
+        """Restarts an etcd that died, with its keys and address, and puts keys back that somebody
+        else has deleted. Returns after how many seconds to call again."""
+        if self._etcd is None:
             return None
+        if self._is_etcd_up:
+            return self._keep_keys()
         left = self._again_at - time.monotonic()
         if left <= 0:
             self._again_at = time.monotonic() + HEAL_EVERY_S
@@ -63,6 +67,21 @@ class Rendezvous:
                 return None
             left = HEAL_EVERY_S
         return left
+
+    def _keep_keys(self) -> float:
+        left = self._look_at - time.monotonic()
+        if left > 0:
+            return left
+        self._look_at = time.monotonic() + LOOK_EVERY_S
+        with contextlib.suppress(OSError):
+            place = split_endpoint(self._endpoint)
+            assert place is not None
+            for key in self._wanted["keys"]:
+                if http_status(place, key_path(key), 2.0)[0] == 404:
+                    self._put(self._endpoint, key)
+                    self._foreign_writes += 1
+                    self._note()
+        return LOOK_EVERY_S
 
     @property
     def _is_etcd_up(self) -> bool:
@@ -107,6 +126,7 @@ class Rendezvous:
             "ports": [lease.port for lease in self._leases],
             "etcd": self._endpoint,
             "error": error,
+            "foreignWrites": self._foreign_writes,
         }
         with contextlib.suppress(OSError):  # a full disk: the rendezvous works without the file
             write_rendezvous(self._directory, document)

@@ -53,7 +53,10 @@ def seen_mesh(training: Training, directory: Path) -> MeshStatus | None:
         return None
     rendezvous = read_rendezvous(directory)
     has_keys = bool(rendezvous.get("etcd")) and not rendezvous.get("error")
-    return MeshStatus(state=MeshState.READY if has_keys else MeshState.PENDING)
+    return MeshStatus(
+        state=MeshState.READY if has_keys else MeshState.PENDING,
+        foreign_writes=int(rendezvous.get("foreignWrites", 0)),
+    )
 
 
 async def withdraw(wanted: dict[str, Any]) -> None:

@@ -140,8 +140,9 @@ class Supervisor:
     def _act(self) -> list[float]:
         """Starts, kills and sweeps what is due. Returns in how many seconds the rest is due."""
         now, later = time.monotonic(), self._start_due()
-        if self._rendezvous is not None and (left := self._rendezvous.heal()) is not None:
-            later.append(left)
+        if self._rendezvous is not None and (later or self._by_pid):
+            left = self._rendezvous.heal()
+            later += [] if left is None else [left]
         for process in list(self._by_pid.values()):
             self._stop_unwanted(process, now)
             if process.kill_at is not None:

@@ -35,6 +35,7 @@ class MeshWatch:
     """Follows the fabric of some agents and writes the gate's keys of their hosts.
 
     `on_verdict` is called with every change. Several agents may share a host: see `reach.host_of`.
+    `is_alone`: nobody else has gate keys in this etcd, so what others change there is put right.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class MeshWatch:
         *,
         deadline_s: float = DEADLINE_S,
         folder: str = FABRIC_DIR,
+        is_alone: bool = False,
     ) -> None:
         self._keys = keys
         self._on_verdict = on_verdict
@@ -58,11 +60,20 @@ class MeshWatch:
         self._was_ready = False
         self._is_only_fewer = False
         self._gate_keys: set[str] = set()  # as they are in etcd
+        self._is_alone = is_alone
+        self._gate_lock = asyncio.Lock()  # held while keys and `_gate_keys` differ
+        self._is_gate_known = asyncio.Event()
+        self.foreign_writes = 0
         self.verdict = MeshVerdict(MeshState.PENDING, "not all hosts have come up")
 
     @property
     def hosts(self) -> set[str]:
         return set(map(host_of, self._agents))
+
+    @property
+    def is_guarding(self) -> bool:
+        """Whether it knows which keys of the gate are its own."""
+        return self._is_gate_known.is_set()
 
     async def run(self, agents: Iterable[str], already_s: float = 0.0) -> None:
         """Follow `agents` until cancelled; for another set of agents, run it again.
@@ -74,10 +85,13 @@ class MeshWatch:
         self._is_only_fewer = self.verdict.state is MeshState.READY and self._agents <= before
         self._all_hosts |= self.hosts
         self._places, self._gate_keys = {}, set()
+        self._is_gate_known.clear()
         self._is_overdue = self._was_ready = False
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._overdue(max(self._deadline_s - already_s, 0.0)))
             tasks.create_task(self._follow())
+            if self._is_alone:
+                tasks.create_task(self._guard())
 
     async def clear(self, keep: Collection[str] = ()) -> None:
         """The keys of these agents are gone, and the gate's keys of their hosts not in `keep`."""
@@ -105,6 +119,32 @@ class MeshWatch:
             else:
                 await asyncio.sleep(retry.pause_s() or 0.0)
 
+    async def _guard(self) -> None:
+        """Puts the gate's keys right whenever somebody else has changed them, for ever."""
+        retry = Retry(AGAIN_S, LONGEST_AGAIN_S, growth=1.5)
+        while True:
+            if await self._has_worked(self._guard_once()):
+                retry.has_worked()
+            await asyncio.sleep(retry.pause_s() or 0.0)
+
+    async def _guard_once(self) -> None:
+        await self._is_gate_known.wait()
+        async with self._gate_lock:
+            present, index = await self._keys.list(GATE_DIR)
+            roster = await self._keys.get(f"{self._folder}/roster")
+            strange, missing = present.keys() - self._gate_keys, self._gate_keys - present.keys()
+            is_lost = bool(missing) and roster is None  # an etcd that came back empty
+            if not is_lost:
+                for key in sorted({_of_host(key) for key in strange}):
+                    await self._keys.delete_all(key)
+                for key in sorted(missing):
+                    await self._keys.put(key, "1")
+        if (strange or missing) and not is_lost:
+            self.foreign_writes += 1
+            self._on_verdict(self.verdict)
+        elif not is_lost:
+            await self._keys.next_change(GATE_DIR, index)
+
     async def _has_worked(self, work: Coroutine[Any, Any, None]) -> bool:
         """Whether `work` ended without a BackendError.
 
@@ -126,8 +166,10 @@ class MeshWatch:
             self._fabric = Fabric()
         for key, value in sorted(values.items(), key=lambda item: "/reports/" in item[0]):
             self._note(key, value)
-        gate, _ = await self._keys.list(GATE_DIR)
-        self._gate_keys = {key for key in gate if key.rpartition("/")[2] in self._all_hosts}
+        async with self._gate_lock:
+            gate, _ = await self._keys.list(GATE_DIR)
+            self._gate_keys = {key for key in gate if key.rpartition("/")[2] in self._all_hosts}
+            self._is_gate_known.set()
         while True:
             await self._settle()
             change = await self._keys.next_change(self._folder, index)
@@ -181,7 +223,10 @@ class MeshWatch:
     async def _mark(self, state: MeshState) -> None:
         if state is MeshState.PENDING:
             return
-        folder = READY_DIR if state is MeshState.READY else DEGRADED_DIR
+        async with self._gate_lock:
+            await self._write_gate(READY_DIR if state is MeshState.READY else DEGRADED_DIR)
+
+    async def _write_gate(self, folder: str) -> None:
         gate_keys = {f"{folder}/{host}" for host in self.hosts}
         # The new keys come first: a rank that looks in between finds one or both, never none.
         new = sorted(gate_keys - self._gate_keys)
@@ -190,3 +235,8 @@ class MeshWatch:
         for key in sorted(self._gate_keys - gate_keys):
             await self._keys.delete(key)
         self._gate_keys = gate_keys
+
+
+def _of_host(key: str) -> str:
+    """The gate's key that `key` is or lies below."""
+    return "/".join(key.split("/")[:3])

@@ -12,16 +12,19 @@ from msgspec.structs import fields
 
 from atoll.core.checks import check_as
 from atoll.core.errors import ValidationError
+from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Wish
+from atoll.core.status import Training, Wish
 from atoll.kubernetes.gpus import EKS_GPU_NODES
+from atoll.kubernetes.names import CONTAINER, REPLICA
 from atoll.kubernetes.options import KubernetesOptions
 from atoll.replicas.entrypoints import Entry, InImage, read_in_image
+from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.surface import Entrypoint, ReplicaSurface
 
 if TYPE_CHECKING:
     from atoll.kubernetes.client import Cluster
-    from atoll.kubernetes.executor import KubernetesBackend
+    from atoll.replicas.jobs import ScriptJobs
 
 Json = dict[str, Any]
 
@@ -49,6 +52,7 @@ class KubernetesExecutor(ReplicaSurface):
 
     backend_name = "kubernetes"
     supports_inter_replica_network = True
+    launch_word = "Job"
 
     def __init__(
         self,
@@ -82,6 +86,8 @@ class KubernetesExecutor(ReplicaSurface):
         for name in ("cpu_request", "memory_request"):
             if type(given.get(name)) in (int, float):
                 given[name] = f"{given[name]:g}"
+        if isinstance(given.get("pod"), dict):
+            given["pod"] = as_rank(given["pod"])
         if given.get("node_selector", {}) is None:
             given["node_selector"] = {}
         self.options = KubernetesOptions(**given)
@@ -107,12 +113,31 @@ class KubernetesExecutor(ReplicaSurface):
         self.allow_pickle = allow_pickle
         self._check_way()
 
-    def make_executor(self) -> KubernetesBackend:
-        from atoll.kubernetes.executor import KubernetesBackend
+    def make_executor(self) -> ScriptJobs:
+        from atoll.replicas.jobs import ScriptJobs
 
         cluster = self._connect()
         self.namespace = self.options.namespace or cluster.namespace
-        return KubernetesBackend(cluster=cluster, **self._given | {"namespace": self.namespace})
+        return ScriptJobs(cluster=cluster, **self._given | {"namespace": self.namespace})
+
+    def job_name(self, training: Training) -> str:
+        from atoll.kubernetes.render import gang_name
+
+        return gang_name(training)
+
+    def metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
+        return {"namespace": self.namespace}
+
+    def plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
+        plane = super().plane_for(metadata)
+        namespace = metadata.get("namespace", self.namespace)
+        if namespace != self.namespace:
+            raise ValidationError(
+                "handle.metadata.namespace",
+                namespace,
+                f"expected {self.namespace!r}: an executor with namespace={namespace!r} has it",
+            )
+        return plane
 
     def check_launch(self, spec: TrainingSpec) -> None:
         """Raises ValidationError where the launch cannot be done with these options."""
@@ -146,13 +171,14 @@ class KubernetesExecutor(ReplicaSurface):
     ) -> list[Json]:
         """What such a launch would create, the Job last; the cluster is not asked."""
         from atoll.kubernetes.render import render_job, render_service, render_world
+        from atoll.replicas.jobs import as_launch
 
         training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         wish = Wish(version=1, size=n_replicas)
         objects = [
             render_world(training, wish, self.options, None),
             render_service(training, self.options, None),
-            render_job(training, wish, self.options),
+            as_launch(render_job(training, wish, self.options), training.spec),
         ]
         for item in objects:
             item["metadata"]["namespace"] = self.namespace
@@ -230,6 +256,20 @@ class EKSExecutor(KubernetesExecutor):
             core_api=core_api,
             **{"gpu_nodes": EKS_GPU_NODES} | more,
         )
+
+
+def as_rank(pod: Json) -> Json:
+    """A patch of pods that names the replica's container as its Job does."""
+    containers = pod.get("containers")
+    if not isinstance(containers, list):
+        return pod
+    named = [
+        {**item, "name": CONTAINER}
+        if isinstance(item, dict) and item.get("name") == REPLICA
+        else item
+        for item in containers
+    ]
+    return {**pod, "containers": named}
 
 
 def plain_tolerations(entries: Sequence[Any] | None) -> list[Json] | None:

@@ -211,7 +211,7 @@ class ReplicaSurface:
             raise ValidationError("job_name", job_name, "expected the name of a launch")
         address = LaunchAddress(job_name, None, {})
         gang = self._found(address)
-        if gang is None or gang.plane is None:
+        if gang is None or gang.plane is None or gang.is_gone:
             raise NotFound(f"{self.backend_name} launch", job_name)
         return self._handles(gang.training, gang.plane.executor)
 

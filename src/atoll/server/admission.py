@@ -16,7 +16,7 @@ def default_executor(plane: Plane) -> str | None:
     return plane.setup.default_of(plane.executors)
 
 
-def admitted(spec: TrainingSpec, plane: Plane) -> TrainingSpec:
+def admitted(spec: TrainingSpec, plane: Plane, namespace: str) -> TrainingSpec:
     """The spec to store, with its executor named. Raises ValidationError if none accepts it, and
     TooLarge."""
     check_spec_size(spec)
@@ -24,6 +24,7 @@ def admitted(spec: TrainingSpec, plane: Plane) -> TrainingSpec:
     executor = plane.executors.get(name or "")
     if executor is None:
         raise ValidationError("executor", name, plane.setup.refusal(name, plane.executors))
+    plane.setup.check_namespace(name, namespace)
     spec = replace(spec, executor=name)
     if isinstance(executor, Checking):
         executor.check(spec)

@@ -11,6 +11,7 @@ from atoll.core.ports import Change
 from atoll.core.status import Training
 
 KEPT_BYTES = 8 * 2**20
+MASK = "***"  # for the value of a variable: it may be a secret
 
 
 class EncodedChanges:
@@ -34,13 +35,13 @@ class EncodedChanges:
 def event_bytes(change: Change) -> bytes:
     """One change as a server-sent event; its id is the version to resume from."""
     kind = b"removed" if change.is_removed else b"changed"
-    data = encode(compact(change.training))
+    data = encode(shown(change.training))
     return b"event: %b\nid: %d\ndata: %b\n\n" % (kind, change.version, data)
 
 
-def compact(training: Training) -> Training:
-    """The training with the digest of its shipped code in place of the code, for small answers."""
-    source = training.spec.source
-    if source is None:
-        return training
-    return replace(training, spec=replace(training.spec, source=source.by_digest()))
+def shown(training: Training) -> Training:
+    """The training as anybody sees it: code by its digest, and no value of a variable."""
+    spec = training.spec
+    source = None if spec.source is None else spec.source.by_digest()
+    env, nccl_env = dict.fromkeys(spec.env, MASK), dict.fromkeys(spec.nccl_env, MASK)
+    return replace(training, spec=replace(spec, source=source, env=env, nccl_env=nccl_env))

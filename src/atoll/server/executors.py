@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from atoll.core.errors import AtollError
+from atoll.core.errors import AtollError, ValidationError
 from atoll.core.executors import LOCAL, ExecutorList, ExecutorStatus
 from atoll.core.ports import Executor, Probing
 
@@ -20,6 +20,8 @@ class Setup:
     kinds: Mapping[str, str] = field(default_factory=dict)
     unusable: Mapping[str, str] = field(default_factory=dict)  # configured, but not usable: why
     default: str | None = None
+    # The one namespace of an executor that cannot keep the ranks of several apart.
+    only: Mapping[str, str] = field(default_factory=dict)
     config: str | None = None  # the file
     is_changed: Callable[[], bool] = lambda: False
     notes: Callable[[], Sequence[str]] = lambda: ()  # what else is to be told of the executors
@@ -42,6 +44,18 @@ class Setup:
         origin = "without an atoll.toml" if self.config is None else f"with {self.config}"
         changed = ", which has changed since" if self.is_changed() else ""
         return f"{text}; it was started {origin}{changed}; to start it anew, {self.restart}"
+
+    def check_namespace(self, name: str | None, namespace: str) -> None:
+        """Raises ValidationError where ranks of this namespace would not be kept from others'."""
+        home = self.only.get(name or "", namespace)
+        if namespace != home:
+            raise ValidationError(
+                "executor",
+                name,
+                f"its ranks all run as one user, so those of the namespace {namespace!r} could "
+                f"read and stop everything of {home!r}: 'atoll serve --shared-namespaces' allows "
+                "it where all who have a token trust each other",
+            )
 
     def remark(self) -> str:
         """A note for readers of the list; empty if there is nothing to say."""

@@ -22,7 +22,7 @@ from atoll.core.model import Model, SpecModel
 from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import Event, Training, TrainingList
 from atoll.server.admission import admitted, check_growth, default_executor
-from atoll.server.encoded import compact
+from atoll.server.encoded import shown
 from atoll.server.operations import Answer, ApiCall, Query, json_answer
 from atoll.server.watch import watch
 
@@ -60,16 +60,20 @@ class Removal(Model, frozen=True):
 
 
 async def create(call: ApiCall) -> Answer:
-    spec = admitted(call.body, call.plane)
+    spec = admitted(call.body, call.plane, call.namespace)
     _check_default(call, spec)
     wish = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
     stored = await call.plane.store.create(wish, idempotency_key=_key(call))
     is_new = stored.uid == wish.uid
-    if not is_new and stored.generation == 1 and compact(stored).spec != compact(wish).spec:
+    if not is_new and stored.generation == 1 and _digested(stored.spec) != _digested(wish.spec):
         raise Conflict(f"this idempotency key belongs to {stored.name!r}, which has another spec")
-    return json_answer(compact(stored), 201 if is_new else 200)
+    return json_answer(shown(stored), 201 if is_new else 200)
+
+
+def _digested(spec: TrainingSpec) -> TrainingSpec:
+    return spec if spec.source is None else replace(spec, source=spec.source.by_digest())
 
 
 def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
@@ -97,7 +101,7 @@ async def read(call: ApiCall) -> Answer:
     if query.watch:
         return await watch(call, call.name)
     _only_with_watch(query)
-    return json_answer(compact(await call.plane.store.get(call.key)))
+    return json_answer(shown(await call.plane.store.get(call.key)))
 
 
 async def read_many(call: ApiCall) -> Answer:
@@ -117,7 +121,7 @@ async def read_many(call: ApiCall) -> Answer:
         phase=query.phase,
         prefix=query.prefix,
     )
-    items = [compact(training) for training in page.items]
+    items = [shown(training) for training in page.items]
     return json_answer(TrainingList(items=items, resource_version=version, continue_=page.more))
 
 
@@ -143,7 +147,7 @@ async def scale(call: ApiCall) -> Answer:
         return replace(training, spec=spec)
 
     try:
-        return json_answer(compact(await _change(call, wish)))
+        return json_answer(shown(await _change(call, wish)))
     except UDTerminalState as error:
         event = Event(
             type="Warning", reason="UDTerminalState", message=f"scale: {error}", at=time.time()
@@ -158,7 +162,7 @@ async def cancel(call: ApiCall) -> Answer:
             return training
         return replace(training, spec=replace(training.spec, cancel=True))
 
-    return json_answer(compact(await _change(call, wish)))
+    return json_answer(shown(await _change(call, wish)))
 
 
 async def delete(call: ApiCall) -> Answer:

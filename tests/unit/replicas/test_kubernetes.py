@@ -283,3 +283,13 @@ def test_the_names_import_without_the_extra() -> None:
         "from atoll import EKSExecutor, KubernetesExecutor\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_pod_option_may_name_the_container_as_the_job_does() -> None:
+    env = [{"name": "A", "value": "1"}]
+    pod = {"containers": [{"name": "replica", "env": env}]}
+    executor = KubernetesExecutor("image:1", pod=pod)
+    *_, job = executor.render_replicas(1, "os")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == "replica"
+    assert env[0] in container["env"]

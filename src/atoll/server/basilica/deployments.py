@@ -116,7 +116,7 @@ async def _created(call: ApiCall, body: bytes) -> Answer:
         backend=rendezvous_of(wish.distributed.rendezvous.backend, executor),
         path_first=str(Path(sys.executable).parent) if executor == "local" else None,
     )
-    spec = admitted(spec, call.plane)
+    spec = admitted(spec, call.plane, call.namespace)
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
@@ -229,7 +229,7 @@ async def restart(call: ApiCall) -> Answer:
     old = await store.get(call.key)
     if old.deletion_requested_at is not None:
         raise Conflict(f"training {call.name!r} is being deleted: deploy it again")
-    spec = replace(admitted(old.spec, call.plane), cancel=False)
+    spec = replace(admitted(old.spec, call.plane, call.namespace), cancel=False)
     if spec.source is not None:  # read now: the code goes with the record
         spec = replace(spec, source=replace(spec.source, content=await store.source(old)))
     await trainings.delete(call)

@@ -1,0 +1,86 @@
+"""What a Job tells of its launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.core.errors import Permanent
+from atoll.core.model import encode
+from atoll.core.spec import Source, TrainingSpec, WorldSize
+from atoll.core.status import Training, Wish
+from atoll.kubernetes.options import KubernetesOptions
+from atoll.kubernetes.render import render_job
+from atoll.replicas.jobs import as_launch, training_of
+
+SPEC = TrainingSpec(
+    name="replicas-1",
+    world_size=WorldSize(min=1, target=3, max=3),
+    source=Source(kind="script", content=b"print(1)"),
+    env={"LR": "0.1", "ATOLL_RESULTS": "pickle"},
+    deadline_s=600,
+    max_restarts=2,
+    stop_grace_s=5.0,
+    executor="kubernetes",
+)
+TRAINING = Training(namespace="team", uid="0123", spec=SPEC, created_at=0.0)
+
+
+def job(wish: Wish, *finished: str, **annotations: str) -> dict[str, Any]:
+    body = as_launch(render_job(TRAINING, Wish(version=1, size=3), OPTIONS), SPEC)
+    body["metadata"]["annotations"] |= {"atoll.dev/wish": encode(wish).decode(), **annotations}
+    body["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    conditions = [{"type": "Failed", "status": "True", "reason": reason} for reason in finished]
+    return {**body, "status": {"conditions": conditions}}
+
+
+OPTIONS = KubernetesOptions(image="image:1")
+
+
+def test_a_launch_is_read_back_from_its_job() -> None:
+    body = job(Wish(version=1, size=3))
+    assert body["spec"]["template"]["spec"]["containers"][0]["name"] == "replica"
+    training = training_of(body)
+    assert training is not None
+    assert (training.uid, training.key) == (TRAINING.uid, TRAINING.key)
+    spec = training.spec
+    assert spec.world_size == SPEC.world_size
+    assert (spec.deadline_s, spec.max_restarts, spec.stop_grace_s) == (600, 2, 5.0)
+    assert spec.env == {"ATOLL_RESULTS": "pickle"}
+    assert spec.source is not None
+    assert spec.source.is_digest
+    assert not spec.cancel
+    assert training.status.asked == Wish(version=1, size=3)
+
+
+def test_one_that_was_stopped_says_why() -> None:
+    cancelled = training_of(job(Wish(version=2, size=0), "DeadlineExceeded"))
+    assert cancelled is not None
+    assert cancelled.spec.cancel
+    assert cancelled.status.failing == ""
+    told = {"atoll.dev/stop-cause": '["DeadlineExceeded","still running"]'}
+    failed = training_of(job(Wish(version=2, size=0), **told))
+    assert failed is not None
+    assert not failed.spec.cancel
+    assert (failed.status.failing, failed.status.failing_message) == (
+        "DeadlineExceeded",
+        "still running",
+    )
+    late = training_of(job(Wish(version=1, size=3), "DeadlineExceeded"))
+    assert late is not None
+    assert late.status.failing_message == "still running 600 s after the start"
+
+
+def test_another_job_is_no_launch() -> None:
+    plain = render_job(TRAINING, Wish(version=1, size=3), OPTIONS)
+    assert training_of(plain) is None
+    leaving = job(Wish(version=1, size=3))
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    assert training_of(leaving) is None
+    renamed = job(Wish(version=1, size=3))
+    renamed["metadata"]["name"] = "another"
+    assert training_of(renamed) is None
+    newer = job(Wish(version=1, size=3), **{"atoll.dev/launch": '{"later": 1}'})
+    with pytest.raises(Permanent, match="cannot be followed"):
+        training_of(newer)
