@@ -70,6 +70,7 @@ def build(
 ) -> ControlPlane:
     """Raises Permanent if another control plane uses that directory, or it cannot be used, and
     ValidationError if its configuration is wrong."""
+    from atoll.controller.clock import keep_mark, machine_clock, write_mark
     from atoll.controller.loop import Controller
     from atoll.controller.sweep import keep_swept
     from atoll.core.ports import Sweeping
@@ -90,19 +91,24 @@ def build(
     tokens = SQLiteTokens(where / "atoll.db")
     local: Any = executors[LOCAL]
     gauges, streams = Gauges(), Streams()
-    controller = Controller(store, executors, on_pass=lambda done: gauges.reconciled(done.seconds))
+    clock = machine_clock(where / "clock")
+    controller = Controller(
+        store, executors, clock=clock, on_pass=lambda done: gauges.reconciled(done.seconds)
+    )
 
     @contextlib.asynccontextmanager
     async def controlled() -> AsyncIterator[None]:
         await local.start(store)
         async with contextlib.AsyncExitStack() as running:
             await running.enter_async_context(beside(controller.run(), _end_if_dead))
+            await running.enter_async_context(beside(keep_mark(clock, where / "clock")))
             for executor in executors.values():
                 if isinstance(executor, Sweeping):
                     await running.enter_async_context(beside(keep_swept(store, executor)))
             yield
         for executor in executors.values():
             await executor.close()  # type: ignore[attr-defined]
+        write_mark(clock, where / "clock")
         tokens.close()
         store.close()
 
@@ -113,6 +119,7 @@ def build(
         streams=streams,
         setup=setup,
         gauges=gauges,
+        clock=clock,
         lifespan=controlled,
     )
     return ControlPlane(where, store, tokens, app, streams)

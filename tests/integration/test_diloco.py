@@ -140,7 +140,7 @@ def test_rounding_of_bf16_parameters_is_not_a_movement() -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     loop = DiLoCo(model, inner, sync_every=1)
     loop.fragments[0].values += 1e-4  # between two values of bf16
-    loop._apply(0, 0.0)
+    loop._model.apply(loop.fragments[0], 0.0)
     before = loop.global_parameters()
     train_bf16 = torch.randn(4, 6).bfloat16()
     for _ in range(3):
@@ -155,7 +155,8 @@ class Gate(Blobs):
     opened: threading.Event
 
     def put(self, key: str, data: Any) -> None:
-        assert self.opened.wait(60), "the model waited for the store"
+        if "/up/" in key:
+            assert self.opened.wait(60), "the model waited for the store"
         super().put(key, data)
 
 

@@ -11,7 +11,7 @@ from obstore.store import MemoryStore
 from tests.allreduce.world import FaultyBlobs
 
 from atoll.core.errors import Temporary, ValidationError
-from atoll.diloco import DiLoCo
+from atoll.diloco import DiLoCo, saved
 from atoll.diloco.allreduce import catchup
 from atoll.diloco.blobs import Blobs
 
@@ -127,7 +127,7 @@ def test_a_replica_that_failed_to_catch_up_does_so_later(monkeypatch: pytest.Mon
     with one.loop, other.loop:
         one.step(3)
         with monkeypatch.context() as patch:
-            patch.setattr(catchup, "join", gone)
+            patch.setattr(catchup, "read_since", gone)
             with pytest.raises(Temporary):
                 other.step()
         other.step()
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_saved_is_no_reason_to_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, inner, loop = alone()
-    monkeypatch.setattr(catchup, "save", gone)
+    monkeypatch.setattr(saved, "save", gone)
     with loop:
         train(model, inner, 10)
         assert loop.round == 2

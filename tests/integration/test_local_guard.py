@@ -12,6 +12,7 @@ import pytest
 from tests.support.control_plane import serving
 
 from atoll.local import processes
+from atoll.local.cgroup import place_for
 
 MARK = b"TIDE_MARK"
 
@@ -53,6 +54,28 @@ def test_nothing_is_left_of_what_cleared_its_environment_and_left_its_session(
             for pid in pids:
                 processes.kill(pid, number)
         until(lambda: not running(seconds))
+
+
+@pytest.mark.skipif(not place_for(Path("x")), reason="no control group of cgroup v2 may be made")
+def test_what_outlived_the_guard_too_goes_with_the_next_control_plane(tmp_path: Path) -> None:
+    seconds = f"{1000 + os.getpid()}.{time.time_ns()}"
+    script = f"env -i setsid sleep {seconds} & exec sleep {seconds}"
+    with serving(tmp_path / "state") as plane:
+        name = plane.create(["sh", "-c", script], ranks=2)
+        training = plane.until_ready(name, 2)
+        until(lambda: len(running(seconds)) == 4)
+        keeper, supervisor = plane.shim_pids(training)
+        group = Path((plane.directory(training) / "cgroup").read_text())
+        pids = (processes.parent(keeper), keeper, supervisor, plane.pid)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                processes.kill(pid, number)
+        plane.reap()
+        until(lambda: len(running(seconds)) == 2)  # their ranks died with the supervisor
+        plane.start()
+        plane.until_released(name)
+        until(lambda: not running(seconds))
+        until(lambda: not group.exists())
 
 
 def running(seconds: str) -> list[int]:

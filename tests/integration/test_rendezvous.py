@@ -247,17 +247,23 @@ def test_torchrun_scales_from_two_nodes_to_three_while_running(tmp_path: Path) -
     pytest.importorskip("torch")
     backend = "etcd-v2"
     (tmp_path / "train.py").write_text(TRAIN)
-    launch = (
-        f'exec "{sys.executable}" -m torch.distributed.run --rdzv-backend={backend} '
+    flags = (
+        f"--rdzv-backend={backend} "
         '--rdzv-endpoint="$BASILICA_RDZV_ENDPOINT" --rdzv-id="$BASILICA_RDZV_ID" '
         "--rdzv-conf=last_call_timeout=1 "
-        '--nnodes="$BASILICA_WORLD_MIN":"$BASILICA_WORLD_MAX" --nproc-per-node=1 '
+        '--nnodes="$BASILICA_WORLD_MIN":"$BASILICA_WORLD_MAX"'
+    )
+    if backend == "c10d":  # the same from its own variables
+        flags = ""
+    launch = (
+        f'exec "{sys.executable}" -m torch.distributed.run {flags} --nproc-per-node=1 '
         f'--max-restarts=3 --monitor-interval=0.2 "{tmp_path}/train.py" 3'
     )
 
     async def scene() -> None:
         async with plane(tmp_path) as here:
-            spec = showing(tmp_path, "t", backend, env={"OMP_NUM_THREADS": "1"})
+            env = {"OMP_NUM_THREADS": "1", "PET_RDZV_CONF": "last_call_timeout=1"}
+            spec = showing(tmp_path, "t", backend, env=env)
             spec["command"] = ["/bin/sh", "-c", launch]
             spec["world_size"] = WorldSize(min=2, target=2, max=3)
             training = await here.create(**spec)
@@ -272,5 +278,24 @@ def test_torchrun_scales_from_two_nodes_to_three_while_running(tmp_path: Path) -
             assert [e.exit_code for e in done.status.rank_exits] == [0, 0, 0]
             assert sum("world 3" in line for line in lines) == 3
             assert lines.count("sum 3") == 3
+
+    asyncio.run(scene())
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_for_one_host_does_not_wait_for_the_other_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "show.py").write_text("import os\nprint('world', os.environ['WORLD_SIZE'])\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+    async def scene() -> None:
+        async with plane(tmp_path) as here:
+            spec = showing(tmp_path, "t", "c10d", 2, env={"OMP_NUM_THREADS": "1"})
+            spec["command"] = [*command, "--nproc-per-node=1", str(tmp_path / "show.py")]
+            training = await here.create(**spec)
+            done = await here.until(training, lambda t: t.status.phase.is_terminal, 240)
+            lines = await here.logs(training)
+            assert done.status.phase == "succeeded", lines
+            assert lines.count("world 1") == 2
 
     asyncio.run(scene())

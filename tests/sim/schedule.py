@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from atoll.controller.reconcile import Reconciler
+from atoll.core.clock import Clock, ClockMark
 from atoll.core.errors import Conflict, NotFound, Temporary
 from atoll.core.executors import absence
 from atoll.core.phase import EDGES, Phase
@@ -61,6 +62,11 @@ class Schedule:
         self.random = random.Random(seed)
         self.now = 1000.0
         self.trace: list[str] = []
+        self._wall_ahead_s = 0.0  # of the clock that the control plane reads: it is set at any time
+        # The executor's own clock is steady, and may be another machine's.
+        self._there_ahead_s = self.random.choice([0.0, 0.0, -500.0, 3600.0])
+        self._mark = self._clock().mark
+        self._over_since: float | None = None
         self._store = store
         spec = self._spec()
         chances = self.random.choice([(0.0, 0.0, 0.0), (0.1, 0.05, 0.3), (0.3, 0.2, 0.5)])
@@ -73,12 +79,24 @@ class Schedule:
             is_exit_held=self.random.random() < 0.5,
         )
         self._exits: set[tuple[int, int]] = set()  # that were ever stored
-        training = Training(namespace="sim", uid=f"uid-{seed}", spec=spec, created_at=self.now)
+        training = Training(namespace="sim", uid=f"uid-{seed}", spec=spec, created_at=self.wall)
         self.key = training.key
         self._seen_last = run_now(store.create(training))
-        self._is_removed = False
+        self._is_removed = self._is_deleted = False
         self._wake_at: float | None = self.now
         self._reconciler = self._controller()
+
+    @property
+    def wall(self) -> float:
+        return self.now + self._wall_ahead_s
+
+    @property
+    def there(self) -> float:
+        """The time by the executor's clock."""
+        return self.now + self._there_ahead_s
+
+    def _clock(self, mark: ClockMark | None = None) -> Clock:
+        return Clock(lambda: self.wall, lambda: self.now, boot="one", mark=mark)
 
     def _spec(self) -> TrainingSpec:
         pick = self.random
@@ -94,10 +112,11 @@ class Schedule:
         )
 
     def _controller(self) -> Reconciler:
-        executor = SimExecutor(self.machine, lambda: self.now, self._faults, self._stored)
+        executor = SimExecutor(self.machine, lambda: self.there, self._faults, self._stored)
         store: Any = FaultyStore(self._store, self._faults)
         executors: Any = {"local": executor}
-        return Reconciler(store, executors, lambda: self.now)
+        self._time = self._clock(self._mark)
+        return Reconciler(store, executors, self._time)
 
     def _stored(self) -> Status:
         return run_now(self._store.get(self.key)).status
@@ -115,7 +134,7 @@ class Schedule:
         while self.now < quiet:
             self._pass()
             is_idle = self._wake_at is None and not self.machine.is_touched
-            if is_idle and self.machine.next_time(self.now) is None:
+            if is_idle and self.machine.next_time(self.there) is None:
                 break
             self._advance_to(min(self._next_time(), quiet))
         self._check_end()
@@ -126,13 +145,13 @@ class Schedule:
         )
         if self._wake_at is not None:
             times.append(self._wake_at)
-        if (machine_at := self.machine.next_time(self.now)) is not None:
-            times.append(machine_at)
+        if (machine_at := self.machine.next_time(self.there)) is not None:
+            times.append(machine_at - self._there_ahead_s + 1e-7)  # rounded, it is not before
         return max(min(times, default=self.now + 1.0), self.now)
 
     def _advance_to(self, at: float) -> None:
         self.now = max(at, self.now)
-        if self.machine.advance(self.now):
+        if self.machine.advance(self.there):
             self._wake_at = self.now
 
     def _pass(self) -> None:
@@ -144,7 +163,7 @@ class Schedule:
             self._note(f"pass: again in {again}")
             self._check_ready(again)
             if again is not None:
-                self._wake_at = self.now + again
+                self._wake_at = self.now + (max(again, 1e-6) if again else 0.0)
         except Temporary as error:
             self._note(f"pass: {error}")
             self._wake_at = self.now + 0.1
@@ -156,6 +175,10 @@ class Schedule:
 
     def _something_happens(self) -> None:
         dice = self.random.random()
+        if self.random.random() < 0.05:
+            step = self.random.choice([-3600.0, 7200.0, 1800.0, -5.0])
+            self._note(f"clock set by {step:g} s")
+            self._wall_ahead_s += step
         if dice < 0.06:
             self._user_scales()
         elif dice < 0.075:
@@ -164,11 +187,11 @@ class Schedule:
             self._user("delete", None)
         elif dice < 0.115:
             self._note("supervisor killed")
-            self.machine.supervisor_dies(self.now)
+            self.machine.supervisor_dies(self.there)
             self._wake_at = self.now
         elif dice < 0.12 and not self.machine.is_released:
             self._note("host lost")
-            self.machine.is_wiped(self.now)
+            self.machine.is_wiped(self.there)
             self._wake_at = self.now
 
     def _between_steps(self, name: str) -> None:
@@ -193,13 +216,14 @@ class Schedule:
         if training.status.phase.is_terminal and what != "delete":
             return  # refused at the door
         if change is None:
-            after = msgspec.structs.replace(training, deletion_requested_at=self.now)
+            after = msgspec.structs.replace(training, deletion_requested_at=self.wall)
         else:
             after = msgspec.structs.replace(training, spec=change(training))
         try:
             run_now(self._store.update_spec(after))
         except Conflict:
             return
+        self._is_deleted = self._is_deleted or what == "delete"
         self._note(f"user: {what} {after.spec.world_size.target}")
         self._wake_at = self.now
 
@@ -217,6 +241,11 @@ class Schedule:
             training = run_now(self._store.get(self.key))
         except NotFound:
             self._is_removed = True
+            last = self._seen_last
+            if not self._is_deleted and self._over_since is not None:
+                ttl_s = last.spec.ttl_seconds
+                assert ttl_s is not None, "removed, and nobody asked for it"
+                assert self.now >= self._over_since + ttl_s - 1e-6, "removed before its time"
             assert not self.machine.alive(), "the record is gone and a rank lives"
             return
         old, new = self._seen_last.status, training.status
@@ -239,6 +268,7 @@ class Schedule:
                 old.world,
             ), "a verdict changed"
         elif new.phase.is_terminal:
+            self._over_since = self.now
             self._check_verdict(training)
         else:
             assert not new.rank_exits
@@ -247,7 +277,7 @@ class Schedule:
 
     def _check_ready(self, again: float | None) -> None:
         """A rank that was told to stop is not ready, as soon as an executor must have said so."""
-        told = {rank for rank, at in self.machine.told_at.items() if at < self.now - STALE_S}
+        told = {rank for rank, at in self.machine.told_at.items() if at < self.there - STALE_S}
         if again == 0.0 or not told:
             return  # the pass was overtaken
         training = run_now(self._store.get(self.key))
@@ -272,8 +302,8 @@ class Schedule:
         assert admitted is None or (admitted.status == "True") == (opened_at is not None)
         deadline_s = training.spec.deadline_s
         if status.failing == "DeadlineExceeded" and deadline_s is not None:
-            assert opened_at is not None, "no time is used up before ranks are let go"
-            assert self.now >= opened_at + deadline_s
+            let_go_at = min(machine.openings or [run.started_at for run in machine.runs])
+            assert self.there >= let_go_at + deadline_s - 0.002, "failed before its deadline"
 
     def _check_verdict(self, training: Training) -> None:
         status, runs = training.status, self.machine.runs
@@ -302,7 +332,7 @@ class Schedule:
             assert not status.root_cause.collateral
         if not any(run.is_forgotten for run in runs):
             truth = sum((run.ended_at or 0.0) - run.started_at for run in runs)
-            error_s = abs(usage(training, self.now).rank_seconds - truth)
+            error_s = abs(usage(training, self._time()).rank_seconds - truth)
             assert error_s <= 0.002 * len(runs), "metering is off"  # times are in milliseconds
 
     def _check_end(self) -> None:

@@ -305,7 +305,7 @@ class SimExecutor:
     async def observe(self, training: Training) -> Seen:
         with self._faults.step("observe"):
             lag = STALE_S * 0.99 * self._faults.lateness()
-            return self.machine.shown_at(self._clock() - lag)
+            return replace(self.machine.shown_at(self._clock() - lag), at=self._clock())
 
     async def perform(self, training: Training, chore: Chore) -> None:
         with self._faults.step("perform"):

@@ -106,7 +106,7 @@ SET = (
         ("--rendezvous",),
         "rendezvous_backend",
         str,
-        "Backend by which ranks find each other: c10d, static or etcd-v2.",
+        "Backend by which ranks find each other: c10d, static, etcd-v2; none: they do not.",
         "c10d",
     ),
     SpecOption(

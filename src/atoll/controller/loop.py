@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from atoll.controller.clock import machine_clock
 from atoll.controller.queue import WorkQueue
 from atoll.controller.reconcile import Reconciler
+from atoll.core.clock import Time
 from atoll.core.errors import Denied, Gone, Permanent, Temporary
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import Training
@@ -40,12 +42,12 @@ class Controller:
         store: Store,
         executors: Mapping[str, Executor],
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], Time] | None = None,
         on_pass: Callable[[Pass], None] = lambda done: None,
     ) -> None:
         self._store = store
         self._executors = executors
-        self._reconciler = Reconciler(store, executors, clock)
+        self._reconciler = Reconciler(store, executors, clock or machine_clock())
         self._queue = WorkQueue()
         self._on_pass = on_pass
         self.is_started = False

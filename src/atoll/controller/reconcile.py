@@ -14,6 +14,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from atoll.core.absent import left_alone, out_of_reach, rejoined, return_of
+from atoll.core.clock import Time
 from atoll.core.errors import (
     AtollError,
     BackendError,
@@ -27,7 +28,7 @@ from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
 from atoll.core.ports import Executor, Key, Measuring, Store, Tending
 from atoll.core.status import Seen, Status, Training, sooner
 
-Clock = Callable[[], float]
+Tell = Callable[[], Time]
 
 BLIPS = 1  # failed looks in a row that the status does not mention
 QUIET_S = 30.0  # an error whose words change with every look is written no more often
@@ -41,7 +42,7 @@ class Misses(NamedTuple):
 
 
 class Reconciler:
-    def __init__(self, store: Store, executors: Mapping[str, Executor], clock: Clock) -> None:
+    def __init__(self, store: Store, executors: Mapping[str, Executor], clock: Tell) -> None:
         self._store = store
         self._executors = executors
         self._clock = clock
@@ -57,12 +58,12 @@ class Reconciler:
             self._misses.pop(key, None)
             return None
         if training.executor not in self._executors:
-            seen, decision = Seen(), left_alone(training, self._clock())
+            seen, decision = Seen(), left_alone(training, self._clock().wall)
         else:
             seen = await self._look(training)
             decision = plan(rejoined(training), seen, self._clock())
             decision = decision._replace(
-                events=(*return_of(training, self._clock()), *decision.events)
+                events=(*return_of(training, self._clock().wall), *decision.events)
             )
         try:
             training = await self._write(training, decision)
@@ -91,12 +92,12 @@ class Reconciler:
 
     async def _note_miss(self, training: Training, error: Exception) -> None:
         now, misses = self._clock(), self._misses.get(training.key, Misses())
-        is_due = misses.number >= BLIPS and now >= misses.written_at + QUIET_S
+        is_due = misses.number >= BLIPS and now.steady >= misses.written_at + QUIET_S
         self._misses[training.key] = misses._replace(number=misses.number + 1)
-        absence = out_of_reach(training, error, now)
+        absence = out_of_reach(training, error, now.wall)
         if is_due and absence.status != training.status:
             await self._write(training, absence)
-            self._misses[training.key] = Misses(misses.number + 1, now)
+            self._misses[training.key] = Misses(misses.number + 1, now.steady)
 
     async def _observe(self, training: Training) -> Seen:
         if training.status.is_released:
@@ -180,4 +181,5 @@ def _only_ranks(seen: Seen, fault: str) -> Seen:
         unsettled=seen.unsettled,
         chores=seen.chores,
         again_in_s=seen.again_in_s,
+        at=seen.at,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atoll.core.clock import Time
 from atoll.core.model import Model
 from atoll.core.status import Training
 from atoll.core.usage import usage
@@ -26,9 +27,10 @@ class Metrics(Model, frozen=True, omit_defaults=False):
     gpu_seconds: float
 
 
-def measured(training: Training, now: float) -> Metrics:
+def measured(training: Training, time: Time) -> Metrics:
     status = training.status
-    spent = usage(training, now)
+    spent = usage(training, time)
+    created_at = status.counted_from.get("created", training.created_at)
     started = status.started_at
     phases = [rank.phase for rank in status.ranks]
     targets = [point.target for point in status.world_size_history]
@@ -42,8 +44,8 @@ def measured(training: Training, now: float) -> Metrics:
         resizes=sum(a != b for a, b in zip(targets, targets[1:], strict=False)),
         generation=training.generation,
         observed_generation=status.observed_generation,
-        age_s=max(0.0, now - training.created_at),
-        running_s=status.ran_for(now) or 0.0,
+        age_s=max(0.0, time.steady - created_at),
+        running_s=status.ran_for(time.steady + status.clock_skew) or 0.0,
         time_to_first_rank_s=None if started is None else max(0.0, started - training.created_at),
         rank_seconds=spent.rank_seconds,
         gpu_seconds=spent.gpu_seconds,

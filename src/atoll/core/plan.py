@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
 from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
+from atoll.core.clock import STEP_S, Time
 from atoll.core.ends import PhaseReason
 from atoll.core.errors import UDTerminalState
 from atoll.core.gate import may_start
@@ -68,6 +69,14 @@ class Forget(NamedTuple):
 Action = Apply | Measure | Release | Forget
 
 
+class Moment(NamedTuple):
+    """One moment by three clocks."""
+
+    wall: float  # dates what happens
+    steady: float  # measures what happens here
+    there: float  # the executor's, which dates its ranks
+
+
 class Plan(NamedTuple):
     status: Status
     actions: tuple[Action, ...] = ()
@@ -75,8 +84,9 @@ class Plan(NamedTuple):
     requeue_after_s: float | None = None
 
 
-def plan(training: Training, seen: Seen, now: float) -> Plan:
+def plan(training: Training, seen: Seen, time: Time | float) -> Plan:
     """The status after `seen`, the actions to perform, and when to observe again at the latest."""
+    now = _moment(training.status, seen, time if isinstance(time, Time) else Time(time))
     if training.status.phase.is_terminal:
         return _after_the_end(training, seen, now)
     asked, training = training, _within_reach(training, seen)
@@ -87,17 +97,34 @@ def plan(training: Training, seen: Seen, now: float) -> Plan:
         actions = (*actions, Measure())
     if status.phase.is_terminal:
         actions = ()
-    events = narrate(training.status, status, now)
+    events = narrate(training.status, status, now.wall)
     if status.phase.is_terminal and training is not asked:
         events = (*events, _refusal(asked, status.phase, now))
-    return Plan(status, actions, events, _requeue_after_s(training, status, now))
+    return Plan(status, actions, events, _requeue_after_s(training, status, seen, now))
 
 
-def _observed(training: Training, seen: Seen, now: float) -> Status:
+def _moment(status: Status, seen: Seen, time: Time) -> Moment:
+    there = time.steady + status.clock_skew if seen.at is None else seen.at
+    return Moment(time.wall, time.steady, there)
+
+
+def _counted_from(status: Status, what: str, wall: float) -> float:
+    """The steady time of what the wall clock dated `wall`."""
+    return status.counted_from.get(what, wall)
+
+
+def _counting(status: Status, what: str, now: Moment) -> dict[str, float]:
+    """With the steady time of something that happens now, where it is not that of the wall."""
+    if now.steady == now.wall:
+        return status.counted_from
+    return {**status.counted_from, what: now.steady}
+
+
+def _observed(training: Training, seen: Seen, now: Moment) -> Status:
     """The status with its ranks as observed, merged with what was known of them."""
     old, world = training.status, training.spec.world_size
     merged = with_bounded_ends(
-        merge_ranks([*old.ranks, *old.retired], seen, training.spec, now).values()
+        merge_ranks([*old.ranks, *old.retired], seen, training.spec, now.there).values()
     )
     redo = dict(old.redo)
     ranks, retired = [], []
@@ -114,6 +141,13 @@ def _observed(training: Training, seen: Seen, now: float) -> Status:
             redo[rank.rank] = rank.attempt
     target = world.target
     started = [r.started_at for r in (*ranks, *retired) if r.started_at is not None]
+    skew = now.there - now.steady
+    bench_from = _counted_from(old, "bench", old.bench.started_at or now.steady)
+    bench = bench_after(training, old.bench, seen, now.wall, now.steady - bench_from)
+    if old.phase is Phase.NONE:
+        old = replace(old, counted_from=_counting(old, "created", now))
+    if bench.started_at is not None and old.bench.started_at is None:
+        old = replace(old, counted_from=_counting(old, "bench", now))
     return replace(
         old,
         ranks=[classify(r, training.spec, is_redone=_is_redone(r, redo, target)) for r in ranks],
@@ -123,12 +157,13 @@ def _observed(training: Training, seen: Seen, now: float) -> Status:
         rendezvous_endpoint=seen.rendezvous_endpoint or old.rendezvous_endpoint,
         mesh=seen.mesh or old.mesh,
         gate_opened_at=seen.gate_opened_at if old.gate_opened_at is None else old.gate_opened_at,
-        bench=bench_after(training, old.bench, seen, now),
+        bench=bench,
+        clock_skew=old.clock_skew if abs(skew - old.clock_skew) <= STEP_S else round(skew, 3),
     )
 
 
 def _decided(
-    training: Training, status: Status, seen: Seen, now: float
+    training: Training, status: Status, seen: Seen, now: Moment
 ) -> tuple[Status, tuple[Action, ...]]:
     """Decides to stop, start or resize, and whether the training must fail."""
     world = training.spec.world_size
@@ -142,26 +177,30 @@ def _decided(
     if status.gate_opened_at is None and not _may_start(training, status, seen, now):
         return status, ()
     if status.gate_opened_at is None and not seen.has_gate:
-        status = replace(status, gate_opened_at=now)
+        status = replace(status, gate_opened_at=now.wall)
     if seen.wish is None and status.has_run:
         return status, ()  # the wish is late or lost; asking again would start ranks twice
     size = world.target if seen.room is None else min(world.target, seen.room)
     return _asking(status, seen, size, now) if size else (status, ())
 
 
-def _asking(status: Status, seen: Seen, size: int, now: float) -> tuple[Status, tuple[Action, ...]]:
+def _asking(
+    status: Status, seen: Seen, size: int, now: Moment
+) -> tuple[Status, tuple[Action, ...]]:
     """Records the wish for `size` ranks, and applies it unless the executor already has it."""
     redo = {rank: attempt for rank, attempt in status.redo.items() if rank < size}
     wish = status.asked
     if wish is None or (wish.size, wish.redo) != (size, redo):
         wish = Wish(version=wish.version + 1 if wish else 1, size=size, redo=redo)
-    status = replace(status, asked=wish, asked_at=now if seen.wish is None else status.asked_at)
+    status = replace(
+        status, asked=wish, asked_at=now.steady if seen.wish is None else status.asked_at
+    )
     is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
     is_kept = seen.wish == wish and (seen.is_supervised or not is_work_left)
     return status, () if is_kept else (Apply(wish),)
 
 
-def _concluded(training: Training, status: Status, seen: Seen, now: float) -> Status:
+def _concluded(training: Training, status: Status, seen: Seen, now: Moment) -> Status:
     """The status with phase, world, messages and conditions; with the exits at the end."""
     old, world = training.status, training.spec.world_size
     wanted = [r for r in status.ranks if r.rank < world.target and not is_lost(r)]
@@ -195,17 +234,18 @@ def _concluded(training: Training, status: Status, seen: Seen, now: float) -> St
         exits = final_exits(status, root)
         status = replace(
             status,
-            ended_at=now,
-            bench=bench_over(training.spec, status.bench, now),
+            ended_at=now.wall,
+            counted_from=_counting(status, "ended", now),
+            bench=bench_over(training.spec, status.bench, now.wall),
             rank_exits=exits,
             root_cause=next((e for e in exits if root and e.rank == root.rank), None),
         )
     status = replace(status, message=status_in_words(status))
-    status = replace(status, conditions=_conditions(old, status, now))
-    return _with_history(old, status, now)
+    status = replace(status, conditions=_conditions(old, status, now.wall))
+    return _with_history(old, status, now.wall)
 
 
-def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
+def _after_the_end(training: Training, seen: Seen, now: Moment) -> Plan:
     """Releases what the training holds, then removes the record in time. Its phase stays."""
     status, spec = training.status, training.spec
     if training.generation != status.observed_generation:
@@ -224,7 +264,8 @@ def _after_the_end(training: Training, seen: Seen, now: float) -> Plan:
         return Plan(status, (Forget(),))
     if spec.ttl_seconds is None:
         return Plan(status)
-    left = (status.ended_at or 0.0) + spec.ttl_seconds - now
+    ended_at = _counted_from(status, "ended", status.ended_at or 0.0)
+    left = ended_at + spec.ttl_seconds - now.steady
     return Plan(status, (Forget(),)) if left <= 0 else Plan(status, requeue_after_s=left)
 
 
@@ -237,13 +278,13 @@ def _within_reach(training: Training, seen: Seen) -> Training:
     return replace(training, spec=replace(training.spec, world_size=world))
 
 
-def _refusal(training: Training, phase: Phase, now: float) -> Event:
+def _refusal(training: Training, phase: Phase, now: Moment) -> Event:
     """The event for a spec that was changed after the end, where the store cannot refuse that."""
     refused = UDTerminalState(phase, training.spec.world_size.target)
-    return Event(type="Warning", reason="UDTerminalState", message=str(refused), at=now)
+    return Event(type="Warning", reason="UDTerminalState", message=str(refused), at=now.wall)
 
 
-def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) -> tuple[str, str]:
+def _reason_to_fail(training: Training, status: Status, seen: Seen, now: Moment) -> tuple[str, str]:
     spec, world = training.spec, training.spec.world_size
     if seen.fault:
         return PhaseReason.EXECUTOR_REFUSED, seen.fault
@@ -254,33 +295,45 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: float) 
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
     if lost and world.target - len(lost) < world.min:
         return PhaseReason.RANK_FAILED, ""
-    opened = status.gate_opened_at
-    if spec.deadline_s is not None and opened is not None and now >= opened + spec.deadline_s:
+    due = _deadline(training, status, seen)
+    if due is not None and now.there >= due:
         words = f"still running {spec.deadline_s:g} s after the start"
         return PhaseReason.DEADLINE_EXCEEDED, words
     return why_refused(spec, status)
 
 
-def _may_start(training: Training, status: Status, seen: Seen, now: float) -> bool:
+def _deadline(training: Training, status: Status, seen: Seen) -> float | None:
+    """By the executor's clock, from when ranks were let go: by its gate, or by being started."""
+    let_go_at = status.gate_opened_at if seen.has_gate else status.started_at
+    deadline_s = training.spec.deadline_s
+    return None if deadline_s is None or let_go_at is None else let_go_at + deadline_s
+
+
+def _may_start(training: Training, status: Status, seen: Seen, now: Moment) -> bool:
     """Whether the executor may be asked for ranks. Without a gate it starts them at once."""
     if holds_start(training.spec, status.bench):
         return False
-    is_grace_over = now >= training.created_at + training.spec.start_grace_s
+    is_grace_over = now.steady >= _grace_end(training, status)
     return seen.room is None or may_start(
         seen.room, training.spec.world_size, is_grace_over=is_grace_over
     )
+
+
+def _grace_end(training: Training, status: Status) -> float:
+    created_at = _counted_from(status, "created", training.created_at)
+    return created_at + training.spec.start_grace_s
 
 
 def _is_redone(rank: RankStatus, redo: dict[int, int], target: int) -> bool:
     return rank.rank < target and rank.attempt <= redo.get(rank.rank, -1)
 
 
-def _may_be_late(status: Status, now: float) -> bool:
+def _may_be_late(status: Status, now: Moment) -> bool:
     """Whether an observation without ranks may date from before the executor was asked."""
-    return status.asked_at is not None and now < status.asked_at + STALE_S
+    return status.asked_at is not None and now.steady < status.asked_at + STALE_S
 
 
-def _alive(status: Status, seen: Seen, now: float) -> int:
+def _alive(status: Status, seen: Seen, now: Moment) -> int:
     """The number of ranks that are alive or may still be started under the accepted wish."""
     ranks = (*status.ranks, *status.retired)
     alive = sum(r.is_alive for r in ranks)
@@ -355,17 +408,20 @@ def _with_history(old: Status, status: Status, now: float) -> Status:
     return status
 
 
-def _requeue_after_s(training: Training, status: Status, now: float) -> float | None:
+def _requeue_after_s(training: Training, status: Status, seen: Seen, now: Moment) -> float | None:
     if status.phase.is_terminal:
         return 0.0
-    spec, times = training.spec, []
+    times = []  # seconds from now
+    deadline = _deadline(training, status, seen)
     if status.gate_opened_at is None:
-        times.append(training.created_at + spec.start_grace_s)
-    elif spec.deadline_s is not None and not status.failing:
-        times.append(status.gate_opened_at + spec.deadline_s)
+        times.append(_grace_end(training, status) - now.steady)
+    if deadline is not None and not status.failing:
+        times.append(deadline - now.there)
     if status.bench.phase == "Running" and status.bench.started_at is not None:
-        times.append(status.bench.started_at + BENCH_LIMIT_S)
+        started_at = _counted_from(status, "bench", status.bench.started_at)
+        times.append(started_at + BENCH_LIMIT_S - now.steady)
     if status.asked_at is not None:
-        times.append(status.asked_at + STALE_S)
-    times += [r.missing_since + STALE_S for r in status.ranks if r.missing_since is not None]
-    return min((t - now for t in times if t > now), default=None)
+        times.append(status.asked_at + STALE_S - now.steady)
+    lost = [r.missing_since + STALE_S for r in status.ranks if r.missing_since is not None]
+    times += [at - now.there for at in lost]
+    return min((t for t in times if t > 0), default=None)

@@ -43,7 +43,7 @@ ScaleTarget = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 
 BenchMode = Literal["off", "on-start"]
 BenchPlacement = Literal["preferred", "strict"]
-RendezvousBackend = Literal["etcd-v2", "c10d", "static"]
+RendezvousBackend = Literal["etcd-v2", "c10d", "static", "none"]
 TopologySpread = Literal["pack", "provider-aware", "region-aware", "none"]
 SourceKind = Literal["script", "function", "shell"]
 
@@ -137,7 +137,7 @@ class RendezvousSpec(SpecModel, frozen=True):
 
     option_prefix: ClassVar[str] = "rendezvous_"
 
-    backend: RendezvousBackend = "c10d"
+    backend: RendezvousBackend = "c10d"  # none: each rank is a world of its own
     uri: str | None = None
 
     def __post_init__(self) -> None:

@@ -215,7 +215,8 @@ class StatusHead(Model, frozen=True):
     gate_opened_at: float | None = None  # when ranks were let go
     failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
     failing_message: str = ""
-    asked_at: float | None = None  # when the executor, seen with nothing, was last asked for ranks
+    # By the steady clock: when the executor, seen with nothing, was last asked for ranks.
+    asked_at: float | None = None
     asked: Wish | None = None  # the newest wish
     redo: dict[int, int] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
     world_size_history: list[WorldPoint] = []
@@ -224,6 +225,9 @@ class StatusHead(Model, frozen=True):
     rendezvous_endpoint: str = ""
     mesh: MeshStatus | None = None  # None for a training without a gate
     bench: BenchStatus = BenchStatus()
+    # The steady time of "created", "ended" and "bench" (its start), where it is not the wall's.
+    counted_from: dict[str, float] = {}
+    clock_skew: float = 0.0  # the clock that dates the ranks less the steady one, if over 1 s
 
 
 class Status(StatusHead, frozen=True):
@@ -363,6 +367,7 @@ class Seen(Model, frozen=True):
     unsettled: int = 0  # ranks being stopped of which it is not known yet whether they ran
     chores: tuple[Chore, ...] = ()  # to be performed once what was seen is stored
     again_in_s: float | None = None  # look again then, though nothing may change
+    at: float | None = None  # the time by the clock that dates the ranks; None: the steady one
 
 
 def sooner(*seconds: float | None) -> float | None:

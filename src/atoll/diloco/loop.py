@@ -9,20 +9,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce.start import read_start
+from atoll.diloco.allreduce.team import alike, together
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.estimate import MEANS
-from atoll.diloco.outer import Floats, Fragment, load_bytes, split, to_bytes
+from atoll.diloco.group import find_team
+from atoll.diloco.model import ReplicaModel
+from atoll.diloco.outer import Floats, load_bytes, split, to_bytes
 from atoll.diloco.place import Place, find_place, fragment_run
 from atoll.diloco.stream import Alone, Commit, StoreStream, Stream
 
@@ -103,12 +104,17 @@ class DiLoCo:
         state: dict[str, Any] | None = None,
         allreduce: ObjectStoreAllReduce | None = None,
         on_round: Callable[[RoundReport], None] | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
+        device_mesh: torch.distributed.device_mesh.DeviceMesh | None = None,
     ) -> None:
         """`codec` is for what a replica uploads, `down_codec` (see `MEANS`) for the means it reads.
 
         `state`, as from `state_dict`, is where a new run begins; a run in the store wins over it.
 
         `allreduce` replaces the arguments for the store; it works with one fragment only.
+
+        `process_group` or `device_mesh`: the processes that are this replica together, if not all
+        of the default group. Then all of them make a DiLoCo, and step, at the same time.
         """
         check_int("sync_every", sync_every, 1, _MANY)
         check_int("fragments", fragments, 1, _MANY)
@@ -121,28 +127,36 @@ class DiLoCo:
         check_int("overlap_steps", overlap_steps, 0, sync_every // fragments - 1)
         if allreduce is not None and fragments > 1:
             raise ValidationError("allreduce", allreduce, "each fragment needs one: pass uri=")
-        self._parameters = {
-            name: value for name, value in model.named_parameters() if value.requires_grad
-        }
-        if not self._parameters:
-            raise ValidationError("model", model, "expected a parameter with requires_grad")
-        for name, value in self._parameters.items():
-            if not value.is_floating_point():
-                raise ValidationError(f"model.{name}", value.dtype, "expected a float type")
-        shapes = [(name, tuple(value.shape)) for name, value in self._parameters.items()]
-        self.fragments = split(shapes, fragments, outer_lr, outer_momentum)
-        self.place = find_place(uri, rank, world_size, min_replicas)
-        place = self.place
+        # A round that waits for others must not look like a process that is gone.
+        self._team = find_team(process_group, device_mesh, 3 * timeout + 300)
+        is_many = self._team.processes > 1
+        if allreduce is not None and is_many:
+            raise ValidationError("allreduce", allreduce, "it is of one process: pass uri=")
+        place, places = alike(
+            self._team,
+            lambda: find_place(uri, rank, world_size, min_replicas, is_one_of_many=is_many),
+            lambda place: place._replace(uri=str(place.uri)),
+        )
+        self.place = place
+        if is_many:
+            _refuse_spanning(places)
+        self._model = ReplicaModel(model, self._team)
+        self.fragments = split(self._model.shapes, fragments, outer_lr, outer_momentum)
+        self._model.check_alike()
+        self._is_checked = False
         options = {
             "start": read_start(place.world_size, place.min_replicas, min_replicas, grace_s),
             "codec": codec,
             "down_codec": down_codec or MEANS.get(codec, codec),
             "timeout": timeout,
             "grace_s": grace_s,
+            "team": self._team,
         }
         self._streams = open_streams(
             self.place, fragments, checkpoint_every, allreduce, run_id, options
         )
+        for fragment, stream in zip(self.fragments, self._streams, strict=True):
+            fragment.carry(stream.share(fragment.slots))
         self._period = sync_every // fragments
         self._overlap, self._mix = overlap_steps, mix
         self._on_round = on_round
@@ -182,21 +196,26 @@ class DiLoCo:
         return min(fragment.rounds for fragment in self.fragments)
 
     def count(self, amount: float) -> None:
-        """Add `amount` to the tokens, or samples, that this replica has trained on.
+        """Add `amount` to the tokens, or samples, that this process has trained on.
 
-        The weight of a replica in a round is what it counted since the last one, or its steps if it
-        never counts. All replicas must count the same thing.
+        The weight of a replica in a round is what its processes counted since the last one, or its
+        steps if they never count. All replicas must count the same thing.
         """
         check_number("amount", amount, 0, 1e18)
         self._counted += amount
 
     def global_parameters(self) -> dict[str, Floats]:
-        """The parameters all replicas agree on, by name; copies."""
+        """The parameters all replicas agree on, by name; copies, and whole.
+
+        All processes of a replica call it together.
+        """
         self._receive()
         return {
             slot.name: row.copy()
             for fragment in self.fragments
-            for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True)
+            for slot, row in zip(
+                fragment.slots, fragment.rows(self._model.gather(fragment)), strict=True
+            )
         }
 
     def metrics(self) -> dict[str, float]:
@@ -204,7 +223,7 @@ class DiLoCo:
         return dict(self._totals)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole outer loop, to be saved with the model and the inner optimiser."""
+        """The outer loop of this process, to be saved with the model and the inner optimiser."""
         self._receive()
         return {
             "steps": self.steps,
@@ -224,12 +243,12 @@ class DiLoCo:
             raise ValidationError("fragments", len(self.fragments), f"the state has {len(saved)}")
         for at, (fragment, stream) in enumerate(zip(self.fragments, self._streams, strict=True)):
             if saved is None:
-                fragment.values[:] = self._read(fragment)
+                self._model.take(fragment, fragment.values)
             else:
                 load_bytes(fragment, saved[at])
                 stream.load_feedback(state["feedback"][at])  # type: ignore[index]
             stream.join(fragment)
-            self._apply(at, 0.0)
+            self._model.apply(fragment, 0.0)
         if state is not None:
             self.steps = state["steps"]
         self._step = 0
@@ -248,9 +267,12 @@ class DiLoCo:
     def _weight(self, at: int) -> float:
         """How much this replica has trained since the fragment was last sent."""
         counted, steps = self._sent_at[at]
-        if self._counted:
-            return max(self._counted - counted, _NOTHING)
-        return float(self.steps - steps)
+        words = together(
+            self._team, lambda: (self._counted, self._counted - counted, self.steps - steps)
+        )
+        if any(total for total, _, _ in words):
+            return max(sum(amount for _, amount, _ in words), _NOTHING)
+        return float(max(count for _, _, count in words))
 
     def _send(self) -> None:
         self._receive()
@@ -259,7 +281,10 @@ class DiLoCo:
         # that the others send.
         at = min(range(len(self.fragments)), key=lambda at: self.fragments[at].rounds)
         fragment, stream = self.fragments[at], self._streams[at]
-        gradient = self._in_model_dtypes(fragment) - self._read(fragment)
+        if not self._is_checked:
+            self._model.check_alike()
+            self._is_checked = True
+        gradient = self._model.movement(fragment)
         weight, mark = self._weight(at), (self._counted, self.steps)
 
         def work() -> tuple[Commit, float]:
@@ -278,7 +303,7 @@ class DiLoCo:
         began = time.monotonic()
         commit, took_s = pending.job.result()
         self._sent_at[pending.fragment] = pending.mark
-        self._apply(pending.fragment, self._mix)
+        self._model.apply(self.fragments[pending.fragment], self._mix)
         waited_s = time.monotonic() - began
         report = RoundReport(
             commit.round,
@@ -299,37 +324,6 @@ class DiLoCo:
         if self._on_round:
             self._on_round(report)
 
-    def _read(self, fragment: Fragment) -> Floats:
-        row = np.empty(fragment.values.size, np.float32)
-        for slot in fragment.slots:
-            local = self._parameters[slot.name].detach().float().cpu().reshape(-1)
-            row[slot.start : slot.stop] = local.numpy()
-        return row
-
-    def _in_model_dtypes(self, fragment: Fragment) -> Floats:
-        """The global values, rounded as in the model: rounding must not count as movement."""
-        import torch
-
-        row = fragment.values.copy()
-        for slot in fragment.slots:
-            dtype = self._parameters[slot.name].dtype
-            if dtype != torch.float32:
-                part = torch.from_numpy(row[slot.start : slot.stop])
-                part.copy_(part.to(dtype))
-        return row
-
-    def _apply(self, at: int, mix: float) -> None:
-        import torch
-
-        fragment = self.fragments[at]
-        with torch.no_grad():
-            for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True):
-                local = self._parameters[slot.name]
-                if mix:
-                    local.lerp_(torch.from_numpy(row).to(local), 1 - mix)
-                else:
-                    local.copy_(torch.from_numpy(row))
-
 
 _TOTALS = ("rounds", "bytes_up", "bytes_down", "requests", "hidden_s", "blocked_s")
 
@@ -346,7 +340,7 @@ def open_streams(
     if allreduce is not None:
         return [StoreStream(allreduce, checkpoint_every)]
     if place.uri is None:
-        return [Alone() for _ in range(count)]
+        return [Alone(options["team"]) for _ in range(count)]
     return [
         StoreStream(
             ObjectStoreAllReduce(
@@ -361,6 +355,26 @@ def open_streams(
         )
         for at in range(count)
     ]
+
+
+def _refuse_spanning(places: Sequence[Place]) -> None:
+    """Raises ValidationError if the processes are not of one replica."""
+    ranks = sorted({place.rank for place in places})
+    if len(ranks) > 1:
+        raise ValidationError(
+            "process_group",
+            f"of replicas {', '.join(map(str, ranks))}",
+            "expected the processes of one replica, but torch.distributed spans several: start "
+            "them with --rendezvous none (rendezvous_backend='none'), or pass process_group= with "
+            "the processes of this replica",
+        )
+    for process, place in enumerate(places):
+        if place != places[0]:
+            raise ValidationError(
+                "process_group",
+                f"process {process} with {place}",
+                f"expected the arguments of process 0, {places[0]}",
+            )
 
 
 def _at_once(work: Callable[[], Any]) -> Future[Any]:

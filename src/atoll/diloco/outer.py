@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce.layout import Layout, TensorSpec
+from atoll.diloco.allreduce.share import Share
+from atoll.diloco.pieces import plain_name
 
 Floats = NDArray[np.float32]
 
@@ -40,9 +44,32 @@ class Fragment:
         self.slots = tuple(slots)
         self.lr, self.beta = lr, beta
         self.rounds = 0
-        size = slots[-1].stop
-        self.values = np.zeros(size, np.float32)
-        self.momentum = np.zeros(size, np.float32)
+        specs = tuple(TensorSpec("float32", slot.shape) for slot in slots)
+        self.carry(Share(Layout(specs, 1, "fp32", "fp32", "", 1)))
+
+    def carry(self, share: Share) -> None:
+        """From here on the rows hold `share` of the values; they are zeros."""
+        self.share = share
+        self.values = np.zeros(share.size, np.float32)
+        self.momentum = np.zeros(share.size, np.float32)
+
+    @property
+    def has_momentum(self) -> bool:
+        return self.rounds > 0
+
+    def spans(self) -> Iterator[tuple[Slot, int, int]]:
+        """Each parameter of which the rows hold something, and where: once for each run of it."""
+        starts = [slot.start for slot in self.slots]
+        row = 0
+        for start, stop in self.share.intervals:
+            at = bisect_right(starts, start) - 1
+            while at < len(self.slots) and self.slots[at].start < stop:
+                slot = self.slots[at]
+                size = min(stop, slot.stop) - max(start, slot.start)
+                if size > 0:
+                    yield slot, row, row + size
+                    row += size
+                at += 1
 
     def step(self, gradient: Floats) -> None:
         """One step of `torch.optim.SGD(nesterov=True)`: m = beta m + g; x -= lr (g + beta m).
@@ -67,7 +94,7 @@ class Fragment:
             np.subtract(values, change, out=values, casting="same_kind")
 
     def rows(self, row: Floats) -> list[Floats]:
-        """`row` as one view for each parameter."""
+        """`row`, of all values, as one view for each parameter."""
         return [row[slot.start : slot.stop].reshape(slot.shape) for slot in self.slots]
 
 
@@ -100,39 +127,48 @@ def _slots(shapes: Sequence[tuple[str, tuple[int, ...]]], indexes: Sequence[int]
     return slots
 
 
-class _Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, frozen=True):
+    """What saved values belong to. `process` of `processes` carries them."""
+
     slots: list[Slot]
     rounds: int
     lr: float
     beta: float
     digest: str
     has_momentum: bool
+    process: int = 0
+    processes: int = 1
 
 
-_HEADER = msgspec.json.Decoder(_Header)
+_HEADER = msgspec.json.Decoder(Header)
+
+
+def header_of(fragment: Fragment, digest: str = "", *, is_whole: bool = False) -> Header:
+    share = fragment.share
+    part = (0, 1) if is_whole else (share.process, share.processes)
+    return Header(
+        list(fragment.slots),
+        fragment.rounds,
+        fragment.lr,
+        fragment.beta,
+        digest,
+        fragment.has_momentum,
+        *part,
+    )
 
 
 def to_bytes(fragment: Fragment) -> bytes:
-    """The whole fragment as bytes, with a header that says what they hold."""
+    """What the fragment holds as bytes, with a header that says what they are."""
     rows = [fragment.values]
     # At the start there is no momentum, and every replica uploads or compares that state.
-    if has_momentum := bool(fragment.momentum.any()):
+    if fragment.has_momentum:
         rows.append(fragment.momentum)
     body = b"".join(row.astype("<f4", copy=False).tobytes() for row in rows)
-    header = msgspec.json.encode(
-        _Header(
-            list(fragment.slots),
-            fragment.rounds,
-            fragment.lr,
-            fragment.beta,
-            hashlib.sha256(body).hexdigest(),
-            has_momentum,
-        )
-    )
+    header = msgspec.json.encode(header_of(fragment, hashlib.sha256(body).hexdigest()))
     return b"".join([_LENGTH.pack(len(header)), header, body])
 
 
-def load_bytes(fragment: Fragment, data: bytes | memoryview) -> None:
+def load_bytes(fragment: Fragment, data: bytes | memoryview, run: str = "") -> None:
     """Load what `to_bytes` wrote; if it does not fit, nothing is changed.
 
     Raises ValidationError for another model or other settings, ValueError for damaged bytes.
@@ -143,7 +179,14 @@ def load_bytes(fragment: Fragment, data: bytes | memoryview) -> None:
         header = _HEADER.decode(view[8 : 8 + length])
     except (struct.error, msgspec.MsgspecError) as error:
         raise ValueError(f"not a checkpoint of global parameters: {error}") from error
-    _check_same(header, fragment)
+    check_same(header, fragment, run)
+    ours = (fragment.share.process, fragment.share.processes)
+    if (header.process, header.processes) != ours:
+        raise ValidationError(
+            "state",
+            f"of process {header.process} of {header.processes}",
+            f"expected that of process {ours[0]} of {ours[1]}; a run in the store goes on with any",
+        )
     body = view[8 + length :]
     size = fragment.values.size
     if len(body) != 4 * size * (2 if header.has_momentum else 1):
@@ -156,20 +199,26 @@ def load_bytes(fragment: Fragment, data: bytes | memoryview) -> None:
     fragment.rounds = header.rounds
 
 
-def _check_same(header: _Header, fragment: Fragment) -> None:
+def check_same(header: Header, fragment: Fragment, run: str = "") -> None:
+    """Raises ValidationError naming the first parameter, or setting, that is not the run's."""
+    advice = f"; run_id {run!r} is in use, another model needs another one" if run else ""
     for their, our in zip(header.slots, fragment.slots, strict=False):
-        if their != our:
-            raise ValidationError("model", _label(our), f"the run has {_label(their)} there")
+        plain = plain_name(their.name)
+        names = (their.name, plain, plain.removeprefix("module."))
+        if our.name not in names or their[1:] != our[1:]:
+            raise ValidationError(
+                "model", _label(our), f"the run has {_label(their)} there{advice}"
+            )
     if len(header.slots) != len(fragment.slots):
         count = len(fragment.slots)
-        raise ValidationError("model", count, f"the run has {len(header.slots)} parameters")
+        raise ValidationError("model", count, f"the run has {len(header.slots)} parameters{advice}")
     # Replicas with other settings would take other steps from the same means and drift apart.
-    for name, theirs, ours in (
+    for setting, theirs, ours in (
         ("outer_lr", header.lr, fragment.lr),
         ("outer_momentum", header.beta, fragment.beta),
     ):
         if theirs != ours:
-            raise ValidationError(name, ours, f"the run began with {theirs:g}")
+            raise ValidationError(setting, ours, f"the run began with {theirs:g}")
 
 
 def _label(slot: Slot) -> str:

@@ -33,14 +33,20 @@ def find_place(
     rank: int | None = None,
     world_size: int | None = None,
     min_replicas: int | None = None,
+    *,
+    is_one_of_many: bool = False,
 ) -> Place:
     """An argument wins over the environment; with neither, a world of one without a store.
+
+    `is_one_of_many`: a replica has several processes, so RANK and WORLD_SIZE are of a process.
 
     Raises ValidationError naming the argument or the variable that does not fit.
     """
     uri = uri or os.environ.get(URI) or None
-    rank = _number("rank", rank, RANK, 0, 0)
-    world_size = _number("world_size", world_size, WORLD, 1, 1)
+    is_one_of_many = is_one_of_many or "TORCHELASTIC_RUN_ID" in os.environ
+    last = -1 if is_one_of_many else None
+    rank = _number("rank", rank, RANK[:last], 0, 0)
+    world_size = _number("world_size", world_size, WORLD[:last], 1, 1)
     if rank >= world_size:
         raise ValidationError("rank", rank, f"expected less than world_size, {world_size}")
     launch = read_launch(world_size)

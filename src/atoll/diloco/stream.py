@@ -6,22 +6,29 @@ other fragments do. `Alone` is a world of one: it has no store and sends nothing
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
-from atoll.core.errors import BackendError, Gone, NotFound
-from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, wire
-from atoll.diloco.outer import Floats, Fragment, load_bytes, to_bytes
+from atoll.core.errors import BackendError, Gone, NotFound, ValidationError
+from atoll.diloco import saved
+from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup
+from atoll.diloco.allreduce.keys import parse_round
+from atoll.diloco.allreduce.layout import Layout, TensorSpec, cells_of
+from atoll.diloco.allreduce.share import Share
+from atoll.diloco.allreduce.team import Solo, Team, lead, together
+from atoll.diloco.outer import Floats, Fragment, Slot
 
 log = logging.getLogger("atoll.diloco")
 
 _POLL_S = 0.1
 _PATIENCE_S = 600.0
 _FIRST_RANK_S = 10.0  # how long the others leave it to rank 0 to say where all start
+_DIGEST_BYTES = 32  # before a start that is in one object
 
 
 class Commit(NamedTuple):
@@ -35,7 +42,13 @@ class Commit(NamedTuple):
 
 
 class Stream(Protocol):
-    """Used by one thread at a time. Every method may block on the store and raise its errors."""
+    """Used by one thread at a time. Every method may block on the store and raise its errors.
+
+    All processes of a replica call the same methods in the same order.
+    """
+
+    def share(self, slots: Sequence[Slot]) -> Share:
+        """What this process carries of a fragment with these parameters."""
 
     def join(self, fragment: Fragment) -> None:
         """`fragment` holds what all replicas agree on, as of the newest round."""
@@ -59,6 +72,15 @@ class Stream(Protocol):
 
 class Alone:
     """A world of one replica: its own gradient is the mean."""
+
+    def __init__(self, team: Team | None = None) -> None:
+        self._team: Team = Solo() if team is None else team
+
+    def share(self, slots: Sequence[Slot]) -> Share:
+        specs = tuple(TensorSpec("float32", slot.shape) for slot in slots)
+        cells = cells_of(slots[-1].stop, ("fp32",))
+        layout = Layout(specs, 1, "fp32", "fp32", "", cells)
+        return Share(layout, self._team.process, self._team.processes)
 
     def join(self, fragment: Fragment) -> None:
         pass
@@ -88,37 +110,41 @@ class StoreStream:
         self._checkpoint_every = checkpoint_every
         self._is_stale = False  # a join failed: the next round must not be added to what is here
 
+    def share(self, slots: Sequence[Slot]) -> Share:
+        allreduce = self._allreduce
+        like = [np.broadcast_to(np.float32(0), slot.shape) for slot in slots]
+        return allreduce.share_of(allreduce.describe(like))
+
     def join(self, fragment: Fragment) -> None:
         """Load the newest checkpoint, or the start, and take the steps of the rounds after it."""
         deadline = time.monotonic() + _PATIENCE_S
         self._is_stale = True
         while True:
             try:
-                state = self._allreduce.join()
+                following = self._load(fragment)
+                for mean, layout in self._allreduce.read_since(following):
+                    fragment.step(self._own(fragment, mean, layout))
                 break
+            except catchup.Outdated:
+                continue
             except Gone as news:
                 # A newer checkpoint is on its way as long as others train.
-                if time.monotonic() > deadline:
+                if lead(self._allreduce.team, lambda: time.monotonic() > deadline):
                     raise
                 log.info("waiting for a checkpoint: %s", news)
                 time.sleep(_POLL_S)
-        if state.checkpoint is None:
-            self._start(fragment)
-        else:
-            load_bytes(fragment, state.checkpoint.state)  # type: ignore[arg-type]
-        for mean in state.means:
-            fragment.step(_row(mean.tensors))
         self._is_stale = False
 
     def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         allreduce = self._allreduce
-        means = allreduce.allreduce(fragment.rows(gradient), weight=weight)
+        layout = fragment.share.layout
+        mean = allreduce.allreduce_share(layout, gradient, weight=weight)
         report = allreduce.last_round
         assert report is not None
         if report.skipped or self._is_stale:
             self.join(fragment)
         else:
-            fragment.step(_row(means))
+            fragment.step(mean)
             if not report.is_member and self._is_behind(report.round):
                 self.join(fragment)
         roster = tuple(report.roster)
@@ -140,36 +166,83 @@ class StoreStream:
         self._allreduce.close()
 
     def _save(self, fragment: Fragment, number: int) -> None:
+        key = self._allreduce.keys.checkpoint(number + 1)
         try:
-            self._allreduce.save_checkpoint(to_bytes(fragment), number)
+            saved.save(self._allreduce, fragment, key, number + 1)
         except BackendError as error:
             log.warning("round %d is not in a checkpoint, a later one will be: %s", number, error)
 
     def _is_behind(self, number: int) -> bool:
-        return catchup.latest(self._allreduce.blobs, self._allreduce.keys, number) is not None
+        allreduce = self._allreduce
+        return lead(
+            allreduce.team,
+            lambda: catchup.latest(allreduce.blobs, allreduce.keys, number) is not None,
+        )
+
+    def _own(self, fragment: Fragment, mean: Floats, layout: Layout) -> Floats:
+        """What this process carries of a mean, which may be of a round that was cut otherwise."""
+        if mean.size == fragment.share.size and layout.cells == fragment.share.layout.cells:
+            return mean
+        return saved.cut(fragment.share, mean)
+
+    def _load(self, fragment: Fragment) -> int:
+        """Load the newest checkpoint that is whole, or the start; returns the round after it."""
+        allreduce = self._allreduce
+        keys = lead(
+            allreduce.team,
+            lambda: [blob.key for blob in allreduce.blobs.find(allreduce.keys.checkpoints())],
+        )
+        for key in reversed(keys):
+            number = parse_round(key)
+            if number is not None and self._take(fragment, key):
+                return number
+        self._start(fragment)
+        return 0
+
+    def _take(self, fragment: Fragment, key: str) -> bool:
+        """Whether all processes could load the checkpoint."""
+
+        def load() -> bool:
+            try:
+                state = saved.read_index(self._allreduce, key)
+                if isinstance(state, bytes):
+                    whole = msgspec.msgpack.decode(state, type=bytes)
+                    saved.load_whole(fragment, whole, self._allreduce.keys.run)
+                else:
+                    saved.load(self._allreduce, fragment, state)
+            except ValidationError:
+                raise
+            except (NotFound, ValueError, msgspec.MsgspecError) as error:
+                log.warning("checkpoint %s cannot be used: %s", key, error)
+                return False
+            return True
+
+        return all(together(self._allreduce.team, load))
 
     def _start(self, fragment: Fragment) -> None:
         """Load the parameters with which the first replica of the run began."""
-        blobs, key = self._allreduce.blobs, self._allreduce.keys.start()
-        mine = to_bytes(fragment)
-        digest = hashlib.sha256(mine).digest()
-        deadline = time.monotonic() + (_FIRST_RANK_S if self._allreduce.rank else 0)
-        sealed = wire.SEAL.size
-        while True:
-            try:
-                # Mostly all replicas begin alike; the digest in front says so without a download.
-                if bytes(blobs.get(key, sealed, sealed + len(digest))) == digest:
-                    return
-                body = wire.unseal(wire.CHECKPOINT, wire.fence(key), blobs.get(key))
-                load_bytes(fragment, body[len(digest) :])
-                return
-            except NotFound:
-                pass
-            if time.monotonic() < deadline:
+        allreduce = self._allreduce
+        key = allreduce.keys.start()
+        deadline = time.monotonic() + (_FIRST_RANK_S if allreduce.rank else 0)
+
+        def exists() -> bool:
+            while True:
+                try:
+                    allreduce.blobs.get(key, 0, 1)
+                    return True
+                except NotFound:
+                    if time.monotonic() >= deadline:
+                        return False
                 time.sleep(_POLL_S)
+
+        if not lead(allreduce.team, exists):
+            saved.save(allreduce, fragment, key, 0)
+
+        def load() -> None:
+            state = saved.read_index(allreduce, key)
+            if isinstance(state, bytes):
+                saved.load_whole(fragment, state[_DIGEST_BYTES:], allreduce.keys.run)
             else:
-                blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), digest + mine))
+                saved.load(allreduce, fragment, state)
 
-
-def _row(tensors: list[Floats]) -> Floats:
-    return np.concatenate([each.reshape(-1) for each in tensors])
+        together(allreduce.team, load)

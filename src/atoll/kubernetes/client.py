@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, Denied, Gone, NotFound, ObjectTooLarge, Permanent, Temporary
 from atoll.core.lines import alines_of
+from atoll.kubernetes.servertime import ServerTime
 
 Json = dict[str, Any]
 PatchType = Literal["merge", "strategic", "json", "apply"]
@@ -87,6 +88,7 @@ class Cluster:
         self._http = client
         self.namespace = namespace
         self.requests: Counter[tuple[str, str]] = Counter()
+        self.time = ServerTime()
 
     @classmethod
     def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
@@ -293,6 +295,7 @@ class Cluster:
             raise _unreachable(error) from error
         except (ConfigError, OSError) as error:
             raise no_credentials(error) from error
+        self.time.hear(answer.headers.get("Date"))
         if answer.is_error:
             raise _error(_status(answer), answer.status_code, kind)
         return answer
@@ -305,6 +308,7 @@ class Cluster:
         self.requests[verb, kind] += 1
         try:
             async with self._http.stream("GET", path, params=params, timeout=limits) as answer:
+                self.time.hear(answer.headers.get("Date"))
                 if answer.is_error:
                     await answer.aread()
                     raise _error(_status(answer), answer.status_code, kind)

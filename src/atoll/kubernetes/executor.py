@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ class KubernetesBackend:
         cluster: Cluster | None = None,
         context: str | None = None,
         is_owner: bool = False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         **options: Any,
     ) -> None:
         try:
@@ -67,7 +66,7 @@ class KubernetesBackend:
             raise ValidationError("options", sorted(options), str(error)) from error
         self.cluster = cluster or Cluster.connect(context)
         self._is_owner = is_owner
-        self._clock = clock
+        self._clock = clock = clock or (lambda: self.cluster.time())
         self._keeper = PodKeeper(self.cluster)
         self._archive = Archive(self.cluster)
         self._objects = GangObjects(self.cluster, self.options, is_owner=is_owner)
@@ -142,7 +141,8 @@ class KubernetesBackend:
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         silent = self._hosts.follow(training.key, pods)
         view = look(training, job, pods, self.options, now, trouble.text, silent)
-        seen = replace(view.seen, again_in_s=sooner(view.seen.again_in_s, trouble.again_in_s))
+        again_in_s = sooner(view.seen.again_in_s, trouble.again_in_s)
+        seen = replace(view.seen, again_in_s=again_in_s, at=now)
         seen = await self._troubles.explain(training, seen, view.newest, now)
         return self._beside.look(training, job, view.newest, beside, seen, now)
 

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from atoll.local.bench import LocalBench
 from atoll.local.capacity import Machine
 from atoll.local.journal import Attempt, GangState, Record
 from atoll.local.logs import read_lines, tail_places
+from atoll.local.processes import boot_id
 from atoll.local.rendezvous_file import read_rendezvous
 from atoll.local.rendezvous_view import (
     seen_endpoint,
@@ -300,6 +302,7 @@ class LocalBackend:
             message=gang.shortage or str(error or message),
             rendezvous_endpoint=seen_endpoint(training, gang.directory),
             mesh=seen_mesh(training, gang.directory),
+            at=state.time(boot_id(), time.monotonic()),
         )
 
     async def measure(self, training: Training) -> None:

@@ -92,6 +92,12 @@ class GangState:
             if last is not None and last.attempt == record["attempt"] and last.exit is None:
                 self.attempts[last.rank] = last._replace(exit=record)
 
+    def time(self, boot: str, up: float) -> float | None:
+        """The gang's own time at a moment of the monotonic clock; None if it is not known."""
+        if self.anchor is None or self.anchor.boot != boot:
+            return None
+        return self.anchor.at + up - self.anchor.up
+
     def alive(self) -> list[Attempt]:
         return [a for a in self.attempts.values() if a.exit is None]
 

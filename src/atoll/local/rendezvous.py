@@ -50,7 +50,9 @@ class Rendezvous:
             raise OSError(str(error)) from error
         self._note()
         meeting = Meeting(ADDRESS, self._leases[0].port, etcd=self._endpoint, mesh=self._endpoint)
-        return meeting_environment(self._wanted["backend"], meeting)
+        env = meeting_environment(self._wanted["backend"], meeting)
+        unset = self._wanted.get("unset", ())
+        return {name: value for name, value in env.items() if name not in unset}
 
     def heal(self) -> float | None:
         """Restarts an etcd that died, with its keys and address, and puts keys back that somebody

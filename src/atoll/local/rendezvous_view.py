@@ -15,7 +15,7 @@ from atoll.core.mesh import READY_DIR, MeshState, split_endpoint
 from atoll.core.status import MeshStatus, Training
 from atoll.local.rendezvous_file import find_etcd, read_rendezvous
 from atoll.mesh.etcd import EtcdKeys
-from atoll.rank.launch import ETCD_BACKEND, needs_etcd
+from atoll.rank.launch import ETCD_BACKEND, NO_BACKEND, needs_etcd, unset_variables
 
 CONFIGURED = "ATOLL_ETCD_ENDPOINT"
 
@@ -30,6 +30,7 @@ def wanted_rendezvous(training: Training, host: str, before: dict[str, Any]) -> 
     spec = training.spec
     part: dict[str, Any] = {"backend": spec.rendezvous.backend, "etcd": "", "endpoint": ""}
     part["keys"] = [f"{READY_DIR}/{host}"]  # one host, so all of its ranks reach each other
+    part["unset"] = list(unset_variables(spec, {**spec.nccl_env, **spec.env}))
     if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
         return part
     if endpoint := os.environ.get(CONFIGURED):
@@ -41,6 +42,8 @@ def wanted_rendezvous(training: Training, host: str, before: dict[str, Any]) -> 
 
 def seen_endpoint(training: Training, directory: Path) -> str:
     rendezvous = read_rendezvous(directory)
+    if training.spec.rendezvous.backend == NO_BACKEND:
+        return ""
     if training.spec.rendezvous.backend == ETCD_BACKEND:
         return str(rendezvous.get("etcd", ""))
     return f"127.0.0.1:{rendezvous['ports'][0]}" if rendezvous.get("ports") else ""

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.local import processes
+from atoll.local import cgroup, processes
 from atoll.local.journal import Attempt, JournalWriter, Record
 from atoll.local.rankprocess import lost_record
 
@@ -32,7 +32,7 @@ def main(directory: str, lock: int, listener: int) -> None:
     """Runs as the keeper; returns when no process of the training is left."""
     os.set_inheritable(lock, False)
     os.set_inheritable(listener, False)
-    dismiss = _step_below_guard()
+    dismiss = _step_below_guard(cgroup.place_for(Path(directory)))
     processes.adopt_orphans()
     is_heir = _leave_mark(mark_of(Path(directory)))
     supervisor = os.fork()
@@ -43,14 +43,16 @@ def main(directory: str, lock: int, listener: int) -> None:
         os._exit(0)
     os.close(listener)
     keep(Path(directory), supervisor)
+    cgroup.remove(Path(directory))
     with contextlib.suppress(OSError):
         os.write(dismiss, b"dismissed\n")
 
 
 # Waits until it is dismissed, or until keeper and supervisor have both died. What they leave comes
 # to it as its children, whatever has become of its environment or session; some may carry their
-# variable and be elsewhere. It ends after two looks that found nothing. It is a shell, so that
-# killing atoll by name does not kill it. Every command that is no builtin also reaps the children.
+# variable, or be in the gang's control group, and be elsewhere. It ends after two looks that found
+# nothing. It is a shell, so that killing atoll by name does not kill it. Every command that is no
+# builtin also reaps the children.
 GUARD = """
 read word
 word=$word.
@@ -59,19 +61,22 @@ while [ $empty -lt 2 ]; do
     below= ; read below < /proc/$$/task/$$/children
     if [ $word = dismissed. ]; then [ -n "$below" ] || exit 0; sleep 0.01; continue; fi
     marked=$(grep -ls "ATOLL_SUPERVISOR=$1" /proc/[0-9]*/environ)
+    inside= ; [ -z "$2" ] || inside=$(cat "$2/cgroup.procs")
     empty=$((empty + 1))
-    for file in $marked $below; do
-        empty=0; pid=${file#/proc/}; kill -9 "${pid%/environ}" 2>/dev/null
+    for file in $marked $below $inside; do
+        empty=0; pid=${file#/proc/}; kill -9 "${pid%/environ}"
     done
     sleep 0.02
 done
+[ -z "$2" ] || rmdir "$2"
 """
 
 
-def _step_below_guard() -> int:
+def _step_below_guard(group: str) -> int:
     """Forks; the parent becomes the guard, and the child goes on. Returns the pipe to dismiss it.
 
-    Orphans of this process come to the guard, which is not killed with the keeper's children.
+    `group` is the folder of the gang's control group, if it may have one. Orphans of this process
+    come to the guard, which is not killed with the keeper's children.
     """
     orders, dismiss = os.pipe2(os.O_CLOEXEC)
     place, is_posted = os.pipe2(os.O_CLOEXEC)
@@ -85,7 +90,7 @@ def _step_below_guard() -> int:
         for target, file in enumerate((orders, nowhere, nowhere)):
             os.dup2(file, target)
         # Every rank carries this, so the guard never kills the ranks of a later shim.
-        words = ["sh", "-c", GUARD, "guard", _own_mark(keeper)]
+        words = ["sh", "-c", GUARD, "guard", _own_mark(keeper), group]
         with contextlib.suppress(OSError):  # no shell: the next control plane will clear up
             os.execvpe("sh", words, {"PATH": os.environ.get("PATH", os.defpath)})
         os._exit(0)
@@ -163,18 +168,18 @@ def kill_descendants() -> dict[int, int]:
         ended[pid] = status
 
 
-def bury(left: Sequence[Attempt], uid: str) -> None:
+def bury(left: Sequence[Attempt], directory: Path, uid: str) -> None:
     """Kills ranks without a supervisor and all they started; returns when all of it is gone."""
-    marked = {pid for pid in processes.all_pids() if _uid(pid) == uid}
-    alive = {a.pid for a in left if processes.is_running(a.pid, a.born)}
-    while marked or alive:
-        for pid in marked:
+    while True:
+        marked = {pid for pid in processes.all_pids() if _uid(pid) == uid}
+        alive = {a.pid for a in left if processes.is_running(a.pid, a.born)}
+        for pid in marked | cgroup.members(directory):
             processes.kill(pid)
         for pid in alive:
             processes.kill_group(pid, signal.SIGKILL)
+        if not marked and not alive and not cgroup.members(directory):
+            return
         time.sleep(0.01)
-        marked = {pid for pid in processes.all_pids() if _uid(pid) == uid}
-        alive = {a.pid for a in left if processes.is_running(a.pid, a.born)}
 
 
 def _uid(pid: int) -> str:

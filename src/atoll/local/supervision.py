@@ -21,7 +21,7 @@ from typing import IO, Any
 import atoll
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.retry import Retry
-from atoll.local import processes
+from atoll.local import cgroup, processes
 from atoll.local.journal import GangState, JournalReader, write_durably
 from atoll.local.pulse import BEAT, BEAT_S, GROWN, Pulse, pair_of, send
 from atoll.local.rankprocess import end_key, write_ends
@@ -40,7 +40,7 @@ SHIM = (
 )
 FILES = (
     *("gang.json", "journal", "control", "lock", "keeper", "shim.log"),
-    *("rendezvous.json", "etcd.log", "ends"),
+    *("rendezvous.json", "etcd.log", "ends", "cgroup"),
 )
 KEEPER_STUCK_S = 3.0
 FRUITLESS_STARTS = 5
@@ -152,6 +152,7 @@ class Supervision:
         while self.is_supervised():
             await self._wait(0.05)
         self._hang_up()
+        cgroup.remove(self.directory)
         # The wish is removed first: alone, it would count as ranks that hold slots.
         for name in FILES:
             (self.directory / name).unlink(missing_ok=True)

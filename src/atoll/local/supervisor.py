@@ -20,7 +20,7 @@ from typing import Any
 
 from atoll.core.ends import RankEnd
 from atoll.core.retry import Retry
-from atoll.local import processes
+from atoll.local import cgroup, processes
 from atoll.local.journal import Attempt, Due, JournalWriter, Record
 from atoll.local.muster import Muster
 from atoll.local.pulse import BEAT, BEAT_S, GROWN
@@ -95,8 +95,9 @@ class Supervisor:
         self._failures, self._failures_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         left = self._journal.state.alive()
         if left or is_heir:
-            bury(left, read_gang(self._directory)["uid"])
+            bury(left, self._directory, read_gang(self._directory)["uid"])
             append_persistently(self._journal, [lost_record(a, {}, self._end_of(a)) for a in left])
+        cgroup.enter(self._directory, cgroup.place_for(self._directory))
 
     def run(self) -> None:
         self._accept_wish()

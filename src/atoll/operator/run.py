@@ -16,6 +16,7 @@ from typing import Any
 
 from atoll.controller.loop import Controller
 from atoll.controller.sweep import keep_swept
+from atoll.core.clock import Time
 from atoll.core.errors import AtollError, BackendError, Denied, NotFound
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.executor import KubernetesBackend
@@ -110,6 +111,7 @@ async def _lead(
                 controller = Controller(
                     store,
                     {executor.name: executor},
+                    clock=lambda: Time(cluster.time()),
                     on_pass=lambda done: gauges.reconciled(done.seconds),
                 )
                 tasks.create_task(controller.run())
@@ -152,6 +154,7 @@ async def serve_api(
         streams=streams,
         setup=Setup(new_token=f"atoll token create --home {tokens.home} --namespace NAMESPACE"),
         gauges=gauges,
+        clock=lambda: Time(cluster.time()),
         is_metrics_open=False,
     )
     server = _Server(app)

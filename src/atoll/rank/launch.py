@@ -7,6 +7,7 @@ this file.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from atoll.core.status import Training
 
 ETCD_BACKEND = "etcd-v2"
+NO_BACKEND = "none"  # ranks do not meet
 
 # Set to the rank's own number.
 RANK_VARIABLES = ("RANK", "REPLICA_RANK", "ATOLL_RANK", "BASILICA_RANK")
@@ -28,9 +30,24 @@ MEETING_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "BASILICA_RDZV_ENDPOINT",
+    "PET_RDZV_ENDPOINT",
     "ATOLL_MESH_ENDPOINT",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )
+# What torchrun goes by where its command line says nothing.
+TORCHRUN_VARIABLES = (
+    "PET_NNODES",
+    "PET_RDZV_BACKEND",
+    "PET_RDZV_ENDPOINT",
+    "PET_RDZV_ID",
+    "PET_RDZV_CONF",
+    "PET_NODE_RANK",
+)
+# What torch.distributed, and frameworks on it, take for a world of processes.
+WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Ranks may start minutes apart. A last call is for ranks that nobody asked for yet: those between
+# target and max.
+TORCHRUN_CONF = "timeout=1500,join_timeout=1500,last_call_timeout=5"
 
 
 class Meeting(NamedTuple):
@@ -72,14 +89,15 @@ class RankLaunch(NamedTuple):
 def render_launch(training: Training, place: RankPlace) -> RankLaunch:
     """The launch of a rank. Variables of the user win, except for names that atoll reserves."""
     spec, world = training.spec, training.spec.world_size
+    backend = spec.rendezvous.backend
     own = {**spec.nccl_env, **spec.env}
-    # A backend "none", where ranks do not meet, leaves out what torch.distributed goes by: these
-    # variables, RANK and LOCAL_RANK of `rank_variables`, WORLD_SIZE of `size_variables`.
+    unset = unset_variables(spec, own)
     meeting = None
     if place.meeting is not None:
-        meeting = meeting_environment(spec.rendezvous.backend, place.meeting)
+        meeting = meeting_environment(backend, place.meeting)
     env = {
         **{name: value for name, value in (meeting or {}).items() if name not in own},
+        **{n: v for n, v in _torchrun(spec, training.uid).items() if n not in own},
         **own,
         "ATOLL_NAME": spec.name,
         "ATOLL_NAMESPACE": training.namespace,
@@ -87,7 +105,7 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
         "ATOLL_WORLD_MIN": str(world.min),
         "ATOLL_WORLD_MAX": str(world.max),
         "ATOLL_RENDEZVOUS_URI": spec.rendezvous.uri or place.rendezvous_uri,
-        "BASILICA_RDZV_ID": f"{spec.name}-{training.uid[:8]}",
+        "BASILICA_RDZV_ID": _rendezvous_id(spec, training.uid),
         "BASILICA_WORLD_MIN": str(world.min),
         "BASILICA_WORLD_MAX": str(world.max),
         "BASILICA_GPUS_PER_POD": str(max(spec.resources.gpu_count, 1)),
@@ -96,18 +114,69 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
     # ranks itself knows how many it let go.
     if TOGETHER not in own and world.min == world.target:
         env[TOGETHER] = str(world.target)
-    by_rank = (*RANK_VARIABLES, *(("LOCAL_RANK",) if place.is_one_host else ()))
-    if RANK_ENV in own and own[RANK_ENV] not in by_rank:
-        by_rank = (*by_rank, own[RANK_ENV])
-    filled_in = {*by_rank, *SIZE_VARIABLES, "NODE_NAME"}
+    by_rank = [*RANK_VARIABLES, *(("LOCAL_RANK",) if place.is_one_host else ())]
+    by_size = [*SIZE_VARIABLES]
+    if backend == "static":  # torchrun's own rendezvous needs to know who is who
+        by_rank += ["PET_NODE_RANK"] if "PET_NODE_RANK" not in own else []
+        by_size += ["PET_NNODES"] if "PET_NNODES" not in own else []
+    rank_variables = tuple(name for name in by_rank if name not in unset)
+    size_variables = tuple(name for name in by_size if name not in unset)
+    filled_in = {*rank_variables, *size_variables, "NODE_NAME"}
+    later = () if meeting is not None else tuple(n for n in MEETING_VARIABLES if n not in own)
     return RankLaunch(
         command=render_command(spec, place),
-        env={name: value for name, value in env.items() if name not in filled_in},
-        rank_variables=by_rank,
-        size_variables=SIZE_VARIABLES,
+        env={n: v for n, v in env.items() if n not in filled_in and n not in unset},
+        rank_variables=rank_variables,
+        size_variables=size_variables,
         node_variables=("NODE_NAME",),
-        later=() if meeting is not None else tuple(n for n in MEETING_VARIABLES if n not in own),
+        later=tuple(dict.fromkeys([*later, *unset])),
     )
+
+
+def unset_variables(spec: TrainingSpec, own: dict[str, str]) -> tuple[str, ...]:
+    """What a rank must not find, unless its user sets it: the variables of a world it is not in."""
+    names: tuple[str, ...] = ()
+    if spec.rendezvous.backend == NO_BACKEND:
+        names = (*WORLD_VARIABLES, *TORCHRUN_VARIABLES)
+    elif is_one_host(spec):
+        names = TORCHRUN_VARIABLES
+    return tuple(name for name in names if name not in own)
+
+
+_TORCHRUN = re.compile(
+    r"(?<![\w.=-])(?:torchrun|torch\.distributed\.(?:run|launch))(?P<flags>(?:\s+[^\n;&|]*)?)"
+)
+_ONE_HOST = re.compile(r"(?<!\S)--(?:standalone|nnodes[=\s]\s*[\"']?1(?::1)?[\"']?)(?!\S)")
+_SCRIPT = re.compile(r"\S+\.py(?!\S)|(?<!\S)-m\s|(?<!\S)--module\s")
+
+
+def is_one_host(spec: TrainingSpec) -> bool:
+    """Whether every torchrun that the training starts is for one host, by its own flags.
+
+    With the variables of a larger world, torchrun would wait for the other hosts all the same.
+    """
+    if spec.env.get("PET_NNODES") in ("1", "1:1") or "PET_STANDALONE" in spec.env:
+        return True
+    text = " ".join([*(spec.command or ()), *spec.args])
+    if spec.source is not None and spec.source.kind == "shell":
+        text = spec.source.content.decode(errors="replace")
+    # Whatever comes after the script's name is for the script.
+    flags = [_SCRIPT.split(match["flags"])[0] for match in _TORCHRUN.finditer(text)]
+    return bool(flags) and all(_ONE_HOST.search(each) for each in flags)
+
+
+def _rendezvous_id(spec: TrainingSpec, uid: str) -> str:
+    return f"{spec.name}-{uid[:8]}"
+
+
+def _torchrun(spec: TrainingSpec, uid: str) -> dict[str, str]:
+    """Torchrun's own variables: a bare `torchrun train.py` in every rank is one world."""
+    return {
+        "PET_NNODES": f"{spec.world_size.min}:{spec.world_size.max}",
+        "PET_RDZV_BACKEND": spec.rendezvous.backend,
+        "PET_RDZV_ID": _rendezvous_id(spec, uid),
+        "PET_RDZV_CONF": TORCHRUN_CONF,
+    }
 
 
 def render_command(spec: TrainingSpec, place: RankPlace) -> list[str]:
@@ -145,11 +214,15 @@ def needs_etcd(backend: str, *, has_mesh: bool) -> bool:
 
 
 def meeting_environment(backend: str, meeting: Meeting) -> dict[str, str]:
-    is_etcd = backend == ETCD_BACKEND
+    if backend == NO_BACKEND:
+        return {"BASILICA_RDZV_ENDPOINT": "", "ATOLL_MESH_ENDPOINT": meeting.mesh}
+    own = f"{meeting.master}:{meeting.port}"
+    endpoint = meeting.etcd if backend == ETCD_BACKEND else own
     return {
         "MASTER_ADDR": meeting.master,
         "MASTER_PORT": str(meeting.port),
-        "BASILICA_RDZV_ENDPOINT": meeting.etcd if is_etcd else f"{meeting.master}:{meeting.port}",
+        "BASILICA_RDZV_ENDPOINT": endpoint,
+        "PET_RDZV_ENDPOINT": endpoint,
         "ATOLL_MESH_ENDPOINT": meeting.mesh,
         # With the store shared, as torch has it by default, node 0 publishes the store's address
         # in the first round only. A node that joins later waits for it in the new round, under

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Router
 
+from atoll.controller.clock import machine_clock
+from atoll.core.clock import Time
 from atoll.core.model import encode
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.server import api, problems
@@ -31,6 +33,7 @@ def create_app(
     streams: Streams | None = None,
     setup: Setup | None = None,
     gauges: Gauges | None = None,
+    clock: Callable[[], Time] | None = None,
     is_metrics_open: bool = True,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
 ) -> Router:
@@ -43,7 +46,8 @@ def create_app(
     streams = Streams() if streams is None else streams
     gauges = Gauges() if gauges is None else gauges
     setup = Setup() if setup is None else setup
-    plane = Plane(store, tokens, executors, streams, gauges, setup)
+    clock = machine_clock() if clock is None else clock
+    plane = Plane(store, tokens, executors, streams, gauges, setup, clock)
 
     @contextlib.asynccontextmanager
     async def counted(_: Router) -> AsyncIterator[None]:

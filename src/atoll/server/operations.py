@@ -16,7 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
+from atoll.controller.clock import machine_clock
 from atoll.core.checks import check_name
+from atoll.core.clock import Time
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode, named
 from atoll.core.ports import Executor, Store, Tokens
@@ -54,6 +56,7 @@ class Plane:
     streams: Streams
     gauges: Gauges
     setup: Setup = field(default_factory=Setup)
+    clock: Callable[[], Time] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
     bodies: Bodies = field(default_factory=Bodies)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated
@@ -158,9 +157,9 @@ async def events(call: ApiCall) -> Answer:
 
 async def usage(call: ApiCall) -> Answer:
     training = await _training(call)
-    return json_answer(used(training, time.time()))
+    return json_answer(used(training, call.plane.clock()))
 
 
 async def metrics(call: ApiCall) -> Answer:
     training = await _training(call)
-    return json_answer(measured(training, time.time()))
+    return json_answer(measured(training, call.plane.clock()))

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.controller.reconcile import Reconciler
+from atoll.core.clock import Time
 from atoll.core.errors import Conflict, Permanent, Temporary
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -61,7 +62,7 @@ class Notebook:
     async def passes(self, count: int) -> float | None:
         store: Any = self
         executors: Any = {"local": self}
-        reconciler = Reconciler(store, executors, lambda: 100.0)
+        reconciler = Reconciler(store, executors, lambda: Time(100.0))
         for _ in range(count):
             again = await reconciler.reconcile(("n", "t"))
         return again

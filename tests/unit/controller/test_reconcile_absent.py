@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.controller.reconcile import QUIET_S, Reconciler
+from atoll.core.clock import Time
 from atoll.core.errors import Denied, Temporary
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -70,7 +71,7 @@ class Plane:
         self.restart(eu=self.eu)
 
     def restart(self, **executors: Any) -> None:
-        self.reconciler = Reconciler(self.store, executors, lambda: self.now)
+        self.reconciler = Reconciler(self.store, executors, lambda: Time(self.now))
 
     def looks(self, count: int = 1) -> None:
         for _ in range(count):

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from atoll.core.clock import Time
 from atoll.core.phase import Phase
 from atoll.core.plan import Apply, Forget, Plan, Release, plan
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -450,7 +451,7 @@ def test_usage_stops_with_the_ranks() -> None:
     story.now = began + 9
     story.ranks(r0="exit 1")
     ran = story.status.ranks[0].metered_s
-    assert usage(story.training, story.now + 100).rank_seconds == ran > 0
+    assert usage(story.training, Time(story.now + 100)).rank_seconds == ran > 0
 
 
 def test_a_finished_world_keeps_its_count() -> None:
@@ -558,3 +559,61 @@ def test_ranks_of_a_cancelled_training_are_not_ready_while_they_stop() -> None:
     story.look(ranks=[replace(r, is_stopping=True) for r in story.seen.ranks])
     assert story.status.world.ready == 0
     assert "WorldShrunkBelowMin" not in story.told
+
+
+def timed(story: Story, wall: float, steady: float, at: float | None = None) -> Plan:
+    """One pass at that moment of the wall clock, the steady one and the executor's."""
+    seen = replace(story.seen, at=at)
+    made = plan(story.training, seen, Time(wall, wall - steady))
+    story.training = replace(story.training, status=made.status)
+    return made
+
+
+def test_a_deadline_counts_from_the_start_by_the_executors_clock() -> None:
+    """Neither the wait for the first rank nor a clock that was set uses it up."""
+    story = Story(target=2, deadline_s=3600)
+    story.look()
+    assert timed(story, 9000.0, 9000.0).status.failing == ""  # asked for, and nothing has started
+    ranks = [SeenRank(rank=n, state="running", started_at=50_000.0) for n in (0, 1)]
+    story.seen = replace(story.seen, ranks=ranks)
+    made = timed(story, 9001.0, 9001.0, at=50_001.0)
+    assert made.requeue_after_s == pytest.approx(3599.0)
+    made = timed(story, 9002.0 + 7200, 9002.0, at=50_002.0)  # the wall clock was set by two hours
+    assert made.status.failing == ""
+    assert made.requeue_after_s == pytest.approx(3598.0)
+    assert usage(story.training, Time(9002.0 + 7200, 7200)).rank_seconds == pytest.approx(4.0)
+    assert timed(story, 9002.0, 12_600.0, at=53_600.0).status.failing == "DeadlineExceeded"
+
+
+def test_a_record_lives_as_long_as_it_is_to_by_the_steady_clock() -> None:
+    story = running(Story(target=2, ttl_seconds=600), 2)
+    story.seen = replace(story.seen, ranks=[
+        replace(r, state="exited", exit=Exit(code=0, at=5.0, reason="Completed"))
+        for r in story.seen.ranks
+    ])  # fmt: skip
+    timed(story, 5000.0, 10.0)
+    assert story.status.phase is Phase.SUCCEEDED
+    assert story.status.ended_at == 5000.0
+    story.seen = Seen()
+    timed(story, 5000.0, 10.0)
+    made = timed(story, 50_000.0, 20.0)
+    assert (made.actions, made.requeue_after_s) == ((), pytest.approx(590.0))
+    assert timed(story, 100.0, 610.0).actions == (Forget(),)
+
+
+def test_a_start_grace_is_measured_and_not_dated() -> None:
+    story = Story(start_grace_s=30)
+    story.seen = replace(story.seen, room=3)
+    timed(story, 7200.0, 1.0)
+    assert timed(story, 9000.0, 2.0).actions == ()
+    made = timed(story, 10.0, 31.0)
+    assert [a.wish.size for a in made.actions if isinstance(a, Apply)] == [3]
+
+
+def test_no_step_of_a_clock_makes_a_rank_missing_or_an_executor_lost() -> None:
+    story = running(Story())
+    story.seen = Seen()
+    timed(story, 3.0, 3.0)
+    assert timed(story, 9000.0, 3.5).status.failing == ""
+    assert all(r.is_alive for r in story.status.ranks)
+    assert all(r.exit is not None for r in timed(story, 9.0, 6.1).status.ranks)

@@ -16,9 +16,11 @@ from atoll.local.executor import render_gang
 from atoll.rank.launch import (
     MEETING_VARIABLES,
     TOGETHER,
+    TORCHRUN_VARIABLES,
     Meeting,
     RankLaunch,
     RankPlace,
+    is_one_host,
     meeting_environment,
     render_launch,
 )
@@ -110,6 +112,77 @@ def test_the_endpoint_is_the_etcd_where_ranks_meet_there() -> None:
     meeting = Meeting("m", 1, etcd="e:2379")
     assert meeting_environment("etcd-v2", meeting)["BASILICA_RDZV_ENDPOINT"] == "e:2379"
     assert meeting_environment("c10d", meeting)["BASILICA_RDZV_ENDPOINT"] == "m:1"
+
+
+TORCHRUN = set(TORCHRUN_VARIABLES) - {"PET_NODE_RANK"}
+
+
+def test_a_bare_torchrun_finds_one_elastic_world_in_its_own_variables() -> None:
+    launch = cluster_launch(
+        command=["torchrun", "--nproc-per-node", "2", "train.py", "--standalone"],
+        world_size=WorldSize(min=2, target=3, max=4),
+        env={"PET_RDZV_CONF": "timeout=7"},
+    )
+    assert launch.env["PET_NNODES"] == "2:4"
+    assert launch.env["PET_RDZV_BACKEND"] == "c10d"
+    assert launch.env["PET_RDZV_ENDPOINT"] == launch.env["BASILICA_RDZV_ENDPOINT"]
+    assert launch.env["PET_RDZV_ID"] == launch.env["BASILICA_RDZV_ID"]
+    assert launch.env["PET_RDZV_CONF"] == "timeout=7", "the user's own wins"
+
+
+def test_the_static_rendezvous_of_torchrun_knows_who_is_who() -> None:
+    launch = local_launch(rendezvous=RendezvousSpec(backend="static"))
+    assert "PET_NODE_RANK" in launch.rank_variables
+    assert "PET_NNODES" in launch.size_variables
+    assert "PET_NNODES" not in launch.env
+
+
+@pytest.mark.parametrize(
+    ("command", "is_one"),
+    [
+        (["torchrun", "--standalone", "train.py"], True),
+        (["torchrun", "--nnodes=1", "--nproc-per-node=2", "train.py"], True),
+        (["torchrun", "--nnodes", "1:1", "-m", "package.train"], True),
+        (["/opt/bin/torchrun", "--nproc-per-node", "gpu", "--standalone", "train.py"], True),
+        (["python", "-m", "torch.distributed.run", "--standalone", "train.py"], True),
+        (["sh", "-c", "cd /x && exec torchrun --standalone train.py"], True),
+        (["sh", "-c", 'torchrun --nnodes="1" train.py; echo done'], True),
+        (["torchrun", "train.py", "--nnodes=1"], False),
+        (["torchrun", "-m", "train", "--standalone"], False),
+        (["torchrun", "--nnodes=1:4", "train.py"], False),
+        (["torchrun", "--nnodes=16", "train.py"], False),
+        (["python", "train.py", "--standalone"], False),
+        (["sh", "-c", "torchrun --standalone a.py; torchrun b.py"], False),
+    ],
+)
+def test_a_torchrun_for_one_host_keeps_meaning_one_host(command: list[str], is_one: bool) -> None:
+    assert is_one_host(training(command=command).spec) is is_one
+    for launch in (cluster_launch(command=command), local_launch(command=command)):
+        assert ("PET_NNODES" in launch.env) is not is_one
+    document = gang(dict.fromkeys(TORCHRUN, "inherited"), command=command)
+    assert bool(TORCHRUN & document["env"].keys()) is not is_one
+
+
+def test_a_shell_script_is_read_for_its_torchrun_and_a_variable_counts_too() -> None:
+    text = b"set -e\npip install x\ntorchrun --standalone train.py\n"
+    source = Source(kind="shell", content=text, filename="run.sh")
+    assert is_one_host(training(command=None, source=source).spec)
+    assert is_one_host(training(env={"PET_NNODES": "1"}).spec)
+
+
+def test_without_a_rendezvous_a_rank_is_in_no_world_but_knows_its_number() -> None:
+    away = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *TORCHRUN_VARIABLES}
+    none = RendezvousSpec(backend="none")
+    document = gang(dict.fromkeys(away, "inherited"), rendezvous=none)
+    local = document["env"].keys() | set(document["rank_variables"])
+    local |= meeting_environment("none", Meeting("m", 1)).keys()
+    launch = cluster_launch(rendezvous=none)
+    names = (launch.env, launch.rank_variables, launch.size_variables)
+    for seen in (local, set().union(*names)):
+        assert not away & seen
+        assert {"REPLICA_RANK", "ATOLL_RANK", "ATOLL_WORLD_MAX", "ATOLL_WORLD_TARGET"} <= seen
+    own = cluster_launch(rendezvous=none, env={"MASTER_ADDR": "here"})
+    assert own.env["MASTER_ADDR"] == "here"
 
 
 PLACE = RankPlace(

@@ -118,6 +118,7 @@ class ObjectStoreAllReduce:
             check_seconds("grace_s", grace_s)
         self.codec = get_codec(codec)
         self.down_codec = get_codec(codec if down_codec is None else down_codec)
+        self._codecs = (self.codec.name, self.down_codec.name)
         self.keys = Keys(read_run_id(run_id))
         self._keep_rounds = read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
         self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
@@ -518,12 +519,18 @@ class ObjectStoreAllReduce:
             self._history,
             self._pool,
             roster,
-            self.share_of(layout),
+            self._readable(layout),
             get_codec(layout.codec) if layout.codec != self.codec.name else self.codec,
             get_codec(layout.down_codec)
             if layout.down_codec != self.down_codec.name
             else self.down_codec,
         )
+
+    def _readable(self, layout: Layout) -> Share:
+        """What is read of a round: the own share, or all of one that was cut in another way."""
+        cut = (self.world_size, layouts.cells_of(layout.size // self.world_size, self._codecs))
+        is_alike = (layout.shards, layout.cells) == cut
+        return self.share_of(layout) if is_alike else Share(layout)
 
     def _feedback_for(self, layout: Layout) -> Feedback:
         feedback = self._feedback.setdefault(layout.name, Feedback())

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from atoll.core.errors import DistributedError
+from atoll.core.errors import DistributedError, ValidationError
 
 T = TypeVar("T")
 
@@ -36,6 +36,15 @@ class Solo:
 
     def share(self, word: Any) -> list[Any]:
         return [word]
+
+
+class _Text(str):
+    """The text of a value that stays in its process."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 class _Failure(NamedTuple):
@@ -89,6 +98,8 @@ def _nothing() -> Any:
 
 def _portable(error: BaseException) -> BaseException:
     """The error, if it can be sent to another process; else its text."""
+    if isinstance(error, ValidationError) and not isinstance(error.value, str | int | float | None):
+        error = ValidationError(error.field, _Text(repr(error.value)), error.expected)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

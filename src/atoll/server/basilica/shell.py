@@ -15,6 +15,7 @@ AUTO = (
     '--rdzv-id="$BASILICA_RDZV_ID" --nnodes="$BASILICA_WORLD_MIN":"$BASILICA_WORLD_MAX" '
     '--nproc-per-node="$BASILICA_GPUS_PER_POD" "$@"'
 )
+ALONE = 'exec torchrun --standalone --nproc-per-node="$BASILICA_GPUS_PER_POD" "$@"'
 SHIPPED = "/tmp/__basilica_source.py"
 # Ranks of one machine would write the same file, and run each other's code.
 OWN_FILE = (
@@ -54,7 +55,8 @@ def shell_script(
 
     `backend` is the rendezvous backend in use; `path_first` is a directory searched before PATH.
     """
-    text = AUTO.format(backend=backend) if command.strip() == "auto" else command
+    auto = ALONE if backend == "none" else AUTO.format(backend=backend)
+    text = auto if command.strip() == "auto" else command
     text = with_rendezvous(text, backend)
     if args and takes_args(text):
         text = f'{text.rstrip()} "$@"'
@@ -74,6 +76,8 @@ def with_rendezvous(text: str, backend: str) -> str:
         # The client adds it wherever it reads that word, `--launcher=torchrun` too.
         return text.removesuffix(INJECTED) if "torchrun" in text else text
     text = text.replace(INJECTED, "")
+    if backend == "none":
+        return text
     if not _HAS_CONF.search(text):
         text = _TORCHRUN.sub(f"torchrun {CONF}", text)
     if backend == "static":

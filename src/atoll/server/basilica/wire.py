@@ -30,7 +30,7 @@ STATES: dict[Phase, str] = {
 }
 RANK_PHASES = {"Stopped": "Failed"}  # the client knows no such phase
 CONTAINER_STATES = {"Pending": "waiting", "Running": "running"}
-DEFAULT_PORTS = {"etcd-v2": 2379, "c10d": 29_400, "static": 29_400}
+DEFAULT_PORTS = {"etcd-v2": 2379, "c10d": 29_400, "static": 29_400, "none": 29_400}
 OUTCOMES = {"Succeeded": "success", "Failed": "error", "TimedOut": "timeout", "Skipped": "skipped"}
 
 

@@ -1,0 +1,102 @@
+"""The processes of a replica that is started with torchrun, as a team.
+
+Words between them go through a gloo group of their own: collectives of two threads on one group
+give wrong sums without an error, and rounds may run beside the training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce.team import Solo
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ProcessTeam:
+    """One process of a replica of several. Used by one thread at a time."""
+
+    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+        import torch.distributed as dist
+
+        self.ranks = list(ranks)
+        self.process = self.ranks.index(dist.get_rank())
+        self.processes = len(self.ranks)
+        # Only the members make it: the default group may be larger than the replica.
+        self._group = dist.new_group(
+            self.ranks,
+            timeout=timedelta(seconds=timeout),
+            backend="gloo",
+            use_local_synchronization=len(self.ranks) < dist.get_world_size(),
+        )
+
+    def share(self, word: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        words: list[Any] = [None] * self.processes
+        dist.all_gather_object(words, word, group=self._group)
+        return words
+
+    def all_to_all(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """What each process has for this one: `sizes` values. `parts` are for each of them."""
+        import torch
+        import torch.distributed as dist
+
+        into = torch.empty(sum(sizes), dtype=torch.float32)
+        dist.all_to_all_single(
+            into,
+            torch.cat(list(parts)) if parts else torch.empty(0),
+            list(sizes),
+            [part.numel() for part in parts],
+            group=self._group,
+        )
+        return list(torch.split(into, list(sizes)))
+
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """The part of each process, of `sizes` values."""
+        import torch
+        import torch.distributed as dist
+
+        room = max(sizes)
+        into = [torch.empty(room, dtype=torch.float32) for _ in sizes]
+        padded = torch.nn.functional.pad(part, (0, room - part.numel()))
+        dist.all_gather(into, padded, group=self._group)
+        return [each[:size] for each, size in zip(into, sizes, strict=True)]
+
+
+def find_team(process_group: Any, device_mesh: Any, timeout: float) -> Solo | ProcessTeam:
+    """The processes of the replica: of the mesh, else of the group, else of the default group.
+
+    Collective over them. Raises ValidationError if there must be several and no group is known.
+    """
+    import torch.distributed as dist
+
+    is_up = dist.is_available() and dist.is_initialized()
+    if process_group is not None and device_mesh is not None:
+        raise ValidationError("device_mesh", "with process_group", "expected one of the two")
+    if not is_up:
+        if process_group is not None or device_mesh is not None:
+            name = "process_group" if process_group is not None else "device_mesh"
+            raise ValidationError(name, "given", "expected torch.distributed to be initialised")
+        count = os.environ.get("WORLD_SIZE", "1").strip()
+        if "TORCHELASTIC_RUN_ID" in os.environ and count.isdigit() and int(count) > 1:
+            raise ValidationError(
+                "process_group",
+                None,
+                f"torchrun started {count} processes: call torch.distributed.init_process_group() "
+                "before DiLoCo, so that they are one replica",
+            )
+        return Solo()
+    if device_mesh is not None:
+        ranks = sorted(device_mesh.mesh.flatten().tolist())
+    else:
+        ranks = sorted(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    if dist.get_rank() not in ranks:
+        name = "device_mesh" if device_mesh is not None else "process_group"
+        raise ValidationError(name, ranks, f"expected this process, rank {dist.get_rank()}, in it")
+    return Solo() if len(ranks) == 1 else ProcessTeam(ranks, timeout)

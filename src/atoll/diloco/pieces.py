@@ -1,0 +1,250 @@
+"""Which piece of each parameter a process holds, and where its values lie in the whole.
+
+A piece is a block: an interval in each dimension. Its values, in their own order, are in the order
+of the whole too, so what lies between two places of the whole is one slice of the piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core.errors import ValidationError
+
+if TYPE_CHECKING:
+    import torch
+
+# Compiling and checkpointing a part of a model put this into the names of its parameters.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# Classes that hold a whole model, and where.
+OUTER = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
+
+
+class Dim(NamedTuple):
+    """One dimension of the whole, and the interval of it that a piece has."""
+
+    size: int
+    offset: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """What one process holds of a parameter."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    lengths: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.lengths)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.lengths == self.shape
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        return collapsed(self.shape, self.offset, self.lengths)
+
+
+@lru_cache(maxsize=100_000)
+def collapsed(
+    shape: tuple[int, ...], offset: tuple[int, ...], lengths: tuple[int, ...]
+) -> tuple[Dim, ...]:
+    """The dimensions of a piece, outermost first. One that is whole is part of the one outside.
+
+    So a piece of rows has one dimension, a piece of columns two.
+    """
+    dims = [Dim(1, 0, 1)]
+    for dim in map(Dim._make, zip(shape, offset, lengths, strict=True)):
+        outer = dims[-1]
+        if dim.length == dim.size:
+            dims[-1] = Dim(outer.size * dim.size, outer.offset * dim.size, outer.length * dim.size)
+        elif outer == (1, 0, 1):
+            dims[-1] = dim
+        else:
+            dims.append(dim)
+    return tuple(dims)
+
+
+def before(dims: Sequence[Dim], place: int) -> int:
+    """How many values of the piece lie before `place` of the whole."""
+    stride, inner = math.prod(d.size for d in dims), math.prod(d.length for d in dims)
+    if place >= stride:
+        return inner
+    count = 0
+    for dim in dims:
+        if not inner:
+            return 0
+        stride, inner = stride // dim.size, inner // dim.length
+        digit, place = divmod(place, stride)
+        row = digit - dim.offset
+        if row < 0:
+            return count
+        if row >= dim.length:
+            return count + dim.length * inner
+        count += row * inner
+    return count
+
+
+def places(dims: Sequence[Dim], start: int, stop: int) -> NDArray[np.int64]:
+    """The places in the whole of the values `start:stop` of the piece."""
+    rest = np.arange(start, stop, dtype=np.int64)
+    out = np.zeros(stop - start, np.int64)
+    stride, inner = math.prod(d.size for d in dims), math.prod(d.length for d in dims)
+    for dim in dims:
+        stride, inner = stride // dim.size, inner // dim.length
+        digit, rest = np.divmod(rest, inner)
+        out += (digit + dim.offset) * stride
+    return out
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without what compiling and checkpointing put into it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def read_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that are trained, by their plain names.
+
+    Raises ValidationError for a model without one, or with one that cannot be synchronised.
+    """
+    kinds = {type(module).__name__ for module in model.modules()}
+    if "FullyShardedDataParallel" in kinds:
+        raise ValidationError(
+            "model", "FullyShardedDataParallel", "expected fully_shard, the second FSDP"
+        )
+    while type(model).__name__ in OUTER:
+        model = getattr(model, OUTER[type(model).__name__])
+    named: dict[str, torch.nn.Parameter] = {}
+    for full_name, value in model.named_parameters():
+        name = plain_name(full_name)
+        if not value.requires_grad:
+            continue
+        if not value.is_floating_point():
+            raise ValidationError(f"model.{name}", value.dtype, "expected a float type")
+        if value.is_meta:
+            raise ValidationError(f"model.{name}", "on the meta device", "expected it with values")
+        named[name] = value
+    if not named:
+        raise ValidationError("model", model, "expected a parameter with requires_grad")
+    return named
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The values that this process holds; writing to them changes the parameter."""
+    local = parameter.detach()
+    return local.to_local() if hasattr(local, "to_local") else local
+
+
+def read_piece(name: str, parameter: torch.Tensor, ranks: Sequence[int]) -> Piece:
+    """What this process holds of the parameter; `ranks` are the processes of the replica.
+
+    Raises ValidationError that says what it is about the parameter that cannot be handled.
+    """
+    shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+    if not hasattr(parameter, "placements"):
+        return Piece(shape, (0,) * len(shape), shape, dtype)
+    where = f"model.{name}"
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    foreign = sorted(set(mesh.mesh.flatten().tolist()) - set(ranks))
+    if foreign:
+        raise ValidationError(
+            where, f"on ranks {foreign}", f"expected a mesh within the replica, ranks {list(ranks)}"
+        )
+    for placement in parameter.placements:
+        if not (placement.is_replicate() or _is_shard(placement)):
+            raise ValidationError(where, str(placement), "expected Shard or Replicate")
+    local = tuple(local_tensor(parameter).shape)
+    lengths, offset = _block(parameter)
+    if lengths != local:
+        raise ValidationError(
+            where, str(parameter.placements), f"expected a piece of {lengths}, found {local}"
+        )
+    return Piece(shape, offset, lengths, dtype)
+
+
+def _is_shard(placement: Any) -> bool:
+    return bool(placement.is_shard()) or type(placement).__name__ == "_StridedShard"
+
+
+def _block(parameter: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    # Not public; what it says is checked against the local tensor, and the values by tests.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    lengths, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(int(n) for n in lengths), tuple(int(n) for n in offset)
+
+
+def check_pieces(pieces: Sequence[dict[str, Piece]]) -> None:
+    """Raises ValidationError unless the pieces of all processes make every parameter once."""
+    first = pieces[0]
+    for process, each in enumerate(pieces[1:], 1):
+        if list(each) != list(first):
+            both = zip([*each, None], [*first, None], strict=False)
+            name = next(ours or theirs for ours, theirs in both if ours != theirs)
+            raise ValidationError(
+                f"model.{name}",
+                f"process {process}",
+                "expected all processes of a replica to have the same parameters, in one order "
+                "(stages of a pipeline cannot be one replica)",
+            )
+    for name, piece in first.items():
+        held = [each[name] for each in pieces]
+        for process, other in enumerate(held):
+            if (other.shape, other.dtype) != (piece.shape, piece.dtype):
+                raise ValidationError(
+                    f"model.{name}",
+                    f"{other.dtype}{list(other.shape)} in process {process}",
+                    f"expected {piece.dtype}{list(piece.shape)}, as in process 0",
+                )
+        blocks = {(other.offset, other.lengths) for other in held if other.size}
+        size = math.prod(piece.shape)
+        total = sum(math.prod(lengths) for _, lengths in blocks)
+        if total != size:
+            raise ValidationError(
+                f"model.{name}",
+                f"{total} of {size} values",
+                f"expected the pieces of {len(pieces)} processes to make the whole once",
+            )
+
+
+def fingerprint(local: torch.Tensor) -> tuple[int, int]:
+    """Two sums over the bits of the values: processes that hold the same have the same."""
+    import torch
+
+    if not local.numel():
+        return 0, 0
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = local.contiguous().view(-1).view(kinds[local.element_size()])
+    odd = bits[1::2]
+    return int(bits.sum(dtype=torch.int64)), int(odd.sum(dtype=torch.int64))
+
+
+def check_alike(pieces: Sequence[dict[str, Piece]], sums: Sequence[dict[str, Any]]) -> None:
+    """Raises ValidationError for a piece that two processes hold with different values."""
+    for name in pieces[0]:
+        seen: dict[Any, tuple[int, Any]] = {}
+        for process, each in enumerate(pieces):
+            piece = each[name]
+            other, value = seen.setdefault(
+                (piece.offset, piece.lengths), (process, sums[process][name])
+            )
+            if value != sums[process][name]:
+                raise ValidationError(
+                    f"model.{name}",
+                    f"of process {process}",
+                    f"expected the values of process {other}, as both hold the same piece: wrap "
+                    "the model in DistributedDataParallel or fully_shard, so that it trains as one",
+                )

@@ -1,0 +1,126 @@
+"""Replicas of several processes in one run: cut differently, killed, resumed, and the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+WORLD = Path(__file__).parent / "group_world.py"
+FACTS = ("rosters", "up", "lives")
+# Gradients of a batch are summed in another order when it is cut: parameters differ by rounding.
+TOLERANCE = 2e-7
+
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(folder: Path, *worlds: dict[str, Any], timeout: float = 540) -> None:
+    done = subprocess.run(
+        [sys.executable, str(WORLD), str(folder), json.dumps(worlds)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    files = {file.stem: np.load(file) for file in sorted(folder.glob("*.npz"))}
+    assert files
+    return files
+
+
+def agreed(file: Any) -> dict[str, Any]:
+    """The global parameters."""
+    return {name: file[name] for name in file if name not in FACTS and not name.startswith("own.")}
+
+
+def bits(file: Any) -> bytes:
+    return b"".join(value.tobytes() for value in agreed(file).values())
+
+
+def check_one(folder: Path) -> dict[str, Any]:
+    """All processes of all replicas agree, and their models hold what they agree on."""
+    files = results(folder)
+    assert len({bits(file) for file in files.values()}) == 1
+    for file in files.values():
+        for name, value in agreed(file).items():
+            np.testing.assert_array_equal(file[f"own.{name}"], value)
+    return files
+
+
+def compare(folder: Path, kinds: list[str], **options: Any) -> None:
+    options = {"grace_s": 120, **options}
+    single = [["plain:1"] for _ in kinds]
+    run(
+        folder,
+        {"name": "cut", "rounds": 2, "options": options, "replicas": [[k] for k in kinds]},
+        {"name": "one", "rounds": 2, "options": options, "replicas": single},
+    )
+    cut, one = check_one(folder / "cut"), check_one(folder / "one")
+    for name, value in agreed(one["0.0"]).items():
+        np.testing.assert_allclose(cut["0.0"][name], value, rtol=0, atol=TOLERANCE)
+    last = len(kinds) - 1
+    # Each process carries its part of what a replica of one process carries.
+    assert (
+        max(cut[f"{last}.{process}"]["up"][1] for process in range(4)) < 0.5 * one["1.0"]["up"][1]
+    )
+
+
+def test_replicas_cut_differently_train_as_single_processes_do(tmp_path: Path) -> None:
+    compare(tmp_path, ["ddp:2", "fsdp:2", "fsdp:4"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [{"overlap_steps": 1}, {"fragments": 3}])
+def test_replicas_cut_in_two_dimensions_do_too(tmp_path: Path, options: dict[str, Any]) -> None:
+    compare(tmp_path, ["plain:1", "ddp:2", "hsdp:4", "fsdp:3", "tp:4"], **options)
+
+
+def test_a_process_that_dies_takes_its_replica_out_and_the_run_goes_on_in_other_shapes(
+    tmp_path: Path,
+) -> None:
+    options = {"grace_s": 1.0, "codec": "int8", "checkpoint_every": 2, "min_replicas": 1}
+    world = {
+        "name": "kills",
+        "rounds": 8,
+        "options": options,
+        "replicas": [["plain:1"], ["fsdp:4", "fsdp:2"], ["ddp:2", "plain:1"]],
+        "deaths": [[1, 2, 5], [2, 0, 10]],
+    }
+    # The whole run again, from the store alone, with every replica cut in another way.
+    again = {**world, "rounds": 10, "replicas": [["fsdp:2"], ["plain:1"], ["hsdp:4"]]}
+    run(tmp_path, world)
+    files = check_one(tmp_path / "kills")
+    assert {"0.0", "1.0", "1.1", "2.0"} == set(files)
+    assert [int(files[name]["lives"]) for name in sorted(files)] == [1, 2, 2, 2]
+    for file in (tmp_path / "kills").glob("*.npz"):
+        file.unlink()
+    for meet in (tmp_path / "kills").glob("meet.*"):
+        meet.unlink()
+    run(tmp_path, {**again, "deaths": []})
+    assert {"0.0", "0.1", "1.0", "2.3"} < set(check_one(tmp_path / "kills"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_two_hundred_kills_of_single_processes(tmp_path: Path) -> None:
+    world = {
+        "name": "soak",
+        "rounds": 600,
+        "options": {"grace_s": 0.7, "checkpoint_every": 5, "min_replicas": 1},
+        "replicas": [["plain:1"], ["fsdp:2", "fsdp:4"], ["ddp:2", "fsdp:2", "ddp:2"]],
+        "kills": 200,
+    }
+    run(tmp_path, world, timeout=3500)
+    check_one(tmp_path / "soak")
+    killed = [int(file.read_text()) for file in (tmp_path / "soak").glob("killed.*")]
+    assert sum(killed) >= 200
