@@ -83,9 +83,8 @@ class KubernetesExecutor(ReplicaSurface):
             "tolerations": plain_tolerations(tolerations),
             "command": list(command) if isinstance(command, tuple) else command,
         }
-        for name in ("cpu_request", "memory_request"):
-            if type(given.get(name)) in (int, float):
-                given[name] = f"{given[name]:g}"
+        if type(given.get("cpu_request")) in (int, float):
+            given["cpu_request"] = f"{given['cpu_request']:g}"
         if isinstance(given.get("pod"), dict):
             given["pod"] = as_rank(given["pod"])
         if given.get("node_selector", {}) is None:
