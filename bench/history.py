@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import uvicorn
 
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.server.app import create_app
 from atoll.server.auth import hashed
+from atoll.server.serving import GuardedServer, listen
 from atoll.server.streams import Streams
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens
@@ -57,8 +57,8 @@ class Stored:
             executors={"local": Executor()},  # type: ignore[dict-item]
             streams=self.streams,
         )
-        config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="on")
-        self.server = uvicorn.Server(config)
+        self.server = GuardedServer(app)
+        self.listening = listen("127.0.0.1", 0)
 
     async def start(self) -> None:
         self.store._db.execute("pragma synchronous = off")  # filling is not what is measured
@@ -75,10 +75,10 @@ class Stored:
             await self.store.update_status(stored, Status(phase=phase))
         self.store._db.execute("pragma synchronous = full")
         await self.tokens.add(hashed("t"), "default", "", 0.0)
-        self.serving = asyncio.create_task(self.server.serve())
+        self.serving = asyncio.create_task(self.server.serve([self.listening]))
         while not self.server.started:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
+        port = self.listening.getsockname()[1]
         self.http = httpx2.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
             headers={"Authorization": "Bearer t"},

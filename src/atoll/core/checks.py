@@ -34,7 +34,8 @@ ENTRYPOINT_VARIABLE = "ENTRYPOINT"  # what replicas run, as their launcher named
 NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 TEXT = "expected text in UTF-8 without NUL bytes"
 _NAME = re.compile(NAME_PATTERN)
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ENV_PATTERN = "[A-Za-z_][A-Za-z0-9_]*"
+_ENV_NAME = re.compile(ENV_PATTERN)
 
 
 def check_name(field: str, value: object) -> None:

@@ -36,7 +36,8 @@ class RankEnd(_Reason):
     PREEMPTED = "Preempted", "preempted by something of higher priority"
     REJECTED = "Rejected", "its host would not start it"
     HOST_LOST = "HostLost", "its host stopped answering"
-    DELETED = "Deleted", "deleted by somebody else"
+    DELETED = "Deleted", "its pod was deleted by somebody"
+    INIT_FAILED = "InitFailed", "a container that runs before it failed"
     START_GATE_FAILED = "StartGateFailed", "its start gate cannot run"
     DEADLINE_EXCEEDED = "DeadlineExceeded", "still running at the deadline"
     VANISHED = "Vanished", "it disappeared"
@@ -73,9 +74,9 @@ _SAID_BY_THE_CODE = frozenset(
 def why_ended(reason: str, message: str = "") -> str:
     """Why a rank ended, beyond its exit code: `out of memory (limit 4Gi)`; may be empty."""
     meaning = "" if reason in _SAID_BY_THE_CODE else meaning_of(reason, RankEnd)
-    if meaning and message:
+    if meaning and message and not message.startswith(meaning):
         return f"{meaning} ({message})"
-    return meaning or message
+    return message or meaning
 
 
 def meaning_of(reason: str, reasons: type[_Reason]) -> str:

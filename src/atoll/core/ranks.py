@@ -73,7 +73,7 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
 def _previous(before: RankStatus, look: SeenRank) -> Exit | None:
     if look.previous is not None:
         return _dated_in_ms(look.previous)
-    return before.exit if look.attempt > before.attempt else None
+    return before.exit if look.attempt > before.attempt else before.previous
 
 
 def _ended(rank: RankStatus, exit: Exit) -> RankStatus:

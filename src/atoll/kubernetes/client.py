@@ -91,12 +91,18 @@ class Cluster:
         self.time = ServerTime()
 
     @classmethod
-    def connect(cls, context: str | None = None, kubeconfig: str | None = None) -> Cluster:
+    def connect(
+        cls,
+        context: str | None = None,
+        kubeconfig: str | None = None,
+        *,
+        most_connections: int | None = 200,
+    ) -> Cluster:
         """Reads the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
-        return cls.reach(read_access(context, kubeconfig))
+        return cls.reach(read_access(context, kubeconfig), most_connections)
 
     @classmethod
-    def reach(cls, access: Access) -> Cluster:
+    def reach(cls, access: Access, most_connections: int | None = 200) -> Cluster:
         client = httpx2.AsyncClient(
             base_url=access.server,
             auth=access.auth,
@@ -106,7 +112,9 @@ class Cluster:
                 verify=access.verify,
                 proxy=access.proxy,
                 socket_options=_KEEPALIVE,
-                limits=httpx2.Limits(max_connections=200, max_keepalive_connections=20),
+                limits=httpx2.Limits(
+                    max_connections=most_connections, max_keepalive_connections=20
+                ),
             ),
         )
         return cls(client, access.namespace)
@@ -131,12 +139,18 @@ class Cluster:
         fields: str = "",
         limit: int = 0,
         after: str = "",
+        version: str = "",
     ) -> ObjectList:
         """All objects in one request, however many there are; or `limit` of them, from the start or
-        where the list before ended: `after` is its `more`. Raises Gone if that has expired."""
+        where the list before ended: `after` is its `more`. With `version`, as they were then.
+
+        Raises Gone if that is too long ago.
+        """
         params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
         if after:
             params["continue"] = after
+        if version:
+            params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
         reply = _object(await self._send("list", kind, _path(kind, namespace), params=params))
         metadata = reply["metadata"]
         more = metadata.get("continue") or ""

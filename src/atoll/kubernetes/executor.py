@@ -25,18 +25,21 @@ from atoll.kubernetes.archive import Archive
 from atoll.kubernetes.beside import Beside
 from atoll.kubernetes.chores import GangChores, GangObjects, PodKeeper
 from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.gone import PodMemory
 from atoll.kubernetes.logs import LogSource, follow_logs, read_logs, tail_places
 from atoll.kubernetes.mirror import Mirror
 from atoll.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.kubernetes.options import ClusterOptions, KubernetesOptions
 from atoll.kubernetes.patch import render_released, render_resize
 from atoll.kubernetes.pod import Pod, part_of
+from atoll.kubernetes.podfields import flaws_of
 from atoll.kubernetes.read import finished, is_unchanged, look, wish_of
 from atoll.kubernetes.render import gang_name, owner_of, render_job
 from atoll.kubernetes.trouble import Hosts, Troubles
 
 Json = dict[str, Any]
 
+UNTRIED = Wish(version=1, size=1)
 CATCH_UP_S = 1.0  # how long the mirror may take to show this process's own last write
 FEW = 16  # gangs of more ranks are looked at less often than their pods change
 PAUSE_A_RANK_S = 0.002
@@ -75,7 +78,8 @@ class KubernetesBackend:
         )
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
         self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
-        self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note)
+        self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note_pod)
+        self._memory = PodMemory(self.cluster)
         self._written: dict[
             str, int
         ] = {}  # newest version of a Job that this process wrote, by training
@@ -107,6 +111,10 @@ class KubernetesBackend:
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
         self.options.check(spec)
+        # What only the two together make wrong, such as a request above the training's limit.
+        job = render_job(Training(namespace="x", uid="x", spec=spec), UNTRIED, self.options)
+        for flaw in flaws_of(job["spec"]["template"]["spec"]):
+            raise flaw.refuse("pod")
 
     async def close(self) -> None:
         for task in self._watching:
@@ -140,7 +148,8 @@ class KubernetesBackend:
         beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         silent = self._hosts.follow(training.key, pods)
-        view = look(training, job, pods, self.options, now, trouble.text, silent)
+        departed = await self._memory.departed(training, pods, self._place(training)[0])
+        view = look(training, job, pods, self.options, now, trouble.text, silent, departed)
         again_in_s = sooner(view.seen.again_in_s, trouble.again_in_s)
         seen = replace(view.seen, again_in_s=again_in_s, at=now)
         seen = await self._troubles.explain(training, seen, view.newest, now)
@@ -172,6 +181,7 @@ class KubernetesBackend:
         await self._keeper.let_all_go(namespace, _labels(training))
         self._hosts.follow(training.key, ())
         self._troubles.forget(training.uid)
+        self._memory.forget(training.uid)
         for memory in (self._written, self._last):
             memory.pop(training.uid, None)
 
@@ -236,6 +246,7 @@ class KubernetesBackend:
         """Pods kept for deleted trainings are let go. `known` returns the uids of all others."""
         await self._keeper.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
         await self._beside.sweep(known)
+        await self._memory.sweep(known)
 
     def _place(self, training: Training) -> tuple[str, str]:
         return self.options.namespace or training.namespace, gang_name(training)
@@ -317,6 +328,10 @@ class KubernetesBackend:
     def _note_job(self, training: Training, job: Json) -> None:
         self._written[training.uid] = _version(job)
         self._last[training.uid] = job
+
+    def _note_pod(self, item: Json) -> None:
+        self._memory.see(item)
+        self._note(item)
 
     def _note(self, item: Json) -> None:
         """Asks for another look; for a large gang after a pause, as each look writes a status."""

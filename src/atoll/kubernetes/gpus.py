@@ -7,6 +7,7 @@ from typing import Any
 
 from atoll.core.checks import is_text
 from atoll.core.errors import ValidationError
+from atoll.kubernetes.podfields import check_labels
 
 # A node has all of these labels; a list names values that are as good.
 Labels = dict[str, str | list[str]]
@@ -124,6 +125,9 @@ def check_gpu_nodes(table: Any) -> None:
                 raise ValidationError(
                     f"gpu_nodes.{model}", nodes, "expected labels of nodes, or a list of such sets"
                 )
+            for key, values in labels.items():
+                for value in values if isinstance(values, list) else [values]:
+                    check_labels(f"gpu_nodes.{model}", {key: value})
 
 
 def _is_values(values: object) -> bool:

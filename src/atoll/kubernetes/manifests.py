@@ -74,6 +74,7 @@ def render_manifests(
         *(_user_role(name, verbs) for name, verbs in USER_ROLES.items()),
         _deployment(image, home, namespace, replicas, options),
         _service(home),
+        _disruption_budget(home),
     ]
 
 
@@ -188,3 +189,14 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int, opt
 def _service(home: str) -> Json:
     ports = [{"name": "http", "port": 80, "targetPort": "http"}]
     return _named("v1", "Service", home) | {"spec": {"selector": LABELS, "ports": ports}}
+
+
+def _disruption_budget(home: str) -> Json:
+    """Drains take the replicas one after another. One that is not ready keeps no node up."""
+    return _named("policy/v1", "PodDisruptionBudget", home) | {
+        "spec": {
+            "maxUnavailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": LABELS},
+        }
+    }

@@ -14,6 +14,7 @@ from atoll.core.mesh import split_endpoint
 from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds, check_quantity
 from atoll.kubernetes.gpus import GPU_NODES, GpuNodes, alternatives, check_gpu_nodes
 from atoll.kubernetes.names import SOURCE
+from atoll.kubernetes.podfields import check_key, check_label_value, check_labels
 from atoll.kubernetes.podpatch import ShortNames, check_patch, merge_pod
 from atoll.mesh.reach import DEADLINE_S
 from atoll.rank.launch import ETCD_BACKEND, needs_etcd
@@ -56,7 +57,11 @@ class KubernetesOptions(ShortNames, frozen=True):
     gang_timeout_s: Patience | None = 600.0  # half a gang gives its room back after this
     gang_backoff_s: Patience = 60.0  # and asks again after this
     image_timeout_s: Patience = 300.0  # an image that cannot be pulled ends the training after this
-    is_exit_held: bool = False  # pods stay until their exit is stored; needs a controller
+    # A controller takes exits and keeps the deadline; unset: a script does, which may be killed.
+    is_controlled: bool = False
+    # Pods stay until their exit is stored, whatever becomes of the controller: a node is not
+    # drained without it.
+    is_exit_held: bool = False
     is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
     # Ranks write how they ended, by rank/report.py; the image needs sh. Unset: those do that may
     # have peers and a start gate. False: the command runs exactly as given, and the kubelet's
@@ -79,6 +84,14 @@ class KubernetesOptions(ShortNames, frozen=True):
             raise ValidationError("etcd_endpoint", self.etcd_endpoint, "expected host:port")
         check_patch(self.pod)
         self.check_short_names()
+        check_labels("labels", self.labels)
+        check_labels("annotations", self.annotations, has_free_values=True)
+        check_key("gpu_memory_label", self.gpu_memory_label)
+        if "/" not in self.gpu_resource_key:
+            raise ValidationError(
+                "gpu_resource_key", self.gpu_resource_key, "expected a name like nvidia.com/gpu"
+            )
+        check_key("gpu_resource_key", self.gpu_resource_key)
         self._check_mounts()
 
     def _check_mounts(self) -> None:
@@ -133,6 +146,9 @@ class KubernetesOptions(ShortNames, frozen=True):
                 "volumes", SOURCE, "expected another name: a training's source is in one of it"
             )
         self._check_beside(spec)
+        for field in ("include", "exclude"):
+            for provider in getattr(spec.provider_filter, field) or ():
+                check_label_value(f"provider_filter.{field}", provider)
 
     def _check_models(self, models: list[str]) -> None:
         own = self.own_node_labels()
@@ -202,13 +218,12 @@ class KubernetesOptions(ShortNames, frozen=True):
 class ClusterOptions(KubernetesOptions, frozen=True):
     """What `[executors.NAME]` with `kind = "kubernetes"` may say.
 
-    A control plane takes exits and keeps the deadline, so exits are held for it, and the Job until
-    it has taken them.
+    A control plane takes exits and keeps the deadline, so the Job stays until it has taken them.
     """
 
     context: str | None = None  # unset: the current one
     kubeconfig: str | None = None  # unset: KUBECONFIG, else ~/.kube/config
-    is_exit_held: bool = True
+    is_controlled: bool = True
     is_start_gated: bool = True
     ttl_seconds_after_finished: int | None = None
     deadline_margin_s: int = 60

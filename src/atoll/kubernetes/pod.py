@@ -255,8 +255,7 @@ class Pod:
         scheduled = self.condition("PodScheduled")
         reason = self.waiting_reason
         if reason == "Unschedulable":
-            words = str(scheduled.get("message", "")).split(" preemption:")[0]
-            return f"no room: {words}"
+            return f"no room: {scheduled.get('message', '')}"
         if reason == "SchedulingGated":
             gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
             return f"held back by the scheduling gate {gates}"
@@ -317,6 +316,8 @@ class Pod:
             return DISRUPTIONS[disruption["reason"]], str(disruption.get("message", ""))
         if not ended and self._gate_code not in (None, 0):
             return RankEnd.START_GATE_FAILED, self._gate_trouble()
+        if not ended and (init := self._failed_init):
+            return RankEnd.INIT_FAILED, init
         native = ended.get("reason", "")
         # With exit code 0, a child of the rank was killed, and the rank went on.
         if native == "OOMKilled" and ended.get("exitCode") != 0:
@@ -333,6 +334,17 @@ class Pod:
         if code == 0:
             return RankEnd.COMPLETED, ""
         return RankEnd.SIGNAL if _signal(code) else RankEnd.ERROR, ""
+
+    @property
+    def _failed_init(self) -> str:
+        """The init container of the option `pod` that failed, and how; empty if none did."""
+        for container in self._before:
+            end = (container.get("state") or {}).get("terminated") or {}
+            if end.get("exitCode") and container["name"] != GATE:
+                code = end["exitCode"]
+                message = " ".join(str(end.get("message", "")).split())
+                return f"{container['name']}: exit code {code}" + (message and f": {message}")
+        return ""
 
     def _gate_trouble(self) -> str:
         image = (self.spec.get("containers") or [{}])[0].get("image", "")

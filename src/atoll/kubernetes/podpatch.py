@@ -6,6 +6,7 @@ things by name, other lists whole; null takes a field away. What atoll itself re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +14,7 @@ from atoll.core.checks import check_choice, check_env, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 from atoll.kubernetes.names import AGENT, CONTAINER, GATE, REPORT_VOLUME
+from atoll.kubernetes.podfields import flaws_of
 
 Json = dict[str, Any]
 PullPolicy = Literal["Always", "IfNotPresent", "Never"]
@@ -114,6 +116,8 @@ def check_patch(patch: object, field: str = "pod") -> None:
         _check_rank(f"{field}.containers[{at}]", container)
     for at, container in enumerate(patch.get("initContainers", ())):
         _check_fields(f"{field}.initContainers[{at}]", container, {})
+    for flaw in flaws_of(merge_pod({}, patch)):
+        raise flaw.refuse(field)
 
 
 def _check_fields(where: str, fields: Json, fixed: dict[str, str]) -> None:
@@ -203,6 +207,11 @@ class ShortNames(SpecModel, frozen=True):
             check_strings(field, getattr(self, field))
         if self.image_pull_policy is not None:
             check_choice("image_pull_policy", self.image_pull_policy, PullPolicy)
+        for name, place in SHORT_NAMES.items():
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                for flaw in flaws_of(merge_pod({}, place(value))):
+                    raise flaw._replace(path=_short_path(flaw.path, value)).refuse(name)
         check_patch(self.with_short_names({}))
 
     def with_short_names(self, pod: Json) -> Json:
@@ -211,6 +220,15 @@ class ShortNames(SpecModel, frozen=True):
             if value is not None and value is not False:
                 pod = merge_pod(pod, place(value))
         return pod
+
+
+def _short_path(path: str, value: object) -> str:
+    """Where in the short name's own value a flaw of the pod's spec is."""
+    if isinstance(value, str):
+        return ""
+    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+        return path[path.rindex("[") : path.rindex("]") + 1]
+    return re.sub(r"^(containers\[0\]\.)?\w+\.?", "", path)
 
 
 def _of_rank(**fields: Any) -> Json:

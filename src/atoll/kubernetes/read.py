@@ -33,6 +33,7 @@ from atoll.kubernetes.gate import (
     read_gate,
     render_opened,
 )
+from atoll.kubernetes.gone import Departed, is_stored
 from atoll.kubernetes.names import REGION, SHRINKS, WISH
 from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.patch import (
@@ -48,6 +49,8 @@ from atoll.kubernetes.render import gang_name, rendezvous_endpoint
 
 Json = dict[str, Any]
 
+NOBODY = Departed()
+DELETED = RankEnd.DELETED.meaning
 RECORD_SKEW_S = 0.1  # between clocks of nodes that are kept by NTP
 
 WAITING_EVERY_S = 30.0
@@ -100,14 +103,15 @@ def look(
     now: float,
     trouble: str = "",
     silent: Collection[str] = (),
+    departed: Departed = NOBODY,
 ) -> GangView:
     """`trouble` is what the Job controller says when it cannot make pods.
 
-    `silent` are addresses of nodes that have stopped answering.
+    `silent` are addresses of nodes that have stopped answering, `departed` pods that are gone.
     """
     by_rank: defaultdict[int, list[Pod]] = defaultdict(list)
-    for manifest in () if is_released(job) else manifests:
-        pod = Pod(manifest)
+    gone = [p for p in map(Pod, departed.manifests) if not _is_unreportable(p, now)]
+    for pod in () if is_released(job) else (*map(Pod, manifests), *gone):
         if pod.rank >= 0:
             by_rank[pod.rank].append(pod)
     known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
@@ -117,23 +121,33 @@ def look(
     gate = read_gate(training, job, wish, newest, now)
     ranks, may_go, leaving, lost, has_more = [], [], [], [], False
     unsettled: list[Pod] = []
-    for rank, pods in sorted(by_rank.items()):
+    unread = {n: r for n, r in known.items() if r.is_alive and r.pod_name in departed.unread}
+    gone_names = {p.name for p in gone}
+    for rank, pods in sorted({**dict.fromkeys(unread, []), **by_rank}.items()):
         pods.sort(key=_age)
+        there = [p for p in pods if p.name not in gone_names]
+        unsettled += [p for p in there if _is_unsettled(p, gate, wish, now)]
+        if rank in unread:
+            ranks.append(_unread(unread[rank], job, shrinks, now, is_last=not there))
+            has_more = has_more or bool(there)
+            continue
         pod, later = _pod_to_report(pods, known.get(rank), now)
-        unsettled += [p for p in pods if _is_unsettled(p, gate, wish, now)]
-        may_go += [p for p in pods if p not in later and _may_go(p, now) and p not in unsettled]
-        leaving += [p for p in pods if p.is_leaving and p.has_run and not p.is_lost(now)]
-        lost += [p for p in pods if p.is_lost(now)]
+        is_done = [p for p in there if p not in later and p not in unsettled]
+        may_go += [p for p in there if p.is_held and not options.is_exit_held]
+        may_go += [p for p in is_done if options.is_exit_held and _may_go(p, now)]
+        leaving += [p for p in there if p.is_leaving and p.has_run and not p.is_lost(now)]
+        lost += [p for p in there if p.is_lost(now)]
         has_more = has_more or bool(later)
         if not _is_unreportable(pod, now):
             is_leaving = pod.is_leaving or (wish is not None and rank >= wish.size)
-            is_stopped = _is_stopped(pod, job, shrinks, now)
-            ranks.append(_rank(pod, is_leaving, is_stopped, gate, now, silent))
+            is_over = pod.is_over or pod.is_lost(now)
+            exit = _exit(pod, job, shrinks, now) if is_over else None
+            ranks.append(_rank(pod, exit, is_leaving, gate, silent))
         elif pod in unsettled:
             ranks.append(
                 SeenRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
             )
-    lost_unseen = list(vanished_ranks(training, job, wish, by_rank, known, now))
+    lost_unseen = list(vanished_ranks(training, job, wish, {*by_rank, *unread}, known, now))
     ranks += lost_unseen
     for rank in {*range(wish.size if wish else 0)} - {r.rank for r in lost_unseen}:
         if rank not in by_rank and (rank not in known or known[rank].attempt < 0):
@@ -256,7 +270,7 @@ def _unstarted(training: Training, job: Json | None, seen: Seen) -> str:
 
 def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
     """The pod of a rank that this look reports, and those that later looks report."""
-    news = [p for p in pods if not _is_recorded(p, known) and not _is_unreportable(p, now)]
+    news = [p for p in pods if not is_stored(p, known) and not _is_unreportable(p, now)]
     for at, pod in enumerate(news):
         if pod.is_over or pod.is_lost(now):
             return pod, news[at + 1 :]
@@ -273,13 +287,13 @@ def _newest(pods: list[Pod]) -> Pod:
 
 def _rank(
     pod: Pod,
+    exit: Exit | None,
     is_leaving: bool,
-    is_stopped: bool,
     gate: StartGate,
-    now: float,
     silent: Collection[str],
 ) -> SeenRank:
-    is_over = pod.is_over or pod.is_lost(now)
+    """`exit` is None while it is not over."""
+    is_over = exit is not None
     is_running = "running" in pod.state and not is_over
     if is_over:
         message = ""
@@ -296,7 +310,7 @@ def _rank(
         attempt=pod.attempt,
         restarts=pod.restarts,
         started_at=pod.started_at,
-        exit=pod.exit(is_stopped=is_stopped, now=now) if is_over else None,
+        exit=exit,
         is_stopping=is_running and is_leaving,
         pod_name=pod.name,
         host=pod.node,
@@ -305,11 +319,46 @@ def _rank(
     )
 
 
-def _is_recorded(pod: Pod, known: RankStatus | None) -> bool:
-    """Whether the stored status has the exit of this pod or of a later one."""
-    if known is None or known.attempt < pod.attempt:
-        return False
-    return known.attempt > pod.attempt or known.exit is not None
+def _exit(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> Exit:
+    is_stopped = _is_stopped(pod, job, shrinks, now)
+    exit = pod.exit(is_stopped=is_stopped, now=now)
+    is_told = is_stopped or exit.reason not in (RankEnd.ERROR, RankEnd.SIGNAL, RankEnd.UNKNOWN)
+    is_ours = any(pod.rank >= n and pod.created_at <= at + CLOCK_SKEW_S for n, at in shrinks)
+    # A Job whose deadline has passed deletes its pods.
+    if is_told or is_ours or not pod.is_leaving or (job is not None and finished(job)):
+        return exit
+    # The kubelet's last report moves the time of the deletion to just after the end.
+    if (pod.left_at or now) > exit.at + CLOCK_SKEW_S:
+        return exit
+    message = f"{DELETED}; {exit.message}" if exit.message else DELETED
+    return replace(exit, reason=RankEnd.DELETED, message=message)
+
+
+def _unread(
+    rank: RankStatus,
+    job: Json | None,
+    shrinks: list[tuple[int, float]],
+    now: float,
+    *,
+    is_last: bool,
+) -> SeenRank:
+    """A rank whose pod is gone without a trace. Only the Job may know that it exited with 0."""
+    exit = Exit(code=None, at=now, reason=RankEnd.DELETED, message=f"{DELETED} unseen")
+    since = rank.started_at or 0.0
+    if is_last and rank.rank in indexes((job or {}).get("status", {}).get("completedIndexes", "")):
+        exit = Exit(code=0, at=now, reason=RankEnd.COMPLETED)
+    elif any(rank.rank >= size and at >= since - CLOCK_SKEW_S for size, at in shrinks):
+        exit = replace(exit, reason=RankEnd.STOPPED, is_stopped=True, message="")
+    return SeenRank(
+        rank=rank.rank,
+        state="exited",
+        attempt=rank.attempt,
+        restarts=rank.restarts,
+        started_at=rank.started_at,
+        exit=exit,
+        pod_name=rank.pod_name,
+        host=rank.node,
+    )
 
 
 def _is_unreportable(pod: Pod, now: float) -> bool:
@@ -468,6 +517,6 @@ def vanished_ranks(
                     code=None,
                     at=now,
                     reason=RankEnd.DELETED,
-                    message="its pod was deleted before its exit was read",
+                    message=f"{DELETED} before its exit was read",
                 ),
             )

@@ -176,7 +176,7 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
     if options.kueue_queue is not None or is_held:
         body["suspend"] = True  # Kueue lets it go once the whole gang fits
     # A controller that takes exits sets it once ranks are let go: before that no time is used up.
-    if spec.deadline_s is not None and not options.is_exit_held:
+    if spec.deadline_s is not None and not options.is_controlled:
         body["activeDeadlineSeconds"] = math.ceil(spec.deadline_s) + options.deadline_margin_s
     if options.ttl_seconds_after_finished is not None:
         body["ttlSecondsAfterFinished"] = options.ttl_seconds_after_finished

@@ -33,7 +33,7 @@ from atoll.core.errors import (
 from atoll.core.model import encode
 from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
 from atoll.core.status import Event, Status, Training
-from atoll.kubernetes.client import Cluster
+from atoll.kubernetes.client import Cluster, ObjectList
 from atoll.kubernetes.resource import (
     FINALIZER,
     KEY_LABEL,
@@ -105,29 +105,37 @@ class KubernetesStore:
         phase: str | None = None,
         prefix: str = "",
     ) -> TrainingPage:
-        """The API server orders a namespace by name and ends a list where it is asked to; phases
-        and prefixes are filtered here. One page looks at `SCANNED` objects at the most."""
+        """The API server orders a namespace by name and ends a list where it is asked to, but not
+        at a size; what would be too much is asked for again, less of it. Phases and prefixes are
+        filtered here. One page looks at `SCANNED` objects at the most."""
         items: list[Training] = []
-        size = scanned = 0
-        more = after
-        while len(items) < limit and size < max_bytes and scanned < SCANNED:
-            count = min(limit - len(items), LISTED)
-            try:
-                objects = await self._cluster.list(KIND, namespace, limit=count, after=more)
-            except Permanent as error:
-                expected = f"expected the continue of the page before ({error})"
-                raise ValidationError("continue", after, expected) from error
-            for training in map(self._readable, objects.items):
+        scanned, left, more = 0, max_bytes, after
+        while len(items) < limit and scanned < SCANNED:
+            objects = await self._some(namespace, min(limit - len(items), LISTED), more)
+            room = _fitting(objects.items, left) or (0 if items else 1)
+            if room == 0:
+                break
+            if room < len(objects.items):
+                objects = await self._some(namespace, room, more)
+            for raw in objects.items:
+                training = self._readable(raw)
                 if training is None or not training.name.startswith(prefix):
                     continue
                 if phase in (None, training.status.phase):
                     items.append(training)
-                    size += len(encode(training))
-            scanned += count
+                    left -= len(encode(raw))
+            scanned += len(objects.items)
             more = objects.more
             if not more:
                 break
         return TrainingPage(items, more or None)
+
+    async def _some(self, namespace: str, count: int, after: str) -> ObjectList:
+        try:
+            return await self._cluster.list(KIND, namespace, limit=count, after=after)
+        except Permanent as error:
+            expected = f"expected the continue of the page before ({error})"
+            raise ValidationError("continue", after, expected) from error
 
     async def update_spec(self, training: Training) -> Training:
         patch = [
@@ -358,6 +366,15 @@ class KubernetesStore:
         task = asyncio.create_task(quietly())
         self._copies.add(task)
         task.add_done_callback(self._copies.discard)
+
+
+def _fitting(objects: Sequence[Json], max_bytes: int) -> int:
+    """How many of the first objects have that many bytes together."""
+    for count, raw in enumerate(objects):
+        max_bytes -= len(encode(raw))
+        if max_bytes < 0:
+            return count
+    return len(objects)
 
 
 def _is_same(training: Training, type: str, latest: dict[Key, Training]) -> bool:

@@ -31,9 +31,9 @@ from atoll.server.streams import Streams
 
 log = logging.getLogger(__name__)
 
-# Pods and Jobs stay until the controller has read the exits; it enforces the deadline.
+# Jobs stay until the controller has read the exits; it enforces the deadline.
 DEFAULTS = {
-    "is_exit_held": True,
+    "is_controlled": True,
     "is_start_gated": True,
     "ttl_seconds_after_finished": None,
     "deadline_margin_s": 60,
@@ -56,6 +56,10 @@ async def run_operator(
 
     With `port`, the HTTP API is served there. `options` are those of KubernetesExecutor.
     """
+    # First, so that a port that is taken is said before anything has begun.
+    listening = None if port is None else listen(host, port)
+    # Watches of clients have connections of their own: they never hold up the lease.
+    api_cluster = cluster or Cluster.connect(most_connections=None)
     cluster = cluster or Cluster.connect()
     home = home or os.environ.get("POD_NAMESPACE") or cluster.namespace
     lease = Lease(
@@ -71,16 +75,19 @@ async def run_operator(
     gauges = Gauges()
     try:
         async with asyncio.TaskGroup() as tasks:
-            if port is not None:
-                store = KubernetesStore(cluster, namespace)
-                tokens = KubernetesTokens(cluster, home)
+            if listening is not None:
+                store = KubernetesStore(api_cluster, namespace)
+                tokens = KubernetesTokens(api_cluster, home)
                 tasks.create_task(
-                    serve_api(cluster, store, tokens, options, host=host, port=port, gauges=gauges)
+                    serve_api(
+                        api_cluster, store, tokens, options, listening=listening, gauges=gauges
+                    )
                 )
             while True:
                 await lease.lead(lambda: _lead(cluster, namespace, options, gauges))
     finally:
         await cluster.close()
+        await api_cluster.close()
 
 
 async def _own_image(cluster: Cluster, home: str) -> str | None:
@@ -139,10 +146,8 @@ async def serve_api(
     store: KubernetesStore,
     tokens: KubernetesTokens,
     options: dict[str, Any],
-    *,
-    host: str,
-    port: int,
-    gauges: Gauges | None = None,
+    listening: socket.socket,
+    gauges: Gauges,
 ) -> None:
     """Serves until cancelled. Open watches end first, so that clients turn to another replica."""
     executor = KubernetesBackend(cluster=cluster, **options)
@@ -158,7 +163,7 @@ async def serve_api(
         is_metrics_open=False,
     )
     server = _Server(app)
-    task = asyncio.create_task(server.serve([listen(host, port)]))
+    task = asyncio.create_task(server.serve([listening]))
     try:
         await asyncio.shield(task)
     finally:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from starlette.responses import Response
 
+from atoll.core.checks import NAME_PATTERN
 from atoll.core.executors import ExecutorList
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model
@@ -14,8 +15,18 @@ from atoll.core.spec import TrainingSpec
 from atoll.core.status import PlacedLine, Training, TrainingList, Usage
 from atoll.server import reports, results, trainings
 from atoll.server.bodies import MAX_BODY_BYTES
-from atoll.server.operations import NDJSON, SSE, Answer, AnswerDoc, ApiCall, Operation, json_answer
+from atoll.server.operations import (
+    NDJSON,
+    SSE,
+    Answer,
+    AnswerDoc,
+    ApiCall,
+    HeaderDoc,
+    Operation,
+    json_answer,
+)
 from atoll.server.problems import MEDIA_TYPE
+from atoll.server.watch import EVENT_ID_PATTERN
 
 ONE = "/v1/trainings/{name}"
 ALL = "/v1/trainings"
@@ -56,6 +67,10 @@ _TRAINING = AnswerDoc("The training.", Training)
 _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
 _WATCHED = AnswerDoc("The training; with `watch`, a stream of its changes.", Training)
+_LOG_LINES = AnswerDoc("Log lines.", PlacedLine, NDJSON, (reports.LogPlaces, reports.LogCut))
+_RESUMED = {
+    "Last-Event-ID": HeaderDoc("With `watch`, the version to go on from.", EVENT_ID_PATTERN)
+}
 
 NATIVE = (
     Operation(
@@ -73,8 +88,12 @@ NATIVE = (
         body=TrainingSpec,
         max_body=MAX_BODY_BYTES,
         headers={
-            "Idempotency-Key": "Requests repeated with the same key create one training.",
-            trainings.IF_DEFAULT: "The answer is 400 unless this executor is the default.",
+            "Idempotency-Key": HeaderDoc(
+                "Requests repeated with the same key create one training.", trainings.KEY_PATTERN
+            ),
+            trainings.IF_DEFAULT: HeaderDoc(
+                "The answer is 400 unless this executor is the default.", NAME_PATTERN
+            ),
         },
     ),
     Operation(
@@ -84,6 +103,7 @@ NATIVE = (
         "List trainings by name, one page at a time; with `watch`, stream their changes.",
         {200: AnswerDoc("One page of trainings.", TrainingList), **_COMMON, **_GONE},
         query=trainings.ListQuery,
+        headers=_RESUMED,
     ),
     Operation(
         "GET",
@@ -92,6 +112,7 @@ NATIVE = (
         "Read one training; with `watch`, stream its changes after a version.",
         {200: _WATCHED, **_NAMED, **_GONE},
         query=trainings.OneQuery,
+        headers=_RESUMED,
     ),
     Operation(
         "DELETE",
@@ -122,7 +143,7 @@ NATIVE = (
         "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, the first "
         "line holds the `places` the log lines begin at. The last line is "
         '`{"cut":true}` if the server shuts down before the logs end.',
-        {200: AnswerDoc("Log lines.", PlacedLine, NDJSON), **_NAMED},
+        {200: _LOG_LINES, **_NAMED},
         query=reports.LogQuery,
     ),
     Operation(

@@ -8,12 +8,19 @@ from typing import Any
 import msgspec
 
 from atoll import __version__
-from atoll.core.checks import NAME_PATTERN
-from atoll.core.spec import QUANTITY_PATTERN
+from atoll.core.checks import ENV_PATTERN, NAME_PATTERN
+from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN
 from atoll.server.operations import SSE, Operation
 
 REF = "#/components/schemas/{name}"
 
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_COMMAND = {
+    "type": "array",
+    "minItems": 1,
+    "prefixItems": [{"type": "string", "minLength": 1}],
+    "items": {"type": "string"},
+}
 _QUANTITY = {"type": "string", "pattern": QUANTITY_PATTERN}
 
 
@@ -27,7 +34,14 @@ _EVENT = {
     "properties": {
         "event": {"enum": ["changed", "removed", "error"]},
         "id": {"type": "string", "description": "the version to go on from"},
-        "data": {"type": "string", "description": "the training, or for `error` a problem"},
+        "data": {
+            "type": "string",
+            "description": "the training, or for `error` a problem",
+            "contentMediaType": "application/json",
+            "contentSchema": {
+                "anyOf": [{"$ref": REF.format(name=name)} for name in ("Training", "Problem")]
+            },
+        },
     },
     "required": ["event", "data"],
 }
@@ -39,13 +53,22 @@ RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("TrainingSpec", "name", {"pattern": NAME_PATTERN}),
     ("TrainingSpec", "executor", _or_null({"type": "string", "pattern": NAME_PATTERN})),
     ("TrainingSpec", "workingDir", _or_null({"type": "string", "pattern": "^/"})),
+    ("TrainingSpec", "image", _or_null({"type": "string", "minLength": 1})),
+    ("TrainingSpec", "command", _or_null(_COMMAND)),
+    ("TrainingSpec", "env", {"propertyNames": {"pattern": f"^{ENV_PATTERN}$"}}),
+    ("TrainingSpec", "ncclEnv", {"propertyNames": {"pattern": f"^{ENV_PATTERN}$"}}),
+    ("ProviderFilter", "include", _or_null({**_STRINGS, "minItems": 1})),
+    ("RendezvousSpec", "uri", _or_null({"type": "string", "pattern": URI_PATTERN})),
     ("Source", "content", {"minLength": 1}),
+    ("Source", "filename", {"pattern": "^[^/]+$"}),
+    ("Source", "directory", _or_null({"type": "string", "pattern": "^/"})),
 )
 
 
 def document(operations: Sequence[Operation], streamed: Mapping[str, str]) -> dict[str, Any]:
     kinds = [op.body for op in operations if op.body is not None]
-    kinds += [answer.body for op in operations for answer in op.answers.values() if answer.body]
+    answers = [answer for op in operations for answer in op.answers.values()]
+    kinds += [kind for answer in answers for kind in (answer.body, *answer.others) if kind]
     distinct = list({id(kind): kind for kind in kinds}.values())
     schemas, components = msgspec.json.schema_components(distinct, ref_template=REF)
     schema_of = dict(zip(map(id, distinct), schemas, strict=True))
@@ -81,7 +104,10 @@ def _operation(
         content = {"application/json": {"schema": schema_of[id(op.body)]}}
         entry["requestBody"] = {"required": True, "content": content}
     for status, answer in sorted(op.answers.items()):
-        content = {answer.media_type: {"schema": schema_of[id(answer.body)]}}
+        schema = schema_of[id(answer.body)]
+        if answer.others:
+            schema = {"anyOf": [schema, *(schema_of[id(kind)] for kind in answer.others)]}
+        content = {answer.media_type: {"schema": schema}}
         if op.method == "GET" and status == 200 and op.path in streamed:
             content[SSE] = {"schema": _EVENT}
         entry["responses"][str(status)] = {"description": answer.description, "content": content}
@@ -93,15 +119,10 @@ def _parameters(op: Operation) -> list[dict[str, Any]]:
     if op.is_named:
         label = {"type": "string", "pattern": NAME_PATTERN}
         parameters.append({"name": "name", "in": "path", "required": True, "schema": label})
-    for name, description in op.headers.items():
-        schema: dict[str, Any] = {
-            "type": "string",
-            "minLength": 1,
-            "maxLength": 200,
-            "pattern": "^[!-~]+$",
-        }
+    for name, header in op.headers.items():
+        schema = {"type": "string", "pattern": header.pattern}
         parameters.append(
-            {"name": name, "in": "header", "description": description, "schema": schema}
+            {"name": name, "in": "header", "description": header.description, "schema": schema}
         )
     query = msgspec.json.schema(op.query)
     properties = query["$defs"][op.query.__name__]["properties"]

@@ -89,6 +89,14 @@ class AnswerDoc(NamedTuple):
     description: str
     body: Any = None  # its type
     media_type: str = JSON
+    others: tuple[Any, ...] = ()  # further types, of single lines
+
+
+class HeaderDoc(NamedTuple):
+    """One header that an operation reads, and the rule that its value is checked by."""
+
+    description: str
+    pattern: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,7 @@ class Operation:
     query: type[Query] = NoQuery
     body: type | None = None
     max_body: int = MAX_SPEC_BYTES
-    headers: Mapping[str, str] = field(default_factory=dict)  # name and purpose of each it reads
+    headers: Mapping[str, HeaderDoc] = field(default_factory=dict)
     is_open: bool = False
 
     @property

@@ -33,7 +33,21 @@ from atoll.server.results import printed_logs, without_results
 log = logging.getLogger(__name__)
 
 BEAT = b"\n"  # an empty line: readers of line-delimited JSON skip it
-CUT = b'{"cut":true}\n'  # the server or the backend went away: ask again for the rest
+
+
+class LogPlaces(Model, frozen=True):
+    """The first line of a followed log that has a `tail`: where the log of each rank begins."""
+
+    places: dict[int, int]
+
+
+class LogCut(Model, frozen=True):
+    """The last line if the server or the backend went away: ask again for the rest."""
+
+    cut: bool
+
+
+CUT = encode(LogCut(cut=True)) + b"\n"
 
 
 class ReportQuery(Query, frozen=True):
@@ -116,7 +130,7 @@ async def _open_logs(
     places: dict[int, int] = {}
     if query.tail is not None:
         places = await executor.log_places(training, query.tail, ranks=ranks)
-    head = encode({"places": places}) + b"\n" if follow and query.tail is not None else b""
+    head = encode(LogPlaces(places=places)) + b"\n" if follow and query.tail is not None else b""
     for pair in query.places.split(",") if query.places else ():
         rank, _, at = pair.partition(":")
         places[int(rank)] = int(at)

@@ -6,12 +6,10 @@ import asyncio
 import errno
 import socket
 import ssl
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
-from uvicorn.config import STARTUP_FAILURE
 
 import atoll
 from atoll.core.errors import Permanent, ValidationError
@@ -53,7 +51,7 @@ class GuardedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
         if self.lifespan.should_exit:
-            sys.exit(STARTUP_FAILURE)
+            raise Permanent("the server cannot start; its log says why")
 
         def accept() -> asyncio.Protocol:
             return self.door.protocol(self.config, self.server_state, self.lifespan.state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -24,11 +25,13 @@ from atoll.core.status import Event, Training, TrainingList
 from atoll.server.admission import admitted, check_growth, default_executor
 from atoll.server.encoded import shown
 from atoll.server.operations import Answer, ApiCall, Query, json_answer
-from atoll.server.watch import watch
+from atoll.server.watch import last_event_id, watch
 
 WRITE_ATTEMPTS = 50
-MAX_KEY = 200
+KEY_PATTERN = "^[!-~]([ -~]{0,198}[!-~])?$"
 IF_DEFAULT = "Atoll-If-Default"
+
+_KEY = re.compile(KEY_PATTERN)
 
 Version = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=86_400 * 365)]
@@ -89,15 +92,14 @@ def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
 
 def _key(call: ApiCall) -> str | None:
     key: str | None = call.request.headers.get("idempotency-key")
-    if key is not None and not (0 < len(key) <= MAX_KEY and key.isprintable()):
-        raise ValidationError(
-            "Idempotency-Key", key, f"expected 1 to {MAX_KEY} printable characters"
-        )
+    if key is not None and not _KEY.fullmatch(key):
+        raise ValidationError("Idempotency-Key", key, "expected 1 to 200 printable characters")
     return key
 
 
 async def read(call: ApiCall) -> Answer:
     query: OneQuery = call.query
+    last_event_id(call)  # checked also where it is not needed
     if query.watch:
         return await watch(call, call.name)
     _only_with_watch(query)
@@ -106,6 +108,7 @@ async def read(call: ApiCall) -> Answer:
 
 async def read_many(call: ApiCall) -> Answer:
     query: ListQuery = call.query
+    last_event_id(call)
     if query.watch:
         if query.phase is not None or query.continue_ is not None:
             option = "phase" if query.phase is not None else "continue"

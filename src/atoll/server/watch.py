@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from atoll.core.errors import Gone, NotFound, ValidationError
@@ -16,14 +17,13 @@ from atoll.server.operations import SSE, Answer, ApiCall, stream_answer
 from atoll.server.problems import status_of
 
 BEAT = b": still here\n\n"
+EVENT_ID_PATTERN = "^[0-9]{1,18}$"
 
 
 async def watch(call: ApiCall, name: str | None) -> Answer:
     """Streams every change after the version `after`; without it, the present state first."""
     plane, query, store = call.plane, call.query, call.plane.store
-    after = query.after
-    if after is None and "last-event-id" in call.request.headers:
-        after = _last_event_id(call.request.headers["last-event-id"])
+    after = last_event_id(call) if query.after is None else query.after
     key = call.key if name else (call.namespace, "")
     prefix = "" if name else query.prefix
     present: AsyncIterator[Training] | None = None
@@ -67,8 +67,12 @@ async def _check_kept(store: Store, after: int, key: Key) -> None:
         await first
 
 
-def _last_event_id(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 18:
+def last_event_id(call: ApiCall) -> int | None:
+    """The version that the client has seen, as browsers send it. Raises ValidationError."""
+    text: str | None = call.request.headers.get("last-event-id")
+    if text is None:
+        return None
+    if not re.fullmatch(EVENT_ID_PATTERN, text):
         raise ValidationError("Last-Event-ID", text, "expected a resource version")
     return int(text)
 

@@ -43,6 +43,7 @@ def laptop(space: Space, line: Proxy, tmp_path: Path) -> Iterator[Shell]:
         kubeconfig = "kube.json"
         namespace = "{space.name}"
         image = "{IMAGE}"
+        is_exit_held = true
 
         [defaults]
         stop_grace_s = 2

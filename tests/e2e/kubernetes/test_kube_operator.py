@@ -42,6 +42,10 @@ def restarts(status: Json) -> dict[int, int]:
     return {rank["rank"]: rank.get("restarts", 0) for rank in status["ranks"]}
 
 
+def messages(status: Json) -> set[str]:
+    return {rank.get("message", "") for rank in status["ranks"]}
+
+
 def test_kubectl_apply_get_and_delete(space: Space, operator: Operator) -> None:
     space.submit("tiny", command=sh("echo rank $RANK of $WORLD_SIZE on $NODE_NAME"))
     status = space.until_phase("tiny", "succeeded")
@@ -131,7 +135,7 @@ def test_kubectl_delete_pod_costs_that_rank_one_restart(space: Space, operator: 
     status = space.until_ready("tiny", 2)
     assert restarts(status) == {0: 0, 1: 1}
     told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
-    assert told == ["rank 1: exit_code=7 reason=Error"]
+    assert told == ["rank 1: exit_code=7 reason=Deleted: its pod was deleted by somebody"]
 
 
 OUT_OF_MEMORY = "[ $RANK = 1 ] && { sleep 1; exec tail /dev/zero; }; sleep 1000 & wait"
@@ -363,9 +367,9 @@ def test_a_suspended_job_costs_no_rank_anything(
     (job,) = space.json("get", "jobs")["items"]
     name = job["metadata"]["name"]
     space.kubectl("patch", "job", name, "--type=merge", "-p", '{"spec":{"suspend":true}}')
-    status = space.until("tiny", "it is held", lambda s: s["world"]["ready"] == 0)
-    assert status["phase"] == "pending"
-    assert {r["message"] for r in status["ranks"]} == {"the Job is suspended"}
+    held = {"the Job is suspended"}
+    status = space.until("tiny", "it is held", lambda s: messages(s) == held)
+    assert (status["phase"], status["world"]["ready"]) == ("pending", 0)
     space.kubectl("patch", "job", name, "--type=merge", "-p", '{"spec":{"suspend":false}}')
     status = space.until_ready("tiny", 2)
     assert restarts(status) == {0: 0, 1: 0}

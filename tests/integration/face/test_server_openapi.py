@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
@@ -45,18 +47,35 @@ def document_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served
 
 
 ROWS = api.NATIVE
-schema = schemathesis.openapi.from_dict(document(ROWS, api.STREAMED))
+DOCUMENT = document(ROWS, api.STREAMED)
+schema = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 schema.config.generation.update(with_security_parameters=False)
 
 
+@schemathesis.deserializer("application/x-ndjson")
+def lines_of(context: Any, response: Any) -> Any:
+    """The first line that breaks the schema, else the first: each has to be as documented."""
+    kinds = DOCUMENT["paths"]["/v1/trainings/{name}/logs"]["get"]["responses"]["200"]["content"]
+    rule = {**kinds["application/x-ndjson"]["schema"], "components": DOCUMENT["components"]}
+    lines = [json.loads(line) for line in response.content.splitlines() if line]
+    wrong = (line for line in lines if not jsonschema_rs.is_valid(rule, line))
+    return next(wrong, lines[0] if lines else {"rank": 0, "text": ""})
+
+
+def is_true(case: Any, option: str) -> bool:
+    return str((case.query or {}).get(option, "false")).lower() in ("true", "1", "")
+
+
 @schema.parametrize()
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_server_does_what_its_document_says(case: Any, document_server: Served) -> None:
-    if case.query and "watch" in case.query:
-        del case.query["watch"]  # an endless answer would be waited for; it has tests of its own
-    if case.query and "follow" in case.query:
+    if is_true(case, "watch") and case.meta.generation.mode.is_positive:
+        case.query["timeout"] = 0.05  # else the stream would not end
+    elif is_true(case, "watch") and "timeout" not in case.query:
+        case.query["timeout"] = 0.05
+    if is_true(case, "follow"):
         case.path_parameters["name"] = "over"
     elif case.meta.generation.mode.is_positive and "name" in (case.path_parameters or {}):
         name = case.path_parameters["name"]
@@ -67,6 +86,20 @@ def test_the_server_does_what_its_document_says(case: Any, document_server: Serv
         checks=CHECKS,
         timeout=100,
     )
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["", "?tail=1", "?follow=true&tail=1", "?follow&rank=0&rank=1", "?rank=0&tail=0"],
+)
+def test_every_line_of_a_log_is_as_documented(document_server: Served, query: str) -> None:
+    answer = document_server.http.get(f"/v1/trainings/over/logs{query}")
+    kinds = DOCUMENT["paths"]["/v1/trainings/{name}/logs"]["get"]["responses"]["200"]["content"]
+    rule = {**kinds["application/x-ndjson"]["schema"], "components": DOCUMENT["components"]}
+    lines = [json.loads(line) for line in answer.content.splitlines() if line]
+    assert lines
+    assert all(jsonschema_rs.is_valid(rule, line) for line in [*lines, {"cut": True}])
+    assert not jsonschema_rs.is_valid(rule, {"line": 1})
 
 
 def test_every_row_is_a_route_and_every_route_is_documented(document_server: Served) -> None:

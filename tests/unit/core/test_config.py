@@ -87,9 +87,9 @@ def test_options_of_a_cluster_are_checked(table: dict[str, object], words: str) 
     assert words in str(refused.value)
 
 
-def test_a_control_plane_has_exits_held_for_it() -> None:
+def test_a_control_plane_keeps_jobs_and_holds_no_pod() -> None:
     table = options_of(ClusterOptions, {})
-    assert table.is_exit_held
+    assert (table.is_controlled, table.is_exit_held) == (True, False)
     assert table.ttl_seconds_after_finished is None
 
 

@@ -33,7 +33,8 @@ SOURCES = Path(atoll.__file__).parent
 # What programs compare with: a value may be added, none may change.
 RANK_ENDS = (
     "Completed Error Signal OOMKilled Stopped CommandNotFound CannotRun Frozen SupervisorLost "
-    "Evicted Preempted Rejected HostLost Deleted StartGateFailed DeadlineExceeded Vanished Unknown"
+    "Evicted Preempted Rejected HostLost Deleted InitFailed StartGateFailed DeadlineExceeded "
+    "Vanished Unknown"
 ).split()
 PHASE_REASONS = (
     "RankFailed DeadlineExceeded ExecutorRefused ExecutorLost BenchNotMeasured LinkTooSlow "

@@ -84,7 +84,7 @@ def pod(
     conditions: dict[str, Json] | None = None,
     reason: str = "",
     message: str = "",
-    is_held: bool = True,
+    is_held: bool = False,
     gate: Json | None = None,
     annotations: Json | None = None,
 ) -> Json:

@@ -59,11 +59,16 @@ STUCK = pod(
 CASES: dict[str, tuple[list[Json], Json | None, list[str]]] = {
     "nothing is asked for where all is well": ([pod(r, running()) for r in range(3)], None, []),
     "the log of a pod that goes is kept": ([pod(0, running(), left_at=NOW)], None, ["KeepLogs 0"]),
-    "a pod that has ended may go": ([GONE], None, ["KeepLogs 0", "LetGo 0"]),
-    "one on a lost node fails on record before it may go": (
+    "nobody holds a pod that has ended": ([GONE], None, ["KeepLogs 0"]),
+    "a pod that another release holds may go": (
+        [pod(0, running(), is_held=True)],
+        None,
+        ["LetGo 0"],
+    ),
+    "one on a lost node fails on record": (
         [pod(0, running(), left_at=NOW - 100, conditions=TAINTED)],
         None,
-        ["GiveUp 0", "LetGo 0"],
+        ["GiveUp 0"],
     ),
     "half a gang gives way": (
         [

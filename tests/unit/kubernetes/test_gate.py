@@ -11,6 +11,7 @@ from atoll.core.phase import Phase
 from atoll.core.plan import plan
 from atoll.core.status import Status, Training, Wish
 from atoll.kubernetes.chores import OpenGate, PatchJob
+from atoll.kubernetes.gone import Departed
 from atoll.kubernetes.names import GATE_OPENED, START, YIELDED
 from atoll.kubernetes.read import GangView, is_unchanged, look
 from atoll.kubernetes.render import render_job
@@ -92,7 +93,7 @@ def test_it_is_not_opened_for_ranks_that_are_about_to_be_stopped(how: str) -> No
 
 def pass_over(given: Training, gang: Json | None, *pods: Json, now: float) -> Training:
     """One pass of the controller, as far as its status goes."""
-    found = look(given, gang, pods, Options(is_exit_held=True, is_start_gated=True), now)
+    found = look(given, gang, pods, Options(is_controlled=True, is_start_gated=True), now)
     return replace(given, status=plan(given, found.seen, now).status)
 
 
@@ -143,7 +144,7 @@ def test_the_jobs_own_deadline_counts_from_the_same_instant() -> None:
     closed = gated(started_at=NOW - 100)
     found = look(training(deadline_s=60), closed, [waiting(0)], Options(), NOW)
     assert found.seen.chores == ()
-    made = render_job(training(deadline_s=60), Wish(version=1, size=3), Options(is_exit_held=True))
+    made = render_job(training(deadline_s=60), Wish(version=1, size=3), Options(is_controlled=True))
     assert "activeDeadlineSeconds" not in made["spec"]
 
 
@@ -233,13 +234,8 @@ def test_a_gang_that_passed_the_gate_does_not_give_way() -> None:
 def test_a_pod_stopped_at_the_gate_never_ran() -> None:
     found = seen(gated(), turned_away(1, left_at=NOW - 2))
     assert [r for r in found.seen.ranks if r.pod_name] == []
-    assert [p.rank for p in found.may_go] == [1]
     evicted = seen(gated(), turned_away(1, reason="Evicted", message="low on memory"))
     assert [r for r in evicted.seen.ranks if r.pod_name] == []
-
-
-def test_a_pod_on_its_way_out_of_the_gate_is_kept_until_its_end_is_known() -> None:
-    assert seen(gated(), waiting(1, left_at=NOW - 2)).may_go == []
 
 
 def test_a_node_lost_at_the_gate_costs_a_restart_and_is_told() -> None:
@@ -313,16 +309,16 @@ def test_a_gang_whose_other_pods_a_quota_forbids_gives_its_room_back() -> None:
 
 
 def test_a_rank_let_through_and_stopped_before_its_kubelet_spoke_may_have_run() -> None:
-    """Its exit would be lost if the verdict, or its pod's leaving, did not wait for that word."""
+    """Its exit would be lost if the verdict did not wait for that word."""
     passed = ended(0, "Completed", at=NOW - 2)
     silent = pod(1, INITIALIZING, phase="Pending", gate=passed, left_at=NOW - 1)
     view = seen(opened(), silent)
     assert view.seen.unsettled == 1
     assert view.seen.again_in_s is not None
-    assert view.may_go == []
     late = pod(1, INITIALIZING, phase="Pending", gate=passed, left_at=NOW - 60)
     assert seen(opened(), late).seen.unsettled == 0
-    assert [p.rank for p in seen(opened(), late).may_go] == [1]
+    gone = look(training(), opened(), [], Options(), NOW, departed=Departed([silent]))
+    assert gone.seen.unsettled == 0  # nothing more will be heard of it
 
 
 def test_a_rank_stopped_at_a_shut_gate_or_turned_away_never_ran() -> None:

@@ -45,7 +45,7 @@ def test_manifests_fit_the_published_schemas(version: str, namespace: str | None
 
 
 def test_options_reach_the_operator_and_bad_ones_are_refused() -> None:
-    options = '{"kueueQueue": "research", "nodeSelector": {"cost": "$(LOW)"}}'
+    options = '{"kueueQueue": "research", "annotations": {"cost": "$(LOW)"}}'
     made = render_manifests(image="x", options=options)
     (deployment,) = (m for m in made if m["kind"] == "Deployment")
     command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
@@ -54,6 +54,15 @@ def test_options_reach_the_operator_and_bad_ones_are_refused() -> None:
         render_manifests(image="x", options='{"kueueQueu": "research"}')
     with pytest.raises(ValidationError, match="--options: 'nope'"):
         render_manifests(image="x", options="nope")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_drain_may_take_an_operator_and_never_two_at_once(replicas: int) -> None:
+    made = {m["kind"]: m["spec"] for m in render_manifests(image="x", replicas=replicas)
+            if m["kind"] in ("Deployment", "PodDisruptionBudget")}  # fmt: skip
+    budget = made["PodDisruptionBudget"]
+    assert budget["selector"] == made["Deployment"]["selector"]
+    assert (budget["maxUnavailable"], "minAvailable" in budget) == (1, False)
 
 
 def test_with_a_namespace_no_right_reaches_beyond_it() -> None:

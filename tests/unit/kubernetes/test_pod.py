@@ -25,6 +25,15 @@ from tests.unit.kubernetes.kube import (
     training,
 )
 
+
+def init_failed(manifest: Json) -> Json:
+    states = {"prepare": ended(0, "Completed"), "fetch-data": ended(3, message="no such\nbucket")}
+    manifest["status"]["initContainerStatuses"] = [
+        {"name": name, "state": state} for name, state in states.items()
+    ]
+    return manifest
+
+
 # (pod, code, reason, signal, words in the message or log)
 ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
     "exit 0": (pod(0, ended(0, "Completed"), phase="Succeeded"), 0, "Completed", None, ""),
@@ -147,11 +156,39 @@ ENDS: dict[str, tuple[Json, int | None, str, str | None, str]] = {
         None,
         "no device",
     ),
+    "an init container of the option pod failed": (
+        init_failed(pod(0, None, phase="Failed")),
+        None,
+        "InitFailed",
+        None,
+        "fetch-data: exit code 3: no such bucket",
+    ),
     "kubectl delete pod": (
         pod(0, ended(143, at=NOW - 12), phase="Failed", left_at=NOW - 20),
         143,
-        "Signal",
+        "Deleted",
         "SIGTERM",
+        "its pod was deleted by somebody",
+    ),
+    "kubectl delete pod, and it had code of its own for that": (
+        pod(0, ended(7, at=NOW - 19), phase="Failed", left_at=NOW - 20),
+        7,
+        "Deleted",
+        None,
+        "its pod was deleted by somebody",
+    ),
+    "kubectl delete pod of one that was done": (
+        pod(0, ended(0, "Completed", at=NOW - 19), phase="Succeeded", left_at=NOW - 20),
+        0,
+        "Completed",
+        None,
+        "",
+    ),
+    "a pod that was tidied away long after it had failed": (
+        pod(0, ended(3, at=NOW - 50), phase="Failed", left_at=NOW - 20),
+        3,
+        "Error",
+        None,
         "",
     ),
 }

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from atoll.core.plan import plan
-from atoll.core.status import Exit, Status
+from atoll.core.status import Exit, RankStatus, Status
+from atoll.kubernetes.gone import Departed
 from atoll.kubernetes.names import SHRINKS
 from atoll.kubernetes.patch import (
     render_released,
@@ -36,6 +37,8 @@ from tests.unit.kubernetes.kube import (
     seen,
     training,
 )
+
+HOLDING = Options(is_exit_held=True)
 
 
 def test_an_exit_has_its_times_and_the_last_lines() -> None:
@@ -137,20 +140,21 @@ def test_the_successor_is_told_once_the_exit_is_stored() -> None:
     assert not found.has_more
 
 
-def test_a_pod_may_go_once_what_was_seen_of_it_is_stored() -> None:
-    gone = pod(0, ended(1), phase="Failed", left_at=NOW - 20)
-    assert [p.rank for p in seen(gone).may_go] == [0]
-    assert only(seen(gone)).exit is not None
+def test_a_held_pod_may_go_once_what_was_seen_of_it_is_stored() -> None:
+    gone = pod(0, ended(1), phase="Failed", left_at=NOW - 20, is_held=True)
+    view = seen(gone, is_exit_held=True)
+    assert [p.rank for p in view.may_go] == [0]
+    assert only(view).exit is not None
     stored = known(0, attempt=int(MADE), exit=Exit(code=1, at=NOW, reason="Error"))
     for status in (Status(ranks=[stored]), Status(retired=[stored])):
-        found = look(training(status=status), job(), [gone], Options(), NOW)
+        found = look(training(status=status), job(), [gone], HOLDING, NOW)
         assert [p.rank for p in found.may_go] == [0]
 
 
 def test_a_pod_that_ended_and_is_not_leaving_stays_for_its_log() -> None:
-    over = pod(0, ended(0, "Completed"), phase="Succeeded")
+    over = pod(0, ended(0, "Completed"), phase="Succeeded", is_held=True)
     stored = known(0, attempt=int(MADE), exit=Exit(code=0, at=NOW, reason="Completed"))
-    found = look(training(status=Status(ranks=[stored])), job(), [over], Options(), NOW)
+    found = look(training(status=Status(ranks=[stored])), job(), [over], HOLDING, NOW)
     assert found.may_go == []
 
 
@@ -163,7 +167,8 @@ def test_a_pod_whose_rank_ended_is_given_time_to_end_too() -> None:
 
 
 def test_a_pod_taken_away_before_it_ran_leaves_nothing_to_tell() -> None:
-    found = seen(pod(0, None, phase="Pending", left_at=NOW - 20, node=None))
+    early = pod(0, None, phase="Pending", left_at=NOW - 20, node=None, is_held=True)
+    found = seen(early, is_exit_held=True)
     assert not any(r.pod_name for r in found.seen.ranks)
     assert [p.rank for p in found.may_go] == [0]
 
@@ -190,7 +195,7 @@ def test_a_rank_on_a_node_given_up_by_the_cluster_is_replaced() -> None:
 def test_the_scheduler_says_what_a_rank_waits_for() -> None:
     rank = only(seen(pod(0, None, phase="Pending", node=None, conditions=NO_ROOM)))
     assert rank.state == "waiting"
-    assert rank.message == "no room: 0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
+    assert rank.message == f"no room: {NO_ROOM['PodScheduled']['message']}"
 
 
 @pytest.mark.parametrize("reason", WAITING)
@@ -309,7 +314,16 @@ def lives(rank: int, codes: list[int], is_running: bool, leaving: list[bool]) ->
         ending = ended(code, at=born + 10)
         phase = "Failed" if code else "Succeeded"
         left = born + 8 if leaving[at % len(leaving)] else None
-        made.append(pod(rank, ending, phase=phase, restarts=at, made_at=born, left_at=left))
+        made.append(
+            pod(
+                *(rank, ending),
+                phase=phase,
+                restarts=at,
+                made_at=born,
+                left_at=left,
+                is_held=True,
+            )
+        )
     if is_running:
         born = MADE + len(codes) * 20
         made.append(pod(rank, running(born + 1), restarts=len(codes), made_at=born))
@@ -334,7 +348,7 @@ def test_every_exit_is_stored_before_its_pod_may_go(ranks: list[list[Json]]) -> 
     stored: set[tuple[int, int]] = set()
     before = training(max_restarts=9)
     for _ in range(6):
-        found = look(before, job(3), pods, Options(), NOW)
+        found = look(before, job(3), pods, HOLDING, NOW)
         status = plan(before, found.seen, NOW).status
         for rank in (*status.ranks, *status.retired):
             if rank.exit is not None:
@@ -363,6 +377,66 @@ def test_a_rank_that_the_job_gave_up_without_a_word_is_lost_and_told_once() -> N
     assert stored.status.ranks[1].phase == "Failed"
     again = look(stored, gang, [pod(0, running())], Options(), NOW)
     assert [r.rank for r in again.seen.ranks if r.state == "exited"] == []
+
+
+def test_a_pod_that_is_gone_is_told_of_before_its_successor() -> None:
+    gone = pod(0, ended(7, at=NOW - 30), phase="Failed", left_at=NOW - 31)
+    successor = pod(0, running(NOW - 20), restarts=1, made_at=NOW - 25)
+    given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
+    for _ in range(3):
+        view = look(given, job(), [successor], Options(), NOW, departed=Departed([gone]))
+        assert view.may_go == view.leaving == []
+        given = replace(given, status=plan(given, view.seen, NOW).status)
+    rank = given.status.ranks[0]
+    assert (rank.phase, rank.restarts, rank.pod_name) == ("Running", 1, name_of(successor))
+    assert rank.previous is not None  # after the second look and after the third
+    assert (rank.previous.code, rank.previous.reason) == (7, "Deleted")
+
+
+def alive(rank: int) -> RankStatus:
+    made = pod(rank)
+    return known(rank, attempt=int(MADE), started_at=MADE + 5, pod_name=name_of(made))
+
+
+def name_of(manifest: Json) -> str:
+    return str(manifest["metadata"]["name"])
+
+
+# What is known of a rank whose pod left no trace: (status of the Job, shrinks, code, reason)
+UNREAD: list[tuple[Json, str, int | None, str]] = [
+    ({}, "[]", None, "Deleted"),
+    ({"failedIndexes": "0"}, "[]", None, "Deleted"),
+    ({"completedIndexes": "0-1"}, "[]", 0, "Completed"),
+    ({"completedIndexes": "1,2"}, "[]", None, "Deleted"),
+    ({}, f"[[0, {NOW - 9}]]", None, "Stopped"),
+    ({}, f"[[0, {MADE - 9}]]", None, "Deleted"),
+]
+
+
+@pytest.mark.parametrize(("status", "shrinks", "code", "reason"), UNREAD)
+def test_an_exit_that_nobody_knows_is_unknown_and_never_zero(
+    status: Json, shrinks: str, code: int | None, reason: str
+) -> None:
+    gang = job(annotations={SHRINKS: shrinks}) | {"status": status}
+    given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
+    departed = Departed([], frozenset({name_of(pod(0))}))
+    (told,) = [r for r in look(given, gang, [], Options(), NOW, departed=departed).seen.ranks
+               if r.rank == 0]  # fmt: skip
+    assert told.exit is not None
+    assert (told.exit.code, told.exit.reason) == (code, reason)
+    assert told.exit.is_stopped == (reason == "Stopped")
+
+
+def test_a_successor_has_not_exited_because_its_index_is_complete() -> None:
+    """Nor has the one before it: the Job counts the index as a whole."""
+    gang = job() | {"status": {"completedIndexes": "0"}}
+    given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
+    successor = pod(0, ended(0, "Completed"), phase="Succeeded", restarts=1, made_at=NOW - 25)
+    departed = Departed([], frozenset({name_of(pod(0))}))
+    view = look(given, gang, [successor], Options(), NOW, departed=departed)
+    told = view.seen.ranks[0].exit
+    assert told is not None
+    assert (told.code, view.has_more) == (None, True)
 
 
 def test_a_rank_that_has_a_pod_is_told_of_by_the_pod() -> None:

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Any, Options]] = {
         Options(
             service_account="trainer",
             node_selector={"pool": "gpu"},
+            is_controlled=True,
             is_exit_held=True,
             is_start_gated=True,
         ),
@@ -321,6 +322,7 @@ REACHES: dict[str, tuple[Any, str]] = {
 # These steer the executor and are not the Job's business.
 NOT_OF_THE_JOB = {
     "namespace",
+    "is_controlled",  # takes the deadline from it
     "is_runtime_class_with_gpu_meant",
     "gang_timeout_s",
     "gang_backoff_s",

@@ -47,9 +47,11 @@ def all_fifteen() -> Json:
         "service_account_name": "trainer",
         "node_selector": {"pool": "gpu"},
         "tolerations": [
-            client.V1Toleration(key="gpu", operator="Exists", toleration_seconds=60),
+            client.V1Toleration(
+                key="gpu", operator="Exists", effect="NoExecute", toleration_seconds=60
+            ),
             {"key": "spot", "operator": "Exists", "effect": "NoSchedule"},
-            {"key": "old", "toleration_seconds": 5},
+            {"key": "old", "effect": "NoExecute", "toleration_seconds": 5},
         ],
         "runtime_class_name": None,
         "command": COMMAND,
@@ -115,9 +117,9 @@ def test_all_fifteen_are_in_the_job() -> None:
     assert pod["nodeSelector"] == {"pool": "gpu"}
     assert pod["restartPolicy"] == "Never"
     assert pod["tolerations"][:3] == [
-        {"key": "gpu", "operator": "Exists", "tolerationSeconds": 60},
+        {"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60},
         {"key": "spot", "operator": "Exists", "effect": "NoSchedule"},
-        {"key": "old", "tolerationSeconds": 5},
+        {"key": "old", "effect": "NoExecute", "tolerationSeconds": 5},
     ]
     assert "amd.com/gpu" not in {row["key"] for row in pod["tolerations"]}
     assert container["image"] == "registry/train:1"
