@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 7878
 NAMESPACE = "default"
 PURGE_S = 60.0
+WATCH_FILES_S = 5.0
 SPACE_BYTES = 2**18  # for SQLite's files and the small ones beside them
 
 
@@ -102,6 +103,7 @@ def build(
         async with contextlib.AsyncExitStack() as running:
             await running.enter_async_context(beside(controller.run(), _end_if_dead))
             await running.enter_async_context(beside(keep_mark(clock, where / "clock")))
+            await running.enter_async_context(beside(_watch_files(store)))
             for executor in executors.values():
                 if isinstance(executor, Sweeping):
                     await running.enter_async_context(beside(keep_swept(store, executor)))
@@ -186,6 +188,13 @@ def _check_space(where: Path) -> None:
             f"cannot write to {where}: {error.strerror}: {remedy}, then start it again; "
             "ranks that run go on meanwhile"
         ) from error
+
+
+async def _watch_files(store: SQLiteStore) -> None:
+    """Tells of files that somebody deletes, also while nothing is written."""
+    while True:
+        await asyncio.sleep(WATCH_FILES_S)
+        store.check_files()
 
 
 def _identity(where: Path) -> str:

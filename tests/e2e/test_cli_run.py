@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.e2e.conftest import ATOLL, until
 
 SEGFAULT = (
     'echo before $RANK; [ $RANK = 1 ] && echo "index out of range" && kill -SEGV $$; sleep 60'
@@ -154,3 +157,25 @@ def test_sigterm_cancels(atoll: Any) -> None:
         it.send_signal(signal.SIGTERM)
         assert it.wait() == 143
     assert atoll.json("status", "terminated")["phase"] == "cancelled"
+
+
+def test_more_ranks_than_the_machine_can_hold_are_refused_with_the_figures(
+    lone_atoll: Any,
+) -> None:
+    """As under `ulimit -n 500`: the supervisor needs three files a rank."""
+    limited = ["sh", "-c", 'ulimit -n 500; exec "$@"', "sh", *ATOLL]
+    run = ("run", "--name", "many", "-n", "300", "--", "true")
+    done = subprocess.run(
+        [*limited, *run], env=lone_atoll.env, cwd=lone_atoll.cwd, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "300 is not valid" in done.stderr
+    assert "can hold 145 ranks at most: RLIMIT_NOFILE (hard) is 500, 3 files a rank" in done.stderr
+    assert lone_atoll.json("ps") == []
+    words = ("run", "--name", "few", "-n", "2", "--max", "300", "--", "sleep", "1000")
+    with lone_atoll.start(*words) as following:
+        until(lambda: lone_atoll.json("ps"))
+        done = lone_atoll("scale", "few", "300")
+        assert done.returncode == 2
+        assert "can hold 145 ranks at most" in done.stderr
+        following.terminate()

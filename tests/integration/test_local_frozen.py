@@ -106,6 +106,7 @@ def stopping() -> Iterator[list[int]]:
     thread.join()
 
 
+@pytest.mark.soak
 def test_pair_that_cannot_go_on_is_ended_and_replaced(
     plane: ControlPlane, stopping: list[int]
 ) -> None:
@@ -124,6 +125,7 @@ def test_pair_that_cannot_go_on_is_ended_and_replaced(
     assert all(lines[f"{rank}.0 up"] == 1 and lines[f"{rank}.1 up"] <= 1 for rank in range(RANKS))
 
 
+@pytest.mark.soak
 def test_pair_is_left_alone_when_only_its_listener_was_stopped(plane: ControlPlane) -> None:
     training = started(plane)
     pair = plane.shim_pids(training)

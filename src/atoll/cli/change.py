@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from atoll.cli.options import json_option, name_argument, names_argument, timeout_option
-from atoll.core.errors import BelowMinimumWorld, NotFound, ValidationError
+from atoll.core.errors import BelowMinimumWorld, NotFound, Temporary, ValidationError
 
 GOALS = click.Choice(["min", "target", "complete"])
 
@@ -116,9 +116,18 @@ def rm(names: tuple[str, ...], is_finished: bool, is_json: bool) -> None:
         except NotFound:
             if not is_json:
                 print(f"{name}: not there")
+    removed, left = [], []
     for training in trainings:
-        training.delete()
+        try:
+            training.delete()
+        except Temporary as error:
+            left.append(training.name)
+            print(f"atoll: {error}", file=sys.stderr)
+            continue
+        removed.append(training.name)
         if not is_json:
             print(f"{training.name}: removed")
     if is_json:
-        print_json({"removed": [training.name for training in trainings]})
+        print_json({"removed": removed, "notRemoved": left})
+    if left:
+        raise SystemExit(1)

@@ -8,7 +8,7 @@ the status was written by somebody else meanwhile.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from atoll.core.errors import (
     Permanent,
     StatusRefused,
 )
+from atoll.core.hindrance import hindered, is_hindered, unhindered
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
 from atoll.core.ports import Executor, Key, Measuring, Store, Tending
 from atoll.core.status import Seen, Status, Training, sooner
@@ -31,12 +32,21 @@ from atoll.core.status import Seen, Status, Training, sooner
 Tell = Callable[[], Time]
 
 BLIPS = 1  # failed looks in a row that the status does not mention
+TRIES, LASTING_S = 3, 10.0  # of an action that fails before the status mentions it
 QUIET_S = 30.0  # an error whose words change with every look is written no more often
 
 
 class Misses(NamedTuple):
     """Looks at one training that failed in a row."""
 
+    number: int = 0
+    written_at: float = float("-inf")
+
+
+class Hindrance(NamedTuple):
+    """Passes over one training in a row of which an action failed."""
+
+    since: float
     number: int = 0
     written_at: float = float("-inf")
 
@@ -48,6 +58,7 @@ class Reconciler:
         self._clock = clock
         self._faults: dict[str, str] = {}  # what an executor will never do, by training
         self._misses: dict[Key, Misses] = {}
+        self._hindrances: dict[Key, Hindrance] = {}
         self._unwritten: dict[str, Status] = {}  # what a store refused to keep, by training
 
     async def reconcile(self, key: Key) -> float | None:
@@ -56,6 +67,7 @@ class Reconciler:
             training = self._as_decided(await self._store.get(key))
         except NotFound:
             self._misses.pop(key, None)
+            self._hindrances.pop(key, None)
             return None
         if training.executor not in self._executors:
             seen, decision = Seen(), left_alone(training, self._clock().wall)
@@ -69,15 +81,44 @@ class Reconciler:
             training = await self._write(training, decision)
         except (Conflict, NotFound):
             return 0.0  # changed under us: what was planned is out of date
-        # Chores first: an action may have to wait for one, as for the last pod of a rank to go.
-        # But one that fails keeps nobody from being stopped: it is raised after the actions.
+        try:
+            is_done = await self._do(training, seen, decision.actions)
+        except AtollError as error:
+            with contextlib.suppress(Conflict, NotFound):  # then the next pass tells of it
+                await self._note_hindrance(training, error)
+            raise
+        self._hindrances.pop(key, None)
+        if is_hindered(training.status) and Forget() not in decision.actions:
+            with contextlib.suppress(Conflict, NotFound):
+                await self._write(training, unhindered(training, self._clock().wall))
+        return sooner(decision.requeue_after_s, seen.again_in_s) if is_done else 0.0
+
+    async def _do(self, training: Training, seen: Seen, actions: Sequence[Action]) -> bool:
+        """False when an action will never work.
+
+        Chores come first: an action may have to wait for one, as for the last pod of a rank to go.
+        But one that fails keeps nobody from being stopped: it is raised after the actions.
+        """
         trouble = await self._tend(training, seen)
-        for action in decision.actions:
+        for action in actions:
             if not await self._act(training, action):
-                return 0.0
+                return False
         if trouble is not None:
             raise trouble
-        return sooner(decision.requeue_after_s, seen.again_in_s)
+        return True
+
+    async def _note_hindrance(self, training: Training, error: AtollError) -> None:
+        """The status tells of an error that comes again and again, and not of one that passes."""
+        now = self._clock()
+        before = self._hindrances.setdefault(training.key, Hindrance(now.steady))
+        first = before._replace(number=before.number + 1)
+        self._hindrances[training.key] = first
+        is_lasting = first.number >= TRIES and now.steady >= first.since + LASTING_S
+        decision = hindered(training, error, now.wall)
+        is_due = now.steady >= first.written_at + QUIET_S and decision.status != training.status
+        if is_lasting and is_due:
+            await self._write(training, decision)
+            self._hindrances[training.key] = first._replace(written_at=now.steady)
 
     async def _look(self, training: Training) -> Seen:
         """One that fails is raised; the status says so if it is not the first in a row."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 FILES_A_RANK = 3  # its pidfd, its output and its log, in the supervisor
 FILES_BESIDE = 64
-PROCESSES_BESIDE = 64  # left to everybody else
+PROCESSES_BESIDE = 8  # the supervisor's own, and a few for everybody else
 BYTES_A_RANK = 2**20
 UNLIMITED = 2**62  # and above: what kernels write for no limit
 

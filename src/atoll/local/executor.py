@@ -60,6 +60,7 @@ WITHHELD = (
     *("ATOLL_QUORUM", "ATOLL_RANK_ENV", "ATOLL_ENTRYPOINT_ARGS"),
 )
 MAX_SLOTS = 10_000
+MIN_LOG_BYTES, MAX_LOG_BYTES = 64 * 2**10, 2**40
 ROOM_EVERY_S = 2.0  # nobody tells when a machine has room again
 
 log = logging.getLogger(__name__)
@@ -154,8 +155,11 @@ class LocalOptions(SpecModel, frozen=True):
     """What `[executors.local]` may say."""
 
     slots: int | None = None  # largest number of ranks at the same time
+    log_bytes: int | None = None  # kept of the log of each rank, the newest; None: 64 MiB
 
     def __post_init__(self) -> None:
+        if self.log_bytes is not None:
+            check_int("log_bytes", self.log_bytes, MIN_LOG_BYTES, MAX_LOG_BYTES)
         if self.slots is not None:
             check_int("slots", self.slots, 1, MAX_SLOTS)
 
@@ -165,9 +169,12 @@ class LocalBackend:
 
     name = "local"
 
-    def __init__(self, root: Path, *, slots: int | None = None) -> None:
+    def __init__(
+        self, root: Path, *, slots: int | None = None, log_bytes: int | None = None
+    ) -> None:
         self._root = root
         self._slots = slots
+        self._log_bytes = log_bytes
         self._host = socket.gethostname()
         self._gangs: dict[str, Supervision] = {}
         self._held: dict[str, int] = {}  # ranks admitted, by training
@@ -181,7 +188,7 @@ class LocalBackend:
     def configured(cls, name: str, options: dict[str, Any], home: Home) -> LocalBackend:
         """An executor with the options of `[executors.local]`."""
         table = options_of(LocalOptions, options)
-        return cls(home.state_dir / "ranks", slots=table.slots)
+        return cls(home.state_dir / "ranks", slots=table.slots, log_bytes=table.log_bytes)
 
     def check(self, spec: TrainingSpec) -> None:
         """Refuses more ranks than this machine can ever hold."""
@@ -267,7 +274,7 @@ class LocalBackend:
                 base=before.get("env", base),
                 started_together=before.get("env", {}).get(TOGETHER),
             )
-            await gang.wish(document)
+            await gang.wish({**document, "log_bytes": self._log_bytes})
         self._tell_waiting()
 
     async def observe(self, training: Training) -> Seen:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from atoll.core.status import LogLine, PlacedLine
-from atoll.local.ranklog import read_log, tail_offset
+from atoll.local.ranklog import log_start, read_log, tail_offset
 
 LINE_BYTES = 1 << 20  # a longer line comes in pieces
 LOOK_S, LOOK_MAX_S = 0.02, 0.2
@@ -18,8 +18,17 @@ PROGRESS_S = 1.0  # how often a bar that only ever goes back to its start is sho
 
 
 def tail_places(folder: Path, ranks: Sequence[int] | None, tail: int) -> dict[int, int]:
-    """Where the last `tail` lines of each rank begin; a rank that has no log yet has no place."""
-    return {rank: tail_offset(folder / str(rank), tail) for rank in _ranks_in(folder, ranks)}
+    """Where the last `tail` lines of each rank begin; a rank that has no log yet has no place.
+
+    Nor has one of which fewer lines are kept: it is read from its start, which says so.
+    """
+    places = {}
+    for rank in _ranks_in(folder, ranks):
+        place = tail_offset(folder / str(rank), tail)
+        start = log_start(folder / str(rank))
+        if start == 0 or place > start:
+            places[rank] = place
+    return places
 
 
 async def read_lines(
@@ -42,6 +51,11 @@ async def read_lines(
                 data, end = read_log(folder / str(rank), offsets.get(rank, 0))
                 if not data:
                     break
+                if end - len(data) > offsets.get(rank, 0):
+                    was = offsets.get(rank, 0) - len(partial.pop(rank, b""))
+                    offsets[rank] = log_start(folder / str(rank))
+                    yield _dropped(rank, offsets[rank] - was, offsets[rank])
+                    continue
                 offsets[rank], is_new = end, True
                 whole = partial.get(rank, b"") + data
                 at = end - len(whole)
@@ -69,6 +83,15 @@ def _progress(rest: bytes) -> int:
     """How much of an unfinished line was since written over. Its last byte may be half an end."""
     size = rest.rfind(b"\r", 0, -1) + 1
     return size if rest[:size].strip(b"\r") else 0
+
+
+def _dropped(rank: int, size: int, at: int) -> LogLine:
+    """A line of atoll's own in place of what is not kept."""
+    text = (
+        f"[atoll: {size:,} bytes of this log were dropped here; the newest ones are kept: "
+        "log_bytes in atoll.toml says how many]"
+    )
+    return PlacedLine(rank=rank, text=text, at=at)
 
 
 def _line(rank: int, text: bytes, at: int) -> LogLine:

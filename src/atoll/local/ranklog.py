@@ -1,6 +1,7 @@
 """Log files of ranks: segments named by the offset of their first byte, oldest dropped first.
 
 A reader asks by offset, so it can follow across a rotation and notices when data was dropped.
+What was dropped is known by the name of the oldest segment; reading starts at the first line in it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from pathlib import Path
 
 from atoll.core.lines import split_lines
 
-SEGMENT_BYTES = 8 * 2**20
-SEGMENTS_KEPT = 8
+KEPT_BYTES = 64 * 2**20  # of each rank's log, unless another size is set
+SEGMENTS_KEPT = 8  # the oldest of them is dropped when the newest is full
+LONG_LINE = 1 << 20  # bytes in which the end of a line that was cut off is looked for
 
 
 class LogWriter:
     """The log of one rank. On a full disk output is dropped, and the rank is never blocked."""
 
-    def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, folder: Path, *, kept_bytes: int | None = None) -> None:
         self._folder = folder
-        self._segment_bytes = segment_bytes
+        self._segment_bytes = (kept_bytes or KEPT_BYTES) // SEGMENTS_KEPT
         self._file: int | None = None
         self._start = self._size = 0
         with contextlib.suppress(OSError):
@@ -95,6 +97,17 @@ def read_log(folder: Path, offset: int, limit: int = 1 << 20) -> tuple[bytes, in
     return data, at + len(data)
 
 
+def log_start(folder: Path) -> int:
+    """Where the first whole line starts that is kept; 0 where nothing was dropped."""
+    starts = segments(folder)
+    if not starts or starts[0] == 0:
+        return 0
+    before = starts[0]
+    data, end = read_log(folder, before, LONG_LINE)
+    cut = data.find(b"\n") + 1
+    return end - len(data) + cut  # a line without an end is shown from where it was cut
+
+
 def log_end(folder: Path) -> int:
     starts = segments(folder)
     if not starts:
@@ -107,7 +120,7 @@ def log_end(folder: Path) -> int:
 def tail_offset(folder: Path, lines: int) -> int:
     """The offset from which there are at most `lines` whole lines left."""
     end = at = log_end(folder)
-    oldest = (segments(folder) or [0])[0]
+    oldest = log_start(folder)
     if lines <= 0:
         return end
     count, chunk_bytes = 0, 64 * 1024

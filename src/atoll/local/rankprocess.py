@@ -22,11 +22,13 @@ RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SI
 class Process:
     """A rank's running process: its pidfd, its output pipe, and what is being done to it."""
 
-    def __init__(self, attempt: Attempt, output: int, logs: Path) -> None:
+    def __init__(
+        self, attempt: Attempt, output: int, logs: Path, log_bytes: int | None = None
+    ) -> None:
         self.attempt = attempt
         self.pidfd = os.pidfd_open(attempt.pid)
         self.output = output
-        self.log = LogWriter(logs / str(attempt.rank))
+        self.log = LogWriter(logs / str(attempt.rank), kept_bytes=log_bytes)
         self.is_stopping = False
         self.kill_at: float | None = None  # monotonic
         self.frozen_since: float | None = None  # monotonic

@@ -257,7 +257,9 @@ class Supervisor:
                 born = processes.born(pid)
                 at, up = self._journal.now(), time.monotonic()
                 attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, at, up=up)
-                return Process(attempt, output, self._directory / "logs")
+                return Process(
+                    attempt, output, self._directory / "logs", self._gang.get("log_bytes")
+                )
             except OSError:
                 processes.kill(pid)  # it is reaped with the orphans
                 raise

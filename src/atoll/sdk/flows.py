@@ -179,6 +179,10 @@ def delete(
                 )
     except NotFound:
         return
+    if timeout > 0:
+        alive = [str(r.rank) for r in training.status.ranks if r.is_alive]
+        ranks = f": ranks {', '.join(alive[:10])} are still being stopped" if alive else ""
+        raise Temporary(f"{who.name!r} is not removed after {timeout:g} s{ranks}; it goes on")
 
 
 def events(who: Who, since: float | None) -> Flow[list[Event]]:

@@ -192,7 +192,8 @@ class DistributedTraining:
         self._keep(training or self.last)
 
     def delete(self, timeout: float = DELETE_S) -> None:
-        """Removes the training, its ranks and logs. Returns when it is gone, or after `timeout`."""
+        """Removes the training, its ranks and logs. Returns when it is gone; raises Temporary if it
+        is not after `timeout`: it goes on being removed. With `timeout=0` it only asks."""
         check_timeout(timeout)
         self._is_deleted = True
         self._run(flows.delete(self._who, timeout, on_read=self._keep))

@@ -41,6 +41,9 @@ class SQLiteStore:
         self._path = Path(path)
         self._log_bytes = log_bytes
         self._feed = Feed()
+        self._wal_path = Path(f"{path}-wal")
+        self._wal: os.stat_result | None = None  # known from the first write on
+        self._is_lost = False
         self._lock = _owned(self._path)
         with contextlib.ExitStack() as opened:
             opened.callback(os.close, self._lock)
@@ -210,23 +213,39 @@ class SQLiteStore:
                 if self._db.in_transaction:
                     self._db.execute("rollback")
                 raise
+        if self._wal is None:
+            with contextlib.suppress(OSError):
+                self._wal = self._wal_path.stat()
         for change in changes:
             self._feed.publish(change)
         if self._logged_bytes > self._log_bytes:
             self._trim()
 
     def _check_there(self) -> None:
-        """Raises Permanent if the file was deleted or replaced: SQLite would write on, into the
-        deleted one."""
-        with contextlib.suppress(OSError):
-            if os.path.samestat(self._path.stat(), self._file):
-                return
+        """Raises Permanent if the file or its write-ahead log was deleted or replaced: SQLite would
+        write on, into the deleted one."""
+        if not _is_same(self._path, self._file):
+            what = f"{self._path} is"
+        elif self._wal is not None and not _is_same(self._wal_path, self._wal):
+            what = f"{self._wal_path} is"
+            with contextlib.suppress(sqlite3.Error):  # from the open file: only its name is gone
+                self._db.execute("pragma wal_checkpoint(truncate)")
+                what = f"{self._wal_path} (what it held is saved) is"
+        else:
+            return
         text = (
-            f"{self._path} is gone or was replaced while it was in use: this control plane starts "
+            f"{what} gone or was replaced while it was in use: this control plane starts "
             f"and stops nothing any more, and ranks run on alone; stop it (kill {os.getpid()})"
         )
-        log.error("%s", text)
+        if not self._is_lost:
+            self._is_lost = True
+            log.error("%s", text)
         raise Permanent(text)
+
+    def check_files(self) -> None:
+        """Logs, once, that the files were deleted or replaced."""
+        with contextlib.suppress(Permanent):
+            self._check_there()
 
     def _without_source(self, training: Training) -> Training:
         """The training with a digest for its code, which is stored once: not with every status."""
@@ -355,6 +374,13 @@ def _answer_bytes(training: Training, stored_bytes: int) -> int:
     status = training.status
     rows = len(status.ranks) + len(status.retired) + len(status.rank_exits)
     return stored_bytes + rows * RANK_BYTES
+
+
+def _is_same(path: Path, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), file)
+    except OSError:
+        return False
 
 
 def _owned(path: Path) -> int:

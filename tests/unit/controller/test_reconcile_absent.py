@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from atoll.controller.reconcile import QUIET_S, Reconciler
+from atoll.controller.reconcile import LASTING_S, QUIET_S, Reconciler
 from atoll.core.clock import Time
 from atoll.core.errors import Denied, Temporary
+from atoll.core.hindrance import is_hindered
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Event, Seen, SeenRank, Status, Training, Wish
@@ -31,6 +32,7 @@ class Eu:
     def __init__(self) -> None:
         self.away: Exception | None = None
         self.wish: Wish | None = None
+        self.refuses: Exception | None = None
         self.applied: list[int] = []
 
     async def observe(self, training: Training) -> Seen:
@@ -41,6 +43,8 @@ class Eu:
         return Seen(ranks=seen, wish=self.wish, is_supervised=self.wish is not None)
 
     async def apply(self, training: Training, wish: Wish) -> None:
+        if self.refuses is not None:
+            raise self.refuses
         self.applied.append(wish.size)
         self.wish = wish
 
@@ -163,3 +167,24 @@ def test_a_training_goes_on_once_its_executor_is_configured_again() -> None:
     plane.looks(3)
     assert plane.absences == []
     assert plane.eu.applied == [1, 0]
+
+
+def test_an_action_that_keeps_failing_is_told_and_cleared_when_it_works() -> None:
+    plane = Plane()
+    plane.eu.refuses = Denied("may not create jobs")
+    plane.fails(3)
+    assert not is_hindered(plane.training.status)  # it may pass
+    plane.now += LASTING_S
+    plane.fails(3)
+    (told,) = [c for c in plane.training.status.conditions if c.type == "ActionFailing"]
+    assert "may not create jobs" in told.message
+    assert plane.store.reasons.count("ActionFailing") == 1
+    written = plane.store.writes
+    plane.fails(5)
+    assert plane.store.writes == written
+    plane.eu.refuses = None
+    plane.looks(2)
+    assert not is_hindered(plane.training.status)
+    assert plane.store.reasons[-1] in ("ActionDone", "Ready")
+    assert plane.store.reasons.count("ActionDone") == 1
+    assert plane.eu.applied == [1]

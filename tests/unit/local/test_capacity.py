@@ -45,8 +45,8 @@ def test_memory_bounds_a_large_machine(root: Path) -> None:
 def test_processes_of_the_kernel(root: Path, name: str) -> None:
     write(root, f"proc/sys/kernel/{name}", "4096")
     write(root, "proc/loadavg", "1.00 1.00 1.00 3/3000 4242")
-    assert Machine(root).most() == (4032, f"kernel.{name} is 4096")
-    assert Machine(root).free() == (1032, f"3000 of 4096 processes (kernel.{name}) are in use")
+    assert Machine(root).most() == (4088, f"kernel.{name} is 4096")
+    assert Machine(root).free() == (1088, f"3000 of 4096 processes (kernel.{name}) are in use")
 
 
 @pytest.mark.parametrize(
@@ -61,22 +61,22 @@ def test_processes_of_the_kernel(root: Path, name: str) -> None:
 def test_processes_of_a_control_group_above(root: Path, line: str, folder: str) -> None:
     write(root, "proc/self/cgroup", line)
     write(root, f"{folder}/b/pids.max", "max")
-    write(root, f"{folder}/pids.max", "164")
+    write(root, f"{folder}/pids.max", "108")
     write(root, f"{folder}/pids.current", "40")
-    assert Machine(root).most() == (100, f"{folder}/pids.max is 164")
-    assert Machine(root).free() == (60, f"40 of 164 processes ({folder}/pids.max) are in use")
+    assert Machine(root).most() == (100, f"{folder}/pids.max is 108")
+    assert Machine(root).free() == (60, f"40 of 108 processes ({folder}/pids.max) are in use")
 
 
 def test_processes_of_a_user(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (164, 10**9))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (108, 10**9))
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("os.getuid", lambda: 1000)
     for pid, uid in ((10, 1000), (11, 1000), (12, 0)):
         write(root, f"proc/{pid}/status", f"Name:\tx\nUid:\t{uid}\t{uid}\nThreads:\t20")
-    assert Machine(root).most() == (100, "RLIMIT_NPROC is 164")
-    assert Machine(root).free() == (60, "40 of 164 processes (RLIMIT_NPROC) are in use")
+    assert Machine(root).most() == (100, "RLIMIT_NPROC is 108")
+    assert Machine(root).free() == (60, "40 of 108 processes (RLIMIT_NPROC) are in use")
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert Machine(root).most().why != "RLIMIT_NPROC is 164"
+    assert Machine(root).most().why != "RLIMIT_NPROC is 108"
 
 
 def test_files_of_a_supervisor(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from atoll.local.ranklog import (
 
 
 def test_a_reader_follows_across_rotations_without_a_gap(tmp_path: Path) -> None:
-    writer = LogWriter(tmp_path / "0", segment_bytes=100)
+    writer = LogWriter(tmp_path / "0", kept_bytes=800)
     written, got, offset = b"", b"", 0
     for n in range(40):
         line = f"line {n}\n".encode()
@@ -35,7 +35,7 @@ def test_a_reader_follows_across_rotations_without_a_gap(tmp_path: Path) -> None
 
 
 def test_the_log_is_bounded_and_the_newest_is_kept(tmp_path: Path) -> None:
-    writer = LogWriter(tmp_path / "0", segment_bytes=1000)
+    writer = LogWriter(tmp_path / "0", kept_bytes=8000)
     for n in range(10_000):
         writer.write(f"{n:08d}\n".encode())
     size = sum(p.stat().st_size for p in (tmp_path / "0").iterdir())
@@ -70,7 +70,7 @@ def test_a_tail_is_the_last_lines(
     tmp_path_factory: object, lines: list[str], has_end: bool, wanted: int, segment: int
 ) -> None:
     folder = tmp_path_factory.mktemp("log") / "0"  # type: ignore[attr-defined]
-    writer = LogWriter(folder, segment_bytes=10_000)
+    writer = LogWriter(folder, kept_bytes=80_000)
     text = "\n".join(lines) + ("\n" if has_end else "")
     for at in range(0, len(text), segment):
         writer.write(text[at : at + segment].encode())

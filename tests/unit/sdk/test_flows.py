@@ -460,3 +460,13 @@ def test_the_target_is_not_reached_while_a_rank_above_it_is_alive() -> None:
         with pytest.raises(BelowMinimumWorld, match="above the target and still alive: 3"):
             Script([leaving]).wait(flows.wait_until_target_world, 0)
         assert Script([leaving]).wait(flows.wait_until_min_world, 0).ready == 2
+
+
+def test_a_removal_that_takes_longer_is_not_taken_for_done() -> None:
+    alive = RankStatus(rank=3, phase="Running", started_at=1.0, attempt=0)
+    base = training("pending")
+    slow = replace(base, status=replace(base.status, ranks=[alive]))
+    script = Script([slow])
+    with pytest.raises(Temporary, match="'t' is not removed after 10 s: ranks 3 are still"):
+        script.play(flows.delete(WHO, 10, clock=script.clock))
+    assert Script([slow]).play(flows.delete(WHO, 0)) is None

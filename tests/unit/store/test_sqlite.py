@@ -151,3 +151,24 @@ def test_removing_what_is_not_there_changes_nothing(tmp_path: Path) -> None:
         store.close()
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_write_ahead_log_that_was_deleted_is_told_and_nothing_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_replaced: bool
+) -> None:
+    store = SQLiteStore(tmp_path / "a.db")
+    for name in ("one", "two"):
+        asyncio.run(store.create(training(name)))
+    (tmp_path / "a.db-wal").unlink()
+    if is_replaced:
+        (tmp_path / "a.db-wal").touch()
+    store.check_files()
+    for _ in range(2):
+        with pytest.raises(Permanent, match="a.db-wal .*is gone or was replaced"):
+            asyncio.run(store.create(training("three")))
+    assert len([r for r in caplog.records if "is gone or was replaced" in r.message]) == 1
+    store.close()
+    again = SQLiteStore(tmp_path / "a.db")
+    assert [t.name for t in asyncio.run(again.list())] == ["one", "two"]
+    again.close()

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import tracemalloc
+import zlib
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.codecs import CODECS, get_codec
+from atoll.diloco.allreduce.codecs import CODECS, dense, frame, get_codec, sparse
 
 
 def normal(size: int, seed: int = 0) -> np.ndarray:
@@ -116,3 +120,39 @@ def test_a_part_that_would_unpack_to_more_than_fits_is_refused() -> None:
     forged = large[:4] + small[4:12] + large[12:]
     with pytest.raises(ValueError, match="more than"):
         get_codec("e3m0").decode(forged, 10)
+
+
+def _by_zlib(values: np.ndarray) -> bytes:
+    """As release 0.1 coded a part."""
+    coder = zlib.compressobj(1, zlib.DEFLATED, 15, 9, zlib.Z_HUFFMAN_ONLY)
+    return coder.compress(np.ascontiguousarray(values).data) + coder.flush()
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "fp32"])
+def test_what_release_0_1_encoded_decodes_to_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = normal(10_000)
+    coded = get_codec(name).encode(row)
+    for module in (dense, sparse):
+        monkeypatch.setattr(module, "squeeze", _by_zlib)
+    old = get_codec(name).encode(row)
+    assert old != coded
+    assert get_codec(name).decode(old, row.size).tobytes() == (
+        get_codec(name).decode(coded, row.size).tobytes()
+    )
+
+
+@pytest.mark.parametrize("squeeze", [frame.squeeze, _by_zlib])
+def test_a_part_that_would_expand_beyond_its_limit_is_refused(
+    squeeze: Callable[[np.ndarray], bytes],
+) -> None:
+    bomb = squeeze(np.zeros(64 << 20, np.uint8))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="more than the 1000 bytes"):
+        frame.unsqueeze(bomb, 1000)
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
+    for bad in (bomb[:-1], bomb + b"x"):
+        with pytest.raises(ValueError, match="coded part"):
+            frame.unsqueeze(bad, 64 << 20)

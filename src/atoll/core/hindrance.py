@@ -1,0 +1,45 @@
+"""A training for which the executor fails, again and again, to do what it is asked to.
+
+It is tried again without end; the condition says so, until it works.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from atoll.core.plan import Plan
+from atoll.core.status import Condition, Event, Status, Training
+
+HINDERED = "ActionFailing"
+LONGEST = 500  # characters of an error that a status repeats
+
+
+def is_hindered(status: Status) -> bool:
+    return any(c.type == HINDERED for c in status.conditions)
+
+
+def hindered(training: Training, error: Exception, now: float) -> Plan:
+    """The status says what fails, and since when. All else in it is as it was."""
+    words = " ".join(str(error).split())[:LONGEST]
+    message = f"the executor {training.executor!r} fails, and is asked again: {words}"
+    known = {c.type: c for c in training.status.conditions}
+    since = known[HINDERED].last_transition_at if HINDERED in known else now
+    condition = Condition(
+        type=HINDERED,
+        status="True",
+        reason="ExecutorError",
+        message=message,
+        last_transition_at=since,
+    )
+    others = [c for c in training.status.conditions if c.type != HINDERED]
+    event = Event(type="Warning", reason=HINDERED, message=message, at=now)
+    after = replace(training.status, conditions=[*others, condition])
+    return Plan(after, events=() if HINDERED in known else (event,))
+
+
+def unhindered(training: Training, now: float) -> Plan:
+    """What was asked is done."""
+    kept = [c for c in training.status.conditions if c.type != HINDERED]
+    message = f"the executor {training.executor!r} has done what it was asked"
+    event = Event(type="Normal", reason="ActionDone", message=message, at=now)
+    return Plan(replace(training.status, conditions=kept), events=(event,))
