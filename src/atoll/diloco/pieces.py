@@ -98,6 +98,8 @@ def places(dims: Sequence[Dim], start: int, stop: int) -> NDArray[np.int64]:
     """The places in the whole of the values `start:stop` of the piece."""
     rest = np.arange(start, stop, dtype=np.int64)
     out = np.zeros(stop - start, np.int64)
+    if stop <= start:
+        return out
     stride, inner = math.prod(d.size for d in dims), math.prod(d.length for d in dims)
     for dim in dims:
         stride, inner = stride // dim.size, inner // dim.length

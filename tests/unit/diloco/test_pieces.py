@@ -1,0 +1,101 @@
+"""A piece of a parameter: what lies where, and what is refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.errors import ValidationError
+from atoll.diloco.pieces import (
+    Piece,
+    before,
+    check_alike,
+    check_pieces,
+    fingerprint,
+    places,
+    plain_name,
+    read_parameters,
+)
+
+
+@st.composite
+def pieces(draw: Any) -> Piece:
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=4)))
+    offset = tuple(draw(st.integers(0, size)) for size in shape)
+    lengths = tuple(draw(st.integers(0, s - o)) for s, o in zip(shape, offset, strict=True))
+    return Piece(shape, offset, lengths, "float32")
+
+
+@given(pieces())
+def test_the_values_of_a_piece_are_found_in_the_whole(piece: Piece) -> None:
+    whole = np.arange(math.prod(piece.shape)).reshape(piece.shape)
+    cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.lengths, strict=True))
+    flat = whole[cut].reshape(-1)
+    assert np.array_equal(places(piece.dims, 0, piece.size), flat)
+    for place in range(whole.size + 1):
+        assert before(piece.dims, place) == (flat < place).sum()
+
+
+def rows(start: int, count: int, **changes: Any) -> Piece:
+    return Piece((4, 3), (start, 0), (count, 3), "float32")._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ([{"w": rows(0, 2)}, {"w": rows(3, 1)}], "model.w: '9 of 12 values'"),
+        ([{"w": rows(0, 2)}, {"w": rows(2, 2, dtype="bfloat16")}], "model.w: 'bfloat16"),
+        ([{"w": rows(0, 2)}, {"v": rows(2, 2)}], "model.v: 'process 1' .* pipeline"),
+        ([{"w": rows(0, 4)}, {}], "model.w: 'process 1' .* same parameters"),
+    ],
+)
+def test_pieces_that_do_not_make_the_model_once_are_named(
+    held: list[dict[str, Piece]], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        check_pieces(held)
+
+
+def test_copies_that_differ_between_processes_are_named() -> None:
+    both = [{"w": rows(0, 4)}, {"w": rows(0, 4)}]
+    ours, theirs = torch.ones(4, 3), torch.ones(4, 3)
+    check_alike(both, [{"w": fingerprint(ours)}, {"w": fingerprint(theirs)}])
+    theirs[1, 1] += 1e-7
+    with pytest.raises(ValidationError, match=r"model.w: 'of process 1' .* trains as one"):
+        check_alike(both, [{"w": fingerprint(ours)}, {"w": fingerprint(theirs)}])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_float_type_has_a_fingerprint(dtype: torch.dtype) -> None:
+    one = torch.arange(6).to(dtype)
+    assert fingerprint(one) == fingerprint(one.clone())
+    assert fingerprint(one) != fingerprint(one.flip(0))
+
+
+class FullyShardedDataParallel(torch.nn.Linear):
+    """As the first FSDP is called."""
+
+
+def test_models_that_cannot_be_synchronised_are_refused_by_name() -> None:
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    cases = {
+        "expected a parameter with requires_grad": frozen,
+        "model.weight: 'on the meta device'": torch.nn.Linear(2, 2, device="meta"),
+        "model: 'FullyShardedDataParallel'": FullyShardedDataParallel(2, 2),
+    }
+    for message, model in cases.items():
+        with pytest.raises(ValidationError, match=message):
+            read_parameters(model)
+
+
+def test_what_wraps_a_model_does_not_change_its_names() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    compiled = torch.compile(model, backend="eager")
+    assert list(read_parameters(compiled)) == list(read_parameters(model))  # type: ignore[arg-type]
+    assert plain_name("layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
