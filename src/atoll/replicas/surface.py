@@ -49,6 +49,7 @@ from atoll.core.spec import (
     WorldSize,
 )
 from atoll.core.status import Exit, RankStatus, Status, Training
+from atoll.core.stores import store_uri
 from atoll.rank.result import (
     PICKLE,
     Reading,
@@ -56,7 +57,7 @@ from atoll.rank.result import (
     find_result,
     nonce_of,
 )
-from atoll.replicas.arguments import URI, read_arguments, store_uri
+from atoll.replicas.arguments import URI, read_arguments
 from atoll.replicas.entrypoints import (
     Entry,
     FunctionCall,
@@ -183,7 +184,8 @@ class ReplicaSurface:
             {} if entrypoint_args is None else entrypoint_args, is_function=is_called
         )
         entry = self.read_entry(entrypoint, args.values)
-        uri = store_uri(args.values.get(URI), is_shared_folder=self.has_shared_folder)
+        folder = os.getcwd() if self.has_shared_folder else None
+        uri = store_uri(f"entrypoint_args.{URI}", args.values.get(URI), folder)
         uid = uuid.uuid4().hex
         is_pickled = self.allow_pickle and isinstance(entry, FunctionCall)
         spec = TrainingSpec(
