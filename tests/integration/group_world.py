@@ -7,7 +7,8 @@ list of the lives of each one. A life is KIND:PROCESSES, with KIND plain, ddp, f
 tensor parallel) or hsdp. When a process of a replica fails, the others of it are killed and its
 next life begins, as under torchrun; the last life is repeated. `kills` in a world: so many times in
 all, a process of a replica but the first is killed at a random moment; `deaths`: [rank, process,
-step] at which a process of the first life ends itself.
+step] at which a process of the first life ends itself. With `spans` each process says that it is
+another replica, as under one rendezvous for all.
 
 Every process writes the global parameters, and those of its model, to FOLDER/NAME/RANK.PROCESS.npz.
 """
@@ -86,6 +87,7 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
     parts = batches(kind, size)
     part = process * parts // size
     with DiLoCo(model, inner, **{"sync_every": 3, **world["options"]}) as diloco:
+        (folder / f"begun.{rank}.{life}").touch()
         while diloco.round < world["rounds"]:
             if not life and [rank, process, diloco.steps] in world.get("deaths", []):
                 os._exit(9)
@@ -110,7 +112,7 @@ def process_of(folder: Path, world: dict[str, Any], rank: int, life: int, proces
     os.environ |= {
         "RANK": str(process),
         "WORLD_SIZE": text,
-        "ATOLL_RANK": str(rank),
+        "ATOLL_RANK": str(process if world.get("spans") else rank),
         "ATOLL_WORLD_MAX": str(len(world["replicas"])),
         "ATOLL_RENDEZVOUS_URI": f"file://{folder}/run",
     }
@@ -145,13 +147,17 @@ def replica(folder: Path, world: dict[str, Any], rank: int) -> None:
         run = partial(process_of, folder, world, rank, life)
         children = [forked(partial(run, process)) for process in range(size)]
         victim = chance.choice(children) if died < kills else None
-        moment = time.monotonic() + chance.uniform(0.3, 4.0)
+        # Mostly while it trains; sometimes before, while it joins.
+        begun = folder / f"begun.{rank}.{life}"
+        moment = None if chance.random() < 0.8 else time.monotonic() + chance.uniform(0.1, 2.0)
         codes: dict[int, int] = {}
         while len(codes) < size and not any(codes.values()):
             child, status = os.waitpid(-1, os.WNOHANG)
             if child:
                 codes[child] = os.waitstatus_to_exitcode(status)
-            elif victim and victim not in codes and time.monotonic() > moment:
+            elif moment is None and begun.exists():
+                moment = time.monotonic() + chance.uniform(0.0, 2.0)
+            elif victim and moment and victim not in codes and time.monotonic() > moment:
                 os.kill(victim, signal.SIGKILL)
                 died, victim = died + 1, None
             else:

@@ -22,14 +22,18 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def run(folder: Path, *worlds: dict[str, Any], timeout: float = 540) -> None:
-    done = subprocess.run(
+    done = start(folder, *worlds, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def start(folder: Path, *worlds: dict[str, Any], timeout: float) -> Any:
+    return subprocess.run(
         [sys.executable, str(WORLD), str(folder), json.dumps(worlds)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         timeout=timeout,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -108,6 +112,24 @@ def test_a_process_that_dies_takes_its_replica_out_and_the_run_goes_on_in_other_
         meet.unlink()
     run(tmp_path, {**again, "deaths": []})
     assert {"0.0", "0.1", "1.0", "2.3"} < set(check_one(tmp_path / "kills"))
+
+
+def test_a_group_that_spans_replicas_and_a_model_that_is_not_wrapped_are_named(
+    tmp_path: Path,
+) -> None:
+    spans = {
+        "name": "spans",
+        "rounds": 1,
+        "options": {"grace_s": 0.5, "min_replicas": 1},
+        "replicas": [["ddp:2", "plain:1"], ["plain:1"]],
+        "only": [0],
+        "spans": True,
+    }
+    loose = {**spans, "name": "loose", "spans": False, "replicas": [["loose:2", "plain:1"]]}
+    done = start(tmp_path, spans, loose, timeout=540)
+    assert done.stderr.count("process_group: 'of replicas 0, 1' is not valid") >= 2, done.stderr
+    assert "--rendezvous none" in done.stderr
+    assert "model.0.weight: 'of process 1' is not valid: expected the values of" in done.stderr
 
 
 @pytest.mark.soak
