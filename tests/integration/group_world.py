@@ -10,11 +10,13 @@ all, a process of a replica but the first is killed at a random moment; `deaths`
 step] at which a process of the first life ends itself. With `spans` each process says that it is
 another replica, as under one rendezvous for all.
 
-Every process writes the global parameters, and those of its model, to FOLDER/NAME/RANK.PROCESS.npz.
+Every process writes a digest of the global parameters after every round, of all of its lives, and at
+its end the global parameters and those of its model, to FOLDER/NAME/RANK.PROCESS.npz.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -75,6 +77,11 @@ def batches(kind: str, processes: int) -> int:
     return {"plain": 1, "tp": processes // 2}.get(kind, processes)
 
 
+def digest(diloco: DiLoCo) -> str:
+    rows = b"".join(row.tobytes() for row in diloco.global_parameters().values())
+    return hashlib.sha256(rows).hexdigest()
+
+
 def whole(value: torch.Tensor) -> Any:
     value = value.detach()
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy()
@@ -88,6 +95,7 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
     part = process * parts // size
     with DiLoCo(model, inner, **{"sync_every": 3, **world["options"]}) as diloco:
         (folder / f"begun.{rank}.{life}").touch()
+        digests = {diloco.round: digest(diloco)}
         while diloco.round < world["rounds"]:
             if not life and [rank, process, diloco.steps] in world.get("deaths", []):
                 os._exit(9)
@@ -96,6 +104,10 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
             nn.functional.mse_loss(model(x), x[:, :2] * 0.5).backward()
             inner.step()
             inner.zero_grad()
+            if diloco.round not in digests:
+                digests[diloco.round] = digest(diloco)
+                note = folder / f"digests.{rank}.{process}.{life}"
+                note.write_text(json.dumps(digests))
         agreed = diloco.global_parameters()
         rosters = [[report.round, *report.roster] for report in diloco.reports]
         up = [report.bytes_up for report in diloco.reports]
