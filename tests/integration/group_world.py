@@ -10,8 +10,8 @@ all, a process of a replica but the first is killed at a random moment; `deaths`
 step] at which a process of the first life ends itself. With `spans` each process says that it is
 another replica, as under one rendezvous for all.
 
-Every process writes a digest of the global parameters after every round, of all of its lives, and at
-its end the global parameters and those of its model, to FOLDER/NAME/RANK.PROCESS.npz.
+All replicas begin together. Every process writes a digest of the global parameters after every
+round, and at its end the parameters and those of its model, to FOLDER/NAME/RANK.PROCESS.npz.
 """
 
 from __future__ import annotations
@@ -95,6 +95,9 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
     part = process * parts // size
     with DiLoCo(model, inner, **{"sync_every": 3, **world["options"]}) as diloco:
         (folder / f"begun.{rank}.{life}").touch()
+        others = world.get("only", range(len(world["replicas"])))
+        while not life and not all((folder / f"begun.{r}.0").exists() for r in others):
+            time.sleep(0.02)
         digests = {diloco.round: digest(diloco)}
         while diloco.round < world["rounds"]:
             if not life and [rank, process, diloco.steps] in world.get("deaths", []):
