@@ -203,8 +203,8 @@ def main() -> None:
         **asyncio.run(measure(sys.argv[1:])),
         "load average at end": os.getloadavg(),
     }
-    if not sys.argv[1:]:
-        RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps({**earlier, **results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

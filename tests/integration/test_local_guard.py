@@ -78,6 +78,18 @@ def test_what_outlived_the_guard_too_goes_with_the_next_control_plane(tmp_path: 
         until(lambda: not group.exists())
 
 
+def test_guard_that_was_stopped_goes_with_its_training(tmp_path: Path) -> None:
+    with serving(tmp_path / "state") as plane:
+        name = plane.create(["sleep", "1000"])
+        keeper, _ = plane.shim_pids(plane.until_ready(name, 1))
+        guard = processes.parent(keeper)
+        born = processes.born(guard)
+        processes.kill(guard, signal.SIGSTOP)
+        plane.ask(name, cancel=True)
+        plane.until_released(name)
+        until(lambda: not processes.is_running(guard, born))
+
+
 def running(seconds: str) -> list[int]:
     words = [b"sleep", seconds.encode(), b""]
     return [pid for pid in processes.all_pids() if processes.command_line(pid) == words]

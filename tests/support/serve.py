@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.controller.clock import machine_clock, write_mark
 from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, Conflict
 from atoll.core.spec import TrainingSpec
@@ -144,7 +145,11 @@ async def main(state: Path, slots: int | None) -> None:
     local = LocalBackend(state / "trainings", slots=slots)
     await local.start(store)
     crashing = [Crashing(store), Crashing(local)]
-    running = asyncio.create_task(Controller(crashing[0], {"local": crashing[1]}).run())
+    clock = machine_clock(state / "clock")
+    write_mark(clock, state / "clock")
+    running = asyncio.create_task(
+        Controller(crashing[0], {"local": crashing[1]}, clock=clock).run()
+    )
     running.add_done_callback(lambda task: os._exit(3) if not task.cancelled() else None)
     plane = Plane(store, local, crashing)
     reader = asyncio.StreamReader(limit=1 << 24)

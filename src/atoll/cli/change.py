@@ -128,6 +128,6 @@ def rm(names: tuple[str, ...], is_finished: bool, is_json: bool) -> None:
         if not is_json:
             print(f"{training.name}: removed")
     if is_json:
-        print_json({"removed": removed, "notRemoved": left})
+        print_json({"removed": removed, **({"notRemoved": left} if left else {})})
     if left:
         raise SystemExit(1)

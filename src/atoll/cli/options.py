@@ -238,7 +238,10 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         click.option(
             *row.flags, row.option, type=accepted, help=row.help, show_default=row.default or None
         )(run)
-    mesh_help = "Start the ranks only when their hosts reach each other over the mesh."
+    mesh_help = (
+        "Start the ranks only when their hosts reach each other over the mesh. "
+        "Images with an older shim need --rendezvous etcd-v2."
+    )
     click.option("--mesh", is_flag=True, help=mesh_help)(run)
     pip_help = "Package to install for the ranks; may be repeated."
     click.option("--pip", "pip_packages", multiple=True, help=pip_help)(run)

@@ -72,6 +72,7 @@ class OpenGate(Chore, frozen=True):
     """These pods pass the start gate, and so do all that are created later."""
 
     pods: tuple[Pod, ...]
+    together: int | None = None  # how many ranks the gate let go; not known of older Jobs
 
 
 class RestoreObjects(Chore, frozen=True):
@@ -176,13 +177,14 @@ class PodKeeper:
     async def mark_stopped(self, pods: Iterable[Pod], now: float) -> None:
         await gather(AT_ONCE, [self._patch_status(p, render_stopped(now)) for p in pods])
 
-    async def let_start(self, pods: Iterable[Pod]) -> None:
+    async def let_start(self, pods: Iterable[Pod], together: int | None) -> None:
         """The pods pass the start gate."""
-        await gather(AT_ONCE, [self._let_start(pod) for pod in pods])
+        await gather(AT_ONCE, [self._let_start(pod, together) for pod in pods])
 
-    async def _let_start(self, pod: Pod) -> None:
+    async def _let_start(self, pod: Pod, together: int | None) -> None:
+        patch = render_start(together)
         with contextlib.suppress(NotFound):
-            await self._cluster.patch("pods", pod.metadata["namespace"], pod.name, render_start())
+            await self._cluster.patch("pods", pod.metadata["namespace"], pod.name, patch)
 
     async def _let_go(self, pod: Pod) -> None:
         with contextlib.suppress(NotFound):
@@ -227,9 +229,9 @@ class GangChores:
                 await self._keeper.let_go(pods)
             case MarkStopped(pods=pods):
                 await self._keeper.mark_stopped(pods, self._clock())
-            case OpenGate(pods=pods):
+            case OpenGate(pods=pods, together=together):
                 await self._objects.note_opened(training)
-                await self._keeper.let_start(pods)
+                await self._keeper.let_start(pods, together)
             case RestoreObjects(wish=wish, job=job):
                 await self._objects.make(training, wish, job)
             case PatchJob(patch=patch):

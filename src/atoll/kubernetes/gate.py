@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from atoll.core.gate import may_start
 from atoll.core.status import Training, Wish
-from atoll.kubernetes.names import GATE, GATE_OPENED, START
+from atoll.kubernetes.names import GATE, GATE_COUNT, GATE_OPENED, START
 from atoll.kubernetes.patch import is_held, yielded_at
 from atoll.kubernetes.pod import TURNED_AWAY, Pod, when
 
@@ -43,6 +43,7 @@ class StartGate(NamedTuple):
     held: list[Pod] = []  # waiting pods that must be let through now
     due_in_s: float | None = None  # until the start grace ends, and fewer than all ranks suffice
     message: str = ""
+    together: int | None = None  # how many ranks it lets go, once that is decided
 
 
 def render_gate(gang: str, rank: Json) -> Json:
@@ -71,9 +72,10 @@ def render_gate_volume() -> Json:
     return {"name": GATE, "downwardAPI": {"items": [{"path": "start", "fieldRef": field}]}}
 
 
-def render_opened(now: float) -> Json:
-    """A merge patch of the Job that records the decision to open."""
-    return {"metadata": {"annotations": {GATE_OPENED: str(round(now, 3))}}}
+def render_opened(now: float, together: int) -> Json:
+    """A merge patch of the Job that records the decision to open, for so many ranks."""
+    opened = {GATE_OPENED: str(round(now, 3)), GATE_COUNT: str(together)}
+    return {"metadata": {"annotations": opened}}
 
 
 def render_opened_world(*, is_opened: bool = True) -> dict[str, str]:
@@ -81,14 +83,24 @@ def render_opened_world(*, is_opened: bool = True) -> dict[str, str]:
     return {OPEN: "true" if is_opened else ""}
 
 
-def render_start() -> Json:
-    """A merge patch that lets a waiting pod through."""
-    return {"metadata": {"annotations": {START: "true"}}}
+def render_start(together: int | None) -> Json:
+    """A merge patch that lets a waiting pod through, and tells its rank how many start with it."""
+    return {"metadata": {"annotations": {START: str(together or "true")}}}
+
+
+def render_together() -> Json:
+    """Where the variable with that number has its value from; empty for ranks that start later."""
+    return {"fieldRef": {"fieldPath": f"metadata.annotations['{START}']"}}
 
 
 def opened_at(job: Json | None) -> float | None:
     text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(GATE_OPENED)
     return float(text) if text else None
+
+
+def _together(job: Json) -> int | None:
+    text = (job["metadata"].get("annotations") or {}).get(GATE_COUNT)
+    return int(text) if text else None
 
 
 def is_open(job: Json | None) -> bool:
@@ -117,7 +129,12 @@ def read_gate(
     waiting = [p for p in candidates if p.is_at_gate]
     unreleased = [p for p in waiting if START not in p.annotations]
     if is_open(job):
-        return StartGate(opened_at(job), held=unreleased, message="start gate: open, starting")
+        return StartGate(
+            opened_at(job),
+            held=unreleased,
+            message="start gate: open, starting",
+            together=_together(job),
+        )
     able = sum(p.is_at_gate or p.has_passed for p in candidates)
     # Time in a queue does not count: the Job's start time is when it left the queue.
     since = when(job.get("status", {}).get("startTime"))
@@ -136,4 +153,5 @@ def read_gate(
         held=unreleased if is_due else [],
         due_in_s=None if is_grace_over else left,
         message=f"start gate: {able} of {world.target} ranks are ready to start",
+        together=able if is_due else None,
     )

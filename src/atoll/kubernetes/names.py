@@ -13,6 +13,7 @@ SHRINKS = "atoll.dev/shrinks"
 YIELDED = "atoll.dev/yielded"
 HELD = "atoll.dev/held"  # by what a Job is held back
 GATE_OPENED = "atoll.dev/gate-opened"
+GATE_COUNT = "atoll.dev/gate-count"  # of the ranks that it let go
 START = "atoll.dev/start"
 STOPPED = "atoll.dev/Stopped"
 LAUNCH = "atoll.dev/launch"  # the spec of a launch from a script

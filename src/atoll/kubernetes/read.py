@@ -202,11 +202,12 @@ def _chores_of_job(
     if view.half and yielded_at(job) is None:
         yield MarkStopped(pods=tuple(view.half))
         yield PatchJob(why="half a gang gives way", patch=render_yield(job, now))
-    if view.gate.is_due:
+    if view.gate.is_due and view.gate.together is not None:
         # The decision comes first: if the rest fails, the next look asks for it again.
-        yield PatchJob(why="the start gate opens", patch=render_opened(now))
+        patch = render_opened(now, view.gate.together)
+        yield PatchJob(why="the start gate opens", patch=patch)
     if view.gate.held:
-        yield OpenGate(pods=tuple(view.gate.held))
+        yield OpenGate(pods=tuple(view.gate.held), together=view.gate.together)
     if finished(job):
         return
     if patch := _deadline(training, job, view.seen.gate_opened_at, options):

@@ -26,6 +26,7 @@ from atoll.kubernetes.gate import (
     render_gate,
     render_gate_volume,
     render_opened_world,
+    render_together,
 )
 from atoll.kubernetes.names import (
     CONTAINER,
@@ -55,7 +56,7 @@ from atoll.kubernetes.place import (
     tolerations,
 )
 from atoll.rank import report
-from atoll.rank.launch import Meeting, RankLaunch, RankPlace, needs_etcd, render_launch
+from atoll.rank.launch import TOGETHER, Meeting, RankLaunch, RankPlace, needs_etcd, render_launch
 
 Json = dict[str, Any]
 
@@ -262,7 +263,7 @@ def _container(training: Training, options: Options) -> Json:
         "name": CONTAINER,
         "image": spec.image or options.image,
         "command": options.command or [_literal(word) for word in command],
-        "env": _environment(training, launch),
+        "env": _environment(training, launch, options),
         # The last lines of a rank that failed travel in its status, however soon it is gone.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "imagePullPolicy": None,
@@ -336,17 +337,20 @@ def rank_place(training: Training, options: Options) -> RankPlace:
     )
 
 
-def _environment(training: Training, launch: RankLaunch) -> list[Json]:
+def _environment(training: Training, launch: RankLaunch, options: Options) -> list[Json]:
     by_field = dict.fromkeys(launch.rank_variables, f"metadata.annotations['{INDEX}']")
     by_field |= dict.fromkeys(launch.node_variables, "spec.nodeName")
     by_field["ATOLL_ATTEMPT"] = f"metadata.annotations['{FAILURES}']"
     size = {"configMapKeyRef": {"name": gang_name(training), "key": "size"}}
+    # The start gate knows how many it lets go, where they may be fewer than all.
+    is_counted = options.gates_start(training.spec) and TOGETHER not in launch.env
     return [
         *(
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
             for name, path in by_field.items()
         ),
         *({"name": name, "valueFrom": size} for name in launch.size_variables),
+        *([{"name": TOGETHER, "valueFrom": render_together()}] if is_counted else ()),
         *({"name": name, "value": _literal(value)} for name, value in launch.env.items()),
     ]
 

@@ -33,6 +33,7 @@ def main(directory: str, lock: int, listener: int) -> None:
     os.set_inheritable(lock, False)
     os.set_inheritable(listener, False)
     dismiss = _step_below_guard(cgroup.place_for(Path(directory)))
+    guard = os.getppid()
     processes.adopt_orphans()
     is_heir = _leave_mark(mark_of(Path(directory)))
     supervisor = os.fork()
@@ -46,6 +47,8 @@ def main(directory: str, lock: int, listener: int) -> None:
     cgroup.remove(Path(directory))
     with contextlib.suppress(OSError):
         os.write(dismiss, b"dismissed\n")
+        if os.getppid() == guard:
+            os.kill(guard, signal.SIGCONT)  # one that was stopped would stay
 
 
 # Waits until it is dismissed, or until keeper and supervisor have both died. What they leave comes

@@ -115,6 +115,8 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
     if TOGETHER not in own and world.min == world.target:
         env[TOGETHER] = str(world.target)
     by_rank = [*RANK_VARIABLES, *(("LOCAL_RANK",) if place.is_one_host else ())]
+    if RANK_ENV in own and own[RANK_ENV] not in by_rank:
+        by_rank.append(own[RANK_ENV])
     by_size = [*SIZE_VARIABLES]
     if backend == "static":  # torchrun's own rendezvous needs to know who is who
         by_rank += ["PET_NODE_RANK"] if "PET_NODE_RANK" not in own else []

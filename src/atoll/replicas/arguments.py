@@ -10,9 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from atoll.core.checks import (
     ARGS_VARIABLE,
@@ -69,24 +67,6 @@ def read_arguments(args: object, *, is_function: bool) -> Arguments:
 def as_argv(values: Mapping[str, Any]) -> list[str]:
     """`--key value` for each; text as it is, anything else as JSON."""
     return [part for key, value in values.items() for part in (f"--{key}", _text(key, value))]
-
-
-def store_uri(value: Any, *, is_shared_folder: bool) -> str | None:
-    """The address of the store that `rendezvous_uri` names; a plain path becomes a file:// one.
-
-    Without a folder that launcher and replicas share, a relative path leads nowhere.
-    """
-    if value is None:
-        return None
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    expected = "expected a path, file://, memory://, s3://, gs:// or az://"
-    if not is_text(text) or not text:
-        raise ValidationError(f"entrypoint_args.{URI}", value, expected)
-    if urlsplit(text).scheme:
-        return str(text)
-    if not is_shared_folder and not text.startswith("/"):
-        raise ValidationError(f"entrypoint_args.{URI}", value, f"{expected}; a path from the root")
-    return Path(text).absolute().as_uri()
 
 
 def _scalars(values: Mapping[str, Any], *, is_function: bool) -> dict[str, str]:

@@ -83,6 +83,8 @@ class KubernetesExecutor(ReplicaSurface):
             "tolerations": plain_tolerations(tolerations),
             "command": list(command) if isinstance(command, tuple) else command,
         }
+        if type(given.get("cpu_request")) in (int, float):
+            given["cpu_request"] = f"{given['cpu_request']:g}"
         if isinstance(given.get("pod"), dict):
             given["pod"] = as_rank(given["pod"])
         if given.get("node_selector", {}) is None:

@@ -117,6 +117,8 @@ class ScriptPlane:
             self.call(self._launch(gang))
         except BaseException as error:
             with contextlib.suppress(AtollError):  # the controller keeps trying
+                if self._shared is not None and not self._shared.has_asked(training):
+                    self.call(self._forget(gang))
                 self.call(self._delete(gang, is_away=isinstance(error, Temporary)))
             raise
         return gang
@@ -262,10 +264,14 @@ class ScriptPlane:
         try:
             await self._begin(gang)
         except BaseException:
-            self._gangs.pop(training.key, None)
-            await self.store.remove(gang.training)
+            await self._forget(gang)
             raise
         return gang
+
+    async def _forget(self, gang: Gang) -> None:
+        """It is followed no longer; the backend is not asked for anything."""
+        self._gangs.pop(gang.training.key, None)
+        await self.store.remove(gang.training)
 
     async def _begin(self, gang: Gang) -> None:
         """Stores the training and waits for the first pass over it. Raises its error."""

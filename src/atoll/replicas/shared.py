@@ -46,6 +46,7 @@ class SharedExecutor:
         self._backend = backend
         self._store = store
         self._on_gone = on_gone
+        self._asked: set[str] = set()  # gangs that the backend was asked for
         self._there: set[str] = set()  # gangs that the backend has had
         self._concluded: set[str] = set()
 
@@ -53,7 +54,12 @@ class SharedExecutor:
         """The gang was found: should the backend not have it, it was deleted since."""
         self._there.add(training.uid)
 
+    def has_asked(self, training: Training) -> bool:
+        """Whether anything of the gang may be with the backend."""
+        return training.uid in self._asked
+
     async def apply(self, training: Training, wish: Wish) -> None:
+        self._asked.add(training.uid)
         await self._backend.apply(training, wish)
 
     async def observe(self, training: Training) -> Seen:

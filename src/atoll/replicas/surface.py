@@ -31,6 +31,7 @@ from atoll.core.checks import (
     check_timeout,
     is_text,
 )
+from atoll.core.ends import PhaseReason
 from atoll.core.errors import NotFound, ValidationError
 from atoll.core.lines import printed
 from atoll.core.narrate import exit_in_words
@@ -47,7 +48,8 @@ from atoll.core.spec import (
     TrainingSpec,
     WorldSize,
 )
-from atoll.core.status import RankStatus, Status, Training
+from atoll.core.status import Exit, RankStatus, Status, Training
+from atoll.core.stores import store_uri
 from atoll.rank.result import (
     PICKLE,
     Reading,
@@ -55,7 +57,7 @@ from atoll.rank.result import (
     find_result,
     nonce_of,
 )
-from atoll.replicas.arguments import URI, read_arguments, store_uri
+from atoll.replicas.arguments import URI, read_arguments
 from atoll.replicas.entrypoints import (
     Entry,
     FunctionCall,
@@ -182,7 +184,8 @@ class ReplicaSurface:
             {} if entrypoint_args is None else entrypoint_args, is_function=is_called
         )
         entry = self.read_entry(entrypoint, args.values)
-        uri = store_uri(args.values.get(URI), is_shared_folder=self.has_shared_folder)
+        folder = os.getcwd() if self.has_shared_folder else None
+        uri = store_uri(f"entrypoint_args.{URI}", args.values.get(URI), folder)
         uid = uuid.uuid4().hex
         is_pickled = self.allow_pickle and isinstance(entry, FunctionCall)
         spec = TrainingSpec(
@@ -487,10 +490,18 @@ def error_of(training: Training, rank: RankStatus, state: ReplicaState) -> str:
     if ended is None:
         return why or "it was never started"
     words = exit_in_words(ended)
-    if ended.is_stopped:
+    if ended.is_stopped or is_cut_off(training, ended):
         return f"{why}; it {words}" if why else words
     last = next((line.strip() for line in reversed(ended.log_tail) if line.strip()), "")
     return words if ended.message or not last else f"{words}: {last}"
+
+
+def is_cut_off(training: Training, ended: Exit) -> bool:
+    """Whether the backend itself has ended the rank, at the deadline of the gang."""
+    deadline_s = training.spec.deadline_s
+    if training.status.failing != PhaseReason.DEADLINE_EXCEEDED or deadline_s is None:
+        return False
+    return not ended.is_success and ended.at >= training.created_at + deadline_s - 1.0
 
 
 def start_variables(n_replicas: int) -> dict[str, str]:

@@ -22,6 +22,7 @@ from atoll.core.spec import (
     TrainingSpec,
     WorldSize,
 )
+from atoll.core.stores import store_uri
 
 Wait = Literal["min", "target"]
 
@@ -156,6 +157,8 @@ def _bench(options: dict[str, Any]) -> BenchSpec:
 
 def _rendezvous(options: dict[str, Any]) -> RendezvousSpec:
     fields = {name.removeprefix("rendezvous_"): value for name, value in options.items()}
+    if "uri" in fields:
+        fields["uri"] = store_uri("rendezvous_uri", fields["uri"])
     return RendezvousSpec(**fields)
 
 

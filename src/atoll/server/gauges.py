@@ -30,6 +30,8 @@ class Gauges:
 
     def __init__(self) -> None:
         self._by_uid: dict[str, TrainingCounts] = {}
+        self._phases: Counter[str] = Counter()  # totals, so that a scrape adds nothing up
+        self._ranks: Counter[str] = Counter()
         self.restarts = 0
         self._buckets = [0] * (len(BOUNDS_S) + 1)
         self._sum_s = 0.0
@@ -43,7 +45,9 @@ class Gauges:
         """Keeps the counts up to date until it is cancelled."""
         while True:
             after = await store.version()
-            self._by_uid = {t.uid: _counts(t) for t in await store.list()}
+            self._by_uid, self._phases, self._ranks = {}, Counter(), Counter()
+            for training in await store.list():
+                self._count(training.uid, _counts(training))
             try:
                 async for change in store.watch(after):
                     self._update(change.training, is_removed=change.is_removed)
@@ -55,8 +59,16 @@ class Gauges:
         before = self._by_uid.pop(training.uid, None)
         now = _counts(training)
         self.restarts += max(0, now.restarts - (before.restarts if before else 0))
+        if before is not None:
+            self._phases[before.phase] -= 1
+            self._ranks.subtract(before.ranks)
         if not is_removed:
-            self._by_uid[training.uid] = now
+            self._count(training.uid, now)
+
+    def _count(self, uid: str, counts: TrainingCounts) -> None:
+        self._by_uid[uid] = counts
+        self._phases[counts.phase] += 1
+        self._ranks.update(counts.ranks)
 
     def exposition(self) -> tuple[bytes, str]:
         """The text and its content type."""
@@ -75,12 +87,12 @@ class Gauges:
         )
 
         trainings = GaugeMetricFamily("atoll_trainings", "Trainings by phase.", labels=["phase"])
-        phases = Counter(counts.phase or "new" for counts in self._by_uid.values())
-        _fill(trainings, ("new", "pending", "ready", "succeeded", "failed", "cancelled"), phases)
+        _fill(
+            trainings, ("new", "pending", "ready", "succeeded", "failed", "cancelled"), self._phases
+        )
         yield trainings
         ranks = GaugeMetricFamily("atoll_ranks", "Ranks by phase.", labels=["phase"])
-        total = sum((counts.ranks for counts in self._by_uid.values()), Counter[str]())
-        _fill(ranks, ("Pending", "Running", "Succeeded", "Failed", "Stopped"), total)
+        _fill(ranks, ("Pending", "Running", "Succeeded", "Failed", "Stopped"), self._ranks)
         yield ranks
         yield CounterMetricFamily(
             "atoll_rank_restarts", "Ranks started again since the start.", self.restarts
@@ -114,7 +126,7 @@ def _counts(training: Training) -> TrainingCounts:
     status = training.status
     every = (*status.ranks, *status.retired)
     return TrainingCounts(
-        status.phase.value,
+        status.phase.value or "new",
         Counter(rank.phase for rank in status.ranks),
         sum(rank.restarts for rank in every),
     )

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,13 @@ class Node:
             kubelet.kill()
             kubelet.wait()
             self._ctr_all()
+
+    def pause_kubelet(self, seconds: float) -> None:
+        """It neither acts nor reports for a while; its containers go on."""
+        kubelet = self._processes[-1]
+        kubelet.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        kubelet.send_signal(signal.SIGCONT)
 
     def kill_container(self, container: str, signal_name: str) -> None:
         """To its first process alone, from outside the container."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from atoll import EKSExecutor, ValidationError
+from atoll import AtollError, EKSExecutor, ReplicaHandle, ValidationError
 from kubernetes import client, config
 from tests.e2e.kubernetes.conftest import REPOSITORY, Site, Space
+from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.images import ATOLL
 from tests.e2e.kubernetes.nodes import IMAGE
 
@@ -94,6 +95,72 @@ def test_they_run_through_the_official_client_and_the_pods_word_counts(
     assert logs == [
         f"rank {rank} {rank} of 2 runs train.py with 0.1 at s3://bucket/run42" for rank in (0, 1)
     ]
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from atoll import EKSExecutor
+from kubernetes import client, config
+image, namespace, runtime, kubeconfig = sys.argv[1:]
+api = config.new_client_from_config(kubeconfig)
+executor = EKSExecutor(
+    image, namespace=namespace, service_account_name="trainer",
+    node_selector={"kubernetes.io/os": "linux"},
+    tolerations=[client.V1Toleration(key="spot", operator="Exists")],
+    runtime_class_name=runtime, command=["sh", "-c", "echo I am $REPLICA_RANK; sleep 600"],
+    cpu_request="10m", memory_request="16Mi", ttl_seconds_after_finished=600, backoff_limit=1,
+    gpu_resource_key="nvidia.com/gpu", run_id="run42",
+    batch_api=client.BatchV1Api(api), core_api=client.CoreV1Api(api),
+)
+for handle in executor.launch_replicas(2, "train.py", {"lr": 0.1}, timeout=900):
+    print(handle.to_json(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("pods")
+def test_another_process_goes_on_when_the_launcher_was_killed(
+    site: Site, space: Space, runtime: str
+) -> None:
+    words = [IMAGE, space.name, runtime, str(site.kubeconfig)]
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *words],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        lines = [launcher.stdout.readline() for _ in range(2)]
+        launcher.kill()
+    handles = [ReplicaHandle.from_json(line) for line in lines]
+    executor = EKSExecutor(**all_fifteen(site, space, runtime))
+    wait_for("both run", lambda: {executor.poll(h) for h in handles} == {"running"})
+    wait_for("both speak", lambda: "I am 1" in executor.stream_logs(handles[1]))
+    (job,) = space.json("get", "jobs")["items"]
+    assert "run42" in job["metadata"]["name"]
+    again = executor.attach(job["metadata"]["name"])
+    assert [handle.rank for handle in again] == [0, 1]
+    executor.cancel(handles[0])
+    reports = executor.collect(handles, timeout=90)
+    assert [report["status"] for report in reports] == ["cancelled", "cancelled"]
+    assert {report["job_name"] for report in reports} == {job["metadata"]["name"]}
+    executor.close()
+
+
+def test_a_missing_right_is_told_and_nothing_is_created(site: Site, space: Space) -> None:
+    space.kubectl("create", "serviceaccount", "nobody")
+    way = config.new_client_from_config(str(site.kubeconfig)).configuration
+    token = space.kubectl("create", "token", "nobody", "--duration=1h").stdout.strip()
+    way.api_key = {"authorization": f"Bearer {token}"}
+    way.refresh_api_key_hook = None
+    api = client.BatchV1Api(client.ApiClient(way))
+    executor = EKSExecutor(IMAGE, namespace=space.name, batch_api=api, command=["true"])
+    with pytest.raises(AtollError, match=r"cannot \w+ resource") as refused:
+        executor.launch_replicas(2, "train.py", {})
+    assert space.name in str(refused.value)
+    left = space.json("get", "jobs,services,configmaps,pods", "-l", "atoll.dev/uid")["items"]
+    assert left == []
 
 
 @pytest.mark.usefixtures("pods")

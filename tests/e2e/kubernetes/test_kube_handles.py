@@ -23,7 +23,7 @@ from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.images import ATOLL
 from tests.e2e.kubernetes.nodes import IMAGE
 
-pytestmark = pytest.mark.usefixtures("pods")
+pytestmark = [pytest.mark.usefixtures("pods"), pytest.mark.timeout(300)]
 
 WAITING = """echo rank $RANK; trap 'exit 9' TERM; while :; do sleep 0.1; done"""
 LAUNCH = """

@@ -9,10 +9,12 @@ from msgspec.structs import replace
 
 from atoll.core.phase import Phase
 from atoll.core.plan import plan
+from atoll.core.spec import WorldSize
 from atoll.core.status import Status, Training, Wish
 from atoll.kubernetes.chores import OpenGate, PatchJob
+from atoll.kubernetes.gate import StartGate, render_start
 from atoll.kubernetes.gone import Departed
-from atoll.kubernetes.names import GATE_OPENED, START, YIELDED
+from atoll.kubernetes.names import GATE_COUNT, GATE_OPENED, START, YIELDED
 from atoll.kubernetes.read import GangView, is_unchanged, look
 from atoll.kubernetes.render import render_job
 from tests.unit.kubernetes.kube import (
@@ -77,7 +79,7 @@ def test_it_opens_when_all_ranks_have_reached_it() -> None:
 def test_opening_it_is_asked_for_and_not_done_by_the_look() -> None:
     decision, told = seen(gated(), waiting(0), waiting(1), waiting(2)).seen.chores
     assert isinstance(decision, PatchJob)
-    assert decision.patch == {"metadata": {"annotations": {GATE_OPENED: str(NOW)}}}
+    assert decision.patch == {"metadata": {"annotations": {GATE_OPENED: str(NOW), GATE_COUNT: "3"}}}
     assert isinstance(told, OpenGate)
     assert [pod.rank for pod in told.pods] == [0, 1, 2]
 
@@ -214,6 +216,36 @@ def test_what_a_killed_operator_left_undone_is_done_by_the_next_look() -> None:
     assert ranks(found) == [1, 2]
 
 
+def test_ranks_are_told_how_many_the_gate_let_go() -> None:
+    """Fewer than all: the number is decided once, kept in the Job, and told to each of them."""
+    late = gated(started_at=NOW - 100)
+    found = seen(late, waiting(0), waiting(1), homeless(2))
+    decided, opening = found.seen.chores
+    assert isinstance(decided, PatchJob)
+    assert isinstance(opening, OpenGate)
+    assert (decided.patch["metadata"]["annotations"][GATE_COUNT], opening.together) == ("2", 2)
+    late["metadata"]["annotations"] |= decided.patch["metadata"]["annotations"]
+    # The operator was killed; by the time of the next look a third rank is there.
+    (again,) = seen(late, waiting(0), waiting(1), waiting(2)).seen.chores
+    assert isinstance(again, OpenGate)
+    assert (again.together, len(again.pods)) == (2, 3)
+    assert render_start(again.together) == {"metadata": {"annotations": {START: "2"}}}
+
+
+def test_the_number_reaches_a_rank_where_the_gate_may_let_fewer_than_all_go() -> None:
+    def variable(least: int, *, is_gated: bool = True) -> Json | None:
+        given = training(world_size=WorldSize(min=least, target=3, max=8))
+        made = render_job(given, Wish(version=1, size=3), Options(is_start_gated=is_gated))
+        env = made["spec"]["template"]["spec"]["containers"][0]["env"]
+        return next((v for v in env if v["name"] == "ATOLL_STARTED_TOGETHER"), None)
+
+    told = variable(2)
+    assert told is not None
+    assert told["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.annotations['{START}']"
+    assert variable(3) == {"name": "ATOLL_STARTED_TOGETHER", "value": "3"}
+    assert variable(2, is_gated=False) is None
+
+
 def test_once_open_nothing_is_done_for_pods_that_passed() -> None:
     passed = [pod(r, running(), gate=ended(0, "Completed")) for r in range(3)]
     found = seen(opened(), *passed)
@@ -222,7 +254,7 @@ def test_once_open_nothing_is_done_for_pods_that_passed() -> None:
 
 
 def test_a_job_made_without_a_gate_has_none() -> None:
-    assert seen(job(), pod(0, running())).gate == (None, False, [], None, "")
+    assert seen(job(), pod(0, running())).gate == StartGate()
 
 
 def test_a_gang_that_passed_the_gate_does_not_give_way() -> None:

@@ -87,6 +87,14 @@ def test_ranks_are_told_how_many_were_started_together() -> None:
     assert of_launch.items() <= cluster_launch(env=of_launch).env.items()
 
 
+def test_the_rank_is_under_the_name_that_a_launch_chose_too() -> None:
+    chosen = {"ATOLL_RANK_ENV": "MY_RANK"}
+    for launch in (local_launch(env=chosen), cluster_launch(env=chosen)):
+        assert launch.rank_variables[-1] == "MY_RANK"
+    usual = local_launch(env={"ATOLL_RANK_ENV": "RANK"}).rank_variables
+    assert usual == local_launch().rank_variables
+
+
 def test_what_the_user_has_set_stays_on_every_backend() -> None:
     own = {"MASTER_ADDR": "10.0.0.1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
     for launch in (local_launch(env=own), cluster_launch(env=own)):

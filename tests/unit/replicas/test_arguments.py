@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.replicas.arguments import as_argv, read_arguments, store_uri
+from atoll.replicas.arguments import as_argv, read_arguments
 
 
 def test_scalars_are_upper_cased_variables_and_everything_is_json() -> None:
@@ -96,15 +96,3 @@ def test_what_cannot_be_told_is_refused_by_name(args: Any, field: str) -> None:
 def test_a_function_takes_what_no_variable_can_hold() -> None:
     args = {"big": "x" * 200_000, "thing": object(), "lr": 0.5, "text": "a\0b"}
     assert read_arguments(args, is_function=True) == (args, {"LR": "0.5"})
-
-
-def test_a_plain_path_is_a_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert store_uri(None, is_shared_folder=True) is None
-    assert store_uri("s3://bucket/run", is_shared_folder=False) == "s3://bucket/run"
-    assert store_uri("/shared/run 1", is_shared_folder=False) == "file:///shared/run%201"
-    assert store_uri(Path("/shared/run"), is_shared_folder=False) == "file:///shared/run"
-    assert store_uri("run", is_shared_folder=True) == f"file://{tmp_path}/run"
-    for bad in ("run", "", 7, "a\0b"):
-        with pytest.raises(ValidationError, match="rendezvous_uri"):
-            store_uri(bad, is_shared_folder=False)

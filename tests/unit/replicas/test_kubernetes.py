@@ -165,6 +165,12 @@ def test_the_defaults_are_in_the_job() -> None:
     )
 
 
+def test_a_number_of_processors_is_a_quantity() -> None:
+    executor = EKSExecutor("i", command=["x"], cpu_request=4)  # type: ignore[arg-type]
+    (container,) = pod_of(job_of(executor))["containers"]
+    assert container["resources"]["requests"]["cpu"] == "4"
+
+
 def test_the_rank_is_under_the_name_of_the_caller_too() -> None:
     env = env_of(job_of(EKSExecutor("i", command=["x"]), args={"rank_env": "MY_RANK"}))
     assert env["MY_RANK"] == env["REPLICA_RANK"]

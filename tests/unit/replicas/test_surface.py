@@ -53,7 +53,9 @@ class FakeExecutor:
         wish, ended = self.wishes.get(training.uid), self.ended.get(training.uid)
         if wish is None:
             return Seen()
-        rank = SeenRank(rank=0, state="exited" if ended else "running", started_at=1.0, exit=ended)
+        rank = SeenRank(
+            rank=0, state="exited" if ended else "running", started_at=time.time(), exit=ended
+        )
         return Seen(ranks=[rank], wish=wish, is_supervised=ended is None)
 
     async def release(self, training: Training) -> None:

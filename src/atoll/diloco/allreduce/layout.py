@@ -9,6 +9,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import Annotated, Any
 
 import msgspec
@@ -37,7 +38,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape)
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(msgspec.Struct, frozen=True, dict=True):
     """`name` tells apart streams of tensors that take turns, such as DiLoCo's fragments.
 
     Each shard is cut into `cells`, the least that is encoded and checked by itself. They follow
@@ -52,11 +53,11 @@ class Layout(msgspec.Struct, frozen=True):
     name: str = ""
     cells: Annotated[int, msgspec.Meta(ge=0, le=MOST_CELLS)] = 0
 
-    @property
+    @cached_property
     def size(self) -> int:
         return sum(spec.size for spec in self.tensors)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
 
@@ -80,6 +81,10 @@ class Layout(msgspec.Struct, frozen=True):
         return [min(size, units * cell // count * unit) for cell in range(count + 1)]
 
     def pack(self) -> bytes:
+        return self._packed
+
+    @cached_property
+    def _packed(self) -> bytes:
         """Raises ValidationError for more tensors than another replica would unpack."""
         text = msgspec.json.encode(self)
         if len(text) > MOST_BYTES:
@@ -204,7 +209,12 @@ def tensor_at(layout: Layout, place: int) -> int:
 
 def _dtype_name(tensor: Any) -> str:
     """The name of the type without its byte order, which may differ between replicas."""
-    return str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
 def _check_range(index: int, values: NDArray[Any]) -> None:
@@ -218,7 +228,12 @@ def _check_range(index: int, values: NDArray[Any]) -> None:
 
 
 def _is_torch(tensor: Any) -> bool:
-    return str(tensor.dtype).startswith("torch.")
+    return _is_of_torch(tensor.dtype)
+
+
+@cache
+def _is_of_torch(dtype: Any) -> bool:
+    return str(dtype).startswith("torch.")
 
 
 def _numpy(tensor: Any) -> NDArray[Any]:
