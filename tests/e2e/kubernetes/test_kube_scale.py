@@ -29,6 +29,7 @@ Json = dict[str, Any]
 NEEDED = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
 SPACE = "big"
 SOAK = pytest.mark.soak
+pytestmark = pytest.mark.timeout(3600)
 # It would delete pods on nodes that do not exist.
 NO_COLLECTOR = "--controllers=*,-pod-garbage-collector-controller"
 
@@ -170,7 +171,7 @@ def test_they_run_fail_are_told_and_deleted(
         await scene.submit(name, ranks)
         await scene.until(name, "running", lambda t: t.world.ready == ranks)
         running_bytes = scene.stored_bytes(name)
-        wait = ("wait", f"training/{name}", "--timeout=30s")
+        wait = ("wait", f"training/{name}", "--timeout=120s")
         await scene.kubectl(*wait, "--for=condition=Ready")
 
         before = Counter(scene.cluster.requests)
