@@ -22,7 +22,6 @@ from atoll.core.status import Event, Seen, Training
 from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.read import look, wish_of
 from atoll.kubernetes.resource import read_events, to_training
-from atoll.server.encoded import MASK
 from atoll.server.encoded import shown
 from tests.support.release import NEW, NEW_SERVE, Site, cleared
 
@@ -62,12 +61,6 @@ def test_a_state_directory_is_read_as_it_was_and_a_copy_is_kept(state: Path) -> 
         assert other.list() == []
     plane.stop()
     assert dump(state / "atoll.db.v1") == dump(SAVED / "atoll.db")
-
-
-def masked(training: Training) -> Training:
-    """As the API shows it: the names of variables without their values."""
-    env = dict.fromkeys(training.spec.env, MASK)
-    return msgspec.structs.replace(training, spec=msgspec.structs.replace(training.spec, env=env))
 
 
 def dump(path: Path) -> list[str]:
