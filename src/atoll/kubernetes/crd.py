@@ -1,8 +1,8 @@
 """The CustomResourceDefinition `trainings.atoll.dev`, generated from the spec's types. Pure.
 
 Types and the bounds of numbers come from the msgspec models. The tables below add what Python
-checks beyond them, and the limits that the API server needs to accept the rules. The status schema
-is open: a newer controller may add fields.
+checks beyond them, and the limits that the API server needs to accept the rules. What `kubectl
+explain` says of the fields, and the schema of the status, are in `explain.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from atoll.core.checks import LAUNCH_VARIABLES, NAME_PATTERN, RESERVED_ENV, RESERVED_ENV_PREFIXES
-from atoll.core.ends import PhaseReason, RankEnd, listing
-from atoll.core.phase import Phase
 from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN, TrainingSpec
+from atoll.kubernetes.explain import SPEC, described, status_schema
 
 Json = dict[str, Any]
 
@@ -115,7 +114,7 @@ def render_crd() -> Json:
         "type": "object",
         "description": "One elastic training: a wish, and what was seen of it.",
         "required": ["spec"],
-        "properties": {"spec": spec, "status": _status_schema()},
+        "properties": {"spec": spec, "status": status_schema()},
         "x-kubernetes-validations": [
             {
                 "rule": f"self.metadata.name.matches('{NAME_PATTERN}')",
@@ -173,8 +172,7 @@ def spec_schema() -> Json:
         for field in schema["properties"]
         if field not in CHANGEABLE
     ]
-    schema["description"] = "What is wanted. Only worldSize.target and cancel change later."
-    return schema
+    return described(schema, SPEC, "What is wanted. Only worldSize.target and cancel change later.")
 
 
 def _unchanged(field: str) -> str:
@@ -220,28 +218,3 @@ def _bounds(node: Json) -> Json:
         # The API server compares whole numbers with whole bounds: 0 would pass a minimum of 0.001.
         return {"minimum": 0, "exclusiveMinimum": True, "maximum": bounds["maximum"]}
     return bounds
-
-
-def _status_schema() -> Json:
-    whole = {"type": "integer"}
-    world = dict.fromkeys(("ready", "target", "min", "max"), whole)
-    return {
-        "type": "object",
-        "description": f"What was seen. Of rankExits, terminationReason is {listing(RankEnd)}.",
-        "x-kubernetes-preserve-unknown-fields": True,
-        "properties": {
-            "phase": {"type": "string", "description": f"One of {', '.join(filter(None, Phase))}."},
-            "reason": {
-                "type": "string",
-                "description": f"Why it is in its phase. {listing(PhaseReason)}.",
-            },
-            "message": {"type": "string", "description": "The same for people, in one sentence."},
-            "observedGeneration": whole,
-            "selector": {"type": "string"},
-            "world": {
-                "type": "object",
-                "x-kubernetes-preserve-unknown-fields": True,
-                "properties": world,
-            },
-        },
-    }

@@ -57,6 +57,9 @@ def _read_status(raw: Json) -> Status:
     Otherwise its ranks could not be stopped, nor the training be deleted.
     """
     raw = {**raw, "conditions": _read_conditions(raw.get("conditions"))}
+    if isinstance(cause := raw.get("rootCause"), dict):
+        # Not known: where a schema does not allow null, the API server drops it.
+        raw["rootCause"] = {"exitCode": None, **cause}
     try:
         return _decoded(raw)
     except ValidationError as error:

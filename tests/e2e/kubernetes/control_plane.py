@@ -59,9 +59,12 @@ def wait_for(what: str, test: Callable[[], Any], timeout: float = 60.0) -> Any:
 class ControlPlane:
     """etcd, API server and controller manager; `start()`, use `kubeconfig`, `stop()`."""
 
-    def __init__(self, where: Path, binaries: Path) -> None:
+    def __init__(
+        self, where: Path, binaries: Path, *, manager_options: tuple[str, ...] = ()
+    ) -> None:
         self.where = where
         self.binaries = binaries
+        self._manager_options = manager_options
         self.kubeconfig = where / "kubeconfig"
         self.number = os.getpid() % NUMBERS  # among the clusters of this machine
         self._dns: StandInDns | None = None
@@ -145,6 +148,7 @@ class ControlPlane:
             # A lost node is found in seconds here, in the best part of a minute by default.
             "--node-monitor-grace-period=6s",
             "--node-monitor-period=1s",
+            *self._manager_options,
         )
 
     def _listen_at(self) -> tuple[str, int]:

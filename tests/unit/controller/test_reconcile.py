@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from atoll.controller.reconcile import Reconciler
 from atoll.core.clock import Time
-from atoll.core.errors import Conflict, Permanent, Temporary
+from atoll.core.errors import Conflict, Permanent, StatusRefused, Temporary
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Chore, Seen, SeenRank, Status, Training, Wish
+from atoll.core.status import Chore, Exit, Seen, SeenRank, Status, Training, Wish
 
 WORLD = WorldSize(min=1, target=2, max=2)
 
@@ -55,6 +55,16 @@ class Notebook:
 
     async def apply(self, training: Training, wish: Wish) -> None:
         self._note(f"apply {wish.size}")
+
+    async def release(self, training: Training) -> None:
+        self.seen = Seen()
+        self._note("release")
+
+    async def purge(self, training: Training) -> None:
+        self._note("purge")
+
+    async def remove(self, training: Training) -> None:
+        self._note("remove")
 
     def reconcile(self) -> float | None:
         return asyncio.run(self.passes(1))
@@ -116,3 +126,20 @@ def test_a_chore_that_fails_keeps_no_rank_from_being_stopped(error: Exception) -
     with pytest.raises(type(error), match=str(error)):
         book.reconcile()
     assert book.lines == ["observe", "write", "perform hall", "apply 0"]
+
+
+def test_a_status_that_the_store_refuses_holds_up_no_removal() -> None:
+    ended = Exit(code=1, at=50.0, reason="Error")
+    ranks = [SeenRank(rank=n, state="exited", exit=ended, started_at=1.0) for n in range(2)]
+    seen = Seen(ranks=ranks, wish=Wish(version=1, size=2), is_supervised=True)
+    book = Notebook(seen, write=StatusRefused("too large"))
+    with pytest.raises(StatusRefused):
+        book.reconcile()
+    assert book.lines == ["observe", "write"], "nothing is torn down that is still wanted"
+
+    asked = Status(asked=Wish(version=1, size=2), gate_opened_at=1.0)
+    book.training = replace(book.training, deletion_requested_at=60.0, status=asked)
+    book.lines.clear()
+    asyncio.run(book.passes(6))
+    done = [line for line in book.lines if line not in ("observe", "write")]
+    assert done[:3] == ["release", "purge", "remove"]

@@ -12,6 +12,7 @@ from atoll.core.status import (
     Condition,
     Event,
     Exit,
+    RankExit,
     RankStatus,
     Status,
     Training,
@@ -112,6 +113,13 @@ def test_times_of_conditions_are_read_in_both_forms() -> None:
     raw["status"] = {"conditions": named}
     read = [c.last_transition_at for c in to_training(raw).status.conditions]
     assert read == [1_800_000_000.0, 1_800_000_000.0, 0.0]
+
+
+def test_an_exit_code_that_is_not_known_may_be_dropped_on_the_way() -> None:
+    cause = RankExit(rank=0, exit_code=None, termination_reason="Vanished")
+    raw = served(replace(training(), status=Status(root_cause=cause)))
+    assert raw["status"]["rootCause"].pop("exitCode", 0) is None  # type: ignore[index]
+    assert to_training(raw).status.root_cause == cause
 
 
 def test_ranks_spoilt_by_hand_are_left_out_and_the_rest_is_read() -> None:
