@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Iterator
@@ -27,20 +26,20 @@ def has_room(where: Path, needed: int = 1) -> bool:
 def spare_directories(where: Path) -> Iterator[Path]:
     """The directories there are in place of `where`: of this user, and open to nobody else."""
     for place in _places():
-        if _is_private(place) and _is_private(place / _name(where)):
-            yield place / _name(where)
+        if _is_private(place) and _is_private(directory := _below(place, where)):
+            yield directory
 
 
 def make_spare(where: Path) -> Path:
     """The first of them that can be made and written. Raises OSError if there is none."""
     trouble = OSError(errno.ENOSPC, "no other place can be written")
     for place in _places():
-        directory = place / _name(where)
+        directory = _below(place, where)
         try:
             place.mkdir(mode=0o700, exist_ok=True)
             if not _is_private(place):
                 continue
-            directory.mkdir(mode=0o700, exist_ok=True)
+            directory.mkdir(parents=True, mode=0o700, exist_ok=True)
             if _is_private(directory) and _can_write(directory):
                 return directory
         except OSError as error:
@@ -52,8 +51,8 @@ def _places() -> Iterator[Path]:
     return (Path(place.format(uid=os.geteuid())) for place in PLACES)
 
 
-def _name(where: Path) -> str:
-    return hashlib.sha256(os.fsencode(where.resolve())).hexdigest()[:16]
+def _below(place: Path, where: Path) -> Path:
+    return place / where.resolve().relative_to("/")
 
 
 def _is_private(directory: Path) -> bool:

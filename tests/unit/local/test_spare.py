@@ -20,7 +20,7 @@ def test_the_first_place_is_taken_and_seen_again(places: tuple[Path, Path], tmp_
     where = tmp_path / "state"
     assert list(spare.spare_directories(where)) == []
     directory = spare.make_spare(where)
-    assert directory.parent == places[0]
+    assert directory == places[0] / str(where)[1:]
     assert directory.stat().st_mode & 0o777 == 0o700
     assert list(spare.spare_directories(where)) == [directory]
     assert spare.make_spare(where) == directory
@@ -40,16 +40,16 @@ def test_each_state_directory_has_its_own_whatever_its_spelling(
 def test_a_directory_open_to_others_is_not_used(
     places: tuple[Path, Path], tmp_path: Path, mode: int
 ) -> None:
-    directory = spare.make_spare(tmp_path / "state")
+    spare.make_spare(tmp_path / "state")
     places[0].chmod(mode)
     assert list(spare.spare_directories(tmp_path / "state")) == []
-    assert spare.make_spare(tmp_path / "state") == places[1] / directory.name
+    assert spare.make_spare(tmp_path / "state") == places[1] / str(tmp_path)[1:] / "state"
 
 
 def test_a_link_is_not_followed(places: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     places[0].symlink_to(tmp_path / "elsewhere")
-    assert spare.make_spare(tmp_path / "state").parent == places[1]
+    assert spare.make_spare(tmp_path / "state").is_relative_to(places[1])
 
 
 def test_the_directory_of_another_user_is_not_used(
