@@ -223,8 +223,9 @@ class Cluster:
         after: str,
         labels: str = "",
         fields: str = "",
+        seconds: int = WATCH_S,
     ) -> AsyncGenerator[WatchEvent, None]:
-        """Every change after that version, until the server ends the watch.
+        """Every change after that version, until the server ends the watch after so many seconds.
 
         Raises Gone, Temporary.
         """
@@ -232,9 +233,9 @@ class Cluster:
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": after,
-            "timeoutSeconds": str(WATCH_S),
+            "timeoutSeconds": str(seconds),
         }
-        limits = httpx2.Timeout(10.0, read=WATCH_S + 60.0)
+        limits = httpx2.Timeout(10.0, read=seconds + 60.0)
         async with self._stream("watch", kind, _path(kind, namespace), params, limits) as lines:
             async for line in lines:
                 event = msgspec.json.decode(line)

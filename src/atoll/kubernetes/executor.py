@@ -78,8 +78,10 @@ class KubernetesBackend:
         )
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
         self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
-        self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note_pod)
-        self._memory = PodMemory(self.cluster)
+        self._memory = PodMemory(self.cluster, self.options.namespace)
+        self._pods = Mirror(
+            self.cluster, "pods", self.options.namespace, self._note_pod, self._memory.miss
+        )
         self._written: dict[
             str, int
         ] = {}  # newest version of a Job that this process wrote, by training
@@ -330,7 +332,7 @@ class KubernetesBackend:
         self._last[training.uid] = job
 
     def _note_pod(self, item: Json) -> None:
-        self._memory.see(item)
+        self._memory.note(item)
         self._note(item)
 
     def _note(self, item: Json) -> None:

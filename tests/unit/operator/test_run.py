@@ -15,7 +15,7 @@ from atoll.server.gauges import Gauges
 class Passing:
     """A controller that makes one pass, and waits."""
 
-    def __init__(self, store: Any, executors: Any, *, on_pass: Any) -> None:
+    def __init__(self, store: Any, executors: Any, *, clock: Any, on_pass: Any) -> None:
         self._on_pass = on_pass
 
     async def run(self) -> None:
