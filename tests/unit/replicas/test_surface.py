@@ -17,7 +17,7 @@ from atoll.core.ports import Executor, Key
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.replicas import plane
-from atoll.replicas.surface import ReplicaSurface
+from atoll.replicas.surface import ReplicaSurface, read_gpu
 
 
 class FakeExecutor:
@@ -129,6 +129,30 @@ def test_what_the_executor_will_never_do_ends_the_gang_with_its_words() -> None:
         assert ["403 forbidden" in report["error"] for report in reports] == [True, True]
         assert [library.poll(handle) for handle in handles] == ["failed", "failed"]
         assert len(fake.applies) == 2
+
+
+def test_collect_takes_any_iterable_and_refuses_what_is_none() -> None:
+    fake = FakeExecutor()
+    with Library(fake) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        library.cancel(handle)
+        assert [
+            report["rank"] for report in library.collect(each for each in (handle, handle))
+        ] == [
+            0,
+            0,
+        ]
+        assert library.collect([]) == []
+        for bad in (handle, None, "replicas-1", {"handle": handle}):
+            with pytest.raises(ValidationError, match="handles: .* expected a list of handles"):
+                library.collect(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gpu", [0, True, 1.5, "", ":2", "A100:", "A100:x", "A100:0", "A100:9999"])
+def test_a_gpu_that_is_none_is_refused(gpu: Any) -> None:
+    with pytest.raises(ValidationError) as refused:
+        read_gpu(gpu)
+    assert refused.value.field == "gpu"
 
 
 def test_a_launch_that_is_refused_for_good_raises_and_leaves_nothing() -> None:
