@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, Wish
 from atoll.kubernetes.gpus import EKS_GPU_NODES
 from atoll.kubernetes.names import CONTAINER, REPLICA
-from atoll.kubernetes.options import KubernetesOptions
+from atoll.kubernetes.options import KubernetesOptions, check_installed
 from atoll.replicas.entrypoints import Entry, InImage, read_in_image
 from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.surface import Entrypoint, ReplicaSurface
@@ -70,7 +69,7 @@ class KubernetesExecutor(ReplicaSurface):
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
-        _check_installed(type(self).__name__)
+        check_installed(type(self).__name__)
         _check_known(options)
         check_as("backoff_limit", backoff_limit, RESTARTS)
         if not isinstance(allow_pickle, bool):
@@ -327,8 +326,3 @@ def _meant(name: str, known: Sequence[str]) -> str:
         if close
         else ("there is no such argument")
     )
-
-
-def _check_installed(name: str) -> None:
-    if importlib.util.find_spec("lightkube") is None:
-        raise RuntimeError(f"{name} needs lightkube: pip install 'atoll[kubernetes]'")
