@@ -41,6 +41,7 @@ class FakeKubelet:
         self._exit_code = exit_code
         self.pods: dict[str, Json] = {}
         self._busy: set[str] = set()
+        self._again: set[str] = set()
         self._due: asyncio.Queue[str] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -74,7 +75,10 @@ class FakeKubelet:
     async def _work(self) -> None:
         while True:
             name = await self._due.get()
-            if name in self._busy or name not in self.pods:
+            if name in self._busy:
+                self._again.add(name)  # it has changed meanwhile
+                continue
+            if name not in self.pods:
                 continue
             self._busy.add(name)
             try:
@@ -85,6 +89,9 @@ class FakeKubelet:
                 self._due.put_nowait(name)
             finally:
                 self._busy.discard(name)
+                if name in self._again:
+                    self._again.discard(name)
+                    self._due.put_nowait(name)
 
     async def _step(self, name: str, pod: Pod) -> None:
         if pod.rank < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -94,7 +95,7 @@ class Scene:
         world = WorldSize(min=ranks, target=ranks, max=ranks)
         spec = TrainingSpec(
             name=name, command=["pyhton"], image="x", world_size=world, executor="kubernetes",
-            start_grace_s=3600, stop_grace_s=1,
+            start_grace_s=3600, stop_grace_s=600,  # this kubelet may be slow
         )  # fmt: skip
         return await self.store.create(Training(namespace=SPACE, uid="", spec=spec))
 
@@ -181,15 +182,18 @@ def test_they_run_fail_are_told_and_deleted(
         await scene.kubectl(*wait, "--for=condition=Failed")
         exits = training.status.rank_exits
         assert [e.rank for e in exits] == list(range(ranks))
-        assert {(e.exit_code, e.host is not None) for e in exits} == {(127, True)}
+        # Those that are left when the first have failed are stopped.
+        assert {e.exit_code for e in exits} <= {127, 143}
+        assert all(e.host and e.started_at and e.ended_at for e in exits)
         cause = training.status.root_cause
         assert cause is not None
+        assert cause.exit_code == 127
         assert cause.log_tail == ["sh: 1: pyhton: not found"]
         conditions = {c.type: c for c in training.status.conditions}
-        assert conditions["RanksLost"].message == f"lost for good: 0-{ranks - 1}"
+        assert re.match(r"lost for good: \d+-\d+", conditions["RanksLost"].message)
         assert "StatusIncomplete" not in conditions
         ended_bytes = scene.stored_bytes(name)
-        assert max(running_bytes, ended_bytes) < ranks * 25 + 30_000
+        assert max(running_bytes, ended_bytes) < ranks * 60 + 30_000
         assert requests["create", "events"] < 30 + ranks / 100
         record_property("running_bytes", running_bytes)
         record_property("ended_bytes", ended_bytes)
@@ -213,7 +217,9 @@ def test_ten_thousand_that_each_end_otherwise(
         codes = {rank: 1 + rank * 7 % 120 for rank in range(ranks)}
         scene.end(codes)
         training = await scene.until(name, "over", lambda t: t.status.phase == "failed")
-        assert {e.rank: e.exit_code for e in training.status.rank_exits} == codes
+        exits = {e.rank: e.exit_code for e in training.status.rank_exits}
+        assert len(exits) == ranks
+        assert all(code in (codes[rank], 143) for rank, code in exits.items())
         record_property("ended_bytes", scene.stored_bytes(name))
         await scene.kubectl("delete", f"training/{name}", "--timeout=1200s")
         await scene.until_pods_gone()
