@@ -119,6 +119,11 @@ class KubernetesBackend:
             raise flaw.refuse("pod")
 
     async def close(self) -> None:
+        await self.stop()
+        await self.cluster.close()
+
+    async def stop(self) -> None:
+        """Ends its tasks. The connection to the cluster stays, which others may use."""
         for task in self._watching:
             task.remove_done_callback(self._note_end)
             task.cancel()
@@ -126,7 +131,6 @@ class KubernetesBackend:
         await self._beside.close()
         await self._archive.close()
         await self._hosts.close()
-        await self.cluster.close()
 
     async def apply(self, training: Training, wish: Wish) -> None:
         try:

@@ -405,7 +405,7 @@ class ReplicaSurface:
             "result": result,
             "job_name": job_name,
             "signal": ended.signal if ended else None,
-            "reason": ended.reason if ended else None,
+            "reason": str(ended.reason) if ended and ended.reason else None,
             "host": rank.node,
             "started_at": rank.started_at,
             "ended_at": ended.at if ended else None,
