@@ -145,8 +145,12 @@ def was_committed(reader: Reader, entry: Entry) -> bool:
 RoundMean = tuple[Vector, Layout]
 
 
-def read_since(reader: Reader, following: int) -> Iterator[tuple[int, RoundMean | None]]:
+def read_since(
+    reader: Reader, following: int, out: Vector | None = None
+) -> Iterator[tuple[int, RoundMean | None]]:
     """The mean of each round from `following` on, None if it is void, and the round after it.
+
+    Means are in `out`, one after the other, if it is of their size.
 
     Raises Outdated or Gone if a mean is no longer in the store.
     """
@@ -157,11 +161,14 @@ def read_since(reader: Reader, following: int) -> Iterator[tuple[int, RoundMean 
         if newest is None:
             return
         for number in range(following, newest[0] + 1):
-            yield number + 1, _read_round(reader, number, is_last=number == newest[0])
+            is_last = number == newest[0]
+            yield number + 1, _read_round(reader, number, out, is_last=is_last)
         following = newest[0] + 1
 
 
-def _read_round(reader: Reader, number: int, *, is_last: bool) -> RoundMean | None:
+def _read_round(
+    reader: Reader, number: int, out: Vector | None = None, *, is_last: bool
+) -> RoundMean | None:
     """The mean of the round as far as this process carries it, or None if it is void.
 
     A round that nobody completes any more becomes void.
@@ -183,7 +190,7 @@ def _read_round(reader: Reader, number: int, *, is_last: bool) -> RoundMean | No
             return None
         if roster is not None:
             settler.last = roster
-            look = _Look(reader.exchange(roster, Layout.unpack(roster.layout)))
+            look = _Look(reader.exchange(roster, Layout.unpack(roster.layout)), out)
             words = together(team, look.read)
             if is_over and MISSING in words and VOID not in words:
                 lead(team, lambda: _fail_if_swept(settler, number, is_last=is_last))
@@ -191,8 +198,8 @@ def _read_round(reader: Reader, number: int, *, is_last: bool) -> RoundMean | No
             if VOID in words:
                 attempt, started = attempt + 1, time.monotonic()
                 continue
-            if look.mean is not None and MISSING not in words:
-                return look.mean, look.exchange.layout
+            if look.is_read and MISSING not in words:
+                return look.out, look.exchange.layout
         time.sleep(poll_pause(time.monotonic() - started, 0.0))
 
 
@@ -202,22 +209,25 @@ COMPLETE, MISSING, VOID = "complete", "missing", "void"
 class _Look:
     """What this process has of the mean of an attempt."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, out: Vector | None) -> None:
         self.exchange = exchange
-        self.mean: Vector | None = None
+        size = exchange.share.size
+        is_room = out is not None and out.size == size
+        self.out = out if out is not None and is_room else np.empty(size, np.float32)
+        self.is_read = False
 
     def read(self) -> str:
         try:
-            self.mean = self.exchange.read_all()
+            self.is_read = self.exchange.read_all(self.out)
         except Abandoned:
             return VOID
-        return MISSING if self.mean is None else COMPLETE
+        return COMPLETE if self.is_read else MISSING
 
     def end(self) -> str:
         """As `read`, but what is missing now makes the attempt void."""
         try:
-            if self.mean is None:
-                self.exchange.abandon_missing()
+            if not self.is_read:
+                self.exchange.abandon_missing(self.out)
         except Abandoned:
             return VOID
         return self.read()
