@@ -7,13 +7,16 @@ list of the lives of each one. A life is KIND:PROCESSES, with KIND plain, ddp, f
 tensor parallel) or hsdp. When a process of a replica fails, the others of it are killed and its
 next life begins, as under torchrun; the last life is repeated. `kills` in a world: so many times in
 all, a process of a replica but the first is killed at a random moment; `deaths`: [rank, process,
-step] at which a process of the first life ends itself.
+step] at which a process of the first life ends itself. With `spans` each process says that it is
+another replica, as under one rendezvous for all.
 
-Every process writes the global parameters, and those of its model, to FOLDER/NAME/RANK.PROCESS.npz.
+All replicas begin together. Every process writes a digest of the global parameters after every
+round, and at its end the parameters and those of its model, to FOLDER/NAME/RANK.PROCESS.npz.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -74,6 +77,11 @@ def batches(kind: str, processes: int) -> int:
     return {"plain": 1, "tp": processes // 2}.get(kind, processes)
 
 
+def digest(diloco: DiLoCo) -> str:
+    rows = b"".join(row.tobytes() for row in diloco.global_parameters().values())
+    return hashlib.sha256(rows).hexdigest()
+
+
 def whole(value: torch.Tensor) -> Any:
     value = value.detach()
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy()
@@ -86,6 +94,11 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
     parts = batches(kind, size)
     part = process * parts // size
     with DiLoCo(model, inner, **{"sync_every": 3, **world["options"]}) as diloco:
+        (folder / f"begun.{rank}.{life}").touch()
+        others = world.get("only", range(len(world["replicas"])))
+        while not life and not all((folder / f"begun.{r}.0").exists() for r in others):
+            time.sleep(0.02)
+        digests = {diloco.round: digest(diloco)}
         while diloco.round < world["rounds"]:
             if not life and [rank, process, diloco.steps] in world.get("deaths", []):
                 os._exit(9)
@@ -94,6 +107,10 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
             nn.functional.mse_loss(model(x), x[:, :2] * 0.5).backward()
             inner.step()
             inner.zero_grad()
+            if diloco.round not in digests:
+                digests[diloco.round] = digest(diloco)
+                note = folder / f"digests.{rank}.{process}.{life}"
+                note.write_text(json.dumps(digests))
         agreed = diloco.global_parameters()
         rosters = [[report.round, *report.roster] for report in diloco.reports]
         up = [report.bytes_up for report in diloco.reports]
@@ -110,7 +127,7 @@ def process_of(folder: Path, world: dict[str, Any], rank: int, life: int, proces
     os.environ |= {
         "RANK": str(process),
         "WORLD_SIZE": text,
-        "ATOLL_RANK": str(rank),
+        "ATOLL_RANK": str(process if world.get("spans") else rank),
         "ATOLL_WORLD_MAX": str(len(world["replicas"])),
         "ATOLL_RENDEZVOUS_URI": f"file://{folder}/run",
     }
@@ -145,13 +162,17 @@ def replica(folder: Path, world: dict[str, Any], rank: int) -> None:
         run = partial(process_of, folder, world, rank, life)
         children = [forked(partial(run, process)) for process in range(size)]
         victim = chance.choice(children) if died < kills else None
-        moment = time.monotonic() + chance.uniform(0.3, 4.0)
+        # Mostly while it trains; sometimes before, while it joins.
+        begun = folder / f"begun.{rank}.{life}"
+        moment = None if chance.random() < 0.8 else time.monotonic() + chance.uniform(0.1, 2.0)
         codes: dict[int, int] = {}
         while len(codes) < size and not any(codes.values()):
             child, status = os.waitpid(-1, os.WNOHANG)
             if child:
                 codes[child] = os.waitstatus_to_exitcode(status)
-            elif victim and victim not in codes and time.monotonic() > moment:
+            elif moment is None and begun.exists():
+                moment = time.monotonic() + chance.uniform(0.0, 2.0)
+            elif victim and moment and victim not in codes and time.monotonic() > moment:
                 os.kill(victim, signal.SIGKILL)
                 died, victim = died + 1, None
             else:

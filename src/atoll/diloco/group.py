@@ -69,10 +69,17 @@ class ProcessTeam:
         return [each[:size] for each, size in zip(into, sizes, strict=True)]
 
 
-def find_team(process_group: Any, device_mesh: Any, timeout: float) -> Solo | ProcessTeam:
+# Under torchrun inside a rank these are of the replica, and RANK is of the process.
+OF_REPLICA = ("ATOLL_RANK", "REPLICA_RANK")
+
+
+def find_team(
+    process_group: Any, device_mesh: Any, timeout: float, rank: int | None = None
+) -> Solo | ProcessTeam:
     """The processes of the replica: of the mesh, else of the group, else of the default group.
 
-    Collective over them. Raises ValidationError if there must be several and no group is known.
+    Collective over them. Raises ValidationError if there must be several and no group is known,
+    unless the caller says by `rank` which replica this process is.
     """
     import torch.distributed as dist
 
@@ -84,7 +91,8 @@ def find_team(process_group: Any, device_mesh: Any, timeout: float) -> Solo | Pr
             name = "process_group" if process_group is not None else "device_mesh"
             raise ValidationError(name, "given", "expected torch.distributed to be initialised")
         count = os.environ.get("WORLD_SIZE", "1").strip()
-        if "TORCHELASTIC_RUN_ID" in os.environ and count.isdigit() and int(count) > 1:
+        is_many = "TORCHELASTIC_RUN_ID" in os.environ and count.isdigit() and int(count) > 1
+        if is_many and rank is None and any(name in os.environ for name in OF_REPLICA):
             raise ValidationError(
                 "process_group",
                 None,

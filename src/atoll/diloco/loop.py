@@ -128,7 +128,7 @@ class DiLoCo:
         if allreduce is not None and fragments > 1:
             raise ValidationError("allreduce", allreduce, "each fragment needs one: pass uri=")
         # A round that waits for others must not look like a process that is gone.
-        self._team = find_team(process_group, device_mesh, 3 * timeout + 300)
+        self._team = find_team(process_group, device_mesh, 3 * timeout + 300, rank)
         is_many = self._team.processes > 1
         if allreduce is not None and is_many:
             raise ValidationError("allreduce", allreduce, "it is of one process: pass uri=")

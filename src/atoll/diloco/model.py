@@ -33,7 +33,7 @@ class ReplicaModel:
     def __init__(self, model: torch.nn.Module, team: Solo | ProcessTeam) -> None:
         """Raises ValidationError naming the parameter that cannot be synchronised, and why."""
         self._team = team
-        self._modules = [each for each in model.modules() if hasattr(each, "reshard")]
+        self._modules = [each for each in model.modules() if _is_sharded(each)]
         ranks = team.ranks if isinstance(team, ProcessTeam) else _own_rank()
 
         def read() -> dict[str, Any]:
@@ -142,6 +142,10 @@ class ReplicaModel:
             known = Moves(self._team, fragment.slots, shares, self._pieces, self._staging)
             self._moves[id(fragment)] = known
         return known
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def _own_rank() -> list[int]:

@@ -43,7 +43,6 @@ def find_place(
     Raises ValidationError naming the argument or the variable that does not fit.
     """
     uri = uri or os.environ.get(URI) or None
-    is_one_of_many = is_one_of_many or "TORCHELASTIC_RUN_ID" in os.environ
     last = -1 if is_one_of_many else None
     rank = _number("rank", rank, RANK[:last], 0, 0)
     world_size = _number("world_size", world_size, WORLD[:last], 1, 1)

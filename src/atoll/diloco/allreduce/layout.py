@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from functools import cache, cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from atoll.core.errors import ValidationError
 
 Vector = NDArray[np.float32]
+
+UNIT = 4096  # values; a multiple of every codec's blocks
+MOST_CELLS = 64
 
 MOST_BYTES = 8 << 20  # of a layout as JSON: some 200,000 tensors
 
@@ -48,7 +51,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     codec: str
     down_codec: str
     name: str = ""
-    cells: int = 0
+    cells: Annotated[int, msgspec.Meta(ge=0, le=MOST_CELLS)] = 0
 
     @cached_property
     def size(self) -> int:
@@ -104,10 +107,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             return msgspec.json.decode(text, type=Layout)
         except (zlib.error, msgspec.MsgspecError) as error:
             raise ValueError(f"not a layout: {error}") from error
-
-
-UNIT = 4096  # values; a multiple of every codec's blocks
-MOST_CELLS = 64
 
 
 def cells_of(shard_size: int, codecs: Sequence[str]) -> int:
