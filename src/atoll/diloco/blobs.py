@@ -255,6 +255,9 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -316,10 +319,10 @@ class Reader:
     def _open(self) -> memoryview:
         """The first chunk from here on."""
         store, at = self._blobs._store, self._at
-        span = {"offset": at} if self._end is None else (at, self._end)
-        options = {} if span == {"offset": 0} else {"options": {"range": span}}
+        span: Any = {"offset": at} if self._end is None else (at, self._end)
+        is_whole = self._end is None and not at
         try:
-            answer = obstore.get(store, self._key, **options)
+            answer = obstore.get(store, self._key, options=None if is_whole else {"range": span})
         except failures.GenericError:
             # A range past the end has no error type of its own, so the size decides.
             if obstore.head(store, self._key)["size"] <= at:

@@ -119,7 +119,7 @@ class Cargo:
         sent, at = np.empty_like(part), 0
         for size in _sizes(self.share, shard, cells):
             values = part[at : at + size]
-            sent[at : at + size] = self.codec.decode(encode_cell(self.codec, values), size)
+            sent[at : at + size] = self.codec.decode(self.codec.encode(values), size)
             at += size
         return sent
 
@@ -222,7 +222,10 @@ class CellReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reader.__exit__()
+        self.close()
+
+    def close(self) -> None:
+        self._reader.close()
 
     def _next(self) -> wire.Cell:
         if self._table is None:
@@ -230,7 +233,7 @@ class CellReader:
             if not self._is_all:
                 start = self._first + sum(cell.length for cell in table[:first])
                 end = start + sum(cell.length for cell in table[first:last])
-                self._reader.__exit__()
+                self._reader.close()
                 self._reader = self._blobs.reader(self._key, start, end)
             self._table = table[first:last]
         cell = self._table[self._at]
@@ -313,7 +316,7 @@ class Section:
 
     def close(self) -> None:
         for reader in self._readers.values():
-            reader.__exit__()
+            reader.close()
 
     def _read_part(self, theirs: Share, wanted: Cells, out: Vector) -> None:
         process = theirs.process
@@ -325,7 +328,7 @@ class Section:
                 return self._readers[process].decode(self._codec, sizes, out)
             except (NotFound, ValueError) as error:
                 if process in self._readers:
-                    self._readers.pop(process).__exit__()
+                    self._readers.pop(process).close()
                 if is_last:
                     raise Blamed(self._member.upload, str(error)) from error
 
