@@ -41,12 +41,12 @@ from atoll.diloco.allreduce.start import Start, read_start
 from atoll.diloco.allreduce.sweep import collect_garbage, refuse_unconditional
 from atoll.diloco.allreduce.team import Solo, Team, alike, lead, together
 from atoll.diloco.allreduce.upload import Cargo, Parcel
+from atoll.diloco.allreduce.work import Bring, Work
 from atoll.diloco.blobs import Blobs, Traffic
 
 log = logging.getLogger("atoll.allreduce")
 
 THREADS = 8
-Bring = Callable[[Cargo], None]
 MOST_ROUNDS = 10**8
 
 
@@ -214,7 +214,7 @@ class ObjectStoreAllReduce:
             feedback = self._feedback_for(layout)
             self._settle_failed(feedback)
 
-            def load() -> _Work:
+            def load() -> Work:
                 cargo = self._cargo.get(layout.name)
                 if cargo is None or cargo.layout != layout:
                     cargo = Cargo(self.share_of(layout), self.rank, self.codec)
@@ -229,7 +229,7 @@ class ObjectStoreAllReduce:
                 is_in_place = row is not None and bring is not None and not self._carries
                 has_room = is_held or is_in_place
                 out = cargo.row if has_room else np.empty(cargo.share.size, np.float32)
-                return _Work(layout, cargo, bring, weight, feedback, out, is_held)
+                return Work(layout, cargo, bring, weight, feedback, out, is_held)
 
             work, _ = alike(self.team, load)
             try:
@@ -327,12 +327,12 @@ class ObjectStoreAllReduce:
         self.leave(error)
         self.close()
 
-    def _until_done(self, work: _Work, started: float, before: Traffic) -> Vector:
+    def _until_done(self, work: Work, started: float, before: Traffic) -> Vector:
         begin = self._start() if self._next is None else self._next
         number, skipped = begin, list[int]()
         if self._may_be_late:
             # Rounds already decided are lost to this replica: take part in the next one instead.
-            number = max(begin, self._start())
+            number = max(begin, self._start(begin - 1))
             skipped += range(begin, number)
         # If this call fails, the next one reports all rounds decided since as skipped.
         self._next, self._may_be_late = begin, True
@@ -342,7 +342,7 @@ class ObjectStoreAllReduce:
             except Behind as news:
                 log.warning("round %d is gone: the run is at round %d", number, news.latest)
                 self._bring_again(work, news.roster)
-                gone, number = number, self._start()
+                gone, number = number, self._start(number - 1)
                 skipped += range(gone, number)
                 continue
             if mean is None:  # the round is void, by common decision: nobody has its mean
@@ -355,7 +355,7 @@ class ObjectStoreAllReduce:
                 mean.spread(work.out)
             return work.out
 
-    def _one_round(self, number: int, work: _Work) -> tuple[Roster, Exchange | None]:
+    def _one_round(self, number: int, work: Work) -> tuple[Roster, Exchange | None]:
         settler = self._settler
         work.uploads.clear()
         self._upload(number, work)
@@ -385,14 +385,14 @@ class ObjectStoreAllReduce:
             work.seconds |= exchange.seconds
             return roster, exchange
 
-    def _settle(self, ballot: Ballot, work: _Work) -> Roster:
+    def _settle(self, ballot: Ballot, work: Work) -> Roster:
         while True:
             roster = lead(self.team, lambda: self._settler.settle(ballot, work.layout, self.codec))
             if roster is not None:
                 return roster
             self._upload(ballot.number, work)
 
-    def _run(self, exchange: Exchange, work: _Work) -> None:
+    def _run(self, exchange: Exchange, work: Work) -> None:
         """Returns with the mean, once all processes of the replica have theirs.
 
         A process sees only its share of the places. So what one of them met counts for all: they
@@ -440,7 +440,7 @@ class ObjectStoreAllReduce:
                 f"round {roster.round} went on without it with others: {difference(mine, theirs)}",
             )
 
-    def _upload(self, number: int, work: _Work) -> None:
+    def _upload(self, number: int, work: Work) -> None:
         """The upload of the replica is whole: process 0 puts its object when all others have."""
         began = time.monotonic()
         team = self.team
@@ -469,7 +469,7 @@ class ObjectStoreAllReduce:
         work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
 
     def _finish(
-        self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Traffic
+        self, roster: Roster, work: Work, skipped: list[int], started: float, before: Traffic
     ) -> None:
         is_member = roster.has(work.upload)
         self._may_be_late = not is_member
@@ -522,7 +522,7 @@ class ObjectStoreAllReduce:
         feedback.give_up()
         return False
 
-    def _bring_again(self, work: _Work, roster: Roster) -> None:
+    def _bring_again(self, work: Work, roster: Roster) -> None:
         """Make the work ready for a later round, as the mean of `roster` cannot be read any more.
 
         If the round has the rank's work, only what is owed counts in the later one.
@@ -545,11 +545,11 @@ class ObjectStoreAllReduce:
         oldest = number - self._keep_rounds
         self._sweeping = self._pool.submit(collect_garbage, self.blobs, self.keys, oldest)
 
-    def _start(self) -> int:
-        """The round after the newest one that was decided."""
+    def _start(self, known: int = -1) -> int:
+        """The round after the newest one that was decided; `known` was."""
 
         def read() -> tuple[tuple[int, int] | None, Roster | None]:
-            newest = catchup.latest(self.blobs, self.keys)
+            newest = catchup.newest(self.blobs, self.keys, known)
             return newest, newest and self._settler.read(self.keys.roster(*newest))
 
         newest, roster = lead(self.team, read)
@@ -590,26 +590,3 @@ class ObjectStoreAllReduce:
         if feedback.up is not None and len(feedback.up) != self.share_of(layout).size:
             feedback = self._feedback[layout.name] = Feedback()
         return feedback
-
-
-@dataclass
-class _Work:
-    """What one call of `allreduce` brings to its rounds."""
-
-    layout: Layout
-    cargo: Cargo
-    bring: Bring | None  # puts the values into the cargo again
-    weight: float
-    feedback: Feedback
-    out: Vector  # for the mean; it may be the row of the cargo
-    is_held: bool  # the values are needed until the round is committed, so the mean stays encoded
-    upload: str = ""
-    uploads: list[str] = field(default_factory=list)  # of this round; all hold the same values
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def bring_back(self) -> None:
-        """The cargo has its values, even if a part of a mean is in their place."""
-        if self.out is self.cargo.row and not self.is_held:
-            assert self.bring is not None
-            self.bring(self.cargo)
-            self.cargo.add(self.feedback.up)

@@ -206,13 +206,12 @@ class CellReader:
     ) -> None:
         self._kind, self._place = kind, place
         self._is_all = wanted == theirs.cells
-        count = theirs.cells.length
-        size = wire.table_size(count)
+        self._count = theirs.cells.length
+        size = wire.table_size(self._count)
         start, end = span
         self._reader = blobs.reader(key, start, end if self._is_all else start + size)
         head = memoryview(bytearray(size))
         self.head = head[: self._reader.fill(head)]
-        self._open_table = lambda: wire.unseal_table(kind, place, self.head, count)
         self._blobs, self._key, self._first = blobs, key, start + size
         self._cut = (wanted.start - theirs.cells.start, wanted.stop - theirs.cells.start)
         self._table: list[wire.Cell] | None = None
@@ -226,6 +225,9 @@ class CellReader:
 
     def close(self) -> None:
         self._reader.close()
+
+    def _open_table(self) -> list[wire.Cell]:
+        return wire.unseal_table(self._kind, self._place, self.head, self._count)
 
     def _next(self) -> wire.Cell:
         if self._table is None:
