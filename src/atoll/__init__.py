@@ -44,13 +44,22 @@ _HOME = {
     "mesh_wait": "mesh.gate",
 }
 
+_EXTRA = {"ObjectStoreAllReduce": "store"}  # what imports only with these packages
+
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'atoll' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"atoll.{_HOME[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"atoll.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if name not in _EXTRA:
+            raise
+        from atoll.core.extras import class_without_package
+
+        return class_without_package(name, error, _EXTRA[name])
     globals()[name] = value
     return value
 

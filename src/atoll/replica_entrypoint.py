@@ -6,11 +6,13 @@ ATOLL_ENTRYPOINT_ARGS its arguments as JSON. Rank, world and store come from the
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import runpy
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from atoll.rank.entrypoint import write_error_file
@@ -19,6 +21,11 @@ from atoll.rank.keywords import RANK, READERS, URI, WORLD, call
 ENTRYPOINT = "ENTRYPOINT"
 ARGS = "ATOLL_ENTRYPOINT_ARGS"
 USAGE = 2
+EXPECTED = "expected module:function, package.module or a script of the image"
+
+
+class BadSetting(ValueError):
+    """A variable that is missing or wrong: nothing of the user's has been called."""
 
 
 def main(env: MutableMapping[str, str] | None = None) -> int:
@@ -28,26 +35,31 @@ def main(env: MutableMapping[str, str] | None = None) -> int:
         entry, args = read_settings(env)
         fill_in(env)
     except ValueError as error:
-        sys.stderr.write(f"atoll.replica_entrypoint: {error}\n")
-        return USAGE
+        return refuse(error)
     try:
         run(entry, args, env)
+    except BadSetting as error:
+        return refuse(error)
     except Exception as error:
         write_error_file(error)
         raise
     return 0
 
 
+def refuse(error: ValueError) -> int:
+    sys.stderr.write(f"atoll.replica_entrypoint: {error}\n")
+    return USAGE
+
+
 def read_settings(env: MutableMapping[str, str]) -> tuple[str, dict[str, Any]]:
     entry = env.get(ENTRYPOINT, "").strip()
-    expected = "expected module:function, package.module or a script of the image"
     if not entry:
-        raise ValueError(f"{ENTRYPOINT} is not set: {expected}")
+        raise ValueError(f"{ENTRYPOINT} is not set: {EXPECTED}")
     if entry.endswith(".py") or "/" in entry:
         if not os.path.isfile(entry):
-            raise ValueError(f"{ENTRYPOINT}: {entry!r}: no such file; {expected}")
+            raise ValueError(f"{ENTRYPOINT}: {entry!r}: no such file; {EXPECTED}")
     elif not all(part.isidentifier() for part in entry.replace(":", ".", 1).split(".")):
-        raise ValueError(f"{ENTRYPOINT}: {entry!r}: {expected}")
+        raise ValueError(f"{ENTRYPOINT}: {entry!r}: {EXPECTED}")
     try:
         args = json.loads(env.get(ARGS) or "{}")
     except ValueError as error:
@@ -60,12 +72,15 @@ def read_settings(env: MutableMapping[str, str]) -> tuple[str, dict[str, Any]]:
 def fill_in(env: MutableMapping[str, str]) -> None:
     """What one variable says of rank, world and store, the others say too, where they are unset.
 
-    Raises ValueError where the rank or the world is not known at all.
+    Raises ValueError where the rank or the world is not known at all, or they do not agree.
     """
     for names, reader in ((RANK[:3], "rank"), (WORLD, "world_size")):
         value = str(READERS[reader](env))
         for name in names:
             env.setdefault(name, value)
+    rank, world = int(READERS["rank"](env)), int(READERS["world_size"](env))
+    if rank >= world:
+        raise ValueError(f"{RANK[0]}: {rank}: expected below WORLD_SIZE, which is {world}")
     if any(env.get(name) for name in URI):
         value = str(READERS["rendezvous_uri"](env))
         for name in URI:
@@ -76,9 +91,9 @@ def run(entry: str, args: dict[str, Any], env: MutableMapping[str, str]) -> None
     sys.path.insert(0, os.getcwd())
     module, _, function = entry.partition(":")
     if function:
-        from atoll.rank.replica_entry import hand_in, named_function
+        from atoll.rank.replica_entry import hand_in
 
-        hand_in(call(named_function(entry), args, env))
+        hand_in(call(find_function(module, function), args, env))
         return
     words = [part for key, value in args.items() for part in (f"--{key}", _text(value))]
     sys.argv = [entry, *words]
@@ -86,7 +101,31 @@ def run(entry: str, args: dict[str, Any], env: MutableMapping[str, str]) -> None
         sys.path[0] = os.path.dirname(os.path.abspath(entry))
         runpy.run_path(entry, run_name="__main__")
     else:
+        check_module(module)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def find_function(module: str, name: str) -> Callable[..., Any]:
+    check_module(module)
+    value: Any = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    if not callable(value):
+        raise BadSetting(f"{ENTRYPOINT}: {module}:{name}: {module} has no function {name!r}")
+    return value  # type: ignore[no-any-return]
+
+
+def check_module(module: str) -> None:
+    """Raises BadSetting if there is no such module; what it imports itself is another matter."""
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            is_there = False
+        else:
+            raise
+    if not is_there:
+        raise BadSetting(f"{ENTRYPOINT}: {module!r}: no such module in the image; {EXPECTED}")
 
 
 def _text(value: Any) -> str:

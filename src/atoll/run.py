@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import atoll
 from atoll.core.errors import Conflict, Permanent, ValidationError
 from atoll.core.executors import LOCAL
-from atoll.local.state import state_dir
+from atoll.local.spare import FULL, has_room, make_spare, spare_directories
+from atoll.local.state import ENDPOINT, state_dir
 from atoll.sdk.config import is_changed, read
 from atoll.sdk.embedded import start_time
 
@@ -49,6 +50,14 @@ NAMESPACE = "default"
 PURGE_S = 60.0
 WATCH_FILES_S = 5.0
 SPACE_BYTES = 2**18  # for SQLite's files and the small ones beside them
+LOOK_FOR_ROOM_S = 1.0
+REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or raise the quota",
+    errno.EROFS: "mount it writable",
+}
+# Without these there is nothing to read, or nobody may.
+NEEDED = ("atoll.db", "atoll.db.lock", "plane", "token")
 
 
 @dataclass
@@ -60,6 +69,8 @@ class ControlPlane:
     tokens: SQLiteTokens
     app: ASGIApp
     streams: Streams
+    read_only: str = ""  # why it only reads; empty if it does all
+    is_to_go_on: bool = False  # it ended because there is room to write
 
 
 def build(
@@ -69,8 +80,11 @@ def build(
     config: Path | None = None,
     has_shared_namespaces: bool = False,
 ) -> ControlPlane:
-    """Raises Permanent if another control plane uses that directory, or it cannot be used, and
-    ValidationError if its configuration is wrong."""
+    """One that only reads, if what is stored there can be read but not written.
+
+    Raises Permanent if another control plane uses that directory, or it cannot be used, and
+    ValidationError if its configuration is wrong.
+    """
     from atoll.controller.clock import keep_mark, machine_clock, write_mark
     from atoll.controller.loop import Controller
     from atoll.controller.sweep import keep_swept
@@ -84,10 +98,12 @@ def build(
 
     settings = read(config)
     _check_private(where)
-    _check_space(where)
+    refusal = _why_full(where)
     executors, setup = configured(settings, where, slots=slots)
     if not has_shared_namespaces:
         setup = replace(setup, only={LOCAL: NAMESPACE})
+    if refusal:
+        return _build_read_only(where, executors, setup, refusal)
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
     local: Any = executors[LOCAL]
@@ -125,6 +141,40 @@ def build(
         lifespan=controlled,
     )
     return ControlPlane(where, store, tokens, app, streams)
+
+
+def _build_read_only(
+    where: Path, executors: dict[str, Executor], setup: Setup, refusal: str
+) -> ControlPlane:
+    """Without a controller: what it saw could not be stored, so it starts and stops nothing."""
+    from atoll.controller.clock import machine_clock
+    from atoll.server.app import create_app
+    from atoll.server.streams import Streams
+    from atoll.store.readonly import ReadOnlyStore, ReadOnlyTokens
+
+    store = ReadOnlyStore(where / "atoll.db", refusal)
+    tokens = ReadOnlyTokens(where / "atoll.db", refusal)
+    streams = Streams()
+
+    @contextlib.asynccontextmanager
+    async def opened() -> AsyncIterator[None]:
+        yield
+        for executor in executors.values():
+            await executor.close()  # type: ignore[attr-defined]
+        tokens.close()
+        store.close()
+
+    app = create_app(
+        store=store,
+        tokens=tokens,
+        executors=executors,
+        streams=streams,
+        setup=replace(setup, read_only=refusal),
+        clock=machine_clock(where / "clock"),
+        lifespan=opened,
+    )
+    logging.getLogger(__name__).warning("read-only: %s", refusal)
+    return ControlPlane(where, store, tokens, app, streams, refusal)
 
 
 def configured(
@@ -175,19 +225,39 @@ def _check_private(where: Path) -> None:
             )
 
 
-def _check_space(where: Path) -> None:
-    """Makes the state directory. Raises Permanent, before anything in it is touched, if it cannot
-    be written."""
+def _why_full(where: Path) -> str:
+    """Makes the state directory. Why it takes no more, in one line; empty if it can be written.
+
+    Raises Permanent, before anything in it is touched, if it can be neither written nor read.
+    """
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
         _write_private(where / "space", " " * SPACE_BYTES)
         (where / "space").unlink()
     except OSError as error:
-        remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "allow it"
+        trouble = f"cannot write to {where}: {error.strerror}"
+        remedy = REMEDIES.get(error.errno or 0, "allow it")
+        if error.errno in FULL and all((where / name).exists() for name in NEEDED):
+            return (
+                f"{trouble}: {remedy}; until then this control plane only reads, starts and stops "
+                "nothing, and ranks that run go on"
+            )
         raise Permanent(
-            f"cannot write to {where}: {error.strerror}: {remedy}, then start it again; "
-            "ranks that run go on meanwhile"
+            f"{trouble}: {remedy}, then start it again; ranks that run go on meanwhile"
         ) from error
+    return ""
+
+
+def _can_go_on(plane: ControlPlane) -> bool:
+    """Whether what a control plane needs can be written again."""
+    from atoll.store.readonly import ReadOnlyStore
+
+    assert isinstance(plane.store, ReadOnlyStore)
+    copied = 0 if plane.store.is_current else (plane.where / "atoll.db").stat().st_size
+    try:
+        return has_room(plane.where, SPACE_BYTES + 2 * copied) and not _why_full(plane.where)
+    except (OSError, Permanent):
+        return False
 
 
 async def _watch_files(store: SQLiteStore) -> None:
@@ -230,6 +300,7 @@ def serve(
     """Serves until stopped; prints the address once it answers. With a certificate and its key,
     files in PEM, by HTTPS only.
 
+    One that only reads goes on as a whole one, at the same address, once there is room to write.
     `is_owned`: serves until standard input ends, then removes all trainings.
     """
     from atoll.server.lograte import quiet_log
@@ -239,12 +310,21 @@ def serve(
     where = where or state_dir()
     tls = tls_of(tls_cert, tls_key)
     listening = listen(host, port)
-    plane = build(where, slots=slots, config=config, has_shared_namespaces=has_shared_namespaces)
-    asyncio.run(ensure_token(plane.tokens, where))
     certificate = None if tls_cert is None else tls_cert.absolute()
     address = _endpoint(listening, certificate)
-    server = _server(plane, address, tls, is_owned=is_owned)
-    server.run(sockets=[listening])
+    is_first = True
+    while True:
+        plane = build(
+            where, slots=slots, config=config, has_shared_namespaces=has_shared_namespaces
+        )
+        if plane.read_only and is_owned:
+            raise Permanent(plane.read_only)
+        asyncio.run(ensure_token(plane.tokens, where))
+        server = _server(plane, address, tls, is_owned=is_owned, is_first=is_first)
+        server.run(sockets=[listening.dup()])  # it closes them; who connects meanwhile waits
+        if not plane.is_to_go_on:
+            break
+        is_first = False
     if is_owned:
         shutil.rmtree(where, ignore_errors=True)
 
@@ -264,11 +344,14 @@ async def ensure_token(tokens: Tokens, where: Path) -> None:
 
 
 def _server(
-    plane: ControlPlane, address: dict[str, Any], tls: ssl.SSLContext | None, *, is_owned: bool
+    plane: ControlPlane,
+    address: dict[str, Any],
+    tls: ssl.SSLContext | None,
+    *,
+    is_owned: bool,
+    is_first: bool,
 ) -> GuardedServer:
     from atoll.server.serving import GuardedServer
-
-    endpoint = plane.where / "endpoint.json"
 
     class Server(GuardedServer):
         """A server that announces when it is ready, and ends open streams when it stops."""
@@ -276,15 +359,27 @@ def _server(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             self.loop = asyncio.get_running_loop()
-            _write_private(endpoint, json.dumps(address))
-            sys.stdout.write(json.dumps(address) + "\n")
-            sys.stdout.flush()
+            _announce(plane, address)
+            if is_first:
+                sys.stdout.write(json.dumps(address) + "\n")
+                sys.stdout.flush()
+            if plane.read_only:
+                self.looking = self.loop.create_task(self.look_for_room())
             if is_owned:
                 self.loop.add_reader(0, self.abandon)
 
+        async def look_for_room(self) -> None:
+            is_full = True
+            while is_full:
+                await asyncio.sleep(LOOK_FOR_ROOM_S)
+                is_full = not _can_go_on(plane)
+            plane.is_to_go_on = not self.should_exit
+            self.should_exit = True
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             plane.streams.close()
-            endpoint.unlink(missing_ok=True)
+            if not plane.is_to_go_on:  # else it stays true
+                _withdraw(plane.where)
             await super().shutdown(sockets)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -307,6 +402,28 @@ def _server(
                 self.should_exit = True
 
     return Server(plane.app, tls=tls)
+
+
+def _announce(plane: ControlPlane, address: dict[str, Any]) -> None:
+    """Tells commands on this machine where it is: in its directory, or in place of that."""
+    log = logging.getLogger(__name__)
+    if not plane.read_only:
+        _write_private(plane.where / ENDPOINT, json.dumps(address))
+        for spare in spare_directories(plane.where):
+            (spare / ENDPOINT).unlink(missing_ok=True)
+        return
+    try:
+        _write_private(make_spare(plane.where) / ENDPOINT, json.dumps(address))
+    except OSError as error:
+        url = address["url"]
+        why = f"no other place for {ENDPOINT} can be written: {error.strerror}"
+        log.warning("%s: commands find it only with ATOLL_URL=%s and ATOLL_TOKEN", why, url)
+
+
+def _withdraw(where: Path) -> None:
+    for directory in (where, *spare_directories(where)):
+        with contextlib.suppress(OSError):
+            (directory / ENDPOINT).unlink(missing_ok=True)
 
 
 def _endpoint(listening: socket.socket, certificate: Path | None) -> dict[str, Any]:

@@ -42,7 +42,10 @@ BAD = [
     (("run", "--cpu", "lots", "--", "true"), "expected a quantity such as '2', '500m', '4Gi'"),
     (("run", "--gpus", "-1", "--", "true"), "-1 is not in the range 0<=x<=1024"),
     (("run", "-e", "1X=2", "--", "true"), "env: '1X' is not valid"),
-    (("run", "-e", "NOT_SET_HERE", "--", "true"), "expected K=V, or a variable that is set here"),
+    (
+        ("run", "-e", "NOT_SET_HERE", "--", "true"),
+        "expected K=V, or the name or pattern of variables that are set here",
+    ),
     (("run", "-e", "RANK=3", "--", "true"), "atoll sets this one for every rank"),
     (("status",), "Missing argument 'NAME'"),
     (("status", "no/such"), "name: 'no/such' is not valid"),

@@ -99,7 +99,8 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
         while not life and not all((folder / f"begun.{r}.0").exists() for r in others):
             time.sleep(0.02)
         digests = {diloco.round: digest(diloco)}
-        while diloco.round < world["rounds"]:
+        goal = max(world["rounds"], diloco.round + 3 if life else 0)
+        while is_needed(folder, world, rank, life) or diloco.round < goal:
             if not life and [rank, process, diloco.steps] in world.get("deaths", []):
                 os._exit(9)
             dice = torch.Generator().manual_seed(1000 * rank + diloco.round * 97 + diloco.steps)
@@ -118,6 +119,22 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
     facts = {"rosters": json.dumps(rosters), "up": np.array(up), "lives": np.array(life + 1)}
     file = folder / f"{rank}.{process}"
     np.savez(file, **agreed, **own, **facts)
+
+
+def kills_of(world: dict[str, Any], rank: int) -> int:
+    """How often a process of the replica is killed: in each of its first lives."""
+    return world.get("kills", 0) // max(1, len(world["replicas"]) - 1) if rank else 0
+
+
+def is_needed(folder: Path, world: dict[str, Any], rank: int, life: int) -> bool:
+    """Whether a replica goes on after its rounds: until it is killed, or the killed ones are done.
+
+    All processes of a replica must see the same, so only replica 0, of one process, goes by files.
+    """
+    if rank:
+        return life < kills_of(world, rank)
+    others = range(1, len(world["replicas"])) if world.get("kills") else ()
+    return not all((folder / f"killed.{other}").exists() for other in others)
 
 
 def process_of(folder: Path, world: dict[str, Any], rank: int, life: int, process: int) -> None:
@@ -154,10 +171,10 @@ def forked(work: Any) -> int:
 def replica(folder: Path, world: dict[str, Any], rank: int) -> None:
     """Lives until all of its processes end well."""
     chance = random.Random(f"{world['name']}.{rank}")
-    kills = world.get("kills", 0) // max(1, len(world["replicas"]) - 1) if rank else 0
+    kills = kills_of(world, rank)
     lives, died = world["replicas"][rank], 0
     for life in count():
-        assert life < 3 * kills + 5, f"replica {rank} fails again and again"
+        assert life < kills + 5, f"replica {rank} fails again and again"
         size = int(lives[min(life, len(lives) - 1)].split(":")[1])
         run = partial(process_of, folder, world, rank, life)
         children = [forked(partial(run, process)) for process in range(size)]

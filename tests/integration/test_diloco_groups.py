@@ -141,7 +141,7 @@ def test_a_group_that_spans_replicas_and_a_model_that_is_not_wrapped_are_named(
 def test_two_hundred_kills_of_single_processes(tmp_path: Path) -> None:
     world = {
         "name": "soak",
-        "rounds": 600,
+        "rounds": 10,
         "options": {"grace_s": 0.7, "checkpoint_every": 5, "min_replicas": 1},
         "replicas": [["plain:1"], ["fsdp:2", "fsdp:4"], ["ddp:2", "fsdp:2", "ddp:2"]],
         "kills": 200,

@@ -22,6 +22,7 @@ from atoll.core.status import Event, Seen, Training
 from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.read import look, wish_of
 from atoll.kubernetes.resource import read_events, to_training
+from atoll.server.encoded import shown
 from tests.support.release import NEW, NEW_SERVE, Site, cleared
 
 HERE = Path(__file__).parent
@@ -44,7 +45,7 @@ def test_a_state_directory_is_read_as_it_was_and_a_copy_is_kept(state: Path) -> 
         assert [training.name for training in client.list()] == sorted(saved["records"])
         for name, record in saved["records"].items():
             training = client.get(name)
-            assert training.last == msgspec.convert(record["training"], Training), name
+            assert training.last == shown(msgspec.convert(record["training"], Training)), name
             assert training.events() == msgspec.convert(record["events"], list[Event])
             lines = [(line.rank, line.text) for line in training.logs()]
             assert lines == [(line.get("rank", 0), line["text"]) for line in record["logs"]]

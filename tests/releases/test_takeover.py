@@ -14,6 +14,7 @@ import pytest
 import atoll
 from atoll.local import processes
 from atoll.sdk.training import DistributedTraining
+from atoll.server.encoded import shown
 from tests.support.control_plane import wait_for
 from tests.support.release import (
     NEW,
@@ -68,7 +69,7 @@ def record(client: atoll.Client, name: str) -> dict[str, Any]:
     training = client.get(name)
     return {
         "status": training.last.status,
-        "spec": training.last.spec,
+        "spec": shown(training.last).spec,
         "uid": training.uid,
         "created_at": training.last.created_at,
         "exits": training.rank_exits,

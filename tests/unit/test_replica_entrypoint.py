@@ -57,12 +57,26 @@ def test_a_failure_is_the_replicas(tmp_path: Path) -> None:
     assert "no such layer" in errors.read_text()
 
 
+def test_what_the_module_itself_lacks_is_its_own_failure(tmp_path: Path) -> None:
+    (tmp_path / "lacking.py").write_text("import missing_package")
+    for entry in ("lacking", "lacking:work"):
+        done = run(tmp_path, **PLACE, ENTRYPOINT=entry)
+        assert done.returncode == 1
+        assert "No module named 'missing_package'" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("env", "word"),
     [
         ({}, "ENTRYPOINT is not set"),
         ({"ENTRYPOINT": "no such thing"}, "expected module:function"),
         ({"ENTRYPOINT": "missing.py"}, "no such file"),
+        ({"ENTRYPOINT": "missing"}, "no such module"),
+        ({"ENTRYPOINT": "missing.deep:work"}, "no such module"),
+        ({"ENTRYPOINT": "job.work"}, "no such module in the image; expected module:function"),
+        ({"ENTRYPOINT": "job:missing"}, "job has no function 'missing'"),
+        ({"ENTRYPOINT": "job:sys"}, "job has no function 'sys'"),
+        ({"ENTRYPOINT": "job", "REPLICA_RANK": "2"}, "expected below WORLD_SIZE, which is 2"),
         ({"ENTRYPOINT": "job", "ATOLL_ENTRYPOINT_ARGS": "{"}, "expected JSON"),
         ({"ENTRYPOINT": "job", "ATOLL_ENTRYPOINT_ARGS": "[1]"}, "expected an object"),
         ({"ENTRYPOINT": "job", "REPLICA_RANK": "one"}, "REPLICA_RANK"),

@@ -136,5 +136,6 @@ def refused(error: AtollError) -> int:
     if isinstance(error, NotFound):
         listing = "token list" if error.kind == "token" else "ps"
         hint = f"'atoll {listing}' lists what exists"
+    hint = error.hint or hint
     print(f"atoll: error: {visible(text)}" + (f": {hint}" if hint else ""), file=sys.stderr)
     return USAGE if isinstance(error, ValidationError) else 1

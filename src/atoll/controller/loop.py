@@ -15,7 +15,7 @@ from atoll.controller.clock import machine_clock
 from atoll.controller.queue import WorkQueue
 from atoll.controller.reconcile import Reconciler
 from atoll.core.clock import Time
-from atoll.core.errors import Denied, Gone, Permanent, Temporary
+from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import Training
 
@@ -103,7 +103,8 @@ class Controller:
             log.info("%s/%s: %s; trying again", *key, error)
             self._queue.retry(key, error.retry_after_s)
             return
-        if isinstance(error, Denied | Permanent):  # the backend refused: a traceback would not help
+        # The backend refused, or somebody was faster: a traceback would not help.
+        if isinstance(error, Denied | Permanent | NotFound | Conflict):
             log.warning("%s/%s: %s; trying again", *key, error)
         else:
             log.error("%s/%s: the pass failed; trying again", *key, exc_info=error)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class AtollError(Exception):
     """The root of every error that atoll raises on purpose."""
 
+    hint: str | None = None  # what to do about it, if whoever raised it knows
+
 
 class ValidationError(AtollError, ValueError):
     """A value was refused before anything happened."""

@@ -20,6 +20,11 @@ __all__ = ["DiLoCo", "ObjectStoreManager", "RoundReport"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'atoll.diloco' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"atoll.diloco.{_HOME[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"atoll.diloco.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        from atoll.core.extras import class_without_package
+
+        return class_without_package(name, error, "torch")
     globals()[name] = value
     return value

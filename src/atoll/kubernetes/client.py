@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -26,7 +26,16 @@ from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
 from msgspec.structs import replace
 
-from atoll.core.errors import Conflict, Denied, Gone, NotFound, ObjectTooLarge, Permanent, Temporary
+from atoll.core.errors import (
+    AtollError,
+    Conflict,
+    Denied,
+    Gone,
+    NotFound,
+    ObjectTooLarge,
+    Permanent,
+    Temporary,
+)
 from atoll.core.lines import alines_of
 from atoll.kubernetes.servertime import ServerTime
 
@@ -55,6 +64,10 @@ PATCH_TYPES = {
     "apply": "application/apply-patch+yaml",
 }
 TOO_LARGE = ("request is too large", "larger than max")  # etcd's words, with code 500
+ErrorT = TypeVar("ErrorT", bound=AtollError)
+IS_THERE = "does 'kubectl cluster-info' answer? KUBECONFIG names the file with its address"
+MAY_I = "'kubectl auth can-i --list' shows what this account may do"
+WHO_AM_I = "'kubectl auth whoami' shows whether KUBECONFIG holds some"
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 
 # A peer that vanished silently is noticed in under half a minute, even on idle watches.
@@ -223,8 +236,9 @@ class Cluster:
         after: str,
         labels: str = "",
         fields: str = "",
+        seconds: int = WATCH_S,
     ) -> AsyncGenerator[WatchEvent, None]:
-        """Every change after that version, until the server ends the watch.
+        """Every change after that version, until the server ends the watch after so many seconds.
 
         Raises Gone, Temporary.
         """
@@ -232,9 +246,9 @@ class Cluster:
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": after,
-            "timeoutSeconds": str(WATCH_S),
+            "timeoutSeconds": str(seconds),
         }
-        limits = httpx2.Timeout(10.0, read=WATCH_S + 60.0)
+        limits = httpx2.Timeout(10.0, read=seconds + 60.0)
         async with self._stream("watch", kind, _path(kind, namespace), params, limits) as lines:
             async for line in lines:
                 event = msgspec.json.decode(line)
@@ -394,7 +408,7 @@ def _error(status: Json, code: int, kind: str) -> Exception:
     if code == 410 or "ResourceVersionTooLarge" in causes:
         return Gone(0, 0)
     if code in (401, 403):
-        return Denied(f"Kubernetes refused: {text}")
+        return _hinted(Denied(f"Kubernetes refused: {text}"), MAY_I)
     if code == 413 or any(words in text for words in TOO_LARGE):
         return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
@@ -402,9 +416,14 @@ def _error(status: Json, code: int, kind: str) -> Exception:
     return Permanent(f"Kubernetes refused: {text}")
 
 
+def _hinted(error: ErrorT, hint: str) -> ErrorT:
+    error.hint = hint
+    return error
+
+
 def _unreachable(error: httpx2.HTTPError) -> Temporary:
     detail = str(error) or type(error).__name__
-    return Temporary(f"the Kubernetes API server did not answer: {detail}")
+    return _hinted(Temporary(f"the Kubernetes API server did not answer: {detail}"), IS_THERE)
 
 
 def _nanosecond(text: str) -> int:
@@ -475,7 +494,8 @@ def _auth(user: User) -> httpx2.Auth | None:
 
 
 def no_credentials(error: Exception) -> Denied:
-    return Denied(f"no credentials for the Kubernetes API server: {_one_line(error)}")
+    text = f"no credentials for the Kubernetes API server: {_one_line(error)}"
+    return _hinted(Denied(text), WHO_AM_I)
 
 
 def _one_line(error: Exception) -> str:

@@ -78,8 +78,10 @@ class KubernetesBackend:
         )
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
         self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
-        self._pods = Mirror(self.cluster, "pods", self.options.namespace, self._note_pod)
-        self._memory = PodMemory(self.cluster)
+        self._memory = PodMemory(self.cluster, self.options.namespace)
+        self._pods = Mirror(
+            self.cluster, "pods", self.options.namespace, self._note_pod, self._memory.miss
+        )
         self._written: dict[
             str, int
         ] = {}  # newest version of a Job that this process wrote, by training
@@ -117,6 +119,11 @@ class KubernetesBackend:
             raise flaw.refuse("pod")
 
     async def close(self) -> None:
+        await self.stop()
+        await self.cluster.close()
+
+    async def stop(self) -> None:
+        """Ends its tasks. The connection to the cluster stays, which others may use."""
         for task in self._watching:
             task.remove_done_callback(self._note_end)
             task.cancel()
@@ -124,7 +131,6 @@ class KubernetesBackend:
         await self._beside.close()
         await self._archive.close()
         await self._hosts.close()
-        await self.cluster.close()
 
     async def apply(self, training: Training, wish: Wish) -> None:
         try:
@@ -330,7 +336,7 @@ class KubernetesBackend:
         self._last[training.uid] = job
 
     def _note_pod(self, item: Json) -> None:
-        self._memory.see(item)
+        self._memory.note(item)
         self._note(item)
 
     def _note(self, item: Json) -> None:

@@ -18,15 +18,24 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Objects by training uid and name. `notify` gets each object that may have changed."""
+    """Objects by training uid and name. `notify` gets each object that may have changed.
+
+    `miss` is called when the watch starts, at first or anew: objects may have come and gone unseen.
+    """
 
     def __init__(
-        self, cluster: Cluster, kind: str, namespace: str | None, notify: Callable[[Json], None]
+        self,
+        cluster: Cluster,
+        kind: str,
+        namespace: str | None,
+        notify: Callable[[Json], None],
+        miss: Callable[[], None] = lambda: None,
     ) -> None:
         self._cluster = cluster
         self._kind = kind
         self._namespace = namespace
         self._notify = notify
+        self._miss = miss
         self._objects: dict[str, dict[str, Json]] = defaultdict(dict)
         self._version = 0
         self._moved = asyncio.Event()
@@ -73,6 +82,7 @@ class Mirror:
             self._objects[_uid(item)][item["metadata"]["name"]] = item
         self._advance(objects.version)
         self.is_live = True
+        self._miss()
         for item in (*old, *objects.items):
             self._notify(item)
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 from atoll.core.bench import has_floor
 from atoll.core.checks import check_bounds, check_name, check_strings
 from atoll.core.errors import ValidationError
+from atoll.core.extras import missing_package
 from atoll.core.mesh import split_endpoint
 from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds, check_quantity
 from atoll.kubernetes.gpus import GPU_NODES, GpuNodes, alternatives, check_gpu_nodes
@@ -22,6 +23,14 @@ from atoll.rank.launch import ETCD_BACKEND, needs_etcd
 Json = dict[str, Any]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Patience = Annotated[float, Meta(ge=1, le=MAX_SECONDS)]
+
+
+def check_installed(name: str) -> None:
+    """Raises RuntimeError, with what to type, if the packages of this backend are missing."""
+    try:
+        import lightkube  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise missing_package(name, error, "kubernetes") from error
 
 
 class KubernetesOptions(ShortNames, frozen=True):

@@ -210,6 +210,7 @@ class ShortNames(SpecModel, frozen=True):
         for name, place in SHORT_NAMES.items():
             value = getattr(self, name)
             if value is not None and value is not False:
+                _check_kind(name, value, place(value))
                 for flaw in flaws_of(merge_pod({}, place(value))):
                     raise flaw._replace(path=_short_path(flaw.path, value)).refuse(name)
         check_patch(self.with_short_names({}))
@@ -220,6 +221,12 @@ class ShortNames(SpecModel, frozen=True):
             if value is not None and value is not False:
                 pod = merge_pod(pod, place(value))
         return pod
+
+
+def _check_kind(name: str, value: object, patch: Json) -> None:
+    for field, part in patch.items():
+        if field in KINDS and not isinstance(part, KINDS[field]):
+            raise ValidationError(name, value, f"expected {WORDS[KINDS[field]]}")
 
 
 def _short_path(path: str, value: object) -> str:

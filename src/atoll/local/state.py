@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+ENDPOINT = "endpoint.json"  # where its control plane listens
+
 
 def state_dir() -> Path:
     """ATOLL_STATE_DIR, else the user's state directory of the platform."""

@@ -187,4 +187,4 @@ if __name__ == "__main__":
     try:
         app(prog_name="python -m atoll.operator")
     except AtollError as error:
-        sys.exit(f"atoll operator: {error}")
+        sys.exit(f"atoll operator: {error}" + (f": {error.hint}" if error.hint else ""))

@@ -126,6 +126,7 @@ async def _lead(
         except* (BackendError, Denied, NotFound) as group:
             log.warning("the controller stopped and starts again: %s", _first(group))
         finally:
+            await executor.stop()
             await store.close()
         await asyncio.sleep(RETRY_S)
 

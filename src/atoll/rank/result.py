@@ -1,8 +1,9 @@
 """The result of a rank as marked lines of its log, on every backend.
 
 A mark names the launch by a nonce, the call that made it, how the value is written and which part
-of it the line holds. A value is JSON where it can be, else msgpack with tags for tuples, sets and
-arrays; a pickle only where it was asked for. Reading one runs no code, unless pickles are allowed.
+of it the line holds. A value is JSON where it can be, else msgpack with tags for tuples, sets,
+arrays and tensors; a pickle only where it was asked for. Reading one runs no code, unless pickles
+are allowed.
 
 Each line fits into one atomic write to a pipe, so that other output of the rank never breaks it.
 """
@@ -32,7 +33,7 @@ _MARK = re.compile(
     r"(?P<at>[0-9]{1,4}) (?P<count>[0-9]{1,4}) (?P<data>[A-Za-z0-9+/]*={0,2})"
 )
 # Tags of what msgpack has no type for.
-_TUPLE, _SET, _FROZENSET, _PAIRS, _COMPLEX, _INT, _ARRAY, _SCALAR = range(1, 9)
+_TUPLE, _SET, _FROZENSET, _PAIRS, _COMPLEX, _INT, _ARRAY, _SCALAR, _TENSOR = range(1, 10)
 _DTYPE = re.compile(r"[<>|][biufcSU][0-9]{1,6}")
 
 
@@ -61,9 +62,10 @@ class ResultPart(NamedTuple):
 def give_result(value: Any, *, pickled: bool | None = None) -> None:
     """Hands in `value` as the result of this rank: `collect` and `training.value` have it.
 
-    The last call counts. Plain data, bytes, tuples, sets and numpy arrays can be handed in, and
-    with `pickled=True` whatever can be pickled, for a reader who allows pickles. Raises TypeError
-    or ValueError for anything else. Does nothing where atoll has not started the process.
+    The last call counts. Plain data, bytes, tuples, sets, numpy arrays and torch tensors can be
+    handed in, and with `pickled=True` whatever can be pickled, for a reader who allows
+    pickles. Raises TypeError or ValueError for anything else. Does nothing
+    where atoll has not started the process.
     """
     if pickled is None:
         pickled = os.environ.get(RESULTS_VARIABLE) == PICKLE
@@ -263,7 +265,34 @@ def _tagged(value: Any) -> Any:
         code = _ARRAY if kind.__name__ == "ndarray" else _SCALAR
         return Ext(code, encode([value.dtype.str, list(value.shape), value.tobytes()]))
     name = f"{kind.__module__}.{kind.__qualname__}"
-    raise TypeError(f"expected plain data such as numbers, text, lists and dicts, not a {name}")
+    if name in ("torch.Tensor", "torch.nn.parameter.Parameter") and value.layout is _strided():
+        return Ext(_TENSOR, encode(_tensor_parts(value)))
+    raise TypeError(
+        f"expected plain data such as numbers, text, lists and dicts, not a {name}; an executor "
+        "with allow_pickle=True takes whatever a function returns"
+    )
+
+
+def _strided() -> Any:
+    return importlib.import_module("torch").strided
+
+
+def _tensor_parts(tensor: Any) -> list[Any]:
+    """Its dtype, shape and bytes, on the CPU and without its gradient."""
+    torch = importlib.import_module("torch")
+    plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return [str(plain.dtype).removeprefix("torch."), list(plain.shape), content]
+
+
+def _tensor(dtype: str, shape: list[int], content: bytes) -> Any:
+    torch = importlib.import_module("torch")
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"a tensor of {dtype!r}")
+    if not content:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(content), dtype=kind).reshape(shape)
 
 
 def _untagged(code: int, data: memoryview) -> Any:
@@ -279,6 +308,8 @@ def _untagged(code: int, data: memoryview) -> Any:
             raise ValueError(f"an array of {dtype!r}")
         array = numpy.frombuffer(content, numpy.dtype(dtype)).reshape(shape).copy()
         return array if code == _ARRAY else array[()]
+    if code == _TENSOR:
+        return _tensor(*inner)
     if code == _COMPLEX:
         return complex(*inner)
     if code == _PAIRS:

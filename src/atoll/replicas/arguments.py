@@ -27,12 +27,13 @@ from atoll.rank.launch import RANK_VARIABLES
 MAX_ARGS_BYTES = 120_000  # Linux takes at most 131,072 in one argument or variable
 RANK_ENV = "rank_env"
 URI = "rendezvous_uri"
+JOB_RANK = "JOB_COMPLETION_INDEX"  # the rank, as an Indexed Job of Kubernetes sets it
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 # Beside those that are reserved everywhere: what atoll and torch set for ranks, and what would
 # change how the replica's programs start.
 _SET_FOR_RANKS = re.compile(
-    rf"MASTER_(ADDR|PORT)|LOCAL_RANK|{ENTRYPOINT_VARIABLE}|(PET|TORCHELASTIC)_\w+"
+    rf"MASTER_(ADDR|PORT)|LOCAL_RANK|{JOB_RANK}|{ENTRYPOINT_VARIABLE}|(PET|TORCHELASTIC)_\w+"
 )
 _OF_PROGRAMS = re.compile(r"PATH|HOME|PWD|BASH_ENV|LD_\w+|PYTHON[A-Z]\w*")
 
@@ -122,7 +123,7 @@ def _check_rank_env(name: Any, env: Mapping[str, str]) -> None:
         raise ValidationError(field, name, "expected the name of a variable, such as MY_RANK")
     if name in env:
         raise ValidationError(field, name, "expected another name: an argument has this variable")
-    if name not in RANK_VARIABLES and (why := _why_reserved(name)):
+    if name not in (*RANK_VARIABLES, JOB_RANK) and (why := _why_reserved(name)):
         raise ValidationError(field, name, f"expected another name: {name} {why}")
 
 

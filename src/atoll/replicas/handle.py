@@ -35,7 +35,10 @@ class ReplicaHandle:
 
     @classmethod
     def from_json(cls, text: str | bytes | Mapping[str, Any]) -> ReplicaHandle:
-        """The handle that `to_json` wrote, as text or already parsed. Raises ValidationError."""
+        """The handle that `to_json` wrote, as text or already parsed. Raises ValidationError.
+
+        What `metadata` has to hold is for the executor to say that is given the handle.
+        """
         try:
             document = json.loads(text) if isinstance(text, str | bytes) else dict(text)
         except (ValueError, TypeError) as error:
@@ -46,7 +49,7 @@ class ReplicaHandle:
         if not isinstance(document, dict) or set(document) != names:
             raise ValidationError("handle", text, f"expected {', '.join(sorted(names))}")
         handle = cls(**document)
-        read_handle(handle)
+        _check_shape(handle)
         return handle
 
 
@@ -62,21 +65,25 @@ def read_handle(handle: object, backend_name: str | None = None) -> LaunchAddres
     """Raises ValidationError for what is no handle, or one of another backend."""
     if not isinstance(handle, ReplicaHandle):
         raise ValidationError("handle", handle, EXPECTED)
-    if not isinstance(handle.rank, int) or isinstance(handle.rank, bool) or handle.rank < 0:
-        raise ValidationError("handle.rank", handle.rank, "expected a whole number, 0 or more")
-    if not isinstance(handle.backend_name, str):
-        raise ValidationError("handle.backend_name", handle.backend_name, "expected text")
+    _check_shape(handle)
     if backend_name is not None and handle.backend_name != backend_name:
         raise ValidationError(
             "handle.backend_name",
             handle.backend_name,
             f"expected {backend_name!r}: the handle belongs to another backend",
         )
-    if not isinstance(handle.metadata, dict):
-        raise ValidationError("handle.metadata", handle.metadata, "expected names and values")
     for key in ("job_name", "uid", "namespace", "directory"):
         value = handle.metadata.get(key)
         is_missing = value is None and key != "job_name"
         if not is_missing and not (is_text(value) and value):
             raise ValidationError(f"handle.metadata.{key}", value, f"expected text; {EXPECTED}")
     return LaunchAddress(handle.metadata["job_name"], handle.metadata.get("uid"), handle.metadata)
+
+
+def _check_shape(handle: ReplicaHandle) -> None:
+    if not isinstance(handle.rank, int) or isinstance(handle.rank, bool) or handle.rank < 0:
+        raise ValidationError("handle.rank", handle.rank, "expected a whole number, 0 or more")
+    if not isinstance(handle.backend_name, str):
+        raise ValidationError("handle.backend_name", handle.backend_name, "expected text")
+    if not isinstance(handle.metadata, dict):
+        raise ValidationError("handle.metadata", handle.metadata, "expected names and values")

@@ -172,10 +172,13 @@ class ScriptJobs(KubernetesBackend):
         body = as_launch(render_job(training, wish, self.options), training.spec)
         world = render_world(training, wish, self.options, None)
         service = render_service(training, self.options, None)
-        for kind, item in (("configmaps", world), ("services", service)):
-            await self.cluster.patch(kind, namespace, name, item, type="apply", is_trial=True)
         try:
+            for kind, item in (("configmaps", world), ("services", service)):
+                await self.cluster.patch(kind, namespace, name, item, type="apply", is_trial=True)
             await self.cluster.create("jobs", namespace, body, is_trial=True)
+        except NotFound as error:  # nothing else has to be there for that
+            raise Permanent(f"the namespace {namespace!r} does not exist: {error}") from error
+        try:
             await self._objects.make(training, wish)
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:

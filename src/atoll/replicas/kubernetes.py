@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import fields
 
-from atoll.core.checks import check_as
+from atoll.core.checks import check_as, check_name
 from atoll.core.errors import ValidationError
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, Wish
 from atoll.kubernetes.gpus import EKS_GPU_NODES
 from atoll.kubernetes.names import CONTAINER, REPLICA
-from atoll.kubernetes.options import KubernetesOptions
+from atoll.kubernetes.options import KubernetesOptions, check_installed
 from atoll.replicas.entrypoints import Entry, InImage, read_in_image
 from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.surface import Entrypoint, ReplicaSurface
@@ -70,9 +69,11 @@ class KubernetesExecutor(ReplicaSurface):
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
-        _check_installed(type(self).__name__)
+        check_installed(type(self).__name__)
         _check_known(options)
         check_as("backoff_limit", backoff_limit, RESTARTS)
+        if service_account_name is not None:
+            check_name("service_account_name", service_account_name)
         if not isinstance(allow_pickle, bool):
             raise ValidationError("allow_pickle", allow_pickle, "expected True or False")
         account = _one_account(service_account_name, options.pop("service_account", None))
@@ -327,8 +328,3 @@ def _meant(name: str, known: Sequence[str]) -> str:
         if close
         else ("there is no such argument")
     )
-
-
-def _check_installed(name: str) -> None:
-    if importlib.util.find_spec("lightkube") is None:
-        raise RuntimeError(f"{name} needs lightkube: pip install 'atoll[kubernetes]'")

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -255,6 +255,7 @@ class ReplicaSurface:
         """
         if timeout is not None:
             check_timeout(timeout)
+        handles = all_handles(handles)
         gangs = self._gangs(handles)
         deadline = None if timeout is None else time.monotonic() + min(timeout, 1e12)
         pairs = list(zip(gangs, handles, strict=True))
@@ -404,7 +405,7 @@ class ReplicaSurface:
             "result": result,
             "job_name": job_name,
             "signal": ended.signal if ended else None,
-            "reason": ended.reason if ended else None,
+            "reason": str(ended.reason) if ended and ended.reason else None,
             "host": rank.node,
             "started_at": rank.started_at,
             "ended_at": ended.at if ended else None,
@@ -456,6 +457,13 @@ def absent_gang(address: LaunchAddress) -> Gang:
     gang = Gang(training, None, is_own=False)
     gang.is_gone = True
     return gang
+
+
+def all_handles(handles: object) -> list[Any]:
+    """The handles of any iterable. Raises ValidationError for what is none, such as one handle."""
+    if isinstance(handles, str | bytes | Mapping) or not isinstance(handles, Iterable):
+        raise ValidationError("handles", handles, "expected a list of handles")
+    return list(handles)
 
 
 def is_done_of(
@@ -521,6 +529,8 @@ def read_gpu(gpu: str | int | None) -> Resources:
         check_int("gpu", gpu, 1, MAX_GPUS)
         return Resources(gpu_count=gpu)
     model, _, count = str(gpu).partition(":")
-    if not isinstance(gpu, str) or not model or (":" in gpu and not count.isdigit()):
+    if not isinstance(gpu, str) or not model or (":" in gpu and not count.isdecimal()):
         raise ValidationError("gpu", gpu, "expected a count, 'H100' or 'H100:2'")
-    return Resources(gpu_count=int(count or 1), gpu_models=[model])
+    number = int(count or 1)
+    check_int("gpu", number, 1, MAX_GPUS)
+    return Resources(gpu_count=number, gpu_models=[model])

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import atoll
 from atoll.core.errors import AtollError, Permanent
-from atoll.local.state import state_dir
+from atoll.local.spare import FULL, has_room, make_spare, spare_directories
+from atoll.local.state import ENDPOINT, state_dir
 from atoll.sdk import config
 from atoll.sdk.endpoint import Address, here
 from atoll.sdk.release import OtherRelease, difference
@@ -86,7 +87,7 @@ class Embedded:
     def _start(self) -> str:
         try:
             self._where.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _only_one(self._where / "start.lock"):
+            with _only_one(self._where):
                 return running(self._where) or start(self._where).url
         except OSError as error:
             raise Permanent(
@@ -186,7 +187,7 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
     if (file := config.find()) is not None:
         config.read(file)  # what is wrong in it is told here, not in the server's log
         command += ["--config", str(file)]
-    log = where / "server.log"
+    log = _place_of_log(where)
     with log.open("ab") as errors:
         said_before = errors.tell()
         process = subprocess.Popen(
@@ -235,30 +236,34 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 def running(where: Path) -> str | None:
     """The address of the server that serves this directory, if it is alive."""
-    try:
-        found = json.loads((where / "endpoint.json").read_bytes())
-        url, pid, started = str(found["url"]), int(found["pid"]), str(found["startTime"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return url if start_time(pid) == started else None
+    endpoint = _announced(where)
+    return None if endpoint is None else str(endpoint["url"])
+
+
+def _announced(where: Path) -> dict[str, Any] | None:
+    """What the server of this directory says of itself, there or in its spare place; None if no
+    server is alive."""
+    for directory in (where, *spare_directories(where)):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            endpoint: dict[str, Any] = json.loads((directory / ENDPOINT).read_bytes())
+            if endpoint["url"] and start_time(int(endpoint["pid"])) == str(endpoint["startTime"]):
+                return endpoint
+    return None
 
 
 def _warn_if_other(where: Path) -> None:
     """It works with this release as far as it can; why some things do not is good to know."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        endpoint = json.loads((where / "endpoint.json").read_bytes())
-        words, pid = difference(endpoint.get("release")), endpoint["pid"]
-        if words:
-            after = f"'kill {pid}' stops it, the next use starts this one, ranks go on meanwhile"
-            warnings.warn(f"{words}: {after}", OtherRelease, stacklevel=4)
+    endpoint = _announced(where) or {"release": atoll.__version__}
+    if words := difference(endpoint.get("release")):
+        pid = endpoint["pid"]
+        after = f"'kill {pid}' stops it, the next use starts this one, ranks go on meanwhile"
+        warnings.warn(f"{words}: {after}", OtherRelease, stacklevel=4)
 
 
 def _certificate(where: Path) -> str | None:
     """The certificate of the server of this directory, a file; None if it has none."""
-    with contextlib.suppress(OSError, ValueError):
-        certificate = json.loads((where / "endpoint.json").read_bytes()).get("certificate")
-        return None if certificate is None else str(certificate)
-    return None
+    certificate = (_announced(where) or {}).get("certificate")
+    return None if certificate is None else str(certificate)
 
 
 def read_token(where: Path) -> str:
@@ -279,10 +284,23 @@ def start_time(pid: int) -> str | None:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    with path.open("a") as lock:
+def _only_one(where: Path) -> Iterator[None]:
+    try:
+        lock = (where / "start.lock").open("a")
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        lock = (make_spare(where) / "start.lock").open("a")
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _place_of_log(where: Path) -> Path:
+    if not has_room(where):
+        with contextlib.suppress(OSError):
+            return make_spare(where) / "server.log"
+    return where / "server.log"
 
 
 def _last_line(log: Path, start: int) -> str:

@@ -21,7 +21,8 @@ PATIENCE_S = 5.0  # how long one request is retried while the server is not reac
 def send(
     effect: Send, *, patience_s: float = PATIENCE_S, clock: Clock = time.monotonic
 ) -> Flow[bytes]:
-    """The body of a 2xx answer; other answers are raised. Temporary errors are retried."""
+    """The body of a 2xx answer; other answers are raised. Temporary errors are retried, unless the
+    server says that it will take longer than `patience_s`."""
     retry = new_retry(patience_s, clock)
     while True:
         try:
@@ -34,7 +35,7 @@ def send(
             except Temporary as error:
                 trouble, asked_s = error, error.retry_after_s
         pause_s = retry.pause_s(asked_s)
-        if pause_s is None:
+        if pause_s is None or asked_s > patience_s:
             raise trouble
         yield Pause(pause_s)
 

@@ -44,7 +44,7 @@ async def healthz(call: ApiCall) -> Answer:
 async def readyz(call: ApiCall) -> Answer:
     """Ready when the store answers; 503 or 500 when it cannot be read."""
     await call.plane.store.version()
-    return json_answer(Health())
+    return json_answer(Health(status="read-only" if call.plane.setup.read_only else "ok"))
 
 
 async def metrics(call: ApiCall) -> Answer:
@@ -193,7 +193,8 @@ NATIVE = (
         "GET",
         "/readyz",
         readyz,
-        "Whether the server can serve requests: its store answers.",
+        "Whether the server can serve requests: its store answers. The status is `read-only` while "
+        "there is no room to write.",
         {200: _YES, 500: _NO, 503: _NO},
         is_open=True,
     ),

@@ -25,6 +25,7 @@ class Setup:
     config: str | None = None  # the file
     is_changed: Callable[[], bool] = lambda: False
     notes: Callable[[], Sequence[str]] = lambda: ()  # what else is to be told of the executors
+    read_only: str = ""  # why nothing can be written, and what to do; empty if all is well
     new_token: str = "atoll token create"  # how a token is made for this control plane
     restart: str = ""  # how to start the control plane with a new file; empty if it cannot be
 
@@ -60,7 +61,8 @@ class Setup:
     def remark(self) -> str:
         """A note for readers of the list; empty if there is nothing to say."""
         changed = f"{self.config} has changed since the control plane was started: {self.restart}"
-        return "\n".join([changed] * self.is_changed() + [*self.notes()])
+        first = [self.read_only] * bool(self.read_only) + [changed] * self.is_changed()
+        return "\n".join([*first, *self.notes()])
 
 
 async def probed(executors: Mapping[str, Executor], setup: Setup) -> ExecutorList:

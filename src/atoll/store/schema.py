@@ -63,6 +63,19 @@ def prepare(db: sqlite3.Connection, path: Path, *, is_owner: bool) -> None:
         _sign(db)
 
 
+def check_readable(db: sqlite3.Connection, path: Path) -> None:
+    """Raises Permanent unless the tables can be read as they are, without a migration."""
+    version = _version(db)
+    if version > SCHEMA_VERSION:
+        raise Permanent(_too_new(db, path, version))
+    if version == 0:
+        raise Permanent(f"{path} holds nothing yet")
+
+
+def is_current(db: sqlite3.Connection) -> bool:
+    return _version(db) == SCHEMA_VERSION
+
+
 def _migrate(db: sqlite3.Connection) -> None:
     with db:  # commits, or rolls back
         db.execute("begin immediate")

@@ -47,7 +47,7 @@ class SQLiteStore:
         self._lock = _owned(self._path)
         with contextlib.ExitStack() as opened:
             opened.callback(os.close, self._lock)
-            with _explained(self._path):
+            with explained(self._path):
                 self._db = sqlite3.connect(
                     self._path, isolation_level=None, check_same_thread=False
                 )
@@ -82,7 +82,7 @@ class SQLiteStore:
         return stored
 
     async def get(self, key: Key) -> Training:
-        with _explained(self._path):
+        with explained(self._path):
             row = self._db.execute(
                 "select body from trainings where namespace = ? and name = ?", key
             ).fetchone()
@@ -93,7 +93,7 @@ class SQLiteStore:
     async def list(self, namespace: str | None = None) -> Sequence[Training]:
         where = "" if namespace is None else "where namespace = ? "
         query = f"select body from trainings {where}order by name, namespace"
-        with _explained(self._path):
+        with explained(self._path):
             rows = self._db.execute(query, () if namespace is None else (namespace,)).fetchall()
         return [decode_training(row[0]) for row in rows]
 
@@ -117,7 +117,7 @@ class SQLiteStore:
         if phase is not None:
             conditions["phase = ?"] = phase
         query = f"select body from trainings where {' and '.join(conditions)} order by name"
-        with _explained(self._path), closing(self._db.cursor()) as rows:
+        with explained(self._path), closing(self._db.cursor()) as rows:
             rows.execute(query, tuple(conditions.values()))
             trainings = ((decode_training(body), len(body)) for (body,) in rows)
             return cut_page(
@@ -169,7 +169,7 @@ class SQLiteStore:
 
     async def events(self, key: Key, *, since: float | None = None) -> Sequence[Event]:
         training = await self.get(key)
-        with _explained(self._path):
+        with explained(self._path):
             rows = self._db.execute(
                 "select id, at, type, reason, message, count from events "
                 "where uid = ? and at >= ? order by at desc, id desc",
@@ -184,7 +184,7 @@ class SQLiteStore:
         return self._feed.follow(self, after, key)
 
     async def source(self, training: Training) -> bytes:
-        with _explained(self._path):
+        with explained(self._path):
             row = self._db.execute(
                 "select content from sources where uid = ?", (training.uid,)
             ).fetchone()
@@ -193,7 +193,7 @@ class SQLiteStore:
         return bytes(row[0])
 
     async def version(self) -> int:
-        with _explained(self._path):
+        with explained(self._path):
             row = self._db.execute(
                 "select seq from sqlite_sequence where name = 'changes'"
             ).fetchone()
@@ -204,7 +204,7 @@ class SQLiteStore:
         """One transaction; the changes put into the list are published once it is durable."""
         changes: Changes = []
         self._check_there()
-        with _explained(self._path):
+        with explained(self._path):
             self._db.execute("begin immediate")
             try:
                 yield changes
@@ -314,7 +314,7 @@ class SQLiteStore:
     def logged(self, after: int, key: Key | None) -> Iterator[Change]:
         namespace, name = key or ("", "")
         while True:
-            with _explained(self._path):
+            with explained(self._path):
                 rows = self._db.execute(
                     "select version, is_removed, body from changes where version > ?1 and "
                     "?2 in ('', namespace) and ?3 in ('', name) order by version limit 100",
@@ -328,7 +328,7 @@ class SQLiteStore:
                 return
 
     def check_kept(self, after: int) -> None:
-        with _explained(self._path):
+        with explained(self._path):
             oldest, newest = self._db.execute(
                 "select min(version), (select seq from sqlite_sequence where name = 'changes') "
                 "from changes"
@@ -339,7 +339,7 @@ class SQLiteStore:
 
     def _trim(self) -> None:
         """Drops the older half of the log. The trainings themselves are in another table."""
-        with _explained(self._path):
+        with explained(self._path):
             self._db.execute(
                 "delete from changes where version <= (select version from changes "
                 "order by version limit 1 offset (select count(*) / 2 from changes))"
@@ -387,27 +387,43 @@ def _owned(path: Path) -> int:
     """A lock by which this process alone uses the file; it ends with the process."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.close(os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise Permanent(f"cannot open {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
-        raise Permanent(
-            f"{path} is in use by process {owner}: only one control plane per state directory"
-        ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    lock = locked(path)
     with contextlib.suppress(OSError):  # SQLite reports it better
         # It holds the environment of ranks. The files that SQLite adds get the same mode.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     return lock
 
 
+def locked(path: Path) -> int:
+    """The lock of a store that is there. Its file names this process, if it can be written."""
+    try:
+        try:
+            lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            lock = os.open(f"{path}.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise Permanent(f"cannot open {path}.lock: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(lock, 32).decode(errors="replace").strip()
+        os.close(lock)
+        name = owner if os.path.exists(f"/proc/{owner or 'none'}") else "unknown"
+        raise Permanent(
+            f"{path} is in use by process {name}: only one control plane per state directory"
+        ) from error
+    with contextlib.suppress(OSError):  # a disk that is full, or mounted read-only
+        pid = str(os.getpid()).encode()
+        os.pwrite(lock, pid, 0)  # over the one before, which takes no space
+        os.ftruncate(lock, len(pid))
+    return lock
+
+
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """SQLite's errors as atoll's: a full disk is Temporary, a broken file Permanent."""
     try:
         yield

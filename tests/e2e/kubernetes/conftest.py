@@ -20,14 +20,19 @@ from typing import Any
 
 import pytest
 
+from atoll.core.model import encode
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.manifests import render_manifests
+from atoll.kubernetes.resource import to_training
 from tests.e2e.kubernetes.control_plane import ControlPlane, assets, wait_for
 from tests.e2e.kubernetes.nodes import IMAGE, Node
 
 Json = dict[str, Any]
 SKIPPED = "no cluster: set KUBEBUILDER_ASSETS (kube-apiserver, …) or KUBECONFIG"
 REPOSITORY = Path(__file__).parents[3]
+
+
+RANK_LISTS = ("ranks", "retired", "rankExits")  # stored folded
 
 
 class Site:
@@ -91,8 +96,11 @@ class Space:
         return self.json("get", "training", name)
 
     def status(self, name: str) -> Json:
-        found: Json = self.get(name).get("status") or {}
-        return found
+        """The status, with one entry for each rank."""
+        raw = self.get(name)
+        stored: Json = raw.get("status") or {}
+        whole = json.loads(encode(to_training(raw).status)) if "ranks" in stored else {}
+        return stored | {key: whole.get(key, []) for key in RANK_LISTS if key in stored}
 
     def pods(self, rank: int | None = None) -> list[Json]:
         items = self.json("get", "pods")["items"]

@@ -186,16 +186,16 @@ def test_a_restarted_rank_passes_with_nobody_to_let_it_through(
     operator.kill()
     (old,) = space.pods(1)
     space.kubectl("delete", "pod", old["metadata"]["name"], "--wait=false")
-    wait_for("its successor runs", lambda: is_replaced(space, 1))
+    wait_for("its successor runs", lambda: is_replaced(space, 1, old))
     operator.start()
     status = space.until("tiny", "told", lambda s: restarts(s) == {0, 1})
     assert space.until_ready("tiny", 2)["phase"] == "ready"
     assert status["ranks"][1]["restarts"] == 1
 
 
-def is_replaced(space: Space, rank: int) -> bool:
-    pods = space.pods(rank)
-    return len(pods) == 2 and "running" in states(pods[-1])[1]
+def is_replaced(space: Space, rank: int, old: Json) -> bool:
+    pods = [p for p in space.pods(rank) if p["metadata"]["uid"] != old["metadata"]["uid"]]
+    return len(pods) == 1 and "running" in states(pods[0])[1]
 
 
 def test_a_pod_deleted_at_the_gate_costs_no_restart(

@@ -181,10 +181,10 @@ def test_where_state_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_the_environment_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATOLL_URL", "http://example.org:1/")
+    monkeypatch.setenv("ATOLL_URL", "https://example.org:1/")
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
-    assert atoll.Client().endpoint.address() == ("http://example.org:1", "secret")
-    assert atoll.Client("http://other:2", "t").endpoint.address() == ("http://other:2", "t")
+    assert atoll.Client().endpoint.address()[:2] == ("https://example.org:1", "secret")
+    assert atoll.Client("https://other:2", "t").endpoint.address()[:2] == ("https://other:2", "t")
 
 
 @pytest.mark.parametrize("url", ["example.org", "ftp://x", "http://", "unix:///x"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -13,12 +16,14 @@ from atoll.cli.measure import count
 from atoll.cli.report import end_report
 from atoll.cli.show import duration, full, ran_cell, table, training_json
 from atoll.cli.terminal import last_look, paint
+from atoll.core.clock import Time
 from atoll.core.errors import Temporary, ValidationError
 from atoll.core.metrics import measured
 from atoll.core.narrate import end_in_words
 from atoll.core.phase import Phase
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import RankExit, Status, Training
+from atoll.kubernetes.client import Cluster
 
 SPEC = TrainingSpec(name="t", world_size=WorldSize(min=1, target=1, max=1), command=["true"])
 
@@ -122,6 +127,22 @@ def test_what_the_control_plane_said_itself_is_not_taken_for_its_absence(
     assert "is the control plane running?" in capsys.readouterr().err
 
 
+def test_a_cluster_that_does_not_answer_is_not_taken_for_a_control_plane(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = {"name": "it", "cluster": {"server": "http://127.0.0.1:1"}}
+    context = {"name": "it", "context": {"cluster": "it", "user": "it"}}
+    config = {"clusters": [server], "contexts": [context], "users": [{"name": "it", "user": {}}]}
+    file = tmp_path / "config"
+    file.write_text(json.dumps({**config, "current-context": "it"}))
+    with pytest.raises(Temporary) as lost:
+        asyncio.run(Cluster.connect(kubeconfig=str(file)).version())
+    assert refused(lost.value) == 1
+    told = capsys.readouterr().err
+    assert "does 'kubectl cluster-info' answer?" in told
+    assert "ATOLL_URL" not in told
+
+
 def test_a_training_ran_until_its_last_rank_ended_however_late_that_was_seen() -> None:
     exits = [
         RankExit(rank=0, exit_code=0, termination_reason="Completed", ended_at=11.0),
@@ -130,7 +151,7 @@ def test_a_training_ran_until_its_last_rank_ended_however_late_that_was_seen() -
     ]
     over = ended(Phase.SUCCEEDED, started_at=10.0, ended_at=500.0, rank_exits=exits)
     assert over.status.ran_for(900.0) == 2.0
-    assert measured(over, 900.0).running_s == 2.0
+    assert measured(over, Time(900.0)).running_s == 2.0
     assert ran_cell(over, 900.0) == "2.0s"
     assert ended(Phase.READY, started_at=10.0).status.ran_for(15.0) == 5.0
     assert ended(Phase.CANCELLED, ended_at=20.0).status.ran_for(30.0) is None

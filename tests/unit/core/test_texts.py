@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from atoll.core.lines import RESULT_MARK
 from atoll.core.model import encode
 from atoll.core.status import Exit, RankStatus, Seen, SeenRank
 from atoll.core.texts import (
@@ -71,3 +72,11 @@ def test_the_root_cause_gets_its_texts_back_from_the_executor() -> None:
     assert with_texts_seen(bare, Seen(ranks=[look])).exit == exit
     later = replace(look, attempt=1)
     assert with_texts_seen(bare, Seen(ranks=[later])) == bare
+
+
+def test_results_among_the_last_lines_stay_out() -> None:
+    exit = Exit(code=1, at=1.0, reason="Error", log_tail=[f"{RESULT_MARK}0 0 json 0 1 NQ=="])
+    look = SeenRank(rank=3, state="exited", attempt=0, exit=exit)
+    seen = with_texts_seen(ended(3, 1.0), Seen(ranks=[look])).exit
+    assert seen is not None
+    assert seen.log_tail == []

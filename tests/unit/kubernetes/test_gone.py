@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 from hypothesis import given
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from atoll.core.errors import Gone
 from atoll.core.status import RankStatus, Status
-from atoll.kubernetes.client import ObjectList
-from atoll.kubernetes.gone import STEP_GROWTH, Departed, Past, PodMemory
+from atoll.kubernetes.client import ObjectList, WatchEvent
+from atoll.kubernetes.gone import PODS_READ, STEP_GROWTH, Departed, Past, PodMemory
 from atoll.kubernetes.names import UID
 from tests.unit.kubernetes.kube import MADE, Json, ended, pod, running, training
 
@@ -21,17 +22,36 @@ SPACE = "team-a"
 class Remembering:
     """Every state of every pod, by the version it was written at; None when it was deleted."""
 
-    def __init__(self, now: int, oldest: int = 1) -> None:
+    def __init__(self, now: int, oldest: int = 1, oldest_watched: int = 1) -> None:
         self.now = now
         self.oldest = oldest
+        self.oldest_watched = oldest_watched
         self.past: dict[str, dict[int, Json | None]] = {}
         self.requests = 0
 
     def write(self, name: str, version: int, state: Json | None) -> None:
         self.past.setdefault(name, {})[version] = state
 
+    async def watch(
+        self, kind: str, namespace: str | None, *, after: str, labels: str, seconds: int
+    ) -> AsyncIterator[WatchEvent]:
+        self.requests += 1
+        if int(after) < self.oldest_watched:
+            raise Gone(0, 0)
+        changes = [(at, name) for name, states in self.past.items() for at in states]
+        for at, name in sorted(changes):
+            if at > int(after):
+                state = self.past[name][at]
+                if state is not None:
+                    yield WatchEvent("MODIFIED", state)
+                    continue
+                last = self._at(name, at - 1)
+                assert last is not None
+                metadata = {**last["metadata"], "resourceVersion": str(at)}
+                yield WatchEvent("DELETED", {**last, "metadata": metadata})
+
     async def list(
-        self, kind: str, namespace: str, *, labels: str, version: str = ""
+        self, kind: str, namespace: str | None, *, labels: str, version: str = ""
     ) -> ObjectList:
         self.requests += 1
         at = int(version or self.now)
@@ -114,10 +134,11 @@ def test_a_pod_that_was_watched_until_its_end_costs_no_request() -> None:
     cluster: Any = Remembering(now=100)
     memory = PodMemory(cluster)
     assert ask(memory, [manifest("a", version=1)], alive("a")) == Departed()
-    memory.see(manifest("a", code=7, version=3))
+    asked = cluster.requests
+    memory.note(manifest("a", code=7, version=3))
     memory.see(manifest("a", version=2))  # from a list that was on its way
     assert codes({"a": ask(memory, [], alive("a")).manifests[0]}) == {"a": 7}
-    assert cluster.requests == 0
+    assert cluster.requests == asked
 
 
 def test_what_is_stored_is_forgotten() -> None:
@@ -163,3 +184,45 @@ def test_trainings_that_are_gone_are_forgotten() -> None:
 
     asyncio.run(memory.sweep(known))
     assert ask(memory, []) == Departed()
+
+
+def test_an_operator_that_starts_reads_the_ends_of_pods_that_no_status_names() -> None:
+    cluster: Any = Remembering(now=100_000, oldest_watched=60_000)
+    live(cluster, "short", made=70_000, over=70_001, gone=70_002, code=7)
+    live(cluster, "long", made=30_000, over=59_000, gone=59_001, code=8)  # before what is watched
+    cluster.write("b", 99_000, manifest("b", version=99_000))
+    memory = PodMemory(cluster)
+    departed = ask(memory, [manifest("b", version=99_000)])
+    assert codes({m["metadata"]["name"]: m for m in departed.manifests}) == {"short": 7, "long": 8}
+    asked = cluster.requests
+    assert len(ask(memory, [manifest("b", version=99_000)]).manifests) == 2
+    assert cluster.requests == asked
+
+
+def test_what_happened_while_the_watch_was_interrupted_is_read_from_where_it_stopped() -> None:
+    cluster: Any = Remembering(now=1_000)
+    cluster.write("b", 900, manifest("b", version=900))
+    there = [manifest("b", version=900)]
+    memory = PodMemory(cluster)
+    assert ask(memory, there) == Departed()
+    cluster.now = 2_000
+    live(cluster, "a", made=1_100, over=1_101, gone=1_102, code=7)
+    memory.miss()
+    asked = cluster.requests
+    assert codes({"a": ask(memory, there).manifests[0]}) == {"a": 7}
+    assert cluster.requests - asked <= 3
+
+
+def test_the_past_of_a_training_that_has_no_pods_yet_is_not_read() -> None:
+    cluster: Any = Remembering(now=1_000)
+    assert ask(PodMemory(cluster), []) == Departed()
+    assert cluster.requests == 0
+
+
+def test_a_large_past_is_read_in_part() -> None:
+    cluster: Any = Remembering(now=10**9, oldest_watched=10**9)
+    for number in range(500):
+        cluster.write(str(number), 1, manifest(str(number), version=1))
+    memory = PodMemory(cluster)
+    assert ask(memory, [manifest("0", version=1)]) == Departed()
+    assert cluster.requests <= 60 + PODS_READ / 500

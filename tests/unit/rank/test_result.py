@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 
@@ -60,6 +61,34 @@ def test_arrays_come_back_with_their_shape_and_type() -> None:
     assert decoded["w"].dtype == numpy.float32
     assert (decoded["w"] == value["w"]).all()
     assert type(decoded["loss"]) is numpy.float64
+
+
+def test_tensors_come_back_as_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    base = torch.arange(6, dtype=torch.float32, requires_grad=True).reshape(2, 3)
+    values = {
+        "loss": base.sum(),
+        "turned": base.t(),
+        "half": base.to(torch.bfloat16),
+        "weight": torch.nn.Parameter(torch.ones(2)),
+        "mask": base > 2,
+        "none": torch.empty(0, 3),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
+    decoded = decode_value(encode_value(values))
+    for name, value in values.items():
+        assert type(decoded[name]) is torch.Tensor
+        assert decoded[name].dtype == value.dtype
+        assert torch.equal(decoded[name], value.detach())
+
+
+def test_what_is_no_type_of_tensors_is_not_looked_up() -> None:
+    pytest.importorskip("torch")
+    payload = msgspec.msgpack.encode(
+        msgspec.msgpack.Ext(9, msgspec.msgpack.encode(["load", [1], b"a"]))
+    )
+    with pytest.raises(ValueError, match="a tensor of 'load'"):
+        decode_value(Result("msgpack", payload))
 
 
 @pytest.mark.parametrize("value", [object(), Path("x"), [numpy.array([object()])], lambda: None])

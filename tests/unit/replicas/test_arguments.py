@@ -47,7 +47,7 @@ def test_the_name_of_the_ranks_variable_is_no_argument() -> None:
     assert json.loads(env.pop("ATOLL_ENTRYPOINT_ARGS")) == {"lr": 1}
     assert env == {"ATOLL_RANK_ENV": "MY_RANK", "LR": "1"}
     assert "ATOLL_RANK_ENV" not in read_arguments({"rank_env": None}, is_function=False).env
-    for usual in ("REPLICA_RANK", "RANK"):
+    for usual in ("REPLICA_RANK", "RANK", "JOB_COMPLETION_INDEX"):
         read_arguments({"rank_env": usual}, is_function=False)
 
 
@@ -55,7 +55,14 @@ def test_the_name_of_the_ranks_variable_is_no_argument() -> None:
     "key",
     [
         *("rank", "RANK", "replica_rank", "world_size", "node_name", "atoll_name", "basilica_rank"),
-        *("master_addr", "local_rank", "entrypoint", "pet_nnodes", "atoll_entrypoint_args"),
+        *(
+            "master_addr",
+            "local_rank",
+            "job_completion_index",
+            "entrypoint",
+            "pet_nnodes",
+            "atoll_entrypoint_args",
+        ),
         *("path", "home", "pythonpath", "ld_preload", "replica-rank"),
     ],
 )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import pytest
 
-from atoll.core.errors import Permanent
+from atoll.core.errors import NotFound, Permanent
 from atoll.core.model import encode
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import Training, Wish
+from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.render import render_job
-from atoll.replicas.jobs import as_launch, training_of
+from atoll.replicas.jobs import ScriptJobs, as_launch, training_of
 
 SPEC = TrainingSpec(
     name="replicas-1",
@@ -84,3 +86,13 @@ def test_another_job_is_no_launch() -> None:
     newer = job(Wish(version=1, size=3), **{"atoll.dev/launch": '{"later": 1}'})
     with pytest.raises(Permanent, match="cannot be followed"):
         training_of(newer)
+
+
+def test_a_namespace_that_does_not_exist_is_refused_at_once() -> None:
+    class Elsewhere:
+        async def patch(self, *_: Any, **__: Any) -> None:
+            raise NotFound("namespaces", "team")
+
+    jobs = ScriptJobs(cluster=cast(Cluster, Elsewhere()), image="image:1", namespace="team")
+    with pytest.raises(Permanent, match="the namespace 'team' does not exist"):
+        asyncio.run(jobs._create(TRAINING, Wish(version=1, size=3)))

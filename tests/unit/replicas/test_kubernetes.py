@@ -219,8 +219,13 @@ def test_a_run_id_is_in_a_name_that_is_a_label(run_id: str) -> None:
         ("core_api", {"core_api": object()}, "expected an API object"),
         ("tolerations", {"tolerations": {"key": "a"}}, "expected a list"),
         ("tolerations[0]", {"tolerations": ["a"]}, "V1Toleration"),
+        ("node_selector", {"node_selector": ["pool"]}, "expected an object"),
+        ("node_selector", {"node_selector": "pool=gpu"}, "expected an object"),
+        ("affinity", {"affinity": []}, "expected an object"),
+        ("volumes", {"volumes": {"name": "a"}}, "expected a list"),
         ("tolerations[0].efect", {"tolerations": [{"efect": "x"}]}, "'effect'"),
         ("service_account", {"service_account": "a", "service_account_name": "b"}, "'b'"),
+        ("service_account_name", {"service_account_name": "No Such"}, "expected"),
         ("namespace", {"namespace": "No Such"}, "expected"),
     ],
 )
@@ -272,7 +277,7 @@ def test_without_a_command_the_code_is_sent_along(tmp_path: Path) -> None:
 
 
 def test_without_its_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lightkube", None)
     with pytest.raises(RuntimeError, match=r"pip install 'atoll\[kubernetes\]'"):
         EKSExecutor("i")
 

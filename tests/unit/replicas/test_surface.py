@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from atoll.core import plan
-from atoll.core.errors import Permanent, Temporary, ValidationError
+from atoll.core.ends import RankEnd
+from atoll.core.errors import NotFound, Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor, Key
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.replicas import plane
-from atoll.replicas.surface import ReplicaSurface
+from atoll.replicas.surface import ReplicaSurface, read_gpu
 
 
 class FakeExecutor:
@@ -129,6 +130,58 @@ def test_what_the_executor_will_never_do_ends_the_gang_with_its_words() -> None:
         assert ["403 forbidden" in report["error"] for report in reports] == [True, True]
         assert [library.poll(handle) for handle in handles] == ["failed", "failed"]
         assert len(fake.applies) == 2
+
+
+def test_collect_takes_any_iterable_and_refuses_what_is_none() -> None:
+    fake = FakeExecutor()
+    with Library(fake) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        library.cancel(handle)
+        assert [
+            report["rank"] for report in library.collect(each for each in (handle, handle))
+        ] == [
+            0,
+            0,
+        ]
+        assert library.collect([]) == []
+        for bad in (handle, None, "replicas-1", {"handle": handle}):
+            with pytest.raises(ValidationError, match="handles: .* expected a list of handles"):
+                library.collect(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gpu", [0, True, 1.5, "", ":2", "A100:", "A100:x", "A100:0", "A100:9999"])
+def test_a_gpu_that_is_none_is_refused(gpu: Any) -> None:
+    with pytest.raises(ValidationError) as refused:
+        read_gpu(gpu)
+    assert refused.value.field == "gpu"
+
+
+def test_a_gang_that_somebody_else_changed_is_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = FakeExecutor()
+    with Library(fake) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        fake.trouble = NotFound("jobs", "replicas-1")
+        (training,) = library.trainings()
+        library._plane.call(fake.changed.put(training.key))
+        until(lambda: "'replicas-1' not found; trying again" in caplog.text)
+        fake.trouble = None
+        library.cancel(handle)
+    assert [record.exc_info for record in caplog.records if record.exc_info] == []
+
+
+def test_a_report_is_plain_data() -> None:
+    fake = FakeExecutor()
+    with Library(fake) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        uid = handle.metadata["uid"]
+        fake.ended[uid] = Exit(code=1, at=time.time(), reason=RankEnd.ERROR)
+        (training,) = library.trainings()
+        library._plane.call(fake.changed.put(training.key))
+        (report,) = library.collect([handle], timeout=20)
+        assert report["reason"] == "Error"
+        assert {type(value) for value in report.values()} <= {int, float, str, type(None)}
 
 
 def test_a_launch_that_is_refused_for_good_raises_and_leaves_nothing() -> None:
