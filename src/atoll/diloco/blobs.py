@@ -149,9 +149,9 @@ class Blobs:
             self._usage.bytes_down += data.nbytes
         return data
 
-    def reader(self, key: str, start: int = 0, end: int | None = None) -> Reader:
+    def reader(self, key: str, start: int = 0, end: int | None = None) -> BlobReader:
         """Bytes `start:end` of the object, to be read one after the other: one request."""
-        return Reader(self, key, start, end)
+        return BlobReader(self, key, start, end)
 
     def find(self, prefix: str, after: str | None = None) -> list[Blob]:
         """All objects under the folder `prefix` with keys greater than `after`, sorted by key."""
@@ -240,7 +240,7 @@ class Blobs:
             time.sleep(pause_s)
 
 
-class Reader:
+class BlobReader:
     """Fills buffers with the bytes of an object as they come. Used by one thread."""
 
     def __init__(self, blobs: Blobs, key: str, start: int, end: int | None) -> None:
@@ -251,7 +251,7 @@ class Reader:
         self._rest = memoryview(b"")
         self._file = -1
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> BlobReader:
         return self
 
     def __exit__(self, *_: object) -> None:
