@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import ssl
 from collections import Counter
@@ -68,6 +69,7 @@ ErrorT = TypeVar("ErrorT", bound=AtollError)
 IS_THERE = "does 'kubectl cluster-info' answer? KUBECONFIG names the file with its address"
 MAY_I = "'kubectl auth can-i --list' shows what this account may do"
 WHO_AM_I = "'kubectl auth whoami' shows whether KUBECONFIG holds some"
+NO_LOG = re.compile(r"unable to retrieve container logs for \w+://[0-9a-f]{64}")
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 
 # A peer that vanished silently is noticed in under half a minute, even on idle watches.
@@ -275,6 +277,8 @@ class Cluster:
         limits = httpx2.Timeout(10.0, read=None if follow else 30.0)
         async with self._stream("log", "pods", path, params, limits) as lines:
             async for line in lines:
+                if NO_LOG.fullmatch(line):  # the kubelet's words, where the log should be
+                    raise NotFound("log of pod", pod)
                 yield line
 
     async def dated_log(

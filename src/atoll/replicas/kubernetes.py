@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import fields
 
-from atoll.core.checks import check_as
+from atoll.core.checks import check_as, check_name
 from atoll.core.errors import ValidationError
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec
@@ -72,6 +72,8 @@ class KubernetesExecutor(ReplicaSurface):
         check_installed(type(self).__name__)
         _check_known(options)
         check_as("backoff_limit", backoff_limit, RESTARTS)
+        if service_account_name is not None:
+            check_name("service_account_name", service_account_name)
         if not isinstance(allow_pickle, bool):
             raise ValidationError("allow_pickle", allow_pickle, "expected True or False")
         account = _one_account(service_account_name, options.pop("service_account", None))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from atoll.kubernetes.pod import Pod
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.test_kube_operator import FOREVER, restarts, sh
@@ -60,6 +61,30 @@ def test_a_pod_is_deleted_while_no_operator_is_there(space: Space, operator: Ope
     assert (before["code"], before["reason"]) == (7, "Deleted")
     told = [e["message"] for e in status["events"] if e["reason"] == "RankRestarting"]
     assert told == ["rank 1: exit_code=7 reason=Deleted: its pod was deleted by somebody"]
+
+
+def test_an_attempt_begins_and_ends_while_no_operator_is_there(
+    space: Space, operator: Operator
+) -> None:
+    """No status names the pod of the second attempt."""
+    space.submit("tiny", command=sh(FOREVER), maxRestarts=3)
+    space.until_ready("tiny", 2)
+    operator.kill()
+    for _ in range(2):
+        (pod,) = space.pods(1)
+        space.kubectl("delete", "pod", pod["metadata"]["name"], BOUND)
+        wait_for("its successor runs", lambda: is_running(space, 1))
+    operator.start()
+    space.until("tiny", "told", lambda s: restarts(s) == {0: 0, 1: 2})
+    status = space.until_ready("tiny", 2)
+    told = [e for e in status["events"] if e["reason"] == "RankRestarting"]
+    ended = "rank 1: exit_code=7 reason=Deleted: its pod was deleted by somebody"
+    assert {e["message"] for e in told} == {ended}
+    assert sum(e.get("count", 1) for e in told) == 2
+
+
+def is_running(space: Space, rank: int) -> bool:
+    return ["running" in Pod(pod).state for pod in space.pods(rank)] == [True]
 
 
 def test_a_namespace_is_emptied_while_no_operator_is_there(

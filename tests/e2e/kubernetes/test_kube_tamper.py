@@ -60,8 +60,11 @@ def test_a_job_that_is_resized_by_hand_gets_its_size_back(space: Space, operator
 
 def test_a_training_with_a_spoilt_status_can_be_deleted(space: Space, operator: Operator) -> None:
     start(space)
-    patch = json.dumps({"status": {"ranks": "rubbish", "events": ["rubbish"]}})
-    space.kubectl("patch", "training", "it", "--subresource=status", "--type=merge", "-p", patch)
+    words = ("patch", "training", "it", "--subresource=status", "--type=merge", "-p")
+    refused = space.kubectl(*words, json.dumps({"status": {"ranks": "rubbish"}}), is_checked=False)
+    assert "status.ranks: Invalid value" in refused.stderr
+    spoilt = {"ranks": [{"ranks": "rubbish"}]}  # of the right type
+    space.kubectl(*words, json.dumps({"status": spoilt}))
     delete(space)
 
 

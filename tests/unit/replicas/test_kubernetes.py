@@ -225,6 +225,7 @@ def test_a_run_id_is_in_a_name_that_is_a_label(run_id: str) -> None:
         ("volumes", {"volumes": {"name": "a"}}, "expected a list"),
         ("tolerations[0].efect", {"tolerations": [{"efect": "x"}]}, "'effect'"),
         ("service_account", {"service_account": "a", "service_account_name": "b"}, "'b'"),
+        ("service_account_name", {"service_account_name": "No Such"}, "expected"),
         ("namespace", {"namespace": "No Such"}, "expected"),
     ],
 )

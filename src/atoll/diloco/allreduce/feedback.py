@@ -7,6 +7,7 @@ of it and what it owes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,15 +30,20 @@ def _finite(residual: Vector) -> Vector:
     return residual
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
-    """What this process will owe if the attempt of `roster` is committed with its `upload`."""
+    """What this process will owe if the attempt of `roster` is committed with its `upload`.
+
+    `find_left_out` computes what the upload lacks, into a row if it gets one, as long as the values
+    are there; `left_out` is that of a call that has failed.
+    """
 
     roster: Roster
     upload: str
     rank: int
     share: Share
-    left_out: Vector | None  # of the upload
+    find_left_out: Callable[[Vector | None], Vector] | None  # None: the codec is exact
+    left_out: Vector | None = None
     shards: dict[int, Vector] = field(default_factory=dict)  # of the means this rank made
 
 
@@ -53,10 +59,19 @@ class Feedback:
     down: dict[int, Vector] = field(default_factory=dict)
     entry: Entry | None = None  # of the attempt under way, or of a call that failed in it
 
-    def owed(self, shard: int, mean: Vector) -> Vector:
-        """The mean together with what earlier means of the shard left out."""
+    def lacking(self, shard: int, size: int) -> Vector | None:
+        """What earlier means of the shard, which has so many values, left out."""
         residual = self.down.get(shard)
-        return mean if residual is None or residual.shape != mean.shape else mean + residual
+        return None if residual is None or residual.size != size else residual
+
+    def keep(self) -> None:
+        """The call has failed: what its attempt leaves out is computed while the values are there.
+
+        Whether it counts is asked when the next call begins.
+        """
+        entry = self.entry
+        if entry is not None and entry.find_left_out is not None:
+            entry.left_out, entry.find_left_out = entry.find_left_out(None), None
 
     def give_up(self) -> None:
         """Forget the residuals of an attempt that is void."""
@@ -67,7 +82,10 @@ class Feedback:
         entry, self.entry = self.entry, None
         if entry is None:
             return
-        self.up = entry.left_out
+        if entry.find_left_out is not None:
+            self.up = entry.find_left_out(self.up)
+        else:
+            self.up = entry.left_out
         weights = entry.roster.weights
         share = weights[entry.rank] / max(weights.values())
         share /= sum(weight / max(weights.values()) for weight in weights.values())
@@ -84,7 +102,12 @@ class Feedback:
 
     def carry(self, values: Vector) -> None:
         """The round did without this rank, which owes all of its values now."""
-        self.up = values
+        if self.up is not None and self.up.size == values.size:
+            self.up[:] = values
+        else:
+            self.up = values.copy()
 
     def state(self) -> dict[str, np.ndarray | dict[int, np.ndarray] | None]:
-        return {"up": self.up, "down": dict(self.down)}
+        """Copies: the rows are used again."""
+        up = None if self.up is None else self.up.copy()
+        return {"up": up, "down": {shard: row.copy() for shard, row in self.down.items()}}
