@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,13 +26,11 @@ from atoll.core.retry import Retry
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
-Pieces = Sequence[Buffer]  # the bytes of one object, one after the other
 
 SCHEMES = ("file", "memory", "s3", "gs", "az")
 LIST_PAGE = 1000  # keys in one LIST answer, and in one bulk delete
 SINGLE_PUT_BYTES = 1 << 30  # larger objects go up in parts
 PART_BYTES = 256 << 20
-CHUNK_BYTES = 1 << 20  # of an answer that is read as it comes
 REQUEST_TIMEOUT = "300s"
 FINAL = (
     failures.PermissionDeniedError,
@@ -45,8 +42,6 @@ FINAL = (
     PermissionError,
 )
 
-# The store spells other keys differently in the names of files.
-_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
@@ -81,7 +76,6 @@ class Blobs:
         """`patience_s`: how long a failing request is tried again before it is given up."""
         self.name = name
         self._store = store
-        self._folder = str(store.prefix) if isinstance(store, LocalStore) and store.prefix else None
         self._patience_s = patience_s
         self._usage = Traffic()
         self._lock = threading.Lock()
@@ -102,21 +96,21 @@ class Blobs:
         with self._lock:
             return Traffic(self._usage.requests, self._usage.bytes_up, self._usage.bytes_down)
 
-    def put(self, key: str, data: Buffer | Pieces) -> None:
+    def put(self, key: str, data: Buffer) -> None:
         """The object is there with `data`, whatever was there before."""
-        size = _size(data)
+        size = memoryview(data).nbytes
         parts: dict[str, Any] = {"use_multipart": False}
         if size > SINGLE_PUT_BYTES:
             parts = {"use_multipart": True, "chunk_size": PART_BYTES}
         self._write(lambda: obstore.put(self._store, key, data, **parts), size)
 
-    def create(self, key: str, data: Buffer | Pieces) -> bool:
+    def create(self, key: str, data: Buffer) -> bool:
         """Put the object unless the key is taken; False if it is.
 
         It may be this very call that took it: when an answer gets lost, the retry meets its own
         object. Whoever gets False reads what is there.
         """
-        size = _size(data)
+        size = memoryview(data).nbytes
         put = lambda: obstore.put(self._store, key, data, mode="create", use_multipart=False)  # noqa: E731
         try:
             self._write(put, size)
@@ -149,10 +143,6 @@ class Blobs:
             self._usage.bytes_down += data.nbytes
         return data
 
-    def reader(self, key: str, start: int = 0, end: int | None = None) -> BlobReader:
-        """Bytes `start:end` of the object, to be read one after the other: one request."""
-        return BlobReader(self, key, start, end)
-
     def find(self, prefix: str, after: str | None = None) -> list[Blob]:
         """All objects under the folder `prefix` with keys greater than `after`, sorted by key."""
 
@@ -178,12 +168,6 @@ class Blobs:
                 self._ask(lambda batch=batch: obstore.delete(self._store, batch))  # type: ignore[misc]
             except FileNotFoundError:
                 self._delete_one_by_one(batch)
-
-    def path_of(self, key: str) -> str | None:
-        """The file that holds the object, where objects are files."""
-        if self._folder is None or not _PLAIN.fullmatch(key):
-            return None
-        return os.path.join(self._folder, key)
 
     def _write(self, put: Callable[[], Any], size: int) -> None:
         try:
@@ -238,106 +222,6 @@ class Blobs:
                     f"{self.name}: no answer for {self._patience_s:g} s: {_first_line(problem)}"
                 ) from problem
             time.sleep(pause_s)
-
-
-class BlobReader:
-    """Fills buffers with the bytes of an object as they come. Used by one thread."""
-
-    def __init__(self, blobs: Blobs, key: str, start: int, end: int | None) -> None:
-        self._blobs = blobs
-        self._key = key
-        self._at, self._end = start, end
-        self._chunks: Iterator[Any] | None = None
-        self._rest = memoryview(b"")
-        self._file = -1
-
-    def __enter__(self) -> BlobReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        self._chunks = None
-
-    def fill(self, target: memoryview) -> int:
-        """How many bytes were there for it: fewer than it has room for at the end of the range.
-
-        Raises NotFound.
-        """
-        path = self._blobs.path_of(self._key)
-        count = self._from_stream(target) if path is None else self._from_file(path, target)
-        with self._blobs._lock:
-            self._blobs._usage.bytes_down += count
-        return count
-
-    def _from_file(self, path: str, target: memoryview) -> int:
-        if self._file < 0:
-            try:
-                self._file = self._blobs._ask(lambda: os.open(path, os.O_RDONLY))
-            except FileNotFoundError:
-                raise NotFound("object", self._key) from None
-        if self._end is not None:
-            target = target[: max(0, self._end - self._at)]
-        count = 0
-        while count < target.nbytes:
-            got = os.preadv(self._file, [target[count:]], self._at)
-            if not got:
-                break
-            count, self._at = count + got, self._at + got
-        return count
-
-    def _from_stream(self, target: memoryview) -> int:
-        count = 0
-        while count < target.nbytes:
-            if not self._rest.nbytes:
-                self._rest = self._next()
-                if not self._rest.nbytes:
-                    break
-            part = self._rest[: target.nbytes - count]
-            target[count : count + part.nbytes] = part
-            self._rest = self._rest[part.nbytes :]
-            count, self._at = count + part.nbytes, self._at + part.nbytes
-        return count
-
-    def _next(self) -> memoryview:
-        if self._end is not None and self._at >= self._end:
-            return memoryview(b"")
-        if self._chunks is not None:
-            try:
-                return memoryview(next(self._chunks, b""))
-            except (failures.BaseError, OSError):
-                self._chunks = None  # an answer that breaks off goes on with another request
-        try:
-            return self._blobs._ask(self._open)
-        except FileNotFoundError:
-            raise NotFound("object", self._key) from None
-
-    def _open(self) -> memoryview:
-        """The first chunk from here on."""
-        store, at = self._blobs._store, self._at
-        span: Any = {"offset": at} if self._end is None else (at, self._end)
-        is_whole = self._end is None and not at
-        try:
-            answer = obstore.get(store, self._key, options=None if is_whole else {"range": span})
-        except failures.GenericError:
-            # A range past the end has no error type of its own, so the size decides.
-            if obstore.head(store, self._key)["size"] <= at:
-                return memoryview(b"")
-            raise
-        chunks = iter(answer.stream(min_chunk_size=CHUNK_BYTES))
-        first = memoryview(next(chunks, b""))
-        self._chunks = chunks
-        return first
-
-
-def _size(data: Buffer | Pieces) -> int:
-    if isinstance(data, bytes | bytearray | memoryview):
-        return memoryview(data).nbytes
-    return sum(memoryview(piece).nbytes for piece in data)
 
 
 def _open_store(uri: str) -> Any:

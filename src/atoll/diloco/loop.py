@@ -11,11 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
@@ -168,7 +165,6 @@ class DiLoCo:
         self._counted = 0.0
         self._sent_at = [(0.0, 0)] * fragments
         self._pending: _Pending | None = None
-        self._row: Floats | None = None
         self.reports: deque[RoundReport] = deque(maxlen=10_000)
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._join(state)
@@ -288,25 +284,16 @@ class DiLoCo:
         if not self._is_checked:
             self._model.check_alike()
             self._is_checked = True
-        gradient = self._room(fragment.share.size)
-        self._model.movement(fragment, gradient)
-        # With overlap the model trains on meanwhile: what it was is nowhere else.
-        again = None if self._overlap else partial(self._model.movement, fragment, gradient)
+        gradient = self._model.movement(fragment)
         weight, mark = self._weight(at), (self._counted, self.steps)
 
         def work() -> tuple[Commit, float]:
             started = time.monotonic()
-            commit = stream.advance(fragment, gradient, weight, again)
+            commit = stream.advance(fragment, gradient, weight)
             return commit, time.monotonic() - started
 
         job = _in_background(work) if self._overlap else _at_once(work)
         self._pending = _Pending(at, weight, mark, job, time.monotonic() - began)
-
-    def _room(self, size: int) -> Floats:
-        """Memory for the movement and the mean; one round is on its way at a time."""
-        if self._row is None or self._row.size < size:
-            self._row = np.empty(size, np.float32)
-        return self._row[:size]
 
     def _receive(self) -> None:
         """Wait for the round on its way, if there is one, and take its result into the model."""

@@ -66,23 +66,17 @@ class ReplicaModel:
         if moves is not None:
             moves.take(self._local, row)
             return
-        if not self._staging.is_needed:
-            import torch
-
-            for slot in fragment.slots:
-                target = torch.from_numpy(row[slot.start : slot.stop])
-                target.view(slot.shape).copy_(self._local(slot.name))
-            return
         for slots in _batches(fragment):
             flat = [self._local(slot.name).reshape(-1) for slot in slots]
             row[slots[0].start : slots[-1].stop] = self._staging.fetch(flat).numpy()
 
-    def movement(self, fragment: Fragment, row: Floats) -> None:
-        """`row` holds how far the model is from the global values, rounded as in the model:
-        rounding must not count as movement.
+    def movement(self, fragment: Fragment) -> Floats:
+        """How far the model is from the global values, rounded as in the model: rounding must not
+        count as movement.
         """
         import torch
 
+        row = np.empty(fragment.share.size, np.float32)
         self.take(fragment, row)
         for slot, first, last in fragment.spans():
             dtype = self._parameters[slot.name].dtype
@@ -92,6 +86,7 @@ class ReplicaModel:
                 if dtype != torch.float32:
                     values = torch.from_numpy(values).to(dtype).float().numpy()
                 np.subtract(values, row[part], out=row[part])
+        return row
 
     def apply(self, fragment: Fragment, mix: float) -> None:
         """The model holds the global values, and `mix` of its own."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -53,16 +53,8 @@ class Stream(Protocol):
     def join(self, fragment: Fragment) -> None:
         """`fragment` holds what all replicas agree on, as of the newest round."""
 
-    def advance(
-        self,
-        fragment: Fragment,
-        gradient: Floats,
-        weight: float,
-        again: Callable[[], None] | None = None,
-    ) -> Commit:
+    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         """`fragment` has taken the outer step of a round in which this replica took part.
-
-        The memory of the gradient is used for the mean, too; `again` computes the gradient anew.
 
         If rounds went on without this replica, `fragment` has taken the steps of all of them.
         """
@@ -93,13 +85,7 @@ class Alone:
     def join(self, fragment: Fragment) -> None:
         pass
 
-    def advance(
-        self,
-        fragment: Fragment,
-        gradient: Floats,
-        weight: float,
-        again: Callable[[], None] | None = None,
-    ) -> Commit:
+    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         fragment.step(gradient)
         return Commit(fragment.rounds - 1, (0,))
 
@@ -129,17 +115,14 @@ class StoreStream:
         like = [np.broadcast_to(np.float32(0), slot.shape) for slot in slots]
         return allreduce.share_of(allreduce.describe(like))
 
-    def join(self, fragment: Fragment, room: Floats | None = None) -> None:
-        """Load the newest checkpoint, or the start, and take the steps of the rounds after it.
-
-        `room` is memory for the means.
-        """
+    def join(self, fragment: Fragment) -> None:
+        """Load the newest checkpoint, or the start, and take the steps of the rounds after it."""
         deadline = time.monotonic() + _PATIENCE_S
         self._is_stale = True
         while True:
             try:
                 following = self._load(fragment)
-                for mean, layout in self._allreduce.read_since(following, room):
+                for mean, layout in self._allreduce.read_since(following):
                     fragment.step(self._own(fragment, mean, layout))
                 break
             except catchup.Outdated:
@@ -152,24 +135,18 @@ class StoreStream:
                 time.sleep(_POLL_S)
         self._is_stale = False
 
-    def advance(
-        self,
-        fragment: Fragment,
-        gradient: Floats,
-        weight: float,
-        again: Callable[[], None] | None = None,
-    ) -> Commit:
+    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
         allreduce = self._allreduce
         layout = fragment.share.layout
-        mean = allreduce.allreduce_share(layout, gradient, weight=weight, again=again)
+        mean = allreduce.allreduce_share(layout, gradient, weight=weight)
         report = allreduce.last_round
         assert report is not None
         if report.skipped or self._is_stale:
-            self.join(fragment, gradient)
+            self.join(fragment)
         else:
             fragment.step(mean)
             if not report.is_member and self._is_behind(report.round):
-                self.join(fragment, gradient)
+                self.join(fragment)
         roster = tuple(report.roster)
         is_due = fragment.rounds == 1 or fragment.rounds % self._checkpoint_every == 0
         if is_due and roster[0] == allreduce.rank and not report.skipped:

@@ -7,14 +7,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
-
-import numpy as np
 
 from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.allreduce import catchup, wire
@@ -41,7 +38,6 @@ from atoll.diloco.allreduce.start import Start, read_start
 from atoll.diloco.allreduce.sweep import collect_garbage, refuse_unconditional
 from atoll.diloco.allreduce.team import Solo, Team, alike, lead, together
 from atoll.diloco.allreduce.upload import Cargo, Parcel
-from atoll.diloco.allreduce.work import Bring, Work
 from atoll.diloco.blobs import Blobs, Traffic
 
 log = logging.getLogger("atoll.allreduce")
@@ -167,12 +163,8 @@ class ObjectStoreAllReduce:
         if self.team.processes > 1:
             raise ValidationError("tensors", len(tensors), "a process of several has a share only")
         arrays = layouts.as_arrays(tensors)
-        layout = self.describe(arrays, name)
-
-        def bring(cargo: Cargo) -> None:
-            layouts.scatter(arrays, cargo.parts)
-
-        return layouts.unflatten(self._allreduce(layout, None, bring, read_weight(weight)), arrays)
+        mean = self._allreduce(self.describe(arrays, name), arrays, read_weight(weight))
+        return layouts.unflatten(mean, arrays)
 
     def describe(self, tensors: Sequence[Any], name: str = "") -> Layout:
         """The layout of a round with tensors like these."""
@@ -188,55 +180,32 @@ class ObjectStoreAllReduce:
         """What this process carries of a round."""
         return Share(layout, self.team.process, self.team.processes)
 
-    def allreduce_share(
-        self,
-        layout: Layout,
-        row: Vector,
-        *,
-        weight: float = 1.0,
-        again: Callable[[], None] | None = None,
-    ) -> Vector:
+    def allreduce_share(self, layout: Layout, row: Vector, *, weight: float = 1.0) -> Vector:
         """The mean of what this process carries, as `row` is of its values; see `share_of`.
 
         All processes of the replica call it, with the same layout and weight. What fails in one of
-        them is raised in all. The row belongs to the round until then, and its memory may be that
-        of the mean. `again` brings its values back, if it is called before this returns: without
-        it, an exact codec needs memory for the mean as well.
+        them is raised in all.
         """
-        bring = None if again is None else lambda _: again()
-        return self._allreduce(layout, row, bring, read_weight(weight))
+        return self._allreduce(layout, [row], read_weight(weight))
 
-    def _allreduce(
-        self, layout: Layout, row: Vector | None, bring: Bring | None, weight: float
-    ) -> Vector:
+    def _allreduce(self, layout: Layout, arrays: Sequence[Any], weight: float) -> Vector:
         with self._lock:
             before, started = self.blobs.usage, time.monotonic()
             feedback = self._feedback_for(layout)
             self._settle_failed(feedback)
 
-            def load() -> Work:
+            def load() -> _Work:
                 cargo = self._cargo.get(layout.name)
                 if cargo is None or cargo.layout != layout:
                     cargo = Cargo(self.share_of(layout), self.rank, self.codec)
                     self._cargo[layout.name] = cargo
-                cargo.hold(row)
-                if row is None and bring is not None:
-                    bring(cargo)
-                cargo.add(feedback.up)
+                cargo.load(arrays, feedback.up)
                 if self.codec.needs_finite or self.down_codec.needs_finite:
                     cargo.check_finite()
-                is_held = row is not None and not self.codec.is_exact
-                is_in_place = row is not None and bring is not None and not self._carries
-                has_room = is_held or is_in_place
-                out = cargo.row if has_room else np.empty(cargo.share.size, np.float32)
-                return Work(layout, cargo, bring, weight, feedback, out, is_held)
+                return _Work(layout, arrays, cargo, weight, feedback)
 
             work, _ = alike(self.team, load)
-            try:
-                return self._until_done(work, started, before)
-            except BaseException:
-                feedback.keep()
-                raise
+            return self._until_done(work, started, before)
 
     def save_checkpoint(self, state: bytes | Sequence[Any], round: int | None = None) -> bool:
         """Store the state after `round` (default: the last one done; -1: before the first).
@@ -263,17 +232,13 @@ class ObjectStoreAllReduce:
             self._go_on_after(state.round)
             return state
 
-    def read_since(
-        self, following: int, out: Vector | None = None
-    ) -> Iterator[tuple[Vector, Layout]]:
+    def read_since(self, following: int) -> Iterator[tuple[Vector, Layout]]:
         """The mean of each round from `following` on, as far as this process carries it.
-
-        Each is in `out`, if it is of that size, until the next is read.
 
         The next `allreduce` goes on after them. Raises Outdated or Gone if one is deleted.
         """
         with self._lock:
-            for after, mean in catchup.read_since(self, following, out):
+            for after, mean in catchup.read_since(self, following):
                 following = after
                 if mean is not None:
                     yield mean
@@ -291,11 +256,7 @@ class ObjectStoreAllReduce:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._feedback = {
-            name: Feedback(
-                None if part["up"] is None else np.array(part["up"], np.float32),
-                {shard: np.array(row, np.float32) for shard, row in part["down"].items()},
-            )
-            for name, part in state.items()
+            name: Feedback(up=part["up"], down=dict(part["down"])) for name, part in state.items()
         }
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -327,12 +288,12 @@ class ObjectStoreAllReduce:
         self.leave(error)
         self.close()
 
-    def _until_done(self, work: Work, started: float, before: Traffic) -> Vector:
+    def _until_done(self, work: _Work, started: float, before: Traffic) -> Vector:
         begin = self._start() if self._next is None else self._next
         number, skipped = begin, list[int]()
         if self._may_be_late:
             # Rounds already decided are lost to this replica: take part in the next one instead.
-            number = max(begin, self._start(begin - 1))
+            number = max(begin, self._start())
             skipped += range(begin, number)
         # If this call fails, the next one reports all rounds decided since as skipped.
         self._next, self._may_be_late = begin, True
@@ -342,7 +303,7 @@ class ObjectStoreAllReduce:
             except Behind as news:
                 log.warning("round %d is gone: the run is at round %d", number, news.latest)
                 self._bring_again(work, news.roster)
-                gone, number = number, self._start(number - 1)
+                gone, number = number, self._start()
                 skipped += range(gone, number)
                 continue
             if mean is None:  # the round is void, by common decision: nobody has its mean
@@ -351,11 +312,9 @@ class ObjectStoreAllReduce:
                 continue
             self._next = number + 1
             self._finish(roster, work, skipped, started, before)
-            if work.is_held:
-                mean.spread(work.out)
-            return work.out
+            return mean
 
-    def _one_round(self, number: int, work: Work) -> tuple[Roster, Exchange | None]:
+    def _one_round(self, number: int, work: _Work) -> tuple[Roster, Vector | None]:
         settler = self._settler
         work.uploads.clear()
         self._upload(number, work)
@@ -372,42 +331,39 @@ class ObjectStoreAllReduce:
             self._refuse_foreign(roster, work.layout)
             exchange = self._exchange(roster, work.layout)
             if roster.has(work.upload):
-                find = None if self.codec.is_exact else partial(work.cargo.left_out, self._pool)
-                work.feedback.entry = Entry(roster, work.upload, self.rank, work.cargo.share, find)
+                work.feedback.entry = Entry(
+                    roster, work.upload, self.rank, work.cargo.share, work.left_out
+                )
             try:
-                self._run(exchange, work)
+                mean = self._run(exchange, work)
             except Abandoned as news:
                 work.feedback.give_up()
-                work.bring_back()
                 ballot = settler.next_ballot(roster, news.blame)
                 ballot.is_blamed = work.upload in ballot.blamed
                 continue
             work.seconds |= exchange.seconds
-            return roster, exchange
+            return roster, mean
 
-    def _settle(self, ballot: Ballot, work: Work) -> Roster:
+    def _settle(self, ballot: Ballot, work: _Work) -> Roster:
         while True:
             roster = lead(self.team, lambda: self._settler.settle(ballot, work.layout, self.codec))
             if roster is not None:
                 return roster
             self._upload(ballot.number, work)
 
-    def _run(self, exchange: Exchange, work: Work) -> None:
-        """Returns with the mean, once all processes of the replica have theirs.
+    def _run(self, exchange: Exchange, work: _Work) -> Vector:
+        """The mean, once all processes of the replica have theirs.
 
         A process sees only its share of the places. So what one of them met counts for all: they
         go to the next attempt, or catch up, together.
         """
-
-        def exchange_all() -> None:
-            exchange.run(work.upload, work.cargo, work.feedback, work.out, is_held=work.is_held)
-
         if self.team.processes == 1:
-            return exchange_all()
+            return exchange.run(work.upload, work.cargo, work.feedback)
+        mean: list[Vector] = []
 
         def run() -> wire.Blame | int | None:
             try:
-                exchange_all()
+                mean.append(exchange.run(work.upload, work.cargo, work.feedback))
             except Abandoned as news:
                 return news.blame
             except Behind as news:
@@ -421,7 +377,7 @@ class ObjectStoreAllReduce:
                 raise Abandoned(word)
             if word is not None:
                 raise Behind(word, exchange.roster)
-        return None
+        return mean[0]
 
     def _come(self) -> None:
         refuse_unconditional(self.blobs)
@@ -440,7 +396,7 @@ class ObjectStoreAllReduce:
                 f"round {roster.round} went on without it with others: {difference(mine, theirs)}",
             )
 
-    def _upload(self, number: int, work: Work) -> None:
+    def _upload(self, number: int, work: _Work) -> None:
         """The upload of the replica is whole: process 0 puts its object when all others have."""
         began = time.monotonic()
         team = self.team
@@ -458,18 +414,16 @@ class ObjectStoreAllReduce:
             parcel = work.cargo.pack(key, self._pool)
             encoded = time.monotonic()
             if team.process:
-                self.blobs.put(key, parcel.pieces)
+                self.blobs.put(key, parcel.body())
             return parcel
 
         packed, sections = alike(team, pack, lambda parcel: parcel.sections)
-        lead(
-            team,
-            lambda: self.blobs.put(key, [*packed.pieces, work.cargo.footer(key, sections)]),
-        )
+        lead(team, lambda: self.blobs.put(key, work.cargo.close(key, packed, sections)))
+        work.left_out = packed.left_out
         work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
 
     def _finish(
-        self, roster: Roster, work: Work, skipped: list[int], started: float, before: Traffic
+        self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Traffic
     ) -> None:
         is_member = roster.has(work.upload)
         self._may_be_late = not is_member
@@ -477,7 +431,7 @@ class ObjectStoreAllReduce:
             work.feedback.settle()
         elif roster.member(self.rank) is None:
             if self._carries:
-                work.feedback.carry(work.cargo.row)
+                work.feedback.carry(work.cargo.whole())
         else:  # the rank's work is in the round, so that of this process must not come in later
             log.warning("round %d: another process was taken for rank %d", roster.round, self.rank)
         if not roster.missing:
@@ -508,12 +462,7 @@ class ObjectStoreAllReduce:
         entry = feedback.entry
         if entry is None:
             return False
-        has_residuals = (
-            entry.find_left_out is not None
-            or entry.left_out is not None
-            or entry.shards
-            or feedback.up is not None
-        )
+        has_residuals = entry.left_out is not None or entry.shards or feedback.up is not None
         # Processes of a replica may differ in what is left out, and must not in what they ask.
         asks = any(together(self.team, lambda: bool(has_residuals)))
         if asks and catchup.was_committed(self, entry):
@@ -522,21 +471,19 @@ class ObjectStoreAllReduce:
         feedback.give_up()
         return False
 
-    def _bring_again(self, work: Work, roster: Roster) -> None:
+    def _bring_again(self, work: _Work, roster: Roster) -> None:
         """Make the work ready for a later round, as the mean of `roster` cannot be read any more.
 
         If the round has the rank's work, only what is owed counts in the later one.
         """
-        work.bring_back()
-        residual = work.feedback.up
         if roster.has(work.upload):
             is_counted = self._settle_failed(work.feedback)
         else:
             is_counted = roster.member(self.rank) is not None
         if is_counted and self._carries:
-            work.cargo.bring_only(work.feedback.up)
+            work.cargo.load_owed(work.feedback.up)
         elif is_counted:
-            work.cargo.replace(residual, work.feedback.up)
+            work.cargo.load(work.arrays, work.feedback.up)
 
     def _sweep(self, number: int) -> None:
         """Delete, in the background, what no replica can need any more."""
@@ -545,11 +492,11 @@ class ObjectStoreAllReduce:
         oldest = number - self._keep_rounds
         self._sweeping = self._pool.submit(collect_garbage, self.blobs, self.keys, oldest)
 
-    def _start(self, known: int = -1) -> int:
-        """The round after the newest one that was decided; `known` was."""
+    def _start(self) -> int:
+        """The round after the newest one that was decided."""
 
         def read() -> tuple[tuple[int, int] | None, Roster | None]:
-            newest = catchup.newest(self.blobs, self.keys, known)
+            newest = catchup.latest(self.blobs, self.keys)
             return newest, newest and self._settler.read(self.keys.roster(*newest))
 
         newest, roster = lead(self.team, read)
@@ -590,3 +537,18 @@ class ObjectStoreAllReduce:
         if feedback.up is not None and len(feedback.up) != self.share_of(layout).size:
             feedback = self._feedback[layout.name] = Feedback()
         return feedback
+
+
+@dataclass
+class _Work:
+    """What one call of `allreduce` brings to its rounds."""
+
+    layout: Layout
+    arrays: Sequence[Any]
+    cargo: Cargo
+    weight: float
+    feedback: Feedback
+    upload: str = ""
+    uploads: list[str] = field(default_factory=list)  # of this round; all hold the same values
+    left_out: Vector | None = None
+    seconds: dict[str, float] = field(default_factory=dict)

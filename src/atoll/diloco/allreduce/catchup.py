@@ -17,7 +17,7 @@ from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.exchange import Abandoned, Exchange
 from atoll.diloco.allreduce.feedback import Entry
-from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round, parse_upload
+from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round
 from atoll.diloco.allreduce.layout import Layout, Vector
 from atoll.diloco.allreduce.pace import poll_pause
 from atoll.diloco.allreduce.roster import Roster
@@ -99,20 +99,6 @@ def latest(blobs: Blobs, keys: Keys, after: int = -1) -> tuple[int, int] | None:
     return max(filter(None, (parse_attempt(blob.key) for blob in listing)), default=None)
 
 
-def newest(blobs: Blobs, keys: Keys, known: int = -1) -> tuple[int, int] | None:
-    """As `latest`, at a cost that does not grow with the number of rounds.
-
-    Rosters stay for ever, uploads do not. Nobody uploads to a round before the one before it is
-    decided, so the newest uploads tell where in the rosters to begin. `known`: a round that was.
-    """
-    after = known - 1
-    if known < 0:
-        names = filter(None, (parse_upload(blob.key) for blob in blobs.find(keys.uploads())))
-        after = max((name.round for name in names), default=-1) - 2
-    recent = latest(blobs, keys, after)
-    return latest(blobs, keys) if recent is None and after >= 0 else recent
-
-
 def join(reader: Reader) -> JoinState:
     """What a joiner starts from, as of the newest round.
 
@@ -159,12 +145,8 @@ def was_committed(reader: Reader, entry: Entry) -> bool:
 RoundMean = tuple[Vector, Layout]
 
 
-def read_since(
-    reader: Reader, following: int, out: Vector | None = None
-) -> Iterator[tuple[int, RoundMean | None]]:
+def read_since(reader: Reader, following: int) -> Iterator[tuple[int, RoundMean | None]]:
     """The mean of each round from `following` on, None if it is void, and the round after it.
-
-    Means are in `out`, one after the other, if it is of their size.
 
     Raises Outdated or Gone if a mean is no longer in the store.
     """
@@ -175,14 +157,11 @@ def read_since(
         if newest is None:
             return
         for number in range(following, newest[0] + 1):
-            is_last = number == newest[0]
-            yield number + 1, _read_round(reader, number, out, is_last=is_last)
+            yield number + 1, _read_round(reader, number, is_last=number == newest[0])
         following = newest[0] + 1
 
 
-def _read_round(
-    reader: Reader, number: int, out: Vector | None = None, *, is_last: bool
-) -> RoundMean | None:
+def _read_round(reader: Reader, number: int, *, is_last: bool) -> RoundMean | None:
     """The mean of the round as far as this process carries it, or None if it is void.
 
     A round that nobody completes any more becomes void.
@@ -204,7 +183,7 @@ def _read_round(
             return None
         if roster is not None:
             settler.last = roster
-            look = _Look(reader.exchange(roster, Layout.unpack(roster.layout)), out)
+            look = _Look(reader.exchange(roster, Layout.unpack(roster.layout)))
             words = together(team, look.read)
             if is_over and MISSING in words and VOID not in words:
                 lead(team, lambda: _fail_if_swept(settler, number, is_last=is_last))
@@ -212,8 +191,8 @@ def _read_round(
             if VOID in words:
                 attempt, started = attempt + 1, time.monotonic()
                 continue
-            if look.is_read and MISSING not in words:
-                return look.out, look.exchange.layout
+            if look.mean is not None and MISSING not in words:
+                return look.mean, look.exchange.layout
         time.sleep(poll_pause(time.monotonic() - started, 0.0))
 
 
@@ -223,25 +202,22 @@ COMPLETE, MISSING, VOID = "complete", "missing", "void"
 class _Look:
     """What this process has of the mean of an attempt."""
 
-    def __init__(self, exchange: Exchange, out: Vector | None) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        size = exchange.share.size
-        is_room = out is not None and out.size == size
-        self.out = out if out is not None and is_room else np.empty(size, np.float32)
-        self.is_read = False
+        self.mean: Vector | None = None
 
     def read(self) -> str:
         try:
-            self.is_read = self.exchange.read_all(self.out)
+            self.mean = self.exchange.read_all()
         except Abandoned:
             return VOID
-        return COMPLETE if self.is_read else MISSING
+        return MISSING if self.mean is None else COMPLETE
 
     def end(self) -> str:
         """As `read`, but what is missing now makes the attempt void."""
         try:
-            if not self.is_read:
-                self.exchange.abandon_missing(self.out)
+            if self.mean is None:
+                self.exchange.abandon_missing()
         except Abandoned:
             return VOID
         return self.read()

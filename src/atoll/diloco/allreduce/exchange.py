@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple, NoReturn
 
 import msgspec
@@ -31,11 +31,10 @@ from atoll.diloco.allreduce.share import Cells, Share, carried
 from atoll.diloco.allreduce.upload import (
     Blamed,
     Cargo,
-    CellReader,
-    Section,
     decode_cells,
-    encode_cell,
-    runs_of,
+    encode_cells,
+    read_cells,
+    read_section,
 )
 from atoll.diloco.blobs import Blobs
 
@@ -98,63 +97,46 @@ class Exchange:
         self._started = time.monotonic()
         self._damaged: dict[MeanPlace, str] = {}
         self._processes = {m.rank: m.processes for m in roster.members}
-        self._held: dict[MeanPlace, list[wire.Buffer]] | None = None
 
-    def run(
-        self, upload: str, cargo: Cargo, feedback: Feedback, out: Vector, *, is_held: bool = False
-    ) -> None:
-        """`out` holds the roster's mean, as far as this process carries it.
+    def run(self, upload: str, cargo: Cargo, feedback: Feedback) -> Vector:
+        """The roster's mean, as far as this process carries it.
 
-        It may be the row of the cargo if its codec is exact. `is_held`: the mean stays encoded, and
-        `out` as it is, until `spread`.
-
-        Raises Abandoned, Behind, or DistributedError after the timeout. Then `out` may hold a part
-        of the mean.
+        Raises Abandoned, Behind, or DistributedError after the timeout.
         """
-        self._held = {} if is_held else None
+        mean = np.empty(self.share.size, np.float32)
         is_member = self.roster.has(upload)
         mine = [
             shard
             for shard, owner in enumerate(self.roster.owners)
             if is_member and owner == self.me.rank
         ]
-        for shard in mine:
-            if not self.share.process or self.share.section_size(shard):
-                self._reduce(shard, cargo, out, feedback)
+        self._reduce(mine, cargo, mean, feedback)
         reduce_end = time.monotonic()
         self.seconds["reduce"] = reduce_end - self._started
         # Each rank begins with its neighbour, so that not all ask for the same object at once.
         count = self.layout.shards
         rest = [s % count for s in range(self.me.rank + 1, self.me.rank + count + 1)]
-        self._gather([p for s in rest if s not in mine for p in self._places(s)], out)
+        self._gather([p for s in rest if s not in mine for p in self._places(s)], mean)
         self.seconds["gather"] = time.monotonic() - reduce_end
+        return mean
 
-    def spread(self, out: Vector) -> None:
-        """`out` holds the mean that a run has held."""
-        assert self._held is not None
-
-        def decode(item: tuple[MeanPlace, list[wire.Buffer]]) -> None:
-            place, cells = item
-            part = self._part(place, out)
-            decode_cells(self.down, cells, self._sizes(place), part)
-
-        list(self.pool.map(decode, self._held.items()))
-        self._held = None
-
-    def read_all(self, out: Vector) -> bool:
-        """Whether every place is there; then `out` holds the mean. Raises Abandoned."""
-        return not self._fetch(self._all_places(), out)
+    def read_all(self) -> Vector | None:
+        """The mean if every place is there, else None. Raises Abandoned."""
+        mean = np.empty(self.share.size, np.float32)
+        missing = self._fetch(self._all_places(), mean)
+        return None if missing else mean
 
     def has(self, shard: int) -> bool:
         """Whether the owner of the shard has put its mean in the store, or begun to."""
         try:
-            return self._read(MeanPlace(shard, 0), np.empty(self.share.size, np.float32))
+            return self._read(MeanPlace(shard, 0)) is not None
         except Abandoned:
             return False
 
-    def abandon_missing(self, out: Vector) -> None:
+    def abandon_missing(self) -> None:
         """End the attempt whose owners are gone. Raises Abandoned if that was possible."""
-        missing = self._fetch(self._all_places(), out)
+        mean = np.empty(self.share.size, np.float32)
+        missing = self._fetch(self._all_places(), mean)
         late = self._owners(missing)
         if missing:
             uploads = blamed_uploads(self.roster, late)
@@ -186,82 +168,47 @@ class Exchange:
     def _owners(self, places: Sequence[MeanPlace]) -> list[int]:
         return sorted({self.roster.owners[place.shard] for place in places})
 
-    def _sizes(self, place: MeanPlace) -> list[int]:
-        """How many values each wanted cell of a place has."""
-        wanted, first = self._overlap(*place), self.share.cells.start
-        return self.share.cell_sizes(place.shard)[wanted.start - first : wanted.stop - first]
-
-    def _part(self, place: MeanPlace, out: Vector) -> Vector:
-        """Where in `out` the wanted cells of a place belong."""
-        wanted = self._overlap(*place)
-        if not wanted.length:
-            return out[:0]
-        first = self.share.bounds(place.shard)[0]
-        start, end = self.share.within(place.shard, wanted)
-        return out[first + start : first + end]
-
-    def _reduce(self, shard: int, cargo: Cargo, out: Vector, feedback: Feedback) -> None:
-        """The mean of an own shard is in the store, and in `out` or held."""
-        place, size = MeanPlace(shard, self.share.process), self.share.section_size(shard)
-        mean, entry = out[slice(*self.share.bounds(shard))], feedback.entry
+    def _reduce(self, mine: list[int], cargo: Cargo, mean: Vector, feedback: Feedback) -> None:
+        """The means of the shards in `mine` are in the store and in `mean`."""
         weights = [m.weight for m in self.roster.members]
-        lacking = feedback.lacking(shard, size)
-        residual = None
-        if entry is not None and not self.down.is_exact:
-            residual = entry.shards[shard] = np.empty(size, np.float32)
-        cells: list[wire.Buffer] = []
-        sections = _Sections(self, shard, cargo)
-        try:
-            for run, parts in sections.parts():
-                at = slice(*self.share.within(shard, run))
-                # Where nothing is lost, the mean is made in its place and sent from there.
-                is_direct = self.down.name == "fp32" and lacking is None and self._held is None
-                owed = weighted_mean(parts, weights, mean[at] if is_direct else None)
-                if lacking is not None:
-                    owed += lacking[at]
-                cells += self._encode(
-                    shard, run, owed, mean[at], None if residual is None else residual[at]
-                )
-        except Blamed as problem:
-            self._refuse(place, problem)
-        finally:
-            sections.close()
-        if self._held is not None:
-            self._held[place] = cells
-        self._publish(place, cells)
-
-    def _encode(
-        self, shard: int, run: Cells, owed: Vector, mean: Vector, residual: Vector | None
-    ) -> list[wire.Buffer]:
-        """The cells of a run as bytes; `mean` gets what they hold, `residual` what they lack."""
-        first = self.share.cells.start
-        cells, at = [], 0
-        for size in self.share.cell_sizes(shard)[run.start - first : run.stop - first]:
-            part = slice(at, at + size)
-            at += size
-            cells.append(encode_cell(self.down, owed[part]))
-            if self.down.name == "fp32" and self._held is None:
-                if not np.shares_memory(owed, mean):
-                    mean[part] = owed[part]
-                    cells[-1] = encode_cell(self.down, mean[part])
+        reads = {
+            (shard, m.rank): self.pool.submit(
+                read_section, self.blobs, m, shard, self.share, self.codec
+            )
+            for shard in mine
+            for m in self.roster.members
+            if m.rank != self.me.rank and self.share.section_size(shard)
+        }
+        for shard in mine:
+            place = MeanPlace(shard, self.share.process)
+            if self.share.process and not self.share.section_size(shard):
                 continue
-            if self._held is None or residual is not None:
-                values = self.down.decode(memoryview(cells[-1]), size)
-                if residual is not None:
-                    residual[part] = left_out(owed[part], values)
-                if self._held is None:
-                    mean[part] = values
-        return cells
+            start, end = self.share.bounds(shard)
+            try:
+                parts = [
+                    reads[shard, m.rank].result()
+                    if (shard, m.rank) in reads
+                    else cargo.as_sent(shard)
+                    for m in self.roster.members
+                ]
+            except Blamed as problem:
+                self._refuse(place, problem)
+            owed = feedback.owed(shard, weighted_mean(parts, weights))
+            cells = encode_cells(self.down, self.share, shard, owed)
+            decode_cells(self.down, cells, self.share.cell_sizes(shard), mean[start:end])
+            if feedback.entry is not None and not self.down.is_exact:
+                feedback.entry.shards[shard] = left_out(owed, mean[start:end])
+            self._publish(place, cells)
 
-    def _publish(self, place: MeanPlace, cells: list[wire.Buffer]) -> None:
-        data = [wire.seal_table(wire.SHARD, self._fence(place), cells), *cells]
+    def _publish(self, place: MeanPlace, cells: list[bytes]) -> None:
+        data = b"".join([wire.seal_table(wire.SHARD, self._fence(place), cells), *cells])
         key = self._key(place)
         if self.blobs.create(key, data):
             return
         # The key is taken: by the note that this attempt is over, by an earlier try of this request
         # whose answer got lost, or by damaged bytes. Those may be replaced, as only the owner of
         # a place writes its mean.
-        if not self._read(place, np.empty(self.share.size, np.float32), is_look=True):
+        if self._read(place) is None:
             self.blobs.put(key, data)
 
     def _refuse(self, place: MeanPlace, problem: Blamed) -> NoReturn:
@@ -311,57 +258,56 @@ class Exchange:
         owners = self.roster.owners
         return sorted(places, key=lambda p: owners[p.shard] != self.history.slowest_owner)
 
-    def _fetch(self, places: list[MeanPlace], out: Vector) -> list[MeanPlace]:
-        """Read the places into `out`; returns those that hold nothing yet."""
-        there = self.pool.map(lambda place: self._read(place, out), places)
-        return [place for place, is_there in zip(places, there, strict=True) if not is_there]
+    def _fetch(self, places: list[MeanPlace], mean: Vector) -> list[MeanPlace]:
+        """Read the places into `mean`; returns those that hold nothing yet."""
+        missing = []
+        for place, part in zip(places, self.pool.map(self._read, places), strict=True):
+            if part is None:
+                missing.append(place)
+            elif part.size:
+                first = self.share.bounds(place.shard)[0]
+                start, end = self.share.within(place.shard, self._overlap(*place))
+                mean[first + start : first + end] = part
+        return missing
 
-    def _read(self, place: MeanPlace, out: Vector, *, is_look: bool = False) -> bool:
-        """Whether the place has a mean that can be trusted; what is wanted of it is in `out`.
+    def _read(self, place: MeanPlace) -> Vector | None:
+        """What this process carries of the mean in the place.
 
-        If not, there may be anything instead. `is_look`: nothing is held. Raises Abandoned.
+        None while there is none that can be trusted. Raises Abandoned.
         """
         key, fence = self._key(place), self._fence(place)
-        owner = self.roster.owners[place.shard]
-        theirs = Share(self.layout, place.process, self._processes[owner])
+        theirs = Share(self.layout, place.process, self._processes[self.roster.owners[place.shard]])
+
+        def get(start: int, end: int | None) -> memoryview:
+            data = self.blobs.get(key, start, end)
+            if start == 0 and wire.kind_of(data) == wire.ABANDONED:
+                note = data if end is None else self.blobs.get(key)
+                body = wire.unseal(wire.ABANDONED, fence, note)
+                raise Abandoned(msgspec.json.decode(body, type=wire.Blame))
+            return data
+
         wanted = self._overlap(*place)
         if not wanted.length:
             wanted = Cells(theirs.cells.start, theirs.cells.start)
         try:
             if not self.layout.cells:
-                return self._read_plain(place, out)
-            span = (0, None)
-            with CellReader(self.blobs, key, span, wire.SHARD, fence, theirs, wanted) as reader:
-                self._raise_note(key, fence, reader.head)
-                sizes = self._sizes(place)
-                if self._held is not None and not is_look:
-                    cells = [reader.take(size) for size in sizes]
-                    reader.end()
-                    self._held[place] = cells
-                else:
-                    reader.decode(self.down, sizes, self._part(place, out))
-                    reader.end()
-            return True
+                return self._read_plain(get, fence, place.shard)
+            start, end = self.share.within(place.shard, wanted) if wanted.length else (0, 0)
+            part = np.empty(end - start, np.float32)
+            read_cells(get, wire.SHARD, fence, theirs, place.shard, wanted, self.down, part)
+            return part
         except NotFound:
-            return False
+            return None
         except ValueError as error:
             self._damaged[place] = str(error)
-            return False
+            return None
 
-    def _raise_note(self, key: str, fence: bytes, head: memoryview) -> None:
-        """Raises Abandoned if the object is a note and no mean."""
-        if wire.kind_of(head) == wire.ABANDONED:
-            body = wire.unseal(wire.ABANDONED, fence, self.blobs.get(key))
-            raise Abandoned(msgspec.json.decode(body, type=wire.Blame))
-
-    def _read_plain(self, place: MeanPlace, out: Vector) -> bool:
-        """As `_read`, for a shard in the format without cells."""
-        fence, data = self._fence(place), self.blobs.get(self._key(place))
-        self._raise_note(self._key(place), fence, data)
-        size = self.layout.shard_size(place.shard)
-        values = self.down.decode(wire.unseal(wire.SHARD, fence, data), size)
-        out[slice(*self.share.bounds(place.shard))] = values
-        return True
+    def _read_plain(
+        self, get: Callable[[int, int | None], memoryview], fence: bytes, shard: int
+    ) -> Vector:
+        """The mean of a shard in the format without cells."""
+        body = wire.unseal(wire.SHARD, fence, get(0, None))
+        return self.down.decode(body, self.layout.shard_size(shard))
 
     def _give_up_on(self, pending: list[MeanPlace], mean: Vector) -> list[MeanPlace]:
         """End the attempt, as places are overdue, unless they came after all.
@@ -388,7 +334,7 @@ class Exchange:
         if self.blobs.create(self._key(place), self._note(place, blame)):
             log.warning("round %d: attempt %d given up: %s", *self._where(), reason)
             raise Abandoned(blame)
-        self._read(place, np.empty(self.share.size, np.float32), is_look=True)
+        self._read(place)
 
     def _note(self, place: MeanPlace, blame: wire.Blame) -> bytes:
         return wire.seal(wire.ABANDONED, self._fence(place), msgspec.json.encode(blame))
@@ -413,75 +359,11 @@ class Exchange:
         )
 
 
-class _Sections:
-    """What the members bring to one shard, run by run; the next run is read meanwhile."""
-
-    def __init__(self, exchange: Exchange, shard: int, cargo: Cargo) -> None:
-        self._pool, self._share, self._shard = exchange.pool, exchange.share, shard
-        self._members, self._cargo, self._rank = exchange.roster.members, cargo, exchange.me.rank
-        is_empty = not self._share.section_size(shard)
-        self._sections = {
-            m.rank: Section(exchange.blobs, m, shard, self._share, exchange.codec)
-            for m in self._members
-            if m.rank != self._rank and not is_empty
-        }
-        self._reads: dict[int, Future[None]] = {}
-
-    def parts(self) -> Iterator[tuple[Cells, list[Vector]]]:
-        """The cells of a run, and the values of every member for it. Raises Blamed."""
-        runs = list(runs_of(self._share, self._shard))
-        spans = [self._share.within(self._shard, run) for run in runs]
-        longest = max(stop - start for start, stop in spans)
-        rooms = [
-            {rank: np.empty(longest, np.float32) for rank in self._sections}
-            for _ in range(min(2, len(runs)))
-        ]
-
-        def begin(turn: int) -> dict[int, Vector]:
-            start, stop = spans[turn]
-            room = rooms[turn % 2]
-            values = {rank: room[rank][: stop - start] for rank in self._sections}
-            self._reads = {
-                rank: self._pool.submit(section.read, runs[turn], values[rank])
-                for rank, section in self._sections.items()
-            }
-            return values
-
-        values = begin(0)
-        for turn, run in enumerate(runs):
-            for read in self._reads.values():
-                read.result()
-            ready = values
-            if turn + 1 < len(runs):
-                values = begin(turn + 1)
-            yield (
-                run,
-                [
-                    ready[m.rank] if m.rank in ready else self._own(m.rank, run)
-                    for m in self._members
-                ],
-            )
-
-    def _own(self, rank: int, run: Cells) -> Vector:
-        if rank != self._rank:
-            return np.empty(0, np.float32)
-        return self._cargo.as_sent(self._shard, run)
-
-    def close(self) -> None:
-        """Nobody reads any more."""
-        for read in self._reads.values():
-            read.exception()
-        for section in self._sections.values():
-            section.close()
-
-
 BLOCK = 1 << 15  # elements; one block of sums stays in the cache
 
 
-def weighted_mean(
-    parts: Sequence[Vector], weights: Sequence[float], into: Vector | None = None
-) -> Vector:
-    """The mean, summed in float64 and rounded once; in `into`, which may be one of the parts.
+def weighted_mean(parts: Sequence[Vector], weights: Sequence[float]) -> Vector:
+    """The mean, summed in float64 and rounded once.
 
     It is within one unit in the last place of the true mean.
     """
@@ -492,7 +374,7 @@ def weighted_mean(
     weights = [math.ldexp(weight, -exponent) for weight in weights]
     total = sum(weights)
     size = len(parts[0])
-    out = np.empty(size, np.float32) if into is None else into
+    out = np.empty(size, np.float32)
     sums = np.empty(min(size, BLOCK), np.float64)
     term = np.empty_like(sums)
     with np.errstate(invalid="ignore", over="ignore"):  # infinity and its opposite make a NaN

@@ -7,7 +7,6 @@ of it and what it owes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,20 +29,15 @@ def _finite(residual: Vector) -> Vector:
     return residual
 
 
-@dataclass
+@dataclass(frozen=True)
 class Entry:
-    """What this process will owe if the attempt of `roster` is committed with its `upload`.
-
-    `find_left_out` computes what the upload lacks, into a row if it gets one, as long as the values
-    are there; `left_out` is that of a call that has failed.
-    """
+    """What this process will owe if the attempt of `roster` is committed with its `upload`."""
 
     roster: Roster
     upload: str
     rank: int
     share: Share
-    find_left_out: Callable[[Vector | None], Vector] | None  # None: the codec is exact
-    left_out: Vector | None = None
+    left_out: Vector | None  # of the upload
     shards: dict[int, Vector] = field(default_factory=dict)  # of the means this rank made
 
 
@@ -59,19 +53,10 @@ class Feedback:
     down: dict[int, Vector] = field(default_factory=dict)
     entry: Entry | None = None  # of the attempt under way, or of a call that failed in it
 
-    def lacking(self, shard: int, size: int) -> Vector | None:
-        """What earlier means of the shard, which has so many values, left out."""
+    def owed(self, shard: int, mean: Vector) -> Vector:
+        """The mean together with what earlier means of the shard left out."""
         residual = self.down.get(shard)
-        return None if residual is None or residual.size != size else residual
-
-    def keep(self) -> None:
-        """The call has failed: what its attempt leaves out is computed while the values are there.
-
-        Whether it counts is asked when the next call begins.
-        """
-        entry = self.entry
-        if entry is not None and entry.find_left_out is not None:
-            entry.left_out, entry.find_left_out = entry.find_left_out(None), None
+        return mean if residual is None or residual.shape != mean.shape else mean + residual
 
     def give_up(self) -> None:
         """Forget the residuals of an attempt that is void."""
@@ -82,10 +67,7 @@ class Feedback:
         entry, self.entry = self.entry, None
         if entry is None:
             return
-        if entry.find_left_out is not None:
-            self.up = entry.find_left_out(self.up)
-        else:
-            self.up = entry.left_out
+        self.up = entry.left_out
         weights = entry.roster.weights
         share = weights[entry.rank] / max(weights.values())
         share /= sum(weight / max(weights.values()) for weight in weights.values())
@@ -102,12 +84,7 @@ class Feedback:
 
     def carry(self, values: Vector) -> None:
         """The round did without this rank, which owes all of its values now."""
-        if self.up is not None and self.up.size == values.size:
-            self.up[:] = values
-        else:
-            self.up = values.copy()
+        self.up = values
 
     def state(self) -> dict[str, np.ndarray | dict[int, np.ndarray] | None]:
-        """Copies: the rows are used again."""
-        up = None if self.up is None else self.up.copy()
-        return {"up": up, "down": {shard: row.copy() for shard, row in self.down.items()}}
+        return {"up": self.up, "down": dict(self.down)}

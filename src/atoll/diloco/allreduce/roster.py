@@ -51,14 +51,10 @@ class Roster(msgspec.Struct, frozen=True):
     by: str
     spread_s: float = 0.0
     error: str = ""
-    owner_grace_s: float = 0.0  # as its author has learned it, for those who join; 0: not yet
 
     @property
     def digest(self) -> str:
-        """Of what the round is; advice to those who join is no part of it."""
-        facts = msgspec.structs.asdict(self)
-        del facts["owner_grace_s"]
-        return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest()
+        return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
 
     def member(self, rank: int) -> Member | None:
         return next((m for m in self.members if m.rank == rank), None)

@@ -173,9 +173,7 @@ class Settler:
         for _ in range(3):
             try:
                 body = wire.unseal(wire.ROSTER, wire.fence(key), self.blobs.get(key))
-                roster = msgspec.json.decode(body, type=Roster)
-                self.history.note_advice(roster.owner_grace_s)
-                return roster
+                return msgspec.json.decode(body, type=Roster)
             except NotFound:
                 return None
             except (wire.Corrupt, msgspec.MsgspecError) as error:
@@ -275,7 +273,6 @@ class Settler:
                 missing=missing,
                 by=self.me.nonce,
                 spread_s=0.0 if missing else waited,
-                owner_grace_s=self.history.advice(),
             ),
         )
 

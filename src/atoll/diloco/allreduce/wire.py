@@ -117,12 +117,19 @@ def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> list[Ce
     return [Cell(*row) for row in CELL.iter_unpack(body)]
 
 
-def check_cell(kind: bytes, place: bytes, cell: Cell, data: memoryview) -> None:
-    """Raises Corrupt unless `data` is the cell."""
-    if data.nbytes != cell.length:
-        raise Corrupt(f"{data.nbytes} bytes instead of {cell.length}")
-    if _checksum(kind, place, data) != cell.checksum:
-        raise Corrupt("checksum does not match")
+def open_cells(kind: bytes, place: bytes, cells: Sequence[Cell], data: Buffer) -> list[memoryview]:
+    """`data` as `cells`. Raises Corrupt unless it is exactly they."""
+    view, start = memoryview(data).cast("B"), 0
+    if view.nbytes != sum(cell.length for cell in cells):
+        raise Corrupt(f"{view.nbytes} bytes instead of {sum(cell.length for cell in cells)}")
+    parts = []
+    for cell in cells:
+        part = view[start : start + cell.length]
+        if _checksum(kind, place, part) != cell.checksum:
+            raise Corrupt("checksum does not match")
+        parts.append(part)
+        start += cell.length
+    return parts
 
 
 class Footer(msgspec.Struct, frozen=True):
