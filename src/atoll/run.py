@@ -89,10 +89,16 @@ def build(
     from atoll.controller.loop import Controller
     from atoll.controller.sweep import keep_swept
     from atoll.core.ports import Sweeping
+    from atoll.rank.report_token import key_at
+    from atoll.rounds.follow import RoundFollower, figures_of, whose_of
+    from atoll.series.collect import Collector
+    from atoll.series.keep import SeriesKeeper
     from atoll.server.app import create_app
     from atoll.server.background import beside
+    from atoll.server.deliver import Deliverer
     from atoll.server.gauges import Gauges
     from atoll.server.streams import Streams
+    from atoll.server.ui.sessions import Sessions
     from atoll.store.sqlite import SQLiteStore
     from atoll.store.tokens import SQLiteTokens
 
@@ -107,7 +113,9 @@ def build(
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
     local: Any = executors[LOCAL]
+    series = SeriesKeeper(where / "series.db")
     gauges, streams = Gauges(), Streams()
+    deliverer = Deliverer(store.outbox, owner=NAMESPACE)
     clock = machine_clock(where / "clock")
     controller = Controller(
         store, executors, clock=clock, on_pass=lambda done: gauges.reconciled(done.seconds)
@@ -120,6 +128,19 @@ def build(
             await running.enter_async_context(beside(controller.run(), _end_if_dead))
             await running.enter_async_context(beside(keep_mark(clock, where / "clock")))
             await running.enter_async_context(beside(_watch_files(store)))
+            await running.enter_async_context(beside(deliverer.run()))
+            collector = Collector(
+                series,
+                figures_of(executors),
+                local.machine_use,
+                # Its files are here: it may be taken up again.
+                lambda uid: (where / "ranks" / uid).exists(),
+            )
+            await running.enter_async_context(beside(collector.run(store)))
+            follower = RoundFollower(
+                series.rounds, whose_of(executors, setup.kinds), settings.round_stores, NAMESPACE
+            )
+            await running.enter_async_context(beside(follower.run(store)))
             for executor in executors.values():
                 if isinstance(executor, Sweeping):
                     await running.enter_async_context(beside(keep_swept(store, executor)))
@@ -127,6 +148,7 @@ def build(
         for executor in executors.values():
             await executor.close()  # type: ignore[attr-defined]
         write_mark(clock, where / "clock")
+        series.close()
         tokens.close()
         store.close()
 
@@ -138,6 +160,11 @@ def build(
         setup=setup,
         gauges=gauges,
         clock=clock,
+        series=series,
+        outbox=store.outbox,
+        deliverer=deliverer,
+        report_key=key_at(where),
+        sessions=Sessions(_identity(where), where / "sessions.json"),
         lifespan=controlled,
     )
     return ControlPlane(where, store, tokens, app, streams)
@@ -312,6 +339,8 @@ def serve(
     listening = listen(host, port)
     certificate = None if tls_cert is None else tls_cert.absolute()
     address = _endpoint(listening, certificate)
+    if (limit := slots or read(config).executors[LOCAL].options.get("slots")) is not None:
+        address["slots"] = limit
     is_first = True
     while True:
         plane = build(
@@ -361,8 +390,9 @@ def _server(
             self.loop = asyncio.get_running_loop()
             _announce(plane, address)
             if is_first:
-                sys.stdout.write(json.dumps(address) + "\n")
-                sys.stdout.flush()
+                with contextlib.suppress(BrokenPipeError):  # who started it has left
+                    sys.stdout.write(json.dumps(address) + "\n")
+                    sys.stdout.flush()
             if plane.read_only:
                 self.looking = self.loop.create_task(self.look_for_room())
             if is_owned:

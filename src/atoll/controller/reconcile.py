@@ -152,7 +152,9 @@ class Reconciler:
         if decision.status == training.status:
             return training
         try:
-            stored = await self._store.update_status(training, decision.status, decision.events)
+            stored = await self._store.update_status(
+                training, decision.status, decision.events, decision.attempts
+            )
         except StatusRefused:
             if training.deletion_requested_at is None:
                 raise
@@ -169,11 +171,14 @@ class Reconciler:
 
     async def _whole(self, training: Training) -> Training:
         """With the code itself, where the store shows only its digest."""
-        source = training.spec.source
-        if source is None or not source.is_digest:
-            return training
-        source = replace(source, content=await self._store.source(training))
-        return replace(training, spec=replace(training.spec, source=source))
+        spec = training.spec
+        if spec.source is not None and spec.source.is_digest:
+            source = replace(spec.source, content=await self._store.source(training))
+            spec = replace(spec, source=source)
+        if spec.code is not None and spec.code.is_digest:
+            code = replace(spec.code, content=await self._store.code(training))
+            spec = replace(spec, code=code)
+        return replace(training, spec=spec)
 
     async def _tend(self, training: Training, seen: Seen) -> AtollError | None:
         """The first error of a chore; the chores after it are left to the next look."""

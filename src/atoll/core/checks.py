@@ -32,8 +32,10 @@ LAUNCH_VARIABLES = (
 ENTRYPOINT_VARIABLE = "ENTRYPOINT"  # what replicas run, as their launcher named it
 
 NAME_PATTERN = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+RUN_ID_PATTERN = "^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
 TEXT = "expected text in UTF-8 without NUL bytes"
 _NAME = re.compile(NAME_PATTERN)
+_RUN_ID = re.compile(RUN_ID_PATTERN)
 ENV_PATTERN = "[A-Za-z_][A-Za-z0-9_]*"
 _ENV_NAME = re.compile(ENV_PATTERN)
 
@@ -46,6 +48,16 @@ def check_name(field: str, value: object) -> None:
             value,
             "expected 1 to 63 lower-case letters, digits or '-', starting and ending with a "
             "letter or digit",
+        )
+
+
+def check_run_id(field: str, value: object) -> None:
+    """The name of a run in an object store: a folder there."""
+    if not isinstance(value, str) or not _RUN_ID.fullmatch(value):
+        raise ValidationError(
+            field,
+            value,
+            "expected 1 to 80 letters, digits, '.', '_' or '-', starting with a letter or digit",
         )
 
 

@@ -17,7 +17,8 @@ from atoll.core.model import Model, named
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-TABLES = ("executors", "defaults")
+TABLES = ("executors", "defaults", "rounds")
+OBJECT_STORES = ("s3://", "gs://", "az://")
 
 
 class ExecutorConfig(Model, frozen=True):
@@ -25,6 +26,14 @@ class ExecutorConfig(Model, frozen=True):
 
     kind: str
     options: dict[str, Any] = {}
+
+
+class RoundStore(Model, frozen=True):
+    """One `[[rounds.stores]]`: rounds of these namespaces are read from the rosters under `uri`,
+    with the credentials of the control plane."""
+
+    uri: str
+    namespaces: list[str] = msgspec.field(default_factory=lambda: ["default"])
 
 
 def _only_local() -> dict[str, ExecutorConfig]:
@@ -38,6 +47,7 @@ class Config(Model, frozen=True):
     digest: str = ""  # of the file as it was read
     executors: dict[str, ExecutorConfig] = msgspec.field(default_factory=_only_local)
     defaults: dict[str, Any] = {}
+    round_stores: list[RoundStore] = []
 
 
 def parse(text: str, path: str, digest: str = "") -> Config:
@@ -57,9 +67,35 @@ def parse(text: str, path: str, digest: str = "") -> Config:
         if not isinstance(default, str) or default not in executors:
             known = ", ".join(executors)
             raise ValidationError("defaults.executor", default, f"expected one of {known}")
+        round_stores = _round_stores(_table("rounds", tables.get("rounds", {})))
     except ValidationError as error:
         raise in_file(path, error) from error
-    return Config(path=path, digest=digest, executors=executors, defaults=defaults)
+    return Config(
+        path=path,
+        digest=digest,
+        executors=executors,
+        defaults=defaults,
+        round_stores=round_stores,
+    )
+
+
+def _round_stores(table: dict[str, Any]) -> list[RoundStore]:
+    _check_known("rounds", table, ["stores"])
+    entries = table.get("stores", [])
+    if not isinstance(entries, list):
+        raise ValidationError("rounds.stores", entries, "expected tables: [[rounds.stores]]")
+    stores = []
+    for at, entry in enumerate(entries):
+        field = f"rounds.stores[{at}]"
+        try:
+            store = options_of(RoundStore, _table(field, entry))
+        except ValidationError as error:
+            raise ValidationError(f"{field}.{error.field}", error.value, error.expected) from error
+        if not store.uri.startswith(OBJECT_STORES):
+            expected = f"expected one of {', '.join(OBJECT_STORES)}"
+            raise ValidationError(f"{field}.uri", store.uri, expected)
+        stores.append(store)
+    return stores
 
 
 def in_file(path: str | None, error: ValidationError, table: str = "") -> ValidationError:

@@ -40,6 +40,7 @@ class RankEnd(_Reason):
     INIT_FAILED = "InitFailed", "a container that runs before it failed"
     START_GATE_FAILED = "StartGateFailed", "its start gate cannot run"
     DEADLINE_EXCEEDED = "DeadlineExceeded", "still running at the deadline"
+    TIME_LIMIT = "TimeLimit", "its backend's time limit ended it"
     VANISHED = "Vanished", "it disappeared"
     UNKNOWN = "Unknown", "how it ended could not be learned"
 

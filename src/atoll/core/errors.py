@@ -33,6 +33,12 @@ class AtollError(Exception):
 
     hint: str | None = None  # what to do about it, if whoever raised it knows
 
+    def _render_traceback_(self) -> list[str]:
+        """What notebooks show: not the frames of atoll and of the libraries below it."""
+        from atoll.core.frames import short_traceback
+
+        return short_traceback(self)
+
 
 class ValidationError(AtollError, ValueError):
     """A value was refused before anything happened."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from atoll.core.errors import Permanent, ValidationError
+from atoll.core.extras import to_install
 from atoll.core.model import Model
 
 if TYPE_CHECKING:
@@ -21,9 +22,12 @@ UNREACHABLE = "ExecutorUnreachable"
 KINDS = {
     LOCAL: "atoll.local.executor:LocalBackend",
     "kubernetes": "atoll.kubernetes.executor:KubernetesBackend",
+    "slurm": "atoll.slurm.executor:SlurmBackend",
+    "modal": "atoll.modal.executor:ModalBackend",
+    "sagemaker": "atoll.sagemaker.executor:SageMakerBackend",
 }
 # Kinds that need packages which a plain `pip install atoll` does not bring.
-EXTRAS = {"kubernetes": "kubernetes"}
+EXTRAS = {"kubernetes": "kubernetes", "modal": "modal", "sagemaker": "sagemaker"}
 
 
 class Home(NamedTuple):
@@ -81,8 +85,6 @@ def load(kind: str) -> ExecutorClass:
         extra = EXTRAS.get(kind)
         if extra is None or (error.name or "").partition(".")[0] == "atoll":
             raise
-        raise Permanent(
-            f"the kind {kind!r} needs the package {error.name!r}: pip install 'atoll[{extra}]', "
-            f"or pip install '.[{extra}]' in a clone"
-        ) from error
+        words = f"the kind {kind!r} needs the package {error.name!r}: {to_install(extra)}"
+        raise Permanent(words) from error
     return executor_class

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 
+def to_install(extra: str) -> str:
+    """What to type for the packages of an extra."""
+    return f"pip install 'atoll[{extra}]', or pip install '.[{extra}]' in a clone"
+
+
 def missing_package(name: str, error: ModuleNotFoundError, extra: str) -> RuntimeError:
     """What is raised where `name` is used without its packages."""
-    words = f"{name} needs {error.name}: pip install 'atoll[{extra}]'"
+    words = f"{name} needs {error.name}: {to_install(extra)}"
     raised = RuntimeError(words)
     raised.__cause__ = error
     return raised

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from atoll.core.checks import Bounds, bounds_of
+from atoll.core.checks import bounds_of
 from atoll.core.errors import ValidationError
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _BEYOND = re.compile(r"Expected `(int|float)` [<>]=")
+_NO_CHOICE = "Invalid enum value"
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
@@ -86,14 +87,24 @@ def named(error: msgspec.ValidationError, kind: Any, document: Any = None) -> Va
     if missing := _MISSING.search(what):
         field = f"{prefix}.{missing['name']}".strip(".")
         return ValidationError(field, None, "this field is required")
-    if _BEYOND.match(what) and (bounded := _bounded(prefix, kind)) is not None:
-        field, bounds = bounded
-        return ValidationError(field, _at(prefix, document), bounds.expected)
+    if (known := _field_at(prefix, kind)) is not None:
+        field, its_kind = known
+        if _BEYOND.match(what) and (bounds := bounds_of(its_kind)) is not None:
+            return ValidationError(field, _at(prefix, document), bounds.expected)
+        if what.startswith(_NO_CHOICE) and (choices := _choices(its_kind)):
+            expected = f"expected one of {', '.join(map(repr, choices))}"
+            return ValidationError(prefix, _at(prefix, document), expected)
     return ValidationError(prefix or "body", _at(prefix, document), what[0].lower() + what[1:])
 
 
-def _bounded(path: str, kind: Any) -> tuple[str, Bounds] | None:
-    """The name in Python of the field at `path` in a `kind`, and its bounds."""
+def _choices(kind: Any) -> tuple[Any, ...]:
+    """What `Literal[…]`, or `Literal[…] | None`, may be."""
+    kind = _struct_or_list(kind)
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def _field_at(path: str, kind: Any) -> tuple[str, Any] | None:
+    """The name in Python of the field at `path` in a `kind`, and its type."""
     name = ""
     for key, number in _STEP.findall(path):
         kind = _struct_or_list(kind)
@@ -105,8 +116,7 @@ def _bounded(path: str, kind: Any) -> tuple[str, Bounds] | None:
         if field is None:
             return None
         name, kind = getattr(kind, "option_prefix", "") + field.name, field.type
-    bounds = bounds_of(kind)
-    return None if bounds is None else (name, bounds)
+    return name, kind
 
 
 def _struct_or_list(kind: Any) -> Any:

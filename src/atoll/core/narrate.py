@@ -15,7 +15,16 @@ from atoll.core.escapes import visible
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
 from atoll.core.spans import some_spans
-from atoll.core.status import Event, EventType, Exit, RankExit, RankStatus, Status, Training
+from atoll.core.status import (
+    AttemptStatus,
+    Event,
+    EventType,
+    Exit,
+    RankExit,
+    RankStatus,
+    Status,
+    Training,
+)
 
 TAIL_LINES = 10
 LINES_SHOWN = 20  # different ends in one text
@@ -52,6 +61,7 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if is_shrunk and new.world.below_minimum:
         world = new.world
         yield "Warning", "WorldShrunkBelowMin", f"{world.ready} ranks ready, min is {world.min}"
+    yield from _stalls(old, new)
     yield from _beside_the_ranks(old, new)
     if new.failing and not old.failing:
         yield "Warning", new.failing, new.message or new.failing_message or "stopping the rest"
@@ -78,6 +88,17 @@ def _beside_the_ranks(old: Status, new: Status) -> Iterator[tuple[EventType, str
     if new.bench.phase != old.bench.phase and new.bench.phase in BENCH_DONE:
         kind = "Normal" if new.bench.phase == "Succeeded" else "Warning"
         yield kind, f"Bench{new.bench.phase}", new.bench.message
+
+
+def _stalls(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
+    if stopped := sorted(set(new.stalled) - set(old.stalled)):
+        is_one = len(stopped) == 1
+        words = f"{'has' if is_one else 'have'} reported nothing, printed nothing and used no CPU"
+        yield "Warning", "RankStalled", f"{ranks_in_words(stopped)} {words} for stall_s"
+    alive = {r.rank for r in new.ranks if r.is_alive}
+    if moving := sorted((set(old.stalled) - set(new.stalled)) & alive):
+        verb = "moves" if len(moving) == 1 else "move"
+        yield "Normal", "RankMoves", f"{ranks_in_words(moving)} {verb} again"
 
 
 def _is_new(was: RankStatus | None, rank: RankStatus) -> bool:
@@ -130,6 +151,19 @@ def exit_in_words(ended: Exit | RankExit) -> str:
         text = f"exited with code {code}"
     why = visible(why_ended(reason, ended.message))
     return f"{text}: {why}" if why else text
+
+
+def attempt_in_words(ended: AttemptStatus) -> str:
+    """How an attempt that has ended did."""
+    return exit_in_words(
+        Exit(
+            code=ended.exit_code,
+            at=ended.ended_at or 0.0,
+            reason=ended.reason,
+            signal=ended.signal,
+            message=ended.message,
+        )
+    )
 
 
 def _signal_in_words(name: str) -> str:
@@ -213,4 +247,5 @@ def status_in_words(status: Status) -> str:
     alive = sum(r.is_alive for r in status.ranks)
     if status.failing or status.reason == PhaseReason.CANCELLING:
         return f"stopping: {alive} ranks still alive"
-    return f"{world.ready} of {world.target} ranks ready, min {world.min}"
+    still = f"; stalled: {ranks_in_words(sorted(status.stalled))}" if status.stalled else ""
+    return f"{world.ready} of {world.target} ranks ready, min {world.min}{still}"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from atoll.core.attempts import superseded
 from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
 from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
 from atoll.core.clock import STEP_S, Time
@@ -31,7 +32,9 @@ from atoll.core.ranks import (
     waiting_message,
 )
 from atoll.core.spans import some_spans
+from atoll.core.stall import STALLED, stall_condition, stalled_ranks
 from atoll.core.status import (
+    AttemptStatus,
     Condition,
     ConditionStatus,
     Event,
@@ -82,6 +85,7 @@ class Plan(NamedTuple):
     actions: tuple[Action, ...] = ()
     events: tuple[Event, ...] = ()
     requeue_after_s: float | None = None
+    attempts: tuple[AttemptStatus, ...] = ()  # that have a successor since the status before
 
 
 def plan(training: Training, seen: Seen, time: Time | float) -> Plan:
@@ -100,7 +104,13 @@ def plan(training: Training, seen: Seen, time: Time | float) -> Plan:
     events = narrate(training.status, status, now.wall)
     if status.phase.is_terminal and training is not asked:
         events = (*events, _refusal(asked, status.phase, now))
-    return Plan(status, actions, events, _requeue_after_s(training, status, seen, now))
+    return Plan(
+        status,
+        actions,
+        events,
+        _requeue_after_s(training, status, seen, now),
+        superseded(training.status, status, seen),
+    )
 
 
 def _moment(status: Status, seen: Seen, time: Time) -> Moment:
@@ -158,6 +168,7 @@ def _observed(training: Training, seen: Seen, now: Moment) -> Status:
         mesh=seen.mesh or old.mesh,
         gate_opened_at=seen.gate_opened_at if old.gate_opened_at is None else old.gate_opened_at,
         bench=bench,
+        stalled=stalled_ranks(training, ranks, seen, now.wall),
         clock_skew=old.clock_skew if abs(skew - old.clock_skew) <= STEP_S else round(skew, 3),
     )
 
@@ -234,6 +245,7 @@ def _concluded(training: Training, status: Status, seen: Seen, now: Moment) -> S
         exits = final_exits(status, root)
         status = replace(
             status,
+            stalled={},
             ended_at=now.wall,
             counted_from=_counting(status, "ended", now),
             bench=bench_over(training.spec, status.bench, now.wall),
@@ -364,6 +376,8 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
         ("Admitted", status.gate_opened_at is not None, "StartGate", ""),
         ("BelowMinimum", status.world.below_minimum, "RanksReady", _ready_text(status)),
     ]
+    if status.stalled or any(c.type == STALLED for c in old.conditions):
+        wanted.append((STALLED, *stall_condition(status.stalled)))
     if lost:
         message = f"lost for good: {some_spans(lost)}"
         wanted.append(("RanksLost", True, PhaseReason.RANK_FAILED, message))

@@ -7,12 +7,22 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from atoll.core.errors import Permanent
 from atoll.core.model import Model
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Chore, Event, LogLine, Seen, Status, Training, Wish
+from atoll.core.status import (
+    AttemptStatus,
+    Chore,
+    Event,
+    LogLine,
+    Seen,
+    Status,
+    Training,
+    Wish,
+)
 
 Key = tuple[str, str]  # namespace, name
 PAGE_BYTES = 2 * 2**20
@@ -72,6 +82,31 @@ class Checking(Protocol):
 
 
 @runtime_checkable
+class Trying(Protocol):
+    """An executor whose backend can say beforehand that it will never take a spec."""
+
+    async def try_out(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError with the backend's words. Nothing is started; a backend that does
+        not answer refuses nothing."""
+
+
+@runtime_checkable
+class Ignoring(Protocol):
+    """An executor that runs a training also where it cannot honour all of its spec."""
+
+    def ignored(self, spec: TrainingSpec) -> str:
+        """One line that names the fields, their values and why; empty if it honours all."""
+
+
+@runtime_checkable
+class OnThisMachine(Protocol):
+    """An executor whose ranks run in directories of this machine."""
+
+    def gone(self, spec: TrainingSpec) -> str:
+        """A directory or script that the spec names and that is not there; empty if all are."""
+
+
+@runtime_checkable
 class Probing(Protocol):
     """An executor that can find out quickly whether its backend answers."""
 
@@ -105,6 +140,14 @@ class Resuming(Protocol):
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         """As `logs`, from these places on; a rank without a place from the start of its log."""
+
+
+@runtime_checkable
+class LogFiles(Protocol):
+    """An executor that has the logs of ranks as files, which can be read from any place."""
+
+    def log_folder(self, training: Training) -> Path:
+        """It has a folder of segments for each rank."""
 
 
 @runtime_checkable
@@ -147,7 +190,7 @@ class Store(Protocol):
 
     async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
         """Stores it. A repeated key returns the training it created. Raises Conflict if the name is
-        taken."""
+        taken, and NotFound if its code is a digest of code that is not stored."""
 
     async def get(self, key: Key) -> Training:
         """Raises NotFound."""
@@ -178,9 +221,16 @@ class Store(Protocol):
         """
 
     async def update_status(
-        self, training: Training, status: Status, events: Sequence[Event] = ()
+        self,
+        training: Training,
+        status: Status,
+        events: Sequence[Event] = (),
+        attempts: Sequence[AttemptStatus] = (),
     ) -> Training:
-        """Writes status and events in one step, under the same condition."""
+        """Writes status, events and attempts in one step, under the same condition."""
+
+    async def attempts(self, key: Key) -> Sequence[AttemptStatus]:
+        """The attempts before the newest of each rank, the last ones, in order of rank."""
 
     async def remove(self, training: Training) -> None:
         """Removes it with its events. Already removed is success."""
@@ -199,6 +249,9 @@ class Store(Protocol):
 
     async def source(self, training: Training) -> bytes:
         """The code shipped with the training: a store may keep only its digest in the spec."""
+
+    async def code(self, training: Training) -> bytes:
+        """The archive that travels with the training; its digest, where the executor has it."""
 
     async def version(self) -> int:
         """The newest version."""

@@ -13,6 +13,11 @@ def grown_s(first_s: float, longest_s: float, failures: int, growth: float = 2.0
     return float(min(first_s * growth ** min(failures, MOST_DOUBLINGS), longest_s))
 
 
+def restart_delay_s(restarts: int) -> float:
+    """The pause before a restart: none before the first, then longer each time."""
+    return 0.0 if restarts == 0 else grown_s(1.0, 30.0, restarts - 1)
+
+
 class Retry:
     """The pauses of one loop that tries again, sync or async.
 

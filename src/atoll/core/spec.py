@@ -17,6 +17,7 @@ from atoll.core.checks import (
     check_choice,
     check_env,
     check_name,
+    check_run_id,
     check_strings,
     is_text,
 )
@@ -24,7 +25,8 @@ from atoll.core.errors import TooLarge, ValidationError
 from atoll.core.model import SpecModel, encode
 
 DIGEST = b"sha256:"
-MAX_SPEC_BYTES = 2**20  # as JSON and without the content of its source
+MAX_SPEC_BYTES = 2**20  # as JSON and without the content of its source and its code
+MAX_CODE_BYTES = 16 * 2**20
 MAX_WORLD = 10_000
 MAX_SECONDS = 10 * 365 * 86_400
 MAX_GPUS = 1024
@@ -36,6 +38,7 @@ GpuCount = Annotated[int, Meta(ge=0, le=MAX_GPUS)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 WholeSeconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 Deadline = Annotated[float, Meta(ge=0.001, le=MAX_SECONDS)]
+StallSeconds = Annotated[float, Meta(ge=1, le=MAX_SECONDS)]
 RankNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 LineCount = Annotated[int, Meta(ge=0, le=10_000_000)]
 # Target of a scale; whether it is within `[min, max]` is checked against each training.
@@ -171,16 +174,61 @@ class Source(SpecModel, frozen=True):
 
     @property
     def is_digest(self) -> bool:
-        return self.content.startswith(DIGEST) and len(self.content) == len(DIGEST) + 64
+        return _is_digest(self.content)
 
     def by_digest(self) -> Source:
         """The source with its digest in place of the code, for places that do not run it."""
-        if self.is_digest:
-            return self
-        import hashlib
+        return msgspec.structs.replace(self, content=_digest(self.content))
 
-        digest = hashlib.sha256(self.content).hexdigest().encode()
-        return msgspec.structs.replace(self, content=DIGEST + digest)
+
+class Code(SpecModel, frozen=True):
+    """The directory that a training was deployed from, as `rank/archive.py` packs it. Ranks start
+    in its root."""
+
+    option_prefix: ClassVar[str] = "code."
+
+    content: bytes
+    size: Annotated[int, Meta(ge=1, le=MAX_CODE_BYTES)]  # of the content
+    unpacked: Annotated[int, Meta(ge=0, le=2**40)]
+    files: Annotated[int, Meta(ge=1, le=1_000_000)]
+    path: list[str] = []  # folders in it where ranks look for modules, too
+
+    def __post_init__(self) -> None:
+        check_bounds(self, self.option_prefix)
+        if not isinstance(self.content, bytes) or not self.content:
+            raise ValidationError("code.content", self.content, "expected an archive, got nothing")
+        if not self.is_digest and len(self.content) != self.size:
+            expected = f"expected {len(self.content)}, the bytes of code.content"
+            raise ValidationError("code.size", self.size, expected)
+        check_strings("code.path", self.path)
+        for folder in self.path:
+            if folder.startswith("/") or ".." in folder.split("/"):
+                raise ValidationError("code.path", folder, "expected folders of the code")
+
+    @property
+    def is_digest(self) -> bool:
+        return _is_digest(self.content)
+
+    @property
+    def digest(self) -> str:
+        """Of the archive, in hexadecimal."""
+        return self.by_digest().content.removeprefix(DIGEST).decode()
+
+    def by_digest(self) -> Code:
+        """The code with its digest in place of the archive."""
+        return msgspec.structs.replace(self, content=_digest(self.content))
+
+
+def _is_digest(content: bytes) -> bool:
+    return content.startswith(DIGEST) and len(content) == len(DIGEST) + 64
+
+
+def _digest(content: bytes) -> bytes:
+    if _is_digest(content):
+        return content
+    import hashlib
+
+    return DIGEST + hashlib.sha256(content).hexdigest().encode()
 
 
 class TrainingSpec(SpecModel, frozen=True):
@@ -190,6 +238,7 @@ class TrainingSpec(SpecModel, frozen=True):
     world_size: WorldSize
     command: list[str] | None = None
     source: Source | None = None
+    code: Code | None = None
     args: list[str] = []
     image: str | None = None
     env: dict[str, str] = {}
@@ -200,6 +249,7 @@ class TrainingSpec(SpecModel, frozen=True):
     nccl_env: dict[str, str] = {}
     bench: BenchSpec = BenchSpec()
     rendezvous: RendezvousSpec = RendezvousSpec()
+    run_id: str | None = None  # the run in the object store to begin, or to go on with
     mesh: bool = False
     pip_packages: list[str] = []
     max_restarts: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
@@ -207,6 +257,8 @@ class TrainingSpec(SpecModel, frozen=True):
     stop_grace_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
     deadline_s: Deadline | None = None
     ttl_seconds: WholeSeconds | None = None
+    stall_s: StallSeconds | None = None  # a rank that does not move for so long is told of
+    stall_restart: bool = False  # and started again, out of max_restarts
     executor: str | None = None  # unset until stored: the default of the control plane
     cancel: bool = False
 
@@ -223,9 +275,23 @@ class TrainingSpec(SpecModel, frozen=True):
         check_bounds(self)
         if self.executor is not None:
             check_name("executor", self.executor)
-        for field in ("mesh", "cancel"):
+        self._check_run()
+        for field in ("mesh", "cancel", "stall_restart"):
             if not isinstance(getattr(self, field), bool):
                 raise ValidationError(field, getattr(self, field), "expected True or False")
+        if self.stall_restart and (self.stall_s is None or not self.max_restarts):
+            what = "stall_s" if self.stall_s is None else "max_restarts of 1 or more"
+            raise ValidationError("stall_restart", True, f"expected {what} with it")
+
+    def _check_run(self) -> None:
+        if self.run_id is None:
+            return
+        check_run_id("run_id", self.run_id)
+        uri = self.rendezvous.uri
+        if uri is not None and uri.startswith("memory:"):
+            raise ValidationError(
+                "rendezvous_uri", uri, "expected a store that outlives its processes, for a run_id"
+            )
 
     def _check_what_runs(self) -> None:
         if (self.command is None) == (self.source is None):
@@ -243,6 +309,18 @@ class TrainingSpec(SpecModel, frozen=True):
                 raise ValidationError(field, value, TEXT)
         if self.working_dir is not None and not self.working_dir.startswith("/"):
             raise ValidationError("working_dir", self.working_dir, "expected an absolute path")
+        if self.working_dir is not None and self.code is not None:
+            expected = "expected none: ranks start in the root of the code"
+            raise ValidationError("working_dir", self.working_dir, expected)
+
+    def by_digest(self) -> TrainingSpec:
+        """The spec with digests in place of its source and code."""
+        if self.source is None and self.code is None:
+            return self
+        source = self.source and self.source.by_digest()
+        return msgspec.structs.replace(
+            self, source=source, code=self.code and self.code.by_digest()
+        )
 
 
 def check_spec_size(spec: TrainingSpec) -> None:
@@ -263,5 +341,7 @@ def check_spec_size(spec: TrainingSpec) -> None:
 
 
 def _bare(value: object) -> object:
-    """The value, with the digest of a source instead of its content."""
-    return [value.filename, value.directory] if isinstance(value, Source) else value
+    """The value without the content of a source or of code."""
+    if isinstance(value, Source):
+        return [value.filename, value.directory]
+    return value.path if isinstance(value, Code) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from atoll.core import html
 from atoll.core.mesh import MeshState
 from atoll.core.model import Model
 from atoll.core.phase import Phase
@@ -57,6 +58,9 @@ class WorldStatus(Model, frozen=True):
     min: int = 0
     max: int = 0
     below_minimum: bool = True
+
+    def _repr_html_(self) -> str:
+        return html.world_html(self)
 
     @classmethod
     def of(cls, ready: int, size: WorldSize) -> WorldStatus:
@@ -117,6 +121,9 @@ class RankExit(Model, frozen=True):
     @property
     def is_failure(self) -> bool:
         return self.exit_code != 0
+
+    def _repr_html_(self) -> str:
+        return html.exits_html([self])
 
 
 class Condition(Model, frozen=True):
@@ -219,6 +226,7 @@ class StatusHead(Model, frozen=True):
     asked_at: float | None = None
     asked: Wish | None = None  # the newest wish
     redo: dict[int, int] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
+    stalled: dict[int, float] = {}  # ranks that do not move, and since when
     world_size_history: list[WorldPoint] = []
     last_resize: Resize | None = None
     is_released: bool = False  # the executor holds nothing of it any more
@@ -305,6 +313,9 @@ class TrainingList(
     continue_: str | None = None
 
 
+FIELDS_IGNORED = "FieldsIgnored"  # reason of an event: the executor will not honour all of a spec
+
+
 class Event(Model, frozen=True):
     """Something worth telling, as it happened."""
 
@@ -314,6 +325,22 @@ class Event(Model, frozen=True):
     at: float
     count: int = 1
     id: int = 0
+
+
+class AttemptStatus(Model, frozen=True):
+    """One start of a rank's process. `ended_at` is None while it runs; `exit_code` is None, too,
+    where it could not be learned."""
+
+    rank: int
+    attempt: int
+    started_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    signal: str | None = None
+    is_stopped: bool = False  # atoll asked for its end
+    message: str = ""
+    host: str | None = None
 
 
 RankState = Literal["waiting", "running", "exited"]
@@ -329,7 +356,10 @@ class SeenRank(Model, frozen=True):
     started_at: float | None = None
     earlier_s: float | None = None  # how long the attempts before this one ran, where known
     previous: Exit | None = None  # how the one before this ended
+    earlier: tuple[AttemptStatus, ...] = ()  # the attempts before this one, where they are known
     exit: Exit | None = None
+    # For how long it has reported nothing, printed nothing and used no CPU; None: not looked at.
+    quiet_s: float | None = None
     is_stopping: bool = False  # told to stop, or about to be, and its end is not known yet
     pod_name: str = ""
     host: str | None = None
@@ -376,11 +406,26 @@ def sooner(*seconds: float | None) -> float | None:
 
 
 class LogLine(Model, frozen=True):
+    """One line that a rank wrote. `print(line)` prints the line."""
+
     rank: int
     text: str
+    time: float | None = None  # when whoever copied it had all of it; None where nobody says
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return html.line_html(self)
 
 
 class PlacedLine(LogLine, frozen=True):
     """As it travels: with the place after it in its rank's log, where an executor has places."""
 
     at: int | None = None
+
+
+class LogHit(PlacedLine, frozen=True):
+    """A line that was searched for: with the place where it starts, too. A long one is cut."""
+
+    start: int | None = None

@@ -12,10 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from atoll.core.errors import Conflict, NotFound
+from atoll.core.errors import Conflict, NotFound, Permanent
 from atoll.core.status import Chore, Training, Wish
 from atoll.kubernetes.archive import Archive
 from atoll.kubernetes.client import Cluster, gather
+from atoll.kubernetes.code import CodeMaps, CodeMissing
 from atoll.kubernetes.gate import is_open, render_opened_world, render_start
 from atoll.kubernetes.names import PLANE, SELECTOR, UID
 from atoll.kubernetes.options import KubernetesOptions
@@ -32,6 +33,7 @@ from atoll.kubernetes.render import (
 
 Json = dict[str, Any]
 
+CODE_S = 60.0  # how long the code of a new training may take to arrive
 AT_ONCE = 20  # requests under way at a time where every pod needs one
 LOG_S = 1.0  # how long a pod that may be deleted waits for its log to be stored
 
@@ -92,15 +94,31 @@ class GangObjects:
         self._cluster = cluster
         self._options = options
         self._is_owner = is_owner
+        self._code = CodeMaps(cluster)
 
     async def make(self, training: Training, wish: Wish, job: Json | None = None) -> None:
         """Both objects exist. Called before the Job is created, and when they are missing later."""
         owner = self._owner(training, job)
+        if job is None:
+            await self._put_code(training)
         world = render_world(training, wish, self._options, owner, is_opened=is_open(job))
         await self._cluster.patch("configmaps", *self._place(training), world, type="apply")
         await self._make_service(training, owner)
 
-    async def tie(self, job: Json) -> None:
+    async def _put_code(self, training: Training) -> None:
+        try:
+            await self._code.put(self._place(training)[0], training.spec.code)
+        except CodeMissing as error:
+            # Whoever stores a training with code sends that right after it.
+            if time.time() - training.created_at < CODE_S:
+                raise
+            raise Permanent(str(error)) from error
+
+    async def drop_code(self, training: Training) -> None:
+        """Its Job was refused."""
+        await self._code.drop_unowned(self._place(training)[0], training.spec.code)
+
+    async def tie(self, training: Training, job: Json) -> None:
         """Kubernetes deletes them with the Job, even if no controller is left to do it."""
         if self._is_owner:
             return
@@ -108,6 +126,7 @@ class GangObjects:
         patch = {"metadata": {"ownerReferences": [_job_as_owner(job)]}}
         for kind in ("configmaps", "services"):
             await self._cluster.patch(kind, metadata["namespace"], metadata["name"], patch)
+        await self._code.keep(metadata["namespace"], training.spec.code, _job_as_owner(job))
 
     async def resize(self, training: Training, wish: Wish, job: Json) -> None:
         """Ranks that start from now on read the new size and have DNS names."""

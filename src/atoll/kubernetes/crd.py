@@ -11,7 +11,13 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.checks import LAUNCH_VARIABLES, NAME_PATTERN, RESERVED_ENV, RESERVED_ENV_PREFIXES
+from atoll.core.checks import (
+    LAUNCH_VARIABLES,
+    NAME_PATTERN,
+    RESERVED_ENV,
+    RESERVED_ENV_PREFIXES,
+    RUN_ID_PATTERN,
+)
 from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN, TrainingSpec
 from atoll.kubernetes.explain import SPEC, described, status_schema
 
@@ -38,7 +44,10 @@ LIMITS: dict[str, Json] = {
     "providerFilter.exclude": NAMES,
     "bench.placement": {"maxLength": 32},
     "rendezvous.uri": {"pattern": URI_PATTERN, "maxLength": 2048},
+    "runId": {"pattern": RUN_ID_PATTERN, "maxLength": 80},
     "source.content": {"minLength": 1, "maxLength": 1_400_000},
+    "code.content": {"minLength": 96, "maxLength": 96},  # a digest: the archive is in ConfigMaps
+    "code.path": NAMES,
     "source.filename": {"pattern": "^[^/\\x00]+$", "maxLength": 255},
     "executor": {"default": "kubernetes", "maxLength": 63, "pattern": NAME_PATTERN},
 }

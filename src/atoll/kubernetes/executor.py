@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,17 @@ from atoll.kubernetes.patch import render_released, render_resize
 from atoll.kubernetes.pod import Pod, part_of
 from atoll.kubernetes.podfields import flaws_of
 from atoll.kubernetes.read import finished, is_unchanged, look, wish_of
-from atoll.kubernetes.render import gang_name, owner_of, render_job
+from atoll.kubernetes.render import (
+    gang_name,
+    owner_of,
+    rank_place,
+    render_job,
+    render_service,
+    render_world,
+)
 from atoll.kubernetes.trouble import Hosts, Troubles
+from atoll.rank.launch import RankPlace
+from atoll.rank.report_token import key_at
 
 Json = dict[str, Any]
 
@@ -53,6 +63,7 @@ class KubernetesBackend:
     """
 
     name = "kubernetes"
+    options_type = ClusterOptions
 
     def __init__(
         self,
@@ -103,20 +114,35 @@ class KubernetesBackend:
         settings = {field.name: getattr(table, field.name) for field in fields(KubernetesOptions)}
         settings["namespace"] = table.namespace or cluster.namespace
         settings["labels"] = {**table.labels, PLANE: home.plane}
+        if table.reports_uri is not None:
+            settings["report_key"] = key_at(home.state_dir).hex()
         executor = cls(cluster=cluster, **settings)
         executor.name = name
         return executor
+
+    def rank_place(self, training: Training) -> RankPlace:
+        return rank_place(training, self.options)
+
+    @classmethod
+    def preview(cls, options: ClusterOptions, home: Home, training: Training) -> str:
+        """The objects of the ranks, as `kubectl create -f` takes them. No cluster is asked."""
+        check_spec(training.spec, options)
+        wish = Wish(version=1, size=training.spec.world_size.target)
+        objects = [
+            render_world(training, wish, options, None),
+            render_service(training, options, None),
+            render_job(training, wish, options),
+        ]
+        for item in objects:
+            item["metadata"]["namespace"] = options.namespace or "default"
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2) + "\n"
 
     async def probe(self) -> None:
         await self.cluster.version()
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
-        self.options.check(spec)
-        # What only the two together make wrong, such as a request above the training's limit.
-        job = render_job(Training(namespace="x", uid="x", spec=spec), UNTRIED, self.options)
-        for flaw in flaws_of(job["spec"]["template"]["spec"]):
-            raise flaw.refuse("pod")
+        check_spec(spec, self.options)
 
     async def close(self) -> None:
         await self.stop()
@@ -292,8 +318,11 @@ class KubernetesBackend:
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:
             raise Temporary(f"the Job {name} exists or is still being deleted: {error}") from error
+        except Permanent:
+            await self._objects.drop_code(training)
+            raise
         self._note_job(training, job)
-        await self._objects.tie(job)
+        await self._objects.tie(training, job)
 
     async def _resize(self, training: Training, wish: Wish, job: Json) -> None:
         namespace, name = self._place(training)
@@ -368,3 +397,12 @@ def _labels(training: Training) -> str:
 
 def _version(item: Json) -> int:
     return int(item["metadata"]["resourceVersion"])
+
+
+def check_spec(spec: TrainingSpec, options: KubernetesOptions) -> None:
+    """Raises ValidationError if this training cannot run with these options."""
+    options.check(spec)
+    # What only the two together make wrong, such as a request above the training's limit.
+    job = render_job(Training(namespace="x", uid="x", spec=spec), UNTRIED, options)
+    for flaw in flaws_of(job["spec"]["template"]["spec"]):
+        raise flaw.refuse("pod")

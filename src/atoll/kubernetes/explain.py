@@ -13,7 +13,7 @@ import msgspec
 from atoll.core.columns import Column
 from atoll.core.ends import PhaseReason, RankEnd, listing
 from atoll.core.phase import Phase
-from atoll.core.status import Event, StatusHead
+from atoll.core.status import AttemptStatus, Event, StatusHead
 from atoll.core.stored import ExitGroup, RankGroup, RedoneGroup
 
 Json = dict[str, Any]
@@ -29,6 +29,12 @@ SPEC = {
     "source.content": "The code itself, in base64.",
     "source.filename": "The name of the file that ranks find it under.",
     "source.directory": "Where its modules are, if ranks can see that directory.",
+    "code": "The directory that the training was deployed from; ranks start in its root.",
+    "code.content": "The digest of its archive in base64; the archive is in ConfigMaps.",
+    "code.size": "Bytes of the archive.",
+    "code.unpacked": "Bytes of its files.",
+    "code.files": "Number of its files.",
+    "code.path": "Folders in it where ranks look for modules, too.",
     "args": "Arguments that are added to the command, or given to the source.",
     "image": "The container image of ranks.",
     "env": "Environment variables of ranks. Those that atoll sets itself are refused.",
@@ -51,6 +57,7 @@ SPEC = {
     "rendezvous": "How ranks find each other.",
     "rendezvous.backend": "The kind of rendezvous.",
     "rendezvous.uri": "An object store where ranks meet: s3://bucket/prefix.",
+    "runId": "The run in the object store that the training begins, or goes on with.",
     "mesh": "Whether ranks wait until every host can reach every other.",
     "pipPackages": "Python packages that are installed before a rank starts.",
     "maxRestarts": "How often a rank that fails is started again.",
@@ -58,6 +65,8 @@ SPEC = {
     "stopGraceS": "Seconds that a rank has to end after it was asked to stop.",
     "deadlineS": "Seconds after which the training fails, counted from when ranks were let go.",
     "ttlSeconds": "Seconds after its end when the training is removed.",
+    "stallS": "Seconds without a line, a report or CPU after which a rank is told of.",
+    "stallRestart": "Whether such a rank is started again, out of maxRestarts.",
     "executor": "Where ranks run: the name of an executor.",
     "cancel": "true stops the ranks and keeps the record. It cannot be taken back.",
 }
@@ -133,6 +142,12 @@ STATUS = {
     "events": "What happened, the oldest first; the latest 100.",
     "events.reason": "What happened, in one word.",
     "events.type": "Normal or Warning.",
+    "stalled": "Ranks that do not move, and since when, in seconds since 1970.",
+    "attempts": "Earlier attempts of ranks: the latest 20 of each, 500 in all.",
+    "attempts.rank": "The rank.",
+    "attempts.attempt": "Its number, from 0.",
+    "attempts.reason": f"How it ended, in one word: {listing(RankEnd)}.",
+    "attempts.message": "The same for people.",
     "count": "How often it happened in a row.",
     "id": "Its number.",
     "ranks": "The ranks, those in the same state together.",
@@ -170,9 +185,9 @@ STATUS = {
 
 def status_schema() -> Json:
     """Open: a newer controller may add fields. Only types are checked, and no field is required."""
-    roots = (StatusHead, RankGroup, ExitGroup, RedoneGroup, Column, Event)
+    roots = (StatusHead, RankGroup, ExitGroup, RedoneGroup, Column, Event, AttemptStatus)
     schemas, parts = msgspec.json.schema_components(roots, ref_template="{name}")
-    head, ranks, exits, redone, column, event = (_opened(node, parts) for node in schemas)
+    head, ranks, exits, redone, column, event, attempt = (_opened(node, parts) for node in schemas)
     columns = {
         "ranks": _columns(column, ranks, "podName", "node", "attempt", *RANK_NUMBERS),
         "exits": _columns(column, exits, "endedAt", "failedAt"),
@@ -183,6 +198,7 @@ def status_schema() -> Json:
         "restarts": {"type": "integer"},
         "conditions": _list(_object({name: {"type": "string"} for name in CONDITION})),
         "events": _list(event),
+        "attempts": _list(attempt),
         "ranks": _list(ranks),
         "retired": _list(ranks),
         "rankExits": _list(exits),

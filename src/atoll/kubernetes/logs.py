@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.mirror import Mirror
 from atoll.kubernetes.names import UID
 from atoll.kubernetes.pod import Pod
+from atoll.rank.logs import amerged
 
 Json = dict[str, Any]
 
@@ -58,11 +60,14 @@ async def read_logs(
     tail: int | None,
     follow: Callable[[], bool] | None,
 ) -> AsyncIterator[LogLine]:
-    """The lines of the chosen ranks. Without `follow`, one rank after another."""
+    """The lines of the chosen ranks, in the order of their times. Without `follow`, many ranks come
+    one after another: each is a connection."""
     if follow is None:
         pods = _by_rank(await source.pods(), ranks)
-        for rank in sorted({*pods, *_gone(source.training, ranks)}):
-            async for line in _whole(source, rank, pods.get(rank, []), tail):
+        chosen = sorted({*pods, *_gone(source.training, ranks)})
+        logs = [_whole(source, rank, pods.get(rank, []), tail) for rank in chosen]
+        for group in (logs,) if len(logs) <= AT_ONCE else ([log] for log in logs):
+            async for line in amerged(group):
                 yield line
         return
     places = {} if tail is None else await tail_places(source, ranks=ranks, tail=tail)
@@ -101,18 +106,40 @@ async def _whole(
     source: LogSource, rank: int, pods: list[Pod], tail: int | None
 ) -> AsyncIterator[LogLine]:
     """The logs of all attempts of a rank that can still be read, or the last lines recorded."""
-    lines = await source.archived(rank) if _was_taken(source.training, rank, pods) else []
+    lines = _all_lines(source, rank, pods, tail)
+    if tail is None:
+        async for line in lines:
+            yield line
+        return
+    for line in deque([line async for line in lines], maxlen=tail):
+        yield line
+
+
+async def _all_lines(
+    source: LogSource, rank: int, pods: list[Pod], tail: int | None
+) -> AsyncIterator[LogLine]:
+    """At least the last `tail` lines. Those in the archive have no time."""
+    is_empty = True
+    for text in await source.archived(rank) if _was_taken(source.training, rank, pods) else ():
+        is_empty = False
+        yield LogLine(rank=rank, text=text)
     for pod in pods:
         try:
-            async for text in source.cluster.log(pod.metadata["namespace"], pod.name, tail=tail):
-                lines.append(text)
+            async for at, text in source.cluster.dated_log(
+                pod.metadata["namespace"], pod.name, tail=tail
+            ):
+                is_empty = False
+                yield LogLine(rank=rank, text=text, time=_seconds(at))
         except (NotFound, Permanent, Temporary):
             continue  # not started yet, or gone since
     last = _statuses(source.training).get(rank)
-    if not lines and last is not None and last.exit is not None and last.exit.log_tail:
-        lines = [GONE, *last.exit.log_tail]
-    for text in lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]:
-        yield LogLine(rank=rank, text=text)
+    if is_empty and last is not None and last.exit is not None and last.exit.log_tail:
+        for text in (GONE, *last.exit.log_tail):
+            yield LogLine(rank=rank, text=text)
+
+
+def _seconds(nanosecond: int) -> float:
+    return round(nanosecond / 10**9, 3)
 
 
 def _was_taken(training: Training, rank: int, pods: list[Pod]) -> bool:
@@ -144,7 +171,7 @@ async def follow_logs(
                     pod.metadata["namespace"], pod.name, after=after, follow=True
                 ):
                     after = at
-                    await lines.put(PlacedLine(rank=pod.rank, text=text, at=at))
+                    await lines.put(PlacedLine(rank=pod.rank, text=text, time=_seconds(at), at=at))
             except NotFound:
                 return
             except (Permanent, Temporary):  # its container is not there yet, or the server is away

@@ -33,6 +33,9 @@ def check_installed(name: str) -> None:
         raise missing_package(name, error, "kubernetes") from error
 
 
+REPORT_SCHEMES = ("http://", "https://", "s3://", "gs://", "az://")
+
+
 class KubernetesOptions(ShortNames, frozen=True):
     """The options of KubernetesExecutor. Unset means: as the cluster does it by default."""
 
@@ -53,6 +56,10 @@ class KubernetesOptions(ShortNames, frozen=True):
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     python: str = "python"  # runs a `source`
+    # Where ranks hand on what they report: the address of the control plane, as they reach it, or
+    # the URI of an object store that both have the rights for.
+    reports_uri: str | None = None
+    report_key: str = ""  # signs the tokens of ranks: the control plane's own
     # For rendezvous_backend="etcd-v2" and the mesh: host:port of one that all trainings share;
     # unset: each gets its own, of `etcd_image`. The v2 API ended with etcd 3.5.
     etcd_endpoint: str | None = None
@@ -101,6 +108,9 @@ class KubernetesOptions(ShortNames, frozen=True):
                 "gpu_resource_key", self.gpu_resource_key, "expected a name like nvidia.com/gpu"
             )
         check_key("gpu_resource_key", self.gpu_resource_key)
+        if self.reports_uri is not None and not self.reports_uri.startswith(REPORT_SCHEMES):
+            expected = "expected the address of a control plane or the URI of an object store"
+            raise ValidationError("reports_uri", self.reports_uri, expected)
         self._check_mounts()
 
     def _check_mounts(self) -> None:
@@ -153,6 +163,10 @@ class KubernetesOptions(ShortNames, frozen=True):
         if spec.source is not None and any(v["name"] == SOURCE for v in pod.get("volumes", ())):
             raise ValidationError(
                 "volumes", SOURCE, "expected another name: a training's source is in one of it"
+            )
+        if spec.run_id is not None and spec.rendezvous.uri is None:
+            raise ValidationError(
+                "rendezvous_uri", None, "expected the object store of the run: pods share no folder"
             )
         self._check_beside(spec)
         for field in ("include", "exclude"):

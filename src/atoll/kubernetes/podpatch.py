@@ -13,7 +13,14 @@ from typing import Any, Literal, NamedTuple
 from atoll.core.checks import check_choice, check_env, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
-from atoll.kubernetes.names import AGENT, CONTAINER, GATE, REPORT_VOLUME
+from atoll.kubernetes.names import (
+    AGENT,
+    ARCHIVE_VOLUME,
+    CODE_VOLUME,
+    CONTAINER,
+    GATE,
+    REPORT_VOLUME,
+)
 from atoll.kubernetes.podfields import flaws_of
 
 Json = dict[str, Any]
@@ -74,7 +81,10 @@ FIXED_OF_RANK = {
 }
 # What holds something of atoll's own or of the training's, so null may not take it away.
 NEEDED = {"containers", "initContainers", "volumes", "env", "volumeMounts", "resources"}
-OWN_NAMES = {"initContainers": {GATE, AGENT}, "volumes": {GATE, REPORT_VOLUME}}
+OWN_NAMES = {
+    "initContainers": {GATE, AGENT},
+    "volumes": {GATE, REPORT_VOLUME, CODE_VOLUME, ARCHIVE_VOLUME},
+}
 
 
 def merge_pod(base: Json, patch: Json) -> Json:

@@ -20,6 +20,7 @@ from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import encode
 from atoll.core.spec import Resources
 from atoll.core.status import Training, Wish
+from atoll.kubernetes.code import UNPACK, code_place, render_code_mounts, render_code_volumes
 from atoll.kubernetes.fabric import render_agent
 from atoll.kubernetes.gate import (
     TURNED_AWAY_RULE,
@@ -55,8 +56,10 @@ from atoll.kubernetes.place import (
     spread,
     tolerations,
 )
-from atoll.rank import report
+from atoll.rank import machine_use, report, sinks, unpack
 from atoll.rank.launch import TOGETHER, Meeting, RankLaunch, RankPlace, needs_etcd, render_launch
+from atoll.rank.report_token import token_for
+from atoll.rank.sinks import FIGURES
 
 Json = dict[str, Any]
 
@@ -112,6 +115,10 @@ def render_world(
         body["data"] |= render_opened_world(is_opened=is_opened)
     if options.records_exits(training.spec):
         body["data"][REPORT] = report_source()
+        if options.reports_uri:
+            body["data"] |= use_sources()
+    if training.spec.code is not None:
+        body["data"][UNPACK] = unpack_source()
     if source is not None:
         if len(source.content) > SOURCE_MAX:
             raise Permanent(
@@ -257,7 +264,9 @@ def _container(training: Training, options: Options) -> Json:
     mounts = []
     if spec.source is not None:
         mounts.append({"name": SOURCE, "mountPath": SOURCE_DIR, "readOnly": True})
-    if options.records_exits(spec):
+    if spec.code is not None:
+        mounts += render_code_mounts()
+    if _own_files(training, options):
         mounts.append({"name": REPORT_VOLUME, "mountPath": REPORT_DIR, "readOnly": True})
     return {
         "name": CONTAINER,
@@ -299,6 +308,20 @@ def report_source() -> str:
     return Path(report.__file__).read_text()
 
 
+@functools.cache
+def use_sources() -> Json:
+    """The files with which the wrapper reports what its rank uses."""
+    return {
+        f"{part.__name__.rpartition('.')[2]}.py": Path(str(part.__file__)).read_text()
+        for part in (machine_use, sinks)
+    }
+
+
+@functools.cache
+def unpack_source() -> str:
+    return Path(unpack.__file__).read_text()
+
+
 def rank_zero(training: Training) -> str:
     """Where ranks meet: the stable name of rank 0."""
     name = gang_name(training)
@@ -324,6 +347,7 @@ def etcd_endpoint(training: Training, options: Options) -> str:
 
 def rank_place(training: Training, options: Options) -> RankPlace:
     etcd = etcd_endpoint(training, options)
+    figures, token = _figures(training, options)
     # Without the gate's agent nobody would write the keys.
     mesh = etcd if options.has_gate(training.spec) else ""
     return RankPlace(
@@ -334,7 +358,21 @@ def rank_place(training: Training, options: Options) -> RankPlace:
         has_atoll=False,
         rendezvous_uri="",
         meeting=Meeting(rank_zero(training), options.master_port, etcd=etcd, mesh=mesh),
+        code=code_place(training.spec.code),
+        figures=figures,
+        figures_token=token,
     )
+
+
+def _figures(training: Training, options: Options) -> tuple[str, str]:
+    """Where ranks report to, and the token that they need there; empty if nowhere."""
+    base = (options.reports_uri or "").rstrip("/")
+    if not base:
+        return "", ""
+    if not base.startswith("http"):
+        return f"{base}/atoll-ranks/{training.uid}/{FIGURES}", ""
+    token = token_for(bytes.fromhex(options.report_key), training.namespace, training.uid)
+    return f"{base}/v1/trainings/{training.name}/reports", token
 
 
 def _environment(training: Training, launch: RankLaunch, options: Options) -> list[Json]:
@@ -371,18 +409,27 @@ def _resources(needs: Resources, options: Options) -> Json:
     return _filled({"requests": requests, "limits": amounts})
 
 
+def _own_files(training: Training, options: Options) -> list[str]:
+    """The files of atoll that a rank's container runs."""
+    is_recorded, has_code = options.records_exits(training.spec), training.spec.code is not None
+    use = use_sources() if is_recorded and options.reports_uri else ()
+    return [*([REPORT] if is_recorded else ()), *use, *([UNPACK] if has_code else ())]
+
+
 def _volumes(training: Training, options: Options) -> list[Json]:
     made: list[Json] = []
     if training.spec.source is not None:
         item = {"key": "source", "path": training.spec.source.filename}
         made.append({"name": SOURCE, "configMap": {"name": gang_name(training), "items": [item]}})
-    if options.records_exits(training.spec):
+    if training.spec.code is not None:
+        made += render_code_volumes(training.spec.code)
+    if files := _own_files(training, options):
         # Where the ConfigMap is gone, the command still runs.
-        item = {"key": REPORT, "path": REPORT}
+        items = [{"key": name, "path": name} for name in files]
         made.append(
             {
                 "name": REPORT_VOLUME,
-                "configMap": {"name": gang_name(training), "items": [item], "optional": True},
+                "configMap": {"name": gang_name(training), "items": items, "optional": True},
             }
         )
     if options.gates_start(training.spec):

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from atoll.core.attempts import newest_kept
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.ranks import in_ms
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Condition, Event, Status, Training
+from atoll.core.status import AttemptStatus, Condition, Event, Status, Training
 from atoll.core.stored import decode_status, fold
 from atoll.kubernetes.crd import GROUP, VERSION
 
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 FINALIZER = "atoll.dev/teardown"
 KEY_LABEL = "atoll.dev/idempotency-key"
 EVENTS_KEPT = 100
+ATTEMPTS_KEPT = 500
 EVENTS_LEFT = 10  # where there is no room for more
 NOT_WHOLE = "StatusIncomplete"  # the condition of a status that the API server did not take
 OF_RANKS = (
@@ -115,6 +117,22 @@ def read_events(status: Json) -> list[Event]:
     return events
 
 
+def read_attempts(status: Json) -> list[AttemptStatus]:
+    """The attempts in a status that can be read."""
+    raw = status.get("attempts")
+    attempts = []
+    for item in raw if isinstance(raw, list) else ():
+        with contextlib.suppress(ValidationError):
+            attempts.append(decode(msgspec.json.encode(item), AttemptStatus))
+    return attempts
+
+
+def with_attempts(status: Json, attempts: Sequence[AttemptStatus]) -> list[Json]:
+    """The stored attempts plus these, the newest of them."""
+    kept = newest_kept([*read_attempts(status), *attempts], ATTEMPTS_KEPT)
+    return [msgspec.json.decode(encode(attempt)) for attempt in kept]
+
+
 def to_resource(training: Training, mark: str | None = None) -> Json:
     metadata: Json = {"name": training.name, "finalizers": [FINALIZER]}
     if mark is not None:
@@ -158,7 +176,9 @@ def spec_body(training: Training) -> Json:
     return body
 
 
-def status_body(training: Training, status: Status, events: list[Json]) -> Json:
+def status_body(
+    training: Training, status: Status, events: list[Json], attempts: Sequence[Json] = ()
+) -> Json:
     """The status as it is stored, with what `kubectl` users look for written out."""
     body: Json = msgspec.json.decode(encode(fold(status)))
     world = status.world
@@ -176,6 +196,8 @@ def status_body(training: Training, status: Status, events: list[Json]) -> Json:
     body["conditions"] = [_condition_body(c) for c in conditions]
     body["selector"] = f"atoll.dev/uid={training.uid}"
     body["events"] = events
+    if attempts:
+        body["attempts"] = list(attempts)
     return body
 
 
@@ -185,6 +207,7 @@ def smaller_bodies(body: Json, *, is_over: bool) -> Iterator[Json]:
     columns = body.get("rankColumns") or {}
     timed = {k: v for k, v in (columns.get("ranks") or {}).items() if k not in ("podName", "node")}
     body = {**body, "events": body["events"][-EVENTS_LEFT:], "worldSizeHistory": []}
+    body.pop("attempts", None)
     yield {**body, "rankColumns": {**columns, "ranks": timed}}
     if is_over:
         yield {**body, "rankColumns": {}}

@@ -32,13 +32,17 @@ from atoll.core.errors import (
 )
 from atoll.core.model import encode
 from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
-from atoll.core.status import Event, Status, Training
+from atoll.core.spec import Code
+from atoll.core.status import AttemptStatus, Event, Status, Training
 from atoll.kubernetes.client import Cluster, ObjectList
+from atoll.kubernetes.code import CodeMaps, CodeMissing
+from atoll.kubernetes.render import owner_of
 from atoll.kubernetes.resource import (
     FINALIZER,
     KEY_LABEL,
     NOT_WHOLE,
     is_leaving,
+    read_attempts,
     read_events,
     smaller_bodies,
     spec_body,
@@ -46,6 +50,7 @@ from atoll.kubernetes.resource import (
     to_event,
     to_resource,
     to_training,
+    with_attempts,
     with_condition,
     with_events,
 )
@@ -67,12 +72,29 @@ class KubernetesStore:
     def __init__(self, cluster: Cluster, namespace: str | None = None) -> None:
         self._cluster = cluster
         self._namespace = namespace
+        self._code = CodeMaps(cluster)
         self._copies: set[asyncio.Task[None]] = set()
         self._read: dict[str, Json] = {}  # objects as last read or written, by uid
         self._refusals: dict[str, str] = {}  # the last status not stored, by uid, and why
 
     async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
         mark = None if idempotency_key is None else _digest(idempotency_key)
+        code = training.spec.code
+        if code is not None:
+            await self._check_code(training, code)
+            training = replace(training, spec=replace(training.spec, code=code.by_digest()))
+        stored = await self._create(training, mark)
+        await self._code.keep(stored.namespace, code, owner_of(stored))
+        return stored
+
+    async def _check_code(self, training: Training, code: Code) -> None:
+        if code.is_digest:
+            try:
+                await self._code.put(training.namespace, code)
+            except CodeMissing as error:
+                raise NotFound("code of training", training.name) from error
+
+    async def _create(self, training: Training, mark: str | None) -> Training:
         if mark is not None and (original := await self._made_with(training, mark)):
             return original
         try:
@@ -156,7 +178,11 @@ class KubernetesStore:
             return replace(stored, deletion_requested_at=training.deletion_requested_at)
 
     async def update_status(
-        self, training: Training, status: Status, events: Sequence[Event] = ()
+        self,
+        training: Training,
+        status: Status,
+        events: Sequence[Event] = (),
+        attempts: Sequence[AttemptStatus] = (),
     ) -> Training:
         raw = self._read.pop(training.uid, None)
         if raw is None or raw["metadata"]["resourceVersion"] != str(training.resource_version):
@@ -165,9 +191,11 @@ class KubernetesStore:
                 raise _changed(training)
         if FINALIZER not in (raw["metadata"].get("finalizers") or ()) and not is_leaving(raw):
             raw = await self._hold(raw)
-        history = with_events(raw.get("status") or {}, events)
+        before = raw.get("status") or {}
+        history, past = with_events(before, events), with_attempts(before, attempts)
+        body = status_body(training, status, history, past)
         with _store_errors(training):
-            raw = await self._write_as_much(raw, status_body(training, status, history), status)
+            raw = await self._write_as_much(raw, body, status)
         self._copy(raw, events)
         self._remember(raw)
         return to_training(raw)
@@ -202,6 +230,9 @@ class KubernetesStore:
         recent = [e for e in history if since is None or e.at >= since]
         return sorted(recent, key=lambda e: (e.at, e.id), reverse=True)
 
+    async def attempts(self, key: Key) -> Sequence[AttemptStatus]:
+        return read_attempts((await self._raw(key)).get("status") or {})
+
     async def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
         namespace, name = key or (self._namespace, "")
         fields = f"metadata.name={name}" if name else ""
@@ -231,6 +262,11 @@ class KubernetesStore:
     async def source(self, training: Training) -> bytes:
         assert training.spec.source is not None
         return training.spec.source.content
+
+    async def code(self, training: Training) -> bytes:
+        """Its digest: the archive is in ConfigMaps beside the training."""
+        assert training.spec.code is not None
+        return training.spec.code.content
 
     async def version(self) -> int:
         return int((await self._cluster.list(KIND, self._namespace, limit=1)).version)

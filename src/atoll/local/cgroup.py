@@ -1,7 +1,9 @@
-"""A control group for the processes of one gang, where this user may make one (cgroup v2).
+"""A control group for the processes of one shim, where this user may make one (cgroup v2).
 
 Whatever a rank starts stays in the group of its supervisor, though it clears its environment,
-leaves its session, and outlives every process of atoll. Nothing is limited by it.
+leaves its session, and outlives every process of atoll. Each shim has a group of its own, for the
+guard of a killed shim ends all that is in its group: the ranks of the next shim are not there.
+Nothing is limited by it.
 """
 
 from __future__ import annotations
@@ -10,15 +12,15 @@ import contextlib
 import os
 from pathlib import Path
 
-FILE = "cgroup"  # in the gang's directory: where its group is
+FILE = "cgroup"  # in the gang's directory: where the group of its newest shim is
 
 
-def place_for(directory: Path, root: Path = Path("/")) -> str:
-    """The folder of the group that a gang would have; empty where this process may make none."""
+def place_for(directory: Path, shim: str, root: Path = Path("/")) -> str:
+    """The folder of the group that a shim would have; empty where this process may make none."""
     own = _own_group(root)
     if own is None or not os.access(own, os.W_OK | os.X_OK):
         return ""
-    return str(own / f"atoll-{directory.name}")
+    return str(own / f"atoll-{directory.name}.{shim}")
 
 
 def enter(directory: Path, folder: str) -> None:
@@ -36,7 +38,8 @@ def members(directory: Path) -> set[int]:
     pids: set[int] = set()
     with contextlib.suppress(OSError, ValueError):
         folder = (directory / FILE).read_text()
-        if Path(folder).name == f"atoll-{directory.name}":
+        name = Path(folder).name
+        if name == f"atoll-{directory.name}" or name.startswith(f"atoll-{directory.name}."):
             pids = set(map(int, Path(folder, "cgroup.procs").read_text().split()))
     return pids - {os.getpid()}
 

@@ -1,7 +1,7 @@
 """The executor for this machine: ranks are processes, and each training has its own shim.
 
 The shim's journal is the truth: the executor reads it, hands wishes to the shim and passes on that
-something changed. Ranks share the machine: cpu, memory and gpu requests are not reserved. `slots`
+something changed. Ranks share CPU and memory of the machine; GPUs they have for themselves. `slots`
 limits how many ranks may run at once.
 """
 
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -23,11 +24,22 @@ from msgspec.structs import replace
 from atoll.core.checks import check_int
 from atoll.core.config import options_of
 from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
+from atoll.core.executors import LOCAL, Home
 from atoll.core.model import SpecModel
 from atoll.core.ports import Key, Store
+from atoll.core.series import RankUse
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import BenchSeen, Exit, LogLine, Seen, SeenRank, Training, Wish
+from atoll.core.status import (
+    BenchSeen,
+    Chore,
+    LogLine,
+    Seen,
+    Training,
+    Wish,
+    sooner,
+)
+from atoll.core.stores import apart
+from atoll.local import processes
 from atoll.local.adoption import (
     adopt,
     bury,
@@ -39,8 +51,8 @@ from atoll.local.adoption import (
 )
 from atoll.local.bench import LocalBench
 from atoll.local.capacity import Machine
-from atoll.local.journal import Attempt, GangState, Record
-from atoll.local.logs import read_lines, tail_places
+from atoll.local.devices import Devices, DeviceShare, Held, ids_of, present
+from atoll.local.machine_use import UseMeter
 from atoll.local.processes import boot_id
 from atoll.local.rendezvous_file import read_rendezvous
 from atoll.local.rendezvous_view import (
@@ -49,16 +61,22 @@ from atoll.local.rendezvous_view import (
     wanted_rendezvous,
     withdraw,
 )
+from atoll.local.seen import EndStalled, next_look_s, seen_rank, stalled_chores, wish_of
 from atoll.local.shortage import waiting_words
+from atoll.local.stillness import Stillness
 from atoll.local.supervision import Supervision
 from atoll.rank.launch import TOGETHER, RankPlace, render_launch
+from atoll.rank.logs import read_lines, tail_places
+from atoll.rank.sinks import FIGURES
 
 # The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
 # replica, what that one was told of its launch.
 WITHHELD = (
     *("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR"),
     *("ATOLL_QUORUM", "ATOLL_RANK_ENV", "ATOLL_ENTRYPOINT_ARGS"),
+    *("ATOLL_REPORTS", "ATOLL_REPORTS_TOKEN", "ATOLL_RUN_ID"),
 )
+RUNS = "runs"  # the folder of runs with an id, beside that of the ranks
 MAX_SLOTS = 10_000
 MIN_LOG_BYTES, MAX_LOG_BYTES = 64 * 2**10, 2**40
 ROOM_EVERY_S = 2.0  # nobody tells when a machine has room again
@@ -75,6 +93,7 @@ def render_gang(
     rendezvous: dict[str, Any],
     base: dict[str, str],
     started_together: str | None = None,
+    devices: Held | None = None,
 ) -> dict[str, Any]:
     """The document a shim works from. `started_together`: as first told; None: this wish is it."""
     spec = training.spec
@@ -84,7 +103,9 @@ def render_gang(
         **dict.fromkeys(launch.node_variables, host),
         TOGETHER: spec.env.get(TOGETHER) or started_together or str(wish.size),
     }
-    inherited = {name: value for name, value in base.items() if name not in launch.later}
+    inherited = {
+        name: value for name, value in apart(base, launch.env).items() if name not in launch.later
+    }
     return {
         "uid": training.uid,
         "version": wish.version,
@@ -97,6 +118,7 @@ def render_gang(
         "max_restarts": spec.max_restarts,
         "stop_grace_s": spec.stop_grace_s,
         "rendezvous": rendezvous,
+        **({} if devices is None else {"devices": devices}),
     }
 
 
@@ -109,45 +131,10 @@ def rank_place(directory: Path) -> RankPlace:
         packages=str(directory / "packages"),
         has_atoll=True,
         rendezvous_uri=f"file://{directory}/rendezvous",
+        runs_uri=(directory.parents[1] / RUNS).as_uri(),
         meeting=None,
         is_one_host=True,
-    )
-
-
-def seen_rank(name: str, host: str, attempt: Attempt) -> SeenRank:
-    return SeenRank(
-        rank=attempt.rank,
-        state="running" if attempt.exit is None else "exited",
-        attempt=attempt.attempt,
-        restarts=attempt.restarts,
-        started_at=attempt.started_at,
-        earlier_s=attempt.earlier_s,
-        previous=_exit(attempt.previous),
-        exit=_exit(attempt.exit),
-        is_stopping=attempt.is_stopping and attempt.exit is None,
-        pod_name=f"{name}-{attempt.rank}",
-        host=host,
-    )
-
-
-def _wish(state: GangState) -> Wish | None:
-    if state.size is None:
-        return None
-    return Wish(version=state.version, size=state.size, redo=dict(state.redo))
-
-
-def _exit(record: Record | None) -> Exit | None:
-    if record is None:
-        return None
-    return Exit(
-        code=record["code"],
-        at=record["at"],
-        reason=record["reason"],
-        signal=record["signal"],
-        is_stopped=record["stopped"],
-        failed_at=record.get("failedAt"),
-        message=record.get("message", ""),
-        log_tail=record.get("tail", []),
+        figures=(directory / FIGURES).as_uri(),
     )
 
 
@@ -156,23 +143,33 @@ class LocalOptions(SpecModel, frozen=True):
 
     slots: int | None = None  # largest number of ranks at the same time
     log_bytes: int | None = None  # kept of the log of each rank, the newest; None: 64 MiB
+    gpus: int | list[int | str] | None = None  # that ranks may use; None: all there are
 
     def __post_init__(self) -> None:
         if self.log_bytes is not None:
             check_int("log_bytes", self.log_bytes, MIN_LOG_BYTES, MAX_LOG_BYTES)
         if self.slots is not None:
             check_int("slots", self.slots, 1, MAX_SLOTS)
+        if self.gpus is not None:
+            ids_of("gpus", self.gpus)
 
 
 class LocalBackend:
     """The Executor of `core/ports.py` for this machine."""
 
     name = "local"
+    sees_stalls = True
 
     def __init__(
-        self, root: Path, *, slots: int | None = None, log_bytes: int | None = None
+        self,
+        root: Path,
+        *,
+        slots: int | None = None,
+        log_bytes: int | None = None,
+        gpus: Sequence[str] | None = None,
     ) -> None:
         self._root = root
+        self._devices = Devices(present(os.environ) if gpus is None else gpus)
         self._slots = slots
         self._log_bytes = log_bytes
         self._host = socket.gethostname()
@@ -182,21 +179,58 @@ class LocalBackend:
         self._changed: asyncio.Queue[Key] = asyncio.Queue()
         self._bench = LocalBench(root, self._host)
         self._machine = Machine()
+        self._meter = UseMeter()
+        self._stillness = Stillness()
         self.set_aside: list[str] = []  # what is of no known training: a sentence for each
 
     @classmethod
     def configured(cls, name: str, options: dict[str, Any], home: Home) -> LocalBackend:
         """An executor with the options of `[executors.local]`."""
         table = options_of(LocalOptions, options)
-        return cls(home.state_dir / "ranks", slots=table.slots, log_bytes=table.log_bytes)
+        gpus = None if table.gpus is None else ids_of("gpus", table.gpus)
+        root = home.state_dir / "ranks"
+        return cls(root, slots=table.slots, log_bytes=table.log_bytes, gpus=gpus)
 
     def check(self, spec: TrainingSpec) -> None:
-        """Refuses more ranks than this machine can ever hold."""
+        """Refuses more ranks than this machine can ever hold, and code: its ranks run in place."""
+        if spec.code is not None:
+            expected = f"expected none: ranks on {self._host} run where the code is"
+            raise ValidationError("code", f"{spec.code.files} files", expected)
         ranks, why = self._machine.most()
         if (target := spec.world_size.target) > ranks:
             raise ValidationError(
                 "world_size.target", target, f"{self._host} can hold {ranks} ranks at most: {why}"
             )
+
+    def ignored(self, spec: TrainingSpec) -> str:
+        needs = spec.resources
+        fields = {
+            "image": spec.image,
+            "cpu": needs.cpu,
+            "memory": needs.memory,
+            "gpu_models": needs.gpu_models,
+            "min_gpu_memory_gb": needs.min_gpu_memory_gb,
+            "provider_filter": spec.provider_filter.include or spec.provider_filter.exclude,
+            "topology_spread": "" if spec.topology_spread == "none" else spec.topology_spread,
+        }
+        if self._devices.share(needs.gpu_count, spec.env) is None:
+            fields["gpu_count"] = needs.gpu_count or None
+        names = [f"{name} {_shown(value)}" for name, value in fields.items() if value]
+        if not names:
+            return ""
+        why = "ranks are processes of this machine, and share it"
+        if fields.get("gpu_count"):
+            why += "; it has no GPU that is known, see [executors.local] gpus in atoll.toml"
+        return f"{LOCAL} does not honour {', '.join(names)}: {why}"
+
+    def gone(self, spec: TrainingSpec) -> str:
+        where = spec.working_dir or "/"
+        directory = None if spec.source is None else spec.source.directory
+        scripts = [word for word in spec.command or () if word.endswith((".py", ".sh"))]
+        for path in (where, directory or where, *(os.path.join(where, s) for s in scripts[:1])):
+            if not os.path.exists(path):
+                return path
+        return ""
 
     async def probe(self) -> None:
         """Never raises: this machine is always reachable."""
@@ -219,6 +253,8 @@ class LocalBackend:
                     await catch_up(directory, stored[directory.name], store)
                 if gang.is_asked():
                     self._held[directory.name] = _holds(gang)
+                    self._devices.take_over(directory.name, gang.gang().get("devices", {}))
+                    self._devices.keep(directory.name, _holds(gang))
             except Temporary as error:  # it is tried again at the next start
                 log.warning("%s: %s", directory, error)
             except (AtollError, ValueError) as error:
@@ -259,6 +295,10 @@ class LocalBackend:
                 raise Permanent(f"{gang.directory} is gone, and with it all record of the ranks")
             if wish.size > self._room(training.uid):
                 raise Temporary("another training took the slots", retry_after_s=0.1)
+            share = self._share(training)
+            devices = share and self._devices.assign(training.uid, wish.size, share)
+            if share is not None and devices is None:
+                raise Temporary("another training took the GPUs", retry_after_s=0.1)
             self._held[training.uid] = max(wish.size, _holds(gang))
             if wish.version > gang.gang().get("version", 0):
                 write_record(gang.directory, training)
@@ -273,6 +313,7 @@ class LocalBackend:
                 rendezvous=wanted_rendezvous(training, self._host, before.get("rendezvous", {})),
                 base=before.get("env", base),
                 started_together=before.get("env", {}).get(TOGETHER),
+                devices=devices,
             )
             await gang.wish({**document, "log_bytes": self._log_bytes})
         self._tell_waiting()
@@ -300,17 +341,41 @@ class LocalBackend:
         if not is_asked:
             return seen
         state = gang.state
+        quiet = self._quiet_s(training, gang)
         error = read_rendezvous(gang.directory).get("error")
         return replace(
             seen,
-            ranks=[seen_rank(training.name, self._host, a) for a in state.attempts.values()],
-            wish=_wish(state),
+            ranks=[
+                replace(
+                    seen_rank(training.name, self._host, attempt, state.past.get(rank, ())),
+                    quiet_s=quiet.get(rank),
+                )
+                for rank, attempt in state.attempts.items()
+            ],
+            chores=stalled_chores(training, state, quiet),
+            again_in_s=sooner(again_in_s, next_look_s(training)),
+            wish=wish_of(state),
             is_supervised=is_supervised,
             message=gang.shortage or str(error or message),
             rendezvous_endpoint=seen_endpoint(training, gang.directory),
             mesh=seen_mesh(training, gang.directory),
             at=state.time(boot_id(), time.monotonic()),
         )
+
+    def _quiet_s(self, training: Training, gang: Supervision) -> dict[int, float]:
+        """For how long each rank has not moved, if that is asked for."""
+        if training.spec.stall_s is None or training.status.phase.is_terminal:
+            return {}
+        attempts, now = gang.state.attempts.values(), time.monotonic()
+        return self._stillness.quiet_s(training.uid, gang.directory, attempts, now)
+
+    async def perform(self, training: Training, chore: Chore) -> None:
+        """Ends the attempt of a rank that does not move; its supervisor starts the next."""
+        assert isinstance(chore, EndStalled)
+        attempt = self._gang(training).state.attempts.get(chore.rank)
+        is_it = attempt is not None and attempt.attempt == chore.attempt and attempt.exit is None
+        if attempt is not None and is_it and processes.born(attempt.pid) == attempt.born:
+            processes.kill_group(attempt.pid, signal.SIGKILL)
 
     async def measure(self, training: Training) -> None:
         key = training.key
@@ -326,7 +391,9 @@ class LocalBackend:
             await gang.clear()
         self._gangs.pop(training.uid, None)
         self._held.pop(training.uid, None)
+        self._devices.keep(training.uid, 0)
         self._waiting.pop(training.uid, None)
+        self._stillness.forget(training.uid)
         self._tell_waiting()
         if not self._held:  # others on this host wait for the same keys
             with contextlib.suppress(BackendError):  # an etcd that is down must not delay this
@@ -357,7 +424,7 @@ class LocalBackend:
     async def log_places(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return tail_places(self._logs_of(training), ranks, tail)
+        return tail_places(self.log_folder(training), ranks, tail)
 
     def logs_after(
         self,
@@ -367,9 +434,28 @@ class LocalBackend:
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_lines(self._logs_of(training), places, ranks=ranks, follow=follow)
+        return read_lines(self.log_folder(training), places, ranks=ranks, follow=follow)
 
-    def _logs_of(self, training: Training) -> Path:
+    def rank_place(self, training: Training) -> RankPlace:
+        return rank_place(self._root / training.uid)
+
+    def machine_use(self) -> dict[str, list[RankUse]]:
+        """What the ranks that live use of this machine, by the uid of their training."""
+        use: dict[str, list[RankUse]] = {}
+        living = [
+            (uid, attempt)
+            for uid, gang in list(self._gangs.items())
+            if gang.is_asked()
+            for attempt in gang.state.alive()
+        ]
+        figures = self._meter.measure([attempt for _, attempt in living])
+        for uid, attempt in living:
+            if attempt.pid in figures:
+                own = RankUse(attempt.rank, attempt.attempt, figures[attempt.pid])
+                use.setdefault(uid, []).append(own)
+        return use
+
+    def log_folder(self, training: Training) -> Path:
         return self._root / training.uid / "logs"
 
     def _gang(self, training: Training) -> Supervision:
@@ -387,7 +473,8 @@ class LocalBackend:
 
     def _give_back(self, uid: str, needed: int) -> None:
         """Frees the slots beyond `needed`, which counts ranks that are still being stopped."""
-        if needed < self._held.get(uid, 0):
+        has_devices = self._devices.keep(uid, needed)
+        if needed < self._held.get(uid, 0) or has_devices:
             self._held[uid] = needed
             self._tell_waiting()
 
@@ -400,6 +487,12 @@ class LocalBackend:
             message = (
                 f"{sum(self._held.values())} of {self._slots} slots of {self._host} are in use"
             )
+        share = self._share(training)
+        if share is not None:
+            ranks = self._devices.ranks(uid, share)
+            if room is None or ranks < room:
+                least = training.spec.world_size.min
+                room, message = ranks, self._devices.in_words(share, self._host, least)
         held = self._held.get(uid, 0)
         if training.spec.world_size.target > held:
             wanted = min(training.spec.world_size.target, sys.maxsize if room is None else room)
@@ -407,6 +500,10 @@ class LocalBackend:
             if held + left < wanted:
                 return held + left, f"{self._host} has too little left: {why}", ROOM_EVERY_S
         return room, message, None
+
+    def _share(self, training: Training) -> DeviceShare | None:
+        spec = training.spec
+        return self._devices.share(spec.resources.gpu_count, spec.env)
 
     def _tell_waiting(self) -> None:
         for key in self._waiting.values():
@@ -426,6 +523,10 @@ class LocalBackend:
 
     def _bench_seen(self, training: Training) -> BenchSeen | None:
         return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _holds(gang: Supervision) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.core.retry import grown_s
+from atoll.core.retry import restart_delay_s
 from atoll.local.processes import boot_id
 
 Record = Mapping[str, Any]
+PAST_KEPT = 20  # attempts of a rank before its newest, as many as stores keep
 
 
 class Attempt(NamedTuple):
@@ -61,6 +63,7 @@ class GangState:
         self.size: int | None = None
         self.redo: dict[int, int] = {}
         self.attempts: dict[int, Attempt] = {}
+        self.past: dict[int, deque[Attempt]] = {}  # the attempts before, by rank
         self.anchor: Anchor | None = None
 
     def fold(self, record: Record) -> None:
@@ -76,6 +79,9 @@ class GangState:
                     self.attempts[attempt.rank] = attempt._replace(is_stopping=True)
         elif kind == "start":
             last = self.attempts.get(record["rank"])
+            if last is not None:
+                own = self.past.setdefault(last.rank, deque(maxlen=PAST_KEPT))
+                own.append(last._replace(previous=None))
             self.attempts[record["rank"]] = Attempt(
                 record["rank"],
                 record["attempt"],
@@ -114,11 +120,6 @@ class GangState:
             if last.restarts < max_restarts:
                 at = last.exit["at"] + restart_delay_s(last.restarts)
                 yield Due(rank, last.attempt + 1, last.restarts + 1, at)
-
-
-def restart_delay_s(restarts: int) -> float:
-    """The pause before a restart: none before the first, then longer each time."""
-    return 0.0 if restarts == 0 else grown_s(1.0, 30.0, restarts - 1)
 
 
 def encode_record(record: Record) -> bytes:

@@ -6,13 +6,15 @@ import json
 import os
 import resource
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from atoll.core.ends import RankEnd
 from atoll.local import processes
 from atoll.local.journal import Attempt, Due, Record
-from atoll.local.ranklog import LogWriter
+from atoll.rank.ranklog import LogWriter
 from atoll.rank.report import ERROR_VARIABLE, exit_record
 
 GO = b"g"
@@ -23,12 +25,17 @@ class Process:
     """A rank's running process: its pidfd, its output pipe, and what is being done to it."""
 
     def __init__(
-        self, attempt: Attempt, output: int, logs: Path, log_bytes: int | None = None
+        self,
+        attempt: Attempt,
+        output: int,
+        logs: Path,
+        log_bytes: int | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.attempt = attempt
         self.pidfd = os.pidfd_open(attempt.pid)
         self.output = output
-        self.log = LogWriter(logs / str(attempt.rank), kept_bytes=log_bytes)
+        self.log = LogWriter(logs / str(attempt.rank), kept_bytes=log_bytes, clock=clock)
         self.is_stopping = False
         self.kill_at: float | None = None  # monotonic
         self.frozen_since: float | None = None  # monotonic
@@ -77,7 +84,9 @@ def become_rank(
 
 def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
     """The variables that differ between ranks and attempts."""
+    devices = gang.get("devices", {}).get(str(due.rank))
     return {
+        **({} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}),
         **{name: str(due.rank) for name in gang["rank_variables"]},
         "ATOLL_ATTEMPT": str(due.attempt),
         "ATOLL_RESTARTS": str(due.restarts),

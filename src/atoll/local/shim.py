@@ -32,7 +32,7 @@ def main(directory: str, lock: int, listener: int) -> None:
     """Runs as the keeper; returns when no process of the training is left."""
     os.set_inheritable(lock, False)
     os.set_inheritable(listener, False)
-    dismiss = _step_below_guard(cgroup.place_for(Path(directory)))
+    dismiss = _step_below_guard(Path(directory))
     guard = os.getppid()
     processes.adopt_orphans()
     is_heir = _leave_mark(mark_of(Path(directory)))
@@ -53,7 +53,7 @@ def main(directory: str, lock: int, listener: int) -> None:
 
 # Waits until it is dismissed, or until keeper and supervisor have both died. What they leave comes
 # to it as its children, whatever has become of its environment or session; some may carry their
-# variable, or be in the gang's control group, and be elsewhere. It ends after two looks that found
+# variable, or be in its control group, and be elsewhere. It ends after two looks that found
 # nothing. It is a shell, so that killing atoll by name does not kill it. Every command that is no
 # builtin also reaps the children.
 GUARD = """
@@ -75,10 +75,10 @@ done
 """
 
 
-def _step_below_guard(group: str) -> int:
+def _step_below_guard(directory: Path) -> int:
     """Forks; the parent becomes the guard, and the child goes on. Returns the pipe to dismiss it.
 
-    `group` is the folder of the gang's control group, if it may have one. Orphans of this process
+    Orphans of this process
     come to the guard, which is not killed with the keeper's children.
     """
     orders, dismiss = os.pipe2(os.O_CLOEXEC)
@@ -93,7 +93,8 @@ def _step_below_guard(group: str) -> int:
         for target, file in enumerate((orders, nowhere, nowhere)):
             os.dup2(file, target)
         # Every rank carries this, so the guard never kills the ranks of a later shim.
-        words = ["sh", "-c", GUARD, "guard", _own_mark(keeper), group]
+        mark = _own_mark(keeper)
+        words = ["sh", "-c", GUARD, "guard", mark, cgroup.place_for(directory, mark)]
         with contextlib.suppress(OSError):  # no shell: the next control plane will clear up
             os.execvpe("sh", words, {"PATH": os.environ.get("PATH", os.defpath)})
         os._exit(0)

@@ -5,13 +5,29 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from atoll.core.errors import Permanent
+
 ENDPOINT = "endpoint.json"  # where its control plane listens
 
 
+def home() -> Path | None:
+    """The user's home directory, by HOME or the system's list of users; None if neither has one."""
+    if os.environ.get("HOME") == "":
+        return None
+    try:
+        return Path.home().absolute()
+    except RuntimeError:
+        return None
+
+
 def state_dir() -> Path:
-    """ATOLL_STATE_DIR, else the user's state directory of the platform."""
+    """ATOLL_STATE_DIR, else the user's state directory of the platform. Raises Permanent."""
     given = os.environ.get("ATOLL_STATE_DIR")
     if given:
         return Path(given).absolute()
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "atoll"
+    base = os.environ.get("XDG_STATE_HOME")
+    if base:
+        return Path(base) / "atoll"
+    if (user := home()) is None:
+        raise Permanent("there is no home directory to keep state in: set ATOLL_STATE_DIR")
+    return user / ".local" / "state" / "atoll"

@@ -24,7 +24,6 @@ from atoll.local import cgroup, processes
 from atoll.local.journal import Attempt, Due, JournalWriter, Record
 from atoll.local.muster import Muster
 from atoll.local.pulse import BEAT, BEAT_S, GROWN
-from atoll.local.ranklog import last_lines
 from atoll.local.rankprocess import (
     Process,
     attempt_end,
@@ -45,6 +44,7 @@ from atoll.local.shim import (
     read_gang,
 )
 from atoll.local.shortage import FIRST_PAUSE_S, LONGEST_PAUSE_S, SHORT, waiting_words
+from atoll.rank.ranklog import last_lines
 from atoll.rank.report import own_word
 
 PIPE_BYTES = 1 << 20
@@ -97,7 +97,9 @@ class Supervisor:
         if left or is_heir:
             bury(left, self._directory, read_gang(self._directory)["uid"])
             append_persistently(self._journal, [lost_record(a, {}, self._end_of(a)) for a in left])
-        cgroup.enter(self._directory, cgroup.place_for(self._directory))
+            cgroup.remove(self._directory)
+        shim = os.environ["ATOLL_SUPERVISOR"]
+        cgroup.enter(self._directory, cgroup.place_for(self._directory, shim))
 
     def run(self) -> None:
         self._accept_wish()
@@ -257,9 +259,8 @@ class Supervisor:
                 born = processes.born(pid)
                 at, up = self._journal.now(), time.monotonic()
                 attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, at, up=up)
-                return Process(
-                    attempt, output, self._directory / "logs", self._gang.get("log_bytes")
-                )
+                logs, log_bytes = self._directory / "logs", self._gang.get("log_bytes")
+                return Process(attempt, output, logs, log_bytes, self._journal.now)
             except OSError:
                 processes.kill(pid)  # it is reaped with the orphans
                 raise

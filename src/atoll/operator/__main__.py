@@ -20,6 +20,7 @@ import click
 
 from atoll.core.checks import check_name
 from atoll.core.errors import AtollError, Permanent
+from atoll.core.extras import to_install
 from atoll.core.model import encode
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
         try:
             body(**options)
         except ImportError as error:
-            text = f"this needs 'pip install atoll[kubernetes]': {error}"
+            text = f"this needs {error.name}: {to_install('kubernetes')}"
             raise Permanent(text) from error
 
     return run

@@ -59,6 +59,14 @@ class Meeting(NamedTuple):
     mesh: str = ""  # of the etcd with the mesh gate's keys
 
 
+class CodePlace(NamedTuple):
+    """Where a rank finds the code that travels with its training."""
+
+    unpack: str  # the file rank/unpack.py
+    archive: str  # a file, or a folder with its parts
+    root: str  # the folder to unpack it to
+
+
 class RankPlace(NamedTuple):
     """Where the ranks of a backend run."""
 
@@ -70,6 +78,10 @@ class RankPlace(NamedTuple):
     rendezvous_uri: str  # for trainings that name none
     meeting: Meeting | None  # None: known later, by whoever starts the ranks
     is_one_host: bool = False  # a rank's number is then its number on its host, too
+    code: CodePlace | None = None  # None: ranks run where the code is
+    figures: str = ""  # where `atoll.report` hands on what ranks tell; empty: nowhere
+    figures_token: str = ""  # needed there, where that is the control plane
+    runs_uri: str = ""  # for trainings that name a run and no store: it outlives them
 
 
 class RankLaunch(NamedTuple):
@@ -104,12 +116,18 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
         "ATOLL_UID": training.uid,
         "ATOLL_WORLD_MIN": str(world.min),
         "ATOLL_WORLD_MAX": str(world.max),
-        "ATOLL_RENDEZVOUS_URI": spec.rendezvous.uri or place.rendezvous_uri,
+        "ATOLL_RENDEZVOUS_URI": store_uri_of(spec, place),
         "BASILICA_RDZV_ID": _rendezvous_id(spec, training.uid),
         "BASILICA_WORLD_MIN": str(world.min),
         "BASILICA_WORLD_MAX": str(world.max),
         "BASILICA_GPUS_PER_POD": str(max(spec.resources.gpu_count, 1)),
     }
+    if spec.run_id is not None:
+        env["ATOLL_RUN_ID"] = spec.run_id
+    if place.figures:
+        env["ATOLL_REPORTS"] = place.figures
+    if place.figures_token:
+        env["ATOLL_REPORTS_TOKEN"] = place.figures_token
     # Replicas of a launch have it from there. With fewer than all, only a backend that starts its
     # ranks itself knows how many it let go.
     if TOGETHER not in own and world.min == world.target:
@@ -133,6 +151,12 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
         node_variables=("NODE_NAME",),
         later=tuple(dict.fromkeys([*later, *unset])),
     )
+
+
+def store_uri_of(spec: TrainingSpec, place: RankPlace) -> str:
+    """The object store that ranks share."""
+    own = place.rendezvous_uri if spec.run_id is None else place.runs_uri
+    return spec.rendezvous.uri or own
 
 
 def unset_variables(spec: TrainingSpec, own: dict[str, str]) -> tuple[str, ...]:
@@ -186,6 +210,35 @@ def render_command(spec: TrainingSpec, place: RankPlace) -> list[str]:
         command = [*(spec.command or ()), *spec.args]
     else:
         command = [*_entry(spec, place), f"{place.source}/{spec.source.filename}", *spec.args]
+    return [*_unpacking(spec, place), *_preparing(spec, place, command)]
+
+
+def _unpacking(spec: TrainingSpec, place: RankPlace) -> list[str]:
+    """What comes before the command to unpack the code of the training, if it has some.
+
+    By rank/unpack.py, or by `tar` in images without a fit Python.
+    """
+    if spec.code is None or place.code is None:
+        return []
+    from shlex import join, quote
+
+    # What is called `python` may be of the second version, and may be missing.
+    python = quote("python3" if place.python == "python" else place.python)
+    unpack, archive, root = map(quote, place.code)
+    folders = [word for folder in spec.code.path for word in ("--path", folder)]
+    script = (
+        f"if command -v {python} >/dev/null && {python} -S -I {unpack} --check >/dev/null 2>&1; "
+        f"then exec {python} -S -I {unpack} {join(['--digest', spec.code.digest, *folders])} "
+        f'{archive} {root} -- "$@"; fi; '
+        f"if command -v tar >/dev/null && mkdir -p {root} && "
+        f"if [ -d {archive} ]; then cat {archive}/*; else cat {archive}; fi | "
+        f'tar -xzf - -C {root}; then cd {root} && exec "$@"; fi; '
+        'echo "atoll: the code could not be unpacked: that needs python3, or tar" >&2; exit 126'
+    )
+    return ["sh", "-c", script, "sh"]
+
+
+def _preparing(spec: TrainingSpec, place: RankPlace, command: list[str]) -> list[str]:
     if not spec.pip_packages:
         return command
     if place.packages is not None and place.has_atoll:

@@ -22,6 +22,7 @@ from math import isfinite
 
 TYPE_CHECKING = False  # as in `typing`, which takes longer to import than all the rest
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
 MARK = "atollExit"  # a JSON object with this key is a record
@@ -33,6 +34,7 @@ CHUNK_BYTES = 65_536
 PIPE_BYTES = 1 << 20
 CLAIMED = 75  # exit code if another process runs the attempt
 NOT_FOUND, CANNOT_RUN = 127, 126  # as in shells
+OWN_REASONS = ("CommandNotFound", "CannotRun")  # which rank/unpack.py may give
 
 REAL_TIME = tuple(range(signal.SIGRTMIN, signal.SIGRTMAX + 1))
 FORWARDED = (
@@ -47,6 +49,7 @@ FORWARDED = (
     signal.SIGWINCH,
     *REAL_TIME,
 )
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what backends end a rank with
 _PR_SET_PDEATHSIG = 1
 USAGE = """\
 usage: report.py [--record PATH] [--limit BYTES] [--claim PATH] [--bound] -- COMMAND…
@@ -94,7 +97,10 @@ def own_word(path: str) -> dict[str, Any]:
             return {}
         # Python strings may hold what is not UTF-8, such as file names, and cannot be stored.
         text = str(error["message"]).encode(errors="backslashreplace").decode()
-        return {"failedAt": failed_at, "message": _lines(text)[-1][:500]}
+        word = {"failedAt": failed_at, "message": _lines(text)[-1][:500]}
+        if error["extraInfo"].get("reason") in OWN_REASONS:
+            word["reason"] = error["extraInfo"]["reason"]
+        return word
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         return {}
 
@@ -140,43 +146,77 @@ def read_record(text: str) -> dict[str, Any] | None:
 # The wrapper
 
 
-class _Command:
-    """The command as a child, whose output and signals pass through this process."""
+class Command:
+    """The command as a child, whose output and signals pass through this process.
 
-    def __init__(self, words: list[str], env: dict[bytes, bytes], *, is_bound: bool) -> None:
+    `is_leader`: it gets a process group of its own. `folder`: where it runs.
+    """
+
+    def __init__(
+        self,
+        words: list[str],
+        env: dict[bytes, bytes],
+        *,
+        is_bound: bool,
+        is_leader: bool = False,
+        folder: str = "",
+    ) -> None:
         self.status: int | None = None
         self.tail = b""
         self.failure = 0  # errno of a command that could not be run
+        self.is_folder_missing = False  # the failure is that of its folder
+        self.signalled: int | None = None  # the first signal that told it to end
+        self.stopped_at: float | None = None  # monotonic, while a signal has stopped it
         self._is_bound = is_bound
+        self._is_leader = is_leader
+        self._folder = folder
         self._parent = os.getppid()
         self._output, output_in = os.pipe()
-        self._woken, wake = os.pipe()
-        for fd in (self._woken, wake):
+        self._woken, self._wake = os.pipe()
+        for fd in (self._woken, self._wake):
             os.set_blocking(fd, False)
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(self._output, getattr(fcntl, "F_SETPIPE_SZ", 1031), PIPE_BYTES)
         self._before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
-            signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+            signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
             signal.signal(signal.SIGCHLD, _ignore)
             self._forwarded = [n for n in FORWARDED if signal.getsignal(n) != signal.SIG_IGN]
             for number in self._forwarded:
                 signal.signal(number, self._forward)
             if is_bound:
-                _set_death_signal(signal.SIGTERM)
+                # Harmless where the parent lives: only the thread that forked this may have ended.
+                set_death_signal(signal.SIGCONT)
             self._start(words, env, output_in)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
             os.close(output_in)
 
-    def wait(self) -> None:
-        """Waits until the command has ended, but not for processes that it started."""
+    def wake(self) -> None:
+        """`tick` is called soon. From any thread."""
+        with contextlib.suppress(OSError):
+            os.write(self._wake, b"\0")
+
+    def kill(self, number: int) -> None:
+        """Sends a signal to the command, SIGKILL to its whole group if it leads one."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._is_leader and number == signal.SIGKILL:
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
+
+    def wait(self, tick: Callable[[], float | None] | None = None) -> None:
+        """Waits until the command has ended, but not for processes that it started.
+
+        `tick` is called again and again, at the latest after the seconds that it returned.
+        """
         poll = select.poll()
         poll.register(self._output, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
         is_over = False
         while not is_over:
-            for fd, _ in poll.poll():
+            pause_s = None if tick is None else tick()
+            for fd, _ in poll.poll(None if pause_s is None else max(int(pause_s * 1000), 1)):
                 if fd == self._woken:
                     is_over = self._reap()
                 elif not self._copy():
@@ -189,16 +229,18 @@ class _Command:
 
     def _start(self, words: list[str], env: dict[bytes, bytes], output: int) -> None:
         failures, failures_in = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             self._become(words, env, output, failures_in)
         os.close(failures_in)
-        self.failure = int(os.read(failures, 16) or b"0")
+        failure = int(os.read(failures, 16) or b"0")
+        self.failure, self.is_folder_missing = abs(failure), failure < 0
         os.close(failures)
 
     def _become(
         self, words: list[str], env: dict[bytes, bytes], output: int, failures: int
     ) -> NoReturn:
+        sign = 1
         try:
             signal.set_wakeup_fd(-1)
             # Python ignores two signals, and the command would inherit that.
@@ -207,34 +249,55 @@ class _Command:
             os.dup2(output, 1)
             os.dup2(output, 2)
             if self._is_bound:
-                _set_death_signal(signal.SIGKILL)
+                set_death_signal(signal.SIGKILL)
+            if self._is_leader:
+                os.setpgid(0, 0)
             signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+            if self._folder:
+                sign = -1
+                os.chdir(self._folder)
+                sign = 1
             os.execvpe(words[0], words, env)
         except BaseException as error:
-            os.write(failures, b"%d" % (getattr(error, "errno", None) or errno.EINVAL))
+            os.write(failures, b"%d" % (sign * (getattr(error, "errno", None) or errno.EINVAL)))
         finally:
             os._exit(NOT_FOUND)
 
     def _forward(self, number: int, _: object) -> None:
         """Sends the signal to the command alone: its data loaders must live until it has saved."""
-        is_lost = self._is_bound and os.getppid() != self._parent
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL if is_lost else number)
+        if number in ENDING and self.signalled is None:
+            self.signalled = number
+        self.kill(signal.SIGKILL if self.is_orphan else number)
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the parent has gone that this process is bound to."""
+        return self._is_bound and os.getppid() != self._parent
 
     def _reap(self) -> bool:
         """Whether the command has ended. Orphans come here where this is process 1."""
         with contextlib.suppress(BlockingIOError):
             while len(os.read(self._woken, 4096)) == 4096:
                 pass
+        flags = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            while pid not in (0, self._pid):
-                pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, flags)
+            while pid:
+                if pid == self.pid and not self._note_pause(status):
+                    self.status = status
+                    return True
+                pid, status = os.waitpid(-1, flags)
         except ChildProcessError:
             return True
-        if pid == self._pid:
-            self.status = status
-        return pid == self._pid
+        return False
+
+    def _note_pause(self, status: int) -> bool:
+        """Whether the command has only been stopped by a signal, or goes on after that."""
+        is_stopped = os.WIFSTOPPED(status)
+        if is_stopped or os.WIFCONTINUED(status):
+            self.stopped_at = time.monotonic() if is_stopped else None
+            return True
+        return False
 
     def _copy(self) -> bool:
         data = os.read(self._output, CHUNK_BYTES)
@@ -260,13 +323,13 @@ def _ignore(*_: object) -> None:
     """Handles a signal whose only purpose is to wake this process."""
 
 
-def _set_death_signal(number: int) -> None:
+def set_death_signal(number: int) -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
-def _environment() -> dict[bytes, bytes]:
+def environment() -> dict[bytes, bytes]:
     """The environment as this process got it: Python may have changed the locale in its own."""
     try:
         with open("/proc/self/environ", "rb") as file:
@@ -276,7 +339,7 @@ def _environment() -> dict[bytes, bytes]:
     return dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
 
 
-def _error_file(env: dict[bytes, bytes]) -> str:
+def error_file_of(env: dict[bytes, bytes]) -> str:
     """The file in which the program may write why it failed; a new one if none is set."""
     name = ERROR_VARIABLE.encode()
     if not env.get(name):
@@ -289,21 +352,23 @@ def _error_file(env: dict[bytes, bytes]) -> str:
     return os.fsdecode(env.get(name, b""))
 
 
-def _remove(error_file: str) -> None:
+def remove_error_file(error_file: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(error_file)
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(error_file))
 
 
-def _record_of(command: _Command, word: str, error_file: str) -> dict[str, Any]:
+def record_of(command: Command, word: str, error_file: str, host: str) -> dict[str, Any]:
     record = exit_record(command.status, round(time.time(), 6))
-    record["host"] = os.environ.get("NODE_NAME") or os.uname().nodename
+    record["host"] = host
     if command.failure:
         is_missing = command.failure in (errno.ENOENT, errno.ENOTDIR)
+        is_missing = is_missing and not command.is_folder_missing
         record["code"] = NOT_FOUND if is_missing else CANNOT_RUN
         record["reason"] = "CommandNotFound" if is_missing else "CannotRun"
-        record["message"] = f"{word[:200]}: {os.strerror(command.failure)}"
+        what = "its working directory" if command.is_folder_missing else word[:200]
+        record["message"] = f"{what}: {os.strerror(command.failure)}"
     elif record["code"] != 0:
         record["tail"] = _lines(command.tail.decode(errors="replace"))[-TAIL_LINES:]
         record.update(own_word(error_file))
@@ -338,7 +403,7 @@ def _claim(path: str) -> bool:
     return True
 
 
-def _end_as(record: dict[str, Any], status: int | None) -> NoReturn:
+def end_as(record: dict[str, Any], status: int | None) -> NoReturn:
     """Ends this process as the command ended, so that its parent sees no difference."""
     if status is not None and os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -353,25 +418,59 @@ def _end_as(record: dict[str, Any], status: int | None) -> NoReturn:
     os._exit(CANNOT_RUN if record["code"] is None else record["code"])
 
 
+def watch_use(env: dict[bytes, bytes], pid: int, *, is_contained: bool) -> Any:
+    """Reports what the command uses of the machine, where its rank reports; None if it does not."""
+    if not env.get(b"ATOLL_REPORTS"):
+        return None
+    try:
+        if __package__:
+            from atoll.rank import machine_use, sinks
+        else:
+            machine_use, sinks = _beside("machine_use"), _beside("sinks")
+    except (ImportError, OSError, SyntaxError):
+        return None
+    return machine_use.watch_use(
+        env, pid, is_contained=is_contained, is_alone=is_contained, sinks=sinks
+    )
+
+
+def _beside(name: str) -> Any:
+    """A module in the archive of this file, or in its folder."""
+    try:
+        return __import__(name)
+    except ImportError:
+        import importlib.util
+
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
 def run(words: list[str], *, record: str, limit: int, is_bound: bool) -> NoReturn:
     """Run the command, write how it ended, and end as it did."""
-    env = _environment()
+    env = environment()
     env.pop(RECORD_VARIABLE.encode(), None)
     is_own_file = not env.get(ERROR_VARIABLE.encode())
-    error_file = _error_file(env)
+    error_file = error_file_of(env)
     try:
-        command = _Command(words, env, is_bound=is_bound)
+        command = Command(words, env, is_bound=is_bound)
     except OSError:  # no process or pipe to be had; the command itself needs neither
         _become_alone(words, env)
+    watch_use(env, command.pid, is_contained=True)
     command.wait()
-    ended = _record_of(command, words[0], error_file)
+    host = os.environ.get("NODE_NAME") or os.uname().nodename
+    ended = record_of(command, words[0], error_file, host)
     if command.failure:
         os.write(2, f"atoll: {ended['message']}\n".encode(errors="replace"))
     if record:
         _write(record, ended, limit)
     if is_own_file:
-        _remove(error_file)
-    _end_as(ended, None if command.failure else command.status)
+        remove_error_file(error_file)
+    end_as(ended, None if command.failure else command.status)
 
 
 def main(words: list[str]) -> int:

@@ -47,6 +47,7 @@ def as_record(spec: TrainingSpec) -> TrainingSpec:
         spec,
         command=None if source else [REPLICA],
         source=source,
+        code=spec.code and spec.code.by_digest(),
         args=[],
         env={name: value for name, value in spec.env.items() if name == RESULTS_VARIABLE},
     )
@@ -184,4 +185,4 @@ class ScriptJobs(KubernetesBackend):
         except Conflict as error:
             raise Temporary(f"the Job {name} exists or is still being deleted: {error}") from error
         self._note_job(training, job)
-        await self._objects.tie(job)
+        await self._objects.tie(training, job)

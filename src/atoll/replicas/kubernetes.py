@@ -42,11 +42,11 @@ class KubernetesExecutor(ReplicaSurface):
     """Replicas as the pods of one Indexed Job a launch.
 
     `command` runs exactly as it is, in the image; without it the code of the entrypoint is sent
-    along. `backoff_limit`: how often each replica is restarted. `run_id` is in the Job's name.
-    `batch_api` and `core_api`, of the official client, are the way to the cluster; else `context`
-    and `kubeconfig` choose it, by default the pod's own, `KUBECONFIG` or ~/.kube/config. Other
-    `options` are those of `KubernetesOptions`. Bad ones raise ValidationError here, clashes at the
-    launch.
+    along, with the working directory unless `code` is False. `backoff_limit`: how often each
+    replica is restarted. `run_id` is in the Job's name. `batch_api` and `core_api`, of the
+    official client, are the way to the cluster; else `context` and `kubeconfig` choose it, by
+    default the pod's own, `KUBECONFIG` or ~/.kube/config. Other `options` are those of
+    `KubernetesOptions`. Bad ones raise ValidationError here, clashes at the launch.
     """
 
     backend_name = "kubernetes"
@@ -67,6 +67,7 @@ class KubernetesExecutor(ReplicaSurface):
         context: str | None = None,
         kubeconfig: str | None = None,
         allow_pickle: bool = False,
+        code: bool = True,
         **options: Any,
     ) -> None:
         check_installed(type(self).__name__)
@@ -74,8 +75,9 @@ class KubernetesExecutor(ReplicaSurface):
         check_as("backoff_limit", backoff_limit, RESTARTS)
         if service_account_name is not None:
             check_name("service_account_name", service_account_name)
-        if not isinstance(allow_pickle, bool):
-            raise ValidationError("allow_pickle", allow_pickle, "expected True or False")
+        for field, value in (("allow_pickle", allow_pickle), ("code", code)):
+            if not isinstance(value, bool):
+                raise ValidationError(field, value, "expected True or False")
         account = _one_account(service_account_name, options.pop("service_account", None))
         given = {
             **options,
@@ -92,6 +94,7 @@ class KubernetesExecutor(ReplicaSurface):
             given["node_selector"] = {}
         self.options = KubernetesOptions(**given)
         self.takes_only_variables = command is not None
+        self.sends_code = code and command is None
         self._given = given
         self._way = (context, kubeconfig)
         self._run = None if run_id is None else name_part("run_id", run_id)
@@ -170,12 +173,14 @@ class KubernetesExecutor(ReplicaSurface):
         timeout: float | None = 3600,
     ) -> list[Json]:
         """What such a launch would create, the Job last; the cluster is not asked."""
+        from atoll.kubernetes.code import render_parts
         from atoll.kubernetes.render import render_job, render_service, render_world
         from atoll.replicas.jobs import as_launch
 
         training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         wish = Wish(version=1, size=n_replicas)
         objects = [
+            *(render_parts(training.spec.code) if training.spec.code else ()),
             render_world(training, wish, self.options, None),
             render_service(training, self.options, None),
             as_launch(render_job(training, wish, self.options), training.spec),

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -40,6 +41,7 @@ from atoll.core.ports import Checking, Executor
 from atoll.core.spec import (
     MAX_GPUS,
     MAX_WORLD,
+    Code,
     Deadline,
     RankCount,
     RendezvousSpec,
@@ -102,6 +104,7 @@ class ReplicaSurface:
     backend_name: str = ""
     supports_inter_replica_network: bool = False
     takes_only_variables: bool = False  # arguments reach replicas in their environment alone
+    sends_code: bool = False  # the working directory travels to the replicas
     has_shared_folder: bool = False  # replicas see the launcher's files under the same paths
     namespace = "default"
     stop_grace_s = 5.0
@@ -201,10 +204,27 @@ class ReplicaSurface:
                 **start_variables(n_replicas),
                 **({RESULTS_VARIABLE: PICKLE} if is_pickled else {}),
             },
+            code=self._code_of(entry),
             **self.what_runs(entry, uid),
         )
         self.check_launch(spec)
         return Training(namespace=self.namespace, uid=uid, spec=spec, created_at=time.time())
+
+    def _code_of(self, entry: Entry) -> Code | None:
+        """The working directory, where it travels. Raises ValidationError if it is too large."""
+        if not self.sends_code or isinstance(entry, InImage):
+            return None
+        from atoll.rank.archive import pack, why_not
+
+        if why := why_not("."):
+            log.warning("no code is sent: %s; code=False says so", why)
+            return None
+        folders = [str(entry.path.parent)] if isinstance(entry, Script) else []
+        code = pack(".", [*folders, *sys.path])
+        if code is not None:
+            words = "code: %d files, %d bytes packed, sha256 %s"
+            log.info(words, code.files, code.size, code.digest[:12])
+        return code
 
     def attach(self, job_name: str) -> list[ReplicaHandle]:
         """The handles of a launch again, from any process. Raises NotFound if there is none."""

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 from msgspec.structs import replace
 
+from atoll.core.attempts import newest_kept
 from atoll.core.errors import Conflict, Gone, NotFound
 from atoll.core.model import encode
 from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
-from atoll.core.status import Event, Status, Training
+from atoll.core.status import AttemptStatus, Event, Status, Training
 from atoll.store.feed import Feed, followed_as
 from atoll.store.pages import cut_page
 
@@ -28,6 +29,7 @@ class MemoryStore:
         self._trainings: dict[Key, Training] = {}
         self._idempotency_keys: dict[Key, str | None] = {}
         self._events: dict[Key, deque[Event]] = {}
+        self._attempts: dict[Key, list[AttemptStatus]] = {}
         self._changes: deque[Change] = deque(maxlen=log_changes)
         self._version = 0
         self._event_id = 0
@@ -48,6 +50,7 @@ class MemoryStore:
             )
         self._idempotency_keys[training.key] = idempotency_key
         self._events[training.key] = deque(maxlen=EVENTS_KEPT)
+        self._attempts[training.key] = []
         return self._write(training)
 
     async def get(self, key: Key) -> Training:
@@ -92,18 +95,25 @@ class MemoryStore:
         )
 
     async def update_status(
-        self, training: Training, status: Status, events: Sequence[Event] = ()
+        self,
+        training: Training,
+        status: Status,
+        events: Sequence[Event] = (),
+        attempts: Sequence[AttemptStatus] = (),
     ) -> Training:
         current = self._current(training)
         for event in events:
             self._add_event(current.key, event)
+        if attempts:
+            known = self._attempts[current.key]
+            self._attempts[current.key] = newest_kept([*known, *attempts])
         return self._write(replace(current, status=status))
 
     async def remove(self, training: Training) -> None:
         current = self._trainings.get(training.key)
         if current is None or current.uid != training.uid:
             return
-        for table in (self._trainings, self._events, self._idempotency_keys):
+        for table in (self._trainings, self._events, self._attempts, self._idempotency_keys):
             del table[training.key]
         self._log(training, is_removed=True)
 
@@ -116,6 +126,10 @@ class MemoryStore:
         recent = [event for event in self._events[key] if event.at >= (since or 0.0)]
         return sorted(recent, key=lambda event: (event.at, event.id), reverse=True)
 
+    async def attempts(self, key: Key) -> Sequence[AttemptStatus]:
+        await self.get(key)
+        return list(self._attempts[key])
+
     def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
         return self._feed.follow(self, after, key)
 
@@ -124,6 +138,12 @@ class MemoryStore:
         if source is None:
             raise NotFound("source of training", training.name)
         return source.content
+
+    async def code(self, training: Training) -> bytes:
+        code = (await self.get(training.key)).spec.code
+        if code is None:
+            raise NotFound("code of training", training.name)
+        return code.content
 
     async def version(self) -> int:
         return self._version

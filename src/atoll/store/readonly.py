@@ -6,12 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
 from atoll.core.errors import Temporary
-from atoll.core.ports import Token
+from atoll.core.ports import Key, Token
+from atoll.core.status import AttemptStatus
 from atoll.store.feed import Feed
 from atoll.store.schema import check_readable, is_current
 from atoll.store.sqlite import Changes, SQLiteStore, explained, locked
@@ -38,6 +39,10 @@ class ReadOnlyStore(SQLiteStore):
     def is_current(self) -> bool:
         """Whether it can be written later without a migration, which keeps a copy of the file."""
         return is_current(self._db)
+
+    async def attempts(self, key: Key) -> Sequence[AttemptStatus]:
+        """None of a file that an older release wrote: its tables have no place for them."""
+        return await super().attempts(key) if self.is_current else []
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[Changes]:

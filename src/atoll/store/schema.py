@@ -44,6 +44,30 @@ MIGRATIONS = (
     # Ranks are stored in groups, which releases before cannot read. Bodies stay as they are until
     # they are written again: lists of ranks are read, too.
     "select 1",
+    # Archives of code, each stored once however many trainings have it.
+    """
+    create table codes (digest text primary key, content blob not null);
+    create table code_users (uid text primary key, digest text not null);
+    create index code_users_by_digest on code_users (digest)
+    """,
+    # Attempts of ranks that have a successor.
+    """
+    create table attempts (
+        uid text not null, rank integer not null, attempt integer not null, body blob not null,
+        primary key (uid, rank, attempt)) without rowid
+    """,
+    # Webhooks, and what is still to be delivered to them.
+    """
+    create table webhooks (
+        id text primary key, namespace text not null, url text not null, events text not null,
+        created_at real not null, secret text not null, delivered integer not null default 0,
+        dropped integer not null default 0, last_at real, last_error text not null default '');
+    create table deliveries (
+        id text primary key, webhook text not null, body blob not null, created_at real not null,
+        attempts integer not null, due_at real not null);
+    create index deliveries_by_webhook on deliveries (webhook);
+    create index deliveries_by_due on deliveries (due_at)
+    """,
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

@@ -11,17 +11,21 @@ import fcntl
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
+from atoll.core.attempts import KEPT
 from atoll.core.errors import Conflict, Gone, NotFound, Permanent, Temporary
+from atoll.core.model import encode
 from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
-from atoll.core.status import Event, Status, Training
+from atoll.core.status import AttemptStatus, Event, Status, Training
 from atoll.core.stored import decode_training, encode_training
 from atoll.store.feed import Feed
+from atoll.store.outbox import Outbox
 from atoll.store.pages import cut_page
 from atoll.store.schema import prepare
 
@@ -57,6 +61,7 @@ class SQLiteStore:
                 self._logged_bytes = int(row[0])
             self._file = self._path.stat()
             opened.pop_all()
+        self.outbox = Outbox(lambda: self._db, self._write, lambda: explained(self._path))
 
     def close(self) -> None:
         self._feed.close()
@@ -68,7 +73,7 @@ class SQLiteStore:
             existing = self._created_with(idempotency_key, training)
             if existing is not None:
                 return existing
-            stored = self._log(self._without_source(training), changes)
+            stored = self._log(self._without_code(training), changes)
             try:
                 self._db.execute(
                     "insert into trainings values (?, ?, ?, ?, ?, ?, ?)",
@@ -139,12 +144,17 @@ class SQLiteStore:
             )
 
     async def update_status(
-        self, training: Training, status: Status, events: Sequence[Event] = ()
+        self,
+        training: Training,
+        status: Status,
+        events: Sequence[Event] = (),
+        attempts: Sequence[AttemptStatus] = (),
     ) -> Training:
         with self._write() as changes:
             current = self._current(training)
             for event in events:
                 self._add_event(current.uid, event)
+            self._add_attempts(current.uid, attempts)
             return self._replace(msgspec.structs.replace(current, status=status), changes)
 
     async def remove(self, training: Training) -> None:
@@ -155,8 +165,9 @@ class SQLiteStore:
             ).rowcount
             if gone:
                 self._log(training, changes, is_removed=True)
-                for table in ("events", "sources"):
+                for table in ("events", "sources", "attempts"):
                     self._db.execute(f"delete from {table} where uid = ?", (training.uid,))
+                self._drop_code(training.uid)
 
     async def record(self, key: Key, event: Event) -> None:
         with self._write():
@@ -180,6 +191,14 @@ class SQLiteStore:
             for id, at, kind, reason, message, count in rows
         ]
 
+    async def attempts(self, key: Key) -> Sequence[AttemptStatus]:
+        training = await self.get(key)
+        with explained(self._path):
+            rows = self._db.execute(
+                "select body from attempts where uid = ? order by rank, attempt", (training.uid,)
+            ).fetchall()
+        return [msgspec.json.decode(row[0], type=AttemptStatus) for row in rows]
+
     def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
         return self._feed.follow(self, after, key)
 
@@ -190,6 +209,16 @@ class SQLiteStore:
             ).fetchone()
         if row is None:
             raise NotFound("source of training", training.name)
+        return bytes(row[0])
+
+    async def code(self, training: Training) -> bytes:
+        with explained(self._path):
+            row = self._db.execute(
+                "select content from codes join code_users using (digest) where uid = ?",
+                (training.uid,),
+            ).fetchone()
+        if row is None:
+            raise NotFound("code of training", training.name)
         return bytes(row[0])
 
     async def version(self) -> int:
@@ -247,14 +276,32 @@ class SQLiteStore:
         with contextlib.suppress(Permanent):
             self._check_there()
 
-    def _without_source(self, training: Training) -> Training:
-        """The training with a digest for its code, which is stored once: not with every status."""
-        source = training.spec.source
-        if source is None:
-            return training
-        self._db.execute("insert into sources values (?, ?)", (training.uid, source.content))
-        spec = msgspec.structs.replace(training.spec, source=source.by_digest())
-        return msgspec.structs.replace(training, spec=spec)
+    def _without_code(self, training: Training) -> Training:
+        """The training with digests for its code, which is stored once: not with every status."""
+        spec = training.spec
+        if spec.source is not None:
+            row = (training.uid, spec.source.content)
+            self._db.execute("insert into sources values (?, ?)", row)
+        if spec.code is not None:
+            digest = spec.code.digest
+            if not spec.code.is_digest:
+                row = (digest, spec.code.content)
+                self._db.execute("insert or ignore into codes values (?, ?)", row)
+            elif not self._db.execute("select 1 from codes where digest = ?", (digest,)).fetchone():
+                raise NotFound("code of training", training.name)
+            self._db.execute("insert into code_users values (?, ?)", (training.uid, digest))
+        return msgspec.structs.replace(training, spec=spec.by_digest())
+
+    def _drop_code(self, uid: str) -> None:
+        """Removes the training's claim on its code, and the code if nobody else has one."""
+        row = self._db.execute("select digest from code_users where uid = ?", (uid,)).fetchone()
+        if row is not None:
+            self._db.execute("delete from code_users where uid = ?", (uid,))
+            self._db.execute(
+                "delete from codes where digest = ?1 "
+                "and not exists (select 1 from code_users where digest = ?1)",
+                row,
+            )
 
     def _created_with(self, idempotency_key: str | None, training: Training) -> Training | None:
         """The training that an earlier create with this key stored. Raises Conflict if its name is
@@ -349,6 +396,7 @@ class SQLiteStore:
 
     def _add_event(self, uid: str, event: Event) -> None:
         """Adds the event, or counts it onto the newest one if that says the same."""
+        self.outbox.note(uid, event, time.time())
         last = self._db.execute(
             "select id, type, reason, message from events where uid = ? order by id desc limit 1",
             (uid,),
@@ -366,6 +414,17 @@ class SQLiteStore:
             "delete from events where uid = ?1 and id <= (select id from events where uid = ?1 "
             "order by id desc limit 1 offset ?2)",
             (uid, EVENTS_KEPT),
+        )
+
+    def _add_attempts(self, uid: str, attempts: Sequence[AttemptStatus]) -> None:
+        self._db.executemany(
+            "insert or replace into attempts values (?, ?, ?, ?)",
+            [(uid, a.rank, a.attempt, encode(a)) for a in attempts],
+        )
+        self._db.executemany(
+            "delete from attempts where uid = ?1 and rank = ?2 and attempt <= (select attempt "
+            "from attempts where uid = ?1 and rank = ?2 order by attempt desc limit 1 offset ?3)",
+            [(uid, rank, KEPT) for rank in {a.rank for a in attempts}],
         )
 
 

@@ -7,10 +7,21 @@ What was dropped is known by the name of the oldest segment; reading starts at t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from atoll.core.lines import split_lines
+from atoll.rank.logtimes import (
+    PAIR,
+    RESOLUTION_S,
+    append_time,
+    close_times,
+    offset_since,
+    times_path,
+)
 
 KEPT_BYTES = 64 * 2**20  # of each rank's log, unless another size is set
 SEGMENTS_KEPT = 8  # the oldest of them is dropped when the newest is full
@@ -20,8 +31,17 @@ LONG_LINE = 1 << 20  # bytes in which the end of a line that was cut off is look
 class LogWriter:
     """The log of one rank. On a full disk output is dropped, and the rank is never blocked."""
 
-    def __init__(self, folder: Path, *, kept_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        kept_bytes: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._folder = folder
+        self._clock = clock
+        self._stamped_at = -math.inf
+        self._stamps = 0  # bytes of times, which count as kept
         self._segment_bytes = (kept_bytes or KEPT_BYTES) // SEGMENTS_KEPT
         self._file: int | None = None
         self._start = self._size = 0
@@ -32,12 +52,24 @@ class LogWriter:
         with contextlib.suppress(OSError):
             if self._file is None:
                 self._begin()
-            elif self._size >= self._segment_bytes:
+            elif self._size + self._stamps >= self._segment_bytes:
                 self._rotate(self._file)
             if self._file is not None:
+                self._stamp()
                 self._size += os.write(self._file, data)
 
+    def _stamp(self) -> None:
+        """Notes the time first: a reader of what follows finds it."""
+        now = self._clock()
+        if 0 <= now - self._stamped_at < RESOLUTION_S:
+            return
+        with contextlib.suppress(OSError):
+            append_time(times_path(self._folder, self._start), self._start + self._size, now)
+            self._stamped_at = now
+            self._stamps += PAIR.size
+
     def close(self) -> None:
+        close_times(times_path(self._folder, self._start))
         if self._file is not None:
             os.close(self._file)
 
@@ -46,6 +78,8 @@ class LogWriter:
         self._start = (segments(self._folder) or [0])[-1]
         self._file = self._open(self._start)
         self._size = os.fstat(self._file).st_size
+        with contextlib.suppress(FileNotFoundError):
+            self._stamps = times_path(self._folder, self._start).stat().st_size
 
     def _rotate(self, full: int) -> None:
         start = self._start + self._size
@@ -54,9 +88,12 @@ class LogWriter:
         except OSError:
             return
         os.close(full)
+        close_times(times_path(self._folder, self._start))
         self._file, self._start, self._size = file, start, 0
+        self._stamped_at, self._stamps = -math.inf, 0
         for old in segments(self._folder)[:-SEGMENTS_KEPT]:
             segment_path(self._folder, old).unlink(missing_ok=True)
+            times_path(self._folder, old).unlink(missing_ok=True)
 
     def _open(self, start: int) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -117,9 +154,9 @@ def log_end(folder: Path) -> int:
     return starts[-1]
 
 
-def tail_offset(folder: Path, lines: int) -> int:
-    """The offset from which there are at most `lines` whole lines left."""
-    end = at = log_end(folder)
+def tail_offset(folder: Path, lines: int, end: int | None = None) -> int:
+    """The offset from which there are at most `lines` lines until `end`, or until the end."""
+    end = at = log_end(folder) if end is None else min(end, log_end(folder))
     oldest = log_start(folder)
     if lines <= 0:
         return end
@@ -134,6 +171,17 @@ def tail_offset(folder: Path, lines: int) -> int:
                 return start + position + 1
         at = start
     return oldest
+
+
+def since_offset(folder: Path, since: float) -> int:
+    """Where the first line begins that ended at `since` or later; the end if there is none."""
+    at = offset_since(folder, segments(folder), since)
+    if at is None:
+        return log_end(folder)
+    start = max(at - LONG_LINE, log_start(folder))
+    if start >= at:
+        return start
+    return start + _read_exactly(folder, start, at - start).rfind(b"\n") + 1
 
 
 def last_lines(folder: Path, lines: int, limit_bytes: int = 4096) -> list[str]:

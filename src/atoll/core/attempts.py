@@ -1,0 +1,111 @@
+"""The attempts of ranks: each start of a rank's process, and how it ended.
+
+A status has the newest attempt of each rank. Stores keep those before it, as many as `KEPT`, beside
+the status, and only once they have a successor: a rank that never restarts costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from atoll.core.ends import RankEnd
+from atoll.core.model import Model
+from atoll.core.ranks import in_ms
+from atoll.core.status import AttemptStatus, Exit, RankStatus, Seen, Status
+
+KEPT = 20  # of one rank, before its newest
+MESSAGE_CHARS = 300
+TIMES = 10**6  # larger numbers of attempts are seconds since the epoch
+
+
+class AttemptList(Model, frozen=True):
+    """In order of rank and attempt."""
+
+    items: list[AttemptStatus]
+
+
+def superseded(old: Status, new: Status, seen: Seen) -> tuple[AttemptStatus, ...]:
+    """The attempts that have a successor in `new` and had none in `old`."""
+    before = {r.rank: r for r in (*old.ranks, *old.retired)}
+    looks = {look.rank: look for look in seen.ranks}
+    ended: list[AttemptStatus] = []
+    for rank in (*new.ranks, *new.retired):
+        was = before.get(rank.rank) or RankStatus(rank=rank.rank)
+        if rank.attempt <= max(was.attempt, 0):
+            continue
+        look = looks.get(rank.rank)
+        earlier = {} if look is None else {a.attempt: a for a in look.earlier}
+        if was.attempt >= 0 and was.attempt not in earlier:
+            earlier[was.attempt] = attempt_of(was, _end(was, rank))
+        ended += (earlier[number] for number in sorted(earlier) if number < rank.attempt)
+    return tuple(ended)
+
+
+def _end(was: RankStatus, rank: RankStatus) -> Exit:
+    """How the attempt that `was` shows had ended by the time `rank` was seen."""
+    if was.exit is not None:
+        return was.exit
+    if rank.attempt == was.attempt + 1 and rank.previous is not None:
+        return rank.previous
+    at = rank.started_at or was.started_at or 0.0
+    return Exit(code=None, at=at, reason=RankEnd.VANISHED, message="its end was not seen")
+
+
+def attempt_of(rank: RankStatus, exit: Exit | None) -> AttemptStatus:
+    """The attempt that the status of a rank shows."""
+    return ended_attempt(
+        AttemptStatus(
+            rank=rank.rank, attempt=rank.attempt, started_at=rank.started_at, host=rank.node
+        ),
+        exit,
+    )
+
+
+def ended_attempt(attempt: AttemptStatus, exit: Exit | None) -> AttemptStatus:
+    if exit is None:
+        return attempt
+    started_at = None if attempt.started_at is None else in_ms(attempt.started_at)
+    return AttemptStatus(
+        rank=attempt.rank,
+        attempt=attempt.attempt,
+        started_at=started_at,
+        host=attempt.host,
+        ended_at=in_ms(exit.at),
+        exit_code=exit.code,
+        reason=exit.reason,
+        signal=exit.signal,
+        is_stopped=exit.is_stopped,
+        message=exit.message[:MESSAGE_CHARS],
+    )
+
+
+def attempts_of(status: Status, stored: Iterable[AttemptStatus]) -> list[AttemptStatus]:
+    """All that are known, in order of rank and attempt: those stored, and the newest ones.
+
+    Where an executor tells attempts apart by their times, they are counted from 0.
+    """
+    known = {(a.rank, a.attempt): a for a in stored}
+    for rank in (*status.ranks, *status.retired):
+        if rank.attempt >= 0:
+            known[rank.rank, rank.attempt] = attempt_of(rank, rank.exit)
+    counts: dict[int, int] = {}
+    attempts = []
+    for key in sorted(known):
+        one, count = known[key], counts.get(key[0], 0)
+        attempts.append(one if one.attempt < TIMES else replace(one, attempt=count))
+        counts[key[0]] = count + 1
+    return attempts
+
+
+def newest_kept(attempts: Sequence[AttemptStatus], most: int | None = None) -> list[AttemptStatus]:
+    """Those to keep, in order of rank: `KEPT` of each rank, and `most` of all, the newest."""
+    by_rank: dict[int, dict[int, AttemptStatus]] = {}
+    for attempt in attempts:
+        by_rank.setdefault(attempt.rank, {})[attempt.attempt] = attempt
+    kept = [own[number] for _, own in sorted(by_rank.items()) for number in sorted(own)[-KEPT:]]
+    if most is not None and len(kept) > most:
+        newest = sorted(kept, key=lambda a: a.ended_at or 0.0)[-most:]
+        kept = sorted(newest, key=lambda a: (a.rank, a.attempt))
+    return kept

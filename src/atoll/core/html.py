@@ -1,0 +1,193 @@
+"""Trainings, worlds, exits and log lines as notebooks show them. Pure.
+
+What ranks print, report and are called is only ever text here: it is escaped, and control
+characters are shown as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from atoll.core.escapes import visible
+
+if TYPE_CHECKING:
+    from atoll.core.series import NewestFigure
+    from atoll.core.status import LogLine, RankExit, RankStatus, Training, WorldStatus
+
+T = TypeVar("T")
+
+# As `html.escape` does; its module takes longer to import than all of this.
+MARKUP = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
+
+COLOURS = {
+    "pending": "#935a00",
+    "ready": "#1259bd",
+    "succeeded": "#04796a",
+    "failed": "#c0304f",
+    "cancelled": "#5f6975",
+}
+SHAPES = {"pending": "◌", "ready": "●", "succeeded": "✓", "failed": "✕", "cancelled": "⊟"}
+MOST_RANKS = 16
+MOST_ROWS = 60
+MOST_LINES = 500
+
+
+class ShownList(list[T]):
+    """A list that notebooks show as a table."""
+
+    def __init__(self, items: Iterable[T], html: Callable[[Sequence[T]], str]) -> None:
+        super().__init__(items)
+        self._html = html
+
+    def _repr_html_(self) -> str:
+        return self._html(self)
+
+
+def text(value: object) -> str:
+    """Any text as harmless markup."""
+    return visible(str(value)).translate(MARKUP)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The cells of `rows` are markup already."""
+    head = "".join(f'<th style="text-align:left">{text(cell)}</th>' for cell in header)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="text-align:left">{cell}</td>' for cell in row) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def phase_html(phase: str) -> str:
+    colour = COLOURS.get(phase, "#935a00")
+    shape = SHAPES.get(phase, "◌")
+    return f'<span style="color:{colour};font-weight:600">{shape} {text(phase or "new")}</span>'
+
+
+def world_html(world: WorldStatus) -> str:
+    below = ', <b style="color:#935a00">below minimum</b>' if world.below_minimum else ""
+    bounds = f"min {world.min}, max {world.max}"
+    return f"<span><b>{world.ready} of {world.target}</b> ranks ready ({bounds}){below}</span>"
+
+
+def exits_html(exits: Sequence[RankExit]) -> str:
+    from atoll.core.narrate import exit_in_words
+
+    rows = [
+        (
+            str(ended.rank),
+            f'<span style="color:{COLOURS["failed"]}">{text(exit_in_words(ended))}</span>'
+            if ended.is_failure and not ended.collateral
+            else text("stopped with the rest" if ended.collateral else exit_in_words(ended)),
+            text(ended.host or "–"),
+            str(ended.restart_count),
+        )
+        for ended in exits[:MOST_ROWS]
+    ]
+    shown = table(("rank", "end", "host", "restarts"), rows) + _more(len(exits), MOST_ROWS)
+    if len(exits) == 1 and exits[0].log_tail:
+        shown += lines_text_html(exits[0].log_tail)
+    return shown
+
+
+def lines_text_html(lines: Sequence[str]) -> str:
+    return f"<pre>{chr(10).join(text(line) for line in lines)}</pre>"
+
+
+def line_html(line: LogLine) -> str:
+    return f"<pre><b>[{line.rank}]</b> {text(line.text)}</pre>"
+
+
+def lines_html(lines: Sequence[LogLine]) -> str:
+    shown = "\n".join(f"<b>[{line.rank}]</b> {text(line.text)}" for line in lines[-MOST_LINES:])
+    before = len(lines) - MOST_LINES
+    note = f"<p>{before:,} earlier lines are not shown</p>" if before > 0 else ""
+    return f'{note}<pre style="max-height:30em;overflow:auto">{shown}</pre>'
+
+
+def ranks_html(ranks: Sequence[RankStatus]) -> str:
+    """What is not like the rest first: failed, waiting, restarted."""
+    kinds = {"Failed": 0, "Pending": 1}
+    order = sorted(ranks, key=lambda r: (kinds.get(r.phase, 2 if r.restarts else 3), r.rank))
+    colours = {"Failed": COLOURS["failed"], "Pending": COLOURS["pending"]}
+    rows = [
+        (
+            str(r.rank),
+            f'<span style="color:{colours.get(r.phase, "inherit")}">{text(r.phase.lower())}</span>',
+            text(r.node or "–"),
+            str(r.restarts),
+            text(r.message[:200]),
+        )
+        for r in sorted(order[:MOST_RANKS], key=lambda r: r.rank)
+    ]
+    header = ("rank", "state", "host", "restarts", "message")
+    return table(header, rows) + _more(len(ranks), MOST_RANKS)
+
+
+def _more(count: int, most: int) -> str:
+    return f"<p>and {count - most:,} more</p>" if count > most else ""
+
+
+def training_html(training: Training, figures: Sequence[NewestFigure] = ()) -> str:
+    from atoll.core.narrate import end_in_words, status_in_words
+
+    status = training.status
+    is_over = status.phase.is_terminal
+    words = end_in_words(training) if is_over else status_in_words(status)
+    parts = [
+        f"<p><b>{text(training.name)}</b> {phase_html(status.phase.value)} {text(words)}</p>",
+        f"<p>{world_html(training.world)}{''.join(map(figure_html, figures))}</p>",
+    ]
+    if status.root_cause is not None and status.root_cause.log_tail:
+        parts.append(lines_text_html(status.root_cause.log_tail))
+    if is_over and status.rank_exits:
+        parts.append(exits_html(status.rank_exits))
+    elif status.ranks:
+        parts.append(ranks_html(status.ranks))
+    return f"<div>{''.join(parts)}</div>"
+
+
+def figure_html(figure: NewestFigure) -> str:
+    step = "" if figure.step is None else f" at step {figure.step:,}"
+    value = f"{float(figure.value):.4g}"
+    return f" · {text(figure.name)} <b>{text(value)}</b>{step} {spark_svg(figure.spark)}"
+
+
+def spark_svg(values: Sequence[Any]) -> str:
+    """A small curve; what is not finite is a gap and left out."""
+    points = [(at, value) for at, value in enumerate(values) if isinstance(value, int | float)]
+    if len(points) < 2:
+        return ""
+    low, high = min(v for _, v in points), max(v for _, v in points)
+    span = (high - low) or 1.0
+    path = " ".join(
+        f"{at * 96 / max(1, len(values) - 1) + 2:.1f},{18 - (value - low) / span * 15:.1f}"
+        for at, value in points
+    )
+    return (
+        '<svg width="100" height="20" style="vertical-align:middle">'
+        f'<polyline points="{path}" fill="none" stroke="#1259bd" stroke-width="1.4"/></svg>'
+    )
+
+
+def trainings_html(trainings: Sequence[Any]) -> str:
+    """Of handles, as they were read last."""
+    from atoll.core.narrate import end_in_words, status_in_words
+
+    rows = []
+    for handle in trainings[:MOST_ROWS]:
+        training: Training = handle.last
+        status = training.status
+        words = end_in_words(training) if status.phase.is_terminal else status_in_words(status)
+        rows.append(
+            (
+                f"<b>{text(training.name)}</b>",
+                phase_html(status.phase.value),
+                f"{training.world.ready}/{training.world.target}",
+                text(words[:200]),
+                text(training.executor),
+            )
+        )
+    header = ("name", "phase", "ready", "what it is doing", "where")
+    return table(header, rows) + _more(len(trainings), MOST_ROWS)

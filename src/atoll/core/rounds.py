@@ -1,0 +1,354 @@
+"""Outer rounds as the control plane keeps them and as clients read them. Pure.
+
+What a round was is in its roster. It is read from the store, or told by the replicas that took
+part; what it cost is known to the replicas alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from atoll.core.model import Model
+from atoll.core.spans import some_spans
+from atoll.core.status import Training
+
+Source = Literal["store", "reports"]
+
+# The states of a rank in a round, as one letter each.
+IN, JOINED, LATE, MISSING, BAD, LEFT, ABSENT = "i", "j", "l", "m", "n", "-", "."
+HANDED_IN, WAITED_FOR = "u", "w"  # in the round that is not decided yet
+
+
+class RoundFacts(Model, frozen=True):
+    """What the roster of a round says.
+
+    `missing`: ranks that were waited for and did not come; `blamed`: whose upload could not be
+    used; `late`: who uploaded after the roster was decided; `bad`: members whose movement was not
+    finite, so that it does not count; `gone`: members that handed in and left.
+    """
+
+    run: str
+    round: int
+    fragment: int = 0
+    fragments: int = 1
+    attempt: int = 0
+    members: list[int] = []
+    weights: list[float] = []
+    missing: list[int] = []
+    blamed: list[int] = []
+    late: list[int] = []
+    bad: list[int] = []
+    gone: list[int] = []
+    sizes: list[int] = []  # bytes of each member's upload; empty where that was not seen
+    tokens: float = 0.0
+    steps: int = 0
+    parameters: int | None = None
+    at: float | None = None  # when it was decided
+    error: str = ""  # why the round is void
+
+
+class RoundCost(msgspec.Struct, frozen=True, array_like=True):
+    """What a round cost one replica."""
+
+    rank: int
+    bytes_up: int
+    bytes_down: int
+    requests: int
+    hidden_s: float
+    blocked_s: float
+
+
+class RoundWord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a replica tells of a round. Only the first members tell its roster."""
+
+    run: str
+    fragment: int
+    round: int
+    cost: RoundCost
+    facts: RoundFacts | None = None
+
+
+class KeptRound(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One round of one fragment: from the store, and from replicas."""
+
+    seen: RoundFacts | None = None
+    told: RoundFacts | None = None
+    costs: list[RoundCost] = []
+
+    @property
+    def facts(self) -> RoundFacts | None:
+        """The store wins over what replicas say."""
+        return self.told if self.seen is None else self.seen
+
+    @property
+    def differs(self) -> bool:
+        """Whether a replica says something else than the store."""
+        if self.seen is None or self.told is None:
+            return False
+        told, seen = self.told, self.seen
+        return (told.members, told.missing) != (seen.members, seen.missing) and (
+            told.attempt == seen.attempt
+        )
+
+
+def with_word(kept: KeptRound, word: RoundWord) -> KeptRound:
+    others = [cost for cost in kept.costs if cost.rank != word.cost.rank]
+    told = word.facts or kept.told
+    if kept.told is not None and told is not None and told.attempt < kept.told.attempt:
+        told = kept.told
+    costs = sorted([*others, word.cost], key=lambda cost: cost.rank)
+    return KeptRound(seen=kept.seen, told=told, costs=costs)
+
+
+def with_seen(kept: KeptRound, facts: RoundFacts) -> KeptRound:
+    """What was seen before and is swept from the store by now stays."""
+    seen = kept.seen
+    if seen is not None and seen.attempt == facts.attempt:
+        late = sorted({*seen.late, *facts.late} - set(facts.members))
+        facts = msgspec.structs.replace(
+            facts,
+            late=late,
+            sizes=facts.sizes or seen.sizes,
+            at=seen.at if facts.at is None else facts.at,
+            parameters=seen.parameters if facts.parameters is None else facts.parameters,
+        )
+    return KeptRound(seen=facts, told=kept.told, costs=kept.costs)
+
+
+class RoundItem(Model, frozen=True, omit_defaults=False):
+    """One round as clients read it. What is unknown is null.
+
+    `joined`: members that were not there in the round before; `left`: members of the round before
+    that were not waited for. Bytes are of all replicas that are known, seconds those of the
+    slowest.
+    """
+
+    round: int
+    fragment: int
+    attempt: int
+    at: float | None
+    source: Source
+    roster: list[int]
+    weights: list[float]
+    missing: list[int]
+    late: list[int]
+    blamed: list[int]
+    bad: list[int]
+    joined: list[int]
+    left: list[int]
+    tokens: float
+    steps: int
+    bytes_up: int | None
+    bytes_down: int | None
+    requests: int | None
+    hidden_s: float | None
+    blocked_s: float | None
+    bits_up: float | None  # a parameter, of a replica's upload
+    bits_per_parameter: float | None  # up and down together
+    error: str
+    costs: list[RoundCost] | None = None
+
+
+class RoundSummary(Model, frozen=True, omit_defaults=False):
+    """How far a run is. `behind`: who was not in the newest round though it was waited for, or
+    came late. `waited_for`: who has not uploaded to the round that is open."""
+
+    run: str
+    source: Source
+    round: int | None  # the newest that is decided, counted from 0
+    rounds: int  # how many every fragment has
+    fragments: int
+    roster: list[int]
+    behind: list[int]
+    uploaded: list[int]
+    waited_for: list[int]
+    tokens: float
+    moved_at: float | None
+    looked_at: float | None
+    words: str = ""
+
+
+class ShownTraining(Training, frozen=True):
+    """A training with how far its rounds are, which no store of trainings has."""
+
+    rounds: RoundSummary | None = None
+
+
+def with_rounds(training: Training, summary: RoundSummary | None) -> ShownTraining:
+    fields = {name: getattr(training, name) for name in training.__struct_fields__}
+    return ShownTraining(**fields, rounds=summary)
+
+
+class RoundList(Model, frozen=True, omit_defaults=False):
+    """Rounds in order. `why`: where they come from, in words; `dropped`: how many of the oldest
+    are not kept any more."""
+
+    items: list[RoundItem]
+    summary: RoundSummary | None = None
+    why: str = ""
+    dropped: int = 0
+    is_kept: bool = True  # False where the control plane keeps none
+
+
+def items_of(kept: Iterable[KeptRound], *, has_costs: bool = False) -> list[RoundItem]:
+    """In the given order, which is that of the rounds. A first one is compared with nothing."""
+    before: dict[int, RoundFacts] = {}
+    items = []
+    for each in kept:
+        facts = each.facts
+        if facts is None:
+            continue
+        items.append(_item(each, facts, before.get(facts.fragment), has_costs=has_costs))
+        if facts.members:
+            before[facts.fragment] = facts
+    return items
+
+
+def _item(
+    kept: KeptRound, facts: RoundFacts, before: RoundFacts | None, *, has_costs: bool
+) -> RoundItem:
+    costs = kept.costs
+    joined, left = moves(before, facts)
+    up = sum(cost.bytes_up for cost in costs) if costs else None
+    if facts.sizes and len(costs) < len(facts.members):
+        up = sum(facts.sizes)
+    parameters = facts.parameters
+    told = kept.told
+    if parameters is None and told is not None:
+        parameters = told.parameters
+    uploads = [size for size in facts.sizes if size]
+    bits_up = both = None
+    if parameters and uploads:
+        bits_up = 8 * sum(uploads) / len(uploads) / parameters
+    elif parameters and costs:
+        bits_up = 8 * sum(cost.bytes_up for cost in costs) / len(costs) / parameters
+    if parameters and costs:
+        total = sum(cost.bytes_up + cost.bytes_down for cost in costs)
+        both = 8 * total / len(costs) / parameters
+    return RoundItem(
+        round=facts.round,
+        fragment=facts.fragment,
+        attempt=facts.attempt,
+        at=facts.at,
+        source="reports" if kept.seen is None else "store",
+        roster=facts.members,
+        weights=facts.weights,
+        missing=facts.missing,
+        late=facts.late,
+        blamed=facts.blamed,
+        bad=facts.bad,
+        joined=joined,
+        left=left,
+        tokens=facts.tokens,
+        steps=facts.steps,
+        bytes_up=up,
+        bytes_down=sum(cost.bytes_down for cost in costs) if costs else None,
+        requests=sum(cost.requests for cost in costs) if costs else None,
+        hidden_s=max((cost.hidden_s for cost in costs), default=None),
+        blocked_s=max((cost.blocked_s for cost in costs), default=None),
+        bits_up=bits_up,
+        bits_per_parameter=both,
+        error=facts.error,
+        costs=costs if has_costs else None,
+    )
+
+
+def moves(before: RoundFacts | None, facts: RoundFacts) -> tuple[list[int], list[int]]:
+    """Who joined in this round, and who of the round before has left."""
+    if before is None or not facts.members:
+        return [], []
+    known = {*before.members, *before.missing, *before.late, *before.blamed} - {*before.gone}
+    here = {*facts.members}
+    absent = {*before.members} - here - {*facts.missing, *facts.late, *facts.blamed}
+    return sorted(here - known), sorted(absent)
+
+
+def states(item: RoundItem) -> dict[int, str]:
+    """The letter of each rank that the round speaks of."""
+    letters = dict.fromkeys(item.left, LEFT)
+    letters |= dict.fromkeys([*item.missing, *item.blamed], MISSING)
+    letters |= dict.fromkeys(item.late, LATE)
+    letters |= dict.fromkeys(item.roster, IN)
+    letters |= dict.fromkeys(item.joined, JOINED)
+    letters |= dict.fromkeys(item.bad, BAD)
+    return letters
+
+
+class OpenRound(Model, frozen=True):
+    """What a look at the store found of the round that is not decided yet."""
+
+    fragment: int
+    round: int
+    uploaded: list[int]
+
+
+def summary_of(
+    run: str,
+    newest: Sequence[KeptRound],
+    tokens: float,
+    looked_at: float | None,
+    waiting: Sequence[OpenRound] = (),
+    left: Mapping[int, str] | None = None,
+) -> RoundSummary | None:
+    """`newest`: the newest round of each fragment; `left`: ranks that have left, and how."""
+    known = [(each, facts) for each in newest if (facts := each.facts) is not None]
+    if not known and not waiting:
+        return None
+    fragments = max([facts.fragments for _, facts in known], default=1)
+    last_kept, last = max(
+        known, key=lambda pair: (pair[1].round, pair[1].at or 0.0), default=(None, None)
+    )
+    roster = [] if last is None else list(last.members)
+    behind = [] if last is None else sorted({*last.missing, *last.late, *last.blamed})
+    uploaded: list[int] = []
+    waited_for: list[int] = []
+    if waiting:
+        first = min(waiting, key=lambda each: each.round)
+        uploaded = sorted(first.uploaded)
+        gone = {*(left or {}), *([] if last is None else last.gone)}
+        waited_for = sorted({*roster, *([] if last is None else last.late)} - {*uploaded} - gone)
+    counts = [facts.round + 1 for _, facts in known]
+    summary = RoundSummary(
+        run=run,
+        source="store" if last_kept is None or last_kept.seen is not None else "reports",
+        round=None if last is None else last.round,
+        rounds=min(counts) if len(counts) == fragments else 0,
+        fragments=fragments,
+        roster=roster,
+        behind=behind,
+        uploaded=uploaded,
+        waited_for=waited_for,
+        tokens=tokens,
+        moved_at=None if last is None else last.at,
+        looked_at=looked_at,
+    )
+    return msgspec.structs.replace(summary, words=in_words(summary))
+
+
+def in_words(summary: RoundSummary) -> str:
+    """`44 rounds agreed, the last with 6 of 8 (ranks 3, 5 behind); round 44 waits for rank 2`."""
+    if summary.round is None:
+        agreed = "no round agreed yet"
+    else:
+        everyone = len({*summary.roster, *summary.behind})
+        with_whom = f"{len(summary.roster)} of {everyone}" if summary.behind else "all"
+        if not summary.behind:
+            with_whom = f"all {len(summary.roster)}" if len(summary.roster) > 1 else "one replica"
+        behind = f" ({_ranks(summary.behind)} behind)" if summary.behind else ""
+        noun = "round" if summary.rounds == 1 else "rounds"
+        agreed = f"{summary.rounds} {noun} agreed, the last with {with_whom}{behind}"
+        if not summary.roster:
+            agreed = f"{summary.rounds} {noun} agreed, the last is void"
+    if not summary.uploaded:
+        return agreed
+    number = 0 if summary.round is None else summary.round + 1
+    if not summary.waited_for:
+        return f"{agreed}; {_ranks(summary.uploaded)} uploaded to round {number}"
+    return f"{agreed}; round {number} waits for {_ranks(summary.waited_for)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {some_spans(ranks)}"

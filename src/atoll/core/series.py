@@ -1,0 +1,65 @@
+"""Series as clients read them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from atoll.core.model import Model
+
+# Names of what is measured from outside of a rank begin with this.
+MACHINE = "machine/"
+
+Figure = float | str  # `nan`, `inf` and `-inf` are text
+
+
+class RankUse(NamedTuple):
+    """What a rank uses of its machine: `cpu` in cores, `memory` in bytes, and so on."""
+
+    rank: int
+    attempt: int
+    figures: dict[str, float]
+
+
+class SeriesColumns(Model, frozen=True, omit_defaults=False):
+    """One name of one rank over time, as columns.
+
+    Each entry stands for `count` points, which it merges, and `bad` more that were not finite.
+    """
+
+    name: str
+    rank: int
+    process: int
+    attempt: list[int]
+    step: list[int | None]
+    at: list[float]
+    min: list[Figure]
+    mean: list[Figure]
+    max: list[Figure]
+    count: list[int]
+    bad: list[int]
+
+
+class SeriesList(Model, frozen=True, omit_defaults=False):
+    """The series of a training, in order of name and rank."""
+
+    items: list[SeriesColumns]
+    skipped: int = 0  # figures that were told and not kept
+    is_kept: bool = True  # False where the control plane keeps none
+
+
+class NewestFigure(Model, frozen=True, omit_defaults=False):
+    """What a training reported last under one name: by the lowest rank that reports it."""
+
+    training: str
+    uid: str
+    name: str
+    value: Figure
+    step: int | None
+    at: float
+    spark: list[Figure] = []  # the way there, in a few points
+    ranks: dict[str, Figure] = {}  # of each rank, where that was asked for
+
+
+class NewestFigures(Model, frozen=True, omit_defaults=False):
+    items: list[NewestFigure]
+    is_kept: bool = True  # False where the control plane keeps none

@@ -1,0 +1,134 @@
+"""GPUs of this machine: each rank that asks for some has its own, for as long as it lives.
+
+Which rank has which is written into the document of its gang, so a control plane that starts anew
+knows it, and a rank that is started again finds the same ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from atoll.core.errors import ValidationError
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+MOST = 1024
+
+Held = dict[int, list[str]]  # by rank
+
+
+class DeviceShare(NamedTuple):
+    """What a training asks for: so many for each rank, of these devices."""
+
+    each: int
+    of: list[str]
+
+
+class Devices:
+    """Devices and who has them. One that is listed twice may be used by two ranks."""
+
+    def __init__(self, ids: Sequence[str] = ()) -> None:
+        self.ids = list(ids)
+        self._held: dict[str, Held] = {}  # by uid of the training
+
+    def share(self, count: int, env: Mapping[str, str]) -> DeviceShare | None:
+        """None: it asks for none, or no device is known here.
+
+        The training's own CUDA_VISIBLE_DEVICES is the list that it may choose from.
+        """
+        own = None if VARIABLE not in env else parse_ids(env[VARIABLE])
+        if not count or not (self.ids or own):
+            return None
+        if own is None or not self.ids:
+            return DeviceShare(count, self.ids or own or [])
+        return DeviceShare(count, [device for device in self.ids if device in own])
+
+    def ranks(self, uid: str, share: DeviceShare) -> int:
+        """How many ranks of the training can have their devices now."""
+        return len(self._held.get(uid, {})) + len(self._free(share)) // share.each
+
+    def assign(self, uid: str, size: int, share: DeviceShare) -> Held | None:
+        """Devices for ranks `0..size-1`, and for the higher ones that still have theirs; None if
+        there are too few."""
+        held = dict(self._held.get(uid, {}))
+        free = self._free(share)
+        for rank in range(size):
+            if rank not in held:
+                if len(free) < share.each:
+                    return None
+                held[rank], free = free[: share.each], free[share.each :]
+        self._held[uid] = held
+        return held
+
+    def keep(self, uid: str, ranks: int) -> bool:
+        """Higher ranks give theirs back. Returns whether some did."""
+        held = self._held.get(uid, {})
+        gone = [rank for rank in held if rank >= ranks]
+        for rank in gone:
+            del held[rank]
+        if not held:
+            self._held.pop(uid, None)
+        return bool(gone)
+
+    def take_over(self, uid: str, held: Mapping[str, Sequence[str]]) -> None:
+        """What the document of a gang says of an earlier control plane's choice."""
+        if held:
+            self._held[uid] = {int(rank): list(devices) for rank, devices in held.items()}
+
+    def in_words(self, share: DeviceShare, host: str, least: int) -> str:
+        """Why ranks wait."""
+        used = len(share.of) - len(self._free(share))
+        words = f"{used} of {len(share.of)} GPUs of {host} are in use, and each rank takes"
+        if len(share.of) < least * share.each:
+            return f"{words} {share.each}: {least} ranks need {least * share.each}"
+        return f"{words} {share.each}"
+
+    def _free(self, share: DeviceShare) -> list[str]:
+        used = Counter(
+            device
+            for held in self._held.values()
+            for devices in held.values()
+            for device in devices
+        )
+        free = []
+        for device in share.of:
+            if used[device]:
+                used[device] -= 1
+            else:
+                free.append(device)
+        return free
+
+
+def parse_ids(text: str) -> list[str]:
+    """As CUDA reads the variable: what comes after a negative number does not count."""
+    ids = []
+    for word in text.split(","):
+        if not word.strip() or word.strip().startswith("-"):
+            break
+        ids.append(word.strip())
+    return ids
+
+
+def ids_of(field: str, value: object) -> list[str]:
+    """A number of devices, or a list of their ids, as `[executors.local]` may say it."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST:
+        return [str(device) for device in range(value)]
+    if isinstance(value, list) and len(value) <= MOST:
+        ids = [str(device) if type(device) is int else device for device in value]
+        if all(isinstance(device, str) and re.fullmatch(r"[\w:./-]+", device) for device in ids):
+            return ids
+    raise ValidationError(field, value, "expected a number of GPUs, or a list such as [0, 1]")
+
+
+def present(env: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+    """Those that this process may use by its environment, else all of NVIDIA's."""
+    if VARIABLE in env:
+        return parse_ids(env[VARIABLE])
+    cards: Iterable[Path] = (root / "proc/driver/nvidia/gpus").glob("*")
+    count = len(list(cards)) or len(
+        [path for path in (root / "dev").glob("nvidia*") if path.name[6:].isdigit()]
+    )
+    return [str(device) for device in range(count)]

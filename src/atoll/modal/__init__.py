@@ -1,0 +1,1 @@
+"""Ranks as Sandboxes of Modal."""

@@ -1,0 +1,170 @@
+"""Unpacks the code that travels with a training, and becomes the command, in its root.
+
+`python3 -S -I unpack.py --digest SHA256 [--path FOLDER]… ARCHIVE ROOT -- COMMAND…`
+
+ARCHIVE is a file, or a folder with the parts of one. One file for Python 3.7 and its standard
+library, so that it can travel to images without atoll. Ranks that share ROOT unpack it once. What
+is not the archive that was deployed, or would write outside of ROOT, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+import tarfile
+import time
+import zlib
+
+TYPE_CHECKING = False  # as in `typing`, which takes longer to import than all the rest
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+USAGE = "usage: unpack.py --digest SHA256 [--path FOLDER]... ARCHIVE ROOT -- COMMAND...\n"
+MAX_UNPACKED = 256 * 2**20
+MAX_PACKED = 64 * 2**20
+FAILED = 126
+NOT_FOUND = 127
+ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+class Refused(OSError):
+    """What is not, or must not be, unpacked."""
+
+
+def read_archive(place: str, digest: str) -> bytes:
+    """Its bytes. Raises Refused if they are others than those of `digest`."""
+    parts = [place]
+    if os.path.isdir(place):
+        parts = sorted(os.path.join(place, name) for name in os.listdir(place) if name[0] != ".")
+    data = b""
+    for part in parts:
+        with open(part, "rb") as file:
+            data += file.read(MAX_PACKED + 1 - len(data))
+    check_digest(data, digest, place)
+    return data
+
+
+def check_digest(data: bytes, digest: str, place: str) -> None:
+    if len(data) > MAX_PACKED or hashlib.sha256(data).hexdigest() != digest:
+        raise Refused(f"{place} is not the code that was deployed: its digest is another one")
+
+
+def unpack_or_refuse(data: bytes, root: str) -> None:
+    """Raises Refused also for what is no archive at all."""
+    try:
+        unpack(data, root)
+    except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
+        raise Refused(f"the archive cannot be read: {error}") from error
+
+
+def unpack(data: bytes, root: str) -> None:
+    """Everything or nothing: `root` is there only when it is whole."""
+    draft = f"{root}.{os.uname().nodename}.{os.getpid()}.new"
+    shutil.rmtree(draft, ignore_errors=True)
+    os.makedirs(draft)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as tar:
+            _extract(tar, draft)
+        try:
+            os.rename(draft, root)
+        except OSError as error:  # another rank was first
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _extract(tar: tarfile.TarFile, root: str) -> None:
+    names = set()
+    left = MAX_UNPACKED
+    for entry in tar:
+        name = _checked(entry.name)
+        if name in names:
+            raise Refused(f"{name} is in the archive twice")
+        names.add(name)
+        place = os.path.join(root, name)
+        folder = os.path.dirname(place)
+        os.makedirs(folder, exist_ok=True)
+        if os.path.realpath(folder) != os.path.normpath(folder):
+            raise Refused(f"{name} would be written through a link")
+        left -= entry.size
+        if left < 0:
+            raise Refused(f"{name}: there are more than {MAX_UNPACKED} bytes in the archive")
+        if entry.issym():
+            _checked(os.path.normpath(os.path.join(os.path.dirname(name), entry.linkname)), name)
+            os.symlink(entry.linkname, place)
+        elif entry.isreg():
+            source = tar.extractfile(entry)
+            assert source is not None
+            mode = 0o755 if entry.mode & 0o100 else 0o644
+            into = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(into, "wb") as file:
+                shutil.copyfileobj(source, file)
+        else:
+            raise Refused(f"{name} is neither a file nor a link")
+
+
+def _checked(path: str, name: str = "") -> str:
+    parts = path.split("/")
+    if path.startswith("/") or not path or ".." in parts or "\0" in path:
+        raise Refused(f"{name or path} leads out of the directory")
+    return path
+
+
+def say(words: str, reason: str) -> None:
+    """Says why the rank ends, also where the record of its end takes it from."""
+    sys.stderr.write(f"atoll: {words}\n")
+    path = os.environ.get(ERROR_VARIABLE)
+    if path and not os.path.exists(path):
+        extra = {"timestamp": f"{time.time():.6f}", "reason": reason}
+        error = {"message": words, "extraInfo": extra}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": error}, file)
+
+
+def become(command: list[str], root: str, path: list[str]) -> NoReturn:
+    os.chdir(root)
+    os.environ["PWD"] = root
+    folders = [os.path.normpath(os.path.join(root, folder)) for folder in path]
+    before = os.environ.get("PYTHONPATH")
+    if folders:
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders + ([before] if before else []))
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        is_missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+        say(f"{command[0]}: {error.strerror}", "CommandNotFound" if is_missing else "CannotRun")
+        sys.exit(NOT_FOUND if is_missing else FAILED)
+
+
+def main(words: list[str]) -> int:
+    if words == ["--check"]:  # whether this Python can run this file
+        return 0
+    digest, path = "", []
+    while len(words) > 1 and words[0] in ("--digest", "--path"):
+        if words[0] == "--digest":
+            digest = words[1]
+        else:
+            path.append(words[1])
+        words = words[2:]
+    if len(words) < 4 or words[2] != "--" or len(digest) != 64:
+        sys.stderr.write(USAGE)
+        return 2
+    archive, root, command = words[0], os.path.abspath(words[1]), words[3:]
+    try:
+        if not os.path.isdir(root):
+            unpack_or_refuse(read_archive(archive, digest), root)
+        become(command, root, path)
+    except OSError as error:
+        say(f"the code could not be unpacked: {error}", "CannotRun")
+        return FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,184 @@
+"""Launches from scripts on backends whose ranks keep their own records.
+
+A launch is found by its name alone, which holds its uid. Its spec is beside the records, so any
+process with the same options can follow it, and what has ended stays until somebody removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from atoll.core.checks import check_as, check_strings
+from atoll.core.errors import Permanent, Temporary, ValidationError
+from atoll.core.model import decode, encode
+from atoll.core.ports import Executor
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import Training, Wish
+from atoll.rank.executor import RecordedBackend
+from atoll.replicas.entrypoints import Entry, InImage, Module, read_in_image
+from atoll.replicas.kubernetes import RESTARTS
+from atoll.replicas.plane import ScriptPlane
+from atoll.replicas.shared import StopCause
+from atoll.replicas.surface import Entrypoint, ReplicaSurface
+
+TRAINING, CAUSE = "training", "cause"
+PREFIX = "replicas-"
+
+
+class RecordedReplicas(ReplicaSurface):
+    """The surface of their library classes, which name the backend and its options.
+
+    `address` is what a process must have alike to follow a launch, by its name in the metadata of
+    handles; `argument_of` has the argument for it, where that has another name.
+    """
+
+    address: Mapping[str, str]
+    argument_of: Mapping[str, str] = {}
+    options: Any
+
+    def _take(
+        self, *, command: Sequence[str] | None, max_restarts: int, allow_pickle: bool, code: bool
+    ) -> None:
+        """The arguments that all of them have. Raises ValidationError."""
+        check_as("max_restarts", max_restarts, RESTARTS)
+        for field, value in (("allow_pickle", allow_pickle), ("code", code)):
+            if not isinstance(value, bool):
+                raise ValidationError(field, value, "expected True or False")
+        if command is not None:
+            check_strings("command", command)
+        self.command = None if command is None else list(command)
+        self.takes_only_variables = command is not None
+        self.max_restarts = max_restarts
+        self.allow_pickle = allow_pickle
+        self.sends_code = code and command is None
+
+    def check_launch(self, spec: TrainingSpec) -> None:
+        self.options.check(spec)
+
+    def python(self) -> str:
+        """What replicas call it."""
+        return str(self.options.python)
+
+    def read_entry(self, entrypoint: Entrypoint, args: Mapping[str, Any]) -> Entry:
+        if self.command is not None:
+            return read_in_image(entrypoint)
+        return super().read_entry(entrypoint, args)
+
+    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
+        match entry:
+            case InImage():
+                runs: dict[str, Any] = {"command": self.command}
+            case Module(name, argv):
+                runs = {"command": [self.python(), "-m", name, *argv]}
+            case _:
+                runs = super().what_runs(entry, uid)
+        return runs | {"max_restarts": self.max_restarts}
+
+    def launch_name(self, uid: str) -> str:
+        return f"{PREFIX}{uid}"
+
+    def metadata(self, training: Training, executor: Executor) -> dict[str, Any]:
+        return {**super().metadata(training, executor), **self.address}
+
+    def plane_for(self, metadata: Mapping[str, Any]) -> ScriptPlane:
+        for field, own in self.address.items():
+            value = metadata.get(field, own)
+            if value != own:
+                argument = self.argument_of.get(field, field)
+                expected = f"expected {own!r}: an executor with {argument}={value!r} has it"
+                raise ValidationError(f"handle.metadata.{field}", value, expected)
+        return super().plane_for(metadata)
+
+
+class RecordedLaunches(RecordedBackend):
+    """To be placed before the class of a backend: its gangs can be followed by many."""
+
+    async def apply(self, training: Training, wish: Wish) -> None:
+        place = self.place_of(training)
+        if wish.size == 0 and training.status.failing:
+            cause = encode([training.status.failing, training.status.failing_message])
+            await self._keep(training, CAUSE, cause)
+        if wish.size and await self._ask(place.get, TRAINING) is None:
+            await self.prepare(training)
+            await self._keep(training, TRAINING, encode(as_record(training)))
+        await super().apply(training, wish)
+
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        own = job_name.removeprefix(PREFIX)
+        if not own.isalnum() or uid not in (None, own):
+            return None
+        place = self.place_of(_unknown(own))
+        data = await self._ask(place.get, TRAINING)
+        if data is None:
+            return None
+        try:
+            training = decode(data, Training)
+        except ValidationError as error:
+            raise Permanent(f"the launch {job_name} cannot be followed: {error}") from error
+        records = await self._records(training)
+        if records.wish is None:
+            return None
+        wish = records.wish
+        cause = await self.stop_cause(training)
+        asked = Wish(
+            version=wish["version"],
+            size=wish["size"],
+            redo={int(rank): attempt for rank, attempt in wish["redo"].items()},
+        )
+        is_cancelled = asked.size == 0 and not cause.reason
+        status = replace(
+            training.status,
+            asked=asked,
+            redo=dict(asked.redo),
+            failing=cause.reason,
+            failing_message=cause.message,
+        )
+        spec = replace(training.spec, cancel=is_cancelled, executor=self.name)
+        return replace(training, spec=spec, status=status)
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        data = await self._ask(self.place_of(training).get, CAUSE)
+        return StopCause() if data is None else StopCause(*decode(data, tuple[str, str]))
+
+    async def release(self, training: Training) -> None:
+        """Nothing of it is left with the backend. The records stay to be read."""
+        jobs = await self.list_jobs(training)
+        active = [key for key, job in jobs.items() if job.is_active]
+        if active:
+            await self.stop_jobs(training, active)
+            raise Temporary("the last ranks are about to end", retry_after_s=0.3)
+
+    async def purge(self, training: Training) -> None:
+        await super().release(training)
+        await self._ask(self.place_of(training).delete, [TRAINING, CAUSE])
+        await self.clear(training, with_logs=True)
+
+    async def _keep(self, training: Training, name: str, data: bytes) -> None:
+        await self._ask(self.place_of(training).put, name, data)
+
+    async def _ask(self, question: Any, *words: Any) -> Any:
+        try:
+            return await asyncio.to_thread(question, *words)
+        except OSError as error:
+            raise Temporary(f"the records cannot be reached: {error.strerror}") from error
+
+
+def as_record(training: Training) -> Training:
+    """What of the launch another process needs; what runs is with the records already."""
+    spec = training.spec
+    if spec.source is not None:
+        spec = replace(spec, source=spec.source.by_digest())
+    if spec.code is not None:
+        spec = replace(spec, code=spec.code.by_digest())
+    return replace(training, spec=spec)
+
+
+def _unknown(uid: str) -> Training:
+    """Enough of a training to find its place."""
+    world = WorldSize(min=1, target=1, max=1)
+    spec = TrainingSpec(name="unknown", world_size=world, command=["true"])
+    return Training(namespace="", uid=uid, spec=spec)

@@ -1,0 +1,80 @@
+"""Replicas under Slurm, launched from a script: `SlurmExecutor`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.core.config import options_of
+from atoll.core.ports import Executor
+from atoll.core.spec import TrainingSpec
+from atoll.local.state import state_dir
+from atoll.replicas.entrypoints import Entry, Script
+from atoll.replicas.recorded import RecordedLaunches, RecordedReplicas
+from atoll.slurm.executor import SlurmBackend, check_installed
+from atoll.slurm.options import SlurmOptions
+
+
+class ScriptArrays(RecordedLaunches, SlurmBackend):
+    """The backend of launches from scripts."""
+
+
+class SlurmExecutor(RecordedReplicas):
+    """Replicas as the tasks of one job array a launch.
+
+    Options are those of `SlurmOptions`: `partition`, `account`, `time`, `folder` and so on.
+    `command` runs exactly as it is; without it the code of the entrypoint is sent along, with the
+    working directory. With `code` False replicas run in it, and all hosts have to see it.
+    `max_restarts`: how often each replica is restarted. Without `folder`, what hosts have to see is
+    in `ATOLL_STATE_DIR/slurm`, else in `~/.local/state/atoll/slurm`. Bad options raise
+    ValidationError here.
+    """
+
+    backend_name = "slurm"
+    supports_inter_replica_network = True
+    has_shared_folder = True
+    launch_word = "job array"
+    argument_of = {"directory": "folder"}
+
+    def __init__(
+        self,
+        *,
+        image: str | None = None,
+        command: Sequence[str] | None = None,
+        max_restarts: int = 0,
+        allow_pickle: bool = False,
+        code: bool = True,
+        **options: Any,
+    ) -> None:
+        self._take(command=command, max_restarts=max_restarts, allow_pickle=allow_pickle, code=code)
+        self.options = options_of(SlurmOptions, options)
+        self.image = image
+        self.folder = Path(
+            os.path.expanduser(self.options.folder or state_dir() / "slurm")
+        ).absolute()
+        self.address = {"directory": str(self.folder)}
+
+    def make_executor(self) -> Executor:
+        check_installed()
+        return ScriptArrays(self.folder, self.options)
+
+    def check_launch(self, spec: TrainingSpec) -> None:
+        super().check_launch(spec)
+        check_installed()
+
+    def what_runs(self, entry: Entry, uid: str) -> dict[str, Any]:
+        runs = super().what_runs(entry, uid) | {"image": self.image}
+        if self.options.container is not None or self.sends_code:
+            return runs
+        if isinstance(entry, Script):  # it runs where it is
+            del runs["source"]
+            runs |= {"command": [self.python(), str(entry.path)], "args": entry.argv}
+        return runs | {"working_dir": os.getcwd()}
+
+    def python(self) -> str:
+        if self.options.container is not None:
+            return "python3"
+        return str(self.options.python or sys.executable)

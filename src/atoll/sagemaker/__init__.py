@@ -1,0 +1,1 @@
+"""Ranks as training jobs of Amazon SageMaker."""

@@ -1,0 +1,1 @@
+"""The backend of Slurm: ranks as the tasks of job arrays."""
