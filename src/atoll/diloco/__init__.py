@@ -9,12 +9,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atoll.diloco.loop import DiLoCo, RoundReport
+    from atoll.diloco.dcp import StoreReader, StoreWriter
+    from atoll.diloco.loop import DiLoCo
+    from atoll.diloco.presets import OuterPreset
+    from atoll.diloco.reports import RoundReport
+    from atoll.diloco.terms import OuterRule
     from atoll.diloco.torchft_manager import ObjectStoreManager
 
-_HOME = {"DiLoCo": "loop", "ObjectStoreManager": "torchft_manager", "RoundReport": "loop"}
+_HOME = {
+    "DiLoCo": "loop",
+    "ObjectStoreManager": "torchft_manager",
+    "OuterPreset": "presets",
+    "OuterRule": "terms",
+    "RoundReport": "reports",
+    "StoreReader": "dcp",
+    "StoreWriter": "dcp",
+}
 
-__all__ = ["DiLoCo", "ObjectStoreManager", "RoundReport"]
+__all__ = [
+    "DiLoCo",
+    "ObjectStoreManager",
+    "OuterPreset",
+    "OuterRule",
+    "RoundReport",
+    "StoreReader",
+    "StoreWriter",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,3 +48,7 @@ def __getattr__(name: str) -> Any:
         return class_without_package(name, error, "torch")
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

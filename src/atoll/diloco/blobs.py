@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,14 +25,19 @@ from obstore.store import LocalStore, MemoryStore, from_url
 
 from atoll.core.errors import NotFound, Permanent, Temporary, ValidationError
 from atoll.core.retry import Retry
+from atoll.core.stores import missing_keys
+from atoll.diloco.silence import Silence, begin
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
+Pieces = Sequence[Buffer]  # the bytes of one object, one after the other
 
 SCHEMES = ("file", "memory", "s3", "gs", "az")
 LIST_PAGE = 1000  # keys in one LIST answer, and in one bulk delete
 SINGLE_PUT_BYTES = 1 << 30  # larger objects go up in parts
 PART_BYTES = 256 << 20
+MOST_PIECES = 1024  # of one write to a file
+CHUNK_BYTES = 1 << 20  # of an answer that is read as it comes
 REQUEST_TIMEOUT = "300s"
 FINAL = (
     failures.PermissionDeniedError,
@@ -42,6 +49,8 @@ FINAL = (
     PermissionError,
 )
 
+# The store spells other keys differently in the names of files.
+_PLAIN = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*(/[A-Za-z0-9_+-][A-Za-z0-9_.+-]*)*")
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
@@ -76,7 +85,9 @@ class Blobs:
         """`patience_s`: how long a failing request is tried again before it is given up."""
         self.name = name
         self._store = store
+        self._folder = str(store.prefix) if isinstance(store, LocalStore) and store.prefix else None
         self._patience_s = patience_s
+        self._silence = Silence(name)
         self._usage = Traffic()
         self._lock = threading.Lock()
 
@@ -92,29 +103,46 @@ class Blobs:
         return cls(_open_store(text), text, patience_s=patience_s)
 
     @property
+    def is_folder(self) -> bool:
+        """Whether objects are files: a request takes no time but that of its bytes."""
+        return self._folder is not None
+
+    @property
     def usage(self) -> Traffic:
         with self._lock:
             return Traffic(self._usage.requests, self._usage.bytes_up, self._usage.bytes_down)
 
-    def put(self, key: str, data: Buffer) -> None:
-        """The object is there with `data`, whatever was there before."""
-        size = memoryview(data).nbytes
+    def put(self, key: str, data: Buffer | Pieces) -> None:
+        """The object is there with `data`, whatever was there before.
+
+        The memory of `data` is the caller's again when this returns or raises.
+        """
+        path = self.path_of(key)
+        if path is not None:
+            self._write(lambda: write_file(path, _pieces(data)), _size(data))
+            return
+        size, data = _size(data), self._apart(data)
         parts: dict[str, Any] = {"use_multipart": False}
         if size > SINGLE_PUT_BYTES:
             parts = {"use_multipart": True, "chunk_size": PART_BYTES}
         self._write(lambda: obstore.put(self._store, key, data, **parts), size)
 
-    def create(self, key: str, data: Buffer) -> bool:
+    def create(self, key: str, data: Buffer | Pieces) -> bool:
         """Put the object unless the key is taken; False if it is.
 
         It may be this very call that took it: when an answer gets lost, the retry meets its own
         object. Whoever gets False reads what is there.
         """
-        size = memoryview(data).nbytes
-        put = lambda: obstore.put(self._store, key, data, mode="create", use_multipart=False)  # noqa: E731
+        path, size = self.path_of(key), _size(data)
+        put: Callable[[], Any]
+        if path is None:
+            data = self._apart(data)
+            put = lambda: obstore.put(self._store, key, data, mode="create", use_multipart=False)  # noqa: E731
+        else:
+            put = lambda: write_file(path, _pieces(data), is_new=True)  # noqa: E731
         try:
             self._write(put, size)
-        except (failures.AlreadyExistsError, failures.PreconditionError):
+        except (failures.AlreadyExistsError, failures.PreconditionError, FileExistsError):
             return False
         return True
 
@@ -135,13 +163,40 @@ class Blobs:
                     return memoryview(b"")
                 raise
 
+        path = self.path_of(key)
+        if path is not None:
+            read: Callable[[], memoryview] = lambda: read_file(path, start, end)  # noqa: E731
+        else:
+            read = whole if end is None and start == 0 else part
         try:
-            data = self._ask(whole if end is None and start == 0 else part)
+            data = self._ask(read)
         except FileNotFoundError:
             raise NotFound("object", key) from None
         with self._lock:
             self._usage.bytes_down += data.nbytes
         return data
+
+    def get_dated(self, key: str, most: int) -> tuple[memoryview, datetime]:
+        """The whole object, and when it was written. Raises NotFound, and Permanent for one of
+        more than `most` bytes."""
+
+        def read() -> tuple[memoryview, datetime]:
+            answer = obstore.get(self._store, key)
+            if answer.meta["size"] > most:
+                raise Permanent(f"{self.name}: {key} has more than {most} bytes")
+            return memoryview(answer.bytes()), answer.meta["last_modified"]
+
+        try:
+            data, modified = self._ask(read)
+        except FileNotFoundError:
+            raise NotFound("object", key) from None
+        with self._lock:
+            self._usage.bytes_down += data.nbytes
+        return data, modified
+
+    def reader(self, key: str, start: int = 0, end: int | None = None) -> BlobReader:
+        """Bytes `start:end` of the object, to be read one after the other: one request."""
+        return BlobReader(self, key, start, end)
 
     def find(self, prefix: str, after: str | None = None) -> list[Blob]:
         """All objects under the folder `prefix` with keys greater than `after`, sorted by key."""
@@ -159,6 +214,14 @@ class Blobs:
             self._usage.requests += len(blobs) // LIST_PAGE
         return blobs
 
+    def folders(self) -> list[str]:
+        """The names that keys begin with, up to their first slash."""
+
+        def read() -> list[str]:
+            return list(obstore.list_with_delimiter(self._store)["common_prefixes"])
+
+        return self._ask(read, temporary=(FileNotFoundError,))
+
     def delete(self, keys: Iterable[str]) -> None:
         """None of the objects is there any more. Those already gone are no error."""
         doomed = list(keys)
@@ -168,6 +231,18 @@ class Blobs:
                 self._ask(lambda batch=batch: obstore.delete(self._store, batch))  # type: ignore[misc]
             except FileNotFoundError:
                 self._delete_one_by_one(batch)
+
+    def path_of(self, key: str) -> str | None:
+        """The file that holds the object, where objects are files."""
+        if self._folder is None or not _PLAIN.fullmatch(key):
+            return None
+        return os.path.join(self._folder, key)
+
+    def _apart(self, data: Buffer | Pieces) -> Buffer | Pieces:
+        """The data, copied where the store would keep the caller's memory as the object."""
+        if not isinstance(self._store, MemoryStore):
+            return data
+        return b"".join([data] if isinstance(data, bytes | bytearray | memoryview) else data)
 
     def _write(self, put: Callable[[], Any], size: int) -> None:
         try:
@@ -198,30 +273,202 @@ class Blobs:
             patience_s=self._patience_s,
             clock=time.monotonic,
         )
-        while True:
-            with self._lock:
-                self._usage.requests += 1
-                self._usage.bytes_up += up
+        end = begin(self._silence, up)
+        is_answer = True
+        try:
+            while True:
+                with self._lock:
+                    self._usage.requests += 1
+                    self._usage.bytes_up += up
+                try:
+                    return request()
+                except FINAL as error:  # without its own text: pages of debug output
+                    raise Permanent(f"{self.name}: {_first_line(error)}") from None
+                except (
+                    FileNotFoundError,
+                    FileExistsError,
+                    failures.AlreadyExistsError,
+                    failures.PreconditionError,
+                ) as e:
+                    if not isinstance(e, temporary):
+                        raise
+                    problem: Exception = e
+                except (failures.BaseError, OSError, Temporary) as e:
+                    problem = e
+                self._silence.fail(_first_line(problem))
+                pause_s = retry.pause_s()
+                if pause_s is None:
+                    is_answer = False
+                    missing = ", ".join(missing_keys(self.name, os.environ))
+                    keys = f"; not set: {missing}" if missing else ""
+                    words = f"{self.name}: no answer for {self._patience_s:g} s"
+                    raise Temporary(f"{words}: {_first_line(problem)}{keys}") from None
+                time.sleep(pause_s)
+        finally:
+            end(is_answer)
+
+
+class BlobReader:
+    """Fills buffers with the bytes of an object as they come. Used by one thread."""
+
+    def __init__(self, blobs: Blobs, key: str, start: int, end: int | None) -> None:
+        self._blobs = blobs
+        self._key = key
+        self._at, self._end = start, end
+        self._chunks: Iterator[Any] | None = None
+        self._rest = memoryview(b"")
+        self._file = -1
+
+    def __enter__(self) -> BlobReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._chunks = None
+
+    def fill(self, target: memoryview) -> int:
+        """How many bytes were there for it: fewer than it has room for at the end of the range.
+
+        Raises NotFound.
+        """
+        path = self._blobs.path_of(self._key)
+        count = self._from_stream(target) if path is None else self._from_file(path, target)
+        with self._blobs._lock:
+            self._blobs._usage.bytes_down += count
+        return count
+
+    def _from_file(self, path: str, target: memoryview) -> int:
+        if self._file < 0:
             try:
-                return request()
-            except FINAL as error:
-                raise Permanent(f"{self.name}: {_first_line(error)}") from error
-            except (
-                FileNotFoundError,
-                failures.AlreadyExistsError,
-                failures.PreconditionError,
-            ) as e:
-                if not isinstance(e, temporary):
-                    raise
-                problem: Exception = e
-            except (failures.BaseError, OSError, Temporary) as e:
-                problem = e
-            pause_s = retry.pause_s()
-            if pause_s is None:
-                raise Temporary(
-                    f"{self.name}: no answer for {self._patience_s:g} s: {_first_line(problem)}"
-                ) from problem
-            time.sleep(pause_s)
+                self._file = self._blobs._ask(lambda: os.open(path, os.O_RDONLY))
+            except FileNotFoundError:
+                raise NotFound("object", self._key) from None
+        if self._end is not None:
+            target = target[: max(0, self._end - self._at)]
+        count = _fill_from(self._file, target, self._at)
+        self._at += count
+        return count
+
+    def _from_stream(self, target: memoryview) -> int:
+        count = 0
+        while count < target.nbytes:
+            if not self._rest.nbytes:
+                self._rest = self._next()
+                if not self._rest.nbytes:
+                    break
+            part = self._rest[: target.nbytes - count]
+            target[count : count + part.nbytes] = part
+            self._rest = self._rest[part.nbytes :]
+            count, self._at = count + part.nbytes, self._at + part.nbytes
+        return count
+
+    def _next(self) -> memoryview:
+        if self._end is not None and self._at >= self._end:
+            return memoryview(b"")
+        if self._chunks is not None:
+            try:
+                return memoryview(next(self._chunks, b""))
+            except (failures.BaseError, OSError):
+                self._chunks = None  # an answer that breaks off goes on with another request
+        try:
+            return self._blobs._ask(self._open)
+        except FileNotFoundError:
+            raise NotFound("object", self._key) from None
+
+    def _open(self) -> memoryview:
+        """The first chunk from here on."""
+        store, at = self._blobs._store, self._at
+        span: Any = {"offset": at} if self._end is None else (at, self._end)
+        is_whole = self._end is None and not at
+        try:
+            answer = obstore.get(store, self._key, options=None if is_whole else {"range": span})
+        except failures.GenericError:
+            # A range past the end has no error type of its own, so the size decides.
+            if obstore.head(store, self._key)["size"] <= at:
+                return memoryview(b"")
+            raise
+        chunks = iter(answer.stream(min_chunk_size=CHUNK_BYTES))
+        first = memoryview(next(chunks, b""))
+        self._chunks = chunks
+        return first
+
+
+def _pieces(data: Buffer | Pieces) -> Pieces:
+    return [data] if isinstance(data, bytes | bytearray | memoryview) else data
+
+
+def _size(data: Buffer | Pieces) -> int:
+    return sum(memoryview(piece).nbytes for piece in _pieces(data))
+
+
+def write_file(path: str, pieces: Pieces, *, is_new: bool = False) -> None:
+    """The file is there with the pieces, all at once. Raises FileExistsError if `is_new` and it is.
+
+    Until then its bytes are in a file beside it, with a name that the store's client uses for the
+    same, and that no listing has.
+    """
+    staging, file = _stage(path)
+    try:
+        try:
+            rest = [view for piece in pieces if (view := memoryview(piece).cast("B")).nbytes]
+            while rest:
+                count = os.writev(file, rest[:MOST_PIECES])
+                while rest and count >= rest[0].nbytes:
+                    count -= rest.pop(0).nbytes
+                if count:
+                    rest[0] = rest[0][count:]
+        finally:
+            os.close(file)
+        if is_new:
+            os.link(staging, path)
+        else:
+            os.rename(staging, path)
+    except BaseException:
+        os.unlink(staging)
+        raise
+    if is_new:
+        os.unlink(staging)
+
+
+def _stage(path: str) -> tuple[str, int]:
+    """A new file beside `path`, open."""
+    number = 1
+    while True:
+        staging = f"{path}#{number}"
+        try:
+            return staging, os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            number += 1
+        except FileNotFoundError:
+            with suppress(FileNotFoundError):  # somebody deletes folders that are empty
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+
+
+def read_file(path: str, start: int = 0, end: int | None = None) -> memoryview:
+    """Bytes `start:end` of the file, fewer if it is shorter. Raises FileNotFoundError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(file).st_size
+        room = memoryview(bytearray(max(0, min(size, size if end is None else end) - start)))
+        return room[: _fill_from(file, room, start)]
+    finally:
+        os.close(file)
+
+
+def _fill_from(file: int, room: memoryview, at: int) -> int:
+    """How many bytes there were for the room from `at` on."""
+    count = 0
+    while count < room.nbytes:
+        more = os.preadv(file, [room[count:]], at + count)
+        if not more:
+            break
+        count += more
+    return count
 
 
 def _open_store(uri: str) -> Any:
@@ -278,5 +525,12 @@ def _s3_defaults(scheme: str) -> dict[str, Any]:
     return {"config": config}
 
 
+_REASON = re.compile(r'\bmessage: "([^"]+)"')
+
+
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    """The error in one line, with the reason that its debug output has below."""
+    first, _, rest = str(error).partition("\n")
+    reason = _REASON.search(rest)
+    words = f"{type(error).__name__}: {first}"
+    return f"{words}: {reason[1]}" if reason and reason[1] not in first else words

@@ -8,24 +8,43 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from threading import Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from atoll.core.checks import check_int, check_number
-from atoll.core.errors import ValidationError
+from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.diloco.allreduce.codecs import get_codec
+from atoll.diloco.allreduce.roster import NOTHING
+from atoll.diloco.allreduce.settle import Left
 from atoll.diloco.allreduce.start import read_start
 from atoll.diloco.allreduce.team import alike, together
+from atoll.diloco.allreduce.work import Values, zero_parts
 from atoll.diloco.blobs import Blobs
+from atoll.diloco.checks import Checks, left_out
+from atoll.diloco.claim import claim_run
 from atoll.diloco.estimate import MEANS
+from atoll.diloco.facts import tell_round
+from atoll.diloco.goal import RunGoal
 from atoll.diloco.group import find_team
+from atoll.diloco.inner import StepCount, check_optimizers, unwrap_optimizers
+from atoll.diloco.jobs import PendingRound, at_once, in_background
+from atoll.diloco.leave import Departure
 from atoll.diloco.model import ReplicaModel
-from atoll.diloco.outer import Floats, load_bytes, split, to_bytes
-from atoll.diloco.place import Place, find_place, fragment_run
-from atoll.diloco.stream import Alone, Commit, StoreStream, Stream
+from atoll.diloco.outer import Floats, Fragment, load_bytes, split, to_bytes
+from atoll.diloco.own_state import OwnState
+from atoll.diloco.place import find_home, find_place, refuse_spanning
+from atoll.diloco.presets import OuterPreset, read_settings
+from atoll.diloco.reports import RoundReport, RoundReports
+from atoll.diloco.schedule import RunSchedule
+from atoll.diloco.shared import SharedData, took
+from atoll.diloco.stream import Commit, open_streams
+from atoll.diloco.terms import OuterRule
+from atoll.diloco.view import ReplicaFace
 
 if TYPE_CHECKING:
     import torch
@@ -33,34 +52,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("atoll.diloco")
 
 _MANY = 10**9
-_NOTHING = 1e-30  # the weight of a replica that counted nothing in a round: as good as left out
 
 
-class RoundReport(NamedTuple):
-    """What one round of a fragment cost, and which ranks were in it."""
-
-    round: int
-    fragment: int
-    roster: tuple[int, ...]
-    weight: float
-    bytes_up: int
-    bytes_down: int
-    requests: int
-    hidden_s: float  # the store worked while the model trained
-    blocked_s: float  # the model did not train
-
-
-class _Pending(NamedTuple):
-    """A round on its way: `job` yields its commit and how many seconds it took."""
-
-    fragment: int
-    weight: float
-    mark: tuple[float, int]  # what was counted, and the steps, when it was sent
-    job: Future[tuple[Commit, float]]
-    blocked_s: float
-
-
-class DiLoCo:
+class DiLoCo(ReplicaFace):
     """The outer loop around a model and its inner optimiser; `optimizer.step()` drives it.
 
         with DiLoCo(model, inner_optimizer, sync_every=100) as diloco:
@@ -83,15 +77,17 @@ class DiLoCo:
     def __init__(
         self,
         model: torch.nn.Module,
-        inner_optimizer: torch.optim.Optimizer,
+        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        sync_every: int,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        fragments: int = 1,
-        overlap_steps: int = 0,
-        mix: float = 0.0,
-        codec: str = "fp32",
+        sync_every: int | None = None,
+        preset: str | OuterPreset | None = None,
+        outer_lr: float | Sequence[tuple[int, float]] | None = None,
+        outer_momentum: float | Sequence[tuple[int, float]] | None = None,
+        outer: str | OuterRule | None = None,
+        fragments: int | None = None,
+        overlap_steps: int | None = None,
+        mix: float | str | None = None,
+        codec: str | None = None,
         down_codec: str | None = None,
         uri: str | Blobs | None = None,
         rank: int | None = None,
@@ -106,8 +102,15 @@ class DiLoCo:
         on_round: Callable[[RoundReport], None] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
         device_mesh: torch.distributed.device_mesh.DeviceMesh | None = None,
+        scheduler: Any = None,
     ) -> None:
-        """`codec` is for what a replica uploads, `down_codec` (see `MEANS`) for the means it reads.
+        """`inner_optimizer`: one, or several; a step counts when all of them have stepped.
+
+        `preset`: a published method by its name (see `atoll.diloco.presets`); what else is given
+        wins over it. `outer_lr` and `outer_momentum` are numbers or (round, value) pairs, `outer`
+        is the rule of the outer step. A run in the store keeps its own where none of them is given.
+
+        `codec` is for what a replica uploads, `down_codec` (see `MEANS`) for the means it reads.
 
         `state`, as from `state_dict`, is where a new run begins; a run in the store wins over it.
 
@@ -115,16 +118,28 @@ class DiLoCo:
 
         `process_group` or `device_mesh`: the processes that are this replica together, if not all
         of the default group. Then all of them make a DiLoCo, and step, at the same time.
+
+        `scheduler`, one of `torch.optim.lr_scheduler`, follows the step of the run from here on:
+        its own `step()` does nothing.
         """
-        check_int("sync_every", sync_every, 1, _MANY)
-        check_int("fragments", fragments, 1, _MANY)
         check_int("checkpoint_every", checkpoint_every, 1, _MANY)
-        check_number("outer_lr", outer_lr, 0, 100)
-        check_number("outer_momentum", outer_momentum, 0, 1)
-        check_number("mix", mix, 0, 1)
-        if sync_every % fragments:
-            raise ValidationError("sync_every", sync_every, f"expected a multiple of {fragments}")
-        check_int("overlap_steps", overlap_steps, 0, sync_every // fragments - 1)
+        settings = read_settings(
+            preset,
+            sum(value.requires_grad for value in model.parameters()),
+            sync_every=sync_every,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            outer=outer,
+            fragments=fragments,
+            overlap_steps=overlap_steps,
+            mix=mix,
+            codec=codec,
+            down_codec=down_codec,
+        )
+        sync_every, fragments, codec = settings.sync_every, settings.fragments, settings.codec
+        down_codec = settings.down_codec or MEANS.get(codec, codec)
+        for each in (codec, down_codec):
+            get_codec(each)
         if allreduce is not None and fragments > 1:
             raise ValidationError("allreduce", allreduce, "each fragment needs one: pass uri=")
         # A round that waits for others must not look like a process that is gone.
@@ -139,15 +154,19 @@ class DiLoCo:
         )
         self.place = place
         if is_many:
-            _refuse_spanning(places)
+            refuse_spanning(places)
+        optimizers = unwrap_optimizers(inner_optimizer)
         self._model = ReplicaModel(model, self._team)
-        self.fragments = split(self._model.shapes, fragments, outer_lr, outer_momentum)
+        odd = check_optimizers(optimizers, self._model.parameters)
+        self.fragments = split(self._model.shapes, fragments)
+        for fragment in self.fragments:
+            fragment.terms = settings.terms
         self._model.check_alike()
         self._is_checked = False
         options = {
             "start": read_start(place.world_size, place.min_replicas, min_replicas, grace_s),
             "codec": codec,
-            "down_codec": down_codec or MEANS.get(codec, codec),
+            "down_codec": down_codec,
             "timeout": timeout,
             "grace_s": grace_s,
             "team": self._team,
@@ -155,20 +174,45 @@ class DiLoCo:
         self._streams = open_streams(
             self.place, fragments, checkpoint_every, allreduce, run_id, options
         )
+        self._home = home = find_home(place, fragments, run_id, allreduce)
+        self._claim = claim_run(home, place.rank, self._team)
+        self._period = sync_every // fragments
+        self._data = SharedData(self, place.rank, place.world_size, self._team)
         for fragment, stream in zip(self.fragments, self._streams, strict=True):
             fragment.carry(stream.share(fragment.slots))
-        self._period = sync_every // fragments
-        self._overlap, self._mix = overlap_steps, mix
-        self._on_round = on_round
+            fragment.period, stream.scribe = self._period, self._data.journal
+        self._overlap, self._mix = settings.overlap_steps, settings.mix
+        self._is_kept = settings.is_kept and settings.overlap_steps > 0
+        is_exact = get_codec(settings.codec if allreduce is None else allreduce.codec).is_exact
+        self._is_parted = not (is_exact or self._overlap or is_many)
         self.steps = 0
         self._step = 0
         self._counted = 0.0
         self._sent_at = [(0.0, 0)] * fragments
-        self._pending: _Pending | None = None
-        self.reports: deque[RoundReport] = deque(maxlen=10_000)
-        self._totals = dict.fromkeys(_TOTALS, 0.0)
+        self._clock = (0, 0, 0.0)
+        self._told: tuple[float, int] = (0.0, 0)  # what of them the run's clock has
+        self._goal: RunGoal | None = None
+        self._pending: PendingRound | None = None
+        self._has_left = False
+        self._row: Floats | None = None
+        self._sent: Floats | None = None  # the model as it was sent, where what follows is kept
+        self._rounds = RoundReports(on_round)
+        self._checkpoint_every = checkpoint_every
         self._join(state)
-        self._hook = inner_optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._own = None
+        if home is not None:
+            self._own = OwnState(home.blobs, home.run, place.rank, self._team, optimizers)
+        is_group_chosen = process_group is not None or device_mesh is not None
+        self._checks = Checks(model, optimizers, self._team, is_group_chosen=is_group_chosen)
+        for words in odd:
+            self._checks.warn(words)
+        self._restore(keeps_groups=scheduler is not None)
+        self._schedule = None if scheduler is None else RunSchedule(scheduler, optimizers)
+        self._follow()
+        self._departure = Departure(self._go, self._hand_in)
+        self._hook = StepCount(optimizers, self._departure.begin, self._after_step)
+        if allreduce is not None or place.uri is not None:
+            self._departure.listen()
 
     def __enter__(self) -> DiLoCo:
         return self
@@ -177,23 +221,61 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None = None, *_: object
     ) -> None:
         self._hook.remove()
+        self._checks.close()
+        self._departure.close()
+        if self._schedule is not None:
+            self._schedule.close()
+        if self._claim is not None:
+            self._claim.close()
         # After an error the round is left to the others: they finish it without this replica.
         if error is not None:
             for stream in self._streams:
                 stream.leave(error)
         elif kind is None:
             self._receive()
+            self._say_unsynchronised()
+            self._keep()
             for stream in self._streams:
                 stream.close()
+
+    def _say_unsynchronised(self) -> None:
+        steps, self._step = self._step, 0
+        if steps:
+            self._checks.warn(
+                f"{steps} steps after round {self.round} were not synchronised: only the model of "
+                "this process has them. Train whole rounds, or call sync() in all replicas before"
+            )
 
     def close(self) -> None:
         """Finish the round on its way, if any; then leave the optimiser and close the store."""
         self.__exit__(None)
 
-    @property
-    def round(self) -> int:
-        """How many outer steps every fragment has taken, also before this replica joined."""
-        return min(fragment.rounds for fragment in self.fragments)
+    def sync(self) -> None:
+        """A round of every fragment, with what was trained since the last one.
+
+        All replicas call it, as at the end of a training that does not end with a whole round.
+        """
+        for _ in self.fragments:
+            if not self._has_left:
+                self.end_period()
+
+    def end_period(self, *, is_last: bool = False) -> None:
+        """A round at once, with what was trained since the last one.
+
+        `is_last`: of every fragment. The replica leaves, and gives back the data that it holds.
+        """
+        with self._departure.busy():
+            if self._has_left:
+                self._departure.exit_soon()
+                return
+            self._receive()
+            self._step = 0
+            for _ in self.fragments if is_last else self.fragments[:1]:
+                with suppress(Left):
+                    self._send(is_left=is_last)
+                    self._receive()
+            if is_last:
+                self._depart()
 
     def count(self, amount: float) -> None:
         """Add `amount` to the tokens, or samples, that this process has trained on.
@@ -209,32 +291,35 @@ class DiLoCo:
 
         All processes of a replica call it together.
         """
-        self._receive()
-        return {
-            slot.name: row.copy()
-            for fragment in self.fragments
-            for slot, row in zip(
-                fragment.slots, fragment.rows(self._model.gather(fragment)), strict=True
-            )
-        }
-
-    def metrics(self) -> dict[str, float]:
-        """Totals since the start: rounds, bytes up and down, seconds hidden and blocked."""
-        return dict(self._totals)
+        with self._departure.busy():
+            self._receive()
+            return {
+                slot.name: row.copy()
+                for fragment in self.fragments
+                for slot, row in zip(
+                    fragment.slots, fragment.rows(self._model.gather(fragment)), strict=True
+                )
+            }
 
     def state_dict(self) -> dict[str, Any]:
         """The outer loop of this process, to be saved with the model and the inner optimiser."""
-        self._receive()
-        return {
-            "steps": self.steps,
-            "fragments": [to_bytes(fragment) for fragment in self.fragments],
-            "feedback": [stream.feedback() for stream in self._streams],
-        }
+        with self._departure.busy():
+            self._receive()
+            for fragment in self.fragments:
+                fragment.ledger = self._data.journal.packed()
+            return {
+                "steps": self.steps,
+                "fragments": [to_bytes(fragment) for fragment in self.fragments],
+                "feedback": [stream.feedback() for stream in self._streams],
+                "carried": self._data.save(),
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; rounds of this run that are in the store win over it."""
-        self._receive()
-        self._join(state)
+        with self._departure.busy():
+            self._receive()
+            self._join(state)
+            self._follow()
 
     def _join(self, state: dict[str, Any] | None) -> None:
         """Load the parameters all agree on: the newest in the store, or the first replica's."""
@@ -247,15 +332,114 @@ class DiLoCo:
             else:
                 load_bytes(fragment, saved[at])
                 stream.load_feedback(state["feedback"][at])  # type: ignore[index]
-            stream.join(fragment)
+            self._data.add(at, stream.join(fragment))
             self._model.apply(fragment, 0.0)
         if state is not None:
             self.steps = state["steps"]
+        self._data.fold()
+        self._data.discard()
+        if state is not None:
+            self._data.load(state.get("carried"))
+        self._restart_period()
+
+    def _set_clock(self) -> None:
+        """Not while a round is on its way: it changes the fragments in the background."""
+        parts = self.fragments
+        self._clock = (
+            min(part.rounds for part in parts),
+            sum(part.steps for part in parts),
+            sum(part.tokens for part in parts),
+        )
+
+    def _restart_period(self) -> None:
         self._step = 0
+        self._set_clock()
+        self._told = (self._counted, self.steps)
+        self._sent_at = [self._told] * len(self.fragments)
+
+    def read_more(self, at: int) -> None:
+        """Catch up with the rounds of a fragment. The model stays as far from them as it was."""
+        fragment = self.fragments[at]
+        movement = np.empty(fragment.share.size, np.float32)
+        self._model.movement(fragment, movement)
+        self._data.add(at, self._streams[at].join(fragment))
+        values = fragment.values.copy()
+        fragment.values -= movement
+        self._model.apply(fragment, 0.0)
+        fragment.values[:] = values
+
+    def catch_up(self) -> None:
+        """All rounds that were decided are known, and none is passed over."""
+        while self._streams[at := self._turn()].is_behind():
+            self.read_more(at)
+            self._data.fold()
+            self._set_clock()
+
+    def throw_away(self) -> None:
+        """The model is the global one, and nothing is owed to later rounds."""
+        for fragment in self.fragments:
+            self._model.apply(fragment, 0.0)
+        self.forget_late_work()
         self._sent_at = [(self._counted, self.steps)] * len(self.fragments)
 
+    def forget_late_work(self) -> None:
+        for stream in self._streams:
+            stream.forget_late_work()
+
+    def _turn(self) -> int:
+        """The fragment with the fewest rounds, so that a replica that joins sends the one that the
+        others send.
+        """
+        return min(range(len(self.fragments)), key=lambda at: self.fragments[at].rounds)
+
+    def _follow(self) -> None:
+        if self._schedule is not None:
+            self._schedule.follow(self.step)
+
     def _after_step(self) -> None:
-        self.steps += 1
+        with self._departure.busy():
+            self._departure.end()
+            if self._has_left:
+                self._departure.exit_soon()
+                return
+            self.steps += 1
+            self._data.after_step(self.steps)
+            try:
+                with suppress(Left):  # the rest is handed in when this is over
+                    self._drive()
+            finally:
+                self._follow()
+
+    def _go(self) -> None:
+        for stream in self._streams:
+            stream.go()
+
+    def _hand_in(self) -> None:
+        if self._team.processes > 1:
+            return
+        for at in range(len(self.fragments)):
+            try:
+                self._receive()
+                if self.steps > self._sent_at[at][1]:
+                    with suppress(Left):
+                        self._send(at, is_left=True)
+                        self._receive()
+            except BackendError as error:
+                log.warning("what was trained since the last round is lost: %s", error)
+        self._depart()
+
+    def _depart(self) -> None:
+        if self._has_left:
+            return
+        self._has_left, self._step = True, 0
+        for stream in self._streams:
+            stream.depart()
+        if self._claim is not None:
+            self._claim.close()
+        self._keep()
+        log.warning("left after round %d, with %d steps", self.round, self.steps)
+
+    def _drive(self) -> None:
         step = self._step + 1
         # Set before the round, so that a round that fails is followed by a period like any other.
         self._step = step % self._period
@@ -263,37 +447,90 @@ class DiLoCo:
             self._send()
         if step == self._period:
             self._receive()
+        goal = None if self._goal is None else self._goal.steps
+        if goal is not None and self.step >= goal > self.agreed_steps:
+            self.end_period()
 
-    def _weight(self, at: int) -> float:
-        """How much this replica has trained since the fragment was last sent."""
-        counted, steps = self._sent_at[at]
+    def _weight(self, at: int) -> tuple[float, float]:
+        """How much this replica has trained since the fragment was last sent; what of it was
+        counted since the run's clock was told.
+        """
+        (counted, steps), told = self._sent_at[at], self._told[0]
         words = together(
-            self._team, lambda: (self._counted, self._counted - counted, self.steps - steps)
+            self._team,
+            lambda: (
+                self._counted,
+                self._counted - counted,
+                self.steps - steps,
+                self._counted - told,
+            ),
         )
-        if any(total for total, _, _ in words):
-            return max(sum(amount for _, amount, _ in words), _NOTHING)
-        return float(max(count for _, _, count in words))
+        tokens = sum(word[3] for word in words)
+        if any(word[0] for word in words):
+            return max(sum(word[1] for word in words), NOTHING), tokens
+        return max(float(max(word[2] for word in words)), NOTHING), tokens
 
-    def _send(self) -> None:
+    def _send(self, at: int | None = None, *, is_left: bool = False) -> None:
         self._receive()
         began = time.monotonic()
-        # The fragment with the fewest rounds is next, so that a replica that joins sends the one
-        # that the others send.
-        at = min(range(len(self.fragments)), key=lambda at: self.fragments[at].rounds)
+        self._data.before_send()
+        at = self._turn() if at is None else at
+        if self._team.processes > 1 and any(together(self._team, lambda: self._departure.is_told)):
+            is_left = self._departure.is_told = True  # they go together
         fragment, stream = self.fragments[at], self._streams[at]
         if not self._is_checked:
+            self._checks.before_first_round()
             self._model.check_alike()
             self._is_checked = True
-        gradient = self._model.movement(fragment)
-        weight, mark = self._weight(at), (self._counted, self.steps)
+        if self._is_kept:
+            self._sent = self._model.take_copy(fragment, self._sent)
+        (weight, tokens), mark = self._weight(at), (self._counted, self.steps)
+        gradient, again, note = self._movement(fragment)
+        is_bad = bool(left_out({0: note}))
+        if is_bad and is_left and self._team.processes == 1:
+            raise Left
+        if is_bad:
+            weight = NOTHING
+        says = self._data.says(
+            at, self.steps - self._told[1], tokens, is_bad=is_bad, is_left=is_left
+        )
 
         def work() -> tuple[Commit, float]:
             started = time.monotonic()
-            commit = stream.advance(fragment, gradient, weight)
+            commit = stream.advance(fragment, gradient, weight, again, note, says)
             return commit, time.monotonic() - started
 
-        job = _in_background(work) if self._overlap else _at_once(work)
-        self._pending = _Pending(at, weight, mark, job, time.monotonic() - began)
+        try:
+            job = in_background(work) if self._overlap and not is_left else at_once(work)
+        except Left:
+            self._sent_at[at] = mark  # it is in the store, and must not be sent again
+            stream.forget_late_work()  # that is in it, too
+            raise
+        self._pending = PendingRound(
+            at, weight, mark, job, time.monotonic() - began, is_bad, took(says), is_left
+        )
+
+    def _movement(
+        self, fragment: Fragment
+    ) -> tuple[Floats | Values, Callable[[], None] | None, str]:
+        """How far the replica has moved, how to have that again, and the note to send along."""
+        parts = partial(self._model.movement_parts, fragment)
+        if self._is_parted:
+            note = self._checks.examine_parts(fragment, parts)
+            zeros = partial(zero_parts, fragment.share.size)
+            return (zeros if left_out({0: note}) else parts), None, note
+        row = self._room(fragment.share.size)
+        self._model.movement(fragment, row)
+        note = self._checks.examine(fragment, row)
+        # With overlap the model trains on meanwhile: what it was is nowhere else.
+        again = None if self._overlap else partial(self._model.movement, fragment, row)
+        return row, partial(row.fill, 0) if left_out({0: note}) else again, note
+
+    def _room(self, size: int) -> Floats:
+        """Memory for the movement and the mean; one round is on its way at a time."""
+        if self._row is None or self._row.size < size:
+            self._row = np.empty(size, np.float32)
+        return self._row[:size]
 
     def _receive(self) -> None:
         """Wait for the round on its way, if there is one, and take its result into the model."""
@@ -301,97 +538,63 @@ class DiLoCo:
         if pending is None:
             return
         began = time.monotonic()
-        commit, took_s = pending.job.result()
+        try:
+            commit, took_s = pending.job.result()
+            waited_s = time.monotonic() - began
+        except Left:
+            # It is in the store, and must not be sent again, which the steps since would do.
+            self._sent_at[pending.fragment] = (self._counted, self.steps)
+            self._streams[pending.fragment].forget_late_work()
+            return
         self._sent_at[pending.fragment] = pending.mark
-        self._model.apply(self.fragments[pending.fragment], self._mix)
-        waited_s = time.monotonic() - began
+        self._told = (
+            self._told[0] if commit.is_carried else pending.mark[0],
+            pending.mark[1],
+        )
+        before = self.round
+        self._take_result(pending, commit)
+        self._set_clock()
+        if pending.is_last and self._team.processes > 1:
+            self._depart()
+        elif self.round > before and (self.round == 1 or not self.round % self._checkpoint_every):
+            self._keep()
+        if commit.is_behind:
+            return
+        self._checks.learn(
+            commit.round, self.place.rank, self.fragments[pending.fragment], commit.notes
+        )
+        out = left_out(commit.notes)
         report = RoundReport(
             commit.round,
             pending.fragment,
-            commit.roster,
+            tuple(rank for rank in commit.roster if rank not in out),
             pending.weight,
             commit.bytes_up,
             commit.bytes_down,
             commit.requests,
             hidden_s=max(0.0, took_s - waited_s) if self._overlap else 0.0,
-            blocked_s=pending.blocked_s + waited_s,
+            blocked_s=pending.blocked_s + time.monotonic() - began,
         )
-        self.reports.append(report)
-        self._totals["rounds"] += 1
-        for name in _TOTALS[1:]:
-            self._totals[name] += getattr(report, name)
-        log.info("%s", report)
-        if self._on_round:
-            self._on_round(report)
+        self._rounds.add(report)
+        if not self._team.process:
+            size = self.fragments[pending.fragment].slots[-1].stop
+            tell_round(report, commit.committed, self.place.rank, len(self.fragments), size)
 
-
-_TOTALS = ("rounds", "bytes_up", "bytes_down", "requests", "hidden_s", "blocked_s")
-
-
-def open_streams(
-    place: Place,
-    count: int,
-    checkpoint_every: int,
-    allreduce: ObjectStoreAllReduce | None,
-    run_id: str | None,
-    options: dict[str, Any],
-) -> list[Stream]:
-    """One stream for each fragment, each with rounds of its own."""
-    if allreduce is not None:
-        return [StoreStream(allreduce, checkpoint_every)]
-    if place.uri is None:
-        return [Alone(options["team"]) for _ in range(count)]
-    return [
-        StoreStream(
-            ObjectStoreAllReduce(
-                place.uri,
-                place.rank,
-                place.world_size,
-                min_replicas=place.min_replicas,
-                run_id=fragment_run(run_id, at, count),
-                **options,
-            ),
-            checkpoint_every,
-        )
-        for at in range(count)
-    ]
-
-
-def _refuse_spanning(places: Sequence[Place]) -> None:
-    """Raises ValidationError if the processes are not of one replica."""
-    ranks = sorted({place.rank for place in places})
-    if len(ranks) > 1:
-        raise ValidationError(
-            "process_group",
-            f"of replicas {', '.join(map(str, ranks))}",
-            "expected the processes of one replica, but torch.distributed spans several: start "
-            "them with --rendezvous none (rendezvous_backend='none'), or pass process_group= with "
-            "the processes of this replica",
-        )
-    for process, place in enumerate(places):
-        if place != places[0]:
-            raise ValidationError(
-                "process_group",
-                f"process {process} with {place}",
-                f"expected the arguments of process 0, {places[0]}",
-            )
-
-
-def _at_once(work: Callable[[], Any]) -> Future[Any]:
-    job: Future[Any] = Future()
-    job.set_result(work())
-    return job
-
-
-def _in_background(work: Callable[[], Any]) -> Future[Any]:
-    """Run in a daemon thread, so that a replica that has to stop does not wait for the others."""
-    job: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            job.set_result(work())
-        except BaseException as error:
-            job.set_exception(error)
-
-    Thread(target=run, name="atoll-diloco-round", daemon=True).start()
-    return job
+    def _take_result(self, pending: PendingRound, commit: Commit) -> None:
+        sent = self.fragments[pending.fragment]
+        if not pending.is_bad:
+            # What is carried to the next round must not stay in the model as well.
+            mix = 0.0 if commit.is_carried else self._mix
+            if self._sent is not None:
+                self._model.move_on(sent, self._sent)
+            else:
+                self._model.apply(sent, mix)
+            is_emptied = not mix and self._sent is None
+            self._data.take(pending.fragment, commit, pending.claimed, is_emptied=is_emptied)
+            return
+        # The other fragments would make this one what it was again.
+        for fragment in self.fragments:
+            self._model.apply(fragment, 0.0)
+        self._data.take(pending.fragment, commit, pending.claimed, is_emptied=True)
+        self._data.discard()
+        self._checks.heal()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.team import Solo, together
+from atoll.diloco.allreduce.work import Take
 from atoll.diloco.group import ProcessTeam
 from atoll.diloco.moves import SLICE, Moves
 from atoll.diloco.outer import Floats, Fragment
@@ -26,6 +28,8 @@ from atoll.diloco.staging import Staging
 if TYPE_CHECKING:
     import torch
 
+PART = 1 << 18  # values in host memory that are worked on at a time: they stay in the cache
+
 
 class ReplicaModel:
     """The trained parameters of a model. All processes of the replica call the same methods."""
@@ -33,6 +37,7 @@ class ReplicaModel:
     def __init__(self, model: torch.nn.Module, team: Solo | ProcessTeam) -> None:
         """Raises ValidationError naming the parameter that cannot be synchronised, and why."""
         self._team = team
+        self.module = model
         self._modules = [each for each in model.modules() if _is_sharded(each)]
         ranks = team.ranks if isinstance(team, ProcessTeam) else _own_rank()
 
@@ -45,6 +50,11 @@ class ReplicaModel:
         check_pieces(self._pieces)
         self._staging = Staging.of([self._local(name) for name in self._parameters])
         self._moves: dict[int, Moves] = {}
+
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """Those that are trained, by their plain names."""
+        return self._parameters
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -62,31 +72,70 @@ class ReplicaModel:
 
     def take(self, fragment: Fragment, row: Floats) -> None:
         """`row` holds the values of the model that this process carries."""
-        moves = self._moves_of(fragment)
-        if moves is not None:
-            moves.take(self._local, row)
-            return
-        for slots in _batches(fragment):
-            flat = [self._local(slot.name).reshape(-1) for slot in slots]
-            row[slots[0].start : slots[-1].stop] = self._staging.fetch(flat).numpy()
+        for start, part in self._parts(fragment):
+            row[start : start + part.size] = part
 
-    def movement(self, fragment: Fragment) -> Floats:
-        """How far the model is from the global values, rounded as in the model: rounding must not
-        count as movement.
+    def movement(self, fragment: Fragment, row: Floats) -> None:
+        """`row` holds how far the model is from the global values."""
+
+        def take(start: int, part: Floats) -> None:
+            row[start : start + part.size] = part
+
+        self.movement_parts(fragment, take)
+
+    def movement_parts(self, fragment: Fragment, take: Take) -> None:
+        """`take` gets how far the model is from the global values, slice by slice.
+
+        Those are rounded as in the model: rounding must not count as movement.
         """
         import torch
 
-        row = np.empty(fragment.share.size, np.float32)
-        self.take(fragment, row)
-        for slot, first, last in fragment.spans():
-            dtype = self._parameters[slot.name].dtype
-            for start in range(first, last, SLICE):
-                part = slice(start, min(start + SLICE, last))
-                values = fragment.values[part]
-                if dtype != torch.float32:
-                    values = torch.from_numpy(values).to(dtype).float().numpy()
-                np.subtract(values, row[part], out=row[part])
-        return row
+        types = {self._parameters[slot.name].dtype for slot in fragment.slots}
+        spans = [] if types == {torch.float32} else list(fragment.spans())
+        firsts = [first for _, first, _ in spans]
+        for start, part in self._parts(fragment):
+            values = fragment.values[start : start + part.size]
+            if spans:
+                values = values.copy()
+                at = bisect_right(firsts, start) - 1
+                for slot, first, last in spans[at:]:
+                    if first >= start + part.size:
+                        break
+                    cut = values[max(first - start, 0) : last - start]
+                    dtype = self._parameters[slot.name].dtype
+                    cut[:] = torch.from_numpy(cut).to(dtype).float().numpy()
+            np.subtract(values, part, out=part)
+            take(start, part)
+
+    def _parts(self, fragment: Fragment) -> Iterator[tuple[int, Floats]]:
+        """The values of the model that this process carries, slice by slice; copies."""
+        import torch
+
+        moves = self._moves_of(fragment)
+        if moves is not None:
+            yield from moves.parts(self._local)
+            return
+        room = np.empty(0, np.float32)
+        for slots in _batches(fragment, SLICE if self._staging.is_needed else PART):
+            start, stop = slots[0].start, slots[-1].stop
+            tensors = [self._local(slot.name) for slot in slots]
+            if self._staging.is_needed:
+                yield start, self._staging.fetch([each.reshape(-1) for each in tensors]).numpy()
+                continue
+            if len(slots) == 1 and tensors[0].is_contiguous():
+                flat = tensors[0].detach().view(-1)
+                for first in range(0, stop - start, PART):
+                    piece = flat[first : first + PART]
+                    room = room if room.size >= piece.numel() else np.empty(piece.numel(), "f4")
+                    part = room[: piece.numel()]
+                    torch.from_numpy(part).copy_(piece)
+                    yield start + first, part
+                continue
+            room = room if room.size >= stop - start else np.empty(stop - start, "f4")
+            for slot, each in zip(slots, tensors, strict=True):
+                target = torch.from_numpy(room[slot.start - start : slot.stop - start])
+                target.view(slot.shape).copy_(each.detach())
+            yield start, room[: stop - start]
 
     def apply(self, fragment: Fragment, mix: float) -> None:
         """The model holds the global values, and `mix` of its own."""
@@ -102,6 +151,25 @@ class ReplicaModel:
                 return
             for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True):
                 self._write(mix, slot.name, 0, torch.from_numpy(row).reshape(-1))
+
+    def take_copy(self, fragment: Fragment, room: Floats | None) -> Floats:
+        """The values of the model that this process carries, in `room` if they fit there."""
+        size = fragment.share.size
+        row = room if room is not None and room.size == size else np.empty(size, np.float32)
+        self.take(fragment, row)
+        return row
+
+    def move_on(self, fragment: Fragment, sent: Floats) -> None:
+        """The model holds the global values and what it has moved since it held `sent`."""
+        now = np.empty_like(sent)
+        self.take(fragment, now)
+        now -= sent
+        now += fragment.values
+        held, fragment.values = fragment.values, now
+        try:
+            self.apply(fragment, 0.0)
+        finally:
+            fragment.values = held
 
     def gather(self, fragment: Fragment) -> Floats:
         """All values of the fragment, on every process."""
@@ -155,11 +223,11 @@ def _own_rank() -> list[int]:
     return [dist.get_rank()] if is_up else [0]
 
 
-def _batches(fragment: Fragment) -> list[Sequence[Any]]:
-    """The parameters in runs of about SLICE values: one copy from the device for each."""
+def _batches(fragment: Fragment, size: int) -> list[Sequence[Any]]:
+    """The parameters in runs of about `size` values: one copy from the device for each."""
     batches: list[list[Any]] = [[]]
     for slot in fragment.slots:
-        if batches[-1] and slot.stop - batches[-1][0].start > SLICE:
+        if batches[-1] and slot.stop - batches[-1][0].start > size:
             batches.append([])
         batches[-1].append(slot)
     return list(batches)

@@ -76,11 +76,19 @@ class Moves:
 
     def take(self, local: Callable[[str], torch.Tensor], row: Floats) -> None:
         """`row` holds the values of the model that this process carries."""
+        for start, part in self.parts(local):
+            row[start : start + part.size] = part
+
+    def parts(self, local: Callable[[str], torch.Tensor]) -> Iterator[tuple[int, Floats]]:
+        """The values of the model that this process carries, slice by slice of its row."""
         me, everyone = self._team.process, range(self._team.processes)
         for step in range(self._steps):
+            begin, end = self._span(self._shares[me], step)
+            part = np.empty(end - begin, np.float32)
             if self._is_whole:
                 runs = [run for run, _ in self._runs(me, step, holder=me)]
-                self._fill(row, runs, self._read(local, runs))
+                self._fill(part, begin, runs, self._read(local, runs))
+                yield begin, part
                 continue
             send = [
                 [run for run, source in self._runs(q, step, holder=me) if source == me]
@@ -93,7 +101,8 @@ class Moves:
             parts = [self._read(local, runs) for runs in send]
             arrived = self._team.all_to_all(parts, [_size(runs) for runs in receive])
             for runs, values in zip(receive, arrived, strict=True):
-                self._fill(row, runs, values)
+                self._fill(part, begin, runs, values)
+            yield begin, part
 
     def give(self, row: Floats, write: Callable[[str, int, torch.Tensor], None]) -> None:
         """`write` is called with name, start and values, for all that this process holds."""
@@ -144,10 +153,11 @@ class Moves:
         slices = [piece[run.start : run.stop] for piece, run in zip(pieces, runs, strict=True)]
         return self._staging.fetch(slices)
 
-    def _fill(self, row: Floats, runs: Sequence[Run], values: torch.Tensor) -> None:
+    def _fill(self, part: Floats, begin: int, runs: Sequence[Run], values: torch.Tensor) -> None:
+        """The values are in their places of `part`, which begins at place `begin` of the row."""
         array, at = values.numpy(), 0
         for run in runs:
-            run.put(row, array[at : at + run.size])
+            run._replace(row=run.row - begin).put(part, array[at : at + run.size])
             at += run.size
 
     def _span(self, share: Share, step: int) -> tuple[int, int]:

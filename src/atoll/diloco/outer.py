@@ -18,8 +18,11 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.layout import Layout, TensorSpec
+from atoll.diloco.allreduce.note import MemberNote
+from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.pieces import plain_name
+from atoll.diloco.terms import RULES, ByRound, OuterTerms, show, value_at
 
 Floats = NDArray[np.float32]
 
@@ -40,10 +43,13 @@ class Slot(NamedTuple):
 class Fragment:
     """Some parameters that are synchronised together, as one row, and their outer optimiser."""
 
-    def __init__(self, slots: Sequence[Slot], lr: float = 0.7, beta: float = 0.9) -> None:
+    def __init__(self, slots: Sequence[Slot], lr: ByRound = 0.7, beta: ByRound = 0.9) -> None:
         self.slots = tuple(slots)
-        self.lr, self.beta = lr, beta
+        self.terms = OuterTerms(lr, beta)
         self.rounds = 0
+        self.period = 0  # steps between two sends
+        self.steps, self.tokens = 0, 0.0  # of the run, as far as rounds of this fragment tell
+        self.ledger = ""  # of the run's data, as of the checkpoint that was loaded
         specs = tuple(TensorSpec("float32", slot.shape) for slot in slots)
         self.carry(Share(Layout(specs, 1, "fp32", "fp32", "", 1)))
 
@@ -71,27 +77,34 @@ class Fragment:
                     row += size
                 at += 1
 
+    def resume(self, header: Header) -> None:
+        """The clock of the run is that of the state that was loaded."""
+        self.rounds, self.tokens, self.ledger = header.rounds, header.tokens, header.ledger
+        self.steps = header.rounds * self.period if header.steps is None else header.steps
+
+    def tick(self, roster: Roster) -> None:
+        """A round was committed: the run has gone as far as the furthest of its members."""
+        said = [m.said for m in roster.members if isinstance(m.said, MemberNote)]
+        self.steps += max((each.steps for each in said), default=self.period)
+        self.tokens += sum(each.tokens for each in said)
+
     def step(self, gradient: Floats) -> None:
-        """One step of `torch.optim.SGD(nesterov=True)`: m = beta m + g; x -= lr (g + beta m).
+        """One step of the outer optimiser.
 
         The gradient is where we were minus where we are, so lr 1 without momentum lands on the
         mean of the replicas.
         """
+        self.step_part(0, gradient)
         self.rounds += 1
-        lr, beta = np.float32(self.lr), np.float32(self.beta)
-        wide = np.empty(min(_SLICE, self.values.size), np.float64)
-        for start in range(0, self.values.size, _SLICE):
-            values = self.values[start : start + _SLICE]
-            momentum = self.momentum[start : start + _SLICE]
+
+    def step_part(self, first: int, gradient: Floats) -> None:
+        """The step of the values from `first` on: any part at any time, each once."""
+        terms = self.terms
+        lr, beta = value_at(terms.lr, self.rounds), value_at(terms.beta, self.rounds)
+        for start in range(0, gradient.size, _SLICE):
             g = gradient[start : start + _SLICE]
-            change = wide[: g.size]
-            momentum *= beta
-            momentum += g
-            # A product of two fp32 is exact in fp64: one rounding each, as torch's fused ones.
-            np.multiply(momentum, beta, out=change, dtype=np.float64)
-            change += g
-            np.multiply(change.astype(np.float32), lr, out=change, dtype=np.float64)
-            np.subtract(values, change, out=values, casting="same_kind")
+            at = slice(first + start, first + start + g.size)
+            terms.rule.step(self.values[at], self.momentum[at], g, lr, beta)
 
     def rows(self, row: Floats) -> list[Floats]:
         """`row`, of all values, as one view for each parameter."""
@@ -99,7 +112,10 @@ class Fragment:
 
 
 def split(
-    shapes: Sequence[tuple[str, tuple[int, ...]]], parts: int, lr: float = 0.7, beta: float = 0.9
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    parts: int,
+    lr: ByRound = 0.7,
+    beta: ByRound = 0.9,
 ) -> list[Fragment]:
     """Fragments of about equal size; every parameter is in exactly one of them."""
     sizes = [int(np.prod(shape)) for _, shape in shapes]
@@ -138,6 +154,34 @@ class Header(msgspec.Struct, frozen=True):
     has_momentum: bool
     process: int = 0
     processes: int = 1
+    steps: int | None = None
+    tokens: float = 0.0
+    ledger: str = ""
+    # Instead of `lr` and `beta` where they change from round to round.
+    lr_by_round: tuple[tuple[int, float], ...] = ()
+    beta_by_round: tuple[tuple[int, float], ...] = ()
+    rule: str = "nesterov"
+    preset: str = ""
+
+    @property
+    def terms(self) -> OuterTerms:
+        """Those of the run; the rule of a program is known to it by its name only."""
+        rule = RULES.get(self.rule) or _Named(self.rule)
+        return OuterTerms(
+            self.lr_by_round or self.lr, self.beta_by_round or self.beta, rule, self.preset
+        )
+
+
+class _Named:
+    """A rule that is not here: only its name is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def step(
+        self, values: Floats, momentum: Floats, gradient: Floats, lr: float, beta: float
+    ) -> None:
+        raise ValidationError("outer", None, f"the run began with {self.name!r}")
 
 
 _HEADER = msgspec.json.Decoder(Header)
@@ -146,14 +190,22 @@ _HEADER = msgspec.json.Decoder(Header)
 def header_of(fragment: Fragment, digest: str = "", *, is_whole: bool = False) -> Header:
     share = fragment.share
     part = (0, 1) if is_whole else (share.process, share.processes)
+    terms = fragment.terms
     return Header(
         list(fragment.slots),
         fragment.rounds,
-        fragment.lr,
-        fragment.beta,
+        value_at(terms.lr, 0),
+        value_at(terms.beta, 0),
         digest,
         fragment.has_momentum,
         *part,
+        fragment.steps,
+        fragment.tokens,
+        fragment.ledger,
+        lr_by_round=terms.lr if isinstance(terms.lr, tuple) else (),
+        beta_by_round=terms.beta if isinstance(terms.beta, tuple) else (),
+        rule=terms.rule.name,
+        preset=terms.preset,
     )
 
 
@@ -196,11 +248,14 @@ def load_bytes(fragment: Fragment, data: bytes | memoryview, run: str = "") -> N
     row = np.frombuffer(body, "<f4")
     fragment.values[:] = row[:size]
     fragment.momentum[:] = row[size:] if header.has_momentum else 0
-    fragment.rounds = header.rounds
+    fragment.resume(header)
 
 
 def check_same(header: Header, fragment: Fragment, run: str = "") -> None:
-    """Raises ValidationError naming the first parameter, or setting, that is not the run's."""
+    """Raises ValidationError naming the first parameter, or setting, that is not the run's.
+
+    A fragment of which nobody said what its terms are takes those of the run.
+    """
     advice = f"; run_id {run!r} is in use, another model needs another one" if run else ""
     for their, our in zip(header.slots, fragment.slots, strict=False):
         plain = plain_name(their.name)
@@ -213,12 +268,24 @@ def check_same(header: Header, fragment: Fragment, run: str = "") -> None:
         count = len(fragment.slots)
         raise ValidationError("model", count, f"the run has {len(header.slots)} parameters{advice}")
     # Replicas with other settings would take other steps from the same means and drift apart.
-    for setting, theirs, ours in (
-        ("outer_lr", header.lr, fragment.lr),
-        ("outer_momentum", header.beta, fragment.beta),
+    theirs, ours = header.terms, fragment.terms
+    if ours.is_open:
+        fragment.terms = theirs._replace(is_open=True)
+        if isinstance(theirs.rule, _Named):
+            raise ValidationError("outer", None, f"the run began with {theirs.rule.name!r}")
+        return
+    if ours.preset and theirs.preset != ours.preset:
+        began = repr(theirs.preset) if theirs.preset else "none"
+        raise ValidationError("preset", ours.preset, f"the run began with {began}: {theirs.words}")
+    for setting, value, other in (
+        ("outer_lr", ours.lr, theirs.lr),
+        ("outer_momentum", ours.beta, theirs.beta),
     ):
-        if theirs != ours:
-            raise ValidationError(setting, ours, f"the run began with {theirs:g}")
+        if value != other:
+            label = show(value) if isinstance(value, tuple) else value
+            raise ValidationError(setting, label, f"the run began with {show(other)}")
+    if ours.rule.name != theirs.rule.name:
+        raise ValidationError("outer", ours.rule.name, f"the run began with {theirs.rule.name!r}")
 
 
 def _label(slot: Slot) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,18 @@ from atoll.core.errors import ValidationError
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 # Compiling and checkpointing a part of a model put this into the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # Classes that hold a whole model, and where.
-OUTER = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
+OUTER = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+}
+_HOLDER = "module."  # what holds a model of which nothing else is known
 
 
 class Dim(NamedTuple):
@@ -115,6 +123,40 @@ def plain_name(name: str) -> str:
     return name
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without what is around it."""
+    while type(model).__name__ in OUTER:
+        model = getattr(model, OUTER[type(model).__name__])
+    return model
+
+
+def plain_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """All parameters, by names that do not tell of what is around the model or its parts."""
+    return plain_names(model, dict(unwrapped(model).named_parameters()))
+
+
+def plain_names(model: torch.nn.Module, values: dict[str, T]) -> dict[str, T]:
+    """`values`, by their names in the unwrapped model, by the names they have without wrappers."""
+    wrapped = [
+        (f"{name}.{OUTER[type(part).__name__]}.", f"{name}.")
+        for name, part in unwrapped(model).named_modules()
+        if type(part).__name__ in OUTER
+    ]
+    # Inner parts first, as the names of those around them are still whole then.
+    wrapped.sort(key=lambda each: -len(each[0]))
+
+    def plain(name: str) -> str:
+        for inside, outside in wrapped:
+            if name.startswith(inside):
+                name = outside + name[len(inside) :]
+        return plain_name(name)
+
+    named = {plain(name): value for name, value in values.items()}
+    while named and all(name.startswith(_HOLDER) for name in named):
+        named = {name[len(_HOLDER) :]: value for name, value in named.items()}
+    return named if len(named) == len(values) else values
+
+
 def read_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that are trained, by their plain names.
 
@@ -125,11 +167,8 @@ def read_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         raise ValidationError(
             "model", "FullyShardedDataParallel", "expected fully_shard, the second FSDP"
         )
-    while type(model).__name__ in OUTER:
-        model = getattr(model, OUTER[type(model).__name__])
     named: dict[str, torch.nn.Parameter] = {}
-    for full_name, value in model.named_parameters():
-        name = plain_name(full_name)
+    for name, value in plain_parameters(model).items():
         if not value.requires_grad:
             continue
         if not value.is_floating_point():
@@ -165,7 +204,9 @@ def read_piece(name: str, parameter: torch.Tensor, ranks: Sequence[int]) -> Piec
         )
     for placement in parameter.placements:
         if not (placement.is_replicate() or _is_shard(placement)):
-            raise ValidationError(where, str(placement), "expected Shard or Replicate")
+            raise ValidationError(
+                where, repr(placement), "expected Shard or Replicate: no process has its values"
+            )
     local = tuple(local_tensor(parameter).shape)
     lengths, offset = _block(parameter)
     if lengths != local:

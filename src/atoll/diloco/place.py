@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce.start import least_of, read_launch
 from atoll.diloco.blobs import Blobs
 
@@ -67,6 +70,35 @@ def fragment_run(run_id: str | None, at: int, count: int) -> str:
     return name if count == 1 else f"{name}.{at}-of-{count}"
 
 
+class RunHome(NamedTuple):
+    """Where the objects of the whole run are: in the store, in the folder `run`."""
+
+    blobs: Blobs
+    run: str
+    name: str  # of the run: a part of it has more in its folder's name
+
+
+def find_home(
+    place: Place, count: int, run_id: str | None, allreduce: ObjectStoreAllReduce | None = None
+) -> RunHome | None:
+    """The home of a run with `count` fragments, or of `allreduce`; None without a store."""
+    if allreduce is not None:
+        return RunHome(allreduce.blobs, allreduce.keys.run, allreduce.keys.run)
+    if place.uri is None:
+        return None
+    blobs = place.uri if isinstance(place.uri, Blobs) else Blobs.open(place.uri)
+    return RunHome(blobs, fragment_run(run_id, 0, count), fragment_run(run_id, 0, 1))
+
+
+def check_fragments(folders: Iterable[str], run_id: str | None, count: int) -> None:
+    """Raises ValidationError if the run is in the store with another number of fragments."""
+    name = fragment_run(run_id, 0, 1)
+    cut = re.compile(re.escape(name) + r"(?:\.\d+-of-(\d+))?")
+    counts = {int(match[1] or 1) for match in map(cut.fullmatch, folders) if match}
+    if counts and count not in counts:
+        raise ValidationError("fragments", count, f"the run {name!r} has {min(counts)}")
+
+
 def _number(field: str, value: int | None, names: tuple[str, ...], low: int, default: int) -> int:
     if value is None:
         name = next((name for name in names if os.environ.get(name)), None)
@@ -78,3 +110,23 @@ def _number(field: str, value: int | None, names: tuple[str, ...], low: int, def
         value = int(text)
     check_int(field, value, low, _MANY)
     return value
+
+
+def refuse_spanning(places: Sequence[Place]) -> None:
+    """Raises ValidationError if the processes are not of one replica."""
+    ranks = sorted({place.rank for place in places})
+    if len(ranks) > 1:
+        raise ValidationError(
+            "process_group",
+            f"of replicas {', '.join(map(str, ranks))}",
+            "expected the processes of one replica, but torch.distributed spans several: start "
+            "them with --rendezvous none (rendezvous_backend='none'), or pass process_group= with "
+            "the processes of this replica",
+        )
+    for process, place in enumerate(places):
+        if place != places[0]:
+            raise ValidationError(
+                "process_group",
+                f"process {process} with {place}",
+                f"expected the arguments of process 0, {places[0]}",
+            )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ class StateIndex(msgspec.Struct, frozen=True):
 def digests(share: Share, row: Floats) -> list[str]:
     """Of each column that the process carries."""
     return [
-        _digest(_column(share, row, column))
+        _digest(_pieces(share, row, column))
         for column in range(share.cells.start, share.cells.stop)
     ]
 
@@ -54,9 +54,13 @@ def save(reduce: ObjectStoreAllReduce, fragment: Fragment, key: str, rounds: int
     def put() -> tuple[list[tuple[int, int]], list[list[str]]]:
         columns = list(_objects(share, len(rows)))
         for start, stop in columns:
-            data = [_column(share, row, column) for row in rows for column in range(start, stop)]
-            name = reduce.keys.state(rounds, nonce, start)
-            reduce.blobs.put(name, memoryview(np.concatenate(data)).cast("B"))  # type: ignore[arg-type]
+            pieces = [
+                piece
+                for row in rows
+                for column in range(start, stop)
+                for piece in _pieces(share, row, column)
+            ]
+            reduce.blobs.put(reduce.keys.state(rounds, nonce, start), pieces)
         return columns, [digests(share, row) for row in rows]
 
     words = together(team, put)
@@ -111,7 +115,7 @@ def load(reduce: ObjectStoreAllReduce, fragment: Fragment, index: StateIndex) ->
         # Mostly all replicas begin alike, and nothing has to be downloaded.
         if index.values[mine] == digests(share, fragment.values):
             fragment.momentum[:] = 0
-            fragment.rounds = index.header.rounds
+            fragment.resume(index.header)
             return
     into = _Row(share)
     targets = [fragment.values, *([fragment.momentum] if index.momentum else [])]
@@ -132,16 +136,19 @@ def load(reduce: ObjectStoreAllReduce, fragment: Fragment, index: StateIndex) ->
             begin = 4 * at * sum(sizes) + skip
             data = np.frombuffer(reduce.blobs.get(key, begin, begin + length), "<f4")
             _spread(theirs, range(first, last), data, sums, into, row, key)
-    fragment.rounds = index.header.rounds
+    fragment.resume(index.header)
 
 
 def load_whole(fragment: Fragment, data: bytes | memoryview, run: str) -> None:
     """`fragment` holds its share of a state that is in one piece."""
-    whole = Fragment(fragment.slots, fragment.lr, fragment.beta)
+    whole = Fragment(fragment.slots)
+    whole.terms, whole.period = fragment.terms, fragment.period
     load_bytes(whole, data, run)
+    fragment.terms = whole.terms
     fragment.values[:] = cut(fragment.share, whole.values)
     fragment.momentum[:] = cut(fragment.share, whole.momentum)
-    fragment.rounds = whole.rounds
+    fragment.rounds, fragment.steps = whole.rounds, whole.steps
+    fragment.tokens, fragment.ledger = whole.tokens, whole.ledger
 
 
 def cut(share: Share, vector: Floats) -> Floats:
@@ -166,9 +173,10 @@ def _objects(share: Share, rows: int) -> Iterator[tuple[int, int]]:
             start, size = column + 1, 0
 
 
-def _column(share: Share, row: Floats, column: int) -> Floats:
+def _pieces(share: Share, row: Floats, column: int) -> list[memoryview]:
+    """The cells of a column, as bytes where they lie."""
     parts = [row[slice(*share.cell_in_row(shard, column))] for shard in range(share.layout.shards)]
-    return np.concatenate(parts).astype("<f4", copy=False)
+    return [memoryview(part.view(np.uint8)) for part in parts]  # type: ignore[arg-type]
 
 
 def _column_size(share: Share, column: int) -> int:
@@ -176,9 +184,15 @@ def _column_size(share: Share, column: int) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def _digest(values: Floats) -> str:
-    body = memoryview(values).cast("B")  # type: ignore[arg-type]
-    return hashlib.blake2b(body, digest_size=16).hexdigest()
+def _digest(pieces: Iterable[memoryview]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _bytes(values: Floats) -> memoryview:
+    return memoryview(values).cast("B")  # type: ignore[arg-type]
 
 
 class _Row:
@@ -215,7 +229,7 @@ def _spread(
         size = _column_size(theirs, column)
         values = data[at : at + size]
         at += size
-        if values.size != size or _digest(values) != sums[column]:
+        if values.size != size or _digest([_bytes(values)]) != sums[column]:
             raise ValueError(f"{key}: column {column} does not match its digest")
         begin = 0
         for shard in range(theirs.layout.shards):

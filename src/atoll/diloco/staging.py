@@ -30,6 +30,10 @@ class Staging:
         kinds = {tensor.device.type for tensor in tensors} - {"cpu"}
         return cls(torch.get_device_module(kinds.pop())) if len(kinds) == 1 else cls()
 
+    @property
+    def is_needed(self) -> bool:
+        return self._device is not None
+
     def fetch(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values of the slices, one after the other, as float32 in host memory."""
         import torch

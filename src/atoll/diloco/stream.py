@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -16,12 +16,27 @@ import numpy as np
 
 from atoll.core.errors import BackendError, Gone, NotFound, ValidationError
 from atoll.diloco import saved
-from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup
-from atoll.diloco.allreduce.keys import parse_round
+from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, past
+from atoll.diloco.allreduce.exchange import Behind
+from atoll.diloco.allreduce.keys import WHOLE, parse_round
 from atoll.diloco.allreduce.layout import Layout, TensorSpec, cells_of
+from atoll.diloco.allreduce.note import (
+    DataRound,
+    Says,
+    Scribe,
+    UploadNote,
+    claim_of,
+    member_note,
+)
+from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.team import Solo, Team, lead, together
+from atoll.diloco.allreduce.work import Values
+from atoll.diloco.blobs import Blobs
+from atoll.diloco.data import ledger as ledgers
+from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.outer import Floats, Fragment, Slot
+from atoll.diloco.place import Place, check_fragments, fragment_run
 
 log = logging.getLogger("atoll.diloco")
 
@@ -39,6 +54,24 @@ class Commit(NamedTuple):
     bytes_up: int = 0
     bytes_down: int = 0
     requests: int = 0
+    notes: Mapping[int, str] = {}  # rank to its word for all the others
+    is_member: bool = True
+    is_behind: bool = False  # the values were brought to no round: the run was further
+    is_carried: bool = False  # the round went on without them, and they come with the next one
+    read: Joined | None = None
+    committed: Roster | None = None  # None: without a store
+
+
+class Joined(NamedTuple):
+    """What was read of the run's data: the ledger of a checkpoint, and the rounds after it."""
+
+    ledger: Ledger | None = None
+    rounds: tuple[DataRound, ...] = ()
+
+
+def read_ledger(fragment: Fragment) -> Ledger | None:
+    """The ledger of the state that was loaded."""
+    return ledgers.unpack(fragment.ledger.encode()) if fragment.ledger else None
 
 
 class Stream(Protocol):
@@ -50,14 +83,39 @@ class Stream(Protocol):
     def share(self, slots: Sequence[Slot]) -> Share:
         """What this process carries of a fragment with these parameters."""
 
-    def join(self, fragment: Fragment) -> None:
+    scribe: Scribe | None  # keeps the ledger, if the replicas share their data
+
+    def join(self, fragment: Fragment) -> Joined:
         """`fragment` holds what all replicas agree on, as of the newest round."""
 
-    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
+    def is_behind(self) -> bool:
+        """Whether rounds went on without this replica since the last one it knows."""
+
+    def forget_late_work(self) -> None:
+        """What was too late for earlier rounds is not brought to a later one."""
+
+    def advance(
+        self,
+        fragment: Fragment,
+        gradient: Floats | Values,
+        weight: float,
+        again: Callable[[], None] | None = None,
+        note: str = "",
+        says: Says | None = None,
+    ) -> Commit:
         """`fragment` has taken the outer step of a round in which this replica took part.
+
+        The memory of the gradient is used for the mean, too; `again` computes the gradient anew.
+        A gradient that can be asked for part by part, as often as needed, takes no memory.
 
         If rounds went on without this replica, `fragment` has taken the steps of all of them.
         """
+
+    def checkpoint(self, fragment: Fragment) -> None:
+        """The state of the fragment, as of its last round, is in the store."""
+
+    def data_rounds(self) -> list[tuple[int, DataRound]]:
+        """What the committed rounds so far say of the data, each with its number."""
 
     def feedback(self) -> dict[str, Any]:
         """What lossy codecs left out of this replica's values, to be sent later."""
@@ -67,6 +125,12 @@ class Stream(Protocol):
     def leave(self, error: BaseException) -> None:
         """Tell the others that this replica has failed."""
 
+    def go(self) -> None:
+        """The replica is to leave: whoever waits for a round stops waiting and raises Left."""
+
+    def depart(self) -> None:
+        """Tell the others that this replica was told to leave."""
+
     def close(self) -> None: ...
 
 
@@ -75,6 +139,8 @@ class Alone:
 
     def __init__(self, team: Team | None = None) -> None:
         self._team: Team = Solo() if team is None else team
+        self.scribe: Scribe | None = None
+        self._rounds: list[tuple[int, DataRound]] = []
 
     def share(self, slots: Sequence[Slot]) -> Share:
         specs = tuple(TensorSpec("float32", slot.shape) for slot in slots)
@@ -82,12 +148,45 @@ class Alone:
         layout = Layout(specs, 1, "fp32", "fp32", "", cells)
         return Share(layout, self._team.process, self._team.processes)
 
-    def join(self, fragment: Fragment) -> None:
+    def join(self, fragment: Fragment) -> Joined:
+        return Joined(read_ledger(fragment))
+
+    def is_behind(self) -> bool:
+        return False
+
+    def forget_late_work(self) -> None:
         pass
 
-    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
-        fragment.step(gradient)
-        return Commit(fragment.rounds - 1, (0,))
+    def advance(
+        self,
+        fragment: Fragment,
+        gradient: Floats | Values,
+        weight: float,
+        again: Callable[[], None] | None = None,
+        note: str = "",
+        says: Says | None = None,
+    ) -> Commit:
+        if callable(gradient):
+            gradient(fragment.step_part)
+            fragment.rounds += 1
+        else:
+            fragment.step(gradient)
+        said = UploadNote(fragment.period) if says is None else says.note
+        fragment.steps += said.steps
+        fragment.tokens += said.tokens
+        data = None if self.scribe is None else self.scribe.data()
+        read = None
+        if data is not None and self.scribe is not None:
+            claim = claim_of(self.scribe.rank, member_note(said))
+            read = Joined(None, (DataRound(data, (claim,)),))
+            self._rounds.append((fragment.rounds - 1, read.rounds[0]))
+        return Commit(fragment.rounds - 1, (0,), notes={0: note}, read=read)
+
+    def checkpoint(self, fragment: Fragment) -> None:
+        pass
+
+    def data_rounds(self) -> list[tuple[int, DataRound]]:
+        return list(self._rounds)
 
     def feedback(self) -> dict[str, Any]:
         return {}
@@ -96,6 +195,12 @@ class Alone:
         pass
 
     def leave(self, error: BaseException) -> None:
+        pass
+
+    def go(self) -> None:
+        pass
+
+    def depart(self) -> None:
         pass
 
     def close(self) -> None:
@@ -110,20 +215,32 @@ class StoreStream:
         self._checkpoint_every = checkpoint_every
         self._is_stale = False  # a join failed: the next round must not be added to what is here
 
+    @property
+    def scribe(self) -> Scribe | None:
+        return self._allreduce.settler.scribe
+
+    @scribe.setter
+    def scribe(self, scribe: Scribe | None) -> None:
+        self._allreduce.settler.scribe = scribe
+
     def share(self, slots: Sequence[Slot]) -> Share:
         allreduce = self._allreduce
         like = [np.broadcast_to(np.float32(0), slot.shape) for slot in slots]
         return allreduce.share_of(allreduce.describe(like))
 
-    def join(self, fragment: Fragment) -> None:
-        """Load the newest checkpoint, or the start, and take the steps of the rounds after it."""
+    def join(self, fragment: Fragment, room: Floats | None = None) -> Joined:
+        """Load the newest checkpoint, or the start, and take the steps of the rounds after it.
+
+        `room` is memory for the means.
+        """
         deadline = time.monotonic() + _PATIENCE_S
         self._is_stale = True
         while True:
             try:
-                following = self._load(fragment)
-                for mean, layout in self._allreduce.read_since(following):
+                following, rounds = self._load(fragment), list[DataRound]()
+                for mean, layout in self._allreduce.read_since(following, room):
                     fragment.step(self._own(fragment, mean, layout))
+                    self._fold(fragment, self._allreduce.settler.last, rounds)
                 break
             except catchup.Outdated:
                 continue
@@ -134,24 +251,99 @@ class StoreStream:
                 log.info("waiting for a checkpoint: %s", news)
                 time.sleep(_POLL_S)
         self._is_stale = False
+        return Joined(read_ledger(fragment), tuple(rounds))
 
-    def advance(self, fragment: Fragment, gradient: Floats, weight: float) -> Commit:
+    def is_behind(self) -> bool:
+        allreduce = self._allreduce
+        return allreduce.may_be_late and self._is_behind((allreduce.round or 0) - 1)
+
+    def forget_late_work(self) -> None:
+        self._allreduce.forget_late_work()
+
+    def _fold(self, fragment: Fragment, roster: Roster | None, rounds: list[DataRound]) -> None:
+        """A committed round counts: in the clock of the run, and in the ledger of its data."""
+        assert roster is not None
+        fragment.tick(roster)
+        data = roster.data_round()
+        if data is not None:
+            rounds.append(data)
+
+    def advance(
+        self,
+        fragment: Fragment,
+        gradient: Floats | Values,
+        weight: float,
+        again: Callable[[], None] | None = None,
+        note: str = "",
+        says: Says | None = None,
+    ) -> Commit:
         allreduce = self._allreduce
         layout = fragment.share.layout
-        mean = allreduce.allreduce_share(layout, gradient, weight=weight)
+        held, mean, room = None, None, None if callable(gradient) else gradient
+        try:
+            if callable(gradient):
+                held = allreduce.allreduce_parts(
+                    layout, gradient, weight=weight, note=note, says=says
+                )
+            else:
+                mean = allreduce.allreduce_share(
+                    layout, gradient, weight=weight, again=again, note=note, says=says
+                )
+        except Behind:
+            return Commit(-1, (), is_member=False, is_behind=True, read=self.join(fragment))
         report = allreduce.last_round
         assert report is not None
+        rounds, read = list[DataRound](), None
         if report.skipped or self._is_stale:
-            self.join(fragment)
-        else:
+            read = self.join(fragment, room)
+        elif mean is not None:
             fragment.step(mean)
+        elif held is not None:
+            self._is_stale = True  # as long as only some values have taken the step
+            held.visit(fragment.step_part)
+            self._is_stale = False
+            fragment.rounds += 1
+        if read is None:
+            self._fold(fragment, report.committed, rounds)
+            read = Joined(None, tuple(rounds))
             if not report.is_member and self._is_behind(report.round):
-                self.join(fragment)
+                read = self.join(fragment, room)
         roster = tuple(report.roster)
         is_due = fragment.rounds == 1 or fragment.rounds % self._checkpoint_every == 0
-        if is_due and roster[0] == allreduce.rank and not report.skipped:
+        is_first = next((r for r in roster if report.notes.get(r) != WHOLE), -1) == allreduce.rank
+        if is_due and is_first and not report.skipped:
+            fragment.ledger = self.scribe.after(rounds[0]) if self.scribe and rounds else ""
             self._save(fragment, report.round)
-        return Commit(report.round, roster, report.bytes_up, report.bytes_down, report.requests)
+        return Commit(
+            report.round,
+            roster,
+            report.bytes_up,
+            report.bytes_down,
+            report.requests,
+            report.notes,
+            report.is_member,
+            is_carried=allreduce.carries and allreduce.rank not in roster,
+            read=read,
+            committed=report.committed,
+        )
+
+    def checkpoint(self, fragment: Fragment) -> None:
+        number = self._allreduce.round
+        if number:
+            saved.save(self._allreduce, fragment, self._allreduce.keys.checkpoint(number), number)
+
+    def data_rounds(self) -> list[tuple[int, DataRound]]:
+        rosters = lead(self._allreduce.team, self._committed)
+        return [(each.round, data) for each in rosters if (data := each.data_round())]
+
+    def _committed(self) -> list[Roster]:
+        """The rosters of the rounds that this replica has folded: the last attempt of each."""
+        allreduce = self._allreduce
+        last: dict[int, Roster] = {}
+        for roster in past.read_rosters(allreduce.blobs, allreduce.keys):
+            if roster.round < (allreduce.round or 0):
+                last[roster.round] = roster
+        return [each for _, each in sorted(last.items()) if each.members]
 
     def feedback(self) -> dict[str, Any]:
         return self._allreduce.state_dict()
@@ -161,6 +353,12 @@ class StoreStream:
 
     def leave(self, error: BaseException) -> None:
         self._allreduce.leave(error)
+
+    def go(self) -> None:
+        self._allreduce.go()
+
+    def depart(self) -> None:
+        self._allreduce.depart()
 
     def close(self) -> None:
         self._allreduce.close()
@@ -235,7 +433,20 @@ class StoreStream:
                         return False
                 time.sleep(_POLL_S)
 
-        if not lead(allreduce.team, exists):
+        def is_new() -> bool:
+            if exists():
+                return False
+            newest = catchup.latest(allreduce.blobs, allreduce.keys)
+            if newest is not None and not exists():
+                raise ValidationError(
+                    "run_id",
+                    allreduce.keys.run,
+                    f"the run has {newest[0] + 1} rounds and no model that they began with; "
+                    "another model needs another run_id",
+                )
+            return newest is None
+
+        if lead(allreduce.team, is_new):
             saved.save(allreduce, fragment, key, 0)
 
         def load() -> None:
@@ -246,3 +457,34 @@ class StoreStream:
                 saved.load(allreduce, fragment, state)
 
         together(allreduce.team, load)
+
+
+def open_streams(
+    place: Place,
+    count: int,
+    checkpoint_every: int,
+    allreduce: ObjectStoreAllReduce | None,
+    run_id: str | None,
+    options: dict[str, Any],
+) -> list[Stream]:
+    """One stream for each fragment, each with rounds of its own."""
+    if allreduce is not None:
+        return [StoreStream(allreduce, checkpoint_every)]
+    if place.uri is None:
+        return [Alone(options["team"]) for _ in range(count)]
+    blobs = place.uri if isinstance(place.uri, Blobs) else Blobs.open(place.uri)
+    lead(options["team"], lambda: check_fragments(blobs.folders(), run_id, count))
+    return [
+        StoreStream(
+            ObjectStoreAllReduce(
+                place.uri,
+                place.rank,
+                place.world_size,
+                min_replicas=place.min_replicas,
+                run_id=fragment_run(run_id, at, count),
+                **options,
+            ),
+            checkpoint_every,
+        )
+        for at in range(count)
+    ]

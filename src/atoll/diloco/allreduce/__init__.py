@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from atoll.diloco.allreduce.allreduce import ObjectStoreAllReduce, ReduceReport
+from atoll.diloco.allreduce.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce.catchup import Checkpoint, JoinState, Mean
+from atoll.diloco.allreduce.work import ReduceReport
 
 __all__ = ["Checkpoint", "JoinState", "Mean", "ObjectStoreAllReduce", "ReduceReport"]

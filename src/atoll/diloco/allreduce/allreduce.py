@@ -7,14 +7,16 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from atoll.core.errors import BackendError, ValidationError
-from atoll.diloco.allreduce import catchup, wire
+from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.arguments import (
     MOST_REPLICAS,
@@ -26,45 +28,44 @@ from atoll.diloco.allreduce.arguments import (
 )
 from atoll.diloco.allreduce.catchup import Checkpoint, JoinState
 from atoll.diloco.allreduce.codecs import Codec, get_codec
-from atoll.diloco.allreduce.exchange import Abandoned, Behind, Exchange
-from atoll.diloco.allreduce.feedback import Entry, Feedback
-from atoll.diloco.allreduce.keys import Keys, part_of
-from atoll.diloco.allreduce.layout import Layout, Vector, difference
+from atoll.diloco.allreduce.exchange import Abandoned, Behind, Exchange, run_as_one
+from atoll.diloco.allreduce.feedback import Feedback
+from atoll.diloco.allreduce.keys import WHOLE, Keys, part_of
+from atoll.diloco.allreduce.layout import Layout, Vector
+from atoll.diloco.allreduce.note import Says
 from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
-from atoll.diloco.allreduce.roster import Roster
-from atoll.diloco.allreduce.settle import DONE, FAILED, Ballot, Me, Settler
+from atoll.diloco.allreduce.roster import PastRound, Roster
+from atoll.diloco.allreduce.settle import (
+    DONE,
+    FAILED,
+    LEFT,
+    Ballot,
+    Left,
+    Me,
+    Settler,
+    refuse_foreign,
+)
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.start import Start, read_start
-from atoll.diloco.allreduce.sweep import collect_garbage, refuse_unconditional
+from atoll.diloco.allreduce.sweep import StoreSweep, refuse_unconditional
 from atoll.diloco.allreduce.team import Solo, Team, alike, lead, together
 from atoll.diloco.allreduce.upload import Cargo, Parcel
+from atoll.diloco.allreduce.work import (
+    HeldMean,
+    JointWork,
+    ReduceReport,
+    TensorWork,
+    Values,
+    Work,
+    is_counted,
+    settle_failed,
+)
 from atoll.diloco.blobs import Blobs, Traffic
 
 log = logging.getLogger("atoll.allreduce")
 
 THREADS = 8
 MOST_ROUNDS = 10**8
-
-
-@dataclass(frozen=True)
-class ReduceReport:
-    """How one round went, as this replica saw it.
-
-    `roster`: rank to weight, of those whose tensors are in the mean. `is_member`: whether this
-    replica's are. `missing`: ranks that were waited for and did not come. `skipped`: rounds that
-    were decided and whose means this replica did not read; its caller catches up with `join()`.
-    """
-
-    round: int
-    attempt: int
-    roster: dict[int, float]
-    is_member: bool
-    missing: list[int]
-    skipped: list[int]
-    bytes_up: int
-    bytes_down: int
-    requests: int
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class ObjectStoreAllReduce:
@@ -120,10 +121,10 @@ class ObjectStoreAllReduce:
         self.down_codec = get_codec(codec if down_codec is None else down_codec)
         self._codecs = (self.codec.name, self.down_codec.name)
         self.keys = Keys(read_run_id(run_id))
-        self._keep_rounds = read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
+        keep_rounds = read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
         self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.last_round: ReduceReport | None = None
-        self._carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
+        self.carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
         self.team: Team = Solo() if team is None else team
         me = Me(self.rank, self.world_size, least, secrets.token_hex(8), timeout)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
@@ -136,8 +137,8 @@ class ObjectStoreAllReduce:
         self._feedback: dict[str, Feedback] = {}
         self._cargo: dict[str, Cargo] = {}
         self._next: int | None = None  # the round to do next; None: ask the store
-        self._may_be_late = False
-        self._sweeping: Future[None] | None = None
+        self.may_be_late = False  # rounds may have been decided without this replica
+        self._sweep = StoreSweep(self.blobs, self.keys, self._pool, keep_rounds)
         self._lock = threading.Lock()
         self._has_left = False
         lead(self.team, self._come)
@@ -147,14 +148,29 @@ class ObjectStoreAllReduce:
         """The round that the next `allreduce` starts with; None until the store was asked."""
         return self._next
 
+    def forget_late_work(self) -> None:
+        """What was owed from earlier rounds is not brought to a later one."""
+        for feedback in self._feedback.values():
+            feedback.up = feedback.entry = None
+
     def go_on_at(self, round: int) -> None:
         """The next `allreduce` does `round`; for callers whose state is not from `join()`."""
         self._next = round
 
     def allreduce(
-        self, tensors: Sequence[Any], *, weight: float = 1.0, name: str = ""
+        self,
+        tensors: Sequence[Any],
+        *,
+        weight: float = 1.0,
+        name: str = "",
+        out: Sequence[Any] | None = None,
     ) -> list[Any]:
         """The weighted mean of the roster, in the order, shapes and types of `tensors`.
+
+        `out`: tensors like `tensors`, or those themselves, to hold the mean; they are what is
+        returned. A loop that gives the result of its first call to the later ones needs no fresh
+        memory. If the call fails, `tensors` are as they were, and other tensors in `out` hold
+        anything.
 
         `name` tells apart streams of tensors that take turns (each keeps its own error feedback).
         Raises BelowMinimumWorld when no quorum came within the timeout, ValidationError when the
@@ -163,8 +179,16 @@ class ObjectStoreAllReduce:
         if self.team.processes > 1:
             raise ValidationError("tensors", len(tensors), "a process of several has a share only")
         arrays = layouts.as_arrays(tensors)
-        mean = self._allreduce(self.describe(arrays, name), arrays, read_weight(weight))
-        return layouts.unflatten(mean, arrays)
+        layout, weight = self.describe(arrays, name), read_weight(weight)
+        if out is not None:
+            layouts.check_out(out, arrays)
+        is_plain = self.codec.is_exact and self.down_codec.is_exact and not self.carries
+
+        def load(cargo: Cargo, feedback: Feedback) -> Work:
+            return TensorWork.of(cargo, feedback, weight, arrays, out, is_plain=is_plain)
+
+        mean = self._allreduce(layout, load)[1]
+        return layouts.unflatten(mean, arrays) if out is None else layouts.fill(mean, out)
 
     def describe(self, tensors: Sequence[Any], name: str = "") -> Layout:
         """The layout of a round with tensors like these."""
@@ -180,32 +204,86 @@ class ObjectStoreAllReduce:
         """What this process carries of a round."""
         return Share(layout, self.team.process, self.team.processes)
 
-    def allreduce_share(self, layout: Layout, row: Vector, *, weight: float = 1.0) -> Vector:
+    def allreduce_share(
+        self,
+        layout: Layout,
+        row: Vector,
+        *,
+        weight: float = 1.0,
+        again: Callable[[], None] | None = None,
+        note: str = "",
+        says: Says | None = None,
+    ) -> Vector:
         """The mean of what this process carries, as `row` is of its values; see `share_of`.
 
-        All processes of the replica call it, with the same layout and weight. What fails in one of
-        them is raised in all.
-        """
-        return self._allreduce(layout, [row], read_weight(weight))
+        `note` is a word for all members of the round, in the name of the upload; `says` is what
+        goes into the roster. With a ledger in it this is one round: it raises Behind if the run
+        is further, where the values of any other call would be brought to a later one.
 
-    def _allreduce(self, layout: Layout, arrays: Sequence[Any], weight: float) -> Vector:
+        All processes of the replica call it, with the same layout and weight. What fails in one of
+        them is raised in all. The row belongs to the round until then, and its memory may be that
+        of the mean. `again` brings its values back, if it is called before this returns: without
+        it, an exact codec needs memory for the mean as well.
+        """
+        bring = None if again is None else lambda _: again()
+        weight, is_held = read_weight(weight), not self.codec.is_exact
+        is_in_place = is_held or (bring is not None and not self.carries)
+
+        def load(cargo: Cargo, feedback: Feedback) -> Work:
+            cargo.hold(row)
+            cargo.add(feedback.up)
+            out = row if is_in_place else np.empty(row.size, np.float32)
+            return Work(layout, cargo, bring, weight, feedback, out, is_held, note, says)
+
+        exchange, out = self._allreduce(layout, load)
+        if is_held:
+            exchange.spread(out)
+        return out
+
+    def allreduce_parts(
+        self,
+        layout: Layout,
+        values: Values,
+        *,
+        weight: float = 1.0,
+        note: str = "",
+        says: Says | None = None,
+    ) -> HeldMean:
+        """As `allreduce_share` of one process with a lossy codec, in less memory.
+
+        `values(take)` calls `take(start, part)` with parts of the row, which `take` may change. It
+        is called before this returns only, and each time with the same values.
+        """
+        if self.codec.is_exact or self.team.processes > 1:
+            raise ValidationError("codec", self.codec.name, "expected a lossy one, in one process")
+        weight = read_weight(weight)
+
+        def load(cargo: Cargo, feedback: Feedback) -> Work:
+            return JointWork.of(cargo, feedback, weight, values, note, says)
+
+        return HeldMean(self._allreduce(layout, load)[0])
+
+    def _allreduce(
+        self, layout: Layout, load: Callable[[Cargo, Feedback], Work]
+    ) -> tuple[Exchange, Vector]:
         with self._lock:
             before, started = self.blobs.usage, time.monotonic()
             feedback = self._feedback_for(layout)
-            self._settle_failed(feedback)
-
-            def load() -> _Work:
-                cargo = self._cargo.get(layout.name)
-                if cargo is None or cargo.layout != layout:
-                    cargo = Cargo(self.share_of(layout), self.rank, self.codec)
-                    self._cargo[layout.name] = cargo
-                cargo.load(arrays, feedback.up)
+            settle_failed(self, feedback)
+            cargo = self._cargo.get(layout.name)
+            if cargo is None or cargo.layout != layout:
+                cargo = Cargo(self.share_of(layout), self.rank, self.codec)
+                self._cargo[layout.name] = cargo
+            work = load(cargo, feedback)
+            try:
                 if self.codec.needs_finite or self.down_codec.needs_finite:
-                    cargo.check_finite()
-                return _Work(layout, arrays, cargo, weight, feedback)
-
-            work, _ = alike(self.team, load)
-            return self._until_done(work, started, before)
+                    together(self.team, cargo.check_finite)
+                exchange = self._until_done(work, started, before)
+                cargo.release()
+                return exchange, work.out
+            except BaseException:
+                work.fail()
+                raise
 
     def save_checkpoint(self, state: bytes | Sequence[Any], round: int | None = None) -> bool:
         """Store the state after `round` (default: the last one done; -1: before the first).
@@ -232,13 +310,16 @@ class ObjectStoreAllReduce:
             self._go_on_after(state.round)
             return state
 
-    def read_since(self, following: int) -> Iterator[tuple[Vector, Layout]]:
+    def read_since(
+        self, following: int, out: Vector | None = None
+    ) -> Iterator[tuple[Vector, Layout]]:
         """The mean of each round from `following` on, as far as this process carries it.
 
-        The next `allreduce` goes on after them. Raises Outdated or Gone if one is deleted.
+        Each is in `out`, if it is of that size, until the next is read. The next
+        `allreduce` goes on after them. Raises Outdated or Gone if one is deleted.
         """
         with self._lock:
-            for after, mean in catchup.read_since(self, following):
+            for after, mean in catchup.read_since(self, following, out):
                 following = after
                 if mean is not None:
                     yield mean
@@ -246,7 +327,7 @@ class ObjectStoreAllReduce:
 
     def _go_on_after(self, following: int) -> None:
         self._next = following
-        self._may_be_late = True
+        self.may_be_late = True
         if following:
             self._beginning.begin()
 
@@ -255,14 +336,12 @@ class ObjectStoreAllReduce:
         return {name: feedback.state() for name, feedback in self._feedback.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._feedback = {
-            name: Feedback(up=part["up"], down=dict(part["down"])) for name, part in state.items()
-        }
+        self._feedback = {name: Feedback.of(part) for name, part in state.items()}
 
     def leave(self, error: BaseException | None = None) -> None:
         """Tell the others that this replica is done, or has failed with `error`.
 
-        They do not wait for it then. Without $ATOLL_STARTED_TOGETHER nothing is told.
+        They do not wait for it then. Without $ATOLL_STARTED_TOGETHER only a failure is told.
         """
         has_left, self._has_left = self._has_left, True
         is_told = not self.team.process and not has_left
@@ -272,8 +351,7 @@ class ObjectStoreAllReduce:
     def close(self) -> None:
         """Stop the threads. Objects in the store stay."""
         self.leave()
-        if self._sweeping is not None:
-            self._sweeping.exception()
+        self._sweep.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -288,22 +366,26 @@ class ObjectStoreAllReduce:
         self.leave(error)
         self.close()
 
-    def _until_done(self, work: _Work, started: float, before: Traffic) -> Vector:
+    def _until_done(self, work: Work, started: float, before: Traffic) -> Exchange:
         begin = self._start() if self._next is None else self._next
         number, skipped = begin, list[int]()
-        if self._may_be_late:
+        is_single = work.says is not None and work.says.is_single
+        if self.may_be_late and not is_single:
             # Rounds already decided are lost to this replica: take part in the next one instead.
-            number = max(begin, self._start())
+            number = max(begin, self._start(begin - 1))
             skipped += range(begin, number)
         # If this call fails, the next one reports all rounds decided since as skipped.
-        self._next, self._may_be_late = begin, True
+        self._next, self.may_be_late = begin, True
         while True:
             try:
                 roster, mean = self._one_round(number, work)
             except Behind as news:
                 log.warning("round %d is gone: the run is at round %d", number, news.latest)
-                self._bring_again(work, news.roster)
-                gone, number = number, self._start()
+                if is_single:
+                    raise
+                counted = partial(is_counted, self, work, news.roster)
+                work.bring_again(counted, carries=self.carries)
+                gone, number = number, self._start(number - 1)
                 skipped += range(gone, number)
                 continue
             if mean is None:  # the round is void, by common decision: nobody has its mean
@@ -314,126 +396,141 @@ class ObjectStoreAllReduce:
             self._finish(roster, work, skipped, started, before)
             return mean
 
-    def _one_round(self, number: int, work: _Work) -> tuple[Roster, Vector | None]:
+    def _one_round(self, number: int, work: Work) -> tuple[Roster, Exchange | None]:
         settler = self._settler
         work.uploads.clear()
+        if settler.is_leaving:
+            work.note = WHOLE
         self._upload(number, work)
         began = time.monotonic()
         ballot = settler.first_ballot(number)
         while True:
             roster = self._settle(ballot, work)
+            work.cargo.is_whole = False  # a roster with a whole upload is not waited for
             work.upload = next((u for u in work.uploads if roster.has(u)), work.upload)
             work.seconds["roster"] = time.monotonic() - began
             if roster.error:
-                raise ValidationError("tensors", f"of rank {self.rank}", roster.error)
+                raise roster.refusal(self.rank)
             if not roster.members:
                 return roster, None
-            self._refuse_foreign(roster, work.layout)
-            exchange = self._exchange(roster, work.layout)
+            refuse_foreign(roster, work.layout, self.rank)
+            exchange = self.exchange(roster, work.layout)
             if roster.has(work.upload):
-                work.feedback.entry = Entry(
-                    roster, work.upload, self.rank, work.cargo.share, work.left_out
-                )
+                work.feedback.entry = work.entry(roster, self._pool)
             try:
-                mean = self._run(exchange, work)
+                self._check_claims(exchange, work)
+                run = partial(exchange.run, work.upload, work.cargo, work.feedback, work.out)
+                run_as_one(self.team, roster, partial(run, is_held=work.is_held))
             except Abandoned as news:
                 work.feedback.give_up()
+                work.bring_back()
                 ballot = settler.next_ballot(roster, news.blame)
                 ballot.is_blamed = work.upload in ballot.blamed
                 continue
             work.seconds |= exchange.seconds
-            return roster, mean
+            return roster, exchange
 
-    def _settle(self, ballot: Ballot, work: _Work) -> Roster:
+    def go(self) -> None:
+        """Wait for no round: `allreduce_share` hands in and raises Left. From any thread."""
+        self._settler.is_leaving = self.team.processes == 1
+
+    def depart(self) -> None:
+        """Mark this replica as one that was told to leave."""
+        has_left, self._has_left = self._has_left, True
+        if not has_left and not self.team.process:
+            self._settler.leave(LEFT)
+
+    def _settle(self, ballot: Ballot, work: Work) -> Roster:
         while True:
+            if self._settler.is_leaving:
+                return self._hand_in(ballot, work)
+            ballot.idle_s = work.says.idle_s if work.says else 0.0
             roster = lead(self.team, lambda: self._settler.settle(ballot, work.layout, self.codec))
+            if isinstance(roster, PastRound):
+                raise Behind(*roster)
             if roster is not None:
                 return roster
+            if not self._settler.is_leaving:
+                self._upload(ballot.number, work)
+
+    def _hand_in(self, ballot: Ballot, work: Work) -> Roster:
+        """Raises Left, with a whole upload in the store; or the roster that was there before."""
+        if work.note != WHOLE:
+            work.note = WHOLE
             self._upload(ballot.number, work)
+        roster = self._settler.read_decided(ballot)
+        if isinstance(roster, PastRound):
+            raise Behind(*roster)
+        if roster is None or roster.has(work.uploads[-1]):
+            self.depart()
+            raise Left
+        return roster
 
-    def _run(self, exchange: Exchange, work: _Work) -> Vector:
-        """The mean, once all processes of the replica have theirs.
+    def _check_claims(self, exchange: Exchange, work: Work) -> None:
+        """Raises Abandoned, or Behind, for a roster that is none of this replica's ledger.
 
-        A process sees only its share of the places. So what one of them met counts for all: they
-        go to the next attempt, or catch up, together.
+        As every member must publish a mean, such a round is never committed.
         """
-        if self.team.processes == 1:
-            return exchange.run(work.upload, work.cargo, work.feedback)
-        mean: list[Vector] = []
-
-        def run() -> wire.Blame | int | None:
-            try:
-                mean.append(exchange.run(work.upload, work.cargo, work.feedback))
-            except Abandoned as news:
-                return news.blame
-            except Behind as news:
-                return news.latest
-            return None
-
-        words = together(self.team, run)
-        # A note makes the attempt void; being behind is only a reason to catch up.
-        for word in sorted(words, key=lambda word: not isinstance(word, wire.Blame)):
-            if isinstance(word, wire.Blame):
-                raise Abandoned(word)
-            if word is not None:
-                raise Behind(word, exchange.roster)
-        return mean[0]
+        roster, scribe = exchange.roster, self._settler.scribe
+        problem = None if scribe is None else scribe.problem(roster.data_round())
+        if problem is None:
+            return
+        if not roster.has(work.upload):
+            raise Behind(roster.round, roster)
+        log.warning("round %d: its roster is refused: %s", roster.round, problem)
+        raise Abandoned(lead(self.team, lambda: exchange.refuse(work.upload, problem)))
 
     def _come(self) -> None:
         refuse_unconditional(self.blobs)
         self._settler.come()
 
-    def _refuse_foreign(self, roster: Roster, mine: Layout) -> None:
-        """Raises ValidationError if the roster was decided for tensors unlike this replica's.
-
-        A replica that is in time makes such a round void for everybody instead.
-        """
-        theirs = Layout.unpack(roster.layout)
-        if theirs != mine:
-            raise ValidationError(
-                "tensors",
-                f"of rank {self.rank}",
-                f"round {roster.round} went on without it with others: {difference(mine, theirs)}",
-            )
-
-    def _upload(self, number: int, work: _Work) -> None:
+    def _upload(self, number: int, work: Work) -> None:
         """The upload of the replica is whole: process 0 puts its object when all others have."""
         began = time.monotonic()
         team = self.team
         # Every upload has a name of its own, so that what a roster names never changes.
         nonce = lead(team, lambda: secrets.token_hex(8))
         work.upload = self.keys.upload(
-            number, self.rank, nonce, work.weight, work.layout.fingerprint, team.processes
+            number,
+            self.rank,
+            nonce,
+            work.weight,
+            work.layout.fingerprint,
+            team.processes,
+            work.note,
+            work.says.text if work.says else "",
         )
         work.uploads.append(work.upload)
+        self._settler.uploads.append(work.upload)
         key = part_of(work.upload, team.process)
-        encoded = began
+        encoded, work.cargo.is_whole = began, work.note == WHOLE
 
         def pack() -> Parcel:
             nonlocal encoded
             parcel = work.cargo.pack(key, self._pool)
             encoded = time.monotonic()
             if team.process:
-                self.blobs.put(key, parcel.body())
+                self.blobs.put(key, parcel.pieces)
             return parcel
 
         packed, sections = alike(team, pack, lambda parcel: parcel.sections)
-        lead(team, lambda: self.blobs.put(key, work.cargo.close(key, packed, sections)))
-        work.left_out = packed.left_out
+        says = work.says.full if work.says else b""
+        footer = work.cargo.footer(key, sections, says)
+        lead(team, lambda: self.blobs.put(key, [*packed.pieces, footer]))
         work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
 
     def _finish(
-        self, roster: Roster, work: _Work, skipped: list[int], started: float, before: Traffic
+        self, roster: Roster, work: Work, skipped: list[int], started: float, before: Traffic
     ) -> None:
         is_member = roster.has(work.upload)
-        self._may_be_late = not is_member
+        self.may_be_late = not is_member
         if is_member:
-            work.feedback.settle()
+            work.settle()
         elif roster.member(self.rank) is None:
-            if self._carries:
-                work.feedback.carry(work.cargo.whole())
+            work.carry() if self.carries else work.drop()
         else:  # the rank's work is in the round, so that of this process must not come in later
             log.warning("round %d: another process was taken for rank %d", roster.round, self.rank)
+            work.drop()
         if not roster.missing:
             # How far apart processes start says nothing about the rounds that follow.
             spread = roster.spread_s
@@ -453,50 +550,17 @@ class ObjectStoreAllReduce:
             bytes_down=used.bytes_down,
             requests=used.requests,
             seconds=dict(work.seconds),
+            committed=roster,
+            notes={m.rank: m.note for m in roster.members if m.note},
         )
         if roster.by == self._me.nonce and not self.team.process:
-            self._sweep(roster.round)
+            self._sweep.start(roster.round)
 
-    def _settle_failed(self, feedback: Feedback) -> bool:
-        """Whether the round in which an earlier try failed was committed with its upload."""
-        entry = feedback.entry
-        if entry is None:
-            return False
-        has_residuals = entry.left_out is not None or entry.shards or feedback.up is not None
-        # Processes of a replica may differ in what is left out, and must not in what they ask.
-        asks = any(together(self.team, lambda: bool(has_residuals)))
-        if asks and catchup.was_committed(self, entry):
-            feedback.settle()
-            return True
-        feedback.give_up()
-        return False
-
-    def _bring_again(self, work: _Work, roster: Roster) -> None:
-        """Make the work ready for a later round, as the mean of `roster` cannot be read any more.
-
-        If the round has the rank's work, only what is owed counts in the later one.
-        """
-        if roster.has(work.upload):
-            is_counted = self._settle_failed(work.feedback)
-        else:
-            is_counted = roster.member(self.rank) is not None
-        if is_counted and self._carries:
-            work.cargo.load_owed(work.feedback.up)
-        elif is_counted:
-            work.cargo.load(work.arrays, work.feedback.up)
-
-    def _sweep(self, number: int) -> None:
-        """Delete, in the background, what no replica can need any more."""
-        if number % self._keep_rounds or (self._sweeping and not self._sweeping.done()):
-            return
-        oldest = number - self._keep_rounds
-        self._sweeping = self._pool.submit(collect_garbage, self.blobs, self.keys, oldest)
-
-    def _start(self) -> int:
-        """The round after the newest one that was decided."""
+    def _start(self, known: int = -1) -> int:
+        """The round after the newest one that was decided; `known` was."""
 
         def read() -> tuple[tuple[int, int] | None, Roster | None]:
-            newest = catchup.latest(self.blobs, self.keys)
+            newest = catchup.newest(self.blobs, self.keys, known)
             return newest, newest and self._settler.read(self.keys.roster(*newest))
 
         newest, roster = lead(self.team, read)
@@ -509,22 +573,12 @@ class ObjectStoreAllReduce:
         return newest[0] + 1
 
     def exchange(self, roster: Roster, layout: Layout) -> Exchange:
-        return self._exchange(roster, layout)
-
-    def _exchange(self, roster: Roster, layout: Layout) -> Exchange:
-        return Exchange(
-            self.blobs,
-            self.keys,
-            self._me,
-            self._history,
-            self._pool,
-            roster,
-            self._readable(layout),
-            get_codec(layout.codec) if layout.codec != self.codec.name else self.codec,
-            get_codec(layout.down_codec)
-            if layout.down_codec != self.down_codec.name
-            else self.down_codec,
+        up, down = (
+            own if name == own.name else get_codec(name)
+            for name, own in ((layout.codec, self.codec), (layout.down_codec, self.down_codec))
         )
+        held = (self.blobs, self.keys, self._me, self._history, self._pool)
+        return Exchange(*held, roster, self._readable(layout), up, down)
 
     def _readable(self, layout: Layout) -> Share:
         """What is read of a round: the own share, or all of one that was cut in another way."""
@@ -536,19 +590,5 @@ class ObjectStoreAllReduce:
         feedback = self._feedback.setdefault(layout.name, Feedback())
         if feedback.up is not None and len(feedback.up) != self.share_of(layout).size:
             feedback = self._feedback[layout.name] = Feedback()
+        feedback.decay = getattr(self.codec, "decay", 1.0)
         return feedback
-
-
-@dataclass
-class _Work:
-    """What one call of `allreduce` brings to its rounds."""
-
-    layout: Layout
-    arrays: Sequence[Any]
-    cargo: Cargo
-    weight: float
-    feedback: Feedback
-    upload: str = ""
-    uploads: list[str] = field(default_factory=list)  # of this round; all hold the same values
-    left_out: Vector | None = None
-    seconds: dict[str, float] = field(default_factory=dict)

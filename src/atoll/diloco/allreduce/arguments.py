@@ -13,6 +13,7 @@ from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.start import least_of, read_launch
 
 MOST_REPLICAS = 99_999  # a rank has five digits in the names of objects
+MOST_WEIGHT = 1e18
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -57,6 +58,8 @@ def read_weight(value: Any) -> float:
         weight = math.nan if isinstance(value, str) else float(value)  # also of a 0-d tensor
     except (TypeError, ValueError, OverflowError):
         weight = math.nan
-    if not (math.isfinite(weight) and weight > 0):
-        raise ValidationError("weight", value, "expected a number greater than 0")
+    if not 0 < weight <= MOST_WEIGHT:
+        raise ValidationError(
+            "weight", value, f"expected a number greater than 0, at most {MOST_WEIGHT:g}"
+        )
     return weight

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from atoll.core.errors import Gone, NotFound, ValidationError
 from atoll.diloco.allreduce import layout as layouts
-from atoll.diloco.allreduce import wire
+from atoll.diloco.allreduce import past, wire
 from atoll.diloco.allreduce.exchange import Abandoned, Exchange
 from atoll.diloco.allreduce.feedback import Entry
-from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round
+from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round, parse_upload
 from atoll.diloco.allreduce.layout import Layout, Vector
 from atoll.diloco.allreduce.pace import poll_pause
 from atoll.diloco.allreduce.roster import Roster
@@ -99,6 +99,21 @@ def latest(blobs: Blobs, keys: Keys, after: int = -1) -> tuple[int, int] | None:
     return max(filter(None, (parse_attempt(blob.key) for blob in listing)), default=None)
 
 
+def newest(blobs: Blobs, keys: Keys, known: int = -1) -> tuple[int, int] | None:
+    """As `latest`, at a cost that does not grow with the number of rounds.
+
+    There may be thousands of rosters, but few uploads. Nobody uploads to a round before the one
+    before it is decided, so the newest uploads tell where in the rosters to begin. `known`: a round
+    that was.
+    """
+    after = known - 1
+    if known < 0:
+        names = filter(None, (parse_upload(blob.key) for blob in blobs.find(keys.uploads())))
+        after = max((name.round for name in names), default=-1) - 2
+    recent = latest(blobs, keys, after)
+    return latest(blobs, keys) if recent is None and after >= 0 else recent
+
+
 def join(reader: Reader) -> JoinState:
     """What a joiner starts from, as of the newest round.
 
@@ -136,8 +151,9 @@ def was_committed(reader: Reader, entry: Entry) -> bool:
     try:
         mean = _read_round(reader, number, is_last=is_last)
     except (Outdated, Gone):  # its means are deleted: it is over, and its last attempt counts
-        key = settler.keys.roster(number, entry.roster.attempt + 1)
-        return lead(reader.team, lambda: settler.read(key) is None)
+        return not lead(
+            reader.team, lambda: _was_decided(settler, number, entry.roster.attempt + 1)
+        )
     committed = settler.last
     return mean is not None and committed is not None and committed.has(entry.upload)
 
@@ -145,8 +161,12 @@ def was_committed(reader: Reader, entry: Entry) -> bool:
 RoundMean = tuple[Vector, Layout]
 
 
-def read_since(reader: Reader, following: int) -> Iterator[tuple[int, RoundMean | None]]:
+def read_since(
+    reader: Reader, following: int, out: Vector | None = None
+) -> Iterator[tuple[int, RoundMean | None]]:
     """The mean of each round from `following` on, None if it is void, and the round after it.
+
+    Means are in `out`, one after the other, if it is of their size.
 
     Raises Outdated or Gone if a mean is no longer in the store.
     """
@@ -157,11 +177,14 @@ def read_since(reader: Reader, following: int) -> Iterator[tuple[int, RoundMean 
         if newest is None:
             return
         for number in range(following, newest[0] + 1):
-            yield number + 1, _read_round(reader, number, is_last=number == newest[0])
+            is_last = number == newest[0]
+            yield number + 1, _read_round(reader, number, out, is_last=is_last)
         following = newest[0] + 1
 
 
-def _read_round(reader: Reader, number: int, *, is_last: bool) -> RoundMean | None:
+def _read_round(
+    reader: Reader, number: int, out: Vector | None = None, *, is_last: bool
+) -> RoundMean | None:
     """The mean of the round as far as this process carries it, or None if it is void.
 
     A round that nobody completes any more becomes void.
@@ -175,7 +198,7 @@ def _read_round(reader: Reader, number: int, *, is_last: bool) -> RoundMean | No
             roster = settler.read(key)
             is_over = not is_last or _is_overdue(settler, started)
             if roster is None and is_over:
-                roster = settler.write(key, settler.void(number, attempt))
+                roster = _end(settler, number, attempt)
             return roster, is_over
 
         roster, is_over = lead(team, read)
@@ -183,7 +206,7 @@ def _read_round(reader: Reader, number: int, *, is_last: bool) -> RoundMean | No
             return None
         if roster is not None:
             settler.last = roster
-            look = _Look(reader.exchange(roster, Layout.unpack(roster.layout)))
+            look = _Look(reader.exchange(roster, Layout.unpack(roster.layout)), out)
             words = together(team, look.read)
             if is_over and MISSING in words and VOID not in words:
                 lead(team, lambda: _fail_if_swept(settler, number, is_last=is_last))
@@ -191,8 +214,8 @@ def _read_round(reader: Reader, number: int, *, is_last: bool) -> RoundMean | No
             if VOID in words:
                 attempt, started = attempt + 1, time.monotonic()
                 continue
-            if look.mean is not None and MISSING not in words:
-                return look.mean, look.exchange.layout
+            if look.is_read and MISSING not in words:
+                return look.out, look.exchange.layout
         time.sleep(poll_pause(time.monotonic() - started, 0.0))
 
 
@@ -202,22 +225,25 @@ COMPLETE, MISSING, VOID = "complete", "missing", "void"
 class _Look:
     """What this process has of the mean of an attempt."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, out: Vector | None) -> None:
         self.exchange = exchange
-        self.mean: Vector | None = None
+        size = exchange.share.size
+        is_room = out is not None and out.size == size
+        self.out = out if out is not None and is_room else np.empty(size, np.float32)
+        self.is_read = False
 
     def read(self) -> str:
         try:
-            self.mean = self.exchange.read_all()
+            self.is_read = self.exchange.read_all(self.out)
         except Abandoned:
             return VOID
-        return MISSING if self.mean is None else COMPLETE
+        return COMPLETE if self.is_read else MISSING
 
     def end(self) -> str:
         """As `read`, but what is missing now makes the attempt void."""
         try:
-            if self.mean is None:
-                self.exchange.abandon_missing()
+            if not self.is_read:
+                self.exchange.abandon_missing(self.out)
         except Abandoned:
             return VOID
         return self.read()
@@ -233,6 +259,38 @@ def _fail_if_swept(settler: Settler, number: int, *, is_last: bool) -> None:
         raise Outdated
     if not saved and not is_last:
         raise Gone(number, number + 1)
+
+
+def _end(settler: Settler, number: int, attempt: int) -> Roster:
+    """The roster of an attempt that nobody decides any more: a void one, if there is none.
+
+    Raises Outdated or Gone if the round is past: its roster is not missing, but folded.
+    """
+    key, void = settler.keys.roster(number, attempt), settler.void(number, attempt)
+    _fail_if_past(settler, number)
+    roster = settler.write(key, void)
+    if roster is void:  # the run may have gone on while this process slept
+        try:
+            _fail_if_past(settler, number)
+            is_last = latest(settler.blobs, settler.keys, number) is None
+            _fail_if_swept(settler, number, is_last=is_last or not attempt)
+        except (Outdated, Gone):
+            settler.blobs.delete([key])
+            raise
+    return roster
+
+
+def _fail_if_past(settler: Settler, number: int) -> None:
+    if past.is_past(settler.blobs, settler.keys, number):
+        _fail_if_swept(settler, number, is_last=False)
+        raise Gone(number, number + 1)
+
+
+def _was_decided(settler: Settler, number: int, attempt: int) -> bool:
+    if settler.read(settler.keys.roster(number, attempt)) is not None:
+        return True
+    folded = past.read_round(settler.blobs, settler.keys, number)
+    return any(roster.attempt == attempt for roster in folded)
 
 
 def _is_overdue(settler: Settler, started: float) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from typing import NamedTuple, NoReturn
 
 import msgspec
@@ -21,26 +21,32 @@ import numpy as np
 from atoll.core.errors import DistributedError, NotFound
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.feedback import Feedback, left_out
+from atoll.diloco.allreduce.feedback import Feedback, add_owed, left_out
 from atoll.diloco.allreduce.keys import Keys, parse_round
 from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.pace import History, poll_pause
+from atoll.diloco.allreduce.pool import each
 from atoll.diloco.allreduce.roster import Roster, blamed_uploads
 from atoll.diloco.allreduce.settle import Me
 from atoll.diloco.allreduce.share import Cells, Share, carried
+from atoll.diloco.allreduce.team import Team, together
 from atoll.diloco.allreduce.upload import (
     Blamed,
     Cargo,
+    CellReader,
+    Section,
     decode_cells,
-    encode_cells,
-    read_cells,
-    read_section,
+    encode_cell,
+    run_size,
+    runs_of,
+    seal_plain,
 )
 from atoll.diloco.blobs import Blobs
 
 log = logging.getLogger("atoll.allreduce")
 
 WINDOW = 8  # requests in flight
+FILE_LANES = 2  # threads that read files at a time
 
 
 class Abandoned(Exception):
@@ -97,46 +103,80 @@ class Exchange:
         self._started = time.monotonic()
         self._damaged: dict[MeanPlace, str] = {}
         self._processes = {m.rank: m.processes for m in roster.members}
+        self._held: dict[MeanPlace, list[wire.Buffer]] | None = None
 
-    def run(self, upload: str, cargo: Cargo, feedback: Feedback) -> Vector:
-        """The roster's mean, as far as this process carries it.
+    def run(
+        self, upload: str, cargo: Cargo, feedback: Feedback, out: Vector, *, is_held: bool = False
+    ) -> None:
+        """`out` holds the roster's mean, as far as this process carries it.
 
-        Raises Abandoned, Behind, or DistributedError after the timeout.
+        It may be the row of the cargo if its codec is exact. `is_held`: the mean stays encoded, and
+        `out` as it is, until `spread`.
+
+        Raises Abandoned, Behind, or DistributedError after the timeout. Then `out` may hold a part
+        of the mean.
         """
-        mean = np.empty(self.share.size, np.float32)
+        self._held = {} if is_held else None
         is_member = self.roster.has(upload)
         mine = [
             shard
             for shard, owner in enumerate(self.roster.owners)
             if is_member and owner == self.me.rank
         ]
-        self._reduce(mine, cargo, mean, feedback)
+        for shard in mine:
+            if not self.share.process or self.share.section_size(shard):
+                self._reduce(shard, cargo, out, feedback)
         reduce_end = time.monotonic()
         self.seconds["reduce"] = reduce_end - self._started
         # Each rank begins with its neighbour, so that not all ask for the same object at once.
         count = self.layout.shards
         rest = [s % count for s in range(self.me.rank + 1, self.me.rank + count + 1)]
-        self._gather([p for s in rest if s not in mine for p in self._places(s)], mean)
+        self._gather([p for s in rest if s not in mine for p in self._places(s)], out)
         self.seconds["gather"] = time.monotonic() - reduce_end
-        return mean
 
-    def read_all(self) -> Vector | None:
-        """The mean if every place is there, else None. Raises Abandoned."""
-        mean = np.empty(self.share.size, np.float32)
-        missing = self._fetch(self._all_places(), mean)
-        return None if missing else mean
+    def spread(self, out: Vector) -> None:
+        """`out` holds the mean that a run has held."""
+        assert self._held is not None
+
+        def decode(item: tuple[MeanPlace, list[wire.Buffer]]) -> None:
+            place, cells = item
+            part = self._part(place, out)
+            decode_cells(self.down, cells, self._sizes(place), part)
+
+        each(self.pool, decode, self._held.items())
+        self._held = None
+
+    def visit(self, take: Callable[[int, Vector], None]) -> None:
+        """As `spread`, but cell by cell, with its place in the row."""
+        assert self._held is not None
+
+        def decode(item: tuple[MeanPlace, list[wire.Buffer]]) -> None:
+            place, cells = item
+            at = self.share.bounds(place.shard)[0]
+            wanted = self._overlap(*place)
+            if wanted.length:
+                at += self.share.within(place.shard, wanted)[0]
+            for cell, size in zip(cells, self._sizes(place), strict=True):
+                take(at, self.down.decode(memoryview(cell), size))
+                at += size
+
+        each(self.pool, decode, self._held.items())
+        self._held = None
+
+    def read_all(self, out: Vector) -> bool:
+        """Whether every place is there; then `out` holds the mean. Raises Abandoned."""
+        return not self._fetch(self._all_places(), out)
 
     def has(self, shard: int) -> bool:
         """Whether the owner of the shard has put its mean in the store, or begun to."""
         try:
-            return self._read(MeanPlace(shard, 0)) is not None
+            return self._read(MeanPlace(shard, 0), np.empty(self.share.size, np.float32))
         except Abandoned:
             return False
 
-    def abandon_missing(self) -> None:
+    def abandon_missing(self, out: Vector) -> None:
         """End the attempt whose owners are gone. Raises Abandoned if that was possible."""
-        mean = np.empty(self.share.size, np.float32)
-        missing = self._fetch(self._all_places(), mean)
+        missing = self._fetch(self._all_places(), out)
         late = self._owners(missing)
         if missing:
             uploads = blamed_uploads(self.roster, late)
@@ -168,48 +208,91 @@ class Exchange:
     def _owners(self, places: Sequence[MeanPlace]) -> list[int]:
         return sorted({self.roster.owners[place.shard] for place in places})
 
-    def _reduce(self, mine: list[int], cargo: Cargo, mean: Vector, feedback: Feedback) -> None:
-        """The means of the shards in `mine` are in the store and in `mean`."""
-        weights = [m.weight for m in self.roster.members]
-        reads = {
-            (shard, m.rank): self.pool.submit(
-                read_section, self.blobs, m, shard, self.share, self.codec
-            )
-            for shard in mine
-            for m in self.roster.members
-            if m.rank != self.me.rank and self.share.section_size(shard)
-        }
-        for shard in mine:
-            place = MeanPlace(shard, self.share.process)
-            if self.share.process and not self.share.section_size(shard):
-                continue
-            start, end = self.share.bounds(shard)
-            try:
-                parts = [
-                    reads[shard, m.rank].result()
-                    if (shard, m.rank) in reads
-                    else cargo.as_sent(shard)
-                    for m in self.roster.members
-                ]
-            except Blamed as problem:
-                self._refuse(place, problem)
-            owed = feedback.owed(shard, weighted_mean(parts, weights))
-            cells = encode_cells(self.down, self.share, shard, owed)
-            decode_cells(self.down, cells, self.share.cell_sizes(shard), mean[start:end])
-            if feedback.entry is not None and not self.down.is_exact:
-                feedback.entry.shards[shard] = left_out(owed, mean[start:end])
-            self._publish(place, cells)
+    def _sizes(self, place: MeanPlace) -> list[int]:
+        """How many values each wanted cell of a place has."""
+        wanted, first = self._overlap(*place), self.share.cells.start
+        return self.share.cell_sizes(place.shard)[wanted.start - first : wanted.stop - first]
 
-    def _publish(self, place: MeanPlace, cells: list[bytes]) -> None:
-        data = b"".join([wire.seal_table(wire.SHARD, self._fence(place), cells), *cells])
+    def _part(self, place: MeanPlace, out: Vector) -> Vector:
+        """Where in `out` the wanted cells of a place belong."""
+        wanted = self._overlap(*place)
+        if not wanted.length:
+            return out[:0]
+        first = self.share.bounds(place.shard)[0]
+        start, end = self.share.within(place.shard, wanted)
+        return out[first + start : first + end]
+
+    def _reduce(self, shard: int, cargo: Cargo, out: Vector, feedback: Feedback) -> None:
+        """The mean of an own shard is in the store, and in `out` or held."""
+        place, size = MeanPlace(shard, self.share.process), self.share.section_size(shard)
+        mean, entry = out[slice(*self.share.bounds(shard))], feedback.entry
+        weights = [m.weight for m in self.roster.members]
+        lacking = feedback.lacking(shard, size)
+        residual = None
+        if entry is not None and not self.down.is_exact:
+            is_spare = shard == self.me.rank and cargo.may_spoil_own
+            residual = cargo.parts[shard] if is_spare else np.empty(size, np.float32)
+            entry.shards[shard] = residual
+        # Where nothing is lost, the mean is made in its place and sent from there.
+        is_plain = self.down.name == "fp32" and self._held is None
+        cells: list[wire.Buffer] = []
+        sections = _Sections(self, shard, cargo)
+        try:
+            for run, parts in sections.parts():
+                at = slice(*self.share.within(shard, run))
+                owed = weighted_mean(parts, weights, mean[at] if is_plain else None)
+                if lacking is not None:
+                    add_owed(owed, lacking[at])
+                if not is_plain:
+                    rest = None if residual is None else residual[at]
+                    cells += self._encode(shard, run, owed, mean[at], rest)
+        except Blamed as problem:
+            self._refuse(place, problem)
+        finally:
+            sections.close()
+        if self._held is not None:
+            self._held[place] = cells
+        fence = self._fence(place)
+        if is_plain:
+            sizes = self.share.cell_sizes(shard)
+            self._publish(place, seal_plain(wire.SHARD, fence, mean, sizes))
+        else:
+            self._publish(place, [wire.seal_table(wire.SHARD, fence, cells), *cells])
+
+    def _encode(
+        self, shard: int, run: Cells, owed: Vector, mean: Vector, residual: Vector | None
+    ) -> list[wire.Buffer]:
+        """The cells of a run as bytes; `mean` gets what they hold, `residual` what they lack."""
+        first = self.share.cells.start
+        cells, at = [], 0
+        for size in self.share.cell_sizes(shard)[run.start - first : run.stop - first]:
+            part = slice(at, at + size)
+            at += size
+            cells.append(encode_cell(self.down, owed[part]))
+            if self._held is None or residual is not None:
+                values = self.down.decode(memoryview(cells[-1]), size)
+                if residual is not None:
+                    residual[part] = left_out(owed[part], values)
+                if self._held is None:
+                    mean[part] = values
+        return cells
+
+    def _publish(self, place: MeanPlace, data: list[wire.Buffer]) -> None:
         key = self._key(place)
         if self.blobs.create(key, data):
             return
         # The key is taken: by the note that this attempt is over, by an earlier try of this request
         # whose answer got lost, or by damaged bytes. Those may be replaced, as only the owner of
         # a place writes its mean.
-        if self._read(place) is None:
+        if not self._read(place, np.empty(self.share.size, np.float32), is_look=True):
             self.blobs.put(key, data)
+
+    def refuse(self, upload: str, reason: str) -> wire.Blame:
+        """Give the attempt up for a reason that the own upload is blamed with."""
+        try:
+            self._refuse(MeanPlace(self.me.rank, 0), Blamed(upload, reason))
+        except Abandoned as news:
+            return news.blame
 
     def _refuse(self, place: MeanPlace, problem: Blamed) -> NoReturn:
         """Raises Abandoned, with a note in the place that a bad upload spoils."""
@@ -226,7 +309,7 @@ class Exchange:
         usual = self.history.usual(f"shards {self.layout.name}")
         window, waited_s = 1, 0.0
         if pending and usual:
-            time.sleep(poll_pause(0.0, usual))
+            time.sleep(poll_pause(0.0, usual, is_cheap=self.blobs.is_folder))
         while pending:
             missing = self._fetch(pending[:window], mean)
             if not missing:
@@ -246,7 +329,7 @@ class Exchange:
             if now - progress > grace:
                 pending = self._give_up_on(pending, mean)
                 grace *= 2
-            time.sleep(poll_pause(waited_s, usual))
+            time.sleep(poll_pause(waited_s, usual, is_cheap=self.blobs.is_folder))
         self.history.note_wait(f"shards {self.layout.name}", waited_s)
         self.history.note_reduce(time.monotonic() - self._started)
 
@@ -258,56 +341,62 @@ class Exchange:
         owners = self.roster.owners
         return sorted(places, key=lambda p: owners[p.shard] != self.history.slowest_owner)
 
-    def _fetch(self, places: list[MeanPlace], mean: Vector) -> list[MeanPlace]:
-        """Read the places into `mean`; returns those that hold nothing yet."""
-        missing = []
-        for place, part in zip(places, self.pool.map(self._read, places), strict=True):
-            if part is None:
-                missing.append(place)
-            elif part.size:
-                first = self.share.bounds(place.shard)[0]
-                start, end = self.share.within(place.shard, self._overlap(*place))
-                mean[first + start : first + end] = part
-        return missing
+    def _fetch(self, places: list[MeanPlace], out: Vector) -> list[MeanPlace]:
+        """Read the places into `out`; returns those that hold nothing yet.
 
-    def _read(self, place: MeanPlace) -> Vector | None:
-        """What this process carries of the mean in the place.
+        Nothing is written to `out` any more when it ends, whichever way: the next attempt, or the
+        caller, has that memory then.
+        """
+        lanes = FILE_LANES if self.blobs.is_folder else None
+        there = each(self.pool, lambda place: self._read(place, out), places, lanes)
+        return [place for place, is_there in zip(places, there, strict=True) if not is_there]
 
-        None while there is none that can be trusted. Raises Abandoned.
+    def _read(self, place: MeanPlace, out: Vector, *, is_look: bool = False) -> bool:
+        """Whether the place has a mean that can be trusted; what is wanted of it is in `out`.
+
+        If not, there may be anything instead. `is_look`: nothing is held. Raises Abandoned.
         """
         key, fence = self._key(place), self._fence(place)
-        theirs = Share(self.layout, place.process, self._processes[self.roster.owners[place.shard]])
-
-        def get(start: int, end: int | None) -> memoryview:
-            data = self.blobs.get(key, start, end)
-            if start == 0 and wire.kind_of(data) == wire.ABANDONED:
-                note = data if end is None else self.blobs.get(key)
-                body = wire.unseal(wire.ABANDONED, fence, note)
-                raise Abandoned(msgspec.json.decode(body, type=wire.Blame))
-            return data
-
+        owner = self.roster.owners[place.shard]
+        theirs = Share(self.layout, place.process, self._processes[owner])
         wanted = self._overlap(*place)
         if not wanted.length:
             wanted = Cells(theirs.cells.start, theirs.cells.start)
         try:
             if not self.layout.cells:
-                return self._read_plain(get, fence, place.shard)
-            start, end = self.share.within(place.shard, wanted) if wanted.length else (0, 0)
-            part = np.empty(end - start, np.float32)
-            read_cells(get, wire.SHARD, fence, theirs, place.shard, wanted, self.down, part)
-            return part
+                return self._read_plain(place, out)
+            span = (0, None)
+            with CellReader(self.blobs, key, span, wire.SHARD, fence, theirs, wanted) as reader:
+                self._raise_note(key, fence, reader.head)
+                sizes = self._sizes(place)
+                if self._held is not None and not is_look:
+                    cells = [reader.take(size) for size in sizes]
+                    reader.end()
+                    self._held[place] = cells
+                else:
+                    reader.decode(self.down, sizes, self._part(place, out))
+                    reader.end()
+            return True
         except NotFound:
-            return None
+            return False
         except ValueError as error:
             self._damaged[place] = str(error)
-            return None
+            return False
 
-    def _read_plain(
-        self, get: Callable[[int, int | None], memoryview], fence: bytes, shard: int
-    ) -> Vector:
-        """The mean of a shard in the format without cells."""
-        body = wire.unseal(wire.SHARD, fence, get(0, None))
-        return self.down.decode(body, self.layout.shard_size(shard))
+    def _raise_note(self, key: str, fence: bytes, head: memoryview) -> None:
+        """Raises Abandoned if the object is a note and no mean."""
+        if wire.kind_of(head) == wire.ABANDONED:
+            body = wire.unseal(wire.ABANDONED, fence, self.blobs.get(key))
+            raise Abandoned(msgspec.json.decode(body, type=wire.Blame))
+
+    def _read_plain(self, place: MeanPlace, out: Vector) -> bool:
+        """As `_read`, for a shard in the format without cells."""
+        fence, data = self._fence(place), self.blobs.get(self._key(place))
+        self._raise_note(self._key(place), fence, data)
+        size = self.layout.shard_size(place.shard)
+        values = self.down.decode(wire.unseal(wire.SHARD, fence, data), size)
+        out[slice(*self.share.bounds(place.shard))] = values
+        return True
 
     def _give_up_on(self, pending: list[MeanPlace], mean: Vector) -> list[MeanPlace]:
         """End the attempt, as places are overdue, unless they came after all.
@@ -334,7 +423,7 @@ class Exchange:
         if self.blobs.create(self._key(place), self._note(place, blame)):
             log.warning("round %d: attempt %d given up: %s", *self._where(), reason)
             raise Abandoned(blame)
-        self._read(place)
+        self._read(place, np.empty(self.share.size, np.float32), is_look=True)
 
     def _note(self, place: MeanPlace, blame: wire.Blame) -> bytes:
         return wire.seal(wire.ABANDONED, self._fence(place), msgspec.json.encode(blame))
@@ -359,11 +448,107 @@ class Exchange:
         )
 
 
-BLOCK = 1 << 15  # elements; one block of sums stays in the cache
+def run_as_one(team: Team, roster: Roster, run: Callable[[], None]) -> None:
+    """Returns once all processes of the replica have their means.
+
+    A process sees only its share of the places. So what one of them met counts for all: they go to
+    the next attempt, or catch up, together.
+    """
+    if team.processes == 1:
+        run()
+        return
+
+    def told() -> wire.Blame | int | None:
+        try:
+            run()
+        except Abandoned as news:
+            return news.blame
+        except Behind as news:
+            return news.latest
+        return None
+
+    words = together(team, told)
+    # A note makes the attempt void; being behind is only a reason to catch up.
+    for word in sorted(words, key=lambda word: not isinstance(word, wire.Blame)):
+        if isinstance(word, wire.Blame):
+            raise Abandoned(word)
+        if word is not None:
+            raise Behind(word, roster)
 
 
-def weighted_mean(parts: Sequence[Vector], weights: Sequence[float]) -> Vector:
-    """The mean, summed in float64 and rounded once.
+class _Sections:
+    """What the members bring to one shard, run by run; the next run is read meanwhile."""
+
+    def __init__(self, exchange: Exchange, shard: int, cargo: Cargo) -> None:
+        self._pool, self._share, self._shard = exchange.pool, exchange.share, shard
+        self._members, self._cargo, self._rank = exchange.roster.members, cargo, exchange.me.rank
+        is_empty = not self._share.section_size(shard)
+        self._sections = {
+            m.rank: Section(exchange.blobs, m, shard, self._share, exchange.codec)
+            for m in self._members
+            if m.rank != self._rank and not is_empty
+        }
+        # Files are read one after the other by a few threads: more would only wait for each other.
+        self._lanes = FILE_LANES if exchange.blobs.is_folder else max(len(self._sections), 1)
+        self._reads: list[Future[None]] = []
+
+    def parts(self) -> Iterator[tuple[Cells, list[Vector]]]:
+        """The cells of a run, and the values of every member for it. Raises Blamed."""
+        ranks = list(self._sections)
+        runs = list(runs_of(self._share, self._shard, run_size(len(ranks))))
+        spans = [self._share.within(self._shard, run) for run in runs]
+        longest = max(stop - start for start, stop in spans)
+        count = min(2, len(runs))
+        rooms = self._cargo.rooms(count * len(ranks), longest)
+
+        def begin(turn: int) -> dict[int, Vector]:
+            start, stop = spans[turn]
+            first = turn % count * len(ranks)
+            values = {r: rooms[first + i][: stop - start] for i, r in enumerate(ranks)}
+
+            def read(lane: int) -> None:
+                for rank in ranks[lane :: self._lanes]:
+                    self._sections[rank].read(runs[turn], values[rank])
+
+            lanes = range(min(self._lanes, len(ranks)))
+            self._reads = [self._pool.submit(read, lane) for lane in lanes]
+            return values
+
+        values = begin(0)
+        for turn, run in enumerate(runs):
+            for read in self._reads:
+                read.result()
+            ready = values
+            if turn + 1 < len(runs):
+                values = begin(turn + 1)
+            yield (
+                run,
+                [
+                    ready[m.rank] if m.rank in ready else self._own(m.rank, run)
+                    for m in self._members
+                ],
+            )
+
+    def _own(self, rank: int, run: Cells) -> Vector:
+        if rank != self._rank:
+            return np.empty(0, np.float32)
+        return self._cargo.as_sent(self._shard, run)
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        for read in self._reads:
+            read.exception()
+        for section in self._sections.values():
+            section.close()
+
+
+BLOCK = 1 << 14  # elements; one block of sums stays in the cache
+
+
+def weighted_mean(
+    parts: Sequence[Vector], weights: Sequence[float], into: Vector | None = None
+) -> Vector:
+    """The mean, summed in float64 and rounded once; in `into`, which may be one of the parts.
 
     It is within one unit in the last place of the true mean.
     """
@@ -374,20 +559,22 @@ def weighted_mean(parts: Sequence[Vector], weights: Sequence[float]) -> Vector:
     weights = [math.ldexp(weight, -exponent) for weight in weights]
     total = sum(weights)
     size = len(parts[0])
-    out = np.empty(size, np.float32)
+    out = np.empty(size, np.float32) if into is None else into
     sums = np.empty(min(size, BLOCK), np.float64)
     term = np.empty_like(sums)
+    count = float(len(parts)) if plain else total
     with np.errstate(invalid="ignore", over="ignore"):  # infinity and its opposite make a NaN
         for start in range(0, size, BLOCK):
             end = min(start + BLOCK, size)
             acc, scaled = sums[: end - start], term[: end - start]
-            acc.fill(0.0)
-            for part, weight in zip(parts, weights, strict=True):
-                if plain:
-                    np.add(acc, part[start:end], out=acc)
-                else:
-                    np.multiply(part[start:end], weight, out=scaled, dtype=np.float64)
+            for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+                # A cast by itself and then a sum take less time than a sum that casts.
+                target = scaled if index else acc
+                np.copyto(target, part[start:end])
+                if not plain:
+                    np.multiply(target, weight, out=target)
+                if index:
                     np.add(acc, scaled, out=acc)
-            count = float(len(parts)) if plain else total
-            np.divide(acc, count, out=out[start:end], casting="unsafe")
+            np.divide(acc, count, out=acc)
+            np.copyto(out[start:end], acc, casting="same_kind")
     return out

@@ -7,7 +7,9 @@ of it and what it owes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,24 @@ def left_out(values: Vector, sent: Vector) -> Vector:
         return _finite(values - sent)
 
 
+_LEAST_SHARE = 1e-6
+_SLICE = 1 << 16  # values of a pass that stay in the cache
+_LARGEST = np.finfo(np.float32).max
+
+
+def add_owed(row: Vector, residual: Vector) -> None:
+    """Add the residual in place. A sum of finite values beyond the largest float is that float."""
+    for start in range(0, row.size, _SLICE):
+        part = row[start : start + _SLICE]
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = part + residual[start : start + _SLICE]
+        is_over = np.isinf(total)
+        if is_over.any():
+            is_over &= np.isfinite(part)
+            total[is_over] = np.copysign(_LARGEST, total[is_over])
+        part[:] = total
+
+
 def _finite(residual: Vector) -> Vector:
     is_number = np.isfinite(residual)
     if not is_number.all():
@@ -29,15 +49,20 @@ def _finite(residual: Vector) -> Vector:
     return residual
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
-    """What this process will owe if the attempt of `roster` is committed with its `upload`."""
+    """What this process will owe if the attempt of `roster` is committed with its `upload`.
+
+    `find_left_out` computes what the upload lacks, into a row if it gets one, as long as the values
+    are there; `left_out` is that of a call that has failed.
+    """
 
     roster: Roster
     upload: str
     rank: int
     share: Share
-    left_out: Vector | None  # of the upload
+    find_left_out: Callable[[Vector | None], Vector] | None  # None: the codec is exact
+    left_out: Vector | None = None
     shards: dict[int, Vector] = field(default_factory=dict)  # of the means this rank made
 
 
@@ -52,11 +77,27 @@ class Feedback:
     up: Vector | None = None
     down: dict[int, Vector] = field(default_factory=dict)
     entry: Entry | None = None  # of the attempt under way, or of a call that failed in it
+    decay: float = 1.0  # what stays, from one round to the next, of what an upload left out
 
-    def owed(self, shard: int, mean: Vector) -> Vector:
-        """The mean together with what earlier means of the shard left out."""
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Feedback:
+        """As `state()` gave it; copies."""
+        up = None if state["up"] is None else np.array(state["up"], np.float32)
+        return cls(up, {shard: np.array(row, np.float32) for shard, row in state["down"].items()})
+
+    def lacking(self, shard: int, size: int) -> Vector | None:
+        """What earlier means of the shard, which has so many values, left out."""
         residual = self.down.get(shard)
-        return mean if residual is None or residual.shape != mean.shape else mean + residual
+        return None if residual is None or residual.size != size else residual
+
+    def keep(self) -> None:
+        """The call has failed: what its attempt leaves out is computed while the values are there.
+
+        Whether it counts is asked when the next call begins.
+        """
+        entry = self.entry
+        if entry is not None and entry.find_left_out is not None:
+            entry.left_out, entry.find_left_out = entry.find_left_out(None), None
 
     def give_up(self) -> None:
         """Forget the residuals of an attempt that is void."""
@@ -67,24 +108,41 @@ class Feedback:
         entry, self.entry = self.entry, None
         if entry is None:
             return
-        self.up = entry.left_out
+        own = entry.shards.pop(entry.rank, None)
+        if own is not None:
+            room = self.down.get(entry.rank)
+            if room is None or room.size != own.size:
+                room = self.down[entry.rank] = np.empty_like(own)
+            room[:] = own
+        if entry.find_left_out is not None:
+            self.up = entry.find_left_out(self.up)
+        else:
+            self.up = entry.left_out
+        if self.up is not None and self.decay != 1:
+            self.up *= np.float32(self.decay)
         weights = entry.roster.weights
         share = weights[entry.rank] / max(weights.values())
         share /= sum(weight / max(weights.values()) for weight in weights.values())
+        # One that weighs next to nothing would bring it back beyond measure when it weighs again.
+        is_light = share < _LEAST_SHARE
         for shard, residual in entry.shards.items():
-            if shard == entry.rank:
-                self.down[shard] = residual
-                continue
             self.down.pop(shard, None)
+            if is_light:
+                continue
             if self.up is None:
                 self.up = np.zeros(entry.share.size, np.float32)
             start, end = entry.share.bounds(shard)
             with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                self.up[start:end] += _finite(residual / np.float32(share))
+                add_owed(self.up[start:end], _finite(residual / np.float32(share)))
 
     def carry(self, values: Vector) -> None:
         """The round did without this rank, which owes all of its values now."""
-        self.up = values
+        if self.up is not None and self.up.size == values.size:
+            self.up[:] = values
+        else:
+            self.up = values.copy()
 
     def state(self) -> dict[str, np.ndarray | dict[int, np.ndarray] | None]:
-        return {"up": self.up, "down": dict(self.down)}
+        """Copies: the rows are used again."""
+        up = None if self.up is None else self.up.copy()
+        return {"up": up, "down": {shard: row.copy() for shard, row in self.down.items()}}

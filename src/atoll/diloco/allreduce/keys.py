@@ -1,14 +1,19 @@
 """The keys of a run's objects in the store.
 
-roster/ROUND.ATTEMPT            who is in the round: created once, kept as the run's journal
-up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round; .PROCESSES if several do
+roster/ROUND.ATTEMPT            who is in the round: created once
+past/ROUND                      the rosters of the BLOCK rounds from that one on, folded
+up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round; .PROCESSES if several do,
+                                .nNOTE where it has a word for all the others, .C… with how far
+                                it trained and on which data (see note.py)
 up/ROUND/part/NAME/PROCESS      what a further process of the rank carries of the upload NAME
-up/left/LAUNCH/RANK.HOW         the mark of a rank that has left: done, or failed
+up/left/LAUNCH/RANK.HOW         the mark of a rank that has left: done, failed, or told to go
 sum/ROUND.ATTEMPT/SHARD         the mean of one shard, or the note that the attempt was given up
 sum/ROUND.ATTEMPT/SHARD.PROCESS the same of the cells that a further process of the owner carries
 checkpoint/ROUNDS               the state after that many rounds
 start                           the state before the first, where the replicas need the same one
 state/ROUNDS/NONCE.PROCESS      the values that a checkpoint or the start points to
+inner/RANK/…                    what is a rank's own (see diloco/own_state.py)
+live/LAUNCH/RANK                the mark of a rank that is at the run (see diloco/claim.py)
 """
 
 from __future__ import annotations
@@ -17,11 +22,18 @@ import math
 import re
 from typing import NamedTuple
 
-UPLOAD = re.compile(r"(\d{5})\.([0-9a-f]{16})\.([^/]+)\.([0-9a-f]{16})(?:\.(\d{1,5}))?")
+UPLOAD = re.compile(
+    r"(\d{5})\.([0-9a-f]{16})\.([^/.]+)\.([0-9a-f]{16})(?:\.(\d{1,5}))?(?:\.n([a-z0-9-]{1,60}))?"
+    r"(?:\.(C[0-9a-z._+D-]+))?"
+)
 ATTEMPT = re.compile(r"(\d{8})\.(\d{4})")
 
 
-LEFT = re.compile(r"left/([^/]+)/(\d{5})\.(done|failed)")
+BLOCK = 1000  # rounds whose rosters are folded into one object; part of the format
+
+LEFT = re.compile(r"left/([^/]+)/(\d{5})\.(done|failed|left)")
+
+WHOLE = "left"  # the note of a rank that does not wait for the round: its own shard is in it, too
 
 
 class UploadName(NamedTuple):
@@ -33,6 +45,8 @@ class UploadName(NamedTuple):
     layout: str
     size: int = 0
     processes: int = 1
+    note: str = ""
+    says: str = ""
 
 
 class Keys:
@@ -47,16 +61,32 @@ class Keys:
     def rosters(self) -> str:
         return f"{self.run}/roster"
 
+    def past(self, number: int) -> str:
+        """Of the block that the round is in."""
+        return f"{self.pasts()}/{block_of(number):08d}"
+
+    def pasts(self) -> str:
+        return f"{self.run}/past"
+
     def uploads(self, number: int | None = None) -> str:
         return f"{self.run}/up" if number is None else f"{self.run}/up/{number:08d}"
 
     def upload(
-        self, number: int, rank: int, nonce: str, weight: float, layout: str, processes: int = 1
+        self,
+        number: int,
+        rank: int,
+        nonce: str,
+        weight: float,
+        layout: str,
+        processes: int = 1,
+        note: str = "",
+        says: str = "",
     ) -> str:
         # The exact weight is in the name, so that one LIST holds all that a roster is decided on.
         weight_hex = weight.hex().replace(".", "_")
         many = f".{processes}" if processes > 1 else ""
-        return f"{self.uploads(number)}/{rank:05d}.{nonce}.{weight_hex}.{layout}{many}"
+        word = (f".n{note}" if note else "") + (f".{says}" if says else "")
+        return f"{self.uploads(number)}/{rank:05d}.{nonce}.{weight_hex}.{layout}{many}{word}"
 
     def left(self, launch: str, rank: int, how: str) -> str:
         # Among the uploads, and after them, so that one LIST holds the marks as well.
@@ -85,6 +115,11 @@ class Keys:
         return f"{self.run}/state/{rounds:08d}/{nonce}.{process}"
 
 
+def block_of(number: int) -> int:
+    """The first round of the block that the round is in."""
+    return number // BLOCK * BLOCK
+
+
 def part_of(upload: str, process: int) -> str:
     """The key of what one process of a replica carries of its upload; process 0 has the upload."""
     folder, _, name = upload.rpartition("/")
@@ -107,7 +142,18 @@ def parse_upload(key: str, size: int = 0) -> UploadName | None:
     processes = int(match[5] or 1)
     if not processes:
         return None
-    return UploadName(key, int(number), int(match[1]), match[2], weight, match[4], size, processes)
+    return UploadName(
+        key,
+        int(number),
+        int(match[1]),
+        match[2],
+        weight,
+        match[4],
+        size,
+        processes,
+        match[6] or "",
+        match[7] or "",
+    )
 
 
 def parse_left(key: str, launch: str) -> tuple[int, str] | None:

@@ -9,7 +9,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Annotated, Any
 
 import msgspec
@@ -111,7 +111,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 def cells_of(shard_size: int, codecs: Sequence[str]) -> int:
     """How many cells a shard has: enough for many processes, few enough to cost next to nothing."""
-    if "sparse" in codecs:
+    if any(codec.startswith("sparse") for codec in codecs):
         return max(1, min(MOST_CELLS, shard_size // (64 * UNIT)))
     large = min(MOST_CELLS, shard_size // (32 * UNIT))
     if any(codec != "fp32" for codec in codecs):
@@ -126,15 +126,30 @@ def describe(
 
     Raises ValidationError for a tensor that is not of a float type, or holds no values.
     """
+    facts = tuple(
+        (t.dtype, tuple(t.shape), getattr(t, "is_meta", False), getattr(t, "layout", None))
+        for t in tensors
+    )
+    return _describe(facts, shards, codec, down_codec, name)
+
+
+@lru_cache(maxsize=16)
+def _describe(
+    facts: tuple[tuple[Any, tuple[int, ...], bool, Any], ...],
+    shards: int,
+    codec: str,
+    down_codec: str,
+    name: str,
+) -> Layout:
+    """The layout of tensors with these types, shapes, and whether and how they hold values."""
     specs = []
-    for index, tensor in enumerate(tensors):
-        dtype = _dtype_name(tensor)
-        if not dtype.startswith(("float", "bfloat")):
-            raise ValidationError(f"tensors[{index}]", dtype, "expected a float type")
-        if _is_torch(tensor) and (tensor.is_meta or str(tensor.layout) != "torch.strided"):
-            kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
+    for index, (dtype, shape, is_meta, kind) in enumerate(facts):
+        if not _name_of(dtype).startswith(("float", "bfloat")):
+            raise ValidationError(f"tensors[{index}]", _name_of(dtype), "expected a float type")
+        if _is_of_torch(dtype) and (is_meta or str(kind) != "torch.strided"):
+            kind = "on the meta device" if is_meta else str(kind)
             raise ValidationError(f"tensors[{index}]", kind, "expected a dense tensor with values")
-        specs.append(TensorSpec(dtype, tuple(int(n) for n in tensor.shape)))
+        specs.append(TensorSpec(_name_of(dtype), tuple(int(n) for n in shape)))
     size = sum(spec.size for spec in specs)
     cells = cells_of(size // shards, (codec, down_codec))
     return Layout(tuple(specs), shards, codec, down_codec, name, cells)
@@ -164,19 +179,13 @@ def as_arrays(tensors: Sequence[Any]) -> list[Any]:
     return [t if hasattr(t, "dtype") and hasattr(t, "shape") else np.asarray(t) for t in tensors]
 
 
-def scatter(tensors: Sequence[Any], parts: Sequence[Vector]) -> None:
-    """Write the tensors one after the other into `parts`, which together are as long."""
-    targets = iter(parts)
-    room = next(targets)
-    for index, tensor in enumerate(tensors):
-        values = _numpy(tensor).reshape(-1)
+def flatten(tensors: Sequence[Any], row: Vector) -> None:
+    """Write the tensors one after the other into `row`, which is as long as they are together."""
+    rows = [_numpy(tensor).reshape(-1) for tensor in tensors]
+    for index, values in enumerate(rows):
         _check_range(index, values)
-        while len(values):
-            while not len(room):
-                room = next(targets)
-            count = min(len(values), len(room))
-            room[:count] = values[:count]
-            room, values = room[count:], values[count:]
+    if rows:
+        np.concatenate(rows, out=row, casting="same_kind")
 
 
 def unflatten(flat: Vector, tensors: Sequence[Any]) -> list[Any]:
@@ -192,6 +201,95 @@ def unflatten(flat: Vector, tensors: Sequence[Any]) -> list[Any]:
         else:
             out.append(part.reshape(tensor.shape).astype(tensor.dtype, copy=False))
     return out
+
+
+def check_out(out: Sequence[Any], tensors: Sequence[Any]) -> None:
+    """Raises ValidationError unless `out` has room for values like those of `tensors`."""
+    if isinstance(out, str) or not isinstance(out, Sequence):
+        raise ValidationError("out", type(out).__name__, "expected a list of tensors")
+    if len(out) != len(tensors):
+        raise ValidationError("out", len(out), f"expected {len(tensors)} tensors")
+    for index, (room, tensor) in enumerate(zip(out, tensors, strict=True)):
+        if not isinstance(room, np.ndarray) and not (hasattr(room, "dtype") and _is_torch(room)):
+            raise ValidationError(f"out[{index}]", type(room).__name__, "expected a tensor")
+        if _is_torch(room) != _is_torch(tensor):
+            kinds = [type(each).__name__ for each in (room, tensor)]
+            raise ValidationError(f"out[{index}]", kinds[0], f"expected a {kinds[1]}, as `tensors`")
+        if (room.dtype, room.shape) != (tensor.dtype, tensor.shape):
+            ours, theirs = (f"{_dtype_name(each)}{list(each.shape)}" for each in (room, tensor))
+            raise ValidationError(f"out[{index}]", ours, f"expected {theirs}, as `tensors`")
+        if not _is_torch(room) and not room.flags.writeable:
+            raise ValidationError(f"out[{index}]", "read-only", "expected memory to write to")
+
+
+def fill(flat: Vector, out: Sequence[Any]) -> list[Any]:
+    """`out` holds the vector, which may lie there already."""
+    first = next((row for each in out if (row := _row_of(each)) is not None and row.size), None)
+    if first is not None and _address(first) == _address(flat):
+        return list(out)
+    start = 0
+    for room in out:
+        part = flat[start : start + math.prod(room.shape)].reshape(room.shape)
+        start += part.size
+        if _is_torch(room):
+            import torch
+
+            with torch.no_grad():
+                room.copy_(torch.from_numpy(part))
+        else:
+            room[...] = part
+    return list(out)
+
+
+def as_vector(tensors: Sequence[Any]) -> Vector | None:
+    """The memory of the tensors, if they are float32 and lie there one after the other.
+
+    It is good as long as the tensors are: it does not keep them alive.
+    """
+    rows = list[NDArray[Any]]()
+    for tensor in tensors:
+        row = _row_of(tensor)
+        if row is None:
+            return None
+        if row.size:
+            rows.append(row)
+    if not rows:
+        return None
+    at = _address(rows[0])
+    for row in rows:
+        if _address(row) != at:
+            return None
+        at += row.nbytes
+    size = sum(row.size for row in rows)
+    return np.lib.stride_tricks.as_strided(rows[0], (size,), (rows[0].itemsize,))
+
+
+def are_apart(vector: Vector, tensors: Sequence[Any]) -> bool:
+    """Whether none of the tensors, which are in this machine's memory, has any of the vector's."""
+    first = _address(vector)
+    for tensor in tensors:
+        row = tensor if isinstance(tensor, np.ndarray) else _row_of(tensor)
+        if row is None or not row.flags.c_contiguous:
+            return False
+        at = _address(row)
+        if at < first + vector.nbytes and first < at + row.nbytes:
+            return False
+    return True
+
+
+def _row_of(tensor: Any) -> NDArray[Any] | None:
+    """The tensor as an array of the same memory, if it is float32 and in one piece."""
+    if _is_torch(tensor):
+        is_here = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
+        if not is_here or _dtype_name(tensor) != "float32":
+            return None
+        tensor = tensor.detach().numpy()
+    is_plain = isinstance(tensor, np.ndarray) and tensor.dtype == np.float32
+    return tensor if is_plain and tensor.flags.c_contiguous else None
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def split(flat: Vector, layout: Layout) -> list[Vector]:

@@ -17,8 +17,13 @@ FIRST_OWNER_GRACE_S = 10.0
 MEMORY = 8  # rounds
 
 
-def poll_pause(elapsed_s: float, usual_s: float) -> float:
-    """Seconds until the next look: doubling, but never less than 0.3 of the usual wait."""
+def poll_pause(elapsed_s: float, usual_s: float, *, is_cheap: bool = False) -> float:
+    """Seconds until the next look: doubling, but never less than 0.3 of the usual wait.
+
+    `is_cheap`: a look costs next to nothing, as in a folder. Then it comes soon.
+    """
+    if is_cheap:
+        return min(max(0.005, 0.1 * elapsed_s), 0.2)
     due_s = 0.9 * usual_s
     if elapsed_s < due_s:
         return min(due_s - elapsed_s, 2.0)
@@ -40,6 +45,7 @@ class History:
         self._waits: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=3))
         self._spreads: deque[float] = deque(maxlen=MEMORY)
         self._reduces: deque[float] = deque(maxlen=MEMORY)
+        self._advice_s = 0.0
         self._late_round = -1
         self.slowest_owner = -1
 
@@ -65,6 +71,14 @@ class History:
         """The last owner's shard came `seconds` after the roster."""
         self._reduces.append(seconds)
 
+    def note_advice(self, seconds: float) -> None:
+        """Others wait so long for an owner: it counts until this replica has seen a round."""
+        self._advice_s = max(seconds, 0.0)
+
+    def advice(self) -> float:
+        """What a replica that joins should know: how long an owner may take; 0 if unknown."""
+        return self.owner_grace(0.0) if self._reduces else self._advice_s
+
     def straggler_grace(self) -> float:
         """How long the ranks of the last round are waited for once there is a quorum."""
         if self._fixed is not None:
@@ -79,8 +93,10 @@ class History:
         """How long an owner may take after this replica is done, which itself took `own_s`."""
         if self._fixed is not None:
             return min(max(self._fixed, own_s), self._longest)
-        floor = MIN_GRACE_S if self._reduces else FIRST_OWNER_GRACE_S
-        grace = _clamp(4 * max(self._reduces, default=own_s), max(floor, 2 * own_s), MAX_GRACE_S)
+        is_new = not self._reduces and not self._advice_s
+        floor = FIRST_OWNER_GRACE_S if is_new else MIN_GRACE_S
+        usual = 4 * max(self._reduces, default=max(own_s, self._advice_s / 4))
+        grace = _clamp(usual, max(floor, 2 * own_s), MAX_GRACE_S)
         return min(grace, self._longest)
 
 

@@ -12,25 +12,39 @@ from typing import NamedTuple
 
 import msgspec
 
-from atoll.diloco.allreduce.keys import UploadName, parse_upload
+from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce.keys import WHOLE, UploadName, parse_upload
+from atoll.diloco.allreduce.note import DATA_ERROR, DataRound, MemberNote, RosterData, claim_of
 
 
 class Member(msgspec.Struct, frozen=True):
     """`sections`: bytes of each section of the upload, process by process.
 
-    It is empty where they follow from the layout.
+    It is empty where they follow from the layout. `said`: how far it trained, and on which data.
     """
 
     rank: int
     upload: str
     weight: float
     sections: list[int] = []
+    said: MemberNote | msgspec.UnsetType = msgspec.UNSET  # unset in runs of older versions
 
     @property
     def processes(self) -> int:
         """How many processes carry the upload."""
         name = parse_upload(self.upload)
         return 1 if name is None else name.processes
+
+    @property
+    def note(self) -> str:
+        """The word that the upload has for everybody."""
+        name = parse_upload(self.upload)
+        return "" if name is None else name.note
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has left: it owns no shard, and its upload has all of them."""
+        return self.note == WHOLE
 
 
 class Roster(msgspec.Struct, frozen=True):
@@ -51,10 +65,31 @@ class Roster(msgspec.Struct, frozen=True):
     by: str
     spread_s: float = 0.0
     error: str = ""
+    data: RosterData | msgspec.UnsetType = msgspec.UNSET  # where the replicas share their data
+    owner_grace_s: float = 0.0  # as its author has learned it, for those who join; 0: not yet
 
     @property
     def digest(self) -> str:
-        return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
+        """Of what the round is; advice to those who join is no part of it."""
+        facts = msgspec.structs.asdict(self)
+        del facts["owner_grace_s"]
+        if self.data is msgspec.UNSET:
+            del facts["data"]
+        return hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest()
+
+    def data_round(self) -> DataRound | None:
+        """What the round says of the data, if the replicas share it."""
+        if isinstance(self.data, msgspec.UnsetType):
+            return None
+        return DataRound(
+            self.data,
+            tuple(claim_of(m.rank, m.said) for m in self.members if isinstance(m.said, MemberNote)),
+        )
+
+    def refusal(self, rank: int) -> ValidationError:
+        """What a roster with an error means for a rank."""
+        field, _, text = self.error.rpartition(DATA_ERROR)
+        return ValidationError("data" if text != self.error else "tensors", f"of rank {rank}", text)
 
     def member(self, rank: int) -> Member | None:
         return next((m for m in self.members if m.rank == rank), None)
@@ -65,6 +100,13 @@ class Roster(msgspec.Struct, frozen=True):
     @property
     def weights(self) -> dict[int, float]:
         return {m.rank: m.weight for m in self.members}
+
+
+class PastRound(NamedTuple):
+    """The run is at round `latest`, far after the round that was asked for, which had `roster`."""
+
+    latest: int
+    roster: Roster
 
 
 class Quorum(NamedTuple):
@@ -104,6 +146,19 @@ def decide(
     if missing and not is_grace_over:
         return Quorum(None, f"waiting for {missing}")
     return Quorum(there, "all there" if not missing else f"without {missing}")
+
+
+HEAVIEST = 100  # times the median: what one member may weigh at most
+NOTHING = 1e-30  # the weight of a replica that has nothing to bring: as good as left out
+
+
+def bounded(weights: Mapping[int, float]) -> dict[int, float]:
+    """The weights by rank, none beyond HEAVIEST times the median of those that weigh something."""
+    real = sorted(weight for weight in weights.values() if weight > NOTHING)
+    if not real:
+        return dict(weights)
+    most = HEAVIEST * real[(len(real) - 1) // 2]
+    return {rank: min(weight, most) for rank, weight in weights.items()}
 
 
 def owners(members: Sequence[int], shards: int, number: int) -> list[int]:

@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import msgspec
 
-from atoll.core.errors import BackendError, BelowMinimumWorld, NotFound, Permanent
+from atoll.core.errors import BackendError, BelowMinimumWorld, NotFound, Permanent, ValidationError
+from atoll.diloco.allreduce import past, wire
 from atoll.diloco.allreduce import roster as rosters
-from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.keys import Keys, UploadName, parse_left, parse_upload
+from atoll.diloco.allreduce.keys import Keys, UploadName, parse_left, parse_round, parse_upload
 from atoll.diloco.allreduce.layout import Layout, difference
+from atoll.diloco.allreduce.note import (
+    DATA_ERROR,
+    MemberNote,
+    SaidUpload,
+    Scribe,
+    UploadNote,
+    member_note,
+    read_note,
+    sift,
+)
 from atoll.diloco.allreduce.pace import History, poll_pause
-from atoll.diloco.allreduce.roster import Member, Roster
+from atoll.diloco.allreduce.roster import Member, PastRound, Roster
 from atoll.diloco.allreduce.start import Start
 from atoll.diloco.allreduce.upload import Blamed, read_footer
 from atoll.diloco.blobs import Blobs
@@ -30,7 +43,11 @@ log = logging.getLogger("atoll.allreduce")
 STAGGER_S = 1.5  # between the ranks that begin to look at the uploads
 FIRST_WORD_S = 3.0  # until a rank says whom it waits for in the first round
 NEXT_WORD_S = 30.0
-DONE, FAILED = LEAVING = ("done", "failed")
+DONE, FAILED, LEFT = LEAVING = ("done", "failed", "left")
+
+
+class Left(Exception):
+    """This replica was told to go. Its upload is whole: the round can do without the process."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,10 @@ class Ballot:
     is_first: bool = False  # of the run: they are waited for until the timeout
     left: dict[int, str] = field(default_factory=dict)  # how ranks that have ended left
     says_at: float = 0.0
+    ahead: int = -1  # somebody has uploaded to this round
+    idle_s: float = 0.0  # so long this rank leaves the decision to those who train
+    notes: dict[int, UploadNote | None] = field(default_factory=dict)  # of the uploads
+    refused: set[str] = field(default_factory=set)  # uploads whose claims are not good
 
     @property
     def there(self) -> set[int]:
@@ -88,12 +109,18 @@ class Settler:
         self.me = me
         self.history = history
         self.pool = pool
+        self.scribe: Scribe | None = None
         self.last: Roster | None = None  # of the newest round this replica knows
+        self.is_leaving = False  # it does not wait for anybody
+        self.uploads: deque[str] = deque(maxlen=16)  # the last ones of this process
+        self._since: datetime | None = None  # when it was there first, by the store's clock
 
     def first_ballot(self, number: int) -> Ballot:
         order, everyone = list(range(self.me.world_size)), set(range(self.me.world_size))
         if self.last is not None and self.last.members:
-            order = [m.rank for m in self.last.members]
+            # A run that goes on in a smaller world has members that cannot come.
+            present = [m.rank for m in self.last.members if not m.is_gone]
+            order = [rank for rank in present if rank < self.me.world_size]
             everyone = {*order, self.me.rank}
         turn = rosters.turn(self.me.rank, order, self.me.world_size)
         start, ballot = self.start, Ballot(number, 0, turn, everyone, needs=self.me.min_replicas)
@@ -117,12 +144,34 @@ class Settler:
             needs=self.me.min_replicas,
         )
 
-    def settle(self, ballot: Ballot, layout: Layout, codec: Codec) -> Roster | None:
-        """The roster of the attempt, whichever rank decides it.
+    def settle(self, ballot: Ballot, layout: Layout, codec: Codec) -> Roster | PastRound | None:
+        """The roster of the attempt, whichever rank decides it, or that its round is past.
 
         None: this rank's upload has to be made again before the ballot is settled on. Raises
         BelowMinimumWorld after the timeout.
         """
+        return self._in_force(ballot, self._settle(ballot, layout, codec))
+
+    def read_decided(self, ballot: Ballot) -> Roster | PastRound | None:
+        """As `settle`, but nobody is waited for. None: nothing is decided."""
+        key = self.keys.roster(ballot.number, ballot.attempt)
+        return self._in_force(ballot, self.read(key))
+
+    def _in_force(
+        self, ballot: Ballot, roster: Roster | PastRound | None
+    ) -> Roster | PastRound | None:
+        if not isinstance(roster, Roster) or roster.error:
+            return roster
+        if sum(not member.is_gone for member in roster.members) > 1:
+            return roster
+        # One member alone could complete a roster that this process, or another, decided on
+        # before it slept, and wrote after the true one was folded away. Nor does a void roster
+        # count that somebody wrote who slept while the run went on.
+        if not roster.members or past.is_past(self.blobs, self.keys, ballot.number):
+            return self._past(ballot) or roster
+        return roster
+
+    def _settle(self, ballot: Ballot, layout: Layout, codec: Codec) -> Roster | PastRound | None:
         key = self.keys.roster(ballot.number, ballot.attempt)
         if ballot.started is None:
             ballot.started = time.monotonic()
@@ -132,13 +181,16 @@ class Settler:
         what = f"roster {layout.name}" if ballot.attempt == 0 else "next attempt"
         usual = self.history.usual(what)
         stagger = min(STAGGER_S, self.history.straggler_grace())
+        if ballot.turn and usual:  # a look before the usual time is in vain
+            time.sleep(self._pause(0.0, usual))
         while True:
             elapsed = time.monotonic() - started
             is_last_look = elapsed > self.me.timeout
             is_looking = elapsed >= ballot.turn * stagger + (usual if ballot.turn else 0)
+            is_looking = is_looking and elapsed >= ballot.idle_s
             is_looking = is_looking or is_last_look
             # The first in the order need not ask: others decide only if it was very slow itself.
-            roster = None
+            roster: Roster | PastRound | None = None
             if not is_looking or ballot.turn or elapsed > stagger:
                 roster = self.read(key)
             if roster is None and is_looking:
@@ -162,7 +214,12 @@ class Settler:
                 ballot.is_blamed = False
                 ballot.again_s = elapsed
                 return None
-            time.sleep(poll_pause(elapsed, usual))
+            if self.is_leaving:
+                return None
+            time.sleep(self._pause(elapsed, usual))
+
+    def _pause(self, elapsed_s: float, usual_s: float) -> float:
+        return poll_pause(elapsed_s, usual_s, is_cheap=self.blobs.is_folder)
 
     def read(self, key: str) -> Roster | None:
         """The roster at `key`, or None.
@@ -173,7 +230,9 @@ class Settler:
         for _ in range(3):
             try:
                 body = wire.unseal(wire.ROSTER, wire.fence(key), self.blobs.get(key))
-                return msgspec.json.decode(body, type=Roster)
+                roster = msgspec.json.decode(body, type=Roster)
+                self.history.note_advice(roster.owner_grace_s)
+                return roster
             except NotFound:
                 return None
             except (wire.Corrupt, msgspec.MsgspecError) as error:
@@ -198,17 +257,32 @@ class Settler:
     def come(self) -> None:
         """No mark says that this rank has left."""
         if self.start.launch is not None:
-            keys = [self.keys.left(self.start.launch, self.me.rank, how) for how in LEAVING]
+            marks = {*self._marks, FAILED}
+            keys = [self.keys.left(self.start.launch, self.me.rank, how) for how in sorted(marks)]
             self.blobs.delete(keys)
 
     def leave(self, how: str) -> None:
         """Mark this rank as one that has left. The store may fail: others wait longer then."""
-        if self.start.launch is None:
+        if self.start.launch is None or how not in {*self._marks, FAILED}:
             return
         try:
             self.blobs.put(self.keys.left(self.start.launch, self.me.rank, how), how.encode())
         except BackendError as error:
             log.warning("the others cannot know that rank %d has left: %s", self.me.rank, error)
+
+    @property
+    def _marks(self) -> tuple[str, ...]:
+        return LEAVING if self.start.tells_ends else (LEFT,)
+
+    def _counts(self, how: str, modified: datetime) -> bool:
+        """Whether a mark tells of a rank that is not to be waited for.
+
+        Where nothing tells one launch from the next, one that failed may be of a launch before, and
+        the rank on its way again: only a failure that came while this replica was there counts.
+        """
+        if how in self._marks:
+            return True
+        return how == FAILED and self._since is not None and modified > self._since
 
     def _say(self, ballot: Ballot) -> None:
         assert ballot.together is not None
@@ -237,11 +311,19 @@ class Settler:
 
     def _propose(
         self, key: str, ballot: Ballot, layout: Layout, codec: Codec, *, is_last_look: bool
-    ) -> Roster | None:
+    ) -> Roster | PastRound | None:
         late = self._look(ballot)
+        if ballot.ahead > ballot.number:  # its roster is there, or folded
+            decided = self.read(key) or self._past(ballot)
+            if decided is not None:
+                return decided
         foreign = [n for n in ballot.uploads.values() if n.layout != layout.fingerprint]
         if foreign:
             return self._refuse(key, ballot, layout, foreign)
+        problem = self._sift(ballot, layout)
+        if problem:
+            void = self.void(ballot.number, ballot.attempt, DATA_ERROR + problem)
+            return self.write(key, void)
         now = time.monotonic()
         needs, expected = self._needs(ballot), self._expected(ballot) | late
         if len(ballot.uploads) >= needs and ballot.quorum_at is None:
@@ -257,6 +339,9 @@ class Settler:
         if members is None:
             return None
         ranks = [m.rank for m in members]
+        present = [m.rank for m in members if not m.is_gone]
+        if not present:
+            return None
         missing = sorted(expected - set(ranks))
         if missing:
             log.warning("round %d goes on without ranks %s", ballot.number, missing)
@@ -268,11 +353,13 @@ class Settler:
                 attempt=ballot.attempt,
                 layout=layout.pack(),
                 members=members,
-                owners=rosters.owners(ranks, layout.shards, ballot.number),
+                owners=rosters.owners(present, layout.shards, ballot.number),
                 blamed=ballot.blamed,
                 missing=missing,
                 by=self.me.nonce,
                 spread_s=0.0 if missing else waited,
+                data=(self.scribe and self.scribe.data()) or msgspec.UNSET,
+                owner_grace_s=self.history.advice(),
             ),
         )
 
@@ -286,9 +373,19 @@ class Settler:
             if (name := parse_upload(blob.key, blob.size))
         ]
         ballot.uploads = rosters.look(listing, ballot.number, ballot.blamed)
+        ballot.ahead = max((name.round for _, _, name in listing), default=-1)
         launch = self.start.launch
         marks = [] if launch is None else [parse_left(blob.key, launch) for blob in blobs]
-        ballot.left = {rank: how for rank, how in filter(None, marks) if rank not in ballot.uploads}
+        own = [modified for key, modified, _ in listing if key in self.uploads]
+        if self._since is None and own:
+            self._since = min(own)
+        ballot.left = {
+            mark[0]: mark[1]
+            for mark, blob in zip(marks, blobs, strict=False)
+            if mark is not None
+            and mark[0] not in ballot.uploads
+            and self._counts(mark[1], blob.modified)
+        }
         last = self.last
         if last is None or last.round != ballot.number - 1 or ballot.attempt:
             return set()
@@ -301,22 +398,68 @@ class Settler:
             self.history.note_late(last.round, behind.total_seconds())
         return {rank for _, rank in late}
 
+    def _sift(self, ballot: Ballot, layout: Layout) -> str:
+        """Leave out the uploads whose claims are not good; returns why nobody may go on."""
+
+        def says(name: UploadName) -> Callable[[], bytes]:
+            def read() -> bytes:
+                try:
+                    return read_footer(self.blobs, name.key, name.size, layout).says
+                except Blamed as problem:
+                    raise ValueError(problem.reason) from problem
+
+            return read
+
+        uploads = [
+            SaidUpload(rank, read_note(name.says), says(name))
+            for rank, name in ballot.uploads.items()
+        ]
+        sifted = sift(self.scribe, uploads, self.me.rank)
+        ballot.notes = sifted.notes
+        for rank, reason in sifted.refused.items():
+            key = ballot.uploads[rank].key
+            if key not in ballot.refused:
+                log.warning("the upload of rank %d is left out: %s", rank, reason)
+                ballot.refused.add(key)
+        ballot.uploads = {r: n for r, n in ballot.uploads.items() if r in sifted.notes}
+        return sifted.error
+
     def _members(
         self, ballot: Ballot, ranks: list[int], layout: Layout, codec: Codec
     ) -> list[Member] | None:
         """The roster's members; None if an upload is bad: it is blamed, and the ballot goes on."""
         names = [ballot.uploads[rank] for rank in ranks]
+        weights = rosters.bounded({name.rank: name.weight for name in names})
+        for name in names:
+            if weights[name.rank] < name.weight:
+                log.warning(
+                    "round %d: the weight of rank %d counts as %g instead of %g, %d times the "
+                    "median: do all replicas count the same thing?",
+                    ballot.number,
+                    name.rank,
+                    weights[name.rank],
+                    name.weight,
+                    rosters.HEAVIEST,
+                )
         if codec.is_exact:
-            return [Member(n.rank, n.key, n.weight) for n in names]
+            return [
+                Member(n.rank, n.key, weights[n.rank], said=self._said(ballot, n.rank))
+                for n in names
+            ]
         footers = [self.pool.submit(read_footer, self.blobs, n.key, n.size, layout) for n in names]
         members = []
         for name, footer in zip(names, footers, strict=True):
             try:
-                members.append(Member(name.rank, name.key, name.weight, footer.result().sections))
+                sections, said = footer.result().sections, self._said(ballot, name.rank)
+                members.append(Member(name.rank, name.key, weights[name.rank], sections, said))
             except Blamed as problem:
                 log.warning("upload of rank %d left out: %s", name.rank, problem)
                 ballot.blamed.append(problem.upload)
         return members if len(members) == len(names) else None
+
+    def _said(self, ballot: Ballot, rank: int) -> MemberNote | msgspec.UnsetType:
+        note = ballot.notes.get(rank)
+        return msgspec.UNSET if note is None else member_note(note)
 
     def _refuse(
         self, key: str, ballot: Ballot, layout: Layout, foreign: list[UploadName]
@@ -337,15 +480,45 @@ class Settler:
         )
         return self.write(key, self.void(ballot.number, ballot.attempt, error))
 
+    def _past(self, ballot: Ballot) -> PastRound | None:
+        """Where the run is, as the roster of the ballot is no longer there; None: nowhere later."""
+        later = self.blobs.find(self.keys.rosters(), self.keys.roster(ballot.number, 9999))
+        if not later:
+            return None
+        last = past.read_round(self.blobs, self.keys, ballot.number)[-1:]
+        roster = last[0] if last else self.void(ballot.number, ballot.attempt)
+        return PastRound(max(parse_round(blob.key) or 0 for blob in later), roster)
+
     def _no_quorum(self, ballot: Ballot) -> BelowMinimumWorld:
         self._look(ballot)
         ready, needs = len(ballot.uploads), self._needs(ballot)
-        missing = sorted(set(range(ballot.together or self.me.world_size)) - set(ballot.uploads))
-        ended = f" (ended: {sorted(ballot.left)})" if ballot.left else ""
+        everyone = set(range(ballot.together or self.me.world_size))
+        groups = {
+            "missing": everyone - ballot.there,
+            "finished": {rank for rank, how in ballot.left.items() if how == DONE},
+            "failed": {rank for rank, how in ballot.left.items() if how == FAILED},
+        }
+        words = [f"{word}: ranks {sorted(ranks)}" for word, ranks in groups.items() if ranks]
         return BelowMinimumWorld(
             f"round {ballot.number}: {ready} of at least {needs} ranks "
-            f"uploaded within {self.me.timeout:g} s; missing: ranks {missing}{ended}",
+            f"uploaded within {self.me.timeout:g} s; {'; '.join(words)}",
             ready=ready,
             required_min=needs,
             timeout=self.me.timeout,
+        )
+
+
+def refuse_foreign(roster: Roster, mine: Layout, rank: int) -> None:
+    """Raises ValidationError if the roster was decided for tensors unlike this replica's.
+
+    A replica that is in time makes such a round void for everybody instead.
+    """
+    if roster.layout == mine.pack():
+        return
+    theirs = Layout.unpack(roster.layout)
+    if theirs != mine:
+        raise ValidationError(
+            "tensors",
+            f"of rank {rank}",
+            f"round {roster.round} went on without it with others: {difference(mine, theirs)}",
         )

@@ -23,12 +23,14 @@ class Start:
 
     `together`: so many ranks are waited for in the first round, until its timeout; None: it goes
     by the grace, like any other. `quorum`: so many must be in it. `launch` tells the marks of ranks
-    that have left apart from those of another launch; None: nobody leaves marks.
+    that have left apart from those of another launch; None: nobody leaves marks. `tells_ends`:
+    ranks that are done, or have failed, leave them too, not only those that were told to go.
     """
 
     quorum: int
     together: int | None = None
     launch: str | None = None
+    tells_ends: bool = True
     is_begun: bool = False  # a round is decided: nobody waits for a first one any more
 
     def begin(self, count: int | None = None) -> None:
@@ -62,14 +64,15 @@ def read_start(
 ) -> Start:
     """`least` is what every round needs; `min_replicas` and `grace_s` are the caller's, and win."""
     together = _read(TOGETHER_VARIABLE)
-    if together is None or min_replicas is not None:
-        return Start(least)
-    launch = read_launch(world_size)
     uid = os.environ.get("ATOLL_UID", "")
+    name = uid if _LAUNCH.fullmatch(uid) else "launch"
+    if together is None or min_replicas is not None:
+        return Start(least, launch=name, tells_ends=together is not None)
+    launch = read_launch(world_size)
     return Start(
         quorum=least if launch is None else launch.quorum,
         together=min(together, world_size) if grace_s is None else None,
-        launch=uid if _LAUNCH.fullmatch(uid) else "launch",
+        launch=name,
     )
 
 

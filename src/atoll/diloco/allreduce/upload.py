@@ -6,22 +6,26 @@ with it, and the lengths of all sections in its footer, the whole upload is ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from atoll.core.errors import NotFound, ValidationError
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.feedback import left_out
+from atoll.diloco.allreduce.feedback import add_owed, left_out
 from atoll.diloco.allreduce.keys import part_of
-from atoll.diloco.allreduce.layout import Layout, Vector, scatter, tensor_at
+from atoll.diloco.allreduce.layout import Layout, Vector, tensor_at
+from atoll.diloco.allreduce.pool import each
 from atoll.diloco.allreduce.roster import Member
 from atoll.diloco.allreduce.share import Cells, Share
 from atoll.diloco.blobs import Blobs
+
+RUN = 1 << 18  # values of a shard that are in memory at a time, from every member
+ROOM_BYTES = 8 << 20  # of all members together, or little more
+MOST_BYTES_A_VALUE, MOST_EXTRA = 8, 4096  # what no codec exceeds
 
 
 class Blamed(Exception):
@@ -34,10 +38,10 @@ class Blamed(Exception):
 
 
 class Cargo:
-    """The values one process brings, shard by shard, and the object made of them.
+    """The values one process brings, as one row, and the object made of them.
 
-    With an exact codec the values lie where they are sent from, so nothing is copied. The memory
-    is used again in every round: fresh pages cost more than the arithmetic.
+    Nothing is copied: an exact upload is sent from where the values lie. Memory that belongs to the
+    cargo is used again in every round: fresh pages cost more than the arithmetic.
     """
 
     def __init__(self, share: Share, rank: int, codec: Codec) -> None:
@@ -45,148 +49,153 @@ class Cargo:
         self.layout = share.layout
         self.rank = rank
         self.codec = codec
-        self._buffer: NDArray[np.uint8] | None = None
-        shards = range(self.layout.shards)
-        if codec.is_exact:
-            sections = exact_sections(share, rank)
-            starts = wire.section_offsets(sections)
-            head = wire.table_size(share.cells.length)
-            self._buffer = np.empty(starts[-1] + self._footer_room(), np.uint8)
-            self.parts = [
-                self._buffer[starts[s] + head : starts[s + 1]].view("<f4")
-                if sections[s]
-                else np.empty(share.section_size(s), np.float32)
-                for s in shards
-            ]
-        else:
-            flat = np.empty(share.size, np.float32)
-            self.parts = [flat[slice(*share.bounds(s))] for s in shards]
+        self.parts: list[Vector] = []
+        # Once the own shard's values are in its mean, their memory may be used for what that lacks.
+        self.may_spoil_own = False
+        # The upload has the own shard, too: somebody else will make its mean.
+        self.is_whole = False
+        self._own: Vector | None = None
+        self._rooms = np.empty(0, np.float32)
 
-    def load(self, tensors: Sequence[Any], residual: Vector | None) -> None:
-        """Copy the values of the tensors, plus what earlier rounds left out."""
-        scatter(tensors, self.parts)
-        self._add(residual)
+    def hold(self, row: Vector | None) -> None:
+        """The values are those in `row`, which is the cargo's until the round is over.
 
-    def load_owed(self, residual: Vector | None) -> None:
-        """Bring nothing but what earlier rounds left out."""
-        for part in self.parts:
-            part.fill(0)
-        self._add(residual)
+        None: in memory of its own.
+        """
+        row = self.spare if row is None else row
+        self.row, self.may_spoil_own = row, False
+        self.parts = [row[slice(*self.share.bounds(s))] for s in range(self.layout.shards)]
 
-    def _add(self, residual: Vector | None) -> None:
+    def release(self) -> None:
+        """The round is over: memory that others have given is theirs."""
+        self.row, self.parts = np.empty(0, np.float32), []
+
+    @property
+    def spare(self) -> Vector:
+        """Memory of the cargo for a row, kept from round to round."""
+        if self._own is None:
+            self._own = np.empty(self.share.size, np.float32)
+        return self._own
+
+    def rooms(self, count: int, size: int) -> list[Vector]:
+        """Rows of memory for what others bring, kept from round to round."""
+        if self._rooms.size < count * size:
+            self._rooms = np.empty(count * size, np.float32)
+        return [self._rooms[at * size : (at + 1) * size] for at in range(count)]
+
+    def write(self, start: int, part: Vector) -> None:
+        """The values from `start` on are those of `part`."""
+        self.row[start : start + part.size] = part
+
+    def add(self, residual: Vector | None) -> None:
+        """Bring what earlier rounds left out, too."""
         if residual is not None:
-            for shard, part in enumerate(self.parts):
-                part += residual[slice(*self.share.bounds(shard))]
+            add_owed(self.row, residual)
+
+    def replace(self, residual: Vector | None, other: Vector | None) -> None:
+        """Bring `other` in place of `residual`."""
+        if residual is not None:
+            np.subtract(self.row, residual, out=self.row)
+        self.add(other)
+
+    def bring_only(self, residual: Vector | None) -> None:
+        """Bring nothing but what earlier rounds left out."""
+        self.row.fill(0)
+        self.add(residual)
 
     def check_finite(self) -> None:
         """Raises ValidationError naming the first tensor with a NaN or an infinity."""
-        for shard, part in enumerate(self.parts):
-            # NaN and infinity show in the minimum or the maximum: no mask of the whole is needed.
-            if part.size and not (np.isfinite(part.min()) and np.isfinite(part.max())):
-                at = int(np.flatnonzero(~np.isfinite(part))[0])
-                place = self.share.place(self.share.bounds(shard)[0] + at)
-                index = tensor_at(self.layout, place)
-                codecs = f"{self.layout.codec!r}, {self.layout.down_codec!r}"
-                raise ValidationError(
-                    f"tensors[{index}]", float(part[at]), f"codecs {codecs} need finite numbers"
-                )
+        row = self.row
+        # NaN and infinity show in the minimum or the maximum: no mask of the whole is needed.
+        if row.size and not (np.isfinite(row.min()) and np.isfinite(row.max())):
+            at = int(np.flatnonzero(~np.isfinite(row))[0])
+            index = tensor_at(self.layout, self.share.place(at))
+            codecs = f"{self.layout.codec!r}, {self.layout.down_codec!r}"
+            raise ValidationError(
+                f"tensors[{index}]", float(row[at]), f"codecs {codecs} need finite numbers"
+            )
 
     def pack(self, key: str, pool: Executor) -> Parcel:
         """The object to be put at `key`, still without its footer."""
-        if self._buffer is not None:
-            sections = exact_sections(self.share, self.rank)
-            self._write_tables(key, self._buffer, sections, pool)
-            return Parcel(self._buffer, sections, None)
-        shards = [
-            s for s in range(self.layout.shards) if s != self.rank and self.share.section_size(s)
-        ]
-        encoded = list(
-            pool.map(lambda s: encode_cells(self.codec, self.share, s, self.parts[s]), shards)
-        )
-        cells = dict(zip(shards, encoded, strict=True))
-        sealed = {
-            s: [wire.seal_table(wire.SECTION, wire.fence(key, str(s)), each), *each]
-            for s, each in cells.items()
-        }
-        sections = [sum(map(len, sealed.get(s, []))) for s in range(self.layout.shards)]
-        data = b"".join(piece for s in shards for piece in sealed[s])
-        return Parcel(data, sections, self._left_out(cells))
 
-    def close(self, key: str, parcel: Parcel, sections: list[list[int]]) -> bytes | memoryview:
-        """The object with a footer that has the sections of all processes."""
+        def pack_shard(shard: int) -> list[wire.Buffer]:
+            if self._is_kept(shard) or not self.share.section_size(shard):
+                return []
+            place, values = wire.fence(key, str(shard)), self.parts[shard]
+            if self.codec.name == "fp32":
+                return seal_plain(wire.SECTION, place, values, self.share.cell_sizes(shard))
+            cells = encode_cells(self.codec, self.share, shard, values)
+            return [wire.seal_table(wire.SECTION, place, cells), *cells]
+
+        sealed = each(pool, pack_shard, range(self.layout.shards))
+        sections = [sum(memoryview(piece).nbytes for piece in pieces) for pieces in sealed]
+        return Parcel([piece for pieces in sealed for piece in pieces], sections)
+
+    def _is_kept(self, shard: int) -> bool:
+        """Whether the upload does without the shard."""
+        return shard == self.rank and not self.is_whole
+
+    def footer(self, key: str, sections: list[list[int]], says: bytes = b"") -> bytes:
+        """The end of the object, with the sections of all processes."""
         rest = [] if self.codec.is_exact else [n for each in sections for n in each]
-        footer = wire.seal_footer(wire.fence(key), wire.Footer(self.layout.pack(), rest))
-        data = parcel.data
-        if isinstance(data, bytes):
-            return data + footer
-        data[sum(parcel.sections) :] = np.frombuffer(footer, np.uint8)
-        return memoryview(data)  # type: ignore[arg-type]
+        return wire.seal_footer(wire.fence(key), wire.Footer(self.layout.pack(), rest, says))
 
-    def as_sent(self, shard: int) -> Vector:
-        """The values of the shard as the upload holds them, and so as every other rank has them.
+    def as_sent(self, shard: int, cells: Cells) -> Vector:
+        """The values of some cells as the upload holds them, and so as every other rank has them.
 
         The own shard is in no upload, so it counts as it is.
         """
-        part = self.parts[shard]
-        if self.codec.is_exact or shard == self.rank:
+        part = self.parts[shard][slice(*self.share.within(shard, cells))]
+        if self.codec.is_exact or self._is_kept(shard):
             return part
-        cells = encode_cells(self.codec, self.share, shard, part)
-        sent = np.empty_like(part)
-        decode_cells(self.codec, cells, self.share.cell_sizes(shard), sent)
+        sent, at = np.empty_like(part), 0
+        for size in _sizes(self.share, shard, cells):
+            values = part[at : at + size]
+            sent[at : at + size] = self.codec.decode(self.codec.encode(values), size)
+            at += size
         return sent
 
-    def whole(self) -> Vector:
-        """All values as one new row."""
-        return np.concatenate(self.parts)
+    def left_out(self, pool: Executor, into: Vector | None) -> Vector:
+        """What the upload lacks of the values, in `into` if it is a row of this share."""
+        size = self.share.size
+        row = into if into is not None and into.size == size else np.empty(size, np.float32)
 
-    def _footer_room(self) -> int:
-        """Bytes behind the sections for the footer, which the upload of process 0 ends with."""
-        if self.share.process:
-            return 0
-        return len(wire.seal_footer(bytes(16), wire.Footer(self.layout.pack(), [])))
+        def fill(shard: int) -> None:
+            out, values = row[slice(*self.share.bounds(shard))], self.parts[shard]
+            if self._is_kept(shard):
+                out.fill(0)
+                return
+            for cells in runs_of(self.share, shard):
+                at = slice(*self.share.within(shard, cells))
+                out[at] = left_out(values[at], self.as_sent(shard, cells))
 
-    def _write_tables(
-        self, key: str, out: NDArray[np.uint8], sections: list[int], pool: Executor
-    ) -> None:
-        starts = wire.section_offsets(sections)
-
-        def write(shard: int) -> None:
-            values = memoryview(self.parts[shard])  # type: ignore[arg-type]
-            cells = cut(values, self.share.cell_sizes(shard))
-            head = wire.seal_table(wire.SECTION, wire.fence(key, str(shard)), cells)
-            out[starts[shard] : starts[shard] + len(head)] = np.frombuffer(head, np.uint8)
-
-        list(pool.map(write, (s for s in range(self.layout.shards) if sections[s])))
-
-    def _left_out(self, cells: dict[int, list[bytes]]) -> Vector:
-        residual = np.zeros(self.share.size, np.float32)
-        for shard, encoded in cells.items():
-            part = residual[slice(*self.share.bounds(shard))]
-            decode_cells(self.codec, encoded, self.share.cell_sizes(shard), part)
-            part[:] = left_out(self.parts[shard], part)
-        return residual
+        each(pool, fill, range(self.layout.shards))
+        return row
 
 
 class Parcel(NamedTuple):
-    """What a process is about to put, how long its sections are, and what the codec left out."""
+    """What a process is about to put, and how long its sections are."""
 
-    data: bytes | NDArray[np.uint8]
+    pieces: list[wire.Buffer]
     sections: list[int]
-    left_out: Vector | None
-
-    def body(self) -> bytes | memoryview:
-        """The object of a process that has no footer."""
-        return self.data if isinstance(self.data, bytes) else memoryview(self.data)  # type: ignore[arg-type]
 
 
-def cut(values: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    starts = wire.section_offsets(list(sizes))
-    return [values[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+def encode_cell(codec: Codec, values: Vector) -> wire.Buffer:
+    """The values as bytes; a view of them where they are sent as they are."""
+    return _bytes_of(values) if codec.name == "fp32" else codec.encode(values)
 
 
-def encode_cells(codec: Codec, share: Share, shard: int, values: Vector) -> list[bytes]:
+def seal_plain(
+    kind: bytes, place: bytes, values: Vector, sizes: Sequence[int]
+) -> list[wire.Buffer]:
+    """A table and the values it is of, as they lie in memory."""
+    data, lengths = _bytes_of(values), [values.itemsize * size for size in sizes]
+    return [wire.seal_cells(kind, place, lengths, wire.cell_sums(kind, place, data, lengths)), data]
+
+
+def encode_cells(codec: Codec, share: Share, shard: int, values: Vector) -> list[wire.Buffer]:
     starts = wire.section_offsets(share.cell_sizes(shard))
-    return [codec.encode(values[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+    return [encode_cell(codec, values[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
 
 
 def decode_cells(
@@ -199,33 +208,116 @@ def decode_cells(
         start += size
 
 
-def read_cells(
-    get: Callable[[int, int | None], memoryview],
-    kind: bytes,
-    place: bytes,
-    theirs: Share,
-    shard: int,
-    wanted: Cells,
-    codec: Codec,
-    out: Vector,
-) -> None:
-    """Fill `out` with the cells `wanted` of a table with the cells of `theirs`.
+def run_size(members: int) -> int:
+    """Values of a run that is read from so many members: they have ROOM_BYTES, twice."""
+    return max(min(RUN, ROOM_BYTES // 8 // max(members, 1)), RUN // 8)
 
-    `get` reads a range of it. Raises ValueError if the bytes are not good.
+
+def runs_of(share: Share, shard: int, most: int = RUN) -> Iterator[Cells]:
+    """The carried cells of the shard in runs of about `most` values."""
+    first, size = share.cells.start, 0
+    for cell, more in enumerate(share.cell_sizes(shard), share.cells.start):
+        if size and size + more > most:
+            yield Cells(first, cell)
+            first, size = cell, 0
+        size += more
+    yield Cells(first, share.cells.stop)
+
+
+def _sizes(share: Share, shard: int, cells: Cells) -> list[int]:
+    first = share.cells.start
+    return share.cell_sizes(shard)[cells.start - first : cells.stop - first]
+
+
+def _bytes_of(values: Vector) -> memoryview:
+    return memoryview(values.view(np.uint8))  # type: ignore[arg-type]
+
+
+class CellReader:
+    """The cells `wanted` of a table with the cells of `theirs`, read as they come.
+
+    The table begins at byte `start` of the object; it ends at `end`, or with the object.
     """
-    count = theirs.cells.length
-    head = wire.table_size(count)
-    first, last = wanted.start - theirs.cells.start, wanted.stop - theirs.cells.start
-    if wanted == theirs.cells:
-        data = get(0, None)
-        table = wire.unseal_table(kind, place, data, count)
-        data = data[head:]
-    else:
-        table = wire.unseal_table(kind, place, get(0, head), count)
-        start = head + sum(cell.length for cell in table[:first])
-        data = get(start, start + sum(cell.length for cell in table[first:last]))
-    cells = wire.open_cells(kind, place, table[first:last], data)
-    decode_cells(codec, cells, theirs.cell_sizes(shard)[first:last], out)
+
+    def __init__(
+        self,
+        blobs: Blobs,
+        key: str,
+        span: tuple[int, int | None],
+        kind: bytes,
+        place: bytes,
+        theirs: Share,
+        wanted: Cells,
+    ) -> None:
+        self._kind, self._place = kind, place
+        self._is_all = wanted == theirs.cells
+        self._count = theirs.cells.length
+        size = wire.table_size(self._count)
+        start, end = span
+        self._reader = blobs.reader(key, start, end if self._is_all else start + size)
+        head = memoryview(bytearray(size))
+        self.head = head[: self._reader.fill(head)]
+        self._blobs, self._key, self._first = blobs, key, start + size
+        self._cut = (wanted.start - theirs.cells.start, wanted.stop - theirs.cells.start)
+        self._table: list[wire.Cell] | None = None
+        self._at = 0
+
+    def __enter__(self) -> CellReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _open_table(self) -> list[wire.Cell]:
+        return wire.unseal_table(self._kind, self._place, self.head, self._count)
+
+    def _next(self, count: int) -> list[wire.Cell]:
+        if self._table is None:
+            table, (first, last) = self._open_table(), self._cut
+            if not self._is_all:
+                start = self._first + sum(cell.length for cell in table[:first])
+                end = start + sum(cell.length for cell in table[first:last])
+                self._reader.close()
+                self._reader = self._blobs.reader(self._key, start, end)
+            self._table = table[first:last]
+        self._at += count
+        return self._table[self._at - count : self._at]
+
+    def take(self, size: int) -> wire.Buffer:
+        """The next cell, which holds so many values, as bytes. Raises Corrupt."""
+        cells = self._next(1)
+        if cells[0].length > MOST_BYTES_A_VALUE * size + MOST_EXTRA:
+            raise wire.Corrupt(f"{cells[0].length} bytes for {size} values")
+        data = memoryview(np.empty(cells[0].length, np.uint8))  # type: ignore[arg-type]
+        self._fill(cells, data)
+        return data
+
+    def decode(self, codec: Codec, sizes: Sequence[int], out: Vector) -> None:
+        """Fill `out` with the next cells. Raises ValueError if the bytes are not good."""
+        if codec.name == "fp32":
+            cells = self._next(len(sizes))
+            for cell, size in zip(cells, sizes, strict=True):
+                if cell.length != out.itemsize * size:
+                    raise wire.Corrupt(f"{cell.length} bytes for {size} values")
+            return self._fill(cells, _bytes_of(out))
+        at = 0
+        for size in sizes:
+            out[at : at + size] = codec.decode(memoryview(self.take(size)), size)
+            at += size
+
+    def end(self) -> None:
+        """Raises Corrupt unless the table is good and nothing follows the cells."""
+        if self._table is None:
+            self._open_table()
+        if self._is_all and self._reader.fill(memoryview(bytearray(1))):
+            raise wire.Corrupt("there are bytes behind the last cell")
+
+    def _fill(self, cells: Sequence[wire.Cell], data: memoryview) -> None:
+        count = self._reader.fill(data)
+        wire.check_cells(self._kind, self._place, cells, data[:count])
 
 
 def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Footer:
@@ -240,46 +332,71 @@ def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Foote
         raise Blamed(key, str(error)) from error
 
 
+class Section:
+    """The own cells of one shard in a member's upload, read run by run, by one thread at a time."""
+
+    def __init__(
+        self, blobs: Blobs, member: Member, shard: int, share: Share, codec: Codec
+    ) -> None:
+        self._blobs = blobs
+        self._member = member
+        self._shard = shard
+        self._share = share
+        self._codec = codec
+        count, is_alike = member.processes, member.processes == 1 == share.processes
+        shares = [share] if is_alike else [Share(share.layout, p, count) for p in range(count)]
+        self._theirs = [each for each in shares if each.section_size(shard)]
+        self._readers: dict[int, CellReader] = {}
+
+    def read(self, cells: Cells, out: Vector) -> None:
+        """Fill `out` with the values of `cells`, which follow those read before.
+
+        Raises Blamed if the section is missing, cut, changed or foreign.
+        """
+        first = self._share.within(self._shard, cells)[0]
+        for theirs in self._theirs:
+            wanted = cells.overlap(theirs.cells)
+            if wanted.length:
+                start, stop = self._share.within(self._shard, wanted)
+                self._read_part(theirs, wanted, out[start - first : stop - first])
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+    def _read_part(self, theirs: Share, wanted: Cells, out: Vector) -> None:
+        process = theirs.process
+        sizes = _sizes(self._share, self._shard, wanted)
+        for is_last in (False, True):  # a second try: bytes can also be damaged on the way
+            try:
+                if process not in self._readers:
+                    self._readers[process] = self._open(theirs, wanted.start)
+                return self._readers[process].decode(self._codec, sizes, out)
+            except (NotFound, ValueError) as error:
+                if process in self._readers:
+                    self._readers.pop(process).close()
+                if is_last:
+                    raise Blamed(self._member.upload, str(error)) from error
+
+    def _open(self, theirs: Share, first: int) -> CellReader:
+        count, shard = theirs.layout.shards, self._shard
+        sections = self._member.sections[theirs.process * count : (theirs.process + 1) * count]
+        owner = -1 if self._member.is_gone else self._member.rank
+        starts = wire.section_offsets(sections or exact_sections(theirs, owner))
+        key = part_of(self._member.upload, theirs.process)
+        rest = Cells(first, self._share.cells.overlap(theirs.cells).stop)
+        span = starts[shard], starts[shard + 1]
+        place = wire.fence(key, str(shard))
+        return CellReader(self._blobs, key, span, wire.SECTION, place, theirs, rest)
+
+
 def read_section(blobs: Blobs, member: Member, shard: int, share: Share, codec: Codec) -> Vector:
-    """The values of the own cells of one shard out of a member's upload.
-
-    Raises Blamed if a section is missing, cut, changed or foreign.
-    """
+    """The values of the own cells of one shard out of a member's upload. Raises Blamed."""
     out = np.empty(share.section_size(shard), np.float32)
-    for process in range(member.processes):
-        theirs = Share(share.layout, process, member.processes)
-        wanted = share.cells.overlap(theirs.cells)
-        if wanted.length and theirs.section_size(shard):
-            part = out[slice(*share.within(shard, wanted))]
-            _read_part(blobs, member, shard, theirs, wanted, codec, part)
+    section = Section(blobs, member, shard, share, codec)
+    section.read(share.cells, out)
+    section.close()
     return out
-
-
-def _read_part(
-    blobs: Blobs,
-    member: Member,
-    shard: int,
-    theirs: Share,
-    wanted: Cells,
-    codec: Codec,
-    out: Vector,
-) -> None:
-    count = theirs.layout.shards
-    sections = member.sections[theirs.process * count : (theirs.process + 1) * count]
-    starts = wire.section_offsets(sections or exact_sections(theirs, member.rank))
-    first, last = starts[shard], starts[shard + 1]
-    key = part_of(member.upload, theirs.process)
-    place = wire.fence(key, str(shard))
-
-    def get(start: int, end: int | None) -> memoryview:
-        return blobs.get(key, first + start, last if end is None else min(first + end, last))
-
-    for is_last in (False, True):  # a second try: bytes can also be damaged on the way
-        try:
-            return read_cells(get, wire.SECTION, place, theirs, shard, wanted, codec, out)
-        except (NotFound, ValueError) as error:
-            if is_last:
-                raise Blamed(member.upload, str(error)) from error
 
 
 def exact_sections(share: Share, rank: int) -> list[int]:

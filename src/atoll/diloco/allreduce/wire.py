@@ -14,17 +14,20 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 Buffer = bytes | bytearray | memoryview
 
 SEAL = struct.Struct("<4s4s16sQI")
 MAGIC = b"ATL1"
 FOLD_BYTES = 64 * 1024 * 8
+UNIT_BYTES = 16 * 128 * 8  # of a cell, summed together; cells of plain values are of whole units
 MOST_FOOTER = 16 << 20  # a layout, and the lengths of the sections
 
 SECTION = b"SECT"  # one rank's part of one shard, inside its upload; a table of cells, then they
 FOOTER = b"FOOT"  # at the end of an upload: the layout, and how long each section is
 ROSTER = b"ROST"
+PAST = b"PAST"  # the rosters of many rounds
 SHARD = b"DATA"  # the mean of one shard
 ABANDONED = b"DROP"  # in a shard's place: this attempt can never be completed
 CHECKPOINT = b"CKPT"
@@ -101,11 +104,50 @@ def table_size(count: int) -> int:
     return SEAL.size + CELL.size * count
 
 
+def cell_sums(kind: bytes, place: bytes, data: Buffer, lengths: Sequence[int]) -> list[int]:
+    """The checksums of cells of these lengths, which follow each other in `data`."""
+    view, first = memoryview(data).cast("B"), zlib.crc32(place, zlib.crc32(kind))
+    if any(length % UNIT_BYTES for length in lengths[:-1]):
+        starts = section_offsets(lengths)
+        return [
+            _cell_sum(first, _folded(view[start:stop]), view[start:stop])
+            for start, stop in zip(starts, starts[1:], strict=False)
+        ]
+    folded, sums, start = _folded(view), [], 0
+    for length in lengths:
+        units = slice(start // UNIT_BYTES, (start + length) // UNIT_BYTES)
+        sums.append(_cell_sum(first, folded[units], view[start : start + length]))
+        start += length
+    return sums
+
+
+def _folded(data: memoryview) -> NDArray[np.uint64]:
+    """The sums of the columns of each whole unit, seen as 16 rows of 128 words."""
+    words = np.frombuffer(data[: data.nbytes - data.nbytes % UNIT_BYTES], "<u8")
+    folded: NDArray[np.uint64] = np.add.reduce(words.reshape(-1, 16, 128), axis=1)
+    return folded
+
+
+def _cell_sum(first: int, folded: NDArray[np.uint64], cell: memoryview) -> int:
+    """The CRC-32 of the sums and of what is no whole unit: fifteen times as fast as that of all.
+
+    Any change within a unit shows unless it cancels out in the very same columns, and units that
+    moved show by the order of the sums.
+    """
+    sums = zlib.crc32(memoryview(folded), first)  # type: ignore[arg-type]
+    return zlib.crc32(cell[cell.nbytes - cell.nbytes % UNIT_BYTES :], sums)
+
+
+def seal_cells(kind: bytes, place: bytes, lengths: Sequence[int], sums: Sequence[int]) -> bytes:
+    """A sealed table of cells, which follow it as they are: any run of them is one range."""
+    return seal(kind, place, b"".join(map(CELL.pack, lengths, sums)))
+
+
 def seal_table(kind: bytes, place: bytes, cells: Sequence[Buffer]) -> bytes:
-    """A sealed table of `cells`. They follow it as they are, so any run of them is one range."""
-    views = [memoryview(cell).cast("B") for cell in cells]
-    rows = [CELL.pack(view.nbytes, _checksum(kind, place, view)) for view in views]
-    return seal(kind, place, b"".join(rows))
+    """As `seal_cells`, of cells that do not lie in one piece of memory."""
+    lengths = [memoryview(cell).nbytes for cell in cells]
+    sums = [cell_sums(kind, place, cell, [n])[0] for cell, n in zip(cells, lengths, strict=True)]
+    return seal_cells(kind, place, lengths, sums)
 
 
 def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> list[Cell]:
@@ -117,24 +159,19 @@ def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> list[Ce
     return [Cell(*row) for row in CELL.iter_unpack(body)]
 
 
-def open_cells(kind: bytes, place: bytes, cells: Sequence[Cell], data: Buffer) -> list[memoryview]:
-    """`data` as `cells`. Raises Corrupt unless it is exactly they."""
-    view, start = memoryview(data).cast("B"), 0
-    if view.nbytes != sum(cell.length for cell in cells):
-        raise Corrupt(f"{view.nbytes} bytes instead of {sum(cell.length for cell in cells)}")
-    parts = []
-    for cell in cells:
-        part = view[start : start + cell.length]
-        if _checksum(kind, place, part) != cell.checksum:
-            raise Corrupt("checksum does not match")
-        parts.append(part)
-        start += cell.length
-    return parts
+def check_cells(kind: bytes, place: bytes, cells: Sequence[Cell], data: memoryview) -> None:
+    """Raises Corrupt unless `data` is these cells."""
+    lengths = [cell.length for cell in cells]
+    if data.nbytes != sum(lengths):
+        raise Corrupt(f"{data.nbytes} bytes instead of {sum(lengths)}")
+    if cell_sums(kind, place, data, lengths) != [cell.checksum for cell in cells]:
+        raise Corrupt("checksum does not match")
 
 
 class Footer(msgspec.Struct, frozen=True):
     layout: bytes
     sections: list[int]
+    says: bytes = b""
 
 
 class Blame(msgspec.Struct, frozen=True):
@@ -148,7 +185,7 @@ class Blame(msgspec.Struct, frozen=True):
 _FOOTER = msgspec.msgpack.Decoder(Footer)
 
 
-def section_offsets(sections: list[int]) -> list[int]:
+def section_offsets(sections: Sequence[int]) -> list[int]:
     """Where each section of these lengths starts, and at last where the footer does."""
     starts = [0]
     for length in sections:

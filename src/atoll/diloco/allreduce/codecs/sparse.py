@@ -7,6 +7,7 @@ rest, so this suits plain averaging over many rounds, not few rounds with much m
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -27,26 +28,48 @@ from atoll.diloco.allreduce.codecs.frame import (
 
 CHUNK = 4096
 KEEP = 64
+_NAME = re.compile(r"sparse(?::(\d{1,4})/(\d{2,4})(?:@(0(?:\.\d{1,6})?|1))?)?")
 _FAR = 255  # this byte moves on by 255 places and names none
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8)
 
 
 class Sparse:
-    """Zeros are never sent, so an array of zeros takes a few bytes and comes back as zeros."""
+    """Zeros are never sent, so an array of zeros takes a few bytes and comes back as zeros.
 
-    name = "sparse"
+    `decay` is what stays of what was left out, from one round to the next.
+    """
+
     is_exact = False
     needs_finite = True
+
+    def __init__(self, keep: int = KEEP, chunk: int = CHUNK, decay: float = 1.0) -> None:
+        self.keep, self.chunk, self.decay = keep, chunk, decay
+        is_usual = (keep, chunk, decay) == (KEEP, CHUNK, 1.0)
+        rate = "" if decay == 1 else f"@{decay:g}"
+        self.name = "sparse" if is_usual else f"sparse:{keep}/{chunk}{rate}"
+
+    @classmethod
+    def named(cls, name: str) -> Sparse | None:
+        """The codec called `sparse:K/CHUNK`, or `sparse:K/CHUNK@DECAY`; None if there is none."""
+        match = _NAME.fullmatch(name)
+        if match is None or match[1] is None:
+            return cls() if match else None
+        keep, chunk = int(match[1]), int(match[2])
+        is_power = chunk & (chunk - 1) == 0
+        if not is_power or not 64 <= chunk <= CHUNK or not 1 <= keep <= chunk:
+            return None
+        return cls(keep, chunk, float(match[3] or 1))
 
     def encode(self, values: Floats) -> bytes:
         row = check_values(values, self.name)
         slices = [
-            _largest(row[start : start + SLICE]) + start for start in range(0, row.size, SLICE)
+            _largest(row[start : start + SLICE], self.keep, self.chunk) + start
+            for start in range(0, row.size, SLICE)
         ]
         places = np.concatenate(slices) if slices else np.empty(0, np.int64)
         largest = row[places]
-        chunk = places // CHUNK
-        chunks = -(-row.size // CHUNK)
+        chunk = places // self.chunk
+        chunks = -(-row.size // self.chunk)
         means = _bf16(_means(np.abs(largest), chunk, chunks))
         ratio = np.abs(largest) / np.maximum(means, np.float32(1e-45))[chunk]
         is_high = ratio > 1
@@ -65,7 +88,7 @@ class Sparse:
         if len(plain) != 8:
             raise ValueError(f"expected two levels in 8 bytes, found {len(plain)}")
         levels = np.frombuffer(plain, "<f4").astype(np.float32, copy=False)
-        half = unsqueeze_exactly(coded_means, 2 * -(-size // CHUNK)).view("<u2")
+        half = unsqueeze_exactly(coded_means, 2 * -(-size // self.chunk)).view("<u2")
         means = (half.astype(np.uint32) << np.uint32(16)).view(np.float32)
         if not all((part >= 0).all() and np.isfinite(part).all() for part in (means, levels)):
             raise ValueError("a scale is not one this codec writes")
@@ -78,25 +101,25 @@ class Sparse:
             raise ValueError(f"{packed.size} bytes of codes do not fit {places.size} values")
         codes = ((packed[:, None] >> _SHIFTS) & np.uint8(3)).reshape(-1)[: places.size]
         # In fp64, and cut: a level times a mean may lie above the largest float.
-        exact = levels.astype(np.float64)[codes & 1] * means[places // CHUNK]
+        exact = levels.astype(np.float64)[codes & 1] * means[places // self.chunk]
         magnitude = np.minimum(exact, np.finfo(np.float32).max).astype(np.float32)
         out = np.zeros(size, np.float32)
         out[places] = np.where(codes & 2, -magnitude, magnitude)
         return out
 
 
-def _largest(row: Floats) -> NDArray[np.int64]:
+def _largest(row: Floats, keep: int, chunk: int) -> NDArray[np.int64]:
     """The places of the values to send, ascending.
 
     A key is the upper 20 bits of the magnitude and the place, so keys differ, ties have one
     answer on every machine, and partitioning the keys gives the places with no look-up.
     """
-    bits = blocks(row.view(np.uint32), CHUNK) & np.uint32(0x7FFFFFFF)
-    low = np.uint32(CHUNK - 1)
-    keys = (bits & ~low) | (low - np.arange(CHUNK, dtype=np.uint32))
-    top = np.partition(keys, CHUNK - KEEP, axis=1)[:, CHUNK - KEEP :]
+    bits = blocks(row.view(np.uint32), chunk) & np.uint32(0x7FFFFFFF)
+    low = np.uint32(chunk - 1)
+    keys = (bits & ~low) | (low - np.arange(chunk, dtype=np.uint32))
+    top = np.partition(keys, chunk - keep, axis=1)[:, chunk - keep :] if keep < chunk else keys
     places = np.sort(low - (top & low), axis=1).astype(np.int64)
-    flat = (places + np.arange(len(places))[:, None] * CHUNK).reshape(-1)
+    flat = (places + np.arange(len(places))[:, None] * chunk).reshape(-1)
     flat = flat[flat < row.size]
     return np.asarray(flat[row[flat] != 0])
 

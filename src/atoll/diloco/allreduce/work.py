@@ -1,0 +1,318 @@
+"""What one call of an all-reduce brings to its rounds, where their mean goes, how they went."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from atoll.diloco.allreduce import catchup
+from atoll.diloco.allreduce import layout as layouts
+from atoll.diloco.allreduce.exchange import Exchange
+from atoll.diloco.allreduce.feedback import Entry, Feedback, add_owed
+from atoll.diloco.allreduce.layout import Layout, Vector
+from atoll.diloco.allreduce.note import Says
+from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.team import together
+from atoll.diloco.allreduce.upload import RUN, Cargo
+
+log = logging.getLogger("atoll.allreduce")
+
+Bring = Callable[[Cargo], None]
+Take = Callable[[int, Vector], None]  # where in the row, and the values from there on
+Values = Callable[[Take], None]  # calls it with all of a row, part by part
+
+
+@dataclass
+class Work:
+    """What one call of `allreduce` brings to its rounds."""
+
+    layout: Layout
+    cargo: Cargo
+    bring: Bring | None  # puts the values into the cargo again
+    weight: float
+    feedback: Feedback
+    out: Vector  # for the mean; it may be the row of the cargo
+    is_held: bool  # the values are needed until the round is committed, so the mean stays encoded
+    note: str = ""  # a word for all members
+    says: Says | None = None
+    upload: str = ""
+    uploads: list[str] = field(default_factory=list)  # of this round; all hold the same values
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def bring_back(self) -> None:
+        """The cargo has its values, even if a part of a mean is in their place."""
+        if self.out is self.cargo.row and not self.is_held:
+            assert self.bring is not None
+            self.bring(self.cargo)
+            self.cargo.add(self.feedback.up)
+
+    def bring_again(self, is_counted: Callable[[], bool], *, carries: bool) -> None:
+        """Make ready for a later round, after one whose mean is gone.
+
+        `is_counted` settles that round, and tells whether it has the rank's values: then only what
+        is owed counts in the later one.
+        """
+        self.bring_back()
+        residual = None if self.feedback.up is None else self.feedback.up.copy()
+        if not is_counted():
+            return
+        if carries:
+            self.cargo.bring_only(self.feedback.up)
+        else:
+            self.cargo.replace(residual, self.feedback.up)
+
+    def entry(self, roster: Roster, pool: Executor) -> Entry:
+        """What will be owed if the attempt of the roster is committed."""
+        cargo = self.cargo
+        find = None if cargo.codec.is_exact else partial(cargo.left_out, pool)
+        return Entry(roster, self.upload, cargo.rank, cargo.share, find)
+
+    def settle(self) -> None:
+        """The round is committed, with the upload of this process."""
+        self.feedback.settle()
+
+    def carry(self) -> None:
+        """The round is committed without this rank, which owes its values now."""
+        self.feedback.carry(self.cargo.row)
+
+    def drop(self) -> None:
+        """The round is committed, and the values of this process will never count."""
+
+    def fail(self) -> None:
+        """The call has failed: what was owed before is owed, until its attempt is settled."""
+        self.feedback.keep()
+
+
+@dataclass
+class TensorWork(Work):
+    """The values of tensors, which stay as they are until the call is over."""
+
+    tensors: Sequence[Any] = ()
+
+    @classmethod
+    def of(
+        cls,
+        cargo: Cargo,
+        feedback: Feedback,
+        weight: float,
+        tensors: Sequence[Any],
+        out: Sequence[Any] | None,
+        *,
+        is_plain: bool,
+    ) -> TensorWork:
+        """`is_plain`: nothing is ever added to the values. So they are sent from where they lie,
+        if that is one piece of memory, and the mean is made in `out` if that is one.
+        """
+        vector = layouts.as_vector(tensors) if is_plain and feedback.up is None else None
+        cargo.hold(vector)
+        if vector is None:
+            layouts.flatten(tensors, cargo.row)
+            cargo.add(feedback.up)
+        room = None if out is None else layouts.as_vector(out)
+        if room is not None and not layouts.are_apart(room, tensors):
+            room = None
+        if room is None and out is not None and is_plain:
+            room = cargo.spare
+        if room is None:
+            room = np.empty(cargo.share.size, np.float32)
+        return cls(
+            cargo.layout, cargo, None, weight, feedback, room, is_held=False, tensors=tensors
+        )
+
+    def bring_back(self) -> None:
+        if self.out is self.cargo.row:
+            layouts.flatten(self.tensors, self.cargo.row)
+
+
+@dataclass
+class JointWork(Work):
+    """Values that are added to what is owed, in one row, and can be asked for again.
+
+    While the call is under way `feedback.up` is None: the row holds both. What the codec leaves
+    out takes the place of the values when the round is committed, and what was owed comes back by
+    subtraction where the values do not count.
+    """
+
+    values: Values = lambda _: None
+    has_values: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        cargo: Cargo,
+        feedback: Feedback,
+        weight: float,
+        values: Values,
+        note: str,
+        says: Says | None,
+    ) -> JointWork:
+        row, feedback.up = feedback.up, None
+        if row is None:
+            row = np.zeros(cargo.share.size, np.float32)
+        cargo.hold(row)
+        # The own shard is in no upload, so nothing is owed of it unless a round did without it.
+        cargo.may_spoil_own = not cargo.parts[cargo.rank].any()
+        work = cls(
+            cargo.layout, cargo, None, weight, feedback, row, True, note, says, values=values
+        )
+        work._add()
+        return work
+
+    def bring_back(self) -> None:
+        if not self.cargo.may_spoil_own:
+            return
+        start, stop = self.cargo.share.bounds(self.cargo.rank)
+        own = self.cargo.parts[self.cargo.rank]
+        own.fill(0)
+
+        def take(first: int, part: Vector) -> None:
+            low, high = max(first, start), min(first + part.size, stop)
+            if high > low:
+                own[low - start : high - start] = part[low - first : high - first]
+
+        if self.has_values:
+            self.values(take)
+
+    def bring_again(self, is_counted: Callable[[], bool], *, carries: bool) -> None:
+        is_over = is_counted()
+        is_settled, self.feedback.up = self.feedback.up is not None, None
+        if not is_settled:
+            self.bring_back()
+        if is_over and carries:
+            if not is_settled:
+                self._subtract()
+            self.has_values = False
+        elif is_settled:
+            self._add()
+
+    def entry(self, roster: Roster, pool: Executor) -> Entry:
+        cargo = self.cargo
+        return Entry(
+            roster,
+            self.upload,
+            cargo.rank,
+            cargo.share,
+            lambda _: cargo.left_out(pool, cargo.row),
+        )
+
+    def carry(self) -> None:
+        self.feedback.up = self.cargo.row
+
+    def drop(self) -> None:
+        self._subtract()
+        self.feedback.up = self.cargo.row
+
+    def fail(self) -> None:
+        entry, cargo = self.feedback.entry, self.cargo
+        if self.feedback.up is not None:  # the round was committed before the call failed
+            return
+        if entry is not None and entry.find_left_out is not None:
+            entry.shards = {shard: each.copy() for shard, each in entry.shards.items()}
+            values, may_spoil_own = cargo.row.copy(), cargo.may_spoil_own
+            entry.left_out, entry.find_left_out = entry.find_left_out(None), None
+            cargo.hold(values)
+            cargo.may_spoil_own = may_spoil_own
+        try:
+            self._subtract()
+        except Exception as error:
+            log.warning("what was owed is forgotten: %s", error)
+            cargo.row.fill(0)
+        self.feedback.up = cargo.row
+
+    def _add(self) -> None:
+        row = self.cargo.row
+
+        def take(start: int, part: Vector) -> None:
+            at = row[start : start + part.size]
+            add_owed(part, at)
+            at[:] = part
+
+        self.values(take)
+
+    def _subtract(self) -> None:
+        """The row holds what was owed before."""
+        row = self.cargo.row
+
+        def take(start: int, part: Vector) -> None:
+            at = row[start : start + part.size]
+            with np.errstate(invalid="ignore", over="ignore"):
+                np.subtract(at, part, out=at)
+            at[~np.isfinite(at)] = 0
+
+        if self.has_values:
+            self.values(take)
+        if self.cargo.may_spoil_own:
+            self.cargo.parts[self.cargo.rank].fill(0)
+
+
+def zero_parts(size: int, take: Take) -> None:
+    """A row of so many zeros, part by part."""
+    for start in range(0, size, RUN):
+        take(start, np.zeros(min(RUN, size - start), np.float32))
+
+
+class HeldMean:
+    """The mean of a round, still encoded."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def visit(self, take: Take) -> None:
+        """`take` gets all of it, part by part, once, from several threads."""
+        self._exchange.visit(take)
+
+
+def settle_failed(reader: catchup.Reader, feedback: Feedback) -> bool:
+    """Whether the round in which an earlier try failed was committed with its upload."""
+    entry = feedback.entry
+    if entry is None:
+        return False
+    has_residuals = (
+        entry.find_left_out is not None
+        or entry.left_out is not None
+        or entry.shards
+        or feedback.up is not None
+    )
+    # Processes of a replica may differ in what is left out, and must not in what they ask.
+    asks = any(together(reader.team, lambda: bool(has_residuals)))
+    if asks and catchup.was_committed(reader, entry):
+        feedback.settle()
+        return True
+    feedback.give_up()
+    return False
+
+
+def is_counted(reader: catchup.Reader, work: Work, roster: Roster) -> bool:
+    """Whether the round of the roster, whose mean cannot be read, has the rank's values."""
+    if roster.has(work.upload):
+        return settle_failed(reader, work.feedback)
+    return roster.member(work.cargo.rank) is not None
+
+
+@dataclass(frozen=True)
+class ReduceReport:
+    """How one round went, as this replica saw it.
+
+    `roster`: rank to weight, of those whose tensors are in the mean. `is_member`: whether this
+    replica's are. `missing`: ranks that were waited for and did not come. `skipped`: rounds that
+    were decided and whose means this replica did not read; its caller catches up with `join()`.
+    """
+
+    round: int
+    attempt: int
+    roster: dict[int, float]
+    is_member: bool
+    missing: list[int]
+    skipped: list[int]
+    bytes_up: int
+    bytes_down: int
+    requests: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: dict[int, str] = field(default_factory=dict)  # rank to the word of its upload
+    committed: Roster | None = None

@@ -1,0 +1,153 @@
+"""Whether the replicas train right: looked at in the first rounds, and in each one for numbers.
+
+What is found wrong is said by every replica, in its log and in `DiLoCo.warnings`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from atoll.core.errors import ValidationError
+from atoll.diloco import probe
+from atoll.diloco.allreduce.team import Team, together
+from atoll.diloco.allreduce.work import Values
+from atoll.diloco.inner import forget_bad
+from atoll.diloco.outer import Floats, Fragment
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("atoll.diloco")
+
+_MOST_WARNINGS = 1000
+_NO_SUMS = (0, 0)
+
+
+class _Word(NamedTuple):
+    """What one process of a replica has seen in what it is about to send."""
+
+    bad: int | None
+    movement: probe.Sums
+    data: probe.Sums
+    buffers: probe.Sums
+
+
+class Checks:
+    """The checks of one process of a replica."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        team: Team,
+        *,
+        is_group_chosen: bool,
+    ) -> None:
+        self._model, self._optimizers, self._team = model, optimizers, team
+        self._is_group_chosen = is_group_chosen
+        self._inputs = probe.InputWatch(model)
+        self._probes = probe.ROUNDS
+        self._kinds: set[str] = set()
+        self.warnings: deque[str] = deque(maxlen=_MOST_WARNINGS)
+
+    def warn(self, words: str) -> None:
+        self.warnings.append(words)
+        log.warning("%s", words)
+
+    def close(self) -> None:
+        self._inputs.close()
+
+    def before_first_round(self) -> None:
+        """Raises ValidationError if torch.distributed has come to span replicas meanwhile."""
+        import torch.distributed as dist
+
+        is_up = dist.is_available() and dist.is_initialized()
+        if is_up and not self._is_group_chosen and dist.get_world_size() != self._team.processes:
+            raise ValidationError(
+                "process_group",
+                f"of {dist.get_world_size()} processes",
+                f"expected the {self._team.processes} of this replica, as when DiLoCo was made: "
+                "torch.distributed was initialised later, over replicas. Start them with "
+                "--rendezvous none (rendezvous_backend='none'), or initialise it before DiLoCo",
+            )
+
+    def examine(self, fragment: Fragment, movement: Floats) -> str:
+        """The note to send along with the movement. One that is not finite is set to zeros."""
+        is_probed = self._next_probe()
+
+        def look() -> tuple[int | None, probe.Sums]:
+            bad = probe.first_bad(fragment, movement)
+            return bad, probe.row_sums(movement) if is_probed and bad is None else _NO_SUMS
+
+        note = self._examine(look, is_probed=is_probed)
+        if probe.read_bad(note) is not None:
+            movement.fill(0)
+        return note
+
+    def examine_parts(self, fragment: Fragment, movement: Values) -> str:
+        """As `examine`, for a movement that comes part by part; it is the caller's to leave out."""
+        is_probed = self._next_probe()
+
+        def look() -> tuple[int | None, probe.Sums]:
+            return probe.look_at_parts(fragment, movement, is_summed=is_probed)
+
+        return self._examine(look, is_probed=is_probed)
+
+    def _next_probe(self) -> bool:
+        """Whether this is one of the first rounds, in which replicas compare themselves."""
+        is_probed = self._probes > 0
+        self._probes -= is_probed
+        return is_probed
+
+    def _examine(
+        self, look: Callable[[], tuple[int | None, probe.Sums]], *, is_probed: bool
+    ) -> str:
+        def read() -> _Word:
+            bad, sums = look()
+            if not is_probed or bad is not None:
+                return _Word(bad, _NO_SUMS, _NO_SUMS, _NO_SUMS)
+            buffers = _NO_SUMS if self._team.process else probe.buffer_sums(self._model)
+            return _Word(None, sums, self._inputs.sums, buffers)
+
+        words = together(self._team, read)
+        bad = [word.bad for word in words if word.bad is not None]
+        if bad:
+            return probe.note_bad(min(bad))
+        if not is_probed:
+            return ""
+        return probe.ReplicaProbe(
+            probe.digest([word.movement for word in words]),
+            probe.digest([word.data for word in words]),
+            probe.digest([word.buffers for word in words]),
+        ).note
+
+    def learn(self, number: int, rank: int, fragment: Fragment, notes: Mapping[int, str]) -> None:
+        """Say what the notes of a round tell."""
+        for other, slot in left_out(notes).items():
+            name = fragment.slots[slot].name if slot < len(fragment.slots) else "a parameter"
+            self.warn(
+                f"round {number} leaves out rank {other}: its {name} is not finite. It goes on "
+                "from the global parameters"
+            )
+        probes = {
+            other: found for other, note in notes.items() if (found := probe.read_probe(note))
+        }
+        for kind, words in probe.compare(probes, rank, lambda: probe.buffer_names(self._model)):
+            if kind not in self._kinds:
+                self._kinds.add(kind)
+                self.warn(f"round {number}: {words}")
+
+    def heal(self) -> None:
+        """The inner optimisers can train finite parameters again."""
+        count = forget_bad(self._optimizers)
+        if count:
+            self.warn(f"the inner optimiser begins again for {count} parameters: not finite")
+
+
+def left_out(notes: Mapping[int, str]) -> dict[int, int]:
+    """The ranks whose movement is not finite, and the index of the parameter."""
+    slots = ((rank, probe.read_bad(note)) for rank, note in notes.items())
+    return {rank: slot for rank, slot in slots if slot is not None}

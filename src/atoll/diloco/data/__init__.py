@@ -1,0 +1,1 @@
+"""Which replica trains on which data: leases that the rounds themselves commit."""

@@ -1,0 +1,336 @@
+"""The data of a replica: batches of what it holds, and what of them was trained on.
+
+A position is trained on when an optimiser step came after its batch was handed to the loop. What a
+loader has fetched ahead is not, and neither is the rest of an unfinished accumulation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce.team import Team, together
+from atoll.diloco.data import permutation, ranges
+from atoll.diloco.data.book import Book
+from atoll.diloco.data.ranges import Ranges
+
+log = logging.getLogger("atoll.diloco")
+
+OpenAt = Callable[[int], Iterator[Any]]
+
+
+class DataHost(Protocol):
+    """The outer loop that the data belongs to."""
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of this process."""
+
+    def end_period(self) -> None:
+        """A round at once, with what was trained so far."""
+
+
+class IndexBatch(list[int]):
+    """Indexes into the data, and the `positions` of the run's line that they stand for."""
+
+    def __init__(self, indexes: Iterable[int], positions: Iterable[int]) -> None:
+        super().__init__(indexes)
+        self.positions = list(positions)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return IndexBatch, (list(self), self.positions)
+
+
+class Shard:
+    """What `diloco.shard()` returns.
+
+        data = diloco.shard(dataset, seed=0, batch=32)
+        loader = data.loader(DataLoader(dataset, batch_sampler=data.sampler, num_workers=4))
+        for batch in loader: ...
+
+    Iterating over it gives batches of indexes, or of what a stream holds.
+    """
+
+    def __init__(
+        self,
+        host: DataHost,
+        book: Book,
+        team: Team,
+        *,
+        batch: int,
+        stream: OpenAt | None = None,
+        part: tuple[int, int] | None = None,
+    ) -> None:
+        self._host, self._book, self._team = host, book, team
+        self._batch = batch
+        self._part, self._parts = part or (team.process, team.processes)
+        self._stream = None if stream is None else _StreamReader(stream)
+        self.sampler = BatchSampler(self)
+        self._pool: Ranges = ()
+        self._ahead: deque[IndexBatch] = deque()  # handed to a loader
+        self._in_loop: list[Ranges] = []  # handed to the loop, and no step since
+        self._new: list[tuple[int, Ranges]] = []  # trained since the other processes were told
+        self._others_ahead: Ranges = ()
+        self._per_step = 1  # batches, as in the largest accumulation so far
+        self._prefetch = 0
+        self.end: int | None = None  # where this replica met the end of the stream
+        self.skipped = 0
+        self.plan()
+
+    @property
+    def epoch(self) -> int:
+        """The run's: everything before it is used."""
+        length = self._book.ledger.terms.length
+        return 0 if not length else self._first_unused() // length
+
+    @property
+    def left(self) -> int | None:
+        """How many positions of the run are not used yet; None: nobody knows."""
+        total = self._book.ledger.total
+        return None if total is None else total - self._book.ledger.used
+
+    def trained(self, positions: Iterable[int]) -> None:
+        """The next optimiser step trains on these positions of the run.
+
+        For loops that take their batches from `sampler` themselves, which hands out lists with
+        `positions`.
+        """
+        part = ranges.of(positions)
+        if not ranges.is_inside(part, self._book.hold):
+            raise ValidationError("positions", list(part)[:3], "expected some that are held")
+        self._in_loop.append(part)
+
+    def skip(self, positions: Iterable[int]) -> None:
+        """These cannot be read: they count as trained on, and are told of in the report."""
+        part = ranges.of(positions)
+        self.skipped += ranges.size(part)
+        self.trained(ranges.positions(part))
+
+    def loader(self, loader: Any) -> LeasedLoader:
+        """`loader`, a DataLoader over `sampler`, with its batches counted as they come."""
+        if getattr(loader, "batch_sampler", None) is not self.sampler:
+            raise ValidationError(
+                "loader",
+                type(getattr(loader, "batch_sampler", loader)).__name__,
+                "expected DataLoader(dataset, batch_sampler=data.sampler, …)",
+            )
+        workers = int(getattr(loader, "num_workers", 0) or 0)
+        self._prefetch = workers * int(getattr(loader, "prefetch_factor", None) or 0)
+        return LeasedLoader(self, loader)
+
+    def fetch_ahead(self, batches: int) -> None:
+        """A loader of the caller's own has up to so many batches that the loop has not seen."""
+        self._prefetch = batches
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a loader has batches that the loop has not seen."""
+        return bool(self._ahead)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._stream is not None:
+            return self._read_stream(self._stream)
+        return self._read_indexes()
+
+    # What the outer loop asks.
+
+    def after_step(self, step: int) -> None:
+        """An optimiser step came: what was handed to the loop before it is trained on."""
+        if not self._in_loop:
+            return
+        part = ranges.union(*self._in_loop)
+        self._per_step = max(self._per_step, len(self._in_loop))
+        self._in_loop = []
+        self._book.train(ranges.minus(part, self._book.fresh), step)
+        self._new.append((step, part))
+
+    def gather(self) -> None:
+        """All processes of the replica know what each trained on, and has fetched ahead."""
+        if self._team.processes == 1:
+            self._new = []
+            return
+        words = together(self._team, lambda: (self._new, self._waiting(), self.end))
+        self._new = []
+        for process, (trained, _, end) in enumerate(words):
+            if end is not None:
+                self.end = end if self.end is None else min(end, self.end)
+            if process != self._team.process:
+                for step, part in trained:
+                    self._book.train(ranges.minus(part, self._book.fresh), step)
+        others = [
+            word for process, (_, word, _) in enumerate(words) if process != self._team.process
+        ]
+        self._others_ahead = ranges.union(*others)
+
+    def want(self, period: int) -> int:
+        """How many positions the replica wants to hold for a period of so many steps."""
+        batches = period * self._per_step + self._prefetch
+        return batches * self._batch * self._parts
+
+    def plan(self) -> None:
+        """The ledger has changed: these positions may be handed out."""
+        free = self._book.free
+        if self.end is not None:
+            free = ranges.below(free, self.end)
+        taken = ranges.union(self._waiting(), self._others_ahead)
+        self._pool = ranges.minus(free, taken)
+
+    # Handing out.
+
+    def next_positions(self) -> Ranges | None:
+        """What this process trains on next; None: nothing is free until the next round."""
+        count = self._parts
+        chunk, self._pool = ranges.take(self._pool, self._batch * count)
+        size = ranges.size(chunk)
+        if not size:
+            return None
+        if count == 1:
+            return chunk
+        if size < count:  # every process needs something to do in the last step
+            return ranges.of([ranges.positions(chunk)[self._part % size]])
+        first, last = size * self._part // count, size * (self._part + 1) // count
+        return ranges.take(ranges.take(chunk, last)[0], first)[1]
+
+    def next_batch(self) -> IndexBatch | None:
+        part = self.next_positions()
+        if part is None:
+            return None
+        terms, positions = self._book.ledger.terms, ranges.positions(part)
+        if terms.length is None:
+            return IndexBatch(positions, positions)
+        indexes = permutation.indexes(
+            positions, terms.length, terms.seed, is_shuffled=terms.shuffle
+        )
+        return IndexBatch(indexes.tolist(), positions)
+
+    def begin_loader(self) -> None:
+        """A loader starts: what an earlier one had fetched ahead is handed out again."""
+        self._ahead.clear()
+        self.plan()
+
+    def hand_to_loader(self) -> IndexBatch | None:
+        batch = self.next_batch()
+        if batch is not None:
+            self._ahead.append(batch)
+        return batch
+
+    def hand_to_loop(self) -> bool:
+        """Whether the batch that the loader gives may be trained on."""
+        part = ranges.of(self._ahead.popleft().positions)
+        is_good = ranges.is_inside(part, self._book.free)
+        if is_good:
+            self._in_loop.append(part)
+        return is_good
+
+    def has_more(self) -> bool:
+        """Whether there is something to train on; goes through rounds until there is, or never."""
+        idle = 0
+        while not self._book.ledger.is_used_up:
+            self.plan()
+            if self._pool:
+                return True
+            if idle > 2 and self._book.ledger.idle > 2:
+                # Nobody took anything, twice, with all that the absent held given back.
+                log.warning(
+                    "%s positions of the data stay unused: they were handed out, and no step of an "
+                    "optimiser came after them",
+                    self.left,
+                )
+                return False
+            idle += 1
+            self._host.end_period()
+        return False
+
+    def _first_unused(self) -> int:
+        ledger = self._book.ledger
+        unused = ledger.unused()
+        return min(unused[0][0], ledger.next) if unused else ledger.next
+
+    def _waiting(self) -> Ranges:
+        """Handed out and not trained on."""
+        return ranges.union(*self._in_loop, *(ranges.of(each.positions) for each in self._ahead))
+
+    def _read_indexes(self) -> Iterator[IndexBatch]:
+        while self.has_more():
+            while (batch := self.next_batch()) is not None:
+                self._in_loop.append(ranges.of(batch.positions))
+                yield batch
+
+    def _read_stream(self, stream: _StreamReader) -> Iterator[list[Any]]:
+        while self.has_more():
+            while (part := self.next_positions()) is not None:
+                items, read = stream.read(part)
+                if read != part:
+                    self.end = stream.end
+                    self.plan()
+                if items:
+                    self._in_loop.append(read)
+                    yield items
+
+
+class BatchSampler:
+    """The `batch_sampler` of a DataLoader: lists of indexes that this replica holds."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def __iter__(self) -> BatchSampler:
+        self._shard.begin_loader()
+        return self
+
+    def __next__(self) -> IndexBatch:
+        """Stops when nothing is free. It goes on after the next round, if it is asked again."""
+        batch = self._shard.hand_to_loader()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+
+class LeasedLoader:
+    """The batches of a loader, each counted when an optimiser step came after it.
+
+    It ends when all data of the run is used.
+    """
+
+    def __init__(self, shard: Shard, loader: Any) -> None:
+        self._shard, self._loader = shard, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            while self._shard.has_more():
+                for batch in self._loader:
+                    if self._shard.hand_to_loop():
+                        yield batch
+        finally:
+            self._shard.begin_loader()
+
+
+class _StreamReader:
+    """Reads a stream position by position, and opens it again where it has to jump."""
+
+    def __init__(self, open_at: OpenAt) -> None:
+        self._open_at = open_at
+        self._items: Iterator[Any] | None = None
+        self._next = -1
+        self.end: int | None = None
+
+    def read(self, part: Ranges) -> tuple[list[Any], Ranges]:
+        """What the stream holds there, and which of the positions there are."""
+        items: list[Any] = []
+        done: list[tuple[int, int]] = []
+        for start, stop in part:
+            if self._items is None or self._next != start:
+                self._items, self._next = iter(self._open_at(start)), start
+            for at in range(start, stop):
+                try:
+                    items.append(next(self._items))
+                except StopIteration:
+                    self.end = at if self.end is None else min(at, self.end)
+                    self._items = None
+                    return items, ranges.join([*done, (start, at)])
+                self._next = at + 1
+            done.append((start, stop))
+        return items, ranges.join(done)

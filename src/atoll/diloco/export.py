@@ -1,0 +1,191 @@
+"""The global parameters as a model to load elsewhere: a state dict, or safetensors in any store.
+
+Names are plain: those of the model without what DDP, FSDP and torch.compile put around it. What is
+not synchronised, as buffers and frozen parameters, is this replica's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from atoll.core.checks import check_int
+from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce.share import Share
+from atoll.diloco.allreduce.team import Solo
+from atoll.diloco.blobs import Blobs
+from atoll.diloco.group import ProcessTeam
+from atoll.diloco.outer import Floats, Fragment
+from atoll.diloco.pieces import plain_names, unwrapped
+
+if TYPE_CHECKING:
+    import torch
+
+FILE_BYTES = 1 << 30
+SUFFIX = ".safetensors"
+_SLICE = 1 << 24  # values that are gathered at a time
+
+
+class ModelEntry(NamedTuple):
+    """One tensor of the model: `fragment` and `slot` of its global values, if it has any."""
+
+    name: str
+    tensor: torch.Tensor
+    fragment: int | None
+    slot: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.tensor.numel()) * self.tensor.element_size()
+
+
+class WholeModel:
+    """A model and its global values. All processes of a replica call the same methods."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        fragments: Sequence[Fragment],
+        team: Solo | ProcessTeam,
+    ) -> None:
+        self._fragments, self._team = fragments, team
+        self._shares: dict[int, list[Share]] = {}
+        where = {
+            slot.name: (at, index)
+            for at, fragment in enumerate(fragments)
+            for index, slot in enumerate(fragment.slots)
+        }
+        # By the parameter itself: the names of tied ones differ.
+        homes = {id(value): where[name] for name, value in parameters.items()}
+        values = unwrapped(model).state_dict(keep_vars=True)
+        self.entries = [
+            ModelEntry(name, value, *homes.get(id(value), (None, 0)))
+            for name, value in plain_names(model, values).items()
+            if hasattr(value, "element_size")
+        ]
+
+    def tensor(self, entry: ModelEntry) -> torch.Tensor:
+        """The whole tensor, in host memory, in the type that the model has it in."""
+        import torch
+
+        if entry.fragment is None:
+            value = entry.tensor.detach()
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            return whole.cpu().clone()
+        fragment = self._fragments[entry.fragment]
+        slot = fragment.slots[entry.slot]
+        row = np.empty(slot.stop - slot.start, np.float32)
+        for start in range(slot.start, slot.stop, _SLICE):
+            stop = min(start + _SLICE, slot.stop)
+            self._gather(entry.fragment, start, stop, row[start - slot.start :])
+        return torch.from_numpy(row).reshape(slot.shape).to(entry.tensor.dtype)
+
+    def _gather(self, at: int, start: int, stop: int, out: Floats) -> None:
+        """`out` begins with the global values from `start` to `stop`, of all processes."""
+        import torch
+
+        fragment, team = self._fragments[at], self._team
+        if not isinstance(team, ProcessTeam):
+            out[: stop - start] = fragment.values[start:stop]
+            return
+        if at not in self._shares:
+            layout, count = fragment.share.layout, team.processes
+            self._shares[at] = [Share(layout, process, count) for process in range(count)]
+        spans = [list(_overlaps(share, start, stop)) for share in self._shares[at]]
+        mine = [fragment.values[row : row + size] for _, row, size in spans[team.process]]
+        part = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *mine]))
+        sizes = [sum(size for _, _, size in each) for each in spans]
+        for each, values in zip(spans, team.all_gather(part, sizes), strict=True):
+            first = 0
+            for place, _, size in each:
+                out[place - start : place - start + size] = values[first : first + size].numpy()
+                first += size
+
+
+def _overlaps(share: Share, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """What of the places from `start` to `stop` the row holds: first place, where, how many."""
+    row = 0
+    for low, high in share.intervals:
+        first, last = max(low, start), min(high, stop)
+        if last > first:
+            yield first, row + first - low, last - first
+        row += high - low
+
+
+def save(
+    whole: WholeModel,
+    target: str | os.PathLike[str],
+    file_bytes: int,
+    words: dict[str, str],
+    *,
+    is_writer: bool,
+) -> list[str]:
+    """The model is at `target`; returns the names of its files.
+
+    A target that ends with `.safetensors` is one file; any other is a folder, with as many files
+    as are needed and, for more than one, an index as transformers has it. The writer has one file
+    in memory at a time.
+    """
+    check_int("file_bytes", file_bytes, 1, 1 << 62)
+    folder, name = split_target(target)
+    groups = [whole.entries] if name else _groups(whole.entries, file_bytes)
+    names = [name or "model" + SUFFIX]
+    if len(groups) > 1:
+        count = len(groups)
+        names = [f"model-{at + 1:05d}-of-{count:05d}{SUFFIX}" for at in range(count)]
+    blobs = Blobs.open(folder) if is_writer else None
+    for each, group in zip(names, groups, strict=True):
+        tensors = {}
+        for entry in group:
+            tensor = whole.tensor(entry)
+            if is_writer:
+                tensors[entry.name] = tensor.contiguous()
+        if blobs is not None:
+            blobs.put(each, _packed(tensors, words))
+    if len(groups) > 1:
+        index = {
+            "metadata": {"total_size": sum(entry.nbytes for entry in whole.entries)},
+            "weight_map": {e.name: n for n, g in zip(names, groups, strict=True) for e in g},
+        }
+        names = [*names, f"model{SUFFIX}.index.json"]
+        if blobs is not None:
+            blobs.put(names[-1], json.dumps(index, indent=2).encode())
+    return names
+
+
+def split_target(target: str | os.PathLike[str]) -> tuple[str, str]:
+    """The folder, and the name of the one file if the target is a file. Raises ValidationError."""
+    text = os.fspath(target) if isinstance(target, os.PathLike) else target
+    expected = "expected a folder or a file that ends with .safetensors, as a path or a URI"
+    if not isinstance(text, str) or not text:
+        raise ValidationError("target", target, expected)
+    if text.endswith(SUFFIX):
+        folder, _, name = text.rpartition("/")
+        return folder or ("/" if text.startswith("/") else "."), name
+    if os.path.splitext(text)[1] in (".pt", ".pth", ".bin", ".ckpt"):
+        raise ValidationError("target", text, expected)
+    return text, ""
+
+
+def _groups(entries: Sequence[ModelEntry], file_bytes: int) -> list[list[ModelEntry]]:
+    groups: list[list[ModelEntry]] = [[]]
+    size = 0
+    for entry in entries:
+        if groups[-1] and size + entry.nbytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry.nbytes
+    return groups
+
+
+def _packed(tensors: dict[str, torch.Tensor], words: dict[str, str]) -> bytes:
+    import safetensors.torch
+
+    packed: bytes = safetensors.torch.save(tensors, metadata={"format": "pt", **words})
+    return packed

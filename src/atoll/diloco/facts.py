@@ -1,0 +1,111 @@
+"""What the roster of a round says, as the control plane keeps it and shows it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from functools import lru_cache
+
+import msgspec
+
+from atoll.core.rounds import RoundCost, RoundFacts, RoundWord
+from atoll.diloco.allreduce.keys import parse_upload
+from atoll.diloco.allreduce.layout import Layout
+from atoll.diloco.allreduce.note import MemberNote
+from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.place import fragment_run
+from atoll.diloco.probe import read_bad
+from atoll.diloco.reports import RoundReport
+from atoll.rank.figures import report_round
+
+log = logging.getLogger("atoll.diloco")
+
+# So many members tell the roster; if all did, a round of 1,000 replicas would take 1,000 of them.
+TELLERS = 3
+
+_FRAGMENT = re.compile(r"(.+)\.(\d+)-of-(\d+)")
+
+
+def fragment_of(run: str) -> tuple[str, int, int]:
+    """The run, which fragment of it, and of how many, from the name of a fragment's own run."""
+    match = _FRAGMENT.fullmatch(run)
+    if match is None or int(match[2]) >= int(match[3]):
+        return run, 0, 1
+    return match[1], int(match[2]), int(match[3])
+
+
+def facts_of(roster: Roster, at: float | None = None) -> RoundFacts:
+    run, fragment, fragments = fragment_of(roster.run)
+    members = sorted(roster.members, key=lambda member: member.rank)
+    said = [member.said for member in members if isinstance(member.said, MemberNote)]
+    blamed = {name.rank for upload in roster.blamed if (name := parse_upload(upload))}
+    return RoundFacts(
+        run=run,
+        fragment=fragment,
+        fragments=fragments,
+        round=roster.round,
+        attempt=roster.attempt,
+        members=[member.rank for member in members],
+        weights=[member.weight for member in members],
+        missing=sorted(roster.missing),
+        blamed=sorted(blamed - {member.rank for member in members}),
+        bad=[member.rank for member in members if read_bad(member.note) is not None],
+        gone=[member.rank for member in members if member.is_gone],
+        tokens=sum(each.tokens for each in said),
+        steps=max((each.steps for each in said), default=0),
+        parameters=_parameters(roster.layout),
+        at=at,
+        error=roster.error,
+    )
+
+
+def tell_round(
+    report: RoundReport, roster: Roster | None, rank: int, fragments: int, parameters: int
+) -> None:
+    """The control plane, if there is one, learns what the round was and what it cost."""
+    try:
+        word = word_of(report, roster, rank, fragments, parameters)
+        report_round(msgspec.to_builtins(word))
+    except Exception:  # it must never end a training
+        log.warning("round %d is not reported", report.round, exc_info=True)
+
+
+def word_of(
+    report: RoundReport, roster: Roster | None, rank: int, fragments: int, parameters: int
+) -> RoundWord:
+    """What this replica tells of a round; one without a store is alone in it."""
+    cost = RoundCost(
+        rank,
+        report.bytes_up,
+        report.bytes_down,
+        report.requests,
+        report.hidden_s,
+        report.blocked_s,
+    )
+    if roster is None:
+        run = fragment_run(None, 0, 1)
+        alone = RoundFacts(
+            run=run,
+            round=report.round,
+            fragment=report.fragment,
+            fragments=fragments,
+            members=[rank],
+            weights=[report.weight],
+            parameters=parameters,
+            at=time.time(),
+        )
+        return RoundWord(run, report.fragment, report.round, cost, alone)
+    present = sorted(member.rank for member in roster.members if not member.is_gone)
+    facts = facts_of(roster, time.time()) if rank in present[:TELLERS] else None
+    return RoundWord(fragment_of(roster.run)[0], report.fragment, report.round, cost, facts)
+
+
+@lru_cache(maxsize=32)
+def _parameters(layout: bytes) -> int | None:
+    if not layout:
+        return None
+    try:
+        return Layout.unpack(layout).size
+    except ValueError:
+        return None

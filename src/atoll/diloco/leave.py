@@ -1,0 +1,132 @@
+"""A replica that is told to go: by SIGTERM, a notice of its host, or its own program.
+
+It hands in what it has trained since the last round, marks itself as one that has left, and ends
+when its program does, or with its next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from atoll.core.errors import ValidationError
+
+log = logging.getLogger("atoll.diloco")
+
+SIGNALS = "ATOLL_LEAVE_SIGNALS"  # names, such as "TERM USR1"
+NOTICE = "ATOLL_SPOT_NOTICE"  # a file, or a URL, that is there once the host is to go
+_POLL_S = 2.0
+
+
+def read_signals() -> list[signal.Signals]:
+    """Raises ValidationError for a name in the variable that is no signal."""
+    names = os.environ.get(SIGNALS, "TERM").replace(",", " ").split()
+    known = {each.name.removeprefix("SIG"): each for each in signal.Signals}
+    for name in names:
+        if name.removeprefix("SIG") not in known:
+            raise ValidationError(SIGNALS, name, "expected names of signals, such as TERM USR1")
+    return [known[name.removeprefix("SIG")] for name in names]
+
+
+class Departure:
+    """Listens for the word to go. `hand_in` is called in the main thread, between two steps.
+
+    Handlers that the program has set are left alone: it calls `DiLoCo.leave()` in them.
+    """
+
+    def __init__(self, tell: Callable[[], None], hand_in: Callable[[], None]) -> None:
+        """`tell` is called at once, also in the middle of a step or a round."""
+        self._tell, self._hand_in = tell, hand_in
+        self._busy = 0
+        self._has_stepped = False
+        self.signal: int | None = None
+        self.is_told = self.is_over = False
+        self._replaced: dict[signal.Signals, Any] = {}
+        self._is_closed = threading.Event()
+
+    def listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for each in read_signals():
+            if signal.getsignal(each) is signal.SIG_DFL:
+                self._replaced[each] = signal.signal(each, self._on_signal)
+        where = os.environ.get(NOTICE)
+        if where:
+            threading.Thread(target=self._watch, args=(where,), daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        if threading.current_thread() is threading.main_thread():
+            for each, handler in self._replaced.items():
+                # Bound methods are made anew each time, so they are compared, not identified.
+                if signal.getsignal(each) == self._on_signal:
+                    signal.signal(each, handler)
+        self._replaced = {}
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Until this ends, the model or a round is in the middle of something."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self._busy -= 1
+        self.act()
+
+    def begin(self) -> None:
+        self._busy += 1
+
+    def end(self) -> None:
+        """A step of the optimiser is over: it is followed by what it drives, which is busy."""
+        self._busy = max(0, self._busy - 1)
+
+    def go(self) -> None:
+        """The program, or a signal, says that this replica is to leave."""
+        if not self.is_told:
+            self.is_told = True
+            self._tell()
+        self.act()
+
+    def act(self) -> None:
+        if self.is_told and not self.is_over and not self._busy:
+            self.is_over = True
+            self._hand_in()
+
+    def exit_soon(self) -> None:
+        """A step after the replica has left. The program has seen the word after the first one.
+
+        Raises SystemExit at the second.
+        """
+        if self._has_stepped:
+            raise SystemExit(128 + (self.signal or signal.SIGTERM))
+        self._has_stepped = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        log.warning("told to go by %s", signal.Signals(number).name)
+        self.go()
+
+    def _watch(self, where: str) -> None:
+        while not self._is_closed.wait(_POLL_S):
+            if _is_there(where):
+                log.warning("told to go by %s", where)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+
+def _is_there(where: str) -> bool:
+    if not where.startswith(("http://", "https://")):
+        return Path(where.removeprefix("file://")).exists()
+    try:
+        with urllib.request.urlopen(where, timeout=_POLL_S) as answer:
+            return bool(answer.status == 200)
+    except (OSError, ValueError):  # not there yet, or nobody to ask
+        return False

@@ -1,0 +1,189 @@
+"""Presets: the settings of a published method under its name.
+
+`PRESETS` has them by name. An argument of `DiLoCo` that is given wins over the preset's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from atoll.core.checks import check_int, check_number
+from atoll.core.errors import ValidationError
+from atoll.diloco.terms import ByRound, OuterRule, OuterTerms, read_by_round, read_rule
+
+# Momentum that remembers about as much as there is to remember: 1 - 1 / (2 + round / 20), to 0.9.
+WARM_UP = ((0, 0.5), (10, 0.6), (20, 0.667), (40, 0.75), (80, 0.833), (160, 0.9))
+KEEP = "keep"  # for `mix`: what was trained while a result was on its way stays, on top of it
+
+
+@dataclass(frozen=True)
+class OuterPreset:
+    """`sync_every` is the published one, for scripts that give none.
+
+    `fragments`: at most so many; as many of them as divide `sync_every` are taken.
+    `overlap_steps`: at most so many, always less than a period.
+    """
+
+    name: str
+    reference: str
+    sync_every: int | None = None
+    outer_lr: ByRound = 0.7
+    outer_momentum: ByRound = 0.9
+    outer: str = "nesterov"
+    fragments: int = 1
+    overlap_steps: int = 0
+    mix: float | str = 0.0
+    codec: str = "fp32"
+    down_codec: str | None = None
+
+
+def default() -> OuterPreset:
+    """What a `DiLoCo` without a preset does: chosen by measurement, see docs/diloco.md."""
+    return OuterPreset("", "docs/diloco.md", outer_momentum=WARM_UP)
+
+
+def diloco() -> OuterPreset:
+    return OuterPreset("diloco", "arXiv 2311.08105", sync_every=500)
+
+
+def streaming_diloco(fragments: int = 4) -> OuterPreset:
+    """Fragments, overlap and 4 bits; half of a replica's own values stay when a result comes."""
+    check_int("fragments", fragments, 1, 10**6)
+    return OuterPreset(
+        "streaming-diloco",
+        "arXiv 2501.18512",
+        sync_every=100,
+        outer_lr=0.4,
+        fragments=fragments,
+        overlap_steps=5,
+        mix=0.5,
+        codec="e3m0",
+    )
+
+
+def sparseloco(k: int = 64, chunk: int = 4096, decay: float = 0.95) -> OuterPreset:
+    """The k largest of each chunk in 2 bits, with error feedback that decays; no momentum.
+
+    Means are the four times as many largest: as good as all of what four replicas send.
+    """
+    check_int("k", k, 1, chunk)
+    check_number("decay", decay, 0, 1)
+    return OuterPreset(
+        "sparseloco",
+        "arXiv 2508.15706",
+        sync_every=30,
+        outer_lr=1.0,
+        outer_momentum=0.0,
+        codec=f"sparse:{k}/{chunk}@{decay:g}",
+        down_codec=f"sparse:{min(4 * k, chunk)}/{chunk}",
+    )
+
+
+def muloco() -> OuterPreset:
+    """For Muon as the inner optimiser of the matrices: `DiLoCo(model, [muon, adamw])`."""
+    return OuterPreset("muloco", "arXiv 2505.23725", sync_every=30, codec="int4")
+
+
+def pier(rounds: int = 100, outer_lr: float = 0.7, outer_momentum: float = 0.9) -> OuterPreset:
+    """Momentum that grows in the first tenth of the rounds, and falls in the last fifth."""
+    check_int("rounds", rounds, 1, 10**9)
+    low = min(0.5, outer_momentum)
+    up, down = max(1, rounds // 10), max(2, rounds - rounds // 5)
+    points = {0: low, up: outer_momentum, down: outer_momentum, max(down + 1, rounds): low}
+    return OuterPreset(
+        "pier",
+        "arXiv 2511.17849",
+        sync_every=50,
+        outer_lr=outer_lr,
+        outer_momentum=tuple(sorted(points.items())),
+    )
+
+
+def eager() -> OuterPreset:
+    """A result has a whole period to come; what is trained meanwhile stays on top of it."""
+    return OuterPreset("eager", "arXiv 2502.12996", sync_every=500, overlap_steps=10**9, mix=KEEP)
+
+
+PRESETS: dict[str, Callable[..., OuterPreset]] = {
+    "diloco": diloco,
+    "streaming-diloco": streaming_diloco,
+    "sparseloco": sparseloco,
+    "muloco": muloco,
+    "pier": pier,
+    "eager": eager,
+}
+
+
+def read_preset(preset: str | OuterPreset | None) -> OuterPreset:
+    """Raises ValidationError for a name that is none."""
+    if preset is None:
+        return default()
+    if isinstance(preset, OuterPreset):
+        return preset
+    if preset not in PRESETS:
+        raise ValidationError("preset", preset, "expected " + " or ".join(map(repr, PRESETS)))
+    return PRESETS[preset]()
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What a `DiLoCo` does: the preset, with the arguments that were given in its place."""
+
+    sync_every: int
+    terms: OuterTerms
+    fragments: int
+    overlap_steps: int
+    mix: float
+    is_kept: bool  # what was trained while a result was on its way
+    codec: str
+    down_codec: str | None
+
+
+def read_settings(preset: str | OuterPreset | None, parameters: int, **given: Any) -> LoopSettings:
+    """Raises ValidationError naming the argument that does not fit.
+
+    `given`: the arguments of `DiLoCo`, None where there is none; `parameters`: how many the model
+    has, as there cannot be more fragments.
+    """
+    base = read_preset(preset)
+    chosen = replace(base, **{name: value for name, value in given.items() if value is not None})
+    sync_every = chosen.sync_every
+    if sync_every is None:
+        raise ValidationError("sync_every", None, "expected a number of steps, or a preset")
+    check_int("sync_every", sync_every, 1, 10**9)
+    lr = read_by_round("outer_lr", chosen.outer_lr, 100)
+    beta = read_by_round("outer_momentum", chosen.outer_momentum, 1)
+    rule: OuterRule = read_rule(chosen.outer)
+    fragments, overlap = chosen.fragments, chosen.overlap_steps
+    if given.get("fragments") is None:
+        fragments = max(
+            each
+            for each in range(1, max(1, min(fragments, parameters, sync_every)) + 1)
+            if sync_every % each == 0
+        )
+    check_int("fragments", fragments, 1, 10**9)
+    if sync_every % fragments:
+        raise ValidationError("sync_every", sync_every, f"expected a multiple of {fragments}")
+    longest = sync_every // fragments - 1
+    if given.get("overlap_steps") is None:
+        overlap = min(overlap, longest)
+    check_int("overlap_steps", overlap, 0, longest)
+    is_kept = chosen.mix == KEEP
+    if not is_kept:
+        if isinstance(chosen.mix, str):
+            raise ValidationError("mix", chosen.mix, f"expected a number from 0 to 1, or {KEEP!r}")
+        check_number("mix", chosen.mix, 0, 1)
+    said = ("outer_lr", "outer_momentum", "outer")
+    is_open = preset is None and all(given.get(name) is None for name in said)
+    return LoopSettings(
+        sync_every,
+        OuterTerms(lr, beta, rule, base.name, is_open),
+        fragments,
+        overlap,
+        0.0 if is_kept else float(chosen.mix),
+        is_kept,
+        chosen.codec,
+        chosen.down_codec,
+    )

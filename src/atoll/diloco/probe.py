@@ -1,0 +1,216 @@
+"""What replicas tell each other in their first rounds, so that a script that trains wrong is named.
+
+A note travels in the name of an upload, so that everybody has it from the roster: either digests of
+how the replica moved, of the data it read and of its buffers, or which parameter is not finite.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from atoll.diloco.allreduce.work import Values
+from atoll.diloco.outer import Floats, Fragment
+from atoll.diloco.pieces import fingerprint, local_tensor, unwrapped
+
+if TYPE_CHECKING:
+    import torch
+
+ROUNDS = 3  # of a process, in which it probes: others may miss the first one
+BATCHES = 8  # of which the data is read
+_PART = 1 << 16  # values that are summed at a time
+_NOTHING = "0"
+_MASK = (1 << 64) - 1
+_PROBE = re.compile(r"p([0-9a-f]{12}|0)-([0-9a-f]{12}|0)-([0-9a-f]{12}|0)")
+_BAD = re.compile(r"x(\d{1,6})")
+
+Sums = tuple[int, int]
+
+
+class ReplicaProbe(NamedTuple):
+    """Digests of one replica; "0" where there is nothing to compare."""
+
+    movement: str
+    data: str
+    buffers: str
+
+    @property
+    def note(self) -> str:
+        return f"p{self.movement}-{self.data}-{self.buffers}"
+
+
+def read_probe(note: str) -> ReplicaProbe | None:
+    match = _PROBE.fullmatch(note)
+    return ReplicaProbe(*match.groups()) if match else None
+
+
+def note_bad(slot: int) -> str:
+    """The note of a replica whose movement is not finite, first in this parameter."""
+    return f"x{slot}"
+
+
+def read_bad(note: str) -> int | None:
+    match = _BAD.fullmatch(note)
+    return int(match[1]) if match else None
+
+
+def first_bad(fragment: Fragment, row: Floats) -> int | None:
+    """The index of the first parameter with a NaN or an infinity in this process's row of it."""
+    # NaN and infinity show in the minimum or the maximum: no mask of the whole is needed.
+    if not row.size or (np.isfinite(row.min()) and np.isfinite(row.max())):
+        return None
+    bad = [
+        fragment.slots.index(slot)
+        for slot, start, stop in fragment.spans()
+        if not np.isfinite(row[start:stop]).all()
+    ]
+    return min(bad)
+
+
+def look_at_parts(
+    fragment: Fragment, movement: Values, *, is_summed: bool
+) -> tuple[int | None, Sums]:
+    """As `first_bad` and `row_sums`, for all values of the fragment, part by part."""
+    bad: int | None = None
+    total = square = 0
+
+    def take(start: int, part: Floats) -> None:
+        nonlocal bad, total, square
+        if bad is None and not (np.isfinite(part.min()) and np.isfinite(part.max())):
+            at = start + int(np.flatnonzero(~np.isfinite(part))[0])
+            bad = next(i for i, slot in enumerate(fragment.slots) if at < slot.stop)
+        if is_summed:
+            one, other = row_sums(part)
+            total, square = total + one, square + other
+
+    movement(take)
+    return bad, (total & _MASK, square & _MASK)
+
+
+def row_sums(row: Floats) -> Sums:
+    """Two sums over the values, whatever their order: they add up over processes."""
+    total = square = 0
+    for start in range(0, row.size, _PART):
+        bits = row[start : start + _PART].view(np.uint32).astype(np.uint64)
+        total += int(bits.sum())
+        square += int((bits * bits).sum(dtype=np.uint64))
+    return total & _MASK, square & _MASK
+
+
+def digest(sums: Sequence[Sums]) -> str:
+    """A digest of the sums of all processes; "0" if they are of nothing, or of zeros."""
+    total = sum(each[0] for each in sums) & _MASK
+    square = sum(each[1] for each in sums) & _MASK
+    if not total and not square:
+        return _NOTHING
+    return hashlib.blake2b(f"{total}.{square}".encode(), digest_size=6).hexdigest()
+
+
+class InputWatch:
+    """Sums up the tensors that the model is called with in training, for its first calls."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._calls = 0
+        self.sums: Sums = (0, 0)
+        self._hook = model.register_forward_pre_hook(self._read, with_kwargs=True)
+
+    def _read(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        import torch
+
+        if not module.training or torch.compiler.is_compiling():
+            return
+        self._calls += 1
+        total, odd = self.sums
+        for value in _tensors((args, kwargs)):
+            if not value.is_complex() and not value.is_meta:
+                one, other = fingerprint(local_tensor(value))
+                # The number of the call, so that the order of batches counts.
+                total, odd = total + self._calls * one, odd + self._calls * other
+        self.sums = total & _MASK, odd & _MASK
+        if self._calls == BATCHES:
+            self.close()
+
+    def close(self) -> None:
+        self._hook.remove()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []
+
+
+def buffer_names(model: torch.nn.Module) -> list[str]:
+    return [name for name, value in unwrapped(model).named_buffers() if value.numel()]
+
+
+def buffer_sums(model: torch.nn.Module) -> Sums:
+    total = odd = 0
+    for at, (_, value) in enumerate(unwrapped(model).named_buffers(), 1):
+        if value.numel() and not value.is_meta and not value.is_complex():
+            one, other = fingerprint(local_tensor(value))
+            total, odd = total + at * one, odd + at * other
+    return total & _MASK, odd & _MASK
+
+
+def compare(
+    probes: Mapping[int, ReplicaProbe], rank: int, buffers: Callable[[], Sequence[str]]
+) -> list[tuple[str, str]]:
+    """What is wrong in a world with these probes, as kind and sentence; `rank` is this replica."""
+    words = []
+    moved = _groups(probes, lambda probe: probe.movement)
+    for ranks in moved:
+        words.append(
+            (
+                "identical movement",
+                f"ranks {_and(ranks)} moved identically: they train on the same data with the same "
+                "random numbers, so that together they learn what one would. Give each replica "
+                "data of its own (diloco.shard(...), or by diloco.place.rank)",
+            )
+        )
+    for ranks in _groups(probes, lambda probe: probe.data):
+        if not any(set(ranks) <= set(each) for each in moved):
+            words.append(
+                (
+                    "identical data",
+                    f"ranks {_and(ranks)} were given the same batches. Give each replica data of "
+                    "its own (diloco.shard(...), or by diloco.place.rank)",
+                )
+            )
+    unlike = sorted({probe.buffers for probe in probes.values()} - {_NOTHING})
+    if len(unlike) > 1 and rank in probes:
+        names = list(buffers())
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        words.append(
+            (
+                "buffers differ",
+                f"buffers of the model differ between replicas ({', '.join(names[:3])}{more}): "
+                "they are not synchronised, each replica keeps its own",
+            )
+        )
+    return words
+
+
+def _groups(
+    probes: Mapping[int, ReplicaProbe], key: Callable[[ReplicaProbe], str]
+) -> list[list[int]]:
+    """The ranks that have the same digest, where there are several of them."""
+    by_digest: dict[str, list[int]] = {}
+    for rank, probe in sorted(probes.items()):
+        if key(probe) != _NOTHING:
+            by_digest.setdefault(key(probe), []).append(rank)
+    return [ranks for ranks in by_digest.values() if len(ranks) > 1]
+
+
+def _and(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

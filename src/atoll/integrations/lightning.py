@@ -1,0 +1,107 @@
+"""DiLoCo for Lightning.
+
+from atoll.integrations.lightning import DiLoCoCallback
+trainer = Trainer(..., callbacks=[DiLoCoCallback(sync_every=100)])
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from atoll.core.extras import class_without_package
+from atoll.integrations.session import Session, read_options
+
+__all__ = ["DiLoCoCallback"]
+
+if TYPE_CHECKING:
+    DiLoCoCallback: type[LightningHooks]
+
+
+class LightningHooks:
+    """What `DiLoCoCallback` does at the events of a Lightning Trainer.
+
+    `max_steps` of the Trainer is the length of the run, and learning rates that are scheduled by
+    step follow the run's step, also in a replica that was restarted. `rounds`, `tokens` and
+    `epochs` end it earlier, as in `DiLoCo.until`.
+
+    Replicas share the data set: each sample is trained on once an epoch of the run, by one of them
+    (`DiLoCo.shard`, shuffled by `data_seed`). `own_data=False` leaves the loader as it is. All
+    other arguments are those of `atoll.diloco.DiLoCo`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rounds: int | None = None,
+        tokens: float | None = None,
+        epochs: int | None = None,
+        own_data: bool = True,
+        data_seed: int = 0,
+        **options: Any,
+    ) -> None:
+        ends = {"rounds": rounds, "tokens": tokens, "epochs": epochs}
+        self._asked = read_options(ends, own_data, data_seed, options)
+        self._session: Session | None = None
+
+    @property
+    def diloco(self) -> Any:
+        """The `DiLoCo` of the training that runs, or ran last; None before the first."""
+        return None if self._session is None else self._session.diloco
+
+    _is_open = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        schedules = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
+        self._session = Session(
+            self._asked,
+            pl_module,
+            trainer.optimizers,
+            [each.scheduler for each in schedules],
+            trainer.train_dataloader,
+            done=trainer.global_step,
+            max_steps=trainer.max_steps,
+        )
+        self._is_open, self._steps = True, self._session.diloco.steps
+        fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+        if fetcher is not None:
+            iter(fetcher)  # it was begun before, with the samples that the loader had then
+        trainer.should_stop |= self._session.is_over
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        assert self._session is not None
+        self._session.will_train()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        assert self._session is not None
+        if self._session.diloco.steps != self._steps:  # else the batch was accumulated
+            self._steps = self._session.diloco.steps
+            self._session.follow()
+            trainer.should_stop |= self._session.is_over
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close(exception)
+
+    def _close(self, error: BaseException | None = None) -> None:
+        if self._is_open:
+            self._is_open = False
+            assert self._session is not None
+            self._session.close(error)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "DiLoCoCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError as error:
+        return class_without_package(name, error, "lightning")
+    callback = type(
+        name,
+        (LightningHooks, Callback),
+        {"__module__": __name__, "__doc__": LightningHooks.__doc__},
+    )
+    globals()[name] = callback
+    return callback

@@ -1,0 +1,128 @@
+"""A DiLoCo inside the loop of somebody else's trainer: made, followed, ended.
+
+The step that a trainer counts is the run's, in every replica and after every restart. So equal
+settings give equal learning rates, and all replicas end with the same step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atoll.core.checks import check_int, check_number
+from atoll.core.errors import ValidationError
+from atoll.integrations.data import take_own_part
+
+if TYPE_CHECKING:
+    import torch
+
+_MANY = 10**12
+
+
+class CallbackOptions(NamedTuple):
+    """What the user asked of a callback. `options` are those of `DiLoCo`."""
+
+    options: dict[str, Any]
+    ends: dict[str, Any]
+    own_data: bool
+    data_seed: int
+
+
+def read_options(
+    ends: dict[str, Any], own_data: bool, data_seed: int, options: dict[str, Any]
+) -> CallbackOptions:
+    """Raises ValidationError naming what does not fit."""
+    for name in ("rounds", "epochs"):
+        if ends[name] is not None:
+            check_int(name, ends[name], 1, _MANY)
+    if ends["tokens"] is not None:
+        check_number("tokens", ends["tokens"], 1, 1e30)
+    if ends["epochs"] is not None and not own_data:
+        raise ValidationError("epochs", ends["epochs"], "expected own_data=True: it counts them")
+    check_int("data_seed", data_seed, 0, _MANY)
+    return CallbackOptions(options, ends, own_data, data_seed)
+
+
+class Session:
+    """From the beginning of a training to its end, or to the error that ends it."""
+
+    def __init__(
+        self,
+        asked: CallbackOptions,
+        model: torch.nn.Module,
+        optimizer: Any,
+        schedulers: Sequence[Any],
+        loader: Any,
+        done: int,
+        max_steps: int,
+    ) -> None:
+        """`done`: the steps of a checkpoint that the trainer has loaded.
+
+        `max_steps`: of the trainer; less than 0 for none.
+        """
+        from atoll.diloco import DiLoCo
+
+        self._schedulers = schedulers
+        self.diloco = DiLoCo(model, optimizer, **asked.options)
+        atexit.register(self._at_exit)
+        # A run that has rounds knows its step; a new one may go on from a checkpoint.
+        self._before = done if self.diloco.round == 0 else 0
+        self._shard = None
+        if asked.own_data and self.diloco.place.world_size > 1:
+            self._shard = take_own_part(loader, self.diloco, asked.data_seed, asked.ends["epochs"])
+        steps = None if max_steps < 0 else max(0, max_steps - self._before)
+        self._ticks = None
+        if steps is not None or any(each is not None for each in asked.ends.values()):
+            self._ticks = self.diloco.until(steps=steps, **asked.ends)
+        self._next = -1
+        self.follow()
+
+    @property
+    def step(self) -> int:
+        """The run's, as a trainer counts it."""
+        return self._before + self.diloco.step
+
+    @property
+    def is_over(self) -> bool:
+        return self._ticks is not None and next(self._ticks, None) is None
+
+    def will_train(self) -> None:
+        """The optimiser's next step trains on one more batch of the loader."""
+        if self._shard is not None:
+            self._shard.hand_to_loop()
+
+    def follow(self) -> int:
+        """The run's step after one of the trainer's. Schedules go on from it, also if it jumped."""
+        step = self.step
+        if step != self._next:
+            for scheduler in self._schedulers:
+                set_schedule(scheduler, step)
+        self._next = step + 1
+        return step
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Also after an error: then the other replicas are told, and go on without this one."""
+        atexit.unregister(self._at_exit)
+        self.diloco.__exit__(None if error is None else type(error), error)
+
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)
+        self.close(error or RuntimeError("the process ended before its training"))
+
+
+def set_schedule(scheduler: Any, step: int) -> None:
+    """The learning rates are those after `step` steps, whatever the scheduler was at."""
+    is_by_metrics = "metrics" in inspect.signature(scheduler.step).parameters
+    if is_by_metrics or scheduler.last_epoch == step:
+        return
+    if hasattr(scheduler, "lr_lambdas"):
+        scheduler.last_epoch = step - 1
+    with warnings.catch_warnings():
+        # torch says that no optimiser has stepped yet: it has, in the replicas that got here.
+        warnings.simplefilter("ignore", UserWarning)
+        while scheduler.last_epoch < step:
+            scheduler.step()
