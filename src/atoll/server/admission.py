@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from atoll.core.errors import Temporary, ValidationError
-from atoll.core.ports import Checking, Executor
+from atoll.core.errors import Conflict, Temporary, ValidationError
+from atoll.core.ports import Checking, Executor, Ignoring, Trying
 from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import Training
 from atoll.server.operations import Plane
@@ -16,19 +16,56 @@ def default_executor(plane: Plane) -> str | None:
     return plane.setup.default_of(plane.executors)
 
 
-def admitted(spec: TrainingSpec, plane: Plane, namespace: str) -> TrainingSpec:
+def admitted(
+    spec: TrainingSpec, plane: Plane, namespace: str, *, is_code_stored: bool = False
+) -> TrainingSpec:
     """The spec to store, with its executor named. Raises ValidationError if none accepts it, and
-    TooLarge."""
+    TooLarge. `is_code_stored`: its code may be a digest, as a training of this namespace has it."""
     check_spec_size(spec)
+    is_digest = spec.code is not None and spec.code.is_digest
+    if is_digest and not is_code_stored:  # it may be of somebody else's training
+        raise ValidationError("code.content", "a digest", "expected the archive itself")
     name = default_executor(plane) if spec.executor is None else spec.executor
     executor = plane.executors.get(name or "")
     if executor is None:
         raise ValidationError("executor", name, plane.setup.refusal(name, plane.executors))
     plane.setup.check_namespace(name, namespace)
+    if spec.stall_s is not None and not getattr(executor, "sees_stalls", False):
+        expected = f"expected none: the executor {name!r} cannot see whether its ranks move"
+        raise ValidationError("stall_s", spec.stall_s, expected)
     spec = replace(spec, executor=name)
     if isinstance(executor, Checking):
         executor.check(spec)
     return spec
+
+
+def ignored(training: Training, plane: Plane) -> str:
+    """What its executor will not honour of the spec, in one line; empty if that is nothing."""
+    executor = plane.executors.get(training.executor)
+    return executor.ignored(training.spec) if isinstance(executor, Ignoring) else ""
+
+
+async def check_backend(spec: TrainingSpec, plane: Plane) -> None:
+    """Raises ValidationError if the backend itself says that it will never take the spec."""
+    executor = plane.executors.get(spec.executor or "")
+    if isinstance(executor, Trying):
+        await executor.try_out(spec)
+
+
+async def check_run(spec: TrainingSpec, plane: Plane, namespace: str) -> None:
+    """Raises Conflict if the run of the spec is that of a training which has not ended."""
+    if spec.run_id is None:
+        return
+    for other in await plane.store.list():
+        is_itself = (other.namespace, other.name) == (namespace, spec.name)
+        if is_itself or other.status.phase.is_terminal or other.spec.run_id != spec.run_id:
+            continue
+        mine, theirs = (each.rendezvous.uri for each in (spec, other.spec))
+        if mine == theirs and (mine is not None or other.executor == spec.executor):
+            raise Conflict(
+                f"run_id {spec.run_id!r} is in use by the training {other.name!r}, which is "
+                f"{other.status.phase}: wait for its end, cancel it, or choose another run_id"
+            )
 
 
 def check_growth(training: Training, spec: TrainingSpec, plane: Plane) -> None:

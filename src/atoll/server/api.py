@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import replace
 
 from starlette.responses import Response
 
+from atoll.core.attempts import AttemptList
 from atoll.core.checks import NAME_PATTERN
 from atoll.core.executors import ExecutorList
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model
 from atoll.core.problem import Problem
+from atoll.core.rounds import RoundList, ShownTraining
+from atoll.core.series import NewestFigures, SeriesList
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import PlacedLine, Training, TrainingList, Usage
-from atoll.server import reports, results, trainings
+from atoll.core.status import LogHit, PlacedLine, Training, TrainingList, Usage
+from atoll.core.webhooks import Webhook, WebhookList, WebhookRequest, WebhookTest
+from atoll.server import figures, logs, reports, rerun, results, rounds, series, trainings, webhooks
+from atoll.server.auth import caller, token_of
 from atoll.server.bodies import MAX_BODY_BYTES
 from atoll.server.operations import (
     NDJSON,
@@ -48,7 +55,14 @@ async def readyz(call: ApiCall) -> Answer:
 
 
 async def metrics(call: ApiCall) -> Answer:
-    text, media_type = call.plane.gauges.exposition()
+    """Totals of all; with a token also the trainings of its namespace."""
+    namespace = call.namespace or None
+    if namespace is None and token_of(call.request):
+        namespace = await caller(call.plane, call.request)
+    gauges, now = call.plane.gauges, time.time()
+    text, media_type = await asyncio.to_thread(
+        gauges.exposition, namespace, lambda uid: series.last_figures(call.plane, uid), now
+    )
     return Response(text, media_type=media_type)
 
 
@@ -63,11 +77,15 @@ _COMMON = _BAD | _DENIED | {503: _problem("The request cannot be served now; try
 _NAMED = _COMMON | _MISSING
 _GONE = {410: _problem("`after` is older than the oldest version in the store.")}
 _LARGE = {413: _problem("The body or the spec in it is too large; the answer names the field.")}
+_NO_HOOKS = {409: _problem("This control plane keeps no webhooks.")}
 _TRAINING = AnswerDoc("The training.", Training)
 _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
-_WATCHED = AnswerDoc("The training; with `watch`, a stream of its changes.", Training)
-_LOG_LINES = AnswerDoc("Log lines.", PlacedLine, NDJSON, (reports.LogPlaces, reports.LogCut))
+_WATCHED = AnswerDoc(
+    "The training, and how far its outer rounds are; with `watch`, a stream of its changes.",
+    ShownTraining,
+)
+_LOG_LINES = AnswerDoc("Log lines.", PlacedLine, NDJSON, (logs.LogPlaces, logs.LogCut))
 _RESUMED = {
     "Last-Event-ID": HeaderDoc("With `watch`, the version to go on from.", EVENT_ID_PATTERN)
 }
@@ -137,14 +155,44 @@ NATIVE = (
         {200: _TRAINING, **_NAMED},
     ),
     Operation(
+        "POST",
+        f"{ONE}/rerun",
+        rerun.rerun,
+        "Start a training again under another name, `NAME-r2` unless one is given. Its spec and "
+        "its code are copied on the server.",
+        {
+            201: AnswerDoc("The new training.", Training),
+            200: AnswerDoc("An earlier request with this idempotency key stored it.", Training),
+            409: _problem("The name is taken, or the code of the training is gone."),
+            **_NAMED,
+            **_LARGE,
+        },
+        body=rerun.Rerun,
+        headers={
+            "Idempotency-Key": HeaderDoc(
+                "Requests repeated with the same key create one training.", trainings.KEY_PATTERN
+            ),
+        },
+    ),
+    Operation(
         "GET",
         f"{ONE}/logs",
-        reports.logs,
+        logs.logs,
         "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, the first "
         "line holds the `places` the log lines begin at. The last line is "
-        '`{"cut":true}` if the server shuts down before the logs end.',
+        '`{"cut":true}` if the server shuts down before the logs end. Lines of several ranks come '
+        "in the order of their times. With `at`, the lines of one rank around that place.",
         {200: _LOG_LINES, **_NAMED},
-        query=reports.LogQuery,
+        query=logs.LogQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/logs/search",
+        logs.search,
+        "Lines that contain a text, with their places, as line-delimited JSON. The last line says "
+        "how many there are, and where to go on if there are more than `limit`.",
+        {200: AnswerDoc("Hits.", LogHit, NDJSON, (logs.SearchEnd, logs.LogCut)), **_NAMED},
+        query=logs.SearchQuery,
     ),
     Operation(
         "GET",
@@ -157,11 +205,62 @@ NATIVE = (
     ),
     Operation(
         "GET",
+        f"{ONE}/series",
+        series.series,
+        "What ranks reported over time (`atoll.report`), as columns: one series for each rank and "
+        "name.",
+        {200: AnswerDoc("The series.", SeriesList), **_NAMED},
+        query=series.SeriesQuery,
+    ),
+    Operation(
+        "GET",
+        "/v1/figures",
+        series.figures,
+        "What trainings reported last under these names, each by its lowest rank; with `ranks` by "
+        "each of its ranks too.",
+        {200: AnswerDoc("The newest figures.", NewestFigures), **_COMMON},
+        query=series.FiguresQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/rounds",
+        rounds.rounds,
+        "The outer rounds of a DiLoCo training: who was in each, who was missing or late, and what "
+        "it cost; the newest `limit` of those asked for, in order.",
+        {200: AnswerDoc("The rounds.", RoundList), **_NAMED},
+        query=rounds.RoundsQuery,
+    ),
+    Operation(
+        "POST",
+        f"{ONE}/reports",
+        figures.take,
+        "What a rank reports, as lines of JSON, with the token that its environment holds. Other "
+        "tokens are refused, and that one is good for nothing else.",
+        {
+            200: AnswerDoc("Kept.", figures.Taken),
+            **_BAD,
+            **_DENIED,
+            **_MISSING,
+            **_LARGE,
+        },
+        is_open=True,
+    ),
+    Operation(
+        "GET",
         f"{ONE}/events",
         reports.events,
         "Events of a training, newest first.",
         {200: AnswerDoc("Events.", reports.EventList), **_NAMED},
         query=reports.EventQuery,
+    ),
+    Operation(
+        "GET",
+        f"{ONE}/attempts",
+        reports.attempts,
+        "Attempts of the ranks: when each started, when and how it ended. Of each rank the newest "
+        "and the 20 before it.",
+        {200: AnswerDoc("Attempts, in order of rank.", AttemptList), **_NAMED},
+        query=reports.AttemptQuery,
     ),
     Operation(
         "GET",
@@ -178,6 +277,41 @@ NATIVE = (
         "Rank-seconds and GPU-seconds that a training has used.",
         {200: AnswerDoc("Usage.", Usage), **_NAMED},
         query=reports.ReportQuery,
+    ),
+    Operation(
+        "POST",
+        "/v1/webhooks",
+        webhooks.add_webhook,
+        "Post events of the namespace to an address from now on, each signed, and again until it "
+        "is accepted. The answer is the only one that has the secret.",
+        {
+            201: AnswerDoc("The webhook, with its secret.", Webhook),
+            409: _problem("The namespace has too many, or this control plane keeps none."),
+            **_COMMON,
+            **_LARGE,
+        },
+        body=WebhookRequest,
+    ),
+    Operation(
+        "GET",
+        "/v1/webhooks",
+        webhooks.read_webhooks,
+        "Webhooks of the namespace, and how their deliveries go.",
+        {200: AnswerDoc("All webhooks.", WebhookList), **_COMMON, **_NO_HOOKS},
+    ),
+    Operation(
+        "DELETE",
+        "/v1/webhooks/{name}",
+        webhooks.remove_webhook,
+        "Remove a webhook, with what waits to be delivered to it.",
+        {200: AnswerDoc("It is removed.", Webhook), **_NAMED, **_NO_HOOKS},
+    ),
+    Operation(
+        "POST",
+        "/v1/webhooks/{name}/test",
+        webhooks.test_webhook,
+        "Post a test message to a webhook, and say how it was answered.",
+        {200: AnswerDoc("How it was answered.", WebhookTest), **_NAMED, **_NO_HOOKS},
     ),
     Operation(
         "GET",
@@ -202,7 +336,8 @@ NATIVE = (
         "GET",
         METRICS,
         metrics,
-        "Totals of the server, in the Prometheus text format.",
+        "Totals of the server, in the Prometheus text format; with a token also gauges of each "
+        "training of its namespace that is not over, of the 200 newest.",
         {200: AnswerDoc("Metrics as text.", str, "text/plain")},
         is_open=True,
     ),

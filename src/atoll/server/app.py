@@ -14,15 +14,20 @@ from atoll.controller.clock import machine_clock
 from atoll.core.clock import Time
 from atoll.core.model import encode
 from atoll.core.ports import Executor, Store, Tokens
+from atoll.series.keep import SeriesKeeper
 from atoll.server import api, problems
 from atoll.server.auth import caller
 from atoll.server.background import beside
 from atoll.server.basilica import answers, deployments
+from atoll.server.deliver import Deliverer
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
 from atoll.server.operations import JSON, Operation, Plane, routes
 from atoll.server.routing import Application, Route
 from atoll.server.streams import Streams
+from atoll.server.ui import routes as ui
+from atoll.server.ui.sessions import Sessions
+from atoll.store.outbox import Outbox
 
 
 def create_app(
@@ -34,6 +39,11 @@ def create_app(
     setup: Setup | None = None,
     gauges: Gauges | None = None,
     clock: Callable[[], Time] | None = None,
+    series: SeriesKeeper | None = None,
+    outbox: Outbox | None = None,
+    deliverer: Deliverer | None = None,
+    sessions: Sessions | None = None,
+    report_key: bytes = b"",
     is_metrics_open: bool = True,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
 ) -> Router:
@@ -47,11 +57,24 @@ def create_app(
     gauges = Gauges() if gauges is None else gauges
     setup = Setup() if setup is None else setup
     clock = machine_clock() if clock is None else clock
-    plane = Plane(store, tokens, executors, streams, gauges, setup, clock)
+    plane = Plane(
+        store,
+        tokens,
+        executors,
+        streams,
+        gauges,
+        setup,
+        clock,
+        series=series,
+        outbox=outbox,
+        deliverer=deliverer,
+        report_key=report_key,
+        sessions=sessions or Sessions(),
+    )
 
     @contextlib.asynccontextmanager
     async def counted(_: Router) -> AsyncIterator[None]:
-        async with beside(gauges.follow(store)), lifespan():
+        async with beside(gauges.follow(store)), beside(plane.rows.follow(store)), lifespan():
             yield
 
     rows = api.native(is_metrics_open=is_metrics_open)
@@ -62,6 +85,7 @@ def create_app(
     table = [
         *routes(rows, plane, caller, problems.on_error),
         *deployments.routes_of(plane),
+        *ui.routes_of(plane),
         Route("GET", "/openapi.json", openapi, problems.on_error),
     ]
     return Router(lifespan=counted, default=Application(table, _on_stray))

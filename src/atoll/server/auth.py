@@ -1,4 +1,5 @@
-"""Bearer tokens: stored only as hashes, each valid for one namespace."""
+"""Who calls: a bearer token, stored only as a hash and valid for one namespace, or the session of a
+browser that came from one."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from starlette.requests import Request
 
 from atoll.core.errors import Denied
 from atoll.server.operations import Plane
+from atoll.server.ui.sessions import is_csrf_of
+
+CSRF = "x-atoll-csrf"
 
 
 def new_token() -> str:
@@ -22,15 +26,12 @@ def hashed(token: str) -> str:
 
 
 async def caller(plane: Plane, request: Request) -> str:
-    """The namespace of the token in the request. Raises Denied if none is valid, and Temporary if
-    the namespace has too many connections."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if not token.strip():
-        how = plane.setup.new_token
-        raise Denied(f"no token: send 'Authorization: Bearer <token>', made with '{how}'")
-    if scheme.lower() != "bearer":
-        raise Denied(f"expected a Bearer token, got {scheme[:20]!r}")
-    namespace = await plane.tokens.namespace_of(hashed(token.strip()))
+    """The namespace of the token or session in the request. Raises Denied if none is valid, and
+    Temporary if the namespace has too many connections."""
+    hash_of_token = _session_token(plane, request)
+    if hash_of_token is None:
+        hash_of_token = hashed(_bearer(plane, request))
+    namespace = await plane.tokens.namespace_of(hash_of_token)
     if namespace is None:
         how = plane.setup.new_token
         raise Denied(f"this token is unknown here: create one with '{how}'")
@@ -38,3 +39,52 @@ async def caller(plane: Plane, request: Request) -> str:
     if connection is not None:  # there is none where the application runs without its own server
         connection.belongs_to(namespace)
     return namespace
+
+
+def token_of(request: Request) -> str:
+    """The bearer token of a request; empty if it has none."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def cookie_of(plane: Plane, request: Request) -> str | None:
+    return request.cookies.get(plane.sessions.cookie)
+
+
+def _bearer(plane: Plane, request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if not token.strip():
+        how = plane.setup.new_token
+        raise Denied(f"no token: send 'Authorization: Bearer <token>', made with '{how}'")
+    if scheme.lower() != "bearer":
+        raise Denied(f"expected a Bearer token, got {scheme[:20]!r}")
+    return token.strip()
+
+
+def _session_token(plane: Plane, request: Request) -> str | None:
+    """The hash of the token that a browser's session came from; None if this is no browser's.
+
+    The browser sends its cookie whoever made the request: only a page of ours also knows the word
+    that belongs to it. Reads need it too, as another server on this machine is the same site.
+    """
+    if "authorization" in request.headers:
+        return None
+    cookie = cookie_of(plane, request)
+    if cookie is None:
+        return None
+    session = plane.sessions.find(cookie)
+    if session is None:
+        raise Denied("the session has ended: run 'atoll ui' to sign in again")
+    if not is_csrf_of(cookie, request.headers.get(CSRF, "")):
+        raise Denied("this request came from no page of atoll")
+    check_origin(request)
+    return session.token
+
+
+def check_origin(request: Request) -> None:
+    """Raises Denied if a browser says that a page of others made this request."""
+    origin = request.headers.get("origin")
+    own = f"{request.url.scheme}://{request.headers.get('host', '')}"
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    if (origin is not None and origin != own) or site not in ("same-origin", "none"):
+        raise Denied("this request came from another origin")

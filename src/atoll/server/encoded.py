@@ -41,7 +41,6 @@ def event_bytes(change: Change) -> bytes:
 
 def shown(training: Training) -> Training:
     """The training as anybody sees it: code by its digest, and no value of a variable."""
-    spec = training.spec
-    source = None if spec.source is None else spec.source.by_digest()
+    spec = training.spec.by_digest()
     env, nccl_env = dict.fromkeys(spec.env, MASK), dict.fromkeys(spec.nccl_env, MASK)
-    return replace(training, spec=replace(spec, source=source, env=env, nccl_env=nccl_env))
+    return replace(training, spec=replace(spec, env=env, nccl_env=nccl_env))

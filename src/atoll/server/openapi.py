@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from atoll import __version__
-from atoll.core.checks import ENV_PATTERN, NAME_PATTERN
+from atoll.core.checks import ENV_PATTERN, NAME_PATTERN, RUN_ID_PATTERN
 from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN
 from atoll.server.operations import SSE, Operation
 
@@ -51,6 +51,7 @@ RULES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Resources", "cpu", _or_null(_QUANTITY)),
     ("Resources", "memory", _or_null(_QUANTITY)),
     ("TrainingSpec", "name", {"pattern": NAME_PATTERN}),
+    ("TrainingSpec", "runId", _or_null({"type": "string", "pattern": RUN_ID_PATTERN})),
     ("TrainingSpec", "executor", _or_null({"type": "string", "pattern": NAME_PATTERN})),
     ("TrainingSpec", "workingDir", _or_null({"type": "string", "pattern": "^/"})),
     ("TrainingSpec", "image", _or_null({"type": "string", "minLength": 1})),

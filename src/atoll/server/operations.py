@@ -5,6 +5,7 @@ Queries and bodies are msgspec structs, so the document says exactly what is che
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -23,16 +24,23 @@ from atoll.core.errors import ValidationError
 from atoll.core.model import encode, named
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.core.spec import MAX_SPEC_BYTES
+from atoll.series.keep import SeriesKeeper
 from atoll.server.bodies import Bodies, decoded
+from atoll.server.deliver import Deliverer
 from atoll.server.encoded import EncodedChanges
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
 from atoll.server.routing import OnError, Route
 from atoll.server.streams import Streams
+from atoll.server.ui.reuse import Reused
+from atoll.server.ui.rows import Rows
+from atoll.server.ui.sessions import Sessions
+from atoll.store.outbox import Outbox
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 Method = Literal["GET", "POST", "DELETE", "PUT", "PATCH"]
 
+SEARCHES = 2  # of logs, that read files at the same moment
 JSON = "application/json"
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
@@ -59,6 +67,14 @@ class Plane:
     clock: Callable[[], Time] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
     bodies: Bodies = field(default_factory=Bodies)
+    series: SeriesKeeper | None = None  # None: figures of ranks are not kept here
+    report_key: bytes = b""  # signs the tokens of ranks; empty: none report by HTTP
+    searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
+    outbox: Outbox | None = None  # None: webhooks are not kept here
+    deliverer: Deliverer | None = None
+    sessions: Sessions = field(default_factory=Sessions)
+    rows: Rows = field(default_factory=Rows)
+    curves: Reused = field(default_factory=Reused)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from atoll.core.model import Model
 from atoll.core.ports import Executor
 from atoll.core.spec import RankNumber
 from atoll.core.status import LogLine, Training
+from atoll.rank.logs import merged
 from atoll.rank.result import JSON, NONE, find_result, nonce_of
 from atoll.server.admission import executor_of
 from atoll.server.operations import Answer, ApiCall, Query, json_answer
@@ -127,6 +128,5 @@ async def _last_printed(
         if all(len(texts[rank]) >= tail for rank in is_cut):
             break
         extra *= 4
-    for rank in sorted(texts):
-        for line in texts[rank][-tail:]:
-            yield line
+    for line in merged([iter(texts[rank][-tail:]) for rank in sorted(texts)]):
+        yield line

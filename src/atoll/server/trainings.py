@@ -20,11 +20,20 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.model import Model, SpecModel
+from atoll.core.rounds import with_rounds
 from atoll.core.spec import ScaleTarget, TrainingSpec
-from atoll.core.status import Event, Training, TrainingList
-from atoll.server.admission import admitted, check_growth, default_executor
+from atoll.core.status import FIELDS_IGNORED, Event, Training, TrainingList
+from atoll.server.admission import (
+    admitted,
+    check_backend,
+    check_growth,
+    check_run,
+    default_executor,
+    ignored,
+)
 from atoll.server.encoded import shown
 from atoll.server.operations import Answer, ApiCall, Query, json_answer
+from atoll.server.rounds import summary_of_training
 from atoll.server.watch import last_event_id, watch
 
 WRITE_ATTEMPTS = 50
@@ -65,18 +74,19 @@ class Removal(Model, frozen=True):
 async def create(call: ApiCall) -> Answer:
     spec = admitted(call.body, call.plane, call.namespace)
     _check_default(call, spec)
+    await check_run(spec, call.plane, call.namespace)
+    await check_backend(spec, call.plane)
     wish = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
-    stored = await call.plane.store.create(wish, idempotency_key=_key(call))
+    stored = await call.plane.store.create(wish, idempotency_key=idempotency_key(call))
     is_new = stored.uid == wish.uid
-    if not is_new and stored.generation == 1 and _digested(stored.spec) != _digested(wish.spec):
+    if not is_new and stored.generation == 1 and stored.spec.by_digest() != wish.spec.by_digest():
         raise Conflict(f"this idempotency key belongs to {stored.name!r}, which has another spec")
+    if is_new and (words := ignored(stored, call.plane)):
+        event = Event(type="Warning", reason=FIELDS_IGNORED, message=words, at=time.time())
+        await call.plane.store.record(stored.key, event)
     return json_answer(shown(stored), 201 if is_new else 200)
-
-
-def _digested(spec: TrainingSpec) -> TrainingSpec:
-    return spec if spec.source is None else replace(spec, source=spec.source.by_digest())
 
 
 def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
@@ -90,7 +100,7 @@ def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
         raise ValidationError("executor", spec.executor, f"the default here is {default}")
 
 
-def _key(call: ApiCall) -> str | None:
+def idempotency_key(call: ApiCall) -> str | None:
     key: str | None = call.request.headers.get("idempotency-key")
     if key is not None and not _KEY.fullmatch(key):
         raise ValidationError("Idempotency-Key", key, "expected 1 to 200 printable characters")
@@ -103,7 +113,9 @@ async def read(call: ApiCall) -> Answer:
     if query.watch:
         return await watch(call, call.name)
     _only_with_watch(query)
-    return json_answer(shown(await call.plane.store.get(call.key)))
+    training = await call.plane.store.get(call.key)
+    summary = await summary_of_training(call.plane, training.uid)
+    return json_answer(with_rounds(shown(training), summary))
 
 
 async def read_many(call: ApiCall) -> Answer:

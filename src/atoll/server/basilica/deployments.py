@@ -32,13 +32,14 @@ from atoll.core.errors import (
 from atoll.core.ports import Change, Key, Store
 from atoll.core.status import LogLine, Training
 from atoll.local.rendezvous_file import find_etcd
-from atoll.server import reports, trainings
+from atoll.server import trainings
 from atoll.server.admission import admitted, default_executor, executor_of
 from atoll.server.auth import caller
 from atoll.server.basilica.answers import CLOSE, UNSUPPORTED, Unsupported, answer, on_error
 from atoll.server.basilica.request import Create, Probe, spec_of
 from atoll.server.basilica.wire import deployment, event_item, is_settled, list_item, moment
 from atoll.server.bodies import MAX_BODY_BYTES, decoded
+from atoll.server.logs import End
 from atoll.server.operations import (
     Answer,
     AnswerDoc,
@@ -254,7 +255,7 @@ async def logs(call: ApiCall) -> Answer:
     """
     query: DeploymentLogQuery = call.query
     training = await call.plane.store.get(call.key)
-    end = reports.End(training)
+    end = End(training)
     lines = printed_logs(
         executor_of(training, call.plane),
         training,
@@ -270,7 +271,7 @@ async def logs(call: ApiCall) -> Answer:
 
 
 async def _text(
-    lines: AsyncIterator[LogLine], end: reports.End, store: Store, *, has_rank_prefix: bool
+    lines: AsyncIterator[LogLine], end: End, store: Store, *, has_rank_prefix: bool
 ) -> AsyncIterator[bytes]:
     async with end.watched(store):
         try:

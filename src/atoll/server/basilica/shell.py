@@ -34,6 +34,11 @@ _HAS_CONF = re.compile(r"--rdzv[-_]conf[= ]")
 _ETCD = re.compile(r"(--rdzv[-_]backend[= ])etcd(-v2)?(?=\s|$)")
 _ELASTIC_NODES = '--nnodes="$BASILICA_WORLD_MIN":"$BASILICA_WORLD_MAX"'
 _FIXED_NODES = '--nnodes="$BASILICA_WORLD_TARGET" --node-rank="$BASILICA_RANK"'
+# What the client says of the meeting point, which ranks that do not meet have none of.
+_MEETING = re.compile(
+    r"""--rdzv[-_](?:backend[= ]\S+|endpoint[= ]"?\$\{?BASILICA_RDZV_ENDPOINT\}?"?"""
+    r"""|id[= ]"?\$\{?BASILICA_RDZV_ID\}?"?|conf[= ]\S+) ?"""
+)
 _POSITIONAL = re.compile(r"\$\{?[@*#1-9]")
 _FIRST = re.compile(r"[\w./@%+:-]+(?=\s|$)")
 _QUOTED = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.""", re.DOTALL)
@@ -77,7 +82,9 @@ def with_rendezvous(text: str, backend: str) -> str:
         return text.removesuffix(INJECTED) if "torchrun" in text else text
     text = text.replace(INJECTED, "")
     if backend == "none":
-        return text
+        is_clients = "BASILICA_RDZV_ENDPOINT" in text
+        text = _MEETING.sub("", text) if is_clients else text
+        return text.replace(_ELASTIC_NODES, "--standalone")
     if not _HAS_CONF.search(text):
         text = _TORCHRUN.sub(f"torchrun {CONF}", text)
     if backend == "static":

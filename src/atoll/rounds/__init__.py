@@ -1,0 +1,1 @@
+"""Rounds as the rosters in a training's object store have them, read by the control plane."""

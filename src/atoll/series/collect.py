@@ -1,0 +1,283 @@
+"""Reads what ranks report, from the folders and the object stores that they write to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from atoll.core.errors import BackendError, Gone, ValidationError
+from atoll.core.ports import Store
+from atoll.core.series import MACHINE, RankUse
+from atoll.core.status import Training
+from atoll.rank.figures import Teller, batch_of
+from atoll.rank.objects import Objects
+from atoll.rank.sinks import STORES
+from atoll.series.keep import SeriesKeeper
+
+EVERY_S = 1.0
+OBJECTS_EVERY_S = 15.0
+USE_EVERY_S = 5.0
+MOST_AT_ONCE = 8 * 2**20  # bytes read of one folder in one round
+
+log = logging.getLogger(__name__)
+
+
+class FigureReader(Protocol):
+    """Where one training's ranks report to."""
+
+    uid: str
+    every_s: float
+    is_last: bool  # its ranks have ended
+
+    def read(self, keeper: SeriesKeeper) -> bool:
+        """Keeps what is new. Whether there may be more at once. Raises OSError."""
+
+    def remove(self) -> None: ...
+
+
+class FolderReader:
+    """The folder of one training."""
+
+    every_s = EVERY_S
+
+    def __init__(self, uid: str, folder: Path) -> None:
+        self.uid = uid
+        self._folder = folder
+        self._places: dict[str, int] = {}  # by file: what is kept already
+        self.is_last = False  # its ranks have ended
+
+    def read(self, keeper: SeriesKeeper) -> bool:
+        """Keeps what is new. Whether there may be more at once."""
+        with contextlib.suppress(FileNotFoundError):
+            entries = sorted((e.name, e.stat().st_size) for e in os.scandir(self._folder))
+            return self._read(entries, keeper)
+        return False
+
+    def _read(self, entries: list[tuple[str, int]], keeper: SeriesKeeper) -> bool:
+        lines: list[bytes] = []
+        places: dict[str, int] = {}
+        total = 0
+        for name, size in entries:
+            start = self._places.get(name, 0)
+            if size <= start:
+                continue
+            if total >= MOST_AT_ONCE:
+                break
+            with open(self._folder / name, "rb") as file:
+                file.seek(start)
+                data = file.read(MOST_AT_ONCE)
+            end = data.rfind(b"\n") + 1  # the rest is not whole yet
+            if not end and len(data) == MOST_AT_ONCE:
+                end = len(data)  # of a line that is too long to be a report: it is refused
+            lines += data[:end].splitlines()
+            places[name] = start + end
+            total += end
+        if lines:
+            keep_lines(self.uid, lines, keeper)
+            self._places |= places
+        self._clear([name for name, _ in entries])
+        return total >= MOST_AT_ONCE
+
+    def remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _clear(self, names: Iterable[str]) -> None:
+        """Removes files that were read whole and have a successor of the same process."""
+        last = {name.rpartition(".")[0]: name for name in sorted(names)}
+        for name in list(self._places):
+            if last.get(name.rpartition(".")[0], name) == name:
+                continue
+            path = self._folder / name
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_size > self._places[name]:
+                    continue
+                path.unlink()
+            del self._places[name]
+
+
+class ObjectReader:
+    """The objects of one training in a store: each is read once, and deleted."""
+
+    every_s = OBJECTS_EVERY_S
+
+    def __init__(self, uid: str, uri: str) -> None:
+        self.uid = uid
+        self._uri = uri
+        self._store: Objects | None = None
+        self.is_last = False
+
+    def read(self, keeper: SeriesKeeper) -> bool:
+        try:
+            return self._read(keeper)
+        except BackendError as error:
+            raise OSError(str(error)) from error
+
+    def _read(self, keeper: SeriesKeeper) -> bool:
+        if self._store is None:
+            self._store = Objects.open(self._uri)
+        total, done = 0, list[str]()
+        names = sorted(self._store.entries())
+        for name in names:
+            done.append(name)
+            try:
+                data = self._store.get(name, MOST_AT_ONCE) or b""
+            except ValidationError as error:
+                tell_refused(self.uid, error)
+                continue
+            total += len(data)
+            keep_lines(self.uid, data.splitlines(), keeper)
+            if total >= MOST_AT_ONCE:
+                break
+        self._store.delete(done)  # a batch that is read again counts once
+        return len(done) < len(names)
+
+    def remove(self) -> None:
+        pass
+
+
+def keep_lines(uid: str, lines: Sequence[bytes], keeper: SeriesKeeper) -> None:
+    """One that is no report hides no other. It is told of once."""
+    try:
+        keeper.take(uid, lines)
+    except ValidationError:
+        for line in lines:
+            try:
+                keeper.take(uid, [line])
+            except ValidationError as error:
+                tell_refused(uid, error)
+
+
+def tell_refused(uid: str, error: ValidationError) -> None:
+    if uid not in _REFUSED:
+        _REFUSED.add(uid)
+        log.warning("training %s: %s; more of the kind are not told of", uid, error)
+
+
+def reader_of(uid: str, where: str) -> FigureReader | None:
+    """None if nothing is to be read there: ranks report by HTTP, or not at all."""
+    url = urlsplit(where)
+    if url.scheme == "file":
+        return FolderReader(uid, Path(unquote(url.path)))
+    return ObjectReader(uid, where) if url.scheme in STORES else None
+
+
+_REFUSED: set[str] = set()
+
+
+class Collector:
+    """Reads what ranks of trainings that run report, and forgets removed trainings."""
+
+    def __init__(
+        self,
+        keeper: SeriesKeeper,
+        where: Callable[[Training], str],
+        measure: Callable[[], Mapping[str, Sequence[RankUse]]] = dict,
+        may_return: Callable[[str], bool] = lambda uid: False,
+    ) -> None:
+        self._keeper = keeper
+        self._where = where  # ranks of a training report to
+        self._may_return = may_return  # a training that is not stored
+        self._measure = measure  # what ranks use of the machine, by training
+        self._life = f"machine-{time.time_ns():x}"
+        self._number = 0
+        self._readers: dict[str, FigureReader] = {}
+        self._due: dict[str, float] = {}
+
+    async def run(self, store: Store) -> None:
+        """Until it is cancelled."""
+        while True:
+            try:
+                await self._follow(store)
+            except Gone:
+                continue
+
+    async def _follow(self, store: Store) -> None:
+        after = await store.version()
+        stored = {training.uid: training for training in await store.list()}
+        for uid in self._keeper.uids() - set(stored):
+            if not self._may_return(uid):
+                self._keeper.remove(uid)
+        for training in stored.values():
+            self._note(training)
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(self._read()), tasks.create_task(self._look())]
+            try:
+                async for change in store.watch(after):
+                    if change.is_removed:
+                        self._readers.pop(change.training.uid, None)
+                        self._due.pop(change.training.uid, None)
+                        await asyncio.to_thread(self._keeper.remove, change.training.uid)
+                    else:
+                        self._note(change.training)
+            finally:
+                for task in beside:
+                    task.cancel()
+
+    def _note(self, training: Training) -> None:
+        uid, is_over = training.uid, training.status.phase.is_terminal
+        reader = self._readers.get(uid)
+        if reader is None:
+            if is_over and self._keeper.is_finished(uid):  # it was read to its end
+                return
+            reader = reader_of(uid, self._where(training))
+            if reader is None:
+                return
+            self._readers[uid] = reader
+        if is_over and not reader.is_last:
+            self._due[uid] = 0.0
+        reader.is_last = is_over
+
+    async def _read(self) -> None:
+        while True:
+            now = time.monotonic()
+            readers = [r for r in self._readers.values() if self._due.get(r.uid, 0.0) <= now]
+            await asyncio.to_thread(self._read_all, readers)
+            await asyncio.sleep(EVERY_S)
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                use = await asyncio.to_thread(self._measure)
+                await asyncio.to_thread(self._keep_use, use, time.time())
+            except Exception:  # ranks come and go meanwhile; reports are read all the same
+                log.exception("the use of the machine could not be measured")
+            await asyncio.sleep(USE_EVERY_S)
+
+    def _keep_use(self, use: Mapping[str, Sequence[RankUse]], now: float) -> None:
+        self._number += 1
+        for uid, ranks in use.items():
+            lines = [self._line(rank, now) for rank in ranks]
+            try:
+                self._keeper.take(uid, lines)
+            except sqlite3.Error as error:
+                log.warning("machine use of training %s: %s", uid, error)
+
+    def _line(self, use: RankUse, now: float) -> bytes:
+        life = Teller(use.rank, use.attempt, 0, f"{self._life}-{use.rank}")
+        figures = {MACHINE + name: [[now, None, value]] for name, value in use.figures.items()}
+        return batch_of(life, self._number, figures, 0)
+
+    def _read_all(self, readers: Iterable[FigureReader]) -> None:
+        for reader in readers:
+            is_last = reader.is_last
+            self._due[reader.uid] = time.monotonic() + reader.every_s
+            try:
+                while reader.read(self._keeper):
+                    pass
+                if is_last:
+                    self._keeper.finish(reader.uid)
+                    reader.remove()
+                    self._readers.pop(reader.uid, None)
+                    self._due.pop(reader.uid, None)
+            except (OSError, ValidationError, sqlite3.Error) as error:  # nothing is lost
+                log.warning("reports of training %s: %s", reader.uid, error)
+                self._due[reader.uid] = time.monotonic() + 4 * reader.every_s

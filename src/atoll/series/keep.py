@@ -1,0 +1,338 @@
+"""The series of all trainings in one SQLite file beside the store.
+
+What arrives is logged in the file as it came and folded in memory. From time to time the folded
+series are written and the log is emptied, so that the work stays in proportion to what arrives. A
+batch that arrives twice counts once.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sqlite3
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from atoll.core.errors import ValidationError
+from atoll.core.escapes import visible
+from atoll.core.rounds import RoundWord
+from atoll.rank.figures import MAX_NAME, MOST_BATCH
+from atoll.series.fold import LEAST_BUCKETS, MEAN, Series, point_of
+from atoll.series.rounds import MOST_FRAGMENTS, RoundKeeper, transaction
+
+MOST_BUCKETS = 2_000  # of one series
+MOST_OF_TRAINING = 1_000_000  # buckets of all series of a training
+MOST_SERIES = 20_000  # of a training
+MOST_HELD = 64  # trainings in memory
+MOST_ROUNDS = 10**9
+MOST_ERROR = 500  # characters
+LOG_BYTES = 4 * 2**20  # of one training, before it is folded into its series
+
+_SCHEMA = """
+create table if not exists series (
+    uid text not null, rank integer not null, process integer not null, name text not null,
+    body blob not null, primary key (uid, rank, process, name)) without rowid;
+create table if not exists batches (
+    id integer primary key autoincrement, uid text not null, body blob not null);
+create index if not exists batches_of_training on batches (uid, id);
+create table if not exists lives (
+    uid text not null, life text not null, n integer not null, primary key (uid, life)
+    ) without rowid;
+create table if not exists finished_reports (uid text primary key) without rowid;
+"""
+
+_RUN = re.compile(r"[\w.+=@-]{1,200}")
+
+log = logging.getLogger(__name__)
+SeriesKey = tuple[int, int, str]  # rank, process, name
+
+
+class _Wire(msgspec.Struct, frozen=True):
+    """What one process of a rank told since it told last, as `rank/figures.py` writes it."""
+
+    rank: int
+    attempt: int
+    process: int
+    id: str  # of the process
+    n: int  # 1, 2, …
+    figures: dict[str, list[list[float | str | None]]]
+    skipped: int = 0
+    rounds: list[RoundWord] = []
+
+
+class Batch(NamedTuple):
+    """The same with its points checked."""
+
+    rank: int
+    attempt: int
+    process: int
+    life: str
+    number: int
+    points: dict[str, list[tuple[float, ...]]]
+    skipped: int
+    rounds: list[RoundWord]
+
+
+class OneSeries(NamedTuple):
+    """One series and whose it is."""
+
+    rank: int
+    process: int
+    name: str
+    series: Series
+
+
+class _Kept:
+    """The series of one training in memory."""
+
+    def __init__(self) -> None:
+        self.series: dict[SeriesKey, Series] = {}
+        self.numbers: dict[str, int] = {}  # of the newest batch of each process
+        self.changed: set[SeriesKey] = set()
+        self.logged_bytes = 0
+        self.sizes: dict[SeriesKey, int] = {}  # bytes in the file
+        self.skipped = 0
+
+    def most(self) -> int:
+        share = MOST_OF_TRAINING // max(1, len(self.series))
+        return max(LEAST_BUCKETS, min(MOST_BUCKETS, share))
+
+    def is_new(self, batch: Batch) -> bool:
+        return batch.number > self.numbers.get(batch.life, 0)
+
+    def fold(self, batch: Batch) -> None:
+        self.numbers[batch.life] = batch.number
+        self.skipped += batch.skipped
+        for name, points in batch.points.items():
+            key = (batch.rank, batch.process, name)
+            if key not in self.series:
+                if len(self.series) >= MOST_SERIES:
+                    self.skipped += len(points)
+                    continue
+                self.series[key] = Series()
+            self.changed.add(key)
+            most, add = self.most(), self.series[key].add
+            for point in points:
+                add(point, batch.attempt, most)
+
+
+_DECODER = msgspec.json.Decoder(_Wire)
+
+
+def decode_batch(line: bytes) -> Batch:
+    """Raises ValidationError."""
+    if len(line) > MOST_BATCH:
+        raise ValidationError("report", f"{len(line)} bytes", f"expected {MOST_BATCH} at most")
+    try:
+        wire = _DECODER.decode(line)
+        points = {name: list(map(point_of, told)) for name, told in wire.figures.items()}
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        text = line[:60].decode(errors="replace")
+        raise ValidationError("report", text, f"not a report: {error}") from error
+    names = {visible(name)[:MAX_NAME]: told for name, told in points.items()}
+    return Batch(
+        wire.rank,
+        wire.attempt,
+        wire.process,
+        wire.id,
+        wire.n,
+        names,
+        max(0, wire.skipped),
+        [_checked(word, wire.rank) for word in wire.rounds],
+    )
+
+
+def _checked(word: RoundWord, rank: int) -> RoundWord:
+    """A rank speaks of itself, and of rounds that can be kept. Raises ValidationError."""
+    facts = word.facts
+    key = (word.run, word.fragment, word.round)
+    is_good = (
+        _RUN.fullmatch(word.run)
+        and 0 <= word.fragment < MOST_FRAGMENTS
+        and 0 <= word.round < MOST_ROUNDS
+        and word.cost.rank == rank
+        and (facts is None or (facts.run, facts.fragment, facts.round) == key)
+    )
+    if not is_good:
+        raise ValidationError("report", str(word)[:60], "not a report: no such round")
+    if facts is not None and facts.error:
+        facts = replace(facts, error=visible(facts.error)[:MOST_ERROR])
+    return replace(word, facts=facts)
+
+
+class SeriesKeeper:
+    """All series. Its methods may be called from several threads."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._lock = threading.RLock()
+        self._held: OrderedDict[str, _Kept] = OrderedDict()
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.execute("pragma journal_mode = wal")
+        self._db.execute("pragma synchronous = normal")
+        self._db.executescript(_SCHEMA)
+        self.rounds = RoundKeeper(self._db, self._lock)
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def take(self, uid: str, lines: Iterable[bytes]) -> int:
+        """Keeps these batches, in one transaction. Returns how many of them were new.
+
+        Raises ValidationError for one that is none; nothing is kept then.
+        """
+        batches = [(line, decode_batch(line)) for line in lines]
+        with self._lock:
+            kept = self._of(uid)
+            numbers: dict[str, int] = {}
+            new = []
+            for line, batch in batches:
+                if kept.is_new(batch) and batch.number > numbers.get(batch.life, 0):
+                    numbers[batch.life] = batch.number
+                    new.append((line, batch))
+            with transaction(self._db):
+                self._db.executemany(
+                    "insert into batches (uid, body) values (?, ?)",
+                    [(uid, line) for line, _ in new],
+                )
+                for _, batch in new:
+                    self.rounds.add_words(uid, batch.rounds)
+            for line, batch in new:
+                kept.fold(batch)
+                kept.logged_bytes += len(line)
+            if kept.logged_bytes > max(LOG_BYTES, sum(kept.sizes.values())):
+                self._write(uid, kept)
+            return len(new)
+
+    def series(
+        self, uid: str, names: Collection[str] = (), ranks: Collection[int] = ()
+    ) -> list[OneSeries]:
+        """A copy of the series of a training, in order of name, rank and process; all, or those of
+        these names and ranks."""
+        with self._lock:
+            kept = self._of(uid)
+            wanted = [
+                (name, rank, process)
+                for rank, process, name in kept.series
+                if (not names or name in names) and (not ranks or rank in ranks)
+            ]
+            return [
+                OneSeries(rank, process, name, kept.series[rank, process, name].copy())
+                for name, rank, process in sorted(wanted)
+            ]
+
+    def keys(self, uid: str) -> list[SeriesKey]:
+        with self._lock:
+            return list(self._of(uid).series)
+
+    def first(self, uid: str, name: str) -> Series | None:
+        """A copy of this series of the lowest rank that has one. Of a training that is not in
+        memory, nothing else is read: lists of thousands ask for it."""
+        with self._lock:
+            if uid not in self._held and not self._is_logged(uid):
+                row = self._db.execute(
+                    "select body from series where uid = ? and name = ? order by rank, process "
+                    "limit 1",
+                    (uid, name),
+                ).fetchone()
+                return None if row is None else Series.unpacked(row[0])
+            kept = self._of(uid).series
+            keys = [key for key in kept if key[2] == name]
+            return kept[min(keys)].copy() if keys else None
+
+    def lasts(self, uid: str, names: Collection[str]) -> dict[SeriesKey, float]:
+        """The newest value of each series of these names."""
+        with self._lock:
+            return {
+                key: series.columns[MEAN][-1]
+                for key, series in self._of(uid).series.items()
+                if key[2] in names and len(series)
+            }
+
+    def _is_logged(self, uid: str) -> bool:
+        query = "select 1 from batches where uid = ? limit 1"
+        return self._db.execute(query, (uid,)).fetchone() is not None
+
+    def skipped(self, uid: str) -> int:
+        """How many figures were not kept, by a rank or here."""
+        with self._lock:
+            return self._of(uid).skipped
+
+    def remove(self, uid: str) -> None:
+        with self._lock:
+            self._held.pop(uid, None)
+            with transaction(self._db):
+                for table in ("series", "batches", "lives", "finished_reports"):
+                    self._db.execute(f"delete from {table} where uid = ?", (uid,))
+                self.rounds.remove(uid)
+
+    def finish(self, uid: str) -> None:
+        """The training is over, and all that its ranks left behind was read."""
+        with self._lock, transaction(self._db):
+            self._db.execute("insert or replace into finished_reports values (?)", (uid,))
+
+    def is_finished(self, uid: str) -> bool:
+        with self._lock:
+            found = self._db.execute("select 1 from finished_reports where uid = ?", (uid,))
+            return found.fetchone() is not None
+
+    def uids(self) -> set[str]:
+        with self._lock:
+            rows = self._db.execute(
+                "select distinct uid from series union select distinct uid from batches"
+            )
+            return {row[0] for row in rows} | self.rounds.uids()
+
+    def _of(self, uid: str) -> _Kept:
+        kept = self._held.get(uid)
+        if kept is None:
+            kept = self._held[uid] = self._read(uid)
+            while len(self._held) > MOST_HELD:
+                oldest, left = next(iter(self._held.items()))
+                self._write(oldest, left)
+                del self._held[oldest]
+        self._held.move_to_end(uid)
+        return kept
+
+    def _read(self, uid: str) -> _Kept:
+        kept = _Kept()
+        rows = self._db.execute(
+            "select rank, process, name, body from series where uid = ?", (uid,)
+        )
+        for rank, process, name, body in rows:
+            kept.series[rank, process, name] = Series.unpacked(body)
+            kept.sizes[rank, process, name] = len(body)
+        kept.numbers = dict(
+            self._db.execute("select life, n from lives where uid = ?", (uid,)).fetchall()
+        )
+        for (body,) in self._db.execute(
+            "select body from batches where uid = ? order by id", (uid,)
+        ):
+            kept.logged_bytes += len(body)
+            batch = decode_batch(body)
+            if kept.is_new(batch):
+                kept.fold(batch)
+        return kept
+
+    def _write(self, uid: str, kept: _Kept) -> None:
+        """Writes the folded series in place of the log."""
+        if not kept.changed:
+            return
+        changed = list(kept.changed)
+        rows = [(uid, *key, kept.series[key].packed()) for key in changed]
+        with transaction(self._db):
+            self._db.executemany("insert or replace into series values (?, ?, ?, ?, ?)", rows)
+            self._db.executemany(
+                "insert or replace into lives values (?, ?, ?)",
+                [(uid, life, n) for life, n in kept.numbers.items()],
+            )
+            self._db.execute("delete from batches where uid = ?", (uid,))
+        kept.changed.clear()
+        kept.logged_bytes = 0
+        kept.sizes |= {key: len(row[-1]) for key, row in zip(changed, rows, strict=True)}

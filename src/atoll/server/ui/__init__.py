@@ -1,0 +1,1 @@
+"""The dashboard: signing in, its pages, and the answers made for a browser."""

@@ -1,0 +1,379 @@
+"""One training as its page shows it: made on the server, bounded however many ranks there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from msgspec.structs import replace
+
+from atoll.core.attempts import attempts_of
+from atoll.core.clock import Time
+from atoll.core.ends import why_ended
+from atoll.core.escapes import visible
+from atoll.core.model import Model
+from atoll.core.narrate import attempt_in_words, exit_in_words, ranks_in_words
+from atoll.core.status import (
+    AttemptStatus,
+    Condition,
+    Exit,
+    RankExit,
+    RankStatus,
+    Resize,
+    Status,
+    Training,
+    WorldPoint,
+)
+from atoll.core.usage import usage
+from atoll.server.encoded import shown
+from atoll.server.ui.rows import TrainingRow, row_of
+
+EACH_SHOWN = 128  # ranks that are sent one by one
+EXCEPTIONS = 50
+LINES = 8  # of what happened
+RESIZES = 20
+PLAIN_ENDS = ("Completed", "Error")  # the code says as much
+LETTERS = {"Pending": "P", "Running": "R", "Succeeded": "S", "Failed": "F", "Stopped": "C"}
+
+
+class EarlierAttempt(Model, frozen=True, omit_defaults=False):
+    """An attempt of a rank that has a successor."""
+
+    attempt: int
+    started_at: float | None
+    ended_at: float | None
+    words: str
+
+
+class RankLine(Model, frozen=True, omit_defaults=False):
+    """One rank on the page."""
+
+    rank: int
+    phase: str
+    host: str
+    words: str
+    short: str  # the same for a narrow column; empty while it has not ended
+    restarts: int
+    attempt: int
+    started_at: float | None
+    ended_at: float | None
+    is_first: bool = False  # the first that failed
+    is_collateral: bool = False
+    previous: str = ""
+    previous_at: float | None = None
+    earlier: list[EarlierAttempt] = []
+    provider: str = ""
+    region: str = ""
+    unit: str = ""  # the pod, job or process that it is
+
+
+class CauseCard(Model, frozen=True, omit_defaults=False):
+    rank: int
+    headline: str
+    exit: str
+    host: str
+    beside: list[int]  # other ranks on that host
+    before: str
+    at: float | None
+    tail: list[str]
+
+
+class Happening(Model, frozen=True, omit_defaults=False):
+    at: float
+    kind: str  # running, failed, cancelled, succeeded or pending
+    text: str
+    is_first: bool = False
+
+
+class SeriesName(Model, frozen=True, omit_defaults=False):
+    name: str
+    ranks: int  # that report it
+
+
+class PageOfTraining(Model, frozen=True, omit_defaults=False):
+    row: TrainingRow
+    now: float
+    world_max: int
+    created_at: float
+    rank_seconds: float
+    cause: CauseCard | None
+    waiting: list[str]
+    happened: list[Happening]
+    tally: dict[str, int]
+    ranks: list[RankLine]
+    cells: str  # a letter for each rank, where not every rank is in `ranks`
+    world: list[WorldPoint]
+    conditions: list[Condition]
+    resizes: list[Resize]
+    series: list[SeriesName]
+    is_kept: bool  # whether this control plane keeps series
+    spec: dict[str, object]
+    command: str
+    is_source: bool  # it runs code that was sent along, not a command
+
+
+def page_of(
+    training: Training,
+    time: Time,
+    attempts: Sequence[AttemptStatus] = (),
+    series: Sequence[SeriesName] | None = (),
+) -> PageOfTraining:
+    """`attempts` are those that have a successor. `series` is None where none are kept."""
+    status = training.status
+    lines = rank_lines(status, attempts)
+    is_large = len(lines) > EACH_SHOWN
+    return PageOfTraining(
+        row=row_of(training),
+        now=time.wall,
+        world_max=training.spec.world_size.max,
+        created_at=training.created_at,
+        rank_seconds=usage(training, time).rank_seconds,
+        cause=cause_card(training),
+        waiting=_waiting(status),
+        happened=happenings(training),
+        tally=_tally(status),
+        ranks=_exceptions(lines) if is_large else lines,
+        cells="".join(map(_letter, lines)) if is_large else "",
+        world=list(status.world_size_history),
+        conditions=list(status.conditions),
+        resizes=_resizes(status.world_size_history),
+        series=list(series or ()),
+        is_kept=series is not None,
+        spec=_spec(training),
+        command=_command(training),
+        is_source=training.spec.source is not None,
+    )
+
+
+def _letter(line: RankLine) -> str:
+    """A restarted rank that runs is told from one that always ran."""
+    return "r" if line.phase == "Running" and line.restarts else LETTERS.get(line.phase, "?")
+
+
+def _resizes(world: Sequence[WorldPoint]) -> list[Resize]:
+    return [
+        Resize(from_target=before.target, to_target=after.target, at=after.at)
+        for before, after in pairwise(world)
+        if before.target != after.target
+    ][-RESIZES:]
+
+
+def rank_lines(status: Status, attempts: Sequence[AttemptStatus] = ()) -> list[RankLine]:
+    earlier: dict[int, list[EarlierAttempt]] = {}
+    known = attempts_of(status, attempts)
+    for one, after in zip(known, known[1:], strict=False):
+        if after.rank == one.rank:  # else it is the newest of its rank
+            earlier.setdefault(one.rank, []).append(_earlier(one))
+    first = None if status.root_cause is None else status.root_cause.rank
+    exits = {ended.rank: ended for ended in status.rank_exits}
+    ranks = sorted((*status.ranks, *status.retired), key=lambda rank: rank.rank)
+    return [
+        replace(
+            _line(rank, exits.get(rank.rank), is_first=rank.rank == first),
+            earlier=earlier.get(rank.rank, []),
+        )
+        for rank in ranks
+    ]
+
+
+def _earlier(one: AttemptStatus) -> EarlierAttempt:
+    return EarlierAttempt(
+        attempt=one.attempt,
+        started_at=one.started_at,
+        ended_at=one.ended_at,
+        words=attempt_in_words(one)[:200],
+    )
+
+
+def _line(rank: RankStatus, ended: RankExit | None, *, is_first: bool) -> RankLine:
+    final = ended if ended is not None else rank.exit
+    at = None if final is None else final.ended_at if isinstance(final, RankExit) else final.at
+    words = visible(rank.message) if final is None else exit_in_words(final)
+    is_collateral = bool(ended is not None and ended.collateral)
+    if final is not None and is_collateral:
+        words = "stopped with the rest"
+    return RankLine(
+        rank=rank.rank,
+        phase="Stopped" if is_collateral else rank.phase,
+        host=rank.node or "",
+        words=words[:300],
+        short="" if final is None or is_collateral else _short(final),
+        restarts=rank.restarts,
+        attempt=rank.attempt,
+        started_at=rank.started_at,
+        ended_at=at,
+        is_first=is_first,
+        is_collateral=is_collateral,
+        provider=rank.provider or "",
+        region=rank.region or "",
+        unit=rank.pod_name,
+        previous="" if rank.previous is None else exit_in_words(rank.previous)[:200],
+        previous_at=None if rank.previous is None else rank.previous.at,
+    )
+
+
+def _short(ended: Exit | RankExit) -> str:
+    """`exit 137 OOMKilled`, `exit 0`."""
+    if isinstance(ended, RankExit):
+        code, reason = ended.exit_code, ended.termination_reason
+    else:
+        code, reason = ended.code, ended.reason
+    if code is None:
+        return "end unknown"
+    told = "" if reason in PLAIN_ENDS else reason or ""
+    return visible(f"exit {code} {told}".strip())[:40]
+
+
+def _exceptions(lines: Sequence[RankLine]) -> list[RankLine]:
+    """What is not like the rest: failed first, then waiting, then restarted."""
+
+    def order(line: RankLine) -> tuple[bool, int, int]:
+        kinds = {"Failed": 0, "Pending": 1}
+        return not line.is_first, kinds.get(line.phase, 2 if line.restarts else 3), line.rank
+
+    odd = [line for line in lines if line.phase in ("Failed", "Pending") or line.restarts]
+    return sorted(odd, key=order)[:EXCEPTIONS]
+
+
+def cause_card(training: Training) -> CauseCard | None:
+    status, cause = training.status, training.status.root_cause
+    if cause is None:
+        return None
+    why = visible(why_ended(cause.termination_reason, cause.message))
+    words = exit_in_words(cause)
+    code = "unknown" if cause.exit_code is None else str(cause.exit_code)
+    parts = [code, cause.signal or "", cause.termination_reason]
+    attempts = f"attempt {cause.restart_count + 1}"
+    ranks = (*status.ranks, *status.retired)
+    beside = [r.rank for r in ranks if cause.host and r.node == cause.host and r.rank != cause.rank]
+    return CauseCard(
+        rank=cause.rank,
+        headline=f"Rank {cause.rank} {words}" if not why else f"Rank {cause.rank}: {why}",
+        exit=f"{', '.join(part for part in parts if part)}; {attempts}",
+        host=cause.host or "",
+        beside=beside[:20],
+        before=_before(status, cause),
+        at=cause.ended_at,
+        tail=[visible(line) for line in cause.log_tail],
+    )
+
+
+def _before(status: Status, cause: RankExit) -> str:
+    resize = status.last_resize
+    if resize is not None and cause.ended_at is not None and resize.at <= cause.ended_at:
+        apart = _apart(cause.ended_at - resize.at)
+        return f"scaled {resize.from_target} → {resize.to_target}, {apart} earlier"
+    if cause.started_at is not None and cause.ended_at is not None:
+        return f"it had run for {_apart(cause.ended_at - cause.started_at)}"
+    return ""
+
+
+def happenings(training: Training) -> list[Happening]:
+    """What led here, in order: at most so many lines."""
+    status = training.status
+    lines: list[Happening] = []
+    if status.started_at is not None:
+        size = training.spec.world_size.target
+        lines.append(
+            Happening(at=status.started_at, kind="running", text=f"First of {size} ranks ran")
+        )
+    if status.last_resize is not None:
+        resize = status.last_resize
+        text = f"Scaled {resize.from_target} → {resize.to_target}"
+        lines.append(Happening(at=resize.at, kind="running", text=text))
+    restarted = [r for r in status.ranks if r.previous is not None]
+    for words, ranks in _alike(
+        [(exit_in_words(r.previous), r.rank) for r in restarted if r.previous]
+    ):
+        at = min(r.previous.at for r in restarted if r.rank in ranks and r.previous)
+        text = f"{_who(ranks, words)}, and {'was' if len(ranks) == 1 else 'were'} started again"
+        lines.append(Happening(at=at, kind="failed", text=text))
+    cause = status.root_cause
+    if cause is not None and cause.ended_at is not None:
+        text = f"Rank {cause.rank} {exit_in_words(cause)}"
+        lines.append(Happening(at=cause.ended_at, kind="failed", text=text, is_first=True))
+    others = [e for e in status.rank_exits if cause is None or e.rank != cause.rank]
+    for kind, ended in (
+        ("failed", [e for e in others if e.is_failure and not e.collateral]),
+        ("cancelled", [e for e in others if e.collateral]),
+        ("succeeded", [e for e in others if not e.is_failure and not e.collateral]),
+    ):
+        told = [("" if kind == "cancelled" else exit_in_words(e), e.rank) for e in ended]
+        for words, ranks in _alike(told):
+            times = [e.ended_at for e in ended if e.rank in set(ranks) and e.ended_at is not None]
+            if times:
+                if kind == "cancelled":
+                    words = "stopped with the rest; had not failed"
+                text = _who(ranks, words)
+                lines.append(Happening(at=min(times), kind=kind, text=text))
+    lines.sort(key=lambda line: line.at)
+    if len(lines) > LINES:
+        first = next((at for at, line in enumerate(lines) if line.is_first), len(lines) - 1)
+        begin = max(0, min(first - LINES // 2, len(lines) - LINES))
+        lines = lines[begin : begin + LINES]
+    return lines
+
+
+def _who(ranks: Sequence[int], words: str) -> str:
+    """`Rank 3 was killed`, `Ranks 3-5 were killed`."""
+    if len(ranks) > 1 and words.startswith("was "):
+        words = f"were {words.removeprefix('was ')}"
+    return f"{_capital(ranks_in_words(ranks))} {words}"
+
+
+def _alike(pairs: Sequence[tuple[str, int]]) -> list[tuple[str, list[int]]]:
+    groups: dict[str, list[int]] = {}
+    for words, rank in pairs:
+        groups.setdefault(words, []).append(rank)
+    return list(groups.items())
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _apart(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole // 60 % 60:02} min"
+
+
+def _waiting(status: Status) -> list[str]:
+    """What ranks wait for, each once with those who do."""
+    if status.phase.is_terminal:
+        return []
+    pending = [(visible(r.message), r.rank) for r in status.ranks if r.phase == "Pending"]
+    groups = _alike([(words or "starting", rank) for words, rank in pending])
+    return [f"{_capital(ranks_in_words(ranks))}: {words}" for words, ranks in groups[:LINES]]
+
+
+def _tally(status: Status) -> dict[str, int]:
+    if not status.rank_exits:
+        return dict(Counter(rank.phase.lower() for rank in status.ranks))
+    exits = status.rank_exits
+    return {
+        "failed": sum(e.is_failure and not e.collateral and e.exit_code is not None for e in exits),
+        "stopped with the rest": sum(e.collateral for e in exits),
+        "exited 0": sum(not e.is_failure and not e.collateral for e in exits),
+        "unknown": sum(e.exit_code is None and not e.collateral for e in exits),
+    }
+
+
+def _spec(training: Training) -> dict[str, object]:
+    import msgspec
+
+    spec: dict[str, object] = msgspec.to_builtins(shown(training).spec)
+    return spec
+
+
+def _command(training: Training) -> str:
+    import shlex
+
+    spec = training.spec
+    if spec.source is not None:
+        return visible(f"<{spec.source.kind} {spec.source.filename}>")
+    return visible(shlex.join([*(spec.command or ()), *spec.args]))

@@ -1,0 +1,263 @@
+"""Every training as one row, kept in memory and up to date, so that lists of thousands are cheap.
+
+What a row says is decided here, in the words of `core/narrate.py`; a browser only draws it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from atoll.core.ends import why_ended
+from atoll.core.errors import Gone, ValidationError
+from atoll.core.escapes import visible
+from atoll.core.executors import absence
+from atoll.core.model import Model
+from atoll.core.narrate import end_in_words, phase_in_words, status_in_words
+from atoll.core.phase import Phase
+from atoll.core.ports import Store
+from atoll.core.status import Training
+
+RECENT_S = 86_400.0
+PENDING_S = 300.0
+SORTS = ("since", "name", "phase", "world", "ran", "where")
+SENTENCE = 300  # characters
+RECENT_KEPT = 10_000  # changes
+HOSTS = 1_000  # that a filter finds a training by
+
+
+class TrainingRow(Model, frozen=True, omit_defaults=False):
+    """One training in a list. Times are seconds since the epoch."""
+
+    name: str
+    uid: str
+    phase: str
+    cause: str  # what to see first; may be empty
+    sentence: str
+    ready: int
+    target: int
+    min: int
+    restarts: int
+    started_at: float | None
+    ended_at: float | None
+    since: float  # when it was stored, started or ended: the newest
+    where: str
+    version: int
+    is_stopping: bool = False
+    is_below: bool = False
+    round: int | None = None  # outer rounds that are agreed; None where there are none
+    loss: float | str | None = None
+    spark: list[float] = []
+
+    def needs_look(self, now: float) -> bool:
+        if self.phase == "failed":
+            return now - self.since < RECENT_S
+        if self.phase in ("pending", "new"):
+            return now - self.since > PENDING_S or self.is_below
+        return False
+
+    def ran_s(self, now: float) -> float:
+        if self.started_at is None:
+            return -1.0
+        return max(0.0, (self.ended_at or now) - self.started_at)
+
+
+class RowTotals(Model, frozen=True, omit_defaults=False):
+    """How many trainings there are, by phase, before any filter."""
+
+    all: int
+    needs_look: int
+    by_phase: dict[str, int]
+
+
+class RowPage(Model, frozen=True, omit_defaults=False):
+    items: list[TrainingRow]
+    matched: int
+    totals: RowTotals
+    version: int
+    now: float
+
+
+def row_of(training: Training) -> TrainingRow:
+    status, world = training.status, training.world
+    is_over = status.phase.is_terminal
+    ends = [e.ended_at for e in status.rank_exits if e.ended_at is not None]
+    ended_at = max(ends, default=status.ended_at) if is_over else None
+    since = status.ended_at if is_over else status.started_at
+    cause, sentence = _sentence(training)
+    return TrainingRow(
+        name=training.name,
+        uid=training.uid,
+        phase=status.phase.value or "new",
+        cause=cause[:SENTENCE],
+        sentence=sentence[:SENTENCE],
+        ready=status.world.ready,
+        target=world.target,
+        min=world.min,
+        restarts=sum(rank.restarts for rank in (*status.ranks, *status.retired)),
+        started_at=status.started_at,
+        ended_at=ended_at,
+        since=since or training.created_at,
+        where=training.executor,
+        version=training.resource_version,
+        is_stopping=bool(status.failing) or (training.is_cancelling and not is_over),
+        is_below=status.started_at is not None and world.below_minimum and not is_over,
+    )
+
+
+def _sentence(training: Training) -> tuple[str, str]:
+    """What to see first, and the rest of the sentence."""
+    status, name = training.status, training.name
+    if status.phase.is_terminal:
+        words = end_in_words(training).removeprefix(f"{name} ")
+        cause = status.root_cause
+        if cause is None:
+            return "", words.removeprefix(f"{status.phase.value}: ")
+        why = why_ended(cause.termination_reason, cause.message)
+        return visible(why), words.removeprefix("failed: ")
+    if where := absence(training):
+        return f"Executor {where.removeprefix('Executor').lower()}", visible(status.message)
+    waits = [rank for rank in status.ranks if rank.phase == "Pending" and rank.message]
+    if status.phase is Phase.PENDING and waits:
+        words = visible(waits[0].message)
+        more = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
+        return "", f"rank {waits[0].rank} {words}{more}"
+    if status.phase is Phase.NONE:
+        return "", "stored; its ranks start soon"
+    if status.failing or training.is_cancelling:
+        return "", status_in_words(status)
+    return "", phase_in_words(status) if status.message else status_in_words(status)
+
+
+class Rows:
+    """The rows of all namespaces."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[str, TrainingRow]] = {}  # by namespace, then name
+        self._texts: dict[str, str] = {}  # by uid: what a filter looks into
+        self._changed = asyncio.Condition()
+        self._recent: deque[tuple[int, str, str]] = deque(maxlen=RECENT_KEPT)
+        self.version = 0
+
+    async def follow(self, store: Store) -> None:
+        """Keeps the rows up to date until it is cancelled."""
+        while True:
+            after = await store.version()
+            self._rows, self._texts = {}, {}
+            for training in await store.list():
+                self._put(training)
+            self.version = after
+            try:
+                async for change in store.watch(after):
+                    if change.is_removed:
+                        self._drop(change.training)
+                    else:
+                        self._put(change.training)
+                    self.version = max(self.version, change.version)
+                    self._recent.append((change.version, *change.training.key))
+                    async with self._changed:
+                        self._changed.notify_all()
+                return
+            except Gone:
+                continue
+
+    async def wait(self, after: int) -> int:
+        """Returns once there is a version above `after`: that version."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version > after)
+        return self.version
+
+    def _put(self, training: Training) -> None:
+        row = row_of(training)
+        rows = self._rows.setdefault(training.namespace, {})
+        if training.name in rows:
+            self._texts.pop(rows[training.name].uid, None)
+        rows[training.name] = row
+        hosts = {rank.node for rank in training.status.ranks if rank.node}
+        text = " ".join((row.name, row.cause, row.sentence, row.where, *sorted(hosts)[:HOSTS]))
+        self._texts[row.uid] = text.lower()
+
+    def _drop(self, training: Training) -> None:
+        rows = self._rows.get(training.namespace, {})
+        if training.name in rows and rows[training.name].uid == training.uid:
+            del rows[training.name]
+            self._texts.pop(training.uid, None)
+
+    def changed(self, namespace: str, after: int) -> list[str] | None:
+        """The names that changed after a version; None if that is not known any more."""
+        if self._recent and self._recent[0][0] > after + 1 and len(self._recent) == RECENT_KEPT:
+            return None
+        names = (n for version, ns, n in self._recent if version > after and ns == namespace)
+        return list(dict.fromkeys(names))
+
+    def all_of(self, namespace: str) -> list[TrainingRow]:
+        return list(self._rows.get(namespace, {}).values())
+
+    def page(
+        self, namespace: str, *, q: str, phase: str, sort: str, offset: int, limit: int, now: float
+    ) -> RowPage:
+        """Rows that match, sorted. `-since` is the other way round. Raises ValidationError."""
+        rows = self.all_of(namespace)
+        phases = Counter(row.phase for row in rows)
+        looks = sum(row.needs_look(now) for row in rows)
+        totals = RowTotals(all=len(rows), needs_look=looks, by_phase=dict(phases))
+        words = q.lower().split()
+        matching = [row for row in rows if _matches(row, self._texts[row.uid], words, phase, now)]
+        ordered = _sorted(matching, sort, now)
+        return RowPage(
+            items=ordered[offset : offset + limit],
+            matched=len(matching),
+            totals=totals,
+            version=self.version,
+            now=now,
+        )
+
+
+def _matches(row: TrainingRow, text: str, words: list[str], phase: str, now: float) -> bool:
+    if phase == "look" and not row.needs_look(now):
+        return False
+    if phase not in ("", "look") and row.phase != phase:
+        return False
+    for word in words:
+        field, _, value = word.partition(":")
+        if value and field == "phase":
+            is_match = row.phase.startswith(value)
+        elif value and field == "where":
+            is_match = row.where.lower().startswith(value)
+        else:
+            is_match = word in text
+        if not is_match:
+            return False
+    return True
+
+
+def _sorted(rows: Sequence[TrainingRow], sort: str, now: float) -> list[TrainingRow]:
+    name, is_down = sort.removeprefix("-"), sort.startswith("-")
+    if name == "":  # in groups: what needs a look, what runs, what has ended; newest first
+        return sorted(rows, key=lambda row: (_group(row, now), -row.since, row.name))
+    if name not in SORTS:
+        raise ValidationError("sort", sort, f"expected one of {', '.join(SORTS)}")
+    keys: dict[str, Callable[[TrainingRow], Any]] = {
+        "since": lambda row: row.since,
+        "name": lambda row: row.name,
+        "phase": lambda row: row.phase,
+        "world": lambda row: row.ready / max(1, row.target),
+        "ran": lambda row: row.ran_s(now),
+        "where": lambda row: row.where,
+    }
+    by_name = sorted(rows, key=lambda row: row.name)
+    return sorted(by_name, key=keys[name], reverse=is_down)
+
+
+def _group(row: TrainingRow, now: float) -> int:
+    if row.needs_look(now):
+        return 0
+    return 1 if row.phase in ("new", "pending", "ready") else 2
+
+
+def with_spark(row: TrainingRow, values: Sequence[float], last: float | str) -> TrainingRow:
+    return replace(row, loss=last, spark=list(values))

@@ -1,0 +1,244 @@
+// The lines of the ranks: the end first, then followed. What a rank prints is text and nothing else.
+
+import { lines as stream, query } from "./api.js";
+import { button, h, patch, put } from "./dom.js";
+
+const HELD = 5000; // lines
+const HELD_CHARACTERS = 2_000_000;
+const DRAWN = 300; // elements, however many lines are held
+const LINE_PX = 19;
+const TAIL = 200;
+const COLOURS = /\u001b\[([0-9;]*)m/g;
+const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f]/g;
+const LONG = 4096;
+
+export class Logs {
+  constructor(body, path, signal, rank) {
+    this.path = path;
+    this.signal = signal;
+    this.rank = rank;
+    this.held = [];
+    this.characters = 0;
+    this.number = 0;
+    this.found = [];
+    this.isFollowing = true;
+    this.ranks = h("input", { class: "mini rank", type: "number", min: 0, "aria-label": "Rank; empty for all", placeholder: "all ranks", onchange: () => this.choose(this.ranks.value === "" ? null : Number(this.ranks.value)) });
+    this.search = h("input", { class: "mini", type: "search", "aria-label": "Search the logs", placeholder: "Search", oninput: () => { this.all?.ended.abort(); this.all = null; this.find(0); }, onkeydown: (event) => { if (event.key === "Enter") this.searchAll(event.shiftKey ? -1 : 1); } });
+    this.hits = h("span", { class: "small soft num", role: "status" });
+    this.followButton = button("Follow", () => this.follow(), { class: "mini", "aria-pressed": "true" });
+    this.list = h("ol", {});
+    this.box = h("div", { class: "logs", tabindex: 0, role: "log", "aria-live": "off", "aria-label": "Log lines", onscroll: () => this.scrolled() }, this.list);
+    this.note = h("p", { class: "small dim" });
+    put(body, h("div", { class: "row logbar" }, h("label", { class: "small soft" }, "Rank ", this.ranks), this.search, this.hits, button("↑", () => this.searchAll(-1), { class: "mini", "aria-label": "Previous match" }), button("↓", () => this.searchAll(1), { class: "mini", "aria-label": "Next match" }), h("span", { class: "push" }), this.followButton, button("Wrap", (event) => { event.target.setAttribute("aria-pressed", String(this.box.classList.toggle("wrap"))); this.draw(); }, { class: "mini", "aria-pressed": "false" })), this.box, this.note);
+  }
+
+  update(page, isFirst) {
+    this.page = page;
+    const count = page.cells.length || page.ranks.length;
+    this.ranks.max = Math.max(0, count - 1);
+    this.ranks.placeholder = count === 1 ? "rank 0" : `all ${count} ranks`;
+    if (isFirst) {
+      if (this.rank === null && page.cause) this.choose(page.cause.rank);
+      else this.open();
+    }
+  }
+
+  choose(rank) {
+    this.rank = rank;
+    this.ranks.value = rank === null ? "" : String(rank);
+    this.open();
+  }
+
+  async open() {
+    this.ended?.abort();
+    const ended = this.ended = new AbortController();
+    this.signal.addEventListener("abort", () => ended.abort());
+    this.held = [];
+    this.characters = 0;
+    this.found = [];
+    this.draw();
+    const many = this.page.cells.length > 64 && this.rank === null;
+    const wanted = { tail: many ? 2 : TAIL, rank: this.rank === null ? null : this.rank, uid: this.page.row.uid };
+    let pending = [], timer = null;
+    const flush = () => { timer = null; const fresh = pending; pending = []; this.add(fresh); };
+    try {
+      while (!ended.signal.aborted) {
+        let isCut = false;
+        for await (const line of stream(`/v1/trainings/${this.path}/logs${query({ ...wanted, follow: "true" })}`, ended.signal)) {
+          if (line.cut) { isCut = true; continue; }
+          if (line.places) continue;
+          pending.push(line);
+          if (pending.length > HELD) pending.splice(0, pending.length - HELD);
+          timer ??= setTimeout(flush, 100);
+        }
+        if (!isCut) break;
+        await new Promise((go) => setTimeout(go, 1000));
+        wanted.tail = 0;
+      }
+      clearTimeout(timer);
+      flush();
+      this.note.textContent = this.held.length ? "end of the log" : "Nothing was printed.";
+    } catch (error) {
+      if (ended.signal.aborted) return;
+      clearTimeout(timer);
+      flush();
+      this.note.textContent = error.status === 404 ? "" : `The log broke off (${error.message}); it goes on when the page is connected.`;
+      setTimeout(() => { if (!ended.signal.aborted && error.status !== 404) this.open(); }, 3000);
+    }
+  }
+
+  add(fresh) {
+    if (!fresh.length) return;
+    for (const line of fresh) {
+      line.number = this.number++;
+      this.characters += line.text.length;
+      this.held.push(line);
+    }
+    let dropped = 0;
+    while (this.held.length - dropped > HELD || (this.characters > HELD_CHARACTERS && this.held.length - dropped > 1)) this.characters -= this.held[dropped++].text.length;
+    this.held.splice(0, dropped);
+    this.isCut ||= dropped > 0;
+    this.note.textContent = this.isCut ? `the last ${this.held.length.toLocaleString("en")} lines; the whole log: atoll logs ${decodeURIComponent(this.path)}` : "";
+    if (this.search.value && !this.all) this.find(0);
+    if (!this.isFollowing && dropped) this.box.scrollTop -= dropped * LINE_PX;
+    this.draw();
+  }
+
+  // Only what is in view is in the document; the rest is the padding above and below it.
+  draw() {
+    const isWrapped = this.box.classList.contains("wrap"), count = this.held.length;
+    if (this.isFollowing) { this.list.style.paddingBottom = "0px"; this.list.style.paddingTop = `${isWrapped ? 0 : count * LINE_PX}px`; this.box.scrollTop = this.box.scrollHeight; }
+    const shown = Math.ceil(this.box.clientHeight / LINE_PX);
+    let first = this.isFollowing ? count - shown : Math.floor(this.box.scrollTop / LINE_PX);
+    first = Math.max(0, Math.min(first - 40, count - shown - 80));
+    let last = Math.min(count, first + Math.min(DRAWN, shown + 120));
+    if (isWrapped) { last = this.isFollowing || this.place === undefined ? count : Math.min(count, (this.found[this.place] ?? count) + DRAWN / 2); first = Math.max(0, last - DRAWN); }
+    const hits = new Set(this.found), at = this.found[this.place];
+    const lines = this.held.slice(first, last).map((line, index) => ({ line, kind: first + index === at ? "hit at" : hits.has(first + index) ? "hit" : "" }));
+    patch(this.list, lines, ({ line }) => String(line.number), ({ kind }) => kind, ({ line, kind }) => this.row(line, kind));
+    this.list.style.paddingTop = `${isWrapped ? 0 : first * LINE_PX}px`;
+    this.list.style.paddingBottom = `${isWrapped ? 0 : (count - last) * LINE_PX}px`;
+    if (this.isFollowing) this.box.scrollTop = this.box.scrollHeight;
+  }
+
+  row(line, kind) {
+    return h("li", { class: kind }, h("span", { class: "rk" }, `[${line.rank}]`), h("span", { class: kindOf(line.text) }, coloured(line.text)));
+  }
+
+  // The whole log, on the server; what is shown moves to a hit that is not among the lines held.
+  async searchAll(step) {
+    const word = this.search.value, key = `${word}\n${this.rank}`;
+    if (!word) return this.find(0);
+    if (this.all?.key !== key) {
+      this.all?.ended.abort();
+      const ended = new AbortController(), all = this.all = { key, ended, hits: [], at: -1, isCut: false };
+      this.signal.addEventListener("abort", () => ended.abort());
+      this.hits.textContent = "searching…";
+      try {
+        for await (const hit of stream(`/v1/trainings/${this.path}/logs/search${query({ q: word, ignoreCase: "true", rank: this.rank, uid: this.page.row.uid })}`, ended.signal)) {
+          if (hit.done) all.isCut = hit.isCut;
+          else if (!hit.cut) all.hits.push(hit);
+        }
+      } catch (error) {
+        if (!ended.signal.aborted) this.hits.textContent = error.message;
+        return;
+      }
+      if (this.all !== all) return;
+      all.at = step > 0 ? -1 : 0;
+    }
+    const { hits, isCut } = this.all, count = hits.length;
+    if (!count) { this.hits.textContent = "0 in the whole log"; return; }
+    this.all.at = ((this.all.at + step) % count + count) % count;
+    const told = `${this.all.at + 1} of ${count}${isCut ? "+" : ""}`;
+    await this.show(hits[this.all.at]);
+    this.hits.textContent = told;
+  }
+
+  async show(hit) {
+    let at = this.held.findIndex((line) => line.rank === hit.rank && line.at !== undefined && line.at === hit.at);
+    if (at < 0 && hit.start !== undefined) {
+      this.ended?.abort();
+      const lines = [];
+      for await (const line of stream(`/v1/trainings/${this.path}/logs${query({ rank: hit.rank, at: hit.start ?? 0, before: 200, after: 300, uid: this.page.row.uid })}`, this.signal)) lines.push(line);
+      this.held = [];
+      this.characters = 0;
+      this.isPart = true;
+      this.isFollowing = false;
+      this.add(lines);
+      this.note.textContent = `rank ${hit.rank} around the match; Follow goes back to the end`;
+      at = this.held.findIndex((line) => line.at === hit.at);
+    }
+    if (at < 0) return;
+    this.found = [at];
+    this.place = 0;
+    this.isFollowing = false;
+    this.pressed();
+    this.draw();
+    this.box.scrollTop = Math.max(0, at * LINE_PX - this.box.clientHeight / 2);
+    this.draw();
+  }
+
+  find(step) {
+    const word = this.search.value.toLowerCase();
+    this.found = [];
+    if (word) this.held.forEach((line, at) => { if (line.text.toLowerCase().includes(word)) this.found.push(at); });
+    const count = this.found.length;
+    this.hits.textContent = !word ? "" : count ? "" : "0 of the lines shown";
+    if (count) {
+      this.place = step === 0 ? count - 1 : (((this.place ?? 0) + step) % count + count) % count;
+      this.hits.textContent = `${this.place + 1} of ${count}`;
+      if (step) {
+        this.isFollowing = false;
+        this.pressed();
+        this.draw();
+        this.box.scrollTop = Math.max(0, this.found[this.place] * LINE_PX - this.box.clientHeight / 2);
+      }
+    }
+    this.draw();
+  }
+
+  scrolled() {
+    const isAtEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 24;
+    if (isAtEnd !== this.isFollowing && !this.isPart) { this.isFollowing = isAtEnd; this.pressed(); }
+    this.frame ??= requestAnimationFrame(() => { this.frame = null; if (!this.isFollowing) this.draw(); });
+  }
+
+  pressed() { this.followButton.setAttribute("aria-pressed", String(this.isFollowing)); }
+
+  follow() {
+    this.isFollowing = true;
+    this.pressed();
+    if (this.isPart) { this.isPart = false; this.open(); } else this.draw();
+  }
+
+  focus() { this.search.focus(); }
+
+  close() { this.ended?.abort(); }
+}
+
+const kindOf = (text) => /\b(error|exception|traceback|fatal|killed)\b/i.test(text) ? "e" : /\bwarn(ing)?\b/i.test(text) ? "w" : "";
+
+// Sixteen colours of ours; every other control is made visible.
+function coloured(text) {
+  const last = text.slice(text.lastIndexOf("\r", text.length - 2) + 1);
+  const whole = last.length > LONG ? `${last.slice(0, LONG)}… (${last.length} characters)` : last;
+  const parts = [];
+  let from = 0, tone = "";
+  for (const match of whole.matchAll(COLOURS)) {
+    parts.push(piece(whole.slice(from, match.index), tone));
+    from = match.index + match[0].length;
+    for (const code of match[1].split(";").map(Number)) {
+      if (code === 0) tone = "";
+      else if (code >= 30 && code <= 37) tone = `c${code - 30}`;
+      else if (code >= 90 && code <= 97) tone = `c${code - 90}`;
+    }
+  }
+  parts.push(piece(whole.slice(from), tone));
+  return parts;
+}
+
+function piece(text, tone) {
+  const safe = text.replace(CONTROLS, (char) => `\\x${char.charCodeAt(0).toString(16).padStart(2, "0")}`);
+  return tone ? h("span", { class: tone }, safe) : safe;
+}
+

@@ -1,0 +1,255 @@
+"""What the pages of the dashboard read: rows, one training, curves, and what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from math import fsum, isfinite
+from typing import Annotated
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from atoll.core.errors import NotFound, ValidationError
+from atoll.core.model import Model, encode
+from atoll.core.series import Figure
+from atoll.core.spec import RankNumber
+from atoll.core.status import Training
+from atoll.series.bins import band_of
+from atoll.series.fold import AT, MEAN, Series
+from atoll.series.keep import OneSeries, SeriesKeeper
+from atoll.server.operations import JSON, NDJSON, Answer, ApiCall, Query, json_answer, stream_answer
+from atoll.server.series import spark_of
+from atoll.server.ui.page import PageOfTraining, RankLine, SeriesName, page_of, rank_lines
+from atoll.server.ui.rows import TrainingRow, with_spark
+
+FRAMES_S = 0.25  # between two messages of a stream
+LOSS = "loss"
+MOST_CURVES = 12
+MOST_LINES = 8
+MOST_RANKS = 64
+ALIKE = 1e-6  # of the mean: ranks that differ less are not told apart
+
+
+class RowsQuery(Query, frozen=True):
+    q: Annotated[str, Meta(max_length=200)] = ""
+    phase: Annotated[str, Meta(max_length=20)] = ""
+    sort: Annotated[str, Meta(max_length=20)] = ""
+    offset: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    limit: Annotated[int, Meta(ge=1, le=200)] = 60
+
+
+class PageQuery(Query, frozen=True):
+    uid: str | None = None
+
+
+class RanksQuery(Query, frozen=True):
+    ranks: Annotated[str, Meta(min_length=1, max_length=400)]
+    uid: str | None = None
+
+
+class RankLines(Model, frozen=True, omit_defaults=False):
+    items: list[RankLine]
+
+
+class CurvesQuery(Query, frozen=True):
+    name: list[str] = []
+    rank: list[RankNumber] = []  # drawn as lines of their own
+    furthest: Annotated[int, Meta(ge=0, le=8)] = (
+        0  # without `rank`: so many, furthest from the mean
+    )
+    bins: Annotated[int, Meta(ge=10, le=2_000)] = 600
+    start: Annotated[float, Meta(ge=0)] | None = None
+    end: Annotated[float, Meta(ge=0)] | None = None
+    uid: str | None = None
+
+
+class StreamQuery(Query, frozen=True):
+    after: Annotated[int, Meta(ge=0)] = 0
+
+
+class CurveBand(Model, frozen=True, omit_defaults=False):
+    """One name over time: bands over all ranks; a rank alone has only its mean."""
+
+    name: str
+    rank: int | None
+    at: list[float]
+    low: list[Figure]
+    p10: list[Figure]
+    mean: list[Figure]
+    p90: list[Figure]
+    high: list[Figure]
+    ranks: list[int]
+    bad: int
+
+
+class CurveList(Model, frozen=True, omit_defaults=False):
+    names: list[SeriesName]
+    items: list[CurveBand]
+    is_kept: bool = True
+
+
+class StreamFrame(Model, frozen=True, omit_defaults=False):
+    """What changed since the frame before; `names` is null if everything may have."""
+
+    version: int
+    names: list[str] | None
+    now: float
+
+
+async def rows(call: ApiCall) -> Answer:
+    query: RowsQuery = call.query
+    page = call.plane.rows.page(
+        call.namespace,
+        q=query.q,
+        phase=query.phase,
+        sort=query.sort,
+        offset=query.offset,
+        limit=query.limit,
+        now=call.plane.clock().wall,
+    )
+    return json_answer(replace(page, items=await asyncio.to_thread(_sparked, call, page.items)))
+
+
+def _sparked(call: ApiCall, items: list[TrainingRow]) -> list[TrainingRow]:
+    keeper = call.plane.series
+    if keeper is None:
+        return items
+    return [
+        replace(_with_loss(row, keeper.first(row.uid, LOSS)), round=keeper.rounds.reached(row.uid))
+        for row in items
+    ]
+
+
+def _with_loss(row: TrainingRow, series: Series | None) -> TrainingRow:
+    if series is None or not len(series):
+        return row
+    last = series.columns[MEAN][-1]
+    return with_spark(row, spark_of(series), last if isfinite(last) else str(last))
+
+
+async def page(call: ApiCall) -> Answer:
+    training = await _training(call)
+    attempts = await call.plane.store.attempts(call.key)
+    keeper, now = call.plane.series, call.plane.clock()
+
+    def made() -> PageOfTraining:
+        names = None if keeper is None else _names(keeper, training.uid)
+        return page_of(training, now, attempts, names)
+
+    return json_answer(await asyncio.to_thread(made))
+
+
+async def ranks(call: ApiCall) -> Answer:
+    """Some ranks in full, as of worlds of which the page has only the exceptions."""
+    wanted = chosen_ranks(call.query.ranks)
+    training = await _training(call)
+    attempts = await call.plane.store.attempts(call.key)
+    lines = await asyncio.to_thread(rank_lines, training.status, attempts)
+    return json_answer(RankLines(items=[line for line in lines if line.rank in wanted]))
+
+
+def chosen_ranks(text: str) -> set[int]:
+    """`400-415,870` as numbers, at most so many. Raises ValidationError."""
+    wanted: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        is_range = first.isdecimal() and (not dash or last.isdecimal())
+        if not is_range or len(first) > 7 or len(last) > 7:
+            raise ValidationError("ranks", text, "expected ranks such as 400-415,870")
+        stop = int(last if dash else first) + 1
+        if stop <= int(first) or len(wanted) + stop - int(first) > MOST_RANKS:
+            raise ValidationError("ranks", text, f"expected at most {MOST_RANKS} ranks")
+        wanted |= set(range(int(first), stop))
+    return wanted
+
+
+def _names(keeper: SeriesKeeper, uid: str) -> list[SeriesName]:
+    counts: dict[str, set[int]] = {}
+    for rank, _, name in keeper.keys(uid):
+        counts.setdefault(name, set()).add(rank)
+    return [SeriesName(name=name, ranks=len(who)) for name, who in sorted(counts.items())]
+
+
+async def _training(call: ApiCall) -> Training:
+    training = await call.plane.store.get(call.key)
+    if call.query.uid not in (None, training.uid):
+        raise NotFound("training", call.name)
+    return training
+
+
+async def curves(call: ApiCall) -> Answer:
+    query: CurvesQuery = call.query
+    training = await _training(call)
+    if call.plane.series is None:
+        return json_answer(CurveList(names=[], items=[], is_kept=False))
+    key = (training.uid, encode(query))
+    body = await call.plane.curves.body(key, lambda: encode(_curves(call, training.uid)))
+    return Answer(body, media_type=JSON)
+
+
+def _curves(call: ApiCall, uid: str) -> CurveList:
+    query, keeper = call.query, call.plane.series
+    assert keeper is not None
+    items = []
+    for name in query.name[:MOST_CURVES]:
+        every = [one for one in keeper.series(uid, [name]) if len(one.series)]
+        if not every:
+            continue
+        start = min(one.series.columns[AT][0] for one in every)
+        end = max(one.series.columns[AT][-1] for one in every)
+        start, end = max(start, query.start or start), min(end, query.end or end)
+        items.append(_curve(name, None, every, start, end, query.bins))
+        for rank in (query.rank or furthest(every, query.furthest))[:MOST_LINES]:
+            own = [one for one in every if one.rank == rank]
+            if own:
+                items.append(_curve(name, rank, own, start, end, query.bins))
+    return CurveList(names=_names(keeper, uid), items=items)
+
+
+def furthest(series: list[OneSeries], count: int) -> list[int]:
+    """The ranks whose newest value is furthest from the mean of all; so many at most."""
+    lasts: dict[int, float] = {}
+    for one in series:
+        value = one.series.columns[MEAN][-1]
+        if isfinite(value):
+            lasts[one.rank] = value
+    if not lasts or len(lasts) < 2:
+        return []
+    middle = fsum(lasts.values()) / len(lasts)
+    far = {rank: abs(value - middle) for rank, value in lasts.items()}
+    order = sorted(far, key=lambda rank: (-far[rank], rank))
+    return sorted(rank for rank in order[:count] if far[rank] > ALIKE * abs(middle))
+
+
+def _curve(
+    name: str, rank: int | None, series: list[OneSeries], start: float, end: float, bins: int
+) -> CurveBand:
+    band = band_of([one.series for one in series], start, end, bins)
+    return CurveBand(name=name, rank=rank, **band._asdict())
+
+
+async def stream(call: ApiCall) -> Answer:
+    """Tells which trainings changed; the page then reads those it shows."""
+    plane, namespace = call.plane, call.namespace
+    query: StreamQuery = call.query
+
+    async def frames() -> AsyncIterator[bytes]:
+        seen = query.after
+        if seen <= 0 or seen > plane.rows.version:
+            seen = plane.rows.version
+        yield _frame(seen, [], plane.clock().wall)
+        while True:
+            await plane.rows.wait(seen)
+            names = plane.rows.changed(namespace, seen)
+            seen = plane.rows.version
+            if names != []:
+                yield _frame(seen, names, plane.clock().wall)
+                await asyncio.sleep(FRAMES_S)
+
+    beat = b'{"beat":true}\n'
+    return stream_answer(plane.streams.run(frames(), beat=beat), NDJSON)
+
+
+def _frame(version: int, names: list[str] | None, now: float) -> bytes:
+    return encode(StreamFrame(version=version, names=names, now=now)) + b"\n"
