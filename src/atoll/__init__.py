@@ -1,17 +1,12 @@
 """atoll: elastic, low-communication training on whatever compute there is.
 
-Names load on first use, so that importing atoll in a rank costs nothing.
+Names load on first use, so that importing atoll in a rank costs nothing. Type checkers read them in
+`__init__.pyi`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # otherwise type checkers take the module of that name, made for `python -m`
-
-    def mesh_wait(timeout: float = 60) -> None: ...
-
 
 __version__ = "0.2.0"
 
@@ -27,21 +22,27 @@ _HOME = {
     "EKSExecutor": "replicas.kubernetes",
     "KubernetesExecutor": "replicas.kubernetes",
     "LocalProcessExecutor": "replicas.local",
+    "ModalExecutor": "replicas.modal",
+    "ModalSpawnExecutor": "replicas.modal",
     "NotFound": "core.errors",
     "ObjectStoreAllReduce": "diloco.allreduce",
     "ProviderFilter": "core.spec",
     "RankExit": "core.status",
     "RankStatus": "core.status",
     "ReplicaHandle": "replicas.handle",
+    "SageMakerExecutor": "replicas.sagemaker",
     "ServerlessExecutor": "replicas.protocol",
+    "SlurmExecutor": "replicas.slurm",
     "UDTerminalState": "core.errors",
     "ValidationError": "core.errors",
     "WorldSize": "core.spec",
     "WorldSizeOutOfBounds": "core.errors",
     "WorldStatus": "core.status",
+    "distributed": "sdk.distributed",
     "give_result": "rank.result",
     "mesh_status": "mesh.gate",
     "mesh_wait": "mesh.gate",
+    "report": "rank.figures",
 }
 
 _EXTRA = {"ObjectStoreAllReduce": "store"}  # what imports only with these packages
@@ -49,7 +50,7 @@ _EXTRA = {"ObjectStoreAllReduce": "store"}  # what imports only with these packa
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'atoll' has no attribute {name!r}")
     try:

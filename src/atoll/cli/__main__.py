@@ -1,5 +1,5 @@
 """`python -m atoll.cli` is `atoll`."""
 
-from atoll.cli.main import main
+from atoll.cli.start import main
 
 main()

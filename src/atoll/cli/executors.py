@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from atoll.cli.options import json_option
+from atoll.core.errors import ValidationError
 
 HEADER = ("NAME", "KIND", "REACHABLE", "WHY NOT")
 
@@ -26,6 +27,35 @@ config_option = click.option(
     expose_value=False,
     is_eager=True,
     help="atoll.toml to use; ATOLL_CONFIG, ./atoll.toml or the user's own if not given.",
+)
+
+
+def _limit(ctx: click.Context, param: click.Parameter, slots: int | None) -> int | None:
+    """A control plane that this process starts has so many. Raises ValidationError if one runs
+    that has others."""
+    if slots is None:
+        return None
+    from atoll.local.state import state_dir
+    from atoll.sdk.embedded import SLOTS, announced
+
+    if os.environ.get("ATOLL_URL"):
+        raise ValidationError("--slots", slots, "expected none: ATOLL_URL names a control plane")
+    endpoint = announced(state_dir())
+    if endpoint is not None and endpoint.get("slots") != slots:
+        has = endpoint.get("slots") or "no limit"
+        expected = f"the control plane runs with {has}: 'atoll stop' ends it, and ranks go on"
+        raise ValidationError("--slots", slots, expected)
+    os.environ[SLOTS] = str(slots)
+    return slots
+
+
+slots_option = click.option(
+    "--slots",
+    type=click.IntRange(1, 10_000),
+    callback=_limit,
+    expose_value=False,
+    help="Largest number of ranks at once on this machine, of a control plane that is started.",
+    show_default="as in atoll.toml, else no limit",
 )
 
 

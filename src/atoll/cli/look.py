@@ -1,19 +1,19 @@
-"""`ps`, `status`, `logs`, `events` and `top`: commands that show trainings."""
+"""`ps`, `status`, `logs`, `events` and `attempts`: commands that show trainings."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
-from math import inf
+from shutil import get_terminal_size
 from typing import Any
 
 import click
 
 from atoll.cli.options import json_option, name_argument
 from atoll.cli.report import world_text
+from atoll.cli.screen import fitted
 from atoll.cli.show import print_json, training_json
-from atoll.cli.tables import ps_table, ranks_table, status_text
+from atoll.cli.tables import ps_table, status_text
 from atoll.cli.terminal import can_redraw
 from atoll.core.errors import ValidationError
 from atoll.core.status import Training
@@ -26,16 +26,27 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 @click.command()
 @click.option("--phase", type=PHASES, help="List only trainings in this phase.")
 @click.option("--prefix", help="List only trainings whose name starts with this.")
+@click.option(
+    "--sort",
+    help="Sort by age, name, phase, ran or ready, or by what ranks reported last, such as loss. "
+    "With a - before it the other way round.",
+    show_default="age: the newest first",
+)
 @json_option
-def ps(phase: str | None, prefix: str | None, is_json: bool) -> None:
+def ps(phase: str | None, prefix: str | None, sort: str | None, is_json: bool) -> None:
     """List trainings, the newest first."""
+    from atoll.cli.order import ordered
     from atoll.cli.show import print_json, training_json
-    from atoll.cli.tables import ps_table
     from atoll.sdk.client import Client
 
-    trainings = [training.last for training in Client().list(phase=phase, prefix=prefix)]
-    trainings.sort(key=lambda training: training.created_at, reverse=True)
-    print_json([training_json(t) for t in trainings]) if is_json else print(ps_table(trainings))
+    client = Client()
+    trainings = [training.last for training in client.list(phase=phase, prefix=prefix)]
+    trainings, figures = ordered(client, trainings, sort)
+    if is_json:
+        each = [(training_json(t), figures.get(t.uid)) for t in trainings]
+        print_json([shown if f is None else {**shown, "figure": f} for shown, f in each])
+    else:
+        print(ps_table(trainings, figures))
 
 
 @click.command()
@@ -50,7 +61,6 @@ def status(name: str, is_watched: bool, is_json: bool) -> None:
     from atoll.cli.look import Watched
     from atoll.cli.show import print_json, training_json
     from atoll.cli.tables import status_text
-    from atoll.sdk.client import Client
 
     client = Client()
     training = client.get(name)
@@ -74,20 +84,46 @@ def status(name: str, is_watched: bool, is_json: bool) -> None:
     help="Number of last lines to print of each rank.",
     show_default="all",
 )
+@click.option(
+    "--since", help="Print only lines since then: 10m, 2h, an ISO time or seconds since the epoch."
+)
+@click.option("--grep", help="Print only lines that contain this text; the server searches.")
+@click.option("--ignore-case", "-i", is_flag=True, help="With --grep, letters in either case.")
+@click.option(
+    "--timestamps", "-t", "is_timed", is_flag=True, help="Print the time of each line before it."
+)
 @json_option
-def logs(name: str, is_followed: bool, rank: int | None, tail: int | None, is_json: bool) -> None:
-    """Print the output of the ranks, also after the end."""
+def logs(
+    name: str,
+    is_followed: bool,
+    rank: int | None,
+    tail: int | None,
+    since: str | None,
+    grep: str | None,
+    ignore_case: bool,
+    is_timed: bool,
+    is_json: bool,
+) -> None:
+    """Print the output of the ranks, also after the end.
+
+    Lines of several ranks are in the order of their times.
+    """
     from atoll.cli.report import LinePrinter
     from atoll.cli.show import print_json
-    from atoll.sdk.client import Client
 
+    if ignore_case and grep is None:
+        raise ValidationError("--ignore-case", True, "expected only with --grep")
+    if grep is not None and (not grep or "\n" in grep):
+        raise ValidationError("--grep", grep, "expected a text of one line")
+    after = None if since is None else moment(since, time.time())
     training = Client().get(name)
-    printer = LinePrinter(is_prefixed=rank is None)
+    printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed)
     printer.width = len(str(training.last.spec.world_size.max - 1))
+    chosen: dict[str, Any] = {"since": after, "search": grep, "ignore_case": ignore_case}
     lines = (
-        training.logs(rank=rank, tail=tail, follow=True)
+        training.logs(rank=rank, tail=tail, follow=True, **chosen)
         if is_followed
-        else training.logs(rank=rank, tail=tail)
+        else training.logs(rank=rank, tail=tail, **chosen)
     )
     for line in lines:
         print_json(line) if is_json else printer.print(line)
@@ -109,7 +145,6 @@ def value(name: str, rank: int, is_json: bool) -> None:
     That is what its function returned, or what its program gave with atoll.give_result.
     """
     from atoll.cli.show import print_json
-    from atoll.sdk.client import Client
 
     try:
         result = Client().get(name).value(rank)
@@ -143,7 +178,6 @@ def events(name: str, since: str | None, is_json: bool) -> None:
     """
     from atoll.cli.show import print_json
     from atoll.cli.tables import events_table
-    from atoll.sdk.client import Client
 
     after = None if since is None else moment(since, time.time())
     newest_first = Client().get(name).events(after)
@@ -151,27 +185,19 @@ def events(name: str, since: str | None, is_json: bool) -> None:
 
 
 @click.command()
-@click.option(
-    "--interval",
-    type=click.FloatRange(0.05, 3600),
-    default=1.0,
-    help="Seconds between two refreshes.",
-    show_default=True,
-)
-@click.option(
-    "--count",
-    "-c",
-    type=click.IntRange(min=1),
-    help="Number of refreshes before exiting.",
-    show_default="no limit on a terminal, else 1",
-)
+@name_argument
+@click.option("--rank", type=click.IntRange(min=0), help="Print the attempts of this rank only.")
 @json_option
-def top(interval: float, count: int | None, is_json: bool) -> None:
-    """Show all trainings and their ranks, and refresh until Ctrl-C."""
-    from atoll.cli.look import look_again
-    from atoll.sdk.client import Client
+def attempts(name: str, rank: int | None, is_json: bool) -> None:
+    """Print the attempts of the ranks: when each started, when and how it ended.
 
-    look_again(Client(), interval, count, is_json=is_json)
+    Of each rank the newest attempt and the 20 before it.
+    """
+    from atoll.cli.show import print_json
+    from atoll.cli.tables import attempts_table
+
+    known = Client().get(name).attempts(rank)
+    print_json(known) if is_json else print(attempts_table(known, time.time()))
 
 
 def moment(text: str, now: float) -> float:
@@ -210,7 +236,7 @@ class Watched:
         if self._is_json:
             print_json(training_json(training))
         elif self._is_screen:
-            print(_CLEAR + fitted(status_text(training)), end="", flush=True)
+            print(_CLEAR + fitted(status_text(training), get_terminal_size()), end="", flush=True)
         else:
             print(f"{training.name} {world_text(training)}", flush=True)
 
@@ -218,48 +244,3 @@ class Watched:
         """Prints the last state in full: a screen cuts it off, and single lines leave most out."""
         if self._last is not None and not self._is_json:
             print((_CLEAR if self._is_screen else "") + status_text(self._last))
-
-
-def look_again(client: Client, interval_s: float, count: int | None, *, is_json: bool) -> None:
-    """Prints all trainings `count` times. None is no limit on a terminal, and once elsewhere."""
-    is_screen = can_redraw(sys.stdout) and not is_json
-    left: float = inf if is_screen else 1
-    left = left if count is None else count
-    while left > 0:
-        trainings = [training.last for training in client.list()]
-        if is_json:
-            print_json([training_json(t) for t in trainings])
-        elif is_screen:
-            print(_CLEAR + fitted(top_text(trainings)), end="", flush=True)
-        else:
-            print(top_text(trainings), flush=True)
-        left -= 1
-        if left > 0:
-            time.sleep(interval_s)
-    if is_screen:
-        print()
-
-
-def top_text(trainings: list[Training]) -> str:
-    """Active trainings first, then those that are over; the ranks of the active ones below."""
-    now = time.time()
-    alive = [t for t in trainings if not t.status.phase.is_terminal]
-    over = [t for t in trainings if t.status.phase.is_terminal]
-    for group in (alive, over):
-        group.sort(key=lambda training: training.created_at, reverse=True)
-    running = sum(rank.phase == "Running" for t in alive for rank in t.status.ranks)
-    counts = f"{len(alive)} active, {running} ranks running, {len(over)} over"
-    head = f"{time.strftime('%H:%M:%S')}  {counts}"
-    parts = [head, ps_table(alive + over[:10])]
-    parts += [f"{t.name}\n{ranks_table(t, now)}" for t in alive if t.status.ranks]
-    return "\n\n".join(parts)
-
-
-def fitted(text: str) -> str:
-    """As much of the text as the screen holds, so that the next drawing starts at the top."""
-    width, height = shutil.get_terminal_size()
-    lines = text.split("\n")
-    if len(lines) >= height:
-        lines = [*lines[: height - 2], f"… {len(lines) - height + 2} more lines"]
-    # A cut within a coloured cell would leave the colour on.
-    return "\n".join(line if "\x1b" in line else line[:width] for line in lines)

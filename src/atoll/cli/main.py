@@ -13,6 +13,7 @@ import sys
 import click
 
 import atoll
+from atoll.cli.start import INTERRUPTED, leave
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
 from atoll.core.escapes import visible
@@ -43,18 +44,27 @@ def completion(ctx: click.Context, shell: str) -> None:
 COMMANDS = {
     "run": "launch",
     "up": "launch",
+    "rerun": "launch",
     "ps": "look",
     "status": "look",
     "logs": "look",
     "value": "look",
+    "series": "series",
+    "plot": "series",
+    "rounds": "rounds",
     "scale": "change",
     "wait": "change",
     "cancel": "change",
     "rm": "change",
     "events": "look",
-    "top": "look",
+    "attempts": "look",
+    "top": "top",
+    "ui": "ui",
+    "webhook": "webhook",
     "executors": "executors",
+    "doctor": "doctor",
     "serve": "plane",
+    "stop": "stop",
     "token": "plane",
     "bench": "measure",
     "estimate": "measure",
@@ -83,6 +93,20 @@ class Commands(click.Group):
         command: click.Command = getattr(module, name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            close = get_close_matches(args[0], COMMANDS, n=1)
+            if not close:
+                raise
+            words = f"{error.message.rstrip('.')}. Did you mean {close[0]!r}?"
+            raise click.UsageError(words, ctx) from error
+
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(atoll.__version__, message="atoll %(version)s")
@@ -92,6 +116,9 @@ def app() -> None:
 
 def main() -> None:
     prepare()
+    # `run` leaves with nothing to tidy up until it follows its training.
+    if signal.getsignal(signal.SIGINT) is leave and sys.argv[1:2] != ["run"]:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = app(prog_name="atoll", standalone_mode=False)
         sys.stdout.flush()
@@ -103,7 +130,9 @@ def main() -> None:
     except AtollError as error:
         code = refused(error)
     except (KeyboardInterrupt, click.Abort):
-        code = 128 + signal.SIGINT
+        if sys.argv[1:2] == ["up"]:
+            print("\natoll: interrupted; 'atoll ps' tells if it was stored", file=sys.stderr)
+        code = INTERRUPTED
     except BrokenPipeError:
         # `atoll ps | head`: nothing is wrong, and nobody reads a message.
         drop_output()

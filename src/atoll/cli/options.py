@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import wraps
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from atoll.cli.programs import generated, program
 from atoll.core.errors import ValidationError
 
 Body = TypeVar("Body", bound=Callable[..., None])
@@ -89,7 +89,10 @@ class SpecOption(NamedTuple):
     kind: type
     help: str
     default: str = ""  # as the help shows it; the value itself comes from the spec
+    variable: str | None = None
 
+
+RUN_ID_VARIABLE = "ATOLL_RUN_ID"
 
 SET = (
     SpecOption(
@@ -114,6 +117,15 @@ SET = (
         "rendezvous_uri",
         str,
         "Object store that the ranks share: file://, s3://, gs:// or az://.",
+    ),
+    SpecOption(
+        ("--run-id",),
+        "run_id",
+        str,
+        "Name of the run in the object store, as DiLoCo uses it: a later training with the same "
+        "name goes on where this one ended. ATOLL_RUN_ID if not given.",
+        "a new run",
+        RUN_ID_VARIABLE,
     ),
     SpecOption(
         ("--bench",),
@@ -174,6 +186,13 @@ SET = (
         "Seconds to keep the record after the training has ended.",
         "no limit",
     ),
+    SpecOption(
+        ("--stall-s",),
+        "stall_s",
+        float,
+        "Seconds without a line, a report or CPU after which a rank is told of.",
+        "never",
+    ),
 )
 
 
@@ -209,22 +228,29 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         env_files: tuple[Path, ...],
         pip_packages: tuple[str, ...],
         mesh: bool,
+        stall_restart: bool,
+        has_no_code: bool,
         **values: Any,
     ) -> None:
         from atoll.sdk.config import with_defaults
 
         mine = {option: values.pop(option) for option in own if option in values}
         options = {option: value for option, value in values.items() if value is not None}
-        options |= {"command": list(_command(command)), "env": _variables(env, env_files)}
+        options |= {"command": _command(command), "env": variables_of(env, env_files)}
         if any(count is not None for count in (ranks, low, high)):
             options["world_size"] = _world_size(1 if ranks is None else ranks, low, high)
         if mesh:
             options["mesh"] = True
+        if stall_restart:
+            options["stall_restart"] = True
+        if has_no_code:
+            options["code"] = False
         if pip_packages:
             options["pip_packages"] = list(pip_packages)
         chosen = generated(command) if name is None else name
         options = with_defaults(options)
         try:
+            options["command"] = program(options["command"], options)
             body(Launch(chosen, options, options.get("deadline_s")), **mine)
         except ValidationError as error:
             from atoll.core.fields import renamed
@@ -236,13 +262,25 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
     for row in reversed(SET):
         accepted = ranges[row.kind](row.option) if row.kind in ranges else row.kind
         click.option(
-            *row.flags, row.option, type=accepted, help=row.help, show_default=row.default or None
+            *row.flags,
+            row.option,
+            type=accepted,
+            help=row.help,
+            show_default=row.default or None,
+            envvar=row.variable,
         )(run)
+    stall_help = "Start a rank again that --stall-s tells of, out of --max-restarts."
+    click.option("--stall-restart", is_flag=True, help=stall_help)(run)
     mesh_help = (
         "Start the ranks only when their hosts reach each other over the mesh. "
         "Images with an older shim need --rendezvous etcd-v2."
     )
     click.option("--mesh", is_flag=True, help=mesh_help)(run)
+    code_help = (
+        "Send no code: the image has it. By default the working directory travels to ranks that "
+        "run elsewhere, without what .gitignore and .atollignore leave out."
+    )
+    click.option("--no-code", "has_no_code", is_flag=True, help=code_help)(run)
     pip_help = "Package to install for the ranks; may be repeated."
     click.option("--pip", "pip_packages", multiple=True, help=pip_help)(run)
     file_help = "File of K=V lines for the ranks; may be repeated, and --env wins."
@@ -263,10 +301,10 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _command(command: Sequence[str]) -> Sequence[str]:
+def _command(command: Sequence[str]) -> list[str]:
     if not command:
         raise click.UsageError("nothing to run: atoll run -n 4 -- python train.py")
-    return command
+    return list(command)
 
 
 def _world_size(ranks: int, low: int | None, high: int | None) -> Any:
@@ -279,7 +317,7 @@ def _world_size(ranks: int, low: int | None, high: int | None) -> Any:
     return WorldSize(min=low, target=ranks, max=high)
 
 
-def _variables(words: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
+def variables_of(words: Sequence[str], files: Sequence[Path]) -> dict[str, str]:
     from atoll.cli.envfile import read_env_file
 
     env: dict[str, str] = {}
@@ -299,46 +337,6 @@ def _variable(word: str) -> dict[str, str]:
         expected = "expected K=V, or the name or pattern of variables that are set here"
         raise ValidationError("--env", word, expected)
     return matches
-
-
-_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789"  # 32 of them: a byte picks all equally often
-_SUFFIX = 5
-# Programs that only run something else, so that they say little about a training.
-_RUNNERS = re.compile(r"(python|pypy)[\d.]*|torchrun|accelerate|bash|sh|env|uv|nice|time")
-
-
-def generated(command: Sequence[str]) -> str:
-    """A DNS label made of the program's name and a random suffix."""
-    return f"{_stem(command)[: 62 - _SUFFIX].rstrip('-')}-{_random()}"
-
-
-def _random() -> str:
-    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in os.urandom(_SUFFIX))
-
-
-def _stem(command: Sequence[str]) -> str:
-    """`train` for `python train.py --lr 3`, `nanogpt-train` for `python -m nanogpt.train`."""
-    stem = next(filter(None, map(_label, _candidates(command))), None)
-    return stem or (_label(command[0]) if command else "") or "training"
-
-
-def _candidates(command: Sequence[str]) -> Iterator[str]:
-    """Words that may be the program, the likeliest first."""
-    for before, word in zip(["", *command], command, strict=False):
-        if before == "-m":
-            yield word.replace(".", "-")
-            return
-        if before == "-c":
-            return
-        if word.startswith("-") or "=" in word:
-            continue
-        if word.endswith(".py") or not _RUNNERS.fullmatch(PurePath(word).name):
-            yield PurePath(word).stem
-            return
-
-
-def _label(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", PurePath(text).name.lower()).strip("-")
 
 
 def complete(incomplete: str) -> list[str]:

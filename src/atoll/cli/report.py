@@ -103,20 +103,31 @@ class JsonReport:
 
 
 class LinePrinter:
-    """Prints log lines to stdout, each with its rank."""
+    """Prints log lines to stdout, each with its rank, or with its time as well."""
 
-    def __init__(self, *, is_prefixed: bool = True) -> None:
+    def __init__(self, *, is_prefixed: bool = True, is_timed: bool = False) -> None:
         self.width = 1
         self._is_prefixed = is_prefixed
+        self._is_timed = is_timed
         self._is_coloured = wants_colour(sys.stdout)
         self._is_terminal = sys.stdout.isatty()
 
     def print(self, line: LogLine) -> None:
         text = colours_only(last_look(line.text)) if self._is_terminal else line.text
+        if self._is_timed:
+            text = f"{_stamp(line.time)} {text}"
         if self._is_prefixed:
             colour = RANK_COLOURS[line.rank % len(RANK_COLOURS)]
             text = f"{paint(f'[{line.rank:>{self.width}}]', colour, self._is_coloured)} {text}"
         print(text, flush=True)
+
+
+def _stamp(at: float | None) -> str:
+    """`2026-11-17T02:33:57.042Z`; as wide where it is not known."""
+    if at is None:
+        return f"{'-':<24}"
+    whole, ms = divmod(round(at * 1000), 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{ms:03}Z"
 
 
 def world_text(training: Training) -> str:

@@ -50,6 +50,7 @@ def training_json(training: Training) -> dict[str, Any]:
         "createdAt": training.created_at,
         **status,
         "world": world_json(training),
+        "rounds": full(getattr(training, "rounds", None)),
         "spec": spec,
     }
 

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from shutil import get_terminal_size
 
 from atoll.cli import show
 from atoll.cli.report import end_report
 from atoll.core.escapes import visible
-from atoll.core.status import Event, RankExit, RankStatus, Training
+from atoll.core.narrate import attempt_in_words
+from atoll.core.rounds import ShownTraining
+from atoll.core.series import NewestFigure
+from atoll.core.status import AttemptStatus, Event, RankExit, RankStatus, Training
 
 PS = ("NAME", "PHASE", "READY", "RAN", "AGE", "COMMAND")
 RANKS = ("RANK", "PHASE", "HOST", "RESTARTS", "RAN", "MESSAGE")
 EXITS = ("RANK", "EXIT", "REASON", "RESTARTS", "COLLATERAL")
+ATTEMPTS = ("RANK", "ATTEMPT", "STARTED", "RAN", "HOST", "END")
 EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
 
 
-def ps_table(trainings: list[Training]) -> str:
-    now, width = time.time(), max(get_terminal_size((120, 24)).columns // 2, 30)
+def ps_table(trainings: list[Training], figures: Mapping[str, NewestFigure] | None = None) -> str:
+    """With a column for the figure that they are sorted by, if there is one."""
+    names = {figure.name for figure in (figures or {}).values()}
+    if len(names) != 1 or figures is None:
+        return show.table(PS, _ps_rows(trainings))
+    header = [*PS[:-1], visible(names.pop()).upper(), PS[-1]]
     rows = [
+        (*row[:-1], _figure_cell(figures.get(training.uid)), row[-1])
+        for training, row in zip(trainings, _ps_rows(trainings), strict=True)
+    ]
+    return show.table(header, rows)
+
+
+def _figure_cell(figure: NewestFigure | None) -> str:
+    return "-" if figure is None else f"{float(figure.value):.6g}"
+
+
+def _ps_rows(trainings: list[Training]) -> list[tuple[str, ...]]:
+    now, width = time.time(), max(get_terminal_size((120, 24)).columns // 2, 30)
+    return [
         (
             t.name,
             show.phase_cell(t),
@@ -30,7 +51,22 @@ def ps_table(trainings: list[Training]) -> str:
         )
         for t in trainings
     ]
-    return show.table(PS, rows)
+
+
+def _rounds(training: Training, now: float) -> list[str]:
+    """How far the outer rounds are, and since when nothing moved."""
+    summary = training.rounds if isinstance(training, ShownTraining) else None
+    if summary is None:
+        return []
+    lines = [summary.words]
+    if summary.tokens:
+        lines.append(f"{summary.tokens:.6g} tokens seen")
+    if summary.moved_at is not None:
+        moved = show.duration(max(0.0, now - summary.moved_at))
+        lines.append(f"the last one at {show.clock(summary.moved_at)}, {moved} ago")
+    if summary.source == "reports":
+        lines.append("as the replicas report")
+    return lines
 
 
 def status_text(training: Training) -> str:
@@ -43,6 +79,7 @@ def status_text(training: Training) -> str:
     ]
     if status.message and not status.phase.is_terminal:
         lines.append(f"  now       {visible(status.message)}")
+    lines += [f"  rounds    {line}" for line in _rounds(training, now)]
     for condition in status.conditions:
         if condition.status == "True" and condition.message:
             lines.append(f"  condition {condition.type}: {visible(condition.message)}")
@@ -59,16 +96,44 @@ def status_text(training: Training) -> str:
 
 def ranks_table(training: Training, now: float) -> str:
     rows = [
-        (str(r.rank), r.phase, r.node or "-", str(r.restarts), _alive_for(r, now), r.message)
+        (str(r.rank), r.phase, r.node or "-", str(r.restarts), alive_for(r, now), r.message)
         for r in training.status.ranks
     ]
     return show.table(RANKS, rows)
 
 
-def _alive_for(rank: RankStatus, now: float) -> str:
+def alive_for(rank: RankStatus, now: float) -> str:
     if rank.started_at is None or not rank.is_alive:
         return "-"
     return show.duration(max(0.0, now - rank.started_at))
+
+
+def attempts_table(attempts: Sequence[AttemptStatus], now: float) -> str:
+    rows = [
+        (
+            str(one.rank),
+            str(one.attempt),
+            "-" if one.started_at is None else show.clock(one.started_at),
+            _attempt_ran(one, now),
+            one.host or "-",
+            _attempt_end(one),
+        )
+        for one in attempts
+    ]
+    return show.table(ATTEMPTS, rows)
+
+
+def _attempt_ran(one: AttemptStatus, now: float) -> str:
+    if one.started_at is None:
+        return "-"
+    until = now if one.ended_at is None else one.ended_at
+    return show.duration(max(0.0, until - one.started_at))
+
+
+def _attempt_end(one: AttemptStatus) -> str:
+    if one.ended_at is None:
+        return "running" if one.started_at is not None else "-"
+    return attempt_in_words(one)
 
 
 def exits_table(training: Training) -> str:

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from atoll.core.checks import check_name
-from atoll.core.errors import BelowMinimumWorld
+from atoll.core.errors import BelowMinimumWorld, ValidationError
 from atoll.core.executors import ExecutorStatus
+from atoll.core.html import ShownList, trainings_html
 from atoll.core.spec import TrainingSpec
+from atoll.core.status import Training
+from atoll.core.webhooks import Webhook, WebhookRequest, WebhookTest
 from atoll.sdk import flows
-from atoll.sdk.config import stated_spec
+from atoll.sdk.config import stated_training
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.endpoint import Endpoint, chosen
 from atoll.sdk.options import DeployOptions, wait_of
 from atoll.sdk.training import DistributedTraining
 from atoll.sdk.wire import AsyncPerformer, Performer, Wire
 
+if TYPE_CHECKING:
+    from atoll.sdk.sweep import Sweep, SweepRun
+
 Trainings = list[DistributedTraining]
 Executors = list[ExecutorStatus]
+Webhooks = list[Webhook]
 
 
 class Client:
@@ -56,8 +65,8 @@ class Client:
         Options: see `atoll.sdk.options.DeployOptions`. Raises ValidationError before anything is
         sent. If the wait fails, the training still exists: `client.get(name)` finds it.
         """
-        spec, (wait, timeout) = stated_spec(name, options), wait_of(options)
-        stored = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
+        (spec, pack), (wait, timeout) = stated_training(name, options), wait_of(options)
+        stored = self.run(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex, pack))
         training = DistributedTraining(self, stored)
         try:
             if wait == "min":
@@ -72,8 +81,8 @@ class Client:
     async def deploy_distributed_async(
         self, name: str, **options: Unpack[DeployOptions]
     ) -> DistributedTraining:
-        spec, (wait, timeout) = stated_spec(name, options), wait_of(options)
-        stored = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex))
+        (spec, pack), (wait, timeout) = stated_training(name, options), wait_of(options)
+        stored = await self.arun(flows.deploy(spec, self._shared(spec), uuid.uuid4().hex, pack))
         training = DistributedTraining(self, stored)
         try:
             if wait == "min":
@@ -84,6 +93,56 @@ class Client:
             error.add_note(_note(name))
             raise
         return training
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        settings: Iterable[Mapping[str, Any]],
+        *,
+        concurrency: int | None = None,
+        name: str | None = None,
+        **options: Unpack[DeployOptions],
+    ) -> Sweep:
+        """Calls `function(**setting)` for each of the settings, each as a training of its own, at
+        most `concurrency` of them at once (as many as there are CPUs). Returns when all are over.
+
+        Rows have `value`, `error` and `training`; `print` shows a table. The same call made again,
+        after Ctrl-C say, goes on: what has succeeded or runs is not run again, what failed is.
+        With other code of the function or another `name` all are new. `options` are those of
+        `deploy_distributed`.
+        """
+        sweeping = self._sweeping(function, settings, concurrency, name, options)
+        try:
+            return self.run(sweeping.run())
+        except KeyboardInterrupt:
+            sweeping.tell_interrupted()
+            raise
+
+    async def map_async(
+        self,
+        function: Callable[..., Any],
+        settings: Iterable[Mapping[str, Any]],
+        *,
+        concurrency: int | None = None,
+        name: str | None = None,
+        **options: Unpack[DeployOptions],
+    ) -> Sweep:
+        return await self.arun(self._sweeping(function, settings, concurrency, name, options).run())
+
+    def _sweeping(
+        self,
+        function: Callable[..., Any],
+        settings: Iterable[Mapping[str, Any]],
+        concurrency: int | None,
+        name: str | None,
+        options: DeployOptions,
+    ) -> SweepRun:
+        from atoll.sdk.sweep import SweepRun, jobs_of  # imported here: it loads slowly
+
+        jobs = jobs_of(function, settings, name)
+        for job in jobs[:1]:  # what is wrong with the options or the function is told before
+            stated_training(job.name, {**options, "source": partial(function, **job.arguments)})
+        return SweepRun(self, self._shared, function, jobs, concurrency, options)
 
     def get(self, name: str) -> DistributedTraining:
         """The handle of an existing training. Raises NotFound."""
@@ -97,11 +156,15 @@ class Client:
     def list(self, phase: str | None = None, prefix: str | None = None) -> Trainings:
         """Trainings sorted by name; `phase`, and `prefix` of the name, narrow the list."""
         records = self.run(flows.list_all(phase, prefix))
-        return [DistributedTraining(self, training) for training in records]
+        return self._handles(records)
 
     async def list_async(self, phase: str | None = None, prefix: str | None = None) -> Trainings:
         records = await self.arun(flows.list_all(phase, prefix))
-        return [DistributedTraining(self, training) for training in records]
+        return self._handles(records)
+
+    def _handles(self, records: Iterable[Training]) -> Trainings:
+        handles = (DistributedTraining(self, training) for training in records)
+        return ShownList(handles, trainings_html)
 
     def executors(self) -> Executors:
         """Executors that trainings can run on, and whether each is reachable now."""
@@ -109,6 +172,43 @@ class Client:
 
     async def executors_async(self) -> Executors:
         return (await self.arun(flows.executors())).items
+
+    def webhooks(self) -> Webhooks:
+        """The webhooks of the namespace, and how their deliveries go."""
+        return self.run(flows.webhooks())
+
+    async def webhooks_async(self) -> Webhooks:
+        return await self.arun(flows.webhooks())
+
+    def add_webhook(
+        self, url: str, events: Sequence[str] = (), *, secret: str | None = None
+    ) -> Webhook:
+        """Posts events of the namespace's trainings to `url` from now on, signed. `events` are
+        reasons such as `Failed`, or `warnings`, or `*`. Only this answer has the secret."""
+        return self.run(flows.add_webhook(_wanted(url, events, secret)))
+
+    async def add_webhook_async(
+        self, url: str, events: Sequence[str] = (), *, secret: str | None = None
+    ) -> Webhook:
+        return await self.arun(flows.add_webhook(_wanted(url, events, secret)))
+
+    def remove_webhook(self, id: str) -> None:
+        """Raises NotFound."""
+        check_name("id", id)
+        self.run(flows.remove_webhook(id))
+
+    async def remove_webhook_async(self, id: str) -> None:
+        check_name("id", id)
+        await self.arun(flows.remove_webhook(id))
+
+    def test_webhook(self, id: str) -> WebhookTest:
+        """Posts a test message now, and says how it was answered."""
+        check_name("id", id)
+        return self.run(flows.test_webhook(id))
+
+    async def test_webhook_async(self, id: str) -> WebhookTest:
+        check_name("id", id)
+        return await self.arun(flows.test_webhook(id))
 
     def close(self) -> None:
         """Closes the connections; a private control plane ends, with its trainings."""
@@ -152,6 +252,12 @@ class Client:
     def _shared(self, spec: TrainingSpec) -> dict[str, Any]:
         """Fields that a local rank shares with its caller: the directory and the search paths."""
         return self.endpoint.shared(spec) if spec.executor in (None, "local") else {}
+
+
+def _wanted(url: str, events: Sequence[str], secret: str | None) -> WebhookRequest:
+    if isinstance(events, str):
+        raise ValidationError("events", events, "expected a list of reasons")
+    return WebhookRequest(url=url, events=list(events), secret=secret)
 
 
 def _note(name: str) -> str:

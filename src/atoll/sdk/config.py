@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from atoll.core.errors import Permanent, ValidationError
+from atoll.local.state import home
 
 if TYPE_CHECKING:
     from atoll.core.config import Config
     from atoll.core.spec import TrainingSpec
+    from atoll.sdk.effects import Pack
 
 NAME = "atoll.toml"
 VARIABLE = "ATOLL_CONFIG"
@@ -25,8 +27,12 @@ def find() -> Path | None:
     chosen = os.environ.get(VARIABLE)
     if chosen:
         return Path(chosen).absolute()
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    for path in (Path(NAME), Path(base) / "atoll" / NAME):
+    places = [Path(NAME)]
+    if base := os.environ.get("XDG_CONFIG_HOME"):
+        places.append(Path(base) / "atoll" / NAME)
+    elif (user := home()) is not None:
+        places.append(user / ".config" / "atoll" / NAME)
+    for path in places:
         if path.is_file():
             return path.absolute()
     return None
@@ -122,3 +128,11 @@ def stated_spec(name: str, options: Mapping[str, Any]) -> TrainingSpec:
     from atoll.sdk.options import DeployOptions, spec_of
 
     return spec_of(name, cast(DeployOptions, with_defaults(options)))
+
+
+def stated_training(name: str, options: Mapping[str, Any]) -> tuple[TrainingSpec, Pack | None]:
+    """The spec, and the code that goes with it if its ranks run elsewhere."""
+    from atoll.sdk.options import pack_of
+
+    spec = stated_spec(name, options)
+    return spec, pack_of(spec, with_defaults(options))

@@ -43,5 +43,12 @@ class Pause(NamedTuple):
     seconds: float
 
 
-Effect = Send | NextChange | Pause
+class Pack(NamedTuple):
+    """The code below a directory of the caller. The answer is a Code; None if there is none."""
+
+    root: str
+    path: tuple[str, ...] = ()  # folders in which ranks look for modules
+
+
+Effect = Send | NextChange | Pause | Pack
 Flow = Generator[Effect, Any, T]

@@ -34,10 +34,18 @@ if TYPE_CHECKING:
 START_S = 60.0
 STOP_S = 60.0
 STOP_ATTEMPTS = 3
+SLOTS = "ATOLL_SLOTS"  # of a control plane that is started here
 
 # What the shell that happens to start the server says of itself. It would reach the ranks of all
 # others: each caller sends its own, or has none.
-LEFT_OUT = ("CONDA_PREFIX", "CUDA_VISIBLE_DEVICES", "OLDPWD", "OMP_NUM_THREADS", "VIRTUAL_ENV")
+LEFT_OUT = (
+    SLOTS,
+    "CONDA_PREFIX",
+    "CUDA_VISIBLE_DEVICES",
+    "OLDPWD",
+    "OMP_NUM_THREADS",
+    "VIRTUAL_ENV",
+)
 
 
 def begin() -> None:
@@ -187,6 +195,8 @@ def start(where: Path, *, is_owned: bool = False) -> Started:
     if (file := config.find()) is not None:
         config.read(file)  # what is wrong in it is told here, not in the server's log
         command += ["--config", str(file)]
+    if slots := os.environ.get(SLOTS):
+        command += ["--slots", slots]
     log = _place_of_log(where)
     with log.open("ab") as errors:
         said_before = errors.tell()
@@ -236,11 +246,11 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 def running(where: Path) -> str | None:
     """The address of the server that serves this directory, if it is alive."""
-    endpoint = _announced(where)
+    endpoint = announced(where)
     return None if endpoint is None else str(endpoint["url"])
 
 
-def _announced(where: Path) -> dict[str, Any] | None:
+def announced(where: Path) -> dict[str, Any] | None:
     """What the server of this directory says of itself, there or in its spare place; None if no
     server is alive."""
     for directory in (where, *spare_directories(where)):
@@ -253,7 +263,7 @@ def _announced(where: Path) -> dict[str, Any] | None:
 
 def _warn_if_other(where: Path) -> None:
     """It works with this release as far as it can; why some things do not is good to know."""
-    endpoint = _announced(where) or {"release": atoll.__version__}
+    endpoint = announced(where) or {"release": atoll.__version__}
     if words := difference(endpoint.get("release")):
         pid = endpoint["pid"]
         after = f"'kill {pid}' stops it, the next use starts this one, ranks go on meanwhile"
@@ -262,7 +272,7 @@ def _warn_if_other(where: Path) -> None:
 
 def _certificate(where: Path) -> str | None:
     """The certificate of the server of this directory, a file; None if it has none."""
-    certificate = (_announced(where) or {}).get("certificate")
+    certificate = (announced(where) or {}).get("certificate")
     return None if certificate is None else str(certificate)
 
 

@@ -83,15 +83,34 @@ class Fixed:
         pass
 
     def shared(self, spec: TrainingSpec) -> dict[str, Any]:
-        return here(spec) if self._address.is_local else {}
+        return here(spec, is_own=False) if self._address.is_local else {}
 
     def close(self) -> None:
         pass
 
 
-def here(spec: TrainingSpec) -> dict[str, Any]:
-    """The caller's directory and search paths; values in the spec take precedence."""
+def is_here(executor: str | None) -> bool:
+    """Whether ranks of this executor run on the caller's machine, as far as is known here."""
+    if executor not in (None, "local"):
+        return False
+    url = os.environ.get("ATOLL_URL")
+    return not url or Address(url).is_local
+
+
+def here(spec: TrainingSpec, *, is_own: bool = True) -> dict[str, Any]:
+    """The caller's directory, search paths and keys of the store; values in the spec take
+    precedence.
+
+    Raises ValidationError if the keys are missing and the control plane is the caller's own: it
+    has none that the caller has not.
+    """
     env = {name: os.environ[name] for name in SHARED_ENV if name in os.environ}
+    if spec.rendezvous.uri is not None:
+        from atoll.sdk.credentials import check_keys, store_variables
+
+        env |= store_variables(spec)
+        if is_own:
+            check_keys(spec, env | spec.env)
     return {"working_dir": spec.working_dir or _current_directory(), "env": env | spec.env}
 
 

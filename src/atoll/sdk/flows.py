@@ -7,14 +7,16 @@ reads the training, tests it, then waits until the server pushes a change; it te
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from atoll.core.attempts import AttemptList
 from atoll.core.errors import (
+    AtollError,
     BelowMinimumWorld,
     NotFound,
     Temporary,
@@ -27,9 +29,20 @@ from atoll.core.metrics import Metrics
 from atoll.core.model import Model, encode
 from atoll.core.narrate import failure_in_words
 from atoll.core.phase import Phase
-from atoll.core.spec import TrainingSpec, check_spec_size
-from atoll.core.status import Event, Training, TrainingList, Usage, WorldStatus
-from atoll.sdk.effects import Flow, NextChange, Pause, Send
+from atoll.core.rounds import RoundItem, RoundList, ShownTraining
+from atoll.core.series import NewestFigures, SeriesList
+from atoll.core.spec import ProviderFilter, Resources, TrainingSpec, check_spec_size
+from atoll.core.status import (
+    FIELDS_IGNORED,
+    AttemptStatus,
+    Event,
+    Training,
+    TrainingList,
+    Usage,
+    WorldStatus,
+)
+from atoll.core.webhooks import Webhook, WebhookList, WebhookRequest, WebhookTest
+from atoll.sdk.effects import Flow, NextChange, Pack, Pause, Send
 from atoll.sdk.requests import PATIENCE_S, Clock, answered, new_retry, send
 
 T = TypeVar("T")
@@ -38,7 +51,15 @@ READ_S = 10.0
 WATCH_S = 86_400.0  # the longest single watch: threads and the server refuse larger timeouts
 FOREVER_S = 1e12
 LAST_READ_S = 2.0  # for the read after a deadline
+HOOKS = "/v1/webhooks"
 ALL = "/v1/trainings"
+# Fields that some executor does not honour, with what they are where nothing was asked for.
+PARTLY_HONOURED: dict[str, Any] = {
+    "image": None,
+    "resources": Resources(),
+    "provider_filter": ProviderFilter(),
+    "topology_spread": "none",
+}
 
 
 class Who(NamedTuple):
@@ -55,6 +76,8 @@ class Who(NamedTuple):
 class EventPage(Model, frozen=True):
     items: list[Event]
 
+
+ROUNDS_A_PAGE = 2_000
 
 # What a state means to a wait: its result, None for "not yet", or an error that it raises.
 Settle = Callable[[Training], T | None]
@@ -80,8 +103,29 @@ def create(
     return answered((yield from send(effect, clock=clock)), Training)
 
 
-def deploy(spec: TrainingSpec, shared: Mapping[str, Any], key: str) -> Flow[Training]:
-    """The stored training; with `shared`, the fields of a rank that runs on the caller's machine.
+def deploy(
+    spec: TrainingSpec, shared: Mapping[str, Any], key: str, pack: Pack | None = None
+) -> Flow[Training]:
+    """The stored training, as `_stored` has it; what its executor will not honour is logged."""
+    stored = yield from _stored(spec, shared, key, pack)
+    if any(getattr(spec, field) != unset for field, unset in PARTLY_HONOURED.items()):
+        try:
+            told = yield from events(Who(stored.name, stored.uid), None)
+        except AtollError:  # it is stored all the same
+            return stored
+        for event in told:
+            if event.reason == FIELDS_IGNORED:
+                import logging  # imported here: it loads slowly
+
+                logging.getLogger(__name__).warning("atoll: %s: %s", stored.name, event.message)
+    return stored
+
+
+def _stored(
+    spec: TrainingSpec, shared: Mapping[str, Any], key: str, pack: Pack | None = None
+) -> Flow[Training]:
+    """The stored training; with `shared`, the fields of a rank that runs on the caller's machine,
+    or with the code that `pack` names if ranks run elsewhere.
 
     A control plane at a local address may run ranks elsewhere: the address may be a port that
     is forwarded to a cluster. So `local` is asked for first; the server refuses it if it has no
@@ -95,11 +139,22 @@ def deploy(spec: TrainingSpec, shared: Mapping[str, Any], key: str) -> Flow[Trai
         except ValidationError as error:
             if spec.executor is not None or error.field != "executor":
                 raise
+    code = None if pack is None else (yield pack)
+    if code is None:
+        return (yield from create(spec, key))
+    try:
+        return (yield from create(replace(spec, code=code, working_dir=None), key))
+    except ValidationError as error:
+        if error.field != "code":
+            raise
+        import logging  # imported here: it loads slowly
+
+        logging.getLogger(__name__).warning("no code is sent: %s", error.expected)
     return (yield from create(spec, key))
 
 
 def get(name: str) -> Flow[Training]:
-    return answered((yield from send(Send("GET", f"{ALL}/{name}", timeout=READ_S))), Training)
+    return answered((yield from send(Send("GET", f"{ALL}/{name}", timeout=READ_S))), ShownTraining)
 
 
 def read(
@@ -111,7 +166,8 @@ def read(
 ) -> Flow[Training]:
     """The training as it is now. `answer_s` limits one answer, `patience_s` all attempts."""
     effect = Send("GET", who.path, timeout=answer_s)
-    training = answered((yield from send(effect, patience_s=patience_s, clock=clock)), Training)
+    answer = yield from send(effect, patience_s=patience_s, clock=clock)
+    training = answered(answer, ShownTraining)
     if training.uid != who.uid:
         raise NotFound("training", who.name)
     return training
@@ -148,6 +204,15 @@ def scale(last: Training, target: int) -> Flow[Training]:
         raise WorldSizeOutOfBounds(target, size.min, size.max)
     body = encode({"target": target})
     return answered((yield from send(Send("POST", f"{who.path}/scale", body=body))), Training)
+
+
+def rerun(last: Training, changes: Mapping[str, Any], key: str) -> Flow[Training]:
+    """Asks for a copy of the training; `changes` are the fields of the request that are set."""
+    who = Who(last.name, last.uid)
+    yield from read(who)  # never run another training of the same name
+    body = encode({name: value for name, value in changes.items() if value is not None})
+    effect = Send("POST", f"{who.path}/rerun", body=body, headers={"Idempotency-Key": key})
+    return answered((yield from send(effect)), Training)
 
 
 def cancel(who: Who) -> Flow[Training | None]:
@@ -190,6 +255,11 @@ def events(who: Who, since: float | None) -> Flow[list[Event]]:
     return answered((yield from send(effect)), EventPage).items
 
 
+def attempts(who: Who, rank: int | None) -> Flow[list[AttemptStatus]]:
+    effect = Send("GET", f"{who.path}/attempts", {"rank": rank, "uid": who.uid})
+    return answered((yield from send(effect)), AttemptList).items
+
+
 class ValueAnswer(Model, frozen=True):
     """The result of a rank, as the server sends it."""
 
@@ -203,9 +273,83 @@ def value(who: Who, rank: int) -> Flow[ValueAnswer]:
     return answered((yield from send(effect)), ValueAnswer)
 
 
+def series(who: Who, names: Sequence[str], rank: int | None) -> Flow[SeriesList]:
+    query = {"name": list(names) or None, "rank": rank, "uid": who.uid}
+    return answered((yield from send(Send("GET", f"{who.path}/series", query))), SeriesList)
+
+
+def figures(
+    names: Sequence[str], trainings: Sequence[str] = (), *, ranks: bool = False
+) -> Flow[NewestFigures]:
+    """What these trainings, or all, reported last."""
+    query = {"name": list(names), "training": list(trainings) or None, "ranks": ranks or None}
+    return answered((yield from send(Send("GET", "/v1/figures", query))), NewestFigures)
+
+
+def rounds(who: Who, first: int, last: int | None, *, has_costs: bool) -> Flow[RoundList]:
+    """All of them, page by page from the newest."""
+    pages: list[RoundList] = []
+    while True:
+        query = {
+            "from": first,
+            "to": last,
+            "limit": ROUNDS_A_PAGE,
+            "costs": "true" if has_costs else None,
+            "run": pages[0].summary.run if pages and pages[0].summary else None,
+            "uid": who.uid,
+        }
+        page = answered((yield from send(Send("GET", f"{who.path}/rounds", query))), RoundList)
+        pages.append(page)
+        oldest = page.items[0].round if page.items else 0
+        if len(page.items) < ROUNDS_A_PAGE or oldest <= first:
+            break
+        # A round of several fragments may be cut by the page: it is read again, whole.
+        last = oldest
+    items: dict[tuple[int, int], RoundItem] = {}
+    for page in pages:  # an older one knows what was before its newest round
+        items |= {(item.round, item.fragment): item for item in page.items}
+    return replace(pages[0], items=[items[key] for key in sorted(items)])
+
+
+class UiCode(Model, frozen=True):
+    """What signs a browser in once."""
+
+    code: str
+    host: str = ""
+
+
+class EndedSessions(Model, frozen=True):
+    sessions: int
+
+
+def ui_code() -> Flow[UiCode]:
+    return answered((yield from send(Send("POST", "/ui/codes"))), UiCode)
+
+
+def end_sessions() -> Flow[EndedSessions]:
+    return answered((yield from send(Send("DELETE", "/ui/sessions"))), EndedSessions)
+
+
 def metrics(who: Who) -> Flow[Metrics]:
     effect = Send("GET", f"{who.path}/metrics", {"uid": who.uid})
     return answered((yield from send(effect)), Metrics)
+
+
+def webhooks() -> Flow[list[Webhook]]:
+    return answered((yield from send(Send("GET", HOOKS))), WebhookList).items
+
+
+def add_webhook(wanted: WebhookRequest) -> Flow[Webhook]:
+    effect = Send("POST", HOOKS, body=encode(wanted))
+    return answered((yield from send(effect, patience_s=0)), Webhook)
+
+
+def remove_webhook(id: str) -> Flow[Webhook]:
+    return answered((yield from send(Send("DELETE", f"{HOOKS}/{id}"))), Webhook)
+
+
+def test_webhook(id: str) -> Flow[WebhookTest]:
+    return answered((yield from send(Send("POST", f"{HOOKS}/{id}/test"))), WebhookTest)
 
 
 def usage(who: Who) -> Flow[Usage]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,13 +27,21 @@ class Position:
     By the places that lines have; where they have none, by counting lines, all of them again.
     """
 
-    def __init__(self, who: Who, ranks: Sequence[int] | None, tail: int | None, follow: bool):
+    def __init__(
+        self,
+        who: Who,
+        ranks: Sequence[int] | None,
+        tail: int | None,
+        follow: bool,
+        chosen: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path = f"{who.path}/logs"
         self._uid = who.uid
         self._ranks = list(ranks or ())
         self.is_empty = ranks is not None and not self._ranks
         self._tail = tail
         self._follow = follow
+        self._chosen = dict(chosen or {})  # further options: since, search
         self._places: dict[int, int] | None = None
         self._given: Counter[int] = Counter()
         self._passed: Counter[int] = Counter()
@@ -45,6 +53,7 @@ class Position:
             "rank": self._ranks,
             "follow": self._follow or None,
             "uid": self._uid,
+            **self._chosen,
         }
         if self._places is None:
             query["tail"] = self._tail
@@ -63,7 +72,7 @@ class Position:
         if "places" in found:
             self._places = {int(rank): at for rank, at in found["places"].items()}
             return None
-        line = LogLine(rank=found["rank"], text=found["text"])
+        line = LogLine(rank=found["rank"], text=found["text"], time=found.get("time"))
         if "at" in found:
             self._places = {} if self._places is None else self._places
             self._places[line.rank] = found["at"]

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict
 
 from atoll.core.checks import check_timeout
 from atoll.core.errors import ValidationError
+from atoll.core.executors import LOCAL
 from atoll.core.spec import (
     BenchSpec,
     ProviderFilter,
@@ -23,6 +24,7 @@ from atoll.core.spec import (
     WorldSize,
 )
 from atoll.core.stores import store_uri
+from atoll.sdk.effects import Pack
 
 Wait = Literal["min", "target"]
 
@@ -36,6 +38,7 @@ class DeployOptions(TypedDict, total=False):
     image: str
     env: Mapping[str, str]
     working_dir: str | Path
+    code: bool
     cpu: str | int | float
     memory: str
     gpu_count: int
@@ -50,12 +53,15 @@ class DeployOptions(TypedDict, total=False):
     bench_require_gbps: float
     rendezvous_backend: str
     rendezvous_uri: str
+    run_id: str
     pip_packages: Sequence[str]
     max_restarts: int
     start_grace_s: float
     stop_grace_s: float
     deadline_s: float
     ttl_seconds: int
+    stall_s: float
+    stall_restart: bool
     executor: str
     mesh: bool
     timeout: float
@@ -75,11 +81,17 @@ def wait_of(options: DeployOptions) -> tuple[Wait | None, float]:
     return wait, timeout
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ValidationError for a name that is no option."""
+    for option, value in options.items():
+        _check_known(option, value)
+
+
 def spec_of(name: str, options: DeployOptions) -> TrainingSpec:
     """The spec. Raises ValidationError that names the wrong option. `None` means unset."""
     remaining: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    for option in remaining:
-        _check_known(option, remaining[option])
+    check_options(remaining)
+    _check_code(remaining.pop("code", True))
     remaining.pop("wait", None)
     remaining.pop("timeout", None)
 
@@ -99,11 +111,44 @@ def spec_of(name: str, options: DeployOptions) -> TrainingSpec:
     changed = {name: part for name, part in sections.items() if part != type(part)()}
     return TrainingSpec(
         name=name,
-        world_size=_world_size(remaining.pop("world_size", 1)),
+        world_size=world_of(remaining.pop("world_size", 1)),
         source=_source(remaining.pop("source", None)),
         **changed,
         **_as_json(_spec_fields(remaining)),
     )
+
+
+def _check_code(value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValidationError("code", value, "expected True, or False to send none")
+
+
+def pack_of(spec: TrainingSpec, options: Mapping[str, Any]) -> Pack | None:
+    """What of the caller's directory travels with a training whose ranks run elsewhere.
+
+    Without `working_dir` it is the current one. A `working_dir` that is not here is one of the
+    image, and nothing travels.
+    """
+    if options.get("code") is False or spec.executor == LOCAL:
+        return None
+    from atoll.rank.archive import why_not  # imported here: local trainings do not need it
+
+    root = spec.working_dir or os.getcwd()
+    if not os.path.isdir(root):
+        return None
+    if spec.working_dir is None and (why := why_not(root)):
+        if spec.executor is None and not os.environ.get("ATOLL_URL"):
+            return None  # of one's own control plane, whose ranks run here by default
+        import logging
+
+        words = "no code is sent: %s; working_dir names another directory, code=False none"
+        logging.getLogger(__name__).warning(words, why)
+        return None
+    if spec.source is None:
+        folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    else:
+        folders = [spec.source.directory or "", *sys.path]
+    return Pack(root, tuple(os.path.abspath(folder) for folder in folders if folder))
 
 
 def _check_known(option: str, value: Any) -> None:
@@ -138,7 +183,7 @@ def _spec_fields(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _world_size(value: Any) -> Any:
+def world_of(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return WorldSize(min=value, target=value, max=value)
     return value

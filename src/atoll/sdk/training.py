@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from msgspec.structs import replace
 
-from atoll.core.checks import check_as, check_timeout
-from atoll.core.errors import AtollError, NotFound
+from atoll.core import html
+from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
+from atoll.core.errors import AtollError, NotFound, ValidationError
 from atoll.core.metrics import Metrics
-from atoll.core.spec import LineCount, RankNumber, TrainingSpec
+from atoll.core.rounds import RoundList
+from atoll.core.series import SeriesList
+from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
 from atoll.core.status import (
+    AttemptStatus,
     BenchResult,
     BenchStatus,
     Condition,
@@ -30,6 +35,9 @@ from atoll.sdk import flows, logs
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
 from atoll.sdk.logs import Position
+from atoll.sdk.options import world_of
+from atoll.sdk.rounds import RoundTable
+from atoll.sdk.series import SeriesTable
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
@@ -54,6 +62,26 @@ class DistributedTraining:
         world = self.last.world
         phase = self.last.status.phase.value or "new"
         return f"<DistributedTraining {self.name!r} {phase} {world.ready}/{world.target}>"
+
+    def _repr_html_(self) -> str:
+        return html.training_html(self.last)
+
+    def show(self, *, wait: bool = False) -> None:
+        """Shows the training in a notebook and keeps it up to date until it ends, while you go on;
+        with `wait` it returns at the end. Elsewhere it prints a line, with `wait` each change.
+
+        Raises nothing if the training fails: `result()` does.
+        """
+        from atoll.sdk import notebook
+
+        notebook.show(self, wait=wait)
+
+    async def show_async(self, *, wait: bool = False) -> None:
+        import asyncio
+
+        from atoll.sdk import notebook
+
+        await asyncio.to_thread(notebook.show, self, wait=wait)
 
     @property
     def name(self) -> str:
@@ -81,12 +109,12 @@ class DistributedTraining:
 
     @property
     def ranks(self) -> list[RankStatus]:
-        return list(self._now().status.ranks)
+        return html.ShownList(self._now().status.ranks, html.ranks_html)
 
     @property
     def rank_exits(self) -> list[RankExit]:
         """One for each rank that ever ran, once the training is over; `[]` before."""
-        return list(self._now().status.rank_exits)
+        return html.ShownList(self._now().status.rank_exits, html.exits_html)
 
     @property
     def root_cause(self) -> RankExit | None:
@@ -177,10 +205,60 @@ class DistributedTraining:
         Raises NotFound if there is none. A pickle is opened only with `allow_pickle`, as it can
         run any code here; ValueError tells of one.
         """
-        return _decoded(self._run(self._value(rank)), allow_pickle=allow_pickle)
+        return decoded_value(self._run(self._value(rank)), allow_pickle=allow_pickle)
 
     async def value_async(self, rank: int = 0, *, allow_pickle: bool = False) -> Any:
-        return _decoded(await self._arun(self._value(rank)), allow_pickle=allow_pickle)
+        return decoded_value(await self._arun(self._value(rank)), allow_pickle=allow_pickle)
+
+    def series(
+        self, names: str | Sequence[str] | None = None, *, rank: int | None = None
+    ) -> SeriesTable:
+        """What the ranks reported with `atoll.report`, as columns: all, or these names."""
+        return SeriesTable(self._run(self._series(names, rank)).items)
+
+    async def series_async(
+        self, names: str | Sequence[str] | None = None, *, rank: int | None = None
+    ) -> SeriesTable:
+        return SeriesTable((await self._arun(self._series(names, rank))).items)
+
+    def rounds(self, first: int = 0, last: int | None = None, *, costs: bool = False) -> RoundTable:
+        """The outer rounds of a DiLoCo training, as columns: all, or those from `first` to `last`.
+
+        With `costs`, what each replica reported of each.
+        """
+        return RoundTable(self._run(self._rounds(first, last, costs)), has_costs=costs)
+
+    async def rounds_async(
+        self, first: int = 0, last: int | None = None, *, costs: bool = False
+    ) -> RoundTable:
+        return RoundTable(await self._arun(self._rounds(first, last, costs)), has_costs=costs)
+
+    def rerun(
+        self,
+        name: str | None = None,
+        *,
+        world_size: int | WorldSize | None = None,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] | None = None,
+    ) -> DistributedTraining:
+        """Starts it again as a new training, and returns that one: `NAME-r2` unless `name` is
+        given. Spec and code are copied on the server; `env` is set over the variables it had.
+
+        Raises Conflict if its code is gone or the name is taken.
+        """
+        flow = self._rerun(name, world_size, env, args)
+        return DistributedTraining(self._client, self._run(flow))
+
+    async def rerun_async(
+        self,
+        name: str | None = None,
+        *,
+        world_size: int | WorldSize | None = None,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] | None = None,
+    ) -> DistributedTraining:
+        flow = self._rerun(name, world_size, env, args)
+        return DistributedTraining(self._client, await self._arun(flow))
 
     def cancel(self) -> None:
         """Asks to stop the ranks and keeps the record. Does nothing if the training is over."""
@@ -205,32 +283,82 @@ class DistributedTraining:
 
     @overload
     def logs(
-        self, rank: int | None = ..., tail: int | None = ..., follow: Literal[False] = ...
+        self,
+        rank: int | None = ...,
+        tail: int | None = ...,
+        follow: Literal[False] = ...,
+        *,
+        since: float | datetime | None = ...,
+        search: str | None = ...,
+        ignore_case: bool = ...,
     ) -> list[LogLine]: ...
     @overload
     def logs(
-        self, rank: int | None = ..., tail: int | None = ..., *, follow: Literal[True]
+        self,
+        rank: int | None = ...,
+        tail: int | None = ...,
+        *,
+        follow: Literal[True],
+        since: float | datetime | None = ...,
+        search: str | None = ...,
+        ignore_case: bool = ...,
     ) -> Iterator[LogLine]: ...
     def logs(
-        self, rank: int | None = None, tail: int | None = None, follow: bool = False
+        self,
+        rank: int | None = None,
+        tail: int | None = None,
+        follow: bool = False,
+        *,
+        since: float | datetime | None = None,
+        search: str | None = None,
+        ignore_case: bool = False,
     ) -> list[LogLine] | Iterator[LogLine]:
-        """Log lines with their rank; `tail` is per rank. `follow` yields them as they come."""
-        lines = logs.lines(self._client.wire, self._position(rank, tail, follow))
-        return lines if follow else list(lines)
+        """Log lines with rank and time; `tail` is per rank. `follow` yields them as they come.
+
+        Lines of several ranks are in the order of their times. `since` (a time, or seconds since
+        the epoch) and `search` choose lines on the server; one without a time is not since any.
+        """
+        position = self._position(rank, tail, follow, since, search, ignore_case)
+        lines = logs.lines(self._client.wire, position)
+        return lines if follow else html.ShownList(lines, html.lines_html)
 
     @overload
     async def logs_async(
-        self, rank: int | None = ..., tail: int | None = ..., follow: Literal[False] = ...
+        self,
+        rank: int | None = ...,
+        tail: int | None = ...,
+        follow: Literal[False] = ...,
+        *,
+        since: float | datetime | None = ...,
+        search: str | None = ...,
+        ignore_case: bool = ...,
     ) -> list[LogLine]: ...
     @overload
     async def logs_async(
-        self, rank: int | None = ..., tail: int | None = ..., *, follow: Literal[True]
+        self,
+        rank: int | None = ...,
+        tail: int | None = ...,
+        *,
+        follow: Literal[True],
+        since: float | datetime | None = ...,
+        search: str | None = ...,
+        ignore_case: bool = ...,
     ) -> AsyncIterator[LogLine]: ...
     async def logs_async(
-        self, rank: int | None = None, tail: int | None = None, follow: bool = False
+        self,
+        rank: int | None = None,
+        tail: int | None = None,
+        follow: bool = False,
+        *,
+        since: float | datetime | None = None,
+        search: str | None = None,
+        ignore_case: bool = False,
     ) -> list[LogLine] | AsyncIterator[LogLine]:
-        lines = logs.alines(self._client.wire, self._position(rank, tail, follow))
-        return lines if follow else [line async for line in lines]
+        position = self._position(rank, tail, follow, since, search, ignore_case)
+        lines = logs.alines(self._client.wire, position)
+        if follow:
+            return lines
+        return html.ShownList([line async for line in lines], html.lines_html)
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
@@ -245,6 +373,14 @@ class DistributedTraining:
 
     async def events_async(self, since: float | datetime | None = None) -> list[Event]:
         return await self._arun(flows.events(self._who, _seconds(since)))
+
+    def attempts(self, rank: int | None = None) -> list[AttemptStatus]:
+        """Each start of each rank's process, and how it ended, in order of rank: the newest attempt
+        and the 20 before it; with `rank` of that rank only."""
+        return self._run(self._attempts(rank))
+
+    async def attempts_async(self, rank: int | None = None) -> list[AttemptStatus]:
+        return await self._arun(self._attempts(rank))
 
     def metrics(self) -> Metrics:
         return self._run(flows.metrics(self._who))
@@ -306,13 +442,66 @@ class DistributedTraining:
         check_as("rank", rank, RankNumber)
         return flows.value(self._who, rank)
 
-    def _position(self, rank: int | None, tail: int | None, follow: bool) -> Position:
+    def _rerun(
+        self,
+        name: str | None,
+        world_size: int | WorldSize | None,
+        env: Mapping[str, str] | None,
+        args: Sequence[str] | None,
+    ) -> Flow[Training]:
+        if name is not None:
+            check_name("name", name)
+        if isinstance(args, str):
+            raise ValidationError("args", args, "expected a list of words")
+        variables = dict(env or {})
+        check_env("env", variables)
+        size = world_of(world_size)
+        if not isinstance(size, WorldSize | None):
+            raise ValidationError("world_size", size, "expected a number or WorldSize(…)")
+        changes = {
+            "name": name,
+            "worldSize": size,
+            "env": variables or None,
+            "args": None if args is None else [str(word) for word in args],
+        }
+        return flows.rerun(self.last, changes, uuid.uuid4().hex)
+
+    def _attempts(self, rank: int | None) -> Flow[list[AttemptStatus]]:
+        check_as("rank", rank, RankNumber | None)
+        return flows.attempts(self._who, rank)
+
+    def _series(self, names: str | Sequence[str] | None, rank: int | None) -> Flow[SeriesList]:
+        check_as("rank", rank, RankNumber | None)
+        wanted = [names] if isinstance(names, str) else list(names or ())
+        return flows.series(self._who, wanted, rank)
+
+    def _rounds(self, first: int, last: int | None, costs: bool) -> Flow[RoundList]:
+        check_int("first", first, 0, 10**9)
+        if last is not None:
+            check_int("last", last, 0, 10**9)
+        return flows.rounds(self._who, first, last, has_costs=costs)
+
+    def _position(
+        self,
+        rank: int | None,
+        tail: int | None,
+        follow: bool,
+        since: float | datetime | None,
+        search: str | None,
+        ignore_case: bool,
+    ) -> Position:
         check_as("rank", rank, RankNumber | None)
         check_as("tail", tail, LineCount | None)
-        return Position(self._who, None if rank is None else [rank], tail, follow)
+        if search is not None and (not isinstance(search, str) or not search or "\n" in search):
+            raise ValidationError("search", search, "expected a text of one line")
+        chosen: dict[str, Any] = {} if since is None else {"since": _seconds(since)}
+        if search is not None:
+            chosen |= {"search": search, "ignoreCase": ignore_case or None}
+        return Position(self._who, None if rank is None else [rank], tail, follow, chosen)
 
 
-def _decoded(answer: flows.ValueAnswer, *, allow_pickle: bool) -> Any:
+def decoded_value(answer: flows.ValueAnswer, *, allow_pickle: bool) -> Any:
+    """The value. Raises ValueError for a pickle, unless it is allowed."""
     if answer.payload is None:
         return answer.value
     import base64

@@ -20,8 +20,9 @@ from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.model import decode
 from atoll.core.ports import Change
 from atoll.core.problem import Problem
+from atoll.core.spec import Code
 from atoll.core.status import Training
-from atoll.sdk.effects import Effect, NextChange, Pause, Reply, Send
+from atoll.sdk.effects import Effect, NextChange, Pack, Pause, Reply, Send
 from atoll.sdk.endpoint import Address, Endpoint
 from atoll.sdk.loopback import LoopbackAnswer, LoopbackClient, Unreachable
 from atoll.sdk.release import HEADER
@@ -60,6 +61,12 @@ def _change(block: bytes) -> Change | None:
         training=decode(fields[b"data"], Training),
         is_removed=fields[b"event"] == b"removed",
     )
+
+
+def packed(effect: Pack) -> Code | None:
+    from atoll.rank.archive import pack
+
+    return pack(effect.root, effect.path)
 
 
 CONNECT_S = 5.0
@@ -113,6 +120,8 @@ class Performer:
         self._changes = None
 
     def __call__(self, effect: Effect) -> Any:
+        if isinstance(effect, Pack):
+            return packed(effect)
         if isinstance(effect, Pause):
             return time.sleep(effect.seconds)
         with translated(self._wire.endpoint):
@@ -163,6 +172,8 @@ class AsyncPerformer:
             self._client = None
 
     async def __call__(self, effect: Effect) -> Any:
+        if isinstance(effect, Pack):
+            return await self._asyncio.to_thread(packed, effect)
         if isinstance(effect, Pause):
             return await self._asyncio.sleep(effect.seconds)
         if isinstance(effect, NextChange):

@@ -1,0 +1,258 @@
+"""`atoll top`: what runs, with CPU, memory, round and loss, on a screen of its own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from atoll.cli.options import json_option
+
+if TYPE_CHECKING:
+    from atoll.core.series import Figure, NewestFigure
+    from atoll.core.status import Training
+    from atoll.sdk.client import Client
+
+LOSS, CPU, MEMORY = "loss", "machine/cpu", "machine/memory"
+HEADER = ("NAME", "PHASE", "READY", "RAN", "ROUND", "CPU", "MEMORY", "LOSS", "", "COMMAND")
+RANKS = ("RANK", "PHASE", "HOST", "RESTARTS", "RAN", "CPU", "MEMORY", "MESSAGE")
+ACTIVE_READ = 20  # trainings that are read one by one, for their rounds
+OVER_SHOWN = 10
+BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+SPARK = 12
+
+
+@click.command()
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.05, 3600),
+    default=1.0,
+    help="Seconds between two refreshes.",
+    show_default=True,
+)
+@click.option(
+    "--count",
+    "-c",
+    type=click.IntRange(min=1),
+    help="Number of refreshes before exiting.",
+    show_default="no limit on a terminal, else 1",
+)
+@click.option("--once", "is_once", is_flag=True, help="Print once and exit: --count 1.")
+@json_option
+def top(interval: float, count: int | None, is_once: bool, is_json: bool) -> None:
+    """Show all trainings and their ranks, and refresh until q or Ctrl-C."""
+    from atoll.cli.screen import Screen, fitted
+    from atoll.cli.show import print_json
+    from atoll.cli.terminal import can_redraw
+    from atoll.sdk.client import Client
+
+    if is_once and count not in (None, 1):
+        raise click.BadParameter("expected no --once beside it", param_hint="--count")
+    is_screen = can_redraw(sys.stdout) and not is_json and not is_once
+    left: float = inf if is_screen else 1
+    left = left if count is None else count
+    look = Look(Client())
+    if not is_screen:
+        while left > 0:
+            look.read()
+            print_json(look.json()) if is_json else print(look.text(), flush=True)
+            left -= 1
+            if left > 0:
+                time.sleep(interval)
+        return
+    with Screen() as screen:
+        while left > 0:
+            look.read()
+            screen.draw(fitted(look.text(hint="q quits"), screen.size()))
+            left -= 1
+            if left > 0 and screen.wait(
+                interval, lambda: fitted(look.text(hint="q quits"), screen.size())
+            ):
+                return
+
+
+class Look:
+    """What was read last. Trainings that are over are read again only when one more is."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.alive: list[Training] = []
+        self.over: list[Training] | None = None
+        self.figures: dict[tuple[str, str], NewestFigure] = {}  # by uid and name
+
+    def read(self) -> None:
+        from atoll.core.errors import AtollError
+        from atoll.sdk import flows
+
+        before = {training.uid for training in self.alive}
+        if self.over is None:
+            self._part(self._client.run(flows.list_all()))
+        else:
+            active = [t for p in ("pending", "ready") for t in self._client.run(flows.list_all(p))]
+            if before - {training.uid for training in active}:
+                self._part(self._client.run(flows.list_all()))
+            else:
+                self.alive = _newest_first(active)
+        self.alive[:ACTIVE_READ] = [self._whole(each) for each in self.alive[:ACTIVE_READ]]
+        names = [training.name for training in self.alive[:ACTIVE_READ]]
+        self.figures = {}
+        try:
+            for asked, is_each in (
+                (names, True),
+                ([training.name for training in (self.over or [])[:OVER_SHOWN]], False),
+            ):
+                if asked:
+                    flow = flows.figures((LOSS, CPU, MEMORY), asked, ranks=is_each)
+                    for figure in self._client.run(flow).items:
+                        self.figures[figure.uid, figure.name] = figure
+        except AtollError:
+            self.figures = {}  # a control plane of an older release
+
+    def _part(self, trainings: Sequence[Training]) -> None:
+        self.alive = _newest_first([t for t in trainings if not t.status.phase.is_terminal])
+        self.over = _newest_first([t for t in trainings if t.status.phase.is_terminal])
+
+    def _whole(self, training: Training) -> Training:
+        """With its rounds."""
+        from atoll.core.errors import NotFound
+        from atoll.sdk import flows
+
+        try:
+            return self._client.run(flows.get(training.name))
+        except NotFound:
+            return training
+
+    def json(self) -> list[dict[str, Any]]:
+        from atoll.cli.show import full, training_json
+
+        out = []
+        for training in (*self.alive, *(self.over or [])):
+            own = [figure for (uid, _), figure in self.figures.items() if uid == training.uid]
+            shown = {figure.name: full(figure) for figure in own}
+            out.append({**training_json(training), "figures": shown, "round": round_of(training)})
+        return out
+
+    def text(self, hint: str = "") -> str:
+        """Active trainings first, then those that are over; the ranks of the active ones below."""
+        from atoll.cli import show
+
+        now, over = time.time(), self.over or []
+        running = sum(rank.phase == "Running" for t in self.alive for rank in t.status.ranks)
+        counts = f"{len(self.alive)} active, {running} ranks running, {len(over)} over"
+        head = f"{time.strftime('%H:%M:%S')}  {counts}" + (f"  {hint}" if hint else "")
+        rows = [self._row(training, now) for training in self.alive + over[:OVER_SHOWN]]
+        parts = [head, show.table(HEADER, rows)]
+        parts += [
+            f"{training.name}\n{self._ranks(training, now)}"
+            for training in self.alive
+            if training.status.ranks
+        ]
+        return "\n\n".join(parts)
+
+    def _row(self, training: Training, now: float) -> tuple[str, ...]:
+        from atoll.cli import show
+
+        loss = self.figures.get((training.uid, LOSS))
+        is_over = training.status.phase.is_terminal
+        number = round_of(training)
+        return (
+            training.name,
+            show.phase_cell(training),
+            show.ready_cell(training),
+            show.ran_cell(training, now),
+            "-" if number is None else str(number),
+            "-" if is_over else cores(_sum(self.figures.get((training.uid, CPU)))),
+            "-" if is_over else size(_sum(self.figures.get((training.uid, MEMORY)))),
+            "-" if loss is None else f"{float(loss.value):.4g}",
+            "" if loss is None else spark(loss.spark, bars()),
+            show.shortened(show.command_text(training), 40),
+        )
+
+    def _ranks(self, training: Training, now: float) -> str:
+        from atoll.cli import show
+        from atoll.cli.tables import alive_for
+
+        use = {n: _of_ranks(self.figures.get((training.uid, n))) for n in (CPU, MEMORY)}
+        rows = [
+            (
+                str(rank.rank),
+                rank.phase,
+                rank.node or "-",
+                str(rank.restarts),
+                alive_for(rank, now),
+                cores(use[CPU].get(rank.rank)) if rank.is_alive else "-",
+                size(use[MEMORY].get(rank.rank)) if rank.is_alive else "-",
+                rank.message,
+            )
+            for rank in training.status.ranks
+        ]
+        return show.table(RANKS, rows)
+
+
+def _newest_first(trainings: Sequence[Training]) -> list[Training]:
+    return sorted(trainings, key=lambda training: training.created_at, reverse=True)
+
+
+def round_of(training: Training) -> int | None:
+    """How many outer rounds are agreed; None where there are none."""
+    summary = getattr(training, "rounds", None)
+    return None if summary is None else int(summary.rounds)
+
+
+def _of_ranks(figure: NewestFigure | None) -> Mapping[int, float]:
+    if figure is None:
+        return {}
+    return {int(rank): float(value) for rank, value in figure.ranks.items()}
+
+
+def _sum(figure: NewestFigure | None) -> float | None:
+    each = _of_ranks(figure)
+    return sum(each.values()) if each else None
+
+
+def cores(value: float | None) -> str:
+    """`85%`, `750%`: of one core."""
+    return "-" if value is None or not isfinite(value) else f"{value * 100:.0f}%"
+
+
+def size(value: float | None) -> str:
+    """`812M`, `19.6G`."""
+    if value is None or not isfinite(value):
+        return "-"
+    for unit, letter in ((2**40, "T"), (2**30, "G"), (2**20, "M"), (2**10, "K")):
+        if value >= unit:
+            share = value / unit
+            return f"{share:.0f}{letter}" if share >= 100 else f"{share:.1f}{letter}"
+    return f"{value:.0f}B"
+
+
+def bars() -> str:
+    """What stdout can write."""
+    try:
+        BARS.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN_BARS
+    return BARS
+
+
+def spark(values: Sequence[Figure], bars: str = BARS, width: int = SPARK) -> str:
+    """A curve of one line. What is not finite is a gap."""
+    numbers = [v if isinstance(v, int | float) and isfinite(v) else None for v in values]
+    if len(numbers) > width:
+        numbers = [numbers[at * (len(numbers) - 1) // (width - 1)] for at in range(width)]
+    known = [number for number in numbers if number is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    last = len(bars) - 1
+
+    def bar(number: float | None) -> str:
+        if number is None:
+            return " "
+        return bars[round((number - low) / span * last) if span and isfinite(span) else 0]
+
+    return "".join(map(bar, numbers))

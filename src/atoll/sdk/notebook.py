@@ -1,0 +1,129 @@
+"""A training shown live: in a notebook in place, elsewhere as lines of text."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from atoll.core.errors import AtollError, NotFound, Temporary
+from atoll.core.escapes import visible
+from atoll.core.html import text, training_html
+from atoll.core.narrate import end_in_words, status_in_words
+from atoll.core.series import NewestFigure
+from atoll.core.status import Training
+from atoll.sdk import flows
+
+if TYPE_CHECKING:
+    from atoll.sdk.training import DistributedTraining
+
+EVERY_S = 1.0
+FIGURES = ("loss",)
+
+# Takes the newest state, what was reported last, and a remark.
+Show = Callable[[Training, Sequence[NewestFigure], str], None]
+
+
+def show(handle: DistributedTraining, *, wait: bool, every_s: float = EVERY_S) -> None:
+    """Shows it now, and each change until it ends: meanwhile, or before this returns."""
+    notebook = _notebook()
+    if notebook is None:
+        draw = _as_text()
+        if not wait:
+            draw(handle.last, (), "")
+            return
+    else:
+        draw = _in_notebook(notebook)
+    _draw(handle, draw)
+    if wait:
+        follow(handle, draw, every_s)
+    else:
+        threading.Thread(
+            target=follow,
+            args=(handle, draw, every_s),
+            name=f"atoll-show-{handle.name}",
+            daemon=True,
+        ).start()
+
+
+def follow(
+    handle: DistributedTraining,
+    draw: Show,
+    every_s: float,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Draws until the training is over or gone. A control plane that is away is waited for."""
+    while not handle.last.status.phase.is_terminal:
+        pause(every_s)
+        try:
+            handle.refresh()
+        except NotFound:
+            draw(handle.last, (), "it was deleted; this is what was known last")
+            return
+        except Temporary as error:
+            draw(handle.last, (), f"not connected: {error}")
+            continue
+        except AtollError as error:
+            draw(handle.last, (), str(error))
+            return
+        _draw(handle, draw)
+
+
+def _draw(handle: DistributedTraining, draw: Show) -> None:
+    try:
+        figures = handle._client.run(flows.figures(FIGURES, [handle.name])).items
+    except AtollError:
+        figures = []  # a control plane of an older release, or one that is away
+    draw(handle.last, figures, "")
+
+
+def _notebook() -> Any:
+    """IPython's `display`, if a notebook runs this; None elsewhere, also in IPython's terminal."""
+    core = sys.modules.get("IPython")
+    shell = core.get_ipython() if core is not None else None
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    from IPython.display import display
+
+    return display
+
+
+def _in_notebook(display: Any) -> Show:
+    handle: list[Any] = []
+    lock = threading.Lock()
+
+    def draw(training: Training, figures: Sequence[NewestFigure], remark: str) -> None:
+        note = f"<p><i>{text(remark)}</i></p>" if remark else ""
+        bundle = {
+            "text/html": note + training_html(training, figures),
+            "text/plain": " ".join(filter(None, (words_of(training), remark))),
+        }
+        with lock:
+            if handle:
+                handle[0].update(bundle, raw=True)
+            else:
+                handle.append(display(bundle, raw=True, display_id=True))
+
+    return draw
+
+
+def _as_text() -> Show:
+    last = [""]
+
+    def draw(training: Training, figures: Sequence[NewestFigure], remark: str) -> None:
+        words = " ".join(filter(None, (words_of(training), visible(remark))))
+        if words != last[0]:
+            last[0] = words
+            sys.stdout.write(f"{words}\n")
+            sys.stdout.flush()
+
+    return draw
+
+
+def words_of(training: Training) -> str:
+    status = training.status
+    if status.phase.is_terminal:
+        return visible(end_in_words(training))
+    return visible(f"{training.name} {status.phase.value or 'new'}: {status_in_words(status)}")

@@ -1,0 +1,321 @@
+"""Sweeps: one function, many settings, a training for each, so many of them at a time.
+
+The name of each training says what it runs: the function's code and its arguments. So the same
+call, made again after it was interrupted, finds what has ended or still runs, and goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atoll.core.checks import check_int, check_name
+from atoll.core.errors import AtollError, Conflict, NotFound, ValidationError
+from atoll.core.narrate import end_in_words
+from atoll.core.phase import Phase
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import Training, TrainingList
+from atoll.sdk import flows
+from atoll.sdk.effects import Flow, NextChange, Pause, Send
+from atoll.sdk.requests import answered, send
+from atoll.sdk.series import ColumnTable
+
+if TYPE_CHECKING:
+    from atoll.sdk.client import Client
+    from atoll.sdk.training import DistributedTraining
+
+MOST = 100_000
+MOST_AT_ONCE = 10_000
+LOOK_AGAIN_S = 0.5
+DELETE_S = 60.0
+_DIGEST = 10  # characters of it in a name
+MOST_IN_NAME = 63 - 1 - _DIGEST
+_PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
+
+
+class Job(NamedTuple):
+    """One training to come: its name, and what it calls."""
+
+    at: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class SweepRow(NamedTuple):
+    """One of the settings and what came of it. `error` is empty where it succeeded."""
+
+    arguments: dict[str, Any]
+    value: Any
+    error: str
+    training: DistributedTraining
+
+    @property
+    def phase(self) -> str:
+        return self.training.last.status.phase.value
+
+
+class Sweep(Sequence[SweepRow]):
+    """The rows of `client.map`, in the order of its settings. `print` shows them as a table."""
+
+    def __init__(self, rows: Sequence[SweepRow]) -> None:
+        self._rows = list(rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._rows[at]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def values(self) -> list[Any]:
+        """What each call returned; None where one failed."""
+        return [row.value for row in self._rows]
+
+    @property
+    def failed(self) -> list[SweepRow]:
+        return [row for row in self._rows if row.error]
+
+    def table(self) -> ColumnTable:
+        """Columns: the arguments, then `value`, `phase`, `error`, `name` and `seconds`.
+
+        A value that is a mapping has a column for each of its keys as well.
+        """
+        columns = ColumnTable()
+        for name in _names(row.arguments for row in self._rows):
+            columns[name] = [row.arguments.get(name) for row in self._rows]
+        parts = [row.value if isinstance(row.value, Mapping) else {} for row in self._rows]
+        for name in _names(parts):
+            columns.setdefault(str(name), [part.get(name) for part in parts])
+        columns["value"] = self.values
+        columns["phase"] = [row.phase for row in self._rows]
+        columns["error"] = [row.error for row in self._rows]
+        columns["name"] = [row.training.name for row in self._rows]
+        columns["seconds"] = [
+            row.training.last.status.ran_for(row.training.last.created_at) for row in self._rows
+        ]
+        return columns
+
+    def __str__(self) -> str:
+        columns = self.table()
+        shown = {
+            name: [name, *(_cell(value) for value in column)]
+            for name, column in columns.items()
+            if name not in ("value", "error") or any(value for value in column)
+        }
+        widths = [max(map(len, cells)) for cells in shown.values()]
+        lines = zip(*shown.values(), strict=True)
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
+
+    def __repr__(self) -> str:
+        return f"<Sweep of {len(self)}: {len(self) - len(self.failed)} succeeded>"
+
+
+def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
+    return " ".join(text.split())[:60]
+
+
+def jobs_of(
+    function: Callable[..., Any], settings: Iterable[Mapping[str, Any]], name: str | None
+) -> list[Job]:
+    """Raises ValidationError naming the setting, the argument and what would be right."""
+    if not callable(function):
+        raise ValidationError("function", function, "expected a function")
+    listed = [settings] if isinstance(settings, Mapping) else list(settings)
+    check_int("the number of settings", len(listed), 0, MOST)
+    if name is not None:
+        check_name("name", name)
+        if len(name) > MOST_IN_NAME:
+            raise ValidationError("name", name, f"expected at most {MOST_IN_NAME} characters")
+    stem, code = name or label_of(function), _code(function)
+    jobs, names = [], set()
+    for at, given in enumerate(listed):
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            raise ValidationError(f"settings[{at}]", given, "expected a dict of arguments")
+        check_arguments(function, given, f"settings[{at}]")
+        again = 0  # a setting that is listed twice runs twice
+        while (one := f"{stem}-{_digest(code, given, again)}") in names:
+            again += 1
+        names.add(one)
+        jobs.append(Job(at, one, dict(given)))
+    return jobs
+
+
+def label_of(function: Callable[..., Any]) -> str:
+    """A DNS label made of the function's name, short enough for a digest behind it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    text = getattr(function, "__name__", "") or type(function).__name__
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MOST_IN_NAME].rstrip("-") or "map"
+
+
+def _digest(code: str, arguments: Mapping[str, Any], again: int) -> str:
+    text = json.dumps([code, dict(arguments), again], sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST]
+
+
+def _code(function: Callable[..., Any]) -> str:
+    """The function's text, else what stands for it: with other code it is another training."""
+    bound = ""
+    while isinstance(function, functools.partial):
+        bound += repr((function.args, sorted(function.keywords.items())))
+        function = function.func
+    try:
+        return bound + inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        return bound + (repr((code.co_code, code.co_names)) if code else repr(function))
+
+
+def check_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], field: str, args: Any = ()
+) -> None:
+    """Raises ValidationError for what the function does not take, or lacks, or takes as another
+    plain type."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        bound = signature.bind(*args, **arguments)
+    except TypeError as error:
+        expected = f"{error}: expected {label_of(function)}{signature}"
+        raise ValidationError(field, dict(arguments), expected) from error
+    for name, value in bound.arguments.items():
+        annotation = signature.parameters[name].annotation
+        kind = _PLAIN.get(getattr(annotation, "__name__", annotation))
+        if kind is None or signature.parameters[name].kind in (
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        ):
+            continue
+        accepted: Any = (int, float) if kind is float else kind
+        is_fitting = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+        if not is_fitting and value is not signature.parameters[name].default:
+            raise ValidationError(f"{field}.{name}", value, f"expected {kind.__name__}")
+
+
+class SweepRun:
+    """One call of `client.map`, as a flow."""
+
+    def __init__(
+        self,
+        client: Client,
+        shared: Callable[[TrainingSpec], dict[str, Any]],
+        function: Callable[..., Any],
+        jobs: Sequence[Job],
+        concurrency: int | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        at_once = min(len(jobs) or 1, os.cpu_count() or 1) if concurrency is None else concurrency
+        check_int("concurrency", at_once, 1, MOST_AT_ONCE)
+        self._client = client
+        self._shared = shared
+        self._function = function
+        self._jobs = jobs
+        self._at_once = at_once
+        self._options = options
+        self._ended: dict[int, Training] = {}
+        self._running: dict[str, tuple[Job, Training]] = {}  # by uid
+
+    def run(self) -> Flow[Sweep]:
+        waiting = list(self._jobs)
+        version = yield from _version()
+        while waiting or self._running:
+            while waiting and len(self._running) < self._at_once:
+                job = waiting.pop(0)
+                self._take(job, (yield from self._begin(job)))
+            if not self._running:
+                continue
+            change = yield NextChange(flows.ALL, version, flows.WATCH_S)
+            if change is None:
+                yield Pause(LOOK_AGAIN_S)
+                version = yield from _version()
+                yield from self._look()
+            elif change.training.uid in self._running:
+                job, _ = self._running[change.training.uid]
+                self._take(job, change.training, is_removed=change.is_removed)
+        rows = []
+        for job in self._jobs:
+            rows.append((yield from self._row(job)))
+        return Sweep(rows)
+
+    def tell_interrupted(self) -> None:
+        """What an interrupted call leaves, in one line on stderr."""
+        sys.stderr.write(
+            f"atoll: interrupted with {len(self._ended)} of {len(self._jobs)} done; "
+            f"{len(self._running)} that run go on, and the same call goes on from there\n"
+        )
+
+    def _begin(self, job: Job) -> Flow[Training]:
+        """The training of the job: a new one, or the one that an earlier call began and that has
+        not failed."""
+        from atoll.sdk.config import stated_training
+
+        call = functools.partial(self._function, **job.arguments)
+        spec, pack = stated_training(job.name, {**self._options, "source": call})
+        shared = self._shared(spec)
+        while True:
+            try:
+                return (yield from flows.deploy(spec, shared, os.urandom(16).hex(), pack))
+            except Conflict:
+                try:
+                    known = yield from flows.get(job.name)
+                except NotFound:
+                    continue
+            if known.status.phase not in (Phase.FAILED, Phase.CANCELLED):
+                return known
+            yield from flows.delete(flows.Who(known.name, known.uid), DELETE_S)
+
+    def _take(self, job: Job, training: Training, *, is_removed: bool = False) -> None:
+        if training.status.phase.is_terminal or is_removed:
+            self._running.pop(training.uid, None)
+            self._ended[job.at] = training
+        else:
+            self._running[training.uid] = (job, training)
+
+    def _look(self) -> Flow[None]:
+        """Reads what runs: changes may have been missed."""
+        for job, known in list(self._running.values()):
+            try:
+                newest = yield from flows.read(flows.Who(known.name, known.uid))
+            except NotFound:
+                self._take(job, known, is_removed=True)
+            else:
+                self._take(job, newest)
+
+    def _row(self, job: Job) -> Flow[SweepRow]:
+        from atoll.sdk.training import DistributedTraining, decoded_value
+
+        training = self._ended[job.at]
+        handle = DistributedTraining(self._client, training)
+        if training.status.phase is not Phase.SUCCEEDED:
+            ending = end_in_words(training) if training.status.phase.is_terminal else "removed"
+            return SweepRow(job.arguments, None, ending, handle)
+        try:
+            answer = yield from flows.value(flows.Who(training.name, training.uid), 0)
+            value = decoded_value(answer, allow_pickle=False)
+        except NotFound:
+            value = None
+        except (AtollError, ValueError) as error:
+            return SweepRow(job.arguments, None, f"its value cannot be read: {error}", handle)
+        return SweepRow(job.arguments, value, "", handle)
+
+
+def _version() -> Flow[int]:
+    page = answered((yield from send(Send("GET", flows.ALL, {"limit": 1}))), TrainingList)
+    return page.resource_version
