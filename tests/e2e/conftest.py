@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -95,6 +98,9 @@ class Terminal:
 
     def press(self, key: str) -> None:
         os.write(self._fd, key.encode())
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def code(self) -> int:
         """The exit code, once it has ended; all it wrote is in `text`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from subprocess import CompletedProcess
 from typing import Any
@@ -47,6 +48,13 @@ BAD = [
         "expected K=V, or the name or pattern of variables that are set here",
     ),
     (("run", "-e", "RANK=3", "--", "true"), "atoll sets this one for every rank"),
+    (("run", "trian.py"), "command: 'trian.py' is not valid: expected a file: there is none at"),
+    (
+        ("run", "--uri", "s3://bucket/run", "--", "true"),
+        "--uri: 's3://bucket/run' is not valid: expected AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS",
+    ),
+    (("run", "--uri", "gs://bucket/run", "--", "true"), "expected GOOGLE_APPLICATION_CREDENTIALS"),
+    (("run", "--uri", "az://bucket/run", "--", "true"), "expected AZURE_STORAGE_ACCOUNT_NAME and"),
     (("status",), "Missing argument 'NAME'"),
     (("status", "no/such"), "name: 'no/such' is not valid"),
     (("logs", "x", "--rank", "-1"), "-1 is not in the range x>=0"),
@@ -80,6 +88,9 @@ def test_bad_usage_is_one_line_and_2(
     """In this process, for speed; that no state directory appears shows that nothing was asked."""
     monkeypatch.setattr(sys, "argv", ["atoll", *words])
     monkeypatch.setenv("ATOLL_STATE_DIR", str(tmp_path / "state"))
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capfd.readouterr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import ATOLL, until
+from tests.support.finish import finish
 
 SEGFAULT = (
     'echo before $RANK; [ $RANK = 1 ] && echo "index out of range" && kill -SEGV $$; sleep 60'
@@ -48,6 +50,15 @@ def test_exit_code_and_verdict(atoll: Any, words: tuple[str, ...], code: int, to
     assert done.returncode == code, done.stderr
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_python_script_runs_with_the_callers_python(atoll: Any) -> None:
+    (atoll.cwd / "train.py").write_text("import sys; print(sys.executable, sys.argv[1:])")
+    done = atoll("run", "-n", "2", "train.py", "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    told = f"{sys.executable} ['--lr', '0.1']"
+    assert sorted(done.stdout.splitlines()) == [f"[0] {told}", f"[1] {told}"]
+    assert re.search(r"train-\w{5} succeeded", done.stderr)
 
 
 def test_a_failure_names_the_first_failing_rank_and_shows_its_last_lines(atoll: Any) -> None:
@@ -99,6 +110,21 @@ def test_the_users_own_env_wins_over_the_shells(atoll: Any) -> None:
     assert done.stdout == "[0] /mine\n"
 
 
+def test_keys_of_the_store_reach_the_ranks_unmixed(lone_atoll: Any) -> None:
+    """The control plane was started where there were others."""
+    for name in [name for name in lone_atoll.env if name.startswith("AWS_")]:
+        del lone_atoll.env[name]
+    assert lone_atoll("ps", AWS_SESSION_TOKEN="old", AWS_ACCESS_KEY_ID="old").returncode == 0
+    keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": "http://x"}
+    show = ("sh", "-c", "env | grep ^AWS_")
+    done = lone_atoll("run", "--uri", "s3://bucket/run", "--", *show, **keys)
+    assert sorted(done.stdout.split()[1::2]) == sorted(f"{k}={v}" for k, v in keys.items())
+    (lone_atoll.cwd / "keys").write_text("AWS_ACCESS_KEY_ID=f\n")
+    words = ("run", "-e", "AWS_SECRET_*", "--env-file", "keys", "--", *show)
+    done = lone_atoll(*words, AWS_SECRET_ACCESS_KEY="b")
+    assert sorted(done.stdout.split()[1::2]) == ["AWS_ACCESS_KEY_ID=f", "AWS_SECRET_ACCESS_KEY=b"]
+
+
 def test_what_waits_for_room_is_given_up_at_the_timeout(lone_atoll: Any) -> None:
     with lone_atoll.start("serve", "--port", "0", "--slots", "1") as server:
         assert server.stdout
@@ -130,7 +156,7 @@ def test_follows_on_over_a_killed_control_plane(lone_atoll: Any) -> None:
         assert running.stdout
         first = [running.stdout.readline() for _ in range(4)]
         os.kill(lone_atoll.server_pid(), signal.SIGKILL)
-        out, err = running.communicate(timeout=60)
+        out, err = finish(running, 60)
     assert running.returncode == 0, err
     lines = [*first, *out.splitlines(keepends=True)]
     assert sorted(lines) == sorted(f"[{r}] {i}\n" for r in range(2) for i in range(30))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from typing import Any
 
 from tests.e2e.conftest import is_alive, until
@@ -123,3 +124,37 @@ def _in_terminal(atoll: Any, *words: str) -> str:
     assert terminal.code() == 0
     text: str = terminal.text
     return text
+
+
+def test_top_shows_what_ranks_use_and_their_loss_and_leaves_the_screen_as_it_was(
+    atoll: Any,
+) -> None:
+    program = "import atoll, time\nfor n in range(20): atoll.report(step=n, loss=20.0 - n)\n"
+    (atoll.cwd / "lossy.py").write_text(program + "time.sleep(600)\n")
+    made = atoll("up", "--name", "lossy", "-n", "2", "--", sys.executable, "lossy.py")
+    assert made.returncode == 0, made.stderr
+    until(lambda: _figures(atoll).keys() >= {"loss", "machine/cpu", "machine/memory"})
+    assert _figures(atoll)["loss"]["value"] == 1.0
+    once = atoll("top", "--once")
+    assert "\x1b" not in once.stdout, "no colour where there is no terminal"
+    assert "█" in once.stdout
+    assert "M" in once.stdout.split("MEMORY")[1]
+    top = atoll.in_terminal("top", "--interval", "60")
+    top.read_until("q quits")
+    assert top.text.startswith("\x1b[?1049h")
+    assert "█" in top.text
+    drawn = top.text.count("q quits")
+    top.resize(60, 12)
+    until(lambda: top._read().count("q quits") > drawn)
+    last = top.text.rpartition("\x1b[H")[2]
+    assert "more lines" in last
+    top.press("q")
+    assert top.code() == 0
+    assert top.text.endswith("\x1b[?1049l")
+    assert atoll("rm", "lossy").returncode == 0
+
+
+def _figures(atoll: Any) -> dict[str, Any]:
+    [found] = [each for each in atoll.json("top") if each["name"] == "lossy"]
+    figures: dict[str, Any] = found["figures"]
+    return figures

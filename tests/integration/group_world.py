@@ -8,7 +8,7 @@ tensor parallel) or hsdp. When a process of a replica fails, the others of it ar
 next life begins, as under torchrun; the last life is repeated. `kills` in a world: so many times in
 all, a process of a replica but the first is killed at a random moment; `deaths`: [rank, process,
 step] at which a process of the first life ends itself. With `spans` each process says that it is
-another replica, as under one rendezvous for all.
+another replica, as under one rendezvous for all. With `data` they share so many positions first.
 
 All replicas begin together. Every process writes a digest of the global parameters after every
 round, and at its end the parameters and those of its model, to FOLDER/NAME/RANK.PROCESS.npz.
@@ -98,6 +98,18 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
         others = world.get("only", range(len(world["replicas"])))
         while not life and not all((folder / f"begun.{r}.0").exists() for r in others):
             time.sleep(0.02)
+        if "data" in world:
+            trained = []
+            for indices in diloco.shard(world["data"], batch=2, part=(part, parts)):
+                x = torch.tensor([[float(at)] * 6 for at in indices]) / 100
+                nn.functional.mse_loss(model(x), x[:, :2] * 0.5).backward()
+                inner.step()
+                inner.zero_grad()
+                trained += indices
+            report = diloco.data_report()
+            uses = [[use.rank, use.ranges] for use in report.rounds]
+            note = folder / f"data.{rank}.{part}.{process}"
+            note.write_text(json.dumps([trained, report.used, uses]))
         digests = {diloco.round: digest(diloco)}
         goal = max(world["rounds"], diloco.round + 3 if life else 0)
         while is_needed(folder, world, rank, life) or diloco.round < goal:
@@ -110,8 +122,10 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
             inner.zero_grad()
             if diloco.round not in digests:
                 digests[diloco.round] = digest(diloco)
-                note = folder / f"digests.{rank}.{process}.{life}"
+                # A process may be killed while it writes.
+                note = folder / f"writing.{rank}.{process}.{life}"
                 note.write_text(json.dumps(digests))
+                note.replace(folder / f"digests.{rank}.{process}.{life}")
         agreed = diloco.global_parameters()
         rosters = [[report.round, *report.roster] for report in diloco.reports]
         up = [report.bytes_up for report in diloco.reports]

@@ -52,7 +52,7 @@ class DamagedBlobs(FaultyBlobs):
         if self.part not in key or not self.times:
             return data
         self.times -= 1
-        return self.damage(bytes(data))
+        return self.damage(b"".join(data) if isinstance(data, list) else bytes(data))
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.allreduce.world import World, run_threads
+from tests.allreduce.world import World, reduce_parts, run_threads
 
 from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce import roster as rosters
@@ -20,6 +21,7 @@ from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.settle import Ballot
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.upload import read_section
+from atoll.diloco.allreduce.work import settle_failed
 
 SHARD = 4096
 
@@ -107,7 +109,7 @@ def follow(replica: ObjectStoreAllReduce, script: Script) -> None:
             ),
         )
         if ballot.attempt + 1 < len(script.attempts):
-            exchange = replica._exchange(roster, layout)
+            exchange = replica.exchange(roster, layout)
             for place in exchange._all_places():  # so that nobody waits for one
                 with contextlib.suppress(Abandoned):
                     exchange._abandon(place, [], "scripted")
@@ -117,12 +119,17 @@ def follow(replica: ObjectStoreAllReduce, script: Script) -> None:
     settler.settle = settle  # type: ignore[method-assign]
 
 
+def reduce_whole(replica: ObjectStoreAllReduce, values: Any, weight: float = 1.0) -> Any:
+    return replica.allreduce([values], weight=weight)[0]
+
+
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("reduce", [reduce_whole, reduce_parts])
 @pytest.mark.parametrize(
     "codec", [("int4", "int4"), ("e3m0", "bf16"), ("sparse", "int8"), ("fp32", "int3")]
 )
 def test_what_was_brought_is_what_was_committed_and_what_is_owed(
-    codec: tuple[str, str], seed: int
+    codec: tuple[str, str], seed: int, reduce: Any
 ) -> None:
     """Random rosters and weights, absent owners, given up attempts, late ranks, restarts."""
     chance, world = random.Random(seed), World(WORLD)
@@ -156,8 +163,7 @@ def test_what_was_brought_is_what_was_committed_and_what_is_owed(
             replica = ledgers[rank].replica
             replica.go_on_at(number)  # noqa: B023
             follow(replica, script)  # noqa: B023
-            (mean,) = replica.allreduce([values[rank]], weight=weights[rank])  # noqa: B023
-            published[rank] = mean  # noqa: B023
+            published[rank] = reduce(replica, values[rank], weights[rank])  # noqa: B023
 
         run_threads(*(lambda rank=rank: go(rank) for rank in present))
         assert len({mean.tobytes() for mean in published.values()}) == 1
@@ -214,12 +220,30 @@ def _up(replica: ObjectStoreAllReduce) -> Any:
     return np.zeros(SIZE) if feedback is None or feedback.up is None else feedback.up.copy()
 
 
-def test_late_work_is_dropped_when_another_process_of_the_rank_was_taken() -> None:
+def meet_first(replica: ObjectStoreAllReduce, barrier: threading.Barrier) -> None:
+    """The replica has uploaded, and waits here until the others have, too."""
+    settle = replica._settler.settle
+    first = [True]
+
+    def settle_together(ballot: Ballot, layout: Layout, codec: Codec) -> Roster:
+        if first:
+            first.clear()
+            barrier.wait()
+        return settle(ballot, layout, codec)
+
+    replica._settler.settle = settle_together  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("reduce", [reduce_whole, reduce_parts])
+def test_late_work_is_dropped_when_another_process_of_the_rank_was_taken(reduce: Any) -> None:
     world = World(2)
     replicas = [world.replica(rank, codec="int4", grace_s=20) for rank in (0, 1, 1)]
+    # Who comes when the round is decided waits in the next one, for nobody: all upload first.
+    barrier = threading.Barrier(len(replicas), timeout=90)
     for replica in replicas:
         follow(replica, Script([0, 1], [[0, 1]]))
-    run_threads(*(lambda r=r: r.allreduce([np.ones(SIZE, "f4")]) for r in replicas))
+        meet_first(replica, barrier)
+    run_threads(*(lambda r=r: reduce(r, np.ones(SIZE, "f4")) for r in replicas))
     (left,) = [r for r in replicas if r.last_round and not r.last_round.is_member]
     assert left.rank == 1
     assert not _up(left).any()
@@ -227,13 +251,14 @@ def test_late_work_is_dropped_when_another_process_of_the_rank_was_taken() -> No
         replica.close()
 
 
+@pytest.mark.parametrize("reduce", [reduce_whole, reduce_parts])
 @pytest.mark.parametrize("is_committed", [True, False])
-def test_a_call_that_failed_owes_what_its_round_lacks(is_committed: bool) -> None:
+def test_a_call_that_failed_owes_what_its_round_lacks(is_committed: bool, reduce: Any) -> None:
     """If others commit the round after all, the residual is that of the upload they used."""
     world = World(2)
     value = np.random.default_rng(0).standard_normal(SIZE).astype("f4")
     failing, other = (world.replica(rank, codec="int4", grace_s=0.5) for rank in (1, 0))
-    make = failing._exchange
+    make = failing.exchange
 
     def fail(roster: Roster, layout: Layout) -> Any:
         exchange = make(roster, layout)
@@ -241,19 +266,22 @@ def test_a_call_that_failed_owes_what_its_round_lacks(is_committed: bool) -> Non
         setattr(exchange, part, lambda *_: 1 / 0)
         return exchange
 
-    failing._exchange = fail  # type: ignore[method-assign]
+    failing.exchange = fail  # type: ignore[method-assign]
 
     def go() -> None:
         with pytest.raises(ZeroDivisionError):
-            failing.allreduce([value])
+            reduce(failing, value)
 
     run_threads(go, lambda: other.allreduce([value]))
-    failing._exchange = make  # type: ignore[method-assign]
+    failing.exchange = make  # type: ignore[method-assign]
     feedback = failing._feedback[""]
     entry = feedback.entry
     assert entry is not None
-    assert failing._settle_failed(feedback) is is_committed
+    assert settle_failed(failing, feedback) is is_committed
     assert feedback.entry is None
     assert np.array_equal(_up(failing), entry.left_out if is_committed else np.zeros(SIZE))
+    residual = value - entry.left_out  # what the upload has is on the grid of the codec
+    assert np.abs(entry.left_out).max() > 0
+    assert len(np.unique(residual)) < SIZE
     failing.close()
     other.close()

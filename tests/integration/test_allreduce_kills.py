@@ -59,7 +59,7 @@ def test_killed_at_every_request(batch: int) -> None:
 
 def random_kills(number: int, kills: int, size: int = 4, codec: str = "fp32") -> int:
     """Every rank dies at a random request again and again; then all do a few rounds in peace."""
-    world = World(size, codec=codec)
+    world = World(size, codec=codec, is_in_place=bool(number % 2))
     left = threading.Semaphore(kills)
     in_peace = threading.Barrier(size, timeout=90)
     died = []
@@ -91,7 +91,7 @@ def test_killed_at_random_requests_again_and_again(batch: int, codec: str) -> No
 
 def random_stalls(number: int, rounds: int, size: int = 3, codec: str = "fp32") -> None:
     """Replicas that sleep through the grace at any request: given up on, yet still there."""
-    world = World(size, codec=codec)
+    world = World(size, codec=codec, is_in_place=bool(number % 2))
 
     def live(rank: int) -> None:
         fault = stall(random.Random(seed(number, rank)), 0.08, 0.25)

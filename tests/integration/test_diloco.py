@@ -152,17 +152,19 @@ def test_rounding_of_bf16_parameters_is_not_a_movement() -> None:
 class Gate(Blobs):
     """A store that lets no upload through before the gate is open."""
 
+    reached: threading.Event
     opened: threading.Event
 
     def put(self, key: str, data: Any) -> None:
         if "/up/" in key:
+            self.reached.set()
             assert self.opened.wait(60), "the model waited for the store"
         super().put(key, data)
 
 
 def test_the_model_trains_on_while_a_round_is_on_its_way() -> None:
     store = Gate.open(f"memory:///{uuid.uuid4()}")
-    store.opened = threading.Event()
+    store.reached, store.opened = threading.Event(), threading.Event()
     model = net(0)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with DiLoCo(
@@ -170,6 +172,7 @@ def test_the_model_trains_on_while_a_round_is_on_its_way() -> None:
     ) as loop:
         train(model, inner, 0, 4)  # sent after the second step
         assert loop.round == 0
+        assert store.reached.wait(60), "nothing was sent while the model trained"
         store.opened.set()
         train(model, inner, 1, 1)
         assert loop.round == 1

@@ -150,3 +150,28 @@ def test_two_hundred_kills_of_single_processes(tmp_path: Path) -> None:
     check_one(tmp_path / "soak")
     killed = [int(file.read_text()) for file in (tmp_path / "soak").glob("killed.*")]
     assert sum(killed) >= 200
+
+
+def test_replicas_of_several_processes_share_data(tmp_path: Path) -> None:
+    """With DDP each process has its own part; those of a tensor parallel group have the same."""
+    world = {
+        "name": "data",
+        "rounds": 0,
+        "data": 101,
+        "options": {"grace_s": 120},
+        "replicas": [["plain:1"], ["ddp:2"], ["tp:4"]],
+    }
+    run(tmp_path, world)
+    trained: dict[str, list[int]] = {}
+    for file in sorted((tmp_path / "data").glob("data.*")):
+        _, rank, part, _ = file.name.split(".")
+        indices, used, uses = json.loads(file.read_text())
+        assert used == 101
+        committed = [at for _, part in uses for start, stop in part for at in range(start, stop)]
+        assert sorted(committed) == list(range(101))
+        assert trained.setdefault(f"{rank}.{part}", indices) == indices
+    assert set(trained) == {"0.0", "1.0", "1.1", "2.0", "2.1"}
+    by_rank = [{at for k, v in trained.items() if k[0] == r for at in v} for r in "012"]
+    # No sample is trained on by two replicas. Processes of one may share the last of a lease.
+    assert sum(map(len, by_rank)) == 101
+    assert set.union(*by_rank) == set(range(101))

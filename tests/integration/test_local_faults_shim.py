@@ -13,6 +13,7 @@ from tests.support.control_plane import ControlPlane, wait_for
 
 from atoll.core.status import Training
 from atoll.local import processes
+from atoll.local.cgroup import place_for
 
 RANKS = 3
 # Each rank has a child, one in a session of its own, and a double-forked daemon.
@@ -75,7 +76,7 @@ def test_killed_keeper_alone_disturbs_nobody(plane: ControlPlane, tmp_path: Path
 def test_no_rank_outlives_shim_and_control_plane(plane: ControlPlane, who: str) -> None:
     training = started(plane, ALONE)
     hit(plane, training, set(who.split()), signal.SIGKILL)
-    wait_for(lambda: not plane.left(), timeout=5.0)  # with nobody there to do it
+    wait_for(lambda: not plane.left())  # with nobody there to do it
     plane.start()
     all_lost(plane.until_over(training.name))
 
@@ -83,7 +84,7 @@ def test_no_rank_outlives_shim_and_control_plane(plane: ControlPlane, who: str) 
 def test_keeper_clears_whole_families_without_a_control_plane(plane: ControlPlane) -> None:
     training = started(plane)
     hit(plane, training, {"plane", "supervisor"}, signal.SIGKILL)
-    wait_for(lambda: not plane.left(), timeout=5.0)
+    wait_for(lambda: not plane.left())
     plane.start()
     all_lost(plane.until_over(training.name))
 
@@ -124,6 +125,29 @@ def test_ranks_are_started_again_under_a_new_shim_within_their_budget(
     assert [e.restart_count for e in ended.status.rank_exits] == [1] * RANKS
     ran = sorted((tmp_path / "ran").read_text().split())
     assert ran == [f"{rank}.{attempt}" for rank in range(RANKS) for attempt in range(2)]
+
+
+@pytest.mark.skipif(
+    not place_for(Path("x"), "1.2."), reason="no control group of cgroup v2 may be made"
+)
+def test_guard_of_a_killed_shim_leaves_the_ranks_of_the_next_one_alone(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    script = f"""echo up; [ $ATOLL_ATTEMPT = 0 ] && exec sleep 1000
+        echo again; while [ ! -e {tmp_path}/end ]; do sleep 0.02; done"""
+    training = started(plane, script, max_restarts=1)
+    keeper, _ = plane.shim_pids(training)
+    guard = processes.parent(keeper)
+    born = processes.born(guard)
+    os.kill(guard, signal.SIGSTOP)  # it is slow
+    hit(plane, training, {"supervisor", "keeper"}, signal.SIGKILL)
+    wait_for(lambda: sum(line.text == "again" for line in plane.log_lines(training.name)) == RANKS)
+    os.kill(guard, signal.SIGCONT)
+    wait_for(lambda: not processes.is_running(guard, born))
+    (tmp_path / "end").touch()
+    ended = plane.until_over(training.name)
+    assert [e.exit_code for e in ended.status.rank_exits] == [0] * RANKS
+    assert [e.restart_count for e in ended.status.rank_exits] == [1] * RANKS
 
 
 def test_frozen_supervisor_is_replaced(plane: ControlPlane) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,14 +163,12 @@ def test_one_of_two_goes_on_once_the_run_has_begun(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("how", ["done", "failed"])
 def test_a_rank_that_has_ended_is_not_waited_for(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch)
-    run = Run(timeout=60)
+    run = Run(timeout=3600)
     ended = run.open(1)
     ended.leave(None if how == "done" else ValueError("of its own"))
-    began = time.monotonic()
     run_threads(*(run.replica(rank, rounds=1) for rank in (0, 2, 3)))
     assert run.rosters[0] == [(0, [0, 2, 3])]
     assert not run.missing
-    assert time.monotonic() - began < 30  # half of the timeout
 
 
 def test_a_rank_that_comes_back_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

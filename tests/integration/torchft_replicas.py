@@ -144,6 +144,8 @@ def ours(uri: str) -> Loop:
         fragments=how["fragments"],
         overlap_steps=how["overlap"],
         mix=how["mix"],
+        outer_lr=0.7,
+        outer_momentum=0.9,
         uri=uri,
         rank=rank,
         world_size=REPLICAS,

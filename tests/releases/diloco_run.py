@@ -23,6 +23,7 @@ def main(uri: str, rounds: int, process: int, processes: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 162), torch.nn.Tanh(), torch.nn.Linear(162, 35))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     more = {"rank": 0, "world_size": 1, "codec": "int4", "checkpoint_every": 100, "grace_s": 1.0}
+    more["outer_momentum"] = 0.9  # the default of the release before
     with DiLoCo(model, inner, sync_every=1, uri=uri, **more) as diloco:
         began = diloco.round
         while diloco.round < rounds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ from atoll.core.executors import absence
 from atoll.core.phase import EDGES, Phase
 from atoll.core.plan import STALE_S
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Event, Status, Training
+from atoll.core.status import AttemptStatus, Event, Status, Training
 from atoll.core.usage import usage
 from atoll.store.memory import MemoryStore
 from tests.sim.world import Crash, Faults, Machine, SimExecutor, has_exit
@@ -46,10 +46,14 @@ class FaultyStore:
             return await self._store.get(key)
 
     async def update_status(
-        self, training: Training, status: Status, events: tuple[Event, ...] = ()
+        self,
+        training: Training,
+        status: Status,
+        events: Sequence[Event] = (),
+        attempts: Sequence[AttemptStatus] = (),
     ) -> Training:
         with self._faults.step("update_status"):
-            return await self._store.update_status(training, status, events)
+            return await self._store.update_status(training, status, events, attempts)
 
     async def remove(self, training: Training) -> None:
         with self._faults.step("remove"):

@@ -46,9 +46,12 @@ class Said(msgspec.Struct):
 class ControlPlane:
     """One state directory, and the process that serves it now."""
 
-    def __init__(self, state: Path, *, slots: int | None = None) -> None:
+    def __init__(
+        self, state: Path, *, slots: int | None = None, env: dict[str, str] | None = None
+    ) -> None:
         self.state = state
         self.slots = slots
+        self.env = env or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._ids = itertools.count()
 
@@ -65,6 +68,7 @@ class ControlPlane:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env={**os.environ, **self.env},
             )
         self.call("ping")
 
@@ -219,8 +223,10 @@ def wait_for(holds: Callable[[], object], *, timeout: float = WAIT_S) -> None:
 
 
 @contextlib.contextmanager
-def serving(state: Path, *, slots: int | None = None) -> Iterator[ControlPlane]:
-    plane = ControlPlane(state, slots=slots)
+def serving(
+    state: Path, *, slots: int | None = None, env: dict[str, str] | None = None
+) -> Iterator[ControlPlane]:
+    plane = ControlPlane(state, slots=slots, env=env)
     plane.start()
     try:
         yield plane

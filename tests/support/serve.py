@@ -1,4 +1,4 @@
-"""Store, local executor and controller as a process of their own, for tests that kill it.
+"""Store, executor and controller as a process of their own, for tests that kill it.
 
 Speaks JSON lines on its standard input and output. It can be armed to SIGKILL itself just before
 or after a given call of its controller.
@@ -20,6 +20,7 @@ import msgspec
 from atoll.controller.clock import machine_clock, write_mark
 from atoll.controller.loop import Controller
 from atoll.core.errors import AtollError, Conflict
+from atoll.core.executors import Home, load
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
 from atoll.local.executor import LocalBackend
@@ -46,10 +47,11 @@ class Crashing:
             self._left -= 1
             if self._left == 0 and self._armed == (name, "before"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = await wrapped(*args, **options)
-            if self._left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            try:
+                return await wrapped(*args, **options)
+            finally:  # however it ended: a release may ask to be called again
+                if self._left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         return called
 
@@ -140,18 +142,27 @@ async def answer(plane: Plane, line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-async def main(state: Path, slots: int | None) -> None:
-    store = SQLiteStore(state / "atoll.db")
+async def executor_of(state: Path, slots: int | None, store: SQLiteStore) -> Any:
+    """The local one, or the one that ATOLL_TEST_EXECUTOR tells: its kind, and its options."""
+    if told := os.environ.get("ATOLL_TEST_EXECUTOR"):
+        kind, options = msgspec.json.decode(told)
+        return load(kind).configured("local", options, Home(state, "test", state))
     local = LocalBackend(state / "trainings", slots=slots)
     await local.start(store)
-    crashing = [Crashing(store), Crashing(local)]
+    return local
+
+
+async def main(state: Path, slots: int | None) -> None:
+    store = SQLiteStore(state / "atoll.db")
+    executor = await executor_of(state, slots, store)
+    crashing = [Crashing(store), Crashing(executor)]
     clock = machine_clock(state / "clock")
     write_mark(clock, state / "clock")
     running = asyncio.create_task(
         Controller(crashing[0], {"local": crashing[1]}, clock=clock).run()
     )
     running.add_done_callback(lambda task: os._exit(3) if not task.cancelled() else None)
-    plane = Plane(store, local, crashing)
+    plane = Plane(store, executor, crashing)
     reader = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

@@ -132,7 +132,9 @@ class Storm:
 
     def _strike(self) -> None:
         kinds = ["plane", "keeper", "supervisor", "pair", "rank", "rank"]
-        if place_for(Path("gang")):  # else nobody finds what outlives guard, keeper and supervisor
+        if place_for(
+            Path("gang"), "1.2."
+        ):  # else nobody finds what outlives guard, keeper and supervisor
             kinds.append("guard")
         kind = self.chance.choice([*kinds, "clock"] if self.clock else kinds)
         how = self.chance.choice(["kill", "pause", "stop"])

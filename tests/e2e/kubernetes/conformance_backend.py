@@ -13,7 +13,7 @@ from atoll.kubernetes.resource import to_training
 from tests.conformance.local_backend import BAD_COMMAND, SCRIPT
 from tests.conformance.table import RANKS, Row
 from tests.e2e.kubernetes.conftest import REPOSITORY, Operator, Space
-from tests.e2e.kubernetes.control_plane import wait_for
+from tests.e2e.kubernetes.control_plane import ControlPlane, wait_for
 from tests.e2e.kubernetes.nodes import Node
 
 Json = dict[str, Any]
@@ -25,6 +25,12 @@ CANNOT = {
     "rank frozen": "Kubernetes does not ask whether a process still moves",
     "supervisor killed": "the kubelet is the supervisor: that is the row 'host lost'",
     "supervisor frozen": "the kubelet is the supervisor: that is the row 'host lost'",
+    "preempted and requeued": "the row 'preempted' is this one: a Job always replaces evicted pods",
+    "step daemon killed": "containerd ends the container of a shim that was killed, and the "
+    "kubelet tells that as any other end",
+    "listing that fails halfway": "a list is one answer of the API server: whole, or an error",
+    "attempt started twice": "an index has one pod at a time: the Job controller waits for the "
+    "end of the one before, and the API server keeps names unique",
 }
 
 
@@ -129,6 +135,15 @@ class KubernetesBackend:
             case "cancel" | "cancel of ranks that ignore SIGTERM":
                 cancel = '{"spec":{"cancel":true}}'
                 self._space.kubectl("patch", "training", name, "--type=merge", "-p", cancel)
+            case "control daemon killed before it told":
+                self._manager.kill_manager()
+                self._tell(name, f"{row.at}.0", str(row.detail))
+                self._until_ended(name, row.at)
+                self._manager.start_manager()
+            case "control daemon killed after it took a start":
+                wait_for("there is a Job", lambda: self._jobs(name))
+                self._manager.kill_manager()
+                self._manager.start_manager()
             case "exit while the controller is down":
                 self._operator.kill()
                 self._tell(name, f"{row.at}.0", str(row.detail))
@@ -171,6 +186,17 @@ class KubernetesBackend:
             for p in self._pods(name)
             if p["status"]["phase"] in ("Running", "Pending")
         ]
+
+    @property
+    def _manager(self) -> ControlPlane:
+        """Where the Job controller runs."""
+        assert self._space.site.plane is not None
+        return self._space.site.plane
+
+    def _jobs(self, name: str) -> list[Json]:
+        labelled = self._space.json("get", "jobs", "-l", f"atoll.dev/training={name}")
+        items: list[Json] = labelled["items"]
+        return items
 
     def _pods(self, name: str) -> list[Json]:
         found = self._space.json("get", "pods", "-l", f"atoll.dev/training={name}")

@@ -38,6 +38,8 @@ RANK_LISTS = ("ranks", "retired", "rankExits")  # stored folded
 class Site:
     """A cluster and how to talk to it as a user does."""
 
+    plane: ControlPlane | None = None  # its daemons, where they were started here
+
     def __init__(self, kubeconfig: Path, nodes: list[Node], *, is_own: bool) -> None:
         self.kubeconfig = kubeconfig
         self.nodes = nodes
@@ -212,6 +214,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                 nodes.append(Node(plane, number))
                 nodes[-1].start()
         made = Site(plane.kubeconfig, nodes, is_own=True)
+        made.plane = plane
         made.apply(render_manifests(image="unused")[0])
         wait_for("the CRD is served", lambda: _is_served(made))
         if nodes:

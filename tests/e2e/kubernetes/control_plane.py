@@ -135,6 +135,15 @@ class ControlPlane:
                 f"--secure-port={free_port()}",
             )
 
+    def kill_manager(self) -> None:
+        """The controller manager is killed: no Job is looked after until it is started again."""
+        process = self._processes.pop("kube-controller-manager")
+        process.kill()
+        process.wait()
+
+    def start_manager(self) -> None:
+        self._start_manager(self.where / "certs" / "sa.key")
+
     def _start_manager(self, key: Path) -> None:
         self._spawn(
             "kube-controller-manager",

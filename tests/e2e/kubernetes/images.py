@@ -29,7 +29,8 @@ ETCD = "atoll.test/etcd:1"
 REPOSITORY = Path(__file__).parents[3]
 SITE = "/opt/site-packages"
 TOOLS = (
-    "sh sleep tail echo cat env kill true false dd head date hostname wget nslookup nc ls mkdir"
+    "sh sleep tail echo cat env kill true false dd head date hostname wget nslookup nc ls mkdir "
+    "tar gzip"
 ).split()
 NOT_NEEDED = frozenset({"test", "idlelib", "tkinter", "ensurepip", "site-packages", "turtledemo"})
 

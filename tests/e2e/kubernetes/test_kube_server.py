@@ -126,3 +126,35 @@ def test_followed_logs_go_on_when_the_server_is_killed(
     space.kubectl("exec", pod["metadata"]["name"], "--", "sh", "-c", "echo > /tmp/go")
     assert [line.text for line in tailed] == ["line 4"]
     assert [line.text for line in whole] == ["line 4"]
+
+
+def test_attempts_and_times_of_lines_are_listed_and_it_runs_again(client: atoll.Client) -> None:
+    script = "echo attempt $ATOLL_ATTEMPT; [ $RANK = 0 ] || [ $ATOLL_ATTEMPT = 1 ] || exit 5"
+    training = client.deploy_distributed(
+        name="tiny",
+        command=["sh", "-c", script],
+        image=IMAGE,
+        world_size=2,
+        max_restarts=2,
+        env={"SECRET": "kept"},
+        code=False,
+    )
+    training.wait_until_complete(timeout=60)
+    attempts = training.attempts()
+    assert [(a.rank, a.attempt, a.exit_code) for a in attempts] == [(0, 0, 0), (1, 0, 5), (1, 1, 0)]
+    assert all(a.started_at and a.ended_at and a.host for a in attempts)
+    lines = training.logs()
+    assert [line.text for line in lines if line.rank == 1] == ["attempt 0", "attempt 1"]
+    times = [line.time for line in lines if line.time is not None]
+    assert len(times) == len(lines)
+    assert times == sorted(times)
+    assert [line.text for line in training.logs(search="attempt 1")] == ["attempt 1"]
+    assert training.logs(since=times[-1]) == [line for line in lines if line.time == times[-1]]
+    with pytest.raises(atoll.ValidationError, match="stall_s"):
+        client.deploy_distributed(
+            name="still", command=["true"], image=IMAGE, world_size=1, stall_s=5, code=False
+        )
+    again = training.rerun()
+    assert again.name == "tiny-r2"
+    again.wait_until_complete(timeout=60)
+    assert again.spec.env == {"SECRET": "***"}

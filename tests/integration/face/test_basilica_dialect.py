@@ -11,6 +11,13 @@ from tests.integration.face.conftest import Served
 
 from atoll.core.phase import Phase
 from atoll.core.status import Status
+from atoll.rank.launch import (
+    TORCHRUN_VARIABLES,
+    WORLD_VARIABLES,
+    Meeting,
+    RankPlace,
+    render_launch,
+)
 from atoll.server.basilica import deployments
 
 
@@ -63,6 +70,21 @@ def test_a_refused_field_has_the_name_that_was_sent(
     answer = served.http.post("/deployments", json=body("a", **changes))
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(told)
+
+
+def test_ranks_that_do_not_meet_are_deployed_as_such(served: Served) -> None:
+    answer = served.http.post("/deployments", json=body("a", rendezvous={"backend": "none"}))
+    assert answer.status_code == 201
+    told = served.http.get("/deployments/a").json()["distributed"]["rendezvous"]
+    assert told["backend"] == "none"
+    training = served.do(served.store.get(("one", "a")))
+    assert training.spec.rendezvous.backend == "none"
+    place = RankPlace("python", "sh", "/code", None, True, "file:///run", Meeting("host", 1))
+    launch = render_launch(training, place)
+    known = {*launch.env, *launch.rank_variables, *launch.size_variables}
+    assert not {*WORLD_VARIABLES, *TORCHRUN_VARIABLES} & known
+    assert not launch.env["BASILICA_RDZV_ENDPOINT"]
+    assert {"REPLICA_RANK", "ATOLL_RANK", "ATOLL_RENDEZVOUS_URI", "ATOLL_WORLD_MAX"} <= known
 
 
 def test_a_namespace_sees_only_its_own_deployments(served: Served) -> None:

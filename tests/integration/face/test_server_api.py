@@ -384,3 +384,17 @@ def test_totals_need_a_token_where_they_are_not_open(tmp_path: Path) -> None:
         assert b"atoll_trainings" in served.http.get("/metrics").content
     finally:
         served.close()
+
+
+def test_metrics_have_the_trainings_of_a_tokens_namespace_only(served: Served) -> None:
+    served.create("mine")
+    served.see("mine", "ready", ready=2)
+    ready = 'atoll_training_ranks_ready{namespace="one",training="mine"} 2.0'
+    served.wait_for(lambda: ready in served.http.get("/metrics").text)
+    with served.client("two") as other, httpx2.Client(base_url=served.url) as nobody:
+        for client in (other, nobody):
+            text = client.get("/metrics").text
+            assert "atoll_trainings{" in text
+            assert "mine" not in text
+        refused = nobody.get("/metrics", headers={"Authorization": "Bearer wrong"})
+        assert refused.status_code == 401

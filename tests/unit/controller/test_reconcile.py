@@ -40,7 +40,9 @@ class Notebook:
     async def get(self, key: Any) -> Training:
         return self.training
 
-    async def update_status(self, training: Training, status: Status, events: Any) -> Training:
+    async def update_status(
+        self, training: Training, status: Status, events: Any, attempts: Any = ()
+    ) -> Training:
         self._note("write")
         self.training = replace(training, status=status)
         return self.training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from atoll.core.errors import Denied, Temporary
 from atoll.core.hindrance import is_hindered
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Event, Seen, SeenRank, Status, Training, Wish
+from atoll.core.status import AttemptStatus, Event, Seen, SeenRank, Status, Training, Wish
 from atoll.store.memory import MemoryStore
 
 KEY = ("n", "t")
@@ -58,11 +59,15 @@ class Notes(MemoryStore):
         self.reasons: list[str] = []
 
     async def update_status(
-        self, training: Training, status: Status, events: tuple[Event, ...] = ()
+        self,
+        training: Training,
+        status: Status,
+        events: Sequence[Event] = (),
+        attempts: Sequence[AttemptStatus] = (),
     ) -> Training:
         self.writes += 1
         self.reasons += [event.reason for event in events]
-        return await super().update_status(training, status, events)
+        return await super().update_status(training, status, events, attempts)
 
 
 class Plane:

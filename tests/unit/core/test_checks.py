@@ -32,6 +32,7 @@ TABLE: dict[str, tuple[float, float]] = {
     "start_grace_s": (0, TEN_YEARS),
     "stop_grace_s": (0, 3600),
     "deadline_s": (0.001, TEN_YEARS),
+    "stall_s": (1, TEN_YEARS),
     "ttl_seconds": (0, TEN_YEARS),
 }
 WORLD = {"min": 1, "target": 1, "max": 10_000}

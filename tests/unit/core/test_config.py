@@ -10,6 +10,9 @@ from atoll.core.executors import KINDS, load
 from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.options import ClusterOptions
 from atoll.local.executor import LocalBackend, LocalOptions
+from atoll.modal.executor import ModalBackend
+from atoll.sagemaker.executor import SageMakerBackend
+from atoll.slurm.executor import SlurmBackend
 
 LOCAL = ExecutorConfig(kind="local")
 
@@ -94,7 +97,8 @@ def test_a_control_plane_keeps_jobs_and_holds_no_pod() -> None:
 
 
 def test_each_kind_is_loaded_by_its_name() -> None:
-    assert [load(kind) for kind in KINDS] == [LocalBackend, KubernetesBackend]
+    backends = [LocalBackend, KubernetesBackend, SlurmBackend, ModalBackend, SageMakerBackend]
+    assert [load(kind) for kind in KINDS] == backends
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:

@@ -34,7 +34,7 @@ SOURCES = Path(atoll.__file__).parent
 RANK_ENDS = (
     "Completed Error Signal OOMKilled Stopped CommandNotFound CannotRun Frozen SupervisorLost "
     "Evicted Preempted Rejected HostLost Deleted InitFailed StartGateFailed DeadlineExceeded "
-    "Vanished Unknown"
+    "TimeLimit Vanished Unknown"
 ).split()
 PHASE_REASONS = (
     "RankFailed DeadlineExceeded ExecutorRefused ExecutorLost BenchNotMeasured LinkTooSlow "

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.core.stores import store_uri
+from atoll.core.stores import apart, missing_keys, store_uri
 from atoll.sdk.options import spec_of
 
 
@@ -37,3 +37,34 @@ def test_what_leads_nowhere_is_refused(bad: Any) -> None:
 def test_a_training_takes_a_plain_path() -> None:
     spec = spec_of("t", {"command": ["true"], "rendezvous_uri": "/shared/run"})
     assert spec.rendezvous.uri == "file:///shared/run"
+
+
+AWS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+
+
+@pytest.mark.parametrize(
+    ("uri", "env", "missing"),
+    [
+        (None, {}, []),
+        ("file:///x", {}, []),
+        ("s3://b", {}, ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]),
+        ("s3://b", {"AWS_ACCESS_KEY_ID": "a"}, ["AWS_SECRET_ACCESS_KEY"]),
+        ("s3://b", {"AWS_REGION": "eu"}, ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]),
+        ("s3://b", AWS, []),
+        ("s3://b", {"AWS_WEB_IDENTITY_TOKEN_FILE": "/t"}, []),
+        ("gs://b", AWS, ["GOOGLE_APPLICATION_CREDENTIALS"]),
+        ("az://b", {}, ["AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"]),
+        ("az://b", {"AZURE_STORAGE_ACCOUNT_NAME": "n"}, ["AZURE_STORAGE_ACCOUNT_KEY"]),
+        ("az://b", {"AZURE_STORAGE_USE_EMULATOR": "1"}, []),
+    ],
+)
+def test_keys_that_a_store_asks_for(
+    uri: str | None, env: dict[str, str], missing: list[str]
+) -> None:
+    assert missing_keys(uri, env) == missing
+
+
+def test_keys_of_two_accounts_are_not_mixed() -> None:
+    inherited = {"AWS_SESSION_TOKEN": "old", "AWS_REGION": "us", "HOME": "/h", "GOOGLE_X": "1"}
+    assert apart(inherited, AWS) == {"HOME": "/h", "GOOGLE_X": "1"}
+    assert apart(inherited, {"AWS_REGION": "eu"}) == inherited

@@ -99,3 +99,23 @@ def test_what_wraps_a_model_does_not_change_its_names() -> None:
     compiled = torch.compile(model, backend="eager")
     assert list(read_parameters(compiled)) == list(read_parameters(model))  # type: ignore[arg-type]
     assert plain_name("layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
+
+
+class Holder(torch.nn.Module):
+    """Something that holds a model as `module`, of which atoll does not know."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_wrappers_within_and_around_a_model_are_no_part_of_names() -> None:
+    def model(*, is_wrapped: bool) -> torch.nn.Module:
+        part = torch.nn.Linear(2, 2)
+        inner = torch.nn.DataParallel(part) if is_wrapped else part
+        whole = torch.nn.Sequential(inner, torch.nn.Linear(2, 2))
+        return Holder(torch.compile(whole, backend="eager")) if is_wrapped else whole  # type: ignore[arg-type]
+
+    names = list(read_parameters(model(is_wrapped=False)))
+    assert list(read_parameters(model(is_wrapped=True))) == names
+    assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]

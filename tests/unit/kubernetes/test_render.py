@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 
 from atoll.core.errors import Permanent, ValidationError
-from atoll.core.spec import BenchSpec, ProviderFilter, RendezvousSpec, WorldSize
+from atoll.core.spec import BenchSpec, Code, ProviderFilter, RendezvousSpec, WorldSize
 from atoll.core.status import Wish
 from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.render import (
@@ -21,11 +21,16 @@ from atoll.kubernetes.render import (
     render_world,
 )
 from atoll.rank import report
+from atoll.rank.report_token import read_token
 from atoll.replicas.kubernetes import EKSExecutor, KubernetesExecutor
 from tests.unit.kubernetes.kube import Json, Options, Resources, Source, training
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kubernetes"
 VERSIONS = ("1.29", "1.31", "1.33", "1.34", "1.35", "1.37")
+
+CODE = Code(
+    content=b"x" * 2_000_000, size=2_000_000, unpacked=9_000_000, files=3, path=["src", "."]
+)
 
 # Everything that can be said about a training and an executor, in typical requests.
 CASES: dict[str, tuple[Any, Options]] = {
@@ -62,6 +67,7 @@ CASES: dict[str, tuple[Any, Options]] = {
         ),
         Options(etcd_endpoint="etcd.infra:2379", shm_size="8Gi", kueue_queue="research"),
     ),
+    "code": (training(code=CODE, pip_packages=["einops"]), Options(is_controlled=True)),
     "everything": (
         training(working_dir="/work", env={"HOME": "$HOME $(RANK)"}),
         Options(
@@ -272,6 +278,10 @@ REACHES: dict[str, tuple[Any, str]] = {
     "command": (["$(X)"], "spec.template.spec.containers.0.command.0=$(X)"),
     "cpu_request": ("4", "spec.template.spec.containers.0.resources.requests.cpu=4"),
     "memory_request": ("9Gi", "spec.template.spec.containers.0.resources.requests.memory=9Gi"),
+    "reports_uri": (
+        "s3://b",
+        "ATOLL_REPORTS=s3://b/atoll-ranks/5f1c3b1e-0000-4000-8000-000000000001/figures",
+    ),
     "pod": ({"hostIPC": True}, "spec.template.spec.hostIPC=True"),
     "service_account": ("sa", "spec.template.spec.serviceAccountName=sa"),
     "node_selector": ({"a": "b"}, "spec.template.spec.nodeSelector.a=b"),
@@ -322,6 +332,7 @@ REACHES: dict[str, tuple[Any, str]] = {
 # These steer the executor and are not the Job's business.
 NOT_OF_THE_JOB = {
     "namespace",
+    "report_key",  # signs the token beside `reports_uri`
     "is_controlled",  # takes the deadline from it
     "is_runtime_class_with_gpu_meant",
     "gang_timeout_s",
@@ -371,6 +382,18 @@ def test_the_namespace_option_decides_where_the_job_is_made() -> None:
     executor = KubernetesBackend(cluster=object(), namespace="jobs")
     assert executor._place(training())[0] == "jobs"
     assert KubernetesBackend(cluster=object())._place(training())[0] == "team-a"
+
+
+def test_a_rank_that_reports_by_http_has_a_token_of_its_training_alone() -> None:
+    key = b"k" * 32
+    options = Options(reports_uri="https://plane:7878/", report_key=key.hex())
+    env = environment(job_of(options))
+    assert env["ATOLL_REPORTS"] == f"https://plane:7878/v1/trainings/{training().name}/reports"
+    spoken = read_token(key, env["ATOLL_REPORTS_TOKEN"])
+    assert spoken == (training().namespace, training().uid)
+    assert "ATOLL_REPORTS" not in environment(job_of(Options()))
+    with pytest.raises(ValidationError, match="reports_uri"):
+        Options(reports_uri="plane:7878")
 
 
 CLASHES: list[tuple[str, Json, Json]] = [

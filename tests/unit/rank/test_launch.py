@@ -28,7 +28,7 @@ from tests.unit.kubernetes.kube import Options, training
 
 DIRECTORY = Path("/state/uid")
 # What a backend knows and another does not.
-OF_LOCAL = {"LOCAL_RANK", TOGETHER}
+OF_LOCAL = {"LOCAL_RANK", "ATOLL_REPORTS", TOGETHER}
 OF_THE_CLUSTER = {"ATOLL_ATTEMPT"}  # locally the supervisor sets it, with what it alone knows
 DIFFERENT = {*MEETING_VARIABLES, "ATOLL_RENDEZVOUS_URI", "NODE_NAME"}
 
@@ -235,3 +235,12 @@ def test_packages_are_installed_before_the_command_runs() -> None:
     assert render_launch(one, WITH_ATOLL).command == [
         *("py", "-m", "atoll.rank.prepare", "/p", "einops>=0.8", "--", "run"),
     ]
+
+
+def test_a_run_with_an_id_is_where_the_next_training_with_it_finds_it() -> None:
+    env = local_launch(run_id="exp-7").env
+    assert env["ATOLL_RUN_ID"] == "exp-7"
+    assert env["ATOLL_RENDEZVOUS_URI"] == "file:///runs"  # DIRECTORY is two folders down
+    own = local_launch(run_id="exp-7", rendezvous=RendezvousSpec(uri="s3://b/x")).env
+    assert own["ATOLL_RENDEZVOUS_URI"] == "s3://b/x"
+    assert "ATOLL_RUN_ID" not in local_launch().env

@@ -85,9 +85,10 @@ def test_a_command_that_cannot_be_run_is_told_as_shells_do(
 
 def test_a_signal_reaches_the_command_and_not_what_it_started(tmp_path: Path) -> None:
     """A data loader that goes first would take the rank along before it has saved."""
-    script = """
+    script = f"""
 trap 'echo saved; kill -KILL $worker; wait $worker; echo worker $?; exit 5' TERM
-sh -c "trap 'exit 1' TERM; echo ready; while :; do sleep 0.05; done" & worker=$!
+sh -c "trap 'exit 1' TERM; touch {tmp_path}/set; while :; do sleep 0.05; done" & worker=$!
+until [ -e {tmp_path}/set ]; do sleep 0.01; done; echo ready
 wait; wait
 """
     rank = start(tmp_path, "sh", "-c", script)

@@ -264,10 +264,21 @@ def test_a_sandbox_with_a_gpu_must_be_insisted_on() -> None:
     assert pod_of(job_of(EKSExecutor("i", **sandboxed)))["runtimeClassName"] == "kata"
 
 
-def test_without_a_command_the_code_is_sent_along(tmp_path: Path) -> None:
+def test_without_a_command_the_code_is_sent_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.py").write_text("print()")
+    (tmp_path / "model.py").write_text("SIZE = 3")
+    monkeypatch.chdir(tmp_path)
     executor = EKSExecutor("i", cpu_request=None, memory_request=None)
-    world, _, job = executor.render_replicas(2, str(tmp_path / "train.py"), {"lr": 0.1})
+    code, world, _, job = executor.render_replicas(2, "train.py", {"lr": 0.1})
+    assert code["metadata"]["name"].startswith("atoll-code-")
+    assert [volume["name"] for volume in pod_of(job)["volumes"]][-3:-1] == [
+        "atoll-archive",
+        "atoll-code",
+    ]
+    executor = EKSExecutor("i", cpu_request=None, memory_request=None, code=False)
+    world, _, job = executor.render_replicas(2, "train.py", {"lr": 0.1})
     assert "source" in world["binaryData"]
     (container,) = pod_of(job)["containers"]
     assert container["command"][-2:] == ["--lr", "0.1"]

@@ -233,17 +233,27 @@ def test_bad_input_is_refused_before_anything_is_asked_for() -> None:
 def test_an_interrupted_launch_leaves_nothing() -> None:
     main = threading.main_thread().ident
     assert main is not None
+    sent, interrupted = threading.Event(), threading.Event()
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
 
     class Interrupting(FakeExecutor):
         async def apply(self, training: Training, wish: Wish) -> None:
             await super().apply(training, wish)
-            if wish.size:
+            if wish.size and not sent.is_set():
+                sent.set()
                 signal.pthread_kill(main, signal.SIGINT)
-                await asyncio.sleep(0.05)  # the launch is not over yet
+                await asyncio.to_thread(interrupted.wait)  # the launch is not over before
 
     with Library(Interrupting()) as library:
-        with pytest.raises(KeyboardInterrupt):
-            library.launch_replicas(1, "os")
+        usual = signal.signal(signal.SIGINT, interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                library.launch_replicas(1, "os")
+        finally:
+            signal.signal(signal.SIGINT, usual)
         assert library.trainings() == []
         assert library.fake.wishes == {}
 

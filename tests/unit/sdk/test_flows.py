@@ -26,13 +26,14 @@ from atoll.core.narrate import failure_in_words
 from atoll.core.phase import Phase
 from atoll.core.ports import Change
 from atoll.core.problem import problem_of
-from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.spec import Code, TrainingSpec, WorldSize
 from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.sdk import flows
-from atoll.sdk.effects import Effect, Flow, NextChange, Pause, Reply, Send
+from atoll.sdk.effects import Effect, Flow, NextChange, Pack, Pause, Reply, Send
 from atoll.sdk.flows import Who
 
 WHO = Who("t", "uid-1")
+CODE = Code(content=b"an archive", size=10, unpacked=30, files=2)
 
 
 def training(
@@ -89,6 +90,8 @@ class Script:
             if isinstance(answer, Training):
                 return Change(version=answer.resource_version, training=answer)
             return None if answer == "dropped" else answer
+        if isinstance(effect, Pack):
+            return CODE
         answer = self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]
         if isinstance(answer, Exception):
             raise answer
@@ -470,3 +473,47 @@ def test_a_removal_that_takes_longer_is_not_taken_for_done() -> None:
     with pytest.raises(Temporary, match="'t' is not removed after 10 s: ranks 3 are still"):
         script.play(flows.delete(WHO, 10, clock=script.clock))
     assert Script([slow]).play(flows.delete(WHO, 0)) is None
+
+
+def refusal(field: str) -> Reply:
+    problem = problem_of(ValidationError(field, "x", "expected another"), 422)
+    return Reply(422, encode(problem))
+
+
+def sent_specs(script: Script) -> list[TrainingSpec]:
+    bodies = [effect.body for effect in script.sent if isinstance(effect, Send)]
+    return [msgspec.json.decode(body, type=TrainingSpec) for body in bodies if body]
+
+
+def test_code_goes_along_where_ranks_run_elsewhere() -> None:
+    spec = replace(training().spec, executor="lab", working_dir="/home/me/project")
+    script = Script([training()])
+    script.play(flows.deploy(spec, {}, "key", Pack("/home/me/project")))
+    (sent,) = sent_specs(script)
+    assert (sent.code, sent.working_dir) == (CODE, None)
+
+
+def test_nothing_is_packed_for_ranks_on_this_machine() -> None:
+    script = Script([training()])
+    script.play(flows.deploy(training().spec, {"working_dir": "/here"}, "key", Pack("/here")))
+    (sent,) = sent_specs(script)
+    assert (sent.code, sent.working_dir, sent.executor) == (None, "/here", "local")
+    assert not any(isinstance(effect, Pack) for effect in script.sent)
+
+
+def test_a_local_address_that_is_a_cluster_gets_the_code() -> None:
+    script = Script([refusal("executor"), training()])
+    script.play(flows.deploy(training().spec, {"working_dir": "/here"}, "key", Pack("/here")))
+    assert [sent.code for sent in sent_specs(script)] == [None, CODE]
+
+
+def test_a_control_plane_whose_ranks_run_in_place_gets_none_and_it_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    script = Script([refusal("code"), training()])
+    script.play(flows.deploy(training().spec, {}, "key", Pack("/here")))
+    assert [sent.code for sent in sent_specs(script)] == [CODE, None]
+    assert "no code is sent" in caplog.text
+    script = Script([refusal("image")])
+    with pytest.raises(ValidationError, match="image"):
+        script.play(flows.deploy(training().spec, {}, "key", Pack("/here")))

@@ -14,7 +14,8 @@ import atoll
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode
 from atoll.core.spec import ProviderFilter, WorldSize
-from atoll.sdk.options import DeployOptions, spec_of, wait_of
+from atoll.sdk.effects import Pack
+from atoll.sdk.options import DeployOptions, pack_of, spec_of, wait_of
 
 
 def wire(**options: Any) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def test_every_option_has_its_place() -> None:
         bench_require_gbps=10.0,
         rendezvous_backend="etcd-v2",
         rendezvous_uri="s3://b/run",
+        run_id="exp-7",
         pip_packages=["einops"],
         max_restarts=3,
         start_grace_s=5,
@@ -81,6 +83,7 @@ def test_every_option_has_its_place() -> None:
         "ncclEnv": {"NCCL_DEBUG": "INFO"},
         "bench": {"mode": "on-start", "placement": "strict", "requireGbps": 10.0},
         "rendezvous": {"backend": "etcd-v2", "uri": "s3://b/run"},
+        "runId": "exp-7",
         "pipPackages": ["einops"],
         "maxRestarts": 3,
         "startGraceS": 5.0,
@@ -143,6 +146,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"topology_spread": "wide"}, "topology_spread"),
     ({"rendezvous_backend": "etcd"}, "rendezvous_backend"),
     ({"rendezvous_uri": "ftp://x"}, "rendezvous_uri"),
+    ({"run_id": "a b"}, "run_id"),
     ({"provider_filter": {"include": ["a"]}}, "provider_filter"),
     ({"mesh": "yes"}, "mesh"),
     ({"executor": "../x"}, "executor"),
@@ -249,3 +253,49 @@ def test_code_that_is_too_large_is_refused_before_it_is_sent() -> None:
     big = b"x" * (45 * 2**20)
     with pytest.raises(ValidationError, match="44 MiB"):
         spec_of("a", {"source": lambda: big})
+
+
+def pack(**options: Any) -> Pack | None:
+    options.setdefault("command", ["python", "train.py"])
+    return pack_of(spec_of("a", options), options)  # type: ignore[arg-type]
+
+
+def test_the_working_directory_travels_unless_it_is_said_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("PYTHONPATH", f"src:{tmp_path}/lib:")
+    assert pack() == Pack(str(project), (f"{project}/src", f"{tmp_path}/lib"))
+    assert pack(executor="lab") == pack()
+    assert pack(executor="local") is None
+    assert pack(code=False) is None
+    assert pack(working_dir=tmp_path) == Pack(str(tmp_path), pack().path)  # type: ignore[union-attr]
+    assert pack(working_dir="/of/the/image") is None
+    with pytest.raises(ValidationError, match=r"code: 'yes'.*expected True, or False"):
+        pack(code="yes")
+
+
+def test_the_home_directory_is_not_sent_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert pack() is None
+    assert caplog.text == ""  # ranks run here
+    assert pack(executor="eu") is None
+    assert "is your home directory" in caplog.text
+    assert pack(working_dir=tmp_path) == Pack(str(tmp_path), pack(working_dir=tmp_path).path)  # type: ignore[union-attr]
+
+
+def test_a_script_and_a_function_bring_the_folders_of_their_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/train.py").write_text("import model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "src"))
+    made = pack(command=None, source=tmp_path / "tools/train.py")
+    assert made is not None
+    assert made.path[:2] == (str(tmp_path / "tools"), str(tmp_path / "src"))

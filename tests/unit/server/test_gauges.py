@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,8 @@ from atoll.store.memory import MemoryStore
 from tests.contract.test_store import training
 
 
-def lines(gauges: Gauges) -> dict[str, float]:
-    text = gauges.exposition()[0].decode()
+def lines(gauges: Gauges, *words: Any) -> dict[str, float]:
+    text = gauges.exposition(*words)[0].decode()
     pairs = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in pairs}
 
@@ -42,6 +43,44 @@ def test_totals_are_right_after_each_change_and_a_removal() -> None:
         await store.remove(first)
         await until('atoll_ranks{phase="Running"}', 1)
         assert lines(gauges)['atoll_trainings{phase="ready"}'] == 1
+        following.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+
+    asyncio.run(check())
+
+
+def test_a_namespace_has_gauges_of_its_trainings_and_no_more_than_so_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atoll.server.gauges.MOST_TRAININGS", 2)
+
+    async def check() -> None:
+        store, gauges = MemoryStore(), Gauges()
+        ranks = [RankStatus(rank=0, phase="Running", restarts=3)]
+        for number, name in enumerate(["old", "over", "new", "newer"]):
+            one = await store.create(training(name, created_at=float(number)))
+            phase = Phase.FAILED if name == "over" else Phase.READY
+            status = Status(phase=phase, ranks=ranks, stalled={0: 1.0} if name == "new" else {})
+            await store.update_status(one, status)
+        await store.create(training("secret", namespace="other"))
+        following = asyncio.create_task(gauges.follow(store))
+        async with asyncio.timeout(30):
+            while lines(gauges)['atoll_trainings{phase="ready"}'] != 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert not [name for name in lines(gauges) if name.startswith("atoll_training_")]
+        losses = {"uid-default-new": {"loss": float("nan")}, "uid-default-newer": {"loss": 2.5}}
+        own = lines(gauges, "default", lambda uid: losses.get(uid, {}), 10.0)
+        assert not [name for name in own if "secret" in name or '"over"' in name]
+        assert own["atoll_trainings_without_gauges"] == 1
+        labels = '{namespace="default",training="new"}'
+        assert own[f"atoll_training_ready{labels}"] == 1
+        assert own[f"atoll_training_ranks_stalled{labels}"] == 1
+        assert own[f"atoll_training_restarts{labels}"] == 3
+        assert own[f"atoll_training_age_seconds{labels}"] == 8
+        assert str(own[f"atoll_training_loss{labels}"]) == "nan"
+        assert own['atoll_training_loss{namespace="default",training="newer"}'] == 2.5
+        assert not [name for name in own if name.startswith("atoll_training_round{")]
         following.cancel()
         with pytest.raises(asyncio.CancelledError):
             await following

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from atoll.core.errors import Gone, NotFound, Permanent, Temporary
+from atoll.core.spec import Code
 from atoll.core.status import Status
 from atoll.store.sqlite import SQLiteStore
 from tests.contract.test_store import take, training
@@ -172,3 +176,28 @@ def test_a_write_ahead_log_that_was_deleted_is_told_and_nothing_is_lost(
     again = SQLiteStore(tmp_path / "a.db")
     assert [t.name for t in asyncio.run(again.list())] == ["one", "two"]
     again.close()
+
+
+def test_an_archive_is_stored_once_and_goes_with_the_last_training(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = SQLiteStore(tmp_path / "a.db")
+        code = Code(content=b"an archive", size=10, unpacked=30, files=2)
+        made = [training(name) for name in ("one", "two")]
+        made = [replace(t, spec=replace(t.spec, code=code)) for t in made]
+        one, two = [await store.create(t) for t in made]
+        assert one.spec.code == code.by_digest()
+        assert archives(tmp_path / "a.db") == [(code.digest, b"an archive")]
+        await store.remove(one)
+        assert await store.code(two) == b"an archive"
+        await store.remove(two)
+        assert archives(tmp_path / "a.db") == []
+        with pytest.raises(NotFound, match="code of training"):
+            await store.code(two)
+        store.close()
+
+    asyncio.run(check())
+
+
+def archives(path: Path) -> list[tuple[str, bytes]]:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        return db.execute("select digest, content from codes").fetchall()

@@ -19,7 +19,7 @@ from atoll.diloco.allreduce.layout import (
     TensorSpec,
     describe,
     difference,
-    scatter,
+    flatten,
     split,
     unflatten,
 )
@@ -64,6 +64,13 @@ def test_members_own_their_shard_and_the_orphans_are_shared_out() -> None:
     assert roster.owners([1, 3], 5, 1) == [3, 1, 1, 3, 3]
 
 
+def test_no_member_weighs_beyond_measure() -> None:
+    assert roster.bounded({0: 1.0, 1: 3.0, 2: 1e18}) == {0: 1.0, 1: 3.0, 2: 300.0}
+    assert roster.bounded({0: 5.0, 1: 1e18}) == {0: 5.0, 1: 500.0}
+    assert roster.bounded({0: 1e-30, 1: 1e-30, 2: 7.0}) == {0: 1e-30, 1: 1e-30, 2: 7.0}
+    assert roster.bounded({0: 1e-30}) == {0: 1e-30}
+
+
 @pytest.mark.parametrize("weight", [1.0, 0.1, 123456.789, 5e-324, 1e300])
 def test_names_carry_round_rank_and_the_exact_weight(weight: float) -> None:
     key = Keys("run").upload(12, 3, "ab" * 8, weight, "0" * 16)
@@ -71,6 +78,8 @@ def test_names_carry_round_rank_and_the_exact_weight(weight: float) -> None:
     assert name is not None
     assert (name.round, name.rank, name.weight, name.layout) == (12, 3, weight, "0" * 16)
     assert parse_round(key) == 12
+    noted = Keys("run").upload(12, 3, "ab" * 8, weight, "0" * 16, 4, "x12")
+    assert (parse_upload(noted) or name)[2:] == (3, "ab" * 8, weight, "0" * 16, 0, 4, "x12", "")
     assert parse_attempt(Keys("00000077.0001").shard(5, 2, 9)) == (5, 2)
 
 
@@ -104,6 +113,30 @@ def test_an_envelope_opens_only_whole_unchanged_and_in_its_place(size: int) -> N
             wire.unseal(kind, where, data)
 
 
+@pytest.mark.parametrize("lengths", [[wire.UNIT_BYTES * 2, wire.UNIT_BYTES, 100], [7, 40_000, 0]])
+def test_any_change_of_a_cell_shows(lengths: list[int]) -> None:
+    place, data = wire.fence("here"), np.random.default_rng(0).bytes(sum(lengths))
+    sums = wire.cell_sums(wire.SECTION, place, data, lengths)
+    starts = wire.section_offsets(lengths)
+    for start, length, total in zip(starts, lengths, sums, strict=False):
+        cell = data[start : start + length]
+        assert wire.cell_sums(wire.SECTION, place, cell, [length]) == [total]
+        for at in np.random.default_rng(1).integers(0, max(length, 1), 40 if length else 0):
+            changed = bytearray(cell)
+            changed[at] ^= 1 << int(at) % 8
+            assert wire.cell_sums(wire.SECTION, place, changed, [length]) != [total]
+        if length >= 2 * wire.UNIT_BYTES:
+            unit = wire.UNIT_BYTES
+            swapped = cell[unit : 2 * unit] + cell[:unit] + cell[2 * unit :]
+            assert wire.cell_sums(wire.SECTION, place, swapped, [length]) != [total]
+    for kind, where in ((wire.SHARD, place), (wire.SECTION, wire.fence("there"))):
+        assert not set(sums) & set(wire.cell_sums(kind, where, data, lengths))
+    cells = [wire.Cell(*row) for row in zip(lengths, sums, strict=True)]
+    wire.check_cells(wire.SECTION, place, cells, memoryview(data))
+    with pytest.raises(wire.Corrupt, match="bytes instead of"):
+        wire.check_cells(wire.SECTION, place, cells, memoryview(data)[:-1])
+
+
 def test_a_layout_says_what_differs_first() -> None:
     def layout(*shapes: tuple[int, ...], codec: str = "fp32", shards: int = 2) -> Any:
         tensors = [np.zeros(shape, "f4") for shape in shapes]
@@ -129,9 +162,8 @@ def test_tensors_survive_being_cut_into_any_parts() -> None:
     ]
     arrays = [np.asarray(t) for t in tensors]
     layout = describe(arrays, shards=13, codec="fp32", down_codec="fp32", name="")
-    parts = [np.empty(layout.shard_size(s), "f4") for s in range(13)]
-    scatter(arrays, parts)
-    flat = np.concatenate(parts)
+    flat = np.empty(layout.size, "f4")
+    flatten(arrays, flat)
     for got, gave in zip(unflatten(flat, arrays), arrays, strict=True):
         assert got.dtype == gave.dtype
         np.testing.assert_array_equal(got, gave)

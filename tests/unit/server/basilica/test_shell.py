@@ -51,6 +51,21 @@ def test_torchrun_is_told_the_backend_there_is(sent: str, there: str) -> None:
     assert f"--rdzv-backend={there} x.py" in script
 
 
+def test_ranks_that_do_not_meet_run_torchrun_each_for_itself() -> None:
+    command = SHIPPED_BY_0_36_8.replace("/tmp/__basilica_source.py", "x.py")
+    script = shell_script(command, args=[], backend="none")
+    flags = '--standalone --nproc-per-node="$BASILICA_GPUS_PER_POD" --max-restarts=10 x.py'
+    assert script.endswith(f"exec torchrun {flags}\n")
+    auto = shell_script("auto", args=["x.py"], backend="none")
+    assert auto == 'exec torchrun --standalone --nproc-per-node="$BASILICA_GPUS_PER_POD" "$@"\n'
+
+
+def test_a_meeting_point_of_the_users_own_stays_where_ranks_do_not_meet() -> None:
+    command = "torchrun --rdzv-backend=c10d --rdzv-endpoint=host:29400 --nnodes=2 x.py"
+    script = shell_script(command + INJECTED, args=[], backend="none")
+    assert script == f"exec {command}\n"
+
+
 def test_static_ranks_know_their_number() -> None:
     command = SHIPPED_BY_0_36_8.replace("=etcd ", "=static ")
     script = shell_script(command, args=[], backend="static")

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from atoll.core.status import LogLine, PlacedLine
-from atoll.local.logs import read_lines, tail_places
-from atoll.local.ranklog import LogWriter
+from atoll.rank.logs import read_lines, tail_places
+from atoll.rank.ranklog import LogWriter
 
 
 class Followed:

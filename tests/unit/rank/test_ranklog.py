@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.local.ranklog import (
+from atoll.rank.ranklog import (
     SEGMENTS_KEPT,
     LogWriter,
     last_lines,

@@ -1,0 +1,76 @@
+"""GPUs of this machine as ranks find them, with ids that only the configuration knows."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any
+
+from tests.e2e.conftest import is_alive, until
+
+HOLD = ("sh", "-c", "echo device $CUDA_VISIBLE_DEVICES; while [ ! -e go ]; do sleep 0.05; done")
+
+
+def devices_of(atoll: Any, name: str) -> list[str]:
+    return re.findall(r"device (\S+)", atoll("logs", name).stdout)
+
+
+def shown(atoll: Any, name: str, count: int) -> list[str]:
+    until(lambda: len(devices_of(atoll, name)) == count)
+    return devices_of(atoll, name)
+
+
+def kill_server(atoll: Any) -> None:
+    pid = atoll.server_pid()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not is_alive(pid))
+
+
+def test_each_rank_has_its_own_also_across_trainings_and_a_killed_control_plane(
+    lone_atoll: Any,
+) -> None:
+    (lone_atoll.cwd / "atoll.toml").write_text("[executors.local]\ngpus = [4, 5, 6, 7]\n")
+    assert lone_atoll("up", "--name", "a", "-n", "2", "--gpus", "1", "--", *HOLD).returncode == 0
+    assert sorted(shown(lone_atoll, "a", 2)) == ["4", "5"]
+    kill_server(lone_atoll)
+    assert lone_atoll("up", "--name", "b", "-n", "1", "--gpus", "2", "--", *HOLD).returncode == 0
+    assert shown(lone_atoll, "b", 1) == ["6,7"]
+    assert lone_atoll("up", "--name", "c", "-n", "2", "--gpus", "1", "--", *HOLD).returncode == 0
+    until(lambda: "GPUs" in lone_atoll("status", "c").stdout)
+    assert "4 of 4 GPUs of" in lone_atoll("status", "c").stdout
+    assert devices_of(lone_atoll, "c") == []
+    assert lone_atoll("rm", "b").returncode == 0
+    assert sorted(shown(lone_atoll, "c", 2)) == ["6", "7"]
+    (lone_atoll.cwd / "go").touch()
+    assert lone_atoll("wait", "c").returncode == 0
+
+
+def test_fewer_than_the_machine_has_are_waited_for_and_told(lone_atoll: Any) -> None:
+    (lone_atoll.cwd / "atoll.toml").write_text("[executors.local]\ngpus = 2\n")
+    words = ("run", "-n", "3", "--gpus", "1", "--timeout", "2", "--", "true")
+    done = lone_atoll(*words)
+    assert done.returncode == 124
+    assert "0 of 2 GPUs of" in done.stderr
+    assert "3 ranks need 3" in done.stderr
+
+
+def test_the_callers_own_variable_is_what_ranks_choose_from(lone_atoll: Any) -> None:
+    show = ("sh", "-c", "echo device $CUDA_VISIBLE_DEVICES")
+    words = ("run", "-n", "2", "--gpus", "1", "--", *show)
+    done = lone_atoll(*words, CUDA_VISIBLE_DEVICES="2,3")
+    assert sorted(re.findall(r"device (\S+)", done.stdout)) == ["2", "3"]
+    both = lone_atoll("run", "-n", "2", "--", *show, CUDA_VISIBLE_DEVICES="2,3")
+    assert re.findall(r"device (\S+)", both.stdout) == ["2,3", "2,3"]
+
+
+def test_what_is_not_honoured_is_told_in_one_line(lone_atoll: Any) -> None:
+    (lone_atoll.cwd / "atoll.toml").write_text("[executors.local]\ngpus = 0\n")
+    done = lone_atoll("run", "--image", "x/y:1", "--memory", "4Gi", "--gpus", "1", "--", "true")
+    assert done.returncode == 0
+    (told,) = [line for line in done.stderr.splitlines() if "does not honour" in line]
+    assert told.startswith("atoll: ")
+    assert "local does not honour image x/y:1, memory 4Gi, gpu_count 1: " in told
+    name = lone_atoll.json("ps")[0]["name"]
+    assert "FieldsIgnored" in lone_atoll("events", name).stdout
+    assert "honour" not in lone_atoll("run", "--", "true").stderr

@@ -1,0 +1,72 @@
+"""`atoll run --executor cloud` on Modal, as a user meets it: the client is Modal's own, the service
+is the stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.allreduce.s3server import S3Server
+from tests.support.modal_stand_in import ModalStandIn
+
+from .conftest import Shell
+
+CONFIG = """
+[executors.cloud]
+kind = "modal"
+store = "s3://runs/all"
+image = "ghcr.io/me/train:1"
+python = "python"
+secrets = ["store"]
+gpu = "H100"
+poll_s = 0.2
+"""
+
+
+@pytest.fixture
+def modal(lone_atoll: Shell) -> Iterator[ModalStandIn]:
+    server, s3 = ModalStandIn(), S3Server()
+    s3.make_bucket("runs")
+    server.secrets["store"] = s3.environment
+    lone_atoll.env |= {**server.environment, **s3.environment}
+    lone_atoll.env.pop("ATOLL_CONFIG", None)
+    (lone_atoll.cwd / "atoll.toml").write_text(CONFIG)
+    yield server
+    if names := [each["name"] for each in lone_atoll.json("ps")]:
+        assert lone_atoll("rm", *names).returncode == 0
+    server.close()
+    s3.stop()
+
+
+def test_a_project_runs_on_modal_by_the_name_of_the_executor(
+    lone_atoll: Shell, modal: ModalStandIn
+) -> None:
+    (lone_atoll.cwd / "helper.py").write_text("WORD = 'from the project'")
+    (lone_atoll.cwd / "train.py").write_text(
+        "import os, helper; print(helper.WORD, 'on', os.environ['MODAL_REGION'])"
+    )
+    done = lone_atoll("run", "-n", "2", "--executor", "cloud", "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] from the project on us-east-1",
+        "[1] from the project on us-east-1",
+    ]
+    executors = {each["name"]: each for each in lone_atoll.json("executors")["items"]}
+    assert (executors["cloud"]["kind"], executors["cloud"]["isReachable"]) == ("modal", True)
+    failed = lone_atoll("run", "--executor", "cloud", "--name", "bad", "--", "sh", "-c", "exit 7")
+    assert failed.returncode == 1
+    assert "rank 0 failed first: it exited with code 7" in failed.stderr
+    assert modal.running() == []
+    refused = lone_atoll("run", "--executor", "cloud", "--gpus", "9", "--", "true")
+    assert refused.returncode == 2
+    assert "at most 8 H100" in refused.stderr
+
+
+def test_without_credentials_it_says_what_to_do(lone_atoll: Shell, modal: ModalStandIn) -> None:
+    for name in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"):
+        del lone_atoll.env[name]
+    refused = lone_atoll("run", "--executor", "cloud", "--", "true")
+    assert refused.returncode == 2
+    assert "'modal token new' writes them, or set MODAL_TOKEN_ID" in refused.stderr
+    assert modal.calls == {}

@@ -1,0 +1,80 @@
+"""Rounds are there to look at, equal to the rosters, though no replica reports any."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import signal
+import sys
+from typing import Any
+
+from atoll.diloco.allreduce.keys import Keys
+from atoll.diloco.allreduce.past import read_rosters
+from atoll.diloco.blobs import Blobs
+from tests.e2e.conftest import until
+
+# The rounds go through the store alone: nothing is reported.
+SCRIPT = """
+import os, pathlib, sys, numpy as np
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+rank = int(os.environ["ATOLL_RANK"])
+again = pathlib.Path(f"again-{rank}")
+with ObjectStoreAllReduce(
+    os.environ["ATOLL_RENDEZVOUS_URI"], rank, 3, run_id=os.environ["ATOLL_UID"],
+    min_replicas=1, grace_s=0.3,
+) as reduce:
+    while True:
+        reduce.allreduce([np.full(8, rank, np.float32)], weight=rank + 1.0)
+        number = reduce.last_round.round
+        if rank == 2 and number >= 4 and not again.exists():
+            again.touch()
+            os._exit(7)
+        if number == 6:
+            pathlib.Path(f"half-{rank}").touch()
+        if number >= 12 and pathlib.Path("go").exists():
+            break
+"""
+
+
+def test_rounds_equal_the_rosters_through_kills_though_nobody_reports(atoll: Any) -> None:
+    (atoll.cwd / "train.py").write_text(SCRIPT)
+    made = atoll(
+        "up", "--name", "many", "-n", "3", "--min", "1", "--rendezvous", "none",
+        "--max-restarts", "2", "--", sys.executable, "train.py",
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    until(lambda: (atoll.cwd / "half-0").exists())
+    os.kill(atoll.server_pid(), signal.SIGKILL)
+    (atoll.cwd / "go").touch()
+    assert atoll("wait", "many", "--timeout", "50").returncode == 0
+    status = atoll.json("status", "many")
+    blobs = Blobs.open(atoll.state / "ranks" / status["uid"] / "rendezvous")
+    rosters = {each.round: each for each in read_rosters(blobs, Keys(status["uid"]))}
+    until(lambda: len(atoll.json("rounds", "many")["round"]) == len(rosters))
+
+    table = atoll.json("rounds", "many")
+    shown = list(
+        zip(*(table[name] for name in ("round", "roster", "weights", "missing")), strict=True)
+    )
+    held = []
+    for number, roster in sorted(rosters.items()):
+        members = sorted(roster.members, key=lambda member: member.rank)
+        ranks, weights = [m.rank for m in members], [m.weight for m in members]
+        held.append((number, ranks, weights, sorted(roster.missing)))
+    assert shown == held
+    assert set(table["source"]) == {"store"}
+    assert table["why"] == "read from the rosters in the store"
+    assert all(table["at"])
+
+    summary = atoll.json("status", "many")["rounds"]
+    assert summary["rounds"] == len(rosters)
+    assert summary["movedAt"] == table["at"][-1]
+    text = atoll("status", "many").stdout
+    assert f"rounds    {len(rosters)} rounds agreed" in text
+    listing = atoll("rounds", "many").stdout
+    assert "ROUND" in listing
+    assert summary["words"] in listing
+    rows = list(csv.DictReader(io.StringIO(atoll("rounds", "many", "--csv").stdout)))
+    assert [int(row["round"]) for row in rows] == sorted(rosters)
+    assert rows[0]["roster"].split() == [str(rank) for rank in held[0][1]]

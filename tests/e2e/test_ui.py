@@ -1,0 +1,233 @@
+"""The dashboard in a real browser: failures are understood, actions act, changes appear, and what
+ranks print is only ever text."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.browser import Visitor, open_browser, violations
+from tests.e2e.conftest import is_alive, until
+
+FOREVER = "trap 'exit 0' TERM; while :; do sleep 0.05; done"
+HOSTILE = "<img src=x onerror=document.title='broken'>"
+FAILING = f"""
+import os, sys, time, atoll
+rank = int(os.environ["RANK"])
+for step in range(30):
+    atoll.report(step=step, loss=1 / (step + 1), **{{"{HOSTILE}": step}})
+print("{HOSTILE}", flush=True)
+if rank == 1:
+    print("ValueError: shapes do not match", flush=True)
+    sys.exit(7)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def visitor(browser: Any, atoll: Any) -> Iterator[Visitor]:
+    visitor = Visitor(browser, atoll)
+    visitor.sign_in()
+    yield visitor
+    visitor.close()
+
+
+def fail(atoll: Any, name: str) -> None:
+    (atoll.cwd / "fail.py").write_text(FAILING)
+    atoll("run", "--name", name, "-n", "3", "--min", "3", "--", sys.executable, "fail.py")
+
+
+def test_a_failure_is_understood_from_its_page_and_nothing_a_rank_says_is_markup(
+    atoll: Any, visitor: Visitor
+) -> None:
+    fail(atoll, "understood")
+    page = visitor.page
+    page.click("a.name:has-text('understood')")
+    cause = page.wait_for_selector("#cause").inner_text()
+    assert "Root cause: rank 1" in cause
+    assert "exited with code 7" in cause
+    assert "ValueError: shapes do not match" in cause
+    happened = page.inner_text(".seq")
+    assert "Rank 1 exited with code 7" in happened
+    assert "2 stopped with the rest" in page.inner_text(".tally")
+    page.wait_for_selector(f".logs li:has-text({HOSTILE!r})")
+    page.wait_for_selector(".chart h3:has-text('loss')")
+    page.wait_for_selector(f"option:text-is({HOSTILE!r})", state="attached")
+    assert page.locator("main img").count() == 0
+    assert page.title().startswith("✕ understood")
+
+
+def test_scale_and_cancel_ask_first_and_the_page_follows(atoll: Any, visitor: Visitor) -> None:
+    atoll("up", "--name", "acted", "-n", "2", "--min", "1", "--max", "4", "--", "sh", "-c", FOREVER)
+    page = visitor.open("/t/acted", ".facts >> text='2 of 2'")
+    page.click("button:has-text('Scale…')")
+    page.fill("dialog input", "9")
+    assert page.is_disabled("dialog button.primary"), "outside of the bounds"
+    page.fill("dialog input", "3")
+    assert "Ranks 2 are started" in page.inner_text("dialog")
+    page.click("dialog button.primary")
+    page.wait_for_selector(".facts >> text='3 of 3'")
+    page.click("button:has-text('Cancel…')")
+    page.keyboard.press("Escape")
+    assert atoll.json("status", "acted")["phase"] == "ready", "Escape leaves it as it is"
+    page.click("button:has-text('Cancel…')")
+    page.click("dialog button.danger")
+    page.wait_for_selector(".title >> text=Cancelled")
+    assert page.get_attribute("button:has-text('Scale…')", "aria-disabled") == "true"
+    page.click("button:has-text('Delete…')")
+    page.click("dialog button.danger")
+    page.wait_for_selector("text=Deleted at")
+
+
+def test_a_running_training_is_deleted_only_by_its_name(atoll: Any, visitor: Visitor) -> None:
+    atoll("up", "--name", "kept", "-n", "1", "--", "sh", "-c", FOREVER)
+    page = visitor.open("/t/kept", ".facts >> text='1 of 1'")
+    page.click("button:has-text('Delete…')")
+    assert page.is_disabled("dialog button.danger")
+    page.fill("dialog input", "kept")
+    page.click("dialog button.danger")
+    until(lambda: "kept" not in [each["name"] for each in atoll.json("ps")])
+
+
+def test_a_killed_rank_appears_and_reload_back_and_two_tabs_show_the_same(
+    atoll: Any, visitor: Visitor
+) -> None:
+    words = ("--name", "killed", "-n", "2", "--max-restarts", "3")
+    atoll("up", *words, "--", "sh", "-c", f"echo $$ > pid-$RANK; {FOREVER}")
+    page = visitor.open("/t/killed", ".facts >> text='2 of 2'")
+    other = visitor.tab()
+    other.goto(f"{visitor.origin}/?q=killed")
+    other.wait_for_selector("a.name:has-text('killed')")
+    pid = int((atoll.cwd / "pid-1").read_text())
+    os.kill(pid, signal.SIGKILL)
+    page.wait_for_selector(".lane.cross", state="attached")
+    page.wait_for_selector("#events >> text=SIGKILL")
+    other.wait_for_selector("td.sy:has-text('1 restart')")
+    page.reload()
+    page.wait_for_selector(".lane.cross", state="attached")
+    other.click("a.name:has-text('killed')")
+    other.wait_for_selector(".lane.cross", state="attached")
+    other.go_back()
+    other.wait_for_selector("a.name:has-text('killed')")
+    assert "q=killed" in other.url
+    atoll("rm", "killed")
+
+
+def test_a_page_says_that_it_is_stale_and_goes_on_when_the_server_is_back(
+    browser: Any, lone_atoll: Any
+) -> None:
+    atoll = lone_atoll
+    port = _free_port()
+    server = atoll.start("serve", "--port", str(port))
+    until(lambda: (atoll.state / "endpoint.json").exists())
+    atoll("up", "--name", "stays", "-n", "1", "--", "sh", "-c", FOREVER)
+    visitor = Visitor(browser, atoll)
+    visitor.sign_in()
+    page = visitor.open("/t/stays", ".facts >> text='1 of 1'")
+    server.kill()
+    server.communicate()
+    page.wait_for_selector("#stale:visible")
+    assert "Not connected since" in page.inner_text("#stale")
+    assert page.get_attribute("button:has-text('Cancel…')", "aria-disabled") == "true"
+    again = atoll.start("serve", "--port", str(port))
+    page.wait_for_selector("#stale", state="hidden")
+    page.click("button:has-text('Cancel…')")
+    page.click("dialog button.danger")
+    page.wait_for_selector(".title >> text=Cancelled")
+    visitor.close()
+    atoll.stop()
+    again.communicate()
+    assert not is_alive(again.pid)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_axe_has_nothing_against_any_page_in_either_theme(
+    browser: Any, atoll: Any, width: int
+) -> None:
+    fail(atoll, f"axe-{width}")
+    atoll("up", "--name", f"axe-runs-{width}", "-n", "2", "--", "sh", "-c", FOREVER)
+    visitor = Visitor(browser, atoll, width=width)
+    page = visitor.page
+    page.goto(visitor.link().split("#")[0])
+    page.wait_for_selector(".signin")
+    assert violations(page) == []
+    visitor.sign_in()
+    pages = {
+        "/": "table.list a.name",
+        f"/t/axe-{width}": ".chart canvas",
+        f"/t/axe-runs-{width}": ".lanes .lane",
+        f"/compare?t=axe-{width}&t=axe-runs-{width}": ".holder canvas",
+    }
+    for path, wanted in pages.items():
+        visitor.open(path, wanted)
+        for theme in ("light", "dark"):
+            page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
+            assert violations(page) == [], (path, theme)
+        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, f"{path} scrolls sideways by {wide} px"
+    visitor.close()
+    atoll("rm", f"axe-{width}", f"axe-runs-{width}")
+
+
+def test_a_link_signs_in_once_and_a_used_one_says_what_to_do(visitor: Visitor) -> None:
+    link = visitor.link()
+    visitor.page.goto(link)
+    visitor.page.wait_for_selector(".chips button")
+    assert "#" not in visitor.page.url, "the code is not left in the address bar"
+    stranger = visitor.context.browser.new_context()
+    page = stranger.new_page()
+    page.goto(link)
+    page.wait_for_selector(".signin .trouble:has-text('run')")
+    assert "atoll ui" in page.inner_text(".signin")
+    stranger.close()
+
+
+def test_signing_out_and_revoking_end_the_session(atoll: Any, browser: Any) -> None:
+    visitor = Visitor(browser, atoll)
+    visitor.sign_in()
+    visitor.page.click("button:has-text('Sign out')")
+    visitor.page.wait_for_selector(".signin")
+    visitor.sign_in()
+    assert "ended" in atoll("ui", "--revoke").stderr
+    visitor.page.goto(f"{visitor.origin}/")
+    visitor.page.wait_for_selector(".signin")
+    visitor.close()
+
+
+def test_a_search_finds_what_is_far_from_the_end_and_a_rerun_is_a_new_training(
+    atoll: Any, visitor: Visitor
+) -> None:
+    script = (
+        "[ $ATOLL_ATTEMPT = 1 ] || exit 3; i=0; while [ $i -lt 9000 ]; do echo line $i; "
+        "[ $i != 40 ] || echo the needle; i=$((i+1)); done"
+    )
+    atoll("run", "--name", "long", "--max-restarts", "1", "--", "sh", "-c", script)
+    page = visitor.open("/t/long", ".logs li:has-text('line 8999')")
+    assert page.query_selector(".logs li:has-text('the needle')") is None
+    page.fill("input[aria-label='Search the logs']", "THE NEEDLE")
+    page.press("input[aria-label='Search the logs']", "Enter")
+    page.wait_for_selector(".logs li.at:has-text('the needle')")
+    assert page.wait_for_selector(".logbar [role=status]:has-text('1 of 1')")
+    assert "exited with code 3" in page.text_content(".strips svg rect title")
+    page.click("button:has-text('Rerun…')")
+    page.click("dialog button:has-text('Run it again')")
+    page.wait_for_selector("h1:has-text('long-r2')")

@@ -1,0 +1,43 @@
+"""The rounds of a training in a real browser: the grid, a round's roster, keyboard, axe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.browser import Visitor, open_browser, press_until, violations
+from tests.e2e.test_cli_rounds import SCRIPT
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as opened:
+        yield opened
+
+
+def test_rounds_are_a_grid_that_opens_their_rosters(atoll: Any, browser: Any) -> None:
+    (atoll.cwd / "train.py").write_text(SCRIPT)
+    (atoll.cwd / "go").touch()
+    made = atoll(
+        "run", "--name", "seen", "-n", "3", "--min", "1", "--rendezvous", "none",
+        "--max-restarts", "2", "--", sys.executable, "train.py",
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    visitor = Visitor(browser, atoll)
+    visitor.sign_in()
+    page = visitor.open("/t/seen", "#rounds canvas")
+    page.wait_for_selector("#rounds >> text=rounds agreed")
+    assert "Read from the rosters in the store" in page.inner_text("#rounds")
+    page.wait_for_selector(".jump a:has-text('Rounds')")
+    tip = "#rounds .rtip >> text=/Rank 0, round \\d+: (in|joined)/"
+    press_until(page, "#rounds canvas", "ArrowLeft", tip)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#rounds .rdetail table")
+    assert "Weight" in page.inner_text("#rounds .rdetail")
+    page.click("#rounds summary:has-text('Show as table')")
+    page.wait_for_selector("#rounds .twin table tbody tr")
+    assert violations(page) == []
+    visitor.close()

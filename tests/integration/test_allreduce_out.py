@@ -1,0 +1,241 @@
+"""`out=`: the mean comes into memory that the caller has."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from obstore.store import MemoryStore
+from tests.allreduce.world import FaultyBlobs, Killed, kill_at, run_threads
+
+from atoll import ObjectStoreAllReduce
+from atoll.core.errors import BelowMinimumWorld, ValidationError
+
+SHAPES = ((40, 3), (0,), (), (5,))
+
+
+def bring(rank: int, turn: int, dtype: str = "f4") -> list[Any]:
+    chance = np.random.default_rng([rank, turn])
+    return [np.asarray(chance.standard_normal(shape), dtype) for shape in SHAPES]
+
+
+def as_torch(arrays: list[Any]) -> list[Any]:
+    return [torch.from_numpy(array.copy()) for array in arrays]
+
+
+def in_one_piece(arrays: list[Any]) -> list[Any]:
+    flat = np.concatenate([array.reshape(-1) for array in arrays])
+    ends = np.cumsum([array.size for array in arrays])
+    return [p.reshape(a.shape) for p, a in zip(np.split(flat, ends[:-1]), arrays, strict=True)]
+
+
+def rooms(tensors: list[Any]) -> list[Any]:
+    like = torch.zeros_like if isinstance(tensors[0], torch.Tensor) else np.zeros_like
+    return [like(tensor) for tensor in tensors]
+
+
+def reduce_all(call: Callable[[ObjectStoreAllReduce, int], Any], **options: Any) -> list[Any]:
+    uri, results = f"memory://{uuid.uuid4()}", [None, None]
+
+    def go(rank: int) -> None:
+        with ObjectStoreAllReduce(uri, rank, 2, **options) as replica:
+            results[rank] = call(replica, rank)
+
+    run_threads(*(lambda r=r: go(r) for r in range(2)))
+    return results
+
+
+@pytest.mark.parametrize(("codec", "carries"), [("fp32", False), ("int8", True)])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(list, "f4"), (in_one_piece, "f4"), (as_torch, "f4"), (as_torch, "f2")],
+)
+@pytest.mark.parametrize("where", ["apart", "in one piece", "the result before", "themselves"])
+def test_the_mean_is_in_out_with_the_bits_it_would_have_without(
+    codec: str, carries: bool, make: Any, dtype: str, where: str
+) -> None:
+    options = {"codec": codec, "carries_late_work": carries}
+
+    def plain(replica: ObjectStoreAllReduce, rank: int) -> list[list[Any]]:
+        return [replica.allreduce(make(bring(rank, turn, dtype))) for turn in range(3)]
+
+    def into_out(replica: ObjectStoreAllReduce, rank: int) -> list[list[Any]]:
+        means, out = [], None
+        for turn in range(3):
+            tensors = make(bring(rank, turn, dtype))
+            if where == "apart":
+                out = rooms(tensors)
+            elif where == "in one piece":
+                out = make(in_one_piece(bring(9, 9, dtype)))
+            elif where == "themselves":
+                out = tensors
+            before = None if out is None else [id(each) for each in out]
+            result = replica.allreduce(tensors, out=out)
+            assert before is None or [id(each) for each in result] == before
+            if where != "themselves":
+                for now, brought in zip(tensors, bring(rank, turn, dtype), strict=True):
+                    np.testing.assert_array_equal(np.asarray(now), brought)
+            means.append([np.asarray(each).copy() for each in result])
+            out = result if where == "the result before" else None
+        return means
+
+    expected = reduce_all(plain, **options)
+    for rank, means in enumerate(reduce_all(into_out, **options)):
+        for turn, mean in enumerate(means):
+            for got, right in zip(mean, expected[rank][turn], strict=True):
+                assert got.tobytes() == np.asarray(right).tobytes()
+                assert got.shape == tuple(right.shape)
+
+
+def test_the_result_of_an_earlier_call_needs_no_other_memory() -> None:
+    def call(replica: ObjectStoreAllReduce, rank: int) -> bool:
+        out = replica.allreduce(bring(rank, 0))
+        room = replica._cargo[""].spare  # the row of the values
+        assert not any(np.shares_memory(room, each) for each in out)
+        again = replica.allreduce(bring(rank, 1), out=out)
+        vector = again[0].base
+        return all(each.base is vector for each in again if each.size)
+
+    assert reduce_all(call) == [True, True]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_second_attempt_brings_the_values_and_not_what_the_first_left(is_shared: bool) -> None:
+    """Rank 2 dies with its upload in the store, so a first attempt is made and given up."""
+    store: Any = MemoryStore()
+    results: dict[int, Any] = {}
+    points = {0: None, 1: None, 2: kill_at(4, is_after=True)}
+
+    def go(rank: int) -> None:
+        blobs = FaultyBlobs(store, points[rank])
+        try:
+            with ObjectStoreAllReduce(blobs, rank, 3, min_replicas=2, grace_s=1) as replica:
+                tensors = bring(rank, 0)
+                results[rank] = replica.allreduce(tensors, out=tensors if is_shared else None)
+                results[rank, "report"] = replica.last_round
+        except Killed:
+            pass
+
+    run_threads(*(lambda r=r: go(r) for r in range(3)))
+    roster = set(results[0, "report"].roster)
+    assert (results[0, "report"].attempt, roster) == (1, {0, 1})
+    for index in range(len(SHAPES)):
+        mean = np.mean([bring(rank, 0)[index].astype("f8") for rank in roster], axis=0)
+        for rank in (0, 1):
+            np.testing.assert_allclose(results[rank][index], mean, rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_that_fails_leaves_the_tensors_as_they_were() -> None:
+    tensors = bring(0, 0)
+    uri = f"memory://{uuid.uuid4()}"
+    with ObjectStoreAllReduce(uri, 0, 2, min_replicas=2, timeout=0.3) as replica:
+        with pytest.raises(BelowMinimumWorld):
+            replica.allreduce(tensors, out=tensors)
+    for now, brought in zip(tensors, bring(0, 0), strict=True):
+        assert now.tobytes() == brought.tobytes()
+
+
+def read_only() -> list[Any]:
+    out = rooms(bring(0, 0))
+    out[3].flags.writeable = False
+    return out
+
+
+@pytest.mark.parametrize(
+    ("out", "field", "words"),
+    [
+        (bring(0, 0)[:3], "out", "expected 4 tensors"),
+        (np.float32(3), "out", "expected a list of tensors"),
+        ("abcd", "out", "expected a list of tensors"),
+        (bring(0, 0, "f8"), "out[0]", "expected float32[40, 3]"),
+        ([*bring(0, 0)[:3], np.ones(6, "f4")], "out[3]", "expected float32[5]"),
+        ([*bring(0, 0)[:3], [1.0] * 5], "out[3]", "expected a tensor"),
+        ([*bring(0, 0)[:2], np.float32(1), *bring(0, 0)[3:]], "out[2]", "expected a tensor"),
+        ([*bring(0, 0)[:3], torch.ones(5)], "out[3]", "expected a ndarray"),
+        (read_only(), "out[3]", "expected memory to write to"),
+    ],
+)
+def test_a_bad_out_is_named_before_anything_has_happened(out: Any, field: str, words: str) -> None:
+    with ObjectStoreAllReduce(f"memory://{uuid.uuid4()}", 0, 2) as replica:
+        before = replica.blobs.usage.requests
+        with pytest.raises(ValidationError) as error:
+            replica.allreduce(bring(0, 0), out=out)
+        assert replica.blobs.usage.requests == before
+    assert error.value.field == field
+    assert words in str(error.value)
+
+
+class KindCounter(FaultyBlobs):
+    """Counts what was asked for and was there: looks in vain depend on the time they come at."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self.counts: dict[str, int] = {}
+        self._counts_lock = threading.Lock()
+
+    def _note(self, kind: str) -> None:
+        with self._counts_lock:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def put(self, key: str, data: Any) -> None:
+        super().put(key, data)
+        self._note("put")
+
+    def create(self, key: str, data: Any) -> bool:
+        is_new = super().create(key, data)
+        self._note("put" if is_new else "in vain")
+        return is_new
+
+    def get(self, key: str, start: int = 0, end: int | None = None) -> memoryview:
+        data = super().get(key, start, end)
+        self._note("get")
+        return data
+
+    def reader(self, key: str, start: int = 0, end: int | None = None) -> Any:
+        reader = super().reader(key, start, end)
+        fetch = reader._open
+
+        def opened() -> memoryview:
+            data = fetch()
+            self._note("get")
+            return data
+
+        reader._open = opened  # type: ignore[method-assign]
+        return reader
+
+
+@pytest.mark.parametrize("size", [2, 3, 16])
+def test_a_round_makes_the_requests_its_protocol_needs_and_no_others(size: int) -> None:
+    """2(N-1) GETs and 2 PUTs a rank; the roster is one PUT, and one GET of everybody else."""
+    store: Any = MemoryStore()
+    counts: dict[tuple[int, int], dict[str, int]] = {}
+    authors: list[int] = []
+    start = threading.Barrier(size)
+    rounds = 3
+
+    def go(rank: int) -> None:
+        blobs = KindCounter(store)
+        values = [np.full(size * 100, rank, "f4")]
+        with ObjectStoreAllReduce(blobs, rank, size, grace_s=600, keep_rounds=100) as replica:
+            for number in range(rounds):
+                blobs.counts.clear()
+                start.wait()
+                replica.allreduce(values)
+                counts[rank, number] = dict(blobs.counts)
+                assert replica.last_round is not None
+                assert len(replica.last_round.roster) == size
+                assert replica.last_round.committed is not None
+                if replica.last_round.committed.by == replica._me.nonce:
+                    authors.append(rank)
+
+    run_threads(*(lambda r=r: go(r) for r in range(size)))
+    assert len(authors) == rounds
+    for number in range(1, rounds):  # the first round also asks where the run is
+        of_round = [counts[rank, number] for rank in range(size)]
+        assert sum(c["put"] for c in of_round) == 2 * size + 1
+        assert sum(c["get"] for c in of_round) == size * 2 * (size - 1) + size - 1

@@ -1,0 +1,374 @@
+"""Rosters that were folded: nothing is lost, and nobody who slept decides their rounds again."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from obstore.store import MemoryStore
+from tests.allreduce.world import FaultyBlobs, Killed, World, kill_at, run_threads, seed, stall
+
+from atoll.core.errors import Gone
+from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, keys, past, wire
+from atoll.diloco.allreduce.keys import Keys
+from atoll.diloco.allreduce.roster import Member, Roster
+from atoll.diloco.allreduce.sweep import StoreSweep
+from atoll.diloco.blobs import Blobs
+
+ONES = np.ones(4, np.float32)
+KEYS = Keys("run")
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "BLOCK", 4)
+
+
+def roster(number: int, attempt: int = 0) -> Roster:
+    members = [Member(rank, f"up/{number}/{rank}", 1.0 + rank, [7] * 9) for rank in range(2)]
+    return Roster("run", number, attempt, b"layout", members, [0, 1], [], [2], "me", 0.5)
+
+
+def write(blobs: Blobs, *rosters: Roster) -> None:
+    for each in rosters:
+        key = KEYS.roster(each.round, each.attempt)
+        blobs.put(key, wire.seal(wire.ROSTER, wire.fence(key), msgspec.json.encode(each)))
+
+
+def filled(rounds: int) -> Any:
+    store: Any = MemoryStore()
+    blobs = Blobs(store, "memory")
+    write(blobs, *(roster(number) for number in range(rounds)), roster(2, 1))
+    return store
+
+
+def told(store: Any, first: int = 0) -> list[tuple[int, int, dict[int, float]]]:
+    rosters = past.read_rosters(Blobs(store, "memory"), KEYS, first)
+    return [(r.round, r.attempt, r.weights) for r in rosters]
+
+
+def live(store: Any) -> list[str]:
+    return [blob.key for blob in Blobs(store, "memory").find(KEYS.rosters())]
+
+
+def test_folded_rosters_are_read_as_before_in_few_objects() -> None:
+    store = filled(30)
+    before, blobs = told(store), Blobs(store, "memory")
+    assert len(before) == 31
+    while not past.fold(blobs, KEYS, 22):
+        assert told(store) == before
+    assert told(store) == before
+    assert told(store, 17) == before[18:]
+    assert live(store) == [KEYS.roster(number, 0) for number in range(20, 30)]
+    assert len(blobs.find(KEYS.pasts())) == 5
+    assert [r.attempt for r in past.read_round(blobs, KEYS, 2)] == [0, 1]
+    assert past.read_round(blobs, KEYS, 2)[0].missing == [2]
+    assert past.is_past(blobs, KEYS, 19)
+    assert not past.is_past(blobs, KEYS, 20)
+
+
+def test_what_a_later_version_adds_to_a_roster_is_kept_in_the_fold() -> None:
+    store = filled(8)
+    blobs, key = Blobs(store, "memory"), KEYS.roster(1, 0)
+    facts = msgspec.to_builtins(roster(1)) | {"later": {"took": [1, 2]}}
+    blobs.put(key, wire.seal(wire.ROSTER, wire.fence(key), msgspec.json.encode(facts)))
+    past.fold(blobs, KEYS, 8)
+    block = blobs.get(KEYS.past(1))
+    assert b'"took":[1,2]' in past.zlib.decompress(
+        wire.unseal(wire.PAST, wire.fence(KEYS.past(1)), block)
+    )
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_whoever_folds_may_be_killed_at_any_request(is_after: bool) -> None:
+    for point in range(12):
+        store = filled(9)
+        before = told(store)
+        killed = FaultyBlobs(store, kill_at(point, is_after))
+        try:
+            past.fold(killed, KEYS, 8)
+        except Killed:
+            assert told(store) == before
+        blobs = Blobs(store, "memory")
+        while not past.fold(blobs, KEYS, 8):
+            pass
+        assert told(store) == before
+        assert live(store) == [KEYS.roster(8, 0)]
+
+
+def test_many_may_fold_at_once() -> None:
+    for number in range(10):
+        store = filled(14)
+        before = told(store)
+
+        def work(who: int, number: int = number, store: Any = store) -> None:
+            fault = stall(random.Random(seed(number, who)), 0.3, 0.01)
+            blobs = FaultyBlobs(store, fault)
+            while not past.fold(blobs, KEYS, 12):
+                pass
+
+        run_threads(*(lambda who=who: work(who) for who in range(4)))
+        assert told(store) == before
+        assert len(live(store)) == 2
+
+
+def test_a_block_that_is_damaged_is_made_again_while_its_rosters_are_there() -> None:
+    store = filled(9)
+    before, blobs = told(store), Blobs(store, "memory")
+    blobs.put(KEYS.past(0), b"rubbish")
+    assert not past.fold(blobs, KEYS, 8)
+    assert told(store) == before
+    blobs.put(KEYS.past(0), b"rubbish")
+    assert told(store) == before[5:], "what is lost is left out"
+    assert past.is_past(blobs, KEYS, 1), "and still not decided again"
+
+
+def test_a_roster_that_cannot_be_read_stays_where_it_is() -> None:
+    store = filled(9)
+    blobs = Blobs(store, "memory")
+    blobs.put(KEYS.roster(1, 0), b"rubbish")
+    assert not past.fold(blobs, KEYS, 8)
+    assert len(live(store)) == 10
+
+
+def replica(blobs: Blobs, rank: int = 0, size: int = 1, **more: Any) -> ObjectStoreAllReduce:
+    options: dict[str, Any] = {"min_replicas": 1, "grace_s": 0.1, "keep_rounds": 1, "timeout": 60}
+    return ObjectStoreAllReduce(blobs, rank, size, **{**options, **more})
+
+
+def go_on(reduce: ObjectStoreAllReduce, rounds: int) -> None:
+    for _ in range(rounds):
+        reduce.allreduce([ONES])
+        reduce._sweep.wait()
+
+
+def test_a_long_run_keeps_few_objects_and_all_of_its_history() -> None:
+    store: Any = MemoryStore()
+    with replica(Blobs(store, "memory")) as reduce:
+        go_on(reduce, 40)
+    assert [number for number, _, _ in told(store)] == list(range(40))
+    assert len(live(store)) <= 2 * keys.BLOCK + 3
+    # A run without a checkpoint cannot be joined, folded or not.
+    with replica(Blobs(store, "memory")) as late, pytest.raises(Gone):
+        late.join()
+
+
+def test_rounds_that_a_joiner_needs_are_not_folded() -> None:
+    store: Any = MemoryStore()
+    with replica(Blobs(store, "memory")) as reduce:
+        go_on(reduce, 3)
+        reduce.save_checkpoint(b"after 3")
+        go_on(reduce, 20)
+        assert not reduce.blobs.find(KEYS.pasts())
+        with replica(Blobs(store, "memory")) as late:
+            state = late.join()
+            assert (state.round, len(state.means)) == (23, 20)
+        go_on(reduce, 1)
+        reduce.save_checkpoint(b"after 24")
+        reduce.save_checkpoint(b"after 23", 22)
+        go_on(reduce, 4)
+        assert past.is_past(reduce.blobs, KEYS, 15)
+        with replica(Blobs(store, "memory")) as late:
+            assert late.join().round == 28
+
+
+class PausedBlobs(Blobs):
+    """Sleeps before it creates a key that ends with `at`, until it is woken."""
+
+    def __init__(self, store: Any, at: str) -> None:
+        super().__init__(store, "paused")
+        self.at = at
+        self.sleeps, self.wakes = threading.Event(), threading.Event()
+
+    def create(self, key: str, data: Any) -> bool:
+        if key.endswith(self.at) and not self.sleeps.is_set():
+            self.sleeps.set()
+            assert self.wakes.wait(60)
+        return super().create(key, data)
+
+
+def asleep(blobs: PausedBlobs, job: Callable[[], Any]) -> Iterator[Any]:
+    """Starts the job; yields when it sleeps, then what came of it."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(job)
+        assert blobs.sleeps.wait(60)
+        yield None
+        blobs.wakes.set()
+        yield answer.result(60)
+
+
+def test_a_replica_that_slept_before_it_decided_a_round_does_not_decide_it_again() -> None:
+    store: Any = MemoryStore()
+    blobs = PausedBlobs(store, KEYS.roster(0, 0))
+    sleeper = replica(blobs, 0, 2, grace_s=0.01)
+
+    def work() -> Any:
+        sleeper.allreduce([7 * ONES])
+        return sleeper.last_round
+
+    with sleeper, replica(Blobs(store, "memory"), 1, 2, grace_s=0.05) as other:
+        story = asleep(blobs, work)
+        next(story)
+        go_on(other, 20)
+        assert past.is_past(other.blobs, KEYS, 0)
+        assert KEYS.roster(0, 0) not in live(store)
+        before = told(store)
+        report = next(story)
+        assert report.round == 20
+        assert report.skipped == list(range(20))
+        # What it wrote is no roster of the run, and goes with the next fold.
+        assert told(store)[: len(before)] == before
+        StoreSweep(other.blobs, KEYS, ThreadPoolExecutor(1), 1).run(20)
+        assert KEYS.roster(0, 0) not in live(store)
+
+
+def test_a_replica_whose_round_is_past_when_it_looks_goes_on_where_the_run_is() -> None:
+    store: Any = MemoryStore()
+    with replica(Blobs(store, "memory"), 0, 2) as slow, replica(Blobs(store, "m"), 1, 2) as other:
+        run_threads(lambda: go_on(slow, 1), lambda: go_on(other, 1))
+        go_on(other, 20)
+        slow.allreduce([ONES])
+        assert slow.last_round is not None
+        assert slow.last_round.round == 21
+        assert slow.last_round.skipped == list(range(1, 21))
+
+
+def test_two_that_are_as_late_do_not_make_a_past_round_between_them() -> None:
+    store: Any = MemoryStore()
+    slow = [replica(Blobs(store, "memory"), rank, 3) for rank in range(2)]
+    with slow[0], slow[1], replica(Blobs(store, "memory"), 2, 3) as other:
+        run_threads(*(lambda r=r: go_on(r, 1) for r in (*slow, other)))
+        go_on(other, 20)
+        assert past.is_past(other.blobs, KEYS, 1)
+        run_threads(*(lambda r=r: r.allreduce([ONES]) for r in slow))
+        assert all(r.last_round is not None and r.last_round.round > 20 for r in slow)
+
+
+def test_an_attempt_that_was_given_up_cannot_be_completed_after_its_round_was_swept() -> None:
+    store: Any = MemoryStore()
+    blobs = PausedBlobs(store, "never")
+    sleeper = replica(blobs, 0, 2, grace_s=0.3)
+
+    def work() -> Any:
+        sleeper.allreduce([7 * ONES])
+        return sleeper.last_round
+
+    with sleeper, replica(Blobs(store, "memory"), 1, 2, grace_s=0.3) as other:
+        both = (sleeper, other)
+        while not all(r.last_round and len(r.last_round.roster) == 2 for r in both):
+            run_threads(*(lambda r=r: r.allreduce([ONES]) for r in both))
+        number = sleeper.round
+        assert number is not None
+        blobs.at = KEYS.shard(number, 0, 0)
+        story = asleep(blobs, work)  # the only member of its round
+        next(story)
+        go_on(other, 6)
+        assert other.last_round is not None
+        last = other.last_round.round
+        assert other.last_round.roster == {1: 1.0}
+        assert not other.blobs.find(KEYS.sums(number + 1, 0)), "the rounds are swept"
+        report = next(story)
+        assert report.round == last + 1
+        assert report.skipped == list(range(number, last + 1))
+
+
+def test_a_joiner_that_slept_takes_no_round_for_void_because_it_was_folded() -> None:
+    store: Any = MemoryStore()
+    with replica(Blobs(store, "memory")) as reduce:
+        go_on(reduce, 2)
+        reduce.save_checkpoint(b"after 2")
+        go_on(reduce, 1)
+        joiner = replica(Blobs(store, "memory"))
+        with joiner:
+            found = catchup.load(joiner.blobs, KEYS)
+            assert found is not None
+            assert found.round == 1
+            go_on(reduce, 20)
+            reduce.save_checkpoint(b"after 23")
+            reduce.save_checkpoint(b"after 22", 21)
+            go_on(reduce, 6)
+            assert past.is_past(reduce.blobs, KEYS, 2)
+            with pytest.raises(catchup.Outdated):
+                list(joiner.read_since(found.round + 1))
+            assert KEYS.roster(2, 0) not in live(store)
+            assert joiner.join().round == 29
+
+
+def test_a_joiner_that_sleeps_before_it_ends_a_round_takes_its_word_back() -> None:
+    store: Any = MemoryStore()
+    with replica(Blobs(store, "memory")) as reduce:
+        go_on(reduce, 2)
+        reduce.save_checkpoint(b"after 2")
+        go_on(reduce, 1)
+        write(reduce.blobs, roster(4))  # nobody has decided round 3
+        blobs = PausedBlobs(store, KEYS.roster(3, 0))
+        with replica(blobs) as joiner:
+            read = lambda: list(joiner.read_since(3))  # noqa: E731
+            story = asleep(blobs, lambda: pytest.raises(catchup.Outdated, read))
+            next(story)
+            reduce.go_on_at(3)
+            reduce.blobs.delete([KEYS.roster(4, 0)])
+            go_on(reduce, 20)
+            reduce.save_checkpoint(b"after 23")
+            reduce.save_checkpoint(b"after 22", 21)
+            go_on(reduce, 6)
+            assert past.is_past(reduce.blobs, KEYS, 3)
+            next(story)
+            assert KEYS.roster(3, 0) not in live(store)
+
+
+def test_an_attempt_that_was_folded_is_known_to_have_been() -> None:
+    store = filled(12)
+    blobs = Blobs(store, "memory")
+    with replica(blobs) as reduce:
+        while not past.fold(blobs, KEYS, 8):
+            pass
+        assert catchup._was_decided(reduce.settler, 2, 1)
+        assert not catchup._was_decided(reduce.settler, 3, 1)
+        assert catchup._was_decided(reduce.settler, 9, 0)
+
+
+def random_sleeps(number: int, rounds: int, size: int, chance: float, longest_s: float) -> int:
+    """Replicas that sleep at any request, some for longer than it takes to fold their round."""
+    world = World(size)
+
+    def live_on(rank: int) -> None:
+        fault = stall(random.Random(seed(number, rank)), chance, longest_s)
+        more: dict[str, Any] = {"grace_s": 0.05, "keep_rounds": 1}
+        world.take_part(rank, lambda done: done >= rounds, fault, **more)
+
+    run_threads(*(lambda r=r: live_on(r) for r in range(size)))
+    assert not world.errors
+    for at, seen in world.rounds.items():
+        assert len({(s.mean, tuple(s.roster.items())) for s in seen}) == 1, (at, seen)
+        by_rank = [s.rank for s in seen if s.is_member]
+        assert len(by_rank) == len(set(by_rank))
+    numbers = [number for number, _, _ in told(world.store)]
+    assert sorted(set(numbers)) == list(range(max(numbers) + 1)), "a round is missing"
+    return len(Blobs(world.store, "memory").find(KEYS.pasts()))
+
+
+def test_replicas_that_sleep_while_rounds_are_folded_stay_in_agreement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keys, "BLOCK", 2)
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(random_sleeps, i, 15, 3, 0.02, 0.6) for i in range(4)]
+        assert sum(job.result() for job in jobs), "nothing was folded"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_hundreds_of_worlds_that_sleep_while_rounds_are_folded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keys, "BLOCK", 2)
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(random_sleeps, 100 + i, 40, 2 + i % 4, 0.02, 1.5) for i in range(300)]
+        assert sum(job.result() for job in jobs) > 300

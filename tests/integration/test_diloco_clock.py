@@ -1,0 +1,287 @@
+"""The clock of the run: the same in all replicas, whoever was killed and came again."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.test_diloco import net, world
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from atoll.core.errors import BelowMinimumWorld, ValidationError
+from atoll.diloco import DiLoCo
+from atoll.diloco.blobs import Blobs
+
+torch.set_num_threads(1)
+
+
+def store() -> Blobs:
+    return Blobs.open(f"memory://{uuid.uuid4().hex}")
+
+
+class Replica:
+    def __init__(self, blobs: Any, rank: int, size: int, **options: Any) -> None:
+        self.model = net(0)
+        self.inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        make = options.pop("schedule", None)
+        self.scheduler = make(self.inner) if make else None
+        settings: dict[str, Any] = {"sync_every": 5, "grace_s": 5, "timeout": 60, **options}
+        self.diloco = DiLoCo(
+            self.model,
+            self.inner,
+            uri=blobs,
+            rank=rank,
+            world_size=size,
+            scheduler=self.scheduler,
+            **settings,
+        )
+        self.rank = rank
+
+    def step(self, tokens: int = 0) -> float:
+        """The learning rate with which a step was made."""
+        rate: float = self.inner.param_groups[0]["lr"]
+        x = torch.randn(4, 6) + self.rank
+        (self.model(x) ** 2).mean().backward()
+        if tokens:
+            self.diloco.count(tokens)
+        self.inner.step()
+        self.inner.zero_grad()
+        return rate
+
+
+def test_step_tokens_and_round_are_those_of_the_run_after_a_restart() -> None:
+    blobs = store()
+
+    def first(rank: int) -> Any:
+        each = Replica(blobs, rank, 2)
+        with each.diloco:
+            for _ in range(15):
+                each.step(tokens=10 + rank)
+            return each.diloco.step, each.diloco.tokens, each.diloco.round
+
+    assert world(2, first) == [(15, 15 * 21, 3)] * 2
+
+    def second(rank: int) -> Any:
+        each = Replica(blobs, rank, 2)
+        with each.diloco:
+            before = each.diloco.step, each.diloco.tokens, each.diloco.round
+            each.step(tokens=10)
+            after = each.diloco.step, each.diloco.tokens
+            for _ in range(4):
+                each.step(tokens=10)
+            return before, after, (each.diloco.step, each.diloco.tokens)
+
+    assert world(2, second) == [((15, 315, 3), (16, 315), (20, 415))] * 2
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_fragments_and_overlap_change_nothing_about_the_step(fragments: int, overlap: int) -> None:
+    blobs = store()
+    options = {"sync_every": 6, "fragments": fragments, "overlap_steps": overlap}
+    each = Replica(blobs, 0, 1, **options)
+    with each.diloco:
+        for count in range(1, 25):
+            each.step()
+            assert each.diloco.step == count
+    again = Replica(blobs, 0, 1, **options)
+    with again.diloco:
+        assert again.diloco.step == 24 - overlap  # what was trained after the last send is lost
+
+
+SCHEDULES = {
+    "lambda": lambda inner: LambdaLR(inner, lambda at: 1 / (1 + at)),
+    "cosine": lambda inner: CosineAnnealingLR(inner, 50),
+    "exponential": lambda inner: ExponentialLR(inner, 0.9),
+    "sequential": lambda inner: SequentialLR(
+        inner, [LinearLR(inner, 0.1, total_iters=8), CosineAnnealingLR(inner, 40)], [8]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_learning_rates_after_a_kill_are_those_of_a_run_without_one(schedule: str) -> None:
+    make = SCHEDULES[schedule]
+    inner = torch.optim.SGD(net(0).parameters(), lr=0.1)
+    plain, expected = make(inner), []
+    for _ in range(20):
+        expected.append(inner.param_groups[0]["lr"])
+        inner.step()
+        plain.step()
+    blobs = store()
+
+    def life(rank: int, steps: int) -> list[float]:
+        each = Replica(blobs, rank, 2, schedule=make)
+        with each.diloco:
+            rates = []
+            for _ in range(steps):
+                rates.append(each.step())
+                each.scheduler.step()  # as the script did before: it does nothing
+            return rates
+
+    first = world(2, lambda rank: life(rank, 10))
+    second = world(2, lambda rank: life(rank, 10))
+    for rank in range(2):
+        assert first[rank] + second[rank] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_late_joiner_has_the_learning_rate_of_its_peers() -> None:
+    blobs = store()
+    make = SCHEDULES["cosine"]
+    one = Replica(blobs, 0, 2, schedule=make, min_replicas=1, grace_s=0.1)
+    with one.diloco:
+        for _ in range(10):
+            one.step()
+        two = Replica(blobs, 1, 2, schedule=make, min_replicas=1, grace_s=0.1)
+        with two.diloco:
+            assert two.diloco.step == one.diloco.step == 10
+            assert two.step() == one.step()
+
+
+def test_a_scheduler_of_another_optimiser_is_refused() -> None:
+    other = torch.optim.SGD(net(1).parameters(), lr=0.1)
+    with pytest.raises(ValidationError, match="another optimiser"):
+        Replica(None, 0, 1, schedule=lambda _: CosineAnnealingLR(other, 10))
+    with pytest.raises(ValidationError, match="follows steps"):
+        Replica(None, 0, 1, schedule=ReduceLROnPlateau)
+    with pytest.raises(ValidationError, match="lr_scheduler"):
+        Replica(None, 0, 1, schedule=lambda _: 3)
+
+
+@pytest.mark.parametrize(
+    ("goal", "steps", "rounds"),
+    [({"rounds": 3}, 15, 3), ({"steps": 12}, 12, 3), ({"tokens": 101}, 30, 6)],
+    ids=str,
+)
+def test_replicas_end_together(goal: dict[str, int], steps: int, rounds: int) -> None:
+    blobs = store()
+
+    def replica(rank: int) -> Any:
+        each = Replica(blobs, rank, 2)
+        with each.diloco:
+            seen = []
+            for at in each.diloco.until(**goal):
+                seen.append(at)
+                each.step(tokens=2)
+            return seen, each.diloco.step, each.diloco.round, each.diloco.warnings
+
+    for seen, step, done, warnings in world(2, replica):
+        assert seen == list(range(steps))
+        assert (step, done) == (steps, rounds)
+        assert not any("not synchronised" in words for words in warnings)
+    late = Replica(blobs, 1, 2)
+    with late.diloco:  # nothing is left to do, and nobody is waited for
+        assert list(late.diloco.until(**goal)) == []
+
+
+def test_until_goes_on_where_a_killed_replica_was() -> None:
+    """A replica is gone after 7 steps, without a word. Its next life makes the run whole."""
+    blobs = store()
+    each = Replica(blobs, 0, 1)
+    for count, _ in enumerate(each.diloco.until(steps=20), 1):
+        each.step()
+        if count == 7:
+            break
+    again = Replica(blobs, 0, 1)
+    with again.diloco:
+        seen = []
+        for at in again.diloco.until(steps=20):
+            seen.append(at)
+            again.step()
+    assert seen == list(range(5, 20))
+    assert again.diloco.round == 4
+
+
+def test_until_gives_batches_and_begins_them_again() -> None:
+    each = Replica(None, 0, 1)
+    with each.diloco:
+        seen = []
+        for batch in each.diloco.until(["a", "b", "c"], rounds=1):
+            seen.append(batch)
+            each.step()
+    assert seen == ["a", "b", "c", "a", "b"]
+
+
+def test_until_epochs_ends_with_the_data() -> None:
+    each = Replica(None, 0, 1)
+    with each.diloco:
+        data = each.diloco.shard(30, epochs=2, batch=4)
+        count = 0
+        for batch in each.diloco.until(data, epochs=2):
+            count += len(batch)
+            each.step()
+        assert (count, data.epoch, data.left) == (60, 2, 0)
+        with pytest.raises(ValidationError, match="the data has 2"):
+            each.diloco.until(epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("goal", "words"),
+    [
+        ({}, "expected rounds=, steps=, tokens= or epochs="),
+        ({"rounds": -1}, "rounds"),
+        ({"steps": 1.5}, "steps"),
+        ({"epochs": 1}, "diloco.shard(n)"),
+        ({"tokens": float("nan")}, "tokens"),
+    ],
+    ids=str,
+)
+def test_a_goal_that_cannot_be_reached_is_named(goal: dict[str, Any], words: str) -> None:
+    each = Replica(None, 0, 1)
+    with each.diloco, pytest.raises(ValidationError) as raised:
+        each.diloco.until(**goal)
+    assert words in str(raised.value)
+
+
+def test_tokens_that_nobody_counts_are_named_after_the_first_round() -> None:
+    each = Replica(None, 0, 1)
+    with each.diloco, pytest.raises(ValidationError, match=r"diloco\.count"):
+        [each.step() for _ in each.diloco.until(tokens=100)]
+
+
+def test_an_error_says_that_a_rank_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures do not lower what a round needs, and neither of them is missing."""
+    monkeypatch.setenv("ATOLL_STARTED_TOGETHER", "3")
+    monkeypatch.setenv("ATOLL_UID", "launch-of-three")
+    blobs = store()
+
+    def replica(rank: int) -> str:
+        each = Replica(blobs, rank, 3, timeout=1.5, grace_s=0.2, min_replicas=2)
+        try:
+            with each.diloco:
+                for _ in each.diloco.until(rounds=1 if rank == 0 else 9):
+                    if rank == 2 and each.diloco.round == 1:
+                        raise RuntimeError("broken")
+                    each.step()
+        except (BelowMinimumWorld, RuntimeError) as error:
+            return str(error)
+        return "fine"
+
+    words = world(3, replica)
+    assert words[0] == "fine"
+    assert "finished: ranks [0]; failed: ranks [2]" in words[1]
+    assert "missing" not in words[1]
+
+
+def test_the_last_replicas_end_without_those_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_STARTED_TOGETHER", "2")
+    monkeypatch.setenv("ATOLL_UID", "launch-of-two")
+    blobs = store()
+
+    def replica(rank: int) -> int:
+        each = Replica(blobs, rank, 2, timeout=20, grace_s=0.2, min_replicas=2)
+        with each.diloco:
+            for _ in each.diloco.until(rounds=1 + rank):
+                each.step()
+        return each.diloco.round
+
+    assert world(2, replica) == [1, 2]

@@ -1,0 +1,315 @@
+"""Replicas that are told to go: real processes and signals, and a training that is scaled down."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.test_diloco import net, train, world
+from tests.support.finish import finish
+
+from atoll.diloco import DiLoCo, RoundReport
+from atoll.diloco.allreduce.keys import WHOLE, UploadName, parse_upload
+from atoll.diloco.blobs import Blobs
+from atoll.diloco.data import ranges
+
+pytestmark = pytest.mark.timeout(240)
+SCRIPT = Path(__file__).with_name("leaving_replica.py")
+
+
+def start(
+    uri: str, rank: int, rounds: int, step_s: float, how: str = "plain", **env: str
+) -> subprocess.Popen[str]:
+    place = {
+        "ATOLL_RENDEZVOUS_URI": uri,
+        "ATOLL_RANK": str(rank),
+        "ATOLL_WORLD_MAX": "2",
+        "ATOLL_WORLD_MIN": "1",
+        "ATOLL_STARTED_TOGETHER": "2",
+        "CODEC": "fp32",
+        **env,
+    }
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(rounds), str(step_s), how],
+        env={**os.environ, **place},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> list[str]:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if lines[-1].startswith(words):
+            return lines
+    _, errors = process.communicate()
+    raise AssertionError(f"{process.returncode}: {lines} {errors[-2000:]}")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "codec"), [("plain", 143, "fp32"), ("polite", 0, "int4")], ids=["143", "0"]
+)
+def test_a_replica_told_to_go_hands_in_its_steps_and_is_not_waited_for(
+    tmp_path: Path, how: str, code: int, codec: str
+) -> None:
+    uri = tmp_path.as_uri()
+    # The other one takes far longer for a round, so nobody is there when the first one goes.
+    going = start(uri, 0, 50, 0.05, how, CODEC=codec)
+    staying = start(uri, 1, 3, 0.1, CODEC=codec)
+    try:
+        read_until(going, "round 1")
+        read_until(going, "step 13")
+        going.send_signal(signal.SIGTERM)
+        _, errors = going.communicate(timeout=100)
+        assert going.returncode == code, errors
+        assert "told to go by SIGTERM" in errors
+        assert "not synchronised" not in errors
+        assert "Traceback" not in errors
+        out, errors = staying.communicate(timeout=100)
+        assert staying.returncode == 0, errors
+    finally:
+        for process in (going, staying):
+            process.kill()
+            process.wait()
+    rosters = [line.split()[2:] for line in out.splitlines() if line.startswith("round")]
+    assert rosters == [["0", "1"], ["0", "1"], ["1"]]  # in the second by what it handed in
+    for words in ("goes on without", "given up", "waiting for ranks"):
+        assert words not in errors
+    marks = [blob.key for blob in Blobs.open(uri).find("run/up") if "/left/" in blob.key]
+    assert any(key.endswith("00000.left") for key in marks), marks
+
+
+def test_a_replica_told_to_go_while_it_waits_for_the_others_leaves_at_once(tmp_path: Path) -> None:
+    uri = tmp_path.as_uri()
+    going = start(uri, 0, 50, 0.0)
+    staying = start(uri, 1, 2, 0.25)
+    try:
+        read_until(staying, "round 1")
+        read_until(going, "step 19")  # its twentieth step waits for the round
+        read_until(staying, "step 13")
+        going.send_signal(signal.SIGTERM)
+        _, errors = going.communicate(timeout=100)
+        assert going.returncode == 143, errors
+        out, errors = finish(staying, 100)
+        assert staying.returncode == 0, errors
+    finally:
+        for process in (going, staying):
+            process.kill()
+            process.wait()
+    assert out.splitlines()[-2:] == ["round 2 0 1", "done 2"]
+    assert "given up" not in errors
+
+
+def test_a_notice_of_the_host_is_a_word_to_go(tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+    uri = (tmp_path / "store").as_uri()
+    going = start(
+        uri,
+        0,
+        500,
+        0.05,
+        "polite",
+        ATOLL_SPOT_NOTICE=str(notice),
+        ATOLL_WORLD_MAX="1",
+        ATOLL_STARTED_TOGETHER="1",
+    )
+    try:
+        read_until(going, "step 3")
+        notice.touch()
+        out, errors = finish(going, 100)
+    finally:
+        going.kill()
+        going.wait()
+    assert going.returncode == 0, errors
+    assert out.splitlines()[-1] == "bye"
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_what_is_handed_in_while_a_program_waits_in_sync_is_handed_in_once(
+    tmp_path: Path, codec: str
+) -> None:
+    model = torch.nn.Linear(40, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    store = Blobs.open(tmp_path.as_uri())
+
+    def uploads() -> list[UploadName]:
+        names = [parse_upload(blob.key, blob.size) for blob in store.find("run/up")]
+        return [name for name in names if name is not None]
+
+    with DiLoCo(
+        model,
+        inner,
+        sync_every=10,
+        uri=tmp_path.as_uri(),
+        rank=0,
+        world_size=2,
+        min_replicas=2,
+        timeout=60,
+        codec=codec,
+    ) as diloco:
+        model(torch.ones(1, 40)).sum().backward()
+        inner.step()
+
+        def tell() -> None:
+            while not uploads():
+                pass
+            diloco.leave()
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        diloco.sync()  # nobody else comes
+        teller.join()
+        assert diloco.leaving
+        diloco.sync()
+    assert sorted(name.note == WHOLE for name in uploads()) == [False, True]
+    assert [blob.key for blob in store.find("run/up/left")] == ["run/up/left/launch/00000.left"]
+
+
+def test_a_replica_that_raises_is_not_waited_for(tmp_path: Path) -> None:
+    def replica(rank: int) -> list[RoundReport]:
+        model = net(0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        # Who waits for a straggler waits longer than this test may take.
+        with DiLoCo(
+            model,
+            inner,
+            sync_every=5,
+            uri=tmp_path.as_uri(),
+            rank=rank,
+            world_size=2,
+            min_replicas=1,
+            timeout=4000,
+            grace_s=2000,
+        ) as diloco:
+            train(model, inner, rank, 7)
+            if rank == 1:
+                raise KeyError("at step 7")
+            while diloco.round < 4:
+                train(model, inner, rank, 1)
+        return list(diloco.reports)
+
+    reports: list[RoundReport] = []
+
+    def one(rank: int) -> None:
+        if rank == 0:
+            reports.extend(replica(rank))
+        else:
+            with pytest.raises(KeyError):
+                replica(rank)
+
+    world(2, one)
+    assert [each.roster for each in reports] == [(0, 1), (0,), (0,), (0,)]
+
+
+def test_a_failure_of_a_launch_before_does_not_leave_a_rank_behind(tmp_path: Path) -> None:
+    store = Blobs.open(tmp_path.as_uri())
+    store.put("run/up/left/launch/00001.failed", b"failed")
+
+    def replica(rank: int) -> Any:
+        model = net(0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        if rank == 1:  # it comes when the other one has looked for it
+            while not store.find("run/up/00000000"):
+                pass
+            store.find("run/up")
+        with DiLoCo(
+            model,
+            inner,
+            sync_every=5,
+            uri=tmp_path.as_uri(),
+            rank=rank,
+            world_size=2,
+            min_replicas=1,
+            timeout=4000,
+            grace_s=2000,
+        ) as diloco:
+            train(model, inner, rank, 5)
+        return diloco.reports[0].roster
+
+    assert world(2, replica) == [(0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 3])
+def test_what_was_handed_in_is_not_in_the_state_that_is_left(
+    tmp_path: Path, overlap_steps: int
+) -> None:
+    """What a codec left out of earlier rounds goes with what is handed in, and counts once."""
+    left: dict[str, Any] = {}
+
+    def replica(rank: int) -> None:
+        model = net(0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        with DiLoCo(
+            model,
+            inner,
+            sync_every=5,
+            overlap_steps=overlap_steps,
+            uri=tmp_path.as_uri(),
+            rank=rank,
+            world_size=2,
+            min_replicas=2,
+            timeout=60,
+            codec="int4",
+        ) as diloco:
+            train(model, inner, rank, 5)
+            assert diloco.state_dict()["feedback"][0][""]["up"].any()
+            if rank == 0:
+                diloco.leave()
+                return
+            train(model, inner, rank, 2)
+            diloco.leave()
+            left.update(diloco.state_dict()["feedback"][0][""])
+
+    world(2, replica)
+    assert left["up"] is None or not left["up"].any()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_replica_that_ends_its_last_period_gives_back_its_data_and_is_not_waited_for(
+    tmp_path: Path, fragments: int
+) -> None:
+    used: dict[int, int] = {}
+
+    def replica(rank: int) -> Any:
+        model = torch.nn.Linear(1, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        with DiLoCo(
+            model,
+            inner,
+            sync_every=4,
+            fragments=fragments,
+            uri=tmp_path.as_uri(),
+            rank=rank,
+            world_size=2,
+            min_replicas=1,
+            timeout=4000,
+            grace_s=2000,
+        ) as diloco:
+            data = diloco.shard(100, batch=2)
+            for number, indices in enumerate(data, start=1):
+                model(torch.tensor([[float(at)] for at in indices]) / 100).sum().backward()
+                inner.step()
+                inner.zero_grad()
+                if rank == 1 and number == 6:  # in the middle of a period
+                    diloco.end_period(is_last=True)
+                    assert diloco.leaving
+                    break
+            report = diloco.data_report()
+        used[rank] = report.used
+        return [(use.rank, use.ranges) for use in report.rounds]
+
+    uses, _ = world(2, replica)
+    assert used[0] == 100
+    positions = [at for _, part in uses for at in ranges.positions(part)]
+    assert sorted(positions) == list(range(100))
+    assert sum(len(ranges.positions(part)) for rank, part in uses if rank == 1) == 12

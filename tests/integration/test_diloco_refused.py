@@ -1,0 +1,136 @@
+"""What cannot train in one run is refused by name, before anything was sent."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.allreduce.world import run_threads
+
+from atoll.core.errors import ValidationError
+from atoll.diloco import DiLoCo
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+from atoll.diloco.blobs import Blobs
+
+GROUPS = Path(__file__).parent / "refused_groups.py"
+# For each case, what every process is told.
+TOLD = {
+    "partial": r"model\.weight: 'Partial\(sum\)' .*expected Shard or Replicate",
+    "drifted": r"model\.0\.weight: 'of process 1' .*expected the values of process 0",
+    "frozen": r"model: .*expected a parameter with requires_grad",
+    "stages": r"model\.stage1\.weight: 'process 1' .*stages of a pipeline",
+    "unlike": r"model\.weight: 'float32\[4, 4\] in process 1' .*expected float32\[3, 4\]",
+    "outside": r"model\.0\.weight: 'on ranks \[\d\]' .*expected a mesh within the replica",
+}
+
+
+@pytest.mark.timeout(300)
+def test_processes_that_cannot_be_one_replica_are_told_which_parameter_and_why(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, str(GROUPS), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    told = {(case, process): text for case, process, text in lines}
+    for case, words in TOLD.items():
+        for process in "01":
+            assert re.match(f"ValidationError {words}", told[case, process]), told[case, process]
+    assert (told["fine", "0"], told["fine", "1"]) == ("-", "-")
+
+
+def pair(first: str = "a", second: str = "b") -> torch.nn.Module:
+    return torch.nn.ModuleDict({first: torch.nn.Linear(3, 3), second: torch.nn.Linear(3, 3)})
+
+
+def uri() -> str:
+    return f"memory:///{uuid.uuid4()}"
+
+
+def open_with(model: torch.nn.Module, where: str, **more: Any) -> DiLoCo:
+    options: dict[str, Any] = {"sync_every": 2, "rank": 0, "world_size": 2, "min_replicas": 1}
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DiLoCo(model, inner, uri=where, **{**options, **more})
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.nn.ModuleDict({"a": torch.nn.Linear(3, 4)}), r"a\.weight \[4, 3\].*a\.weight \[3, "),
+        (pair("b", "a"), r"b\.weight \[3, 3\].*the run has a\.weight"),
+        (torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3)}), r"2 .*the run has 4 parameters"),
+    ],
+)
+def test_replicas_of_one_run_have_the_same_parameters_in_one_order(
+    other: torch.nn.Module, words: str
+) -> None:
+    where = uri()
+    with open_with(pair(), where) as first:
+        with pytest.raises(ValidationError, match=f"^model: .*{words}.*run_id 'run' is in use"):
+            open_with(other, where, rank=1)
+        assert first.round == 0
+    assert not Blobs.open(where).find("run/up")
+
+
+def test_a_run_id_that_another_all_reduce_uses_is_refused() -> None:
+    where = uri()
+    with ObjectStoreAllReduce(where, 0, 1) as reduce:
+        reduce.allreduce([np.ones(24, np.float32)])  # as many values as the model has
+        reduce.save_checkpoint(b"anything")
+    model = pair()
+    before = [value.clone() for value in model.parameters()]
+    with pytest.raises(ValidationError, match=r"run_id: 'run' .*1 rounds .*no model"):
+        open_with(model, where)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (2, 4)])
+def test_a_run_has_one_number_of_fragments(first: int, second: int) -> None:
+    where = uri()
+    more: dict[str, Any] = {"sync_every": 4, "run_id": "mine"}
+    open_with(pair(), where, fragments=first, **more).close()
+    open_with(pair(), where, fragments=second, **{**more, "run_id": "min"}).close()
+    with pytest.raises(ValidationError, match=f"fragments: {second} .*run 'mine' has {first}"):
+        open_with(pair(), where, fragments=second, **more)
+    open_with(pair(), where, fragments=first, **more).close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world_size": 3}, "world_size is [23] there and [23] here"),
+        ({"codec": "int8"}, "codec is '(int8|fp32)' there"),
+    ],
+)
+def test_another_cut_than_the_others_have_is_named_and_no_round_is_made(
+    changes: dict[str, Any], words: str
+) -> None:
+    where, told = uri(), list[str]()
+
+    def train(rank: int, **more: Any) -> None:
+        model = pair()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"sync_every": 1, "world_size": 2, "min_replicas": 2, **more}
+        diloco = DiLoCo(model, inner, uri=where, rank=rank, grace_s=30.0, **options)
+        model["a"](torch.ones(1, 3)).sum().backward()
+        with pytest.raises(ValidationError) as caught, diloco:
+            inner.step()
+        told.append(str(caught.value))
+
+    run_threads(lambda: train(0), lambda: train(1, **changes))
+    assert len(told) == 2
+    assert all(re.search(words, each) for each in told), told
+    assert not Blobs.open(where).find("run/sum")

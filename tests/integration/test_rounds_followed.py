@@ -1,0 +1,95 @@
+"""Rounds that are followed while replicas die and join equal what the rosters hold in the end."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+from tests.allreduce.world import World, kill_at, run_threads, seed
+
+from atoll.core.rounds import KeptRound, with_seen
+from atoll.diloco.allreduce import keys
+from atoll.diloco.allreduce.keys import Keys
+from atoll.diloco.allreduce.past import read_rosters
+from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.blobs import Blobs
+from atoll.rounds.rosters import RunReader
+
+SIZE = 3
+
+
+def follow(rounds: int, number: int) -> None:
+    """`rounds` rounds of three replicas, each killed at some request and started again."""
+    world = World(SIZE)
+    is_over = threading.Event()
+    kept: dict[int, KeptRound] = {}
+
+    def live(rank: int) -> None:
+        chance, is_done = random.Random(seed(number, rank)), False
+
+        def until(at: int) -> bool:
+            nonlocal is_done
+            is_done = at >= rounds
+            return is_done
+
+        while not is_done:
+            fault = kill_at(chance.randrange(20, 400), chance.random() < 0.5)
+            world.take_part(rank, until, fault, keep_rounds=4)
+
+    def look(reader: RunReader) -> None:
+        is_all = False
+        while not is_all:
+            found = reader.look()
+            for facts in found.rounds:
+                kept[facts.round] = with_seen(kept.get(facts.round, KeptRound()), facts)
+            is_all = found.is_all
+
+    def watch() -> None:
+        chance = random.Random(number)
+        reader = RunReader(Blobs(world.store, "reader"), "run")
+        while not is_over.wait(chance.random() / 5):
+            look(reader)
+            if chance.random() < 0.1:  # the control plane is killed
+                reader = RunReader(Blobs(world.store, "reader"), "run", reader.following)
+        look(reader)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        run_threads(*(lambda rank=rank: live(rank) for rank in range(SIZE)))
+    finally:
+        is_over.set()
+        watching.join()
+    truth = {each.round: each for each in read_rosters(Blobs(world.store, "judge"), Keys("run"))}
+    assert len(truth) > rounds
+    assert sorted(kept) == sorted(truth)
+    for at, roster in truth.items():
+        assert shown(kept[at]) == held(roster)
+
+
+def shown(kept: KeptRound) -> tuple[object, ...]:
+    facts = kept.facts
+    assert facts is not None
+    weights = dict(zip(facts.members, facts.weights, strict=True))
+    return facts.attempt, weights, facts.missing
+
+
+def held(roster: Roster) -> tuple[object, ...]:
+    return roster.attempt, roster.weights, sorted(roster.missing)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "BLOCK", 8)
+
+
+def test_rounds_are_followed_through_kills() -> None:
+    follow(30, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("number", range(10))
+def test_a_thousand_rounds_are_followed_through_kills(number: int) -> None:
+    follow(100, number)

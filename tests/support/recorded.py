@@ -1,0 +1,85 @@
+"""A backend of the shared executor that starts wrappers as processes of this machine, for tests.
+
+It can be told to lie as real ones do: forget a job, start one twice, fail to answer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from atoll.core.errors import Temporary
+from atoll.core.status import Training
+from atoll.rank.attempt import Folder
+from atoll.rank.bundle import FILE, wrapper_file
+from atoll.rank.executor import RecordedBackend
+from atoll.rank.launch import RankPlace
+from atoll.rank.look import BackendJob, Pace
+from atoll.rank.place import RecordPlace
+from atoll.rank.records import AttemptKey
+
+
+class ProcessBackend(RecordedBackend):
+    name = "processes"
+    pace = Pace(look_s=0.05, settle_s=0.5, silent_s=2.0, name_s=0.3, leave_s=1.0)
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+        self.started: list[AttemptKey] = []
+        self.processes: dict[AttemptKey, subprocess.Popen[bytes]] = {}
+        self.is_silent = False
+        self.questions = 0
+        self.words: dict[AttemptKey, BackendJob] = {}  # instead of the truth
+        (root / FILE).write_bytes(wrapper_file())
+
+    def place_of(self, training: Training) -> RecordPlace:
+        folder = self.root / training.uid
+        folder.mkdir(exist_ok=True)
+        return Folder(str(folder))
+
+    def rank_place(self, training: Training) -> RankPlace:
+        folder = self.root / training.uid
+        return RankPlace(
+            sys.executable, "/bin/sh", f"{folder}/source", None, True, f"file://{folder}/rdv", None
+        )
+
+    async def start_jobs(self, training: Training, attempt: int, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.start(training, rank, attempt)
+
+    def start(self, training: Training, rank: int, attempt: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-S", "-I", str(self.root / FILE)]
+        process = subprocess.Popen(
+            [*command, str(self.root / training.uid), str(rank), str(attempt)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        self.started.append((rank, attempt))
+        self.processes.setdefault((rank, attempt), process)
+        return process
+
+    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, BackendJob]:
+        self.questions += 1
+        if self.is_silent:
+            raise Temporary("it does not answer")
+        jobs = {
+            key: BackendJob("ended" if process.poll() is not None else "running")
+            for key, process in self.processes.items()
+        }
+        return {**jobs, **self.words}
+
+    async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
+        for key in attempts:
+            if process := self.processes.get(key):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+
+    async def close(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,28 @@
+"""Trainings in order of what they reported: numbers first, then what is none, then the rest."""
+
+from __future__ import annotations
+
+from atoll.cli.order import by_figure
+from atoll.core.series import Figure, NewestFigure
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import Training
+
+
+def training(name: str) -> Training:
+    size = WorldSize(min=1, target=1, max=1)
+    spec = TrainingSpec(name=name, command=["true"], world_size=size)
+    return Training(namespace="n", uid=name, spec=spec)
+
+
+def figure(uid: str, value: Figure) -> NewestFigure:
+    return NewestFigure(training=uid, uid=uid, name="loss", value=value, step=1, at=1.0)
+
+
+def test_the_least_is_first_or_last_and_what_is_no_number_comes_after() -> None:
+    values: dict[str, Figure] = {"b": 2.0, "a": 1.0, "n": "nan", "i": "inf"}
+    figures = {uid: figure(uid, value) for uid, value in values.items()}
+    trainings = [training(name) for name in ("none", "n", "i", "b", "a")]
+    up = [t.name for t in by_figure(trainings, figures, is_down=False)]
+    down = [t.name for t in by_figure(trainings, figures, is_down=True)]
+    assert up == ["a", "b", "i", "n", "none"]
+    assert down == ["i", "b", "a", "n", "none"]

@@ -1,0 +1,66 @@
+"""Names that are made from commands, and scripts that run with the caller's Python."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.cli.programs import generated, program
+from atoll.core.checks import check_name
+from atoll.core.errors import ValidationError
+
+
+@pytest.mark.parametrize(
+    ("command", "stem"),
+    [
+        ("python train.py --lr 3", "train"),
+        ("python3.11 -u scripts/train_gpt2.py", "train-gpt2"),
+        ("python -m nanogpt.train", "nanogpt-train"),
+        ("torchrun --nproc-per-node=4 My_Model.py", "my-model"),
+        ("/usr/bin/env FOO=1 python eval.py", "eval"),
+        ("./run.sh", "run"),
+        ("nvidia-smi", "nvidia-smi"),
+        ("python -c pass", "python"),
+        ("bash -c true", "bash"),
+        ("true", "true"),
+        ("torchrun --nproc-per-node 2 train.py", "train"),
+        ("torchrun --nproc-per-node 2 -m pkg.train --lr 3", "pkg-train"),
+        ("torchrun --nproc-per-node 2", "torchrun"),
+        ("accelerate launch --num_processes 2 sft.py", "sft"),
+        ("nice -n 5 ./train", "train"),
+        ("uv run train.py", "train"),
+        ("sleep 60", "sleep"),
+        ("./bin/fit --config a.py", "fit"),
+    ],
+)
+def test_a_name_says_what_is_run(command: str, stem: str) -> None:
+    assert re.fullmatch(rf"{re.escape(stem)}-[a-z2-9]{{5}}", generated(command.split()))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text(max_size=80), max_size=5))
+def test_whatever_is_run_the_name_is_a_dns_label(command: list[str]) -> None:
+    check_name("name", generated(command))
+
+
+def test_two_runs_of_one_command_have_two_names() -> None:
+    assert len({generated(["true"]) for _ in range(100)}) == 100
+
+
+def test_a_python_script_runs_with_the_callers_python(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert program([str(script), "--lr"], {}) == [sys.executable, str(script), "--lr"]
+    assert program(["train.py"], {"working_dir": tmp_path}) == [sys.executable, "train.py"]
+    assert program(["train.py"], {"executor": "eu"}) == ["python", "train.py"]
+    assert program(["python", "train.py"], {}) == ["python", "train.py"]
+
+
+def test_a_python_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=f"'trian.py'.*there is none at {tmp_path}/trian.py"):
+        program(["trian.py"], {"working_dir": tmp_path})

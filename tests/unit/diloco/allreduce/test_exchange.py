@@ -1,0 +1,115 @@
+"""Reading the mean of an attempt, from a store that answers when the test says so."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from obstore.store import MemoryStore
+
+from atoll.core.errors import Permanent
+from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
+from atoll.diloco.allreduce.layout import Layout
+from atoll.diloco.allreduce.roster import Member, Roster
+from atoll.diloco.blobs import BlobReader, Blobs
+
+SIZE = 3
+
+
+class SlowBlobs(Blobs):
+    """The answer for `slow` has begun, and goes on when `may_go`, or after a while.
+
+    A read of `refused` fails.
+    """
+
+    slow = refused = ""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store, "slow")
+        self.may_go = threading.Event()
+        self.is_stalled = threading.Event()
+        self.is_over = threading.Event()
+
+    def reader(self, key: str, start: int = 0, end: int | None = None) -> BlobReader:
+        if key == self.refused:
+            self.is_stalled.wait(10)
+            raise Permanent("refused")
+        return SlowReader(self, key, start, end) if key == self.slow else super().reader(key)
+
+
+class SlowReader(BlobReader):
+    fills = 0
+
+    def fill(self, target: memoryview) -> int:
+        blobs = self._blobs
+        assert isinstance(blobs, SlowBlobs)
+        self.fills += 1
+        if self.fills == 2:  # the head is read, the cells are not
+            blobs.is_stalled.set()
+            blobs.may_go.wait(1)
+        return super().fill(target)
+
+    def close(self) -> None:
+        super().close()
+        self._blobs.is_over.set()  # type: ignore[attr-defined]
+
+
+def write_roster(replica: ObjectStoreAllReduce, layout: Layout, attempt: int) -> Roster:
+    members = [Member(rank, f"upload-{rank}", 1.0) for rank in range(SIZE)]
+    owners = list(range(SIZE))
+    roster = Roster("run", 0, attempt, layout.pack(), members, owners, [], [], "somebody")
+    return replica.settler.write(replica.keys.roster(0, attempt), roster)
+
+
+def write_mean(replica: ObjectStoreAllReduce, roster: Roster, shard: int, value: float) -> str:
+    key = replica.keys.shard(0, roster.attempt, shard)
+    cells = [np.full(1, value, np.float32).tobytes()]
+    table = wire.seal_table(wire.SHARD, wire.fence(roster.digest, str(shard)), cells)
+    replica.blobs.put(key, [table, *cells])
+    return key
+
+
+def write_note(replica: ObjectStoreAllReduce, roster: Roster, shard: int) -> None:
+    note = b'{"uploads":[],"by":0,"reason":"late"}'
+    place = wire.fence(roster.digest, str(shard))
+    replica.blobs.put(
+        replica.keys.shard(0, roster.attempt, shard), wire.seal(wire.ABANDONED, place, note)
+    )
+
+
+def test_a_slow_read_of_an_attempt_that_was_given_up_does_not_spoil_the_next() -> None:
+    blobs = SlowBlobs(MemoryStore())
+    with ObjectStoreAllReduce(blobs, 0, SIZE) as replica:
+        layout = replica.describe([np.zeros(SIZE, np.float32)])
+        first, second = (write_roster(replica, layout, attempt) for attempt in range(2))
+        write_note(replica, first, 0)
+        blobs.slow = write_mean(replica, first, 1, 7.0)
+        write_mean(replica, first, 2, 7.0)
+        for shard in range(SIZE):
+            write_mean(replica, second, shard, 1.0)
+        out = np.zeros(SIZE, np.float32)
+        ((mean, _),) = replica.read_since(0, out)
+        blobs.may_go.set()
+        assert blobs.is_stalled.is_set()
+        assert blobs.is_over.wait(10)
+    assert mean is out
+    assert out.tolist() == [1.0] * SIZE
+
+
+def test_memory_is_the_callers_again_once_a_read_has_failed() -> None:
+    blobs = SlowBlobs(MemoryStore())
+    with ObjectStoreAllReduce(blobs, 0, SIZE) as replica:
+        layout = replica.describe([np.zeros(SIZE, np.float32)])
+        roster = write_roster(replica, layout, 0)
+        blobs.refused, blobs.slow, _ = (
+            write_mean(replica, roster, shard, 7.0) for shard in range(SIZE)
+        )
+        out = np.zeros(SIZE, np.float32)
+        with pytest.raises(Permanent):
+            list(replica.read_since(0, out))
+        out.fill(1.0)
+        blobs.may_go.set()
+        assert blobs.is_over.wait(10)
+    assert out.tolist() == [1.0] * SIZE

@@ -1,0 +1,74 @@
+"""The settings of a sweep: names that say what runs, and arguments that fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.core.checks import check_name
+from atoll.core.errors import ValidationError
+from atoll.sdk.distributed import DistributedFunction, distributed
+from atoll.sdk.sweep import jobs_of
+
+
+def train(lr: float, depth: int = 2, *, tag: str = "") -> float:
+    return lr * depth
+
+
+def another(lr: float) -> float:
+    return lr
+
+
+def names(settings: list[dict[str, Any]], function: Any = train, name: Any = None) -> list[str]:
+    return [job.name for job in jobs_of(function, settings, name)]
+
+
+def test_a_name_is_that_of_the_call() -> None:
+    one, two = names([{"lr": 0.1}, {"lr": 0.2}])
+    assert one.startswith("train-")
+    assert one != two
+    assert names([{"lr": 0.2}, {"lr": 0.1}]) == [two, one]
+    assert names([{"lr": 1}]) != names([{"lr": 1.0}])
+    assert names([{"lr": 0.1}], another) != names([{"lr": 0.1}], name="another")
+    for each in names([{"lr": 0.1}], lambda lr: lr) + names([{"lr": 0.1}], name="a" * 52):
+        check_name("name", each)
+
+
+def test_a_setting_that_is_listed_twice_runs_twice() -> None:
+    assert len(set(names([{"lr": 0.1}] * 3))) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([{"lr": 0.1}, {"rl": 0.1}], r"settings\[1\].*missing a required argument: 'lr'"),
+        ([{"lr": 0.1, "x": 1}], r"settings\[0\].*unexpected keyword argument 'x'"),
+        ([{"lr": "0.1"}], r"settings\[0\]\.lr: '0.1' is not valid: expected float"),
+        ([{"lr": 1, "depth": 2.5}], r"settings\[0\]\.depth: 2.5 is not valid: expected int"),
+        ([{"lr": True}], r"settings\[0\]\.lr: True"),
+        ([3], r"settings\[0\]: 3 is not valid: expected a dict of arguments"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(settings: Any, told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        jobs_of(train, settings, None)
+
+
+def test_a_distributed_function_is_called_here_or_checked_before_it_is_sent() -> None:
+    made = distributed(world_size=2, gpu_count=1)(train)
+    assert made(0.5) == made.local(lr=0.5) == 1.0
+    assert made.__name__ == "train"
+    with pytest.raises(ValidationError, match=r"arguments.lr: 'x' is not valid: expected float"):
+        made.deploy(lr="x")
+    with pytest.raises(ValidationError, match="unexpected keyword argument"):
+        made.deploy(0.1, bogus=1)
+    assert isinstance(distributed(train), DistributedFunction)
+    assert made.with_options(gpu_count=2).options == {"world_size": 2, "gpu_count": 2}
+
+
+def test_options_that_are_none_are_refused_where_they_are_written() -> None:
+    with pytest.raises(ValidationError, match="did you mean 'world_size'"):
+        distributed(wold_size=2)(train)  # type: ignore[call-overload]
+    with pytest.raises(ValidationError, match="the function is what runs"):
+        distributed(command=["true"])(train)

@@ -1,0 +1,64 @@
+"""Folders of reports are read as they grow, line by line, and cleared behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from atoll.rank.figures import Teller, batch_of
+from atoll.series.collect import FolderReader
+from atoll.series.fold import COUNT
+from atoll.series.keep import SeriesKeeper
+
+
+def line(n: int, life: str = "a") -> bytes:
+    return batch_of(Teller(0, 1, 0, life), n, {"loss": [[1.0, n, 0.5]]}, 0)
+
+
+def total(keeper: SeriesKeeper) -> int:
+    return int(sum(sum(one.series.columns[COUNT]) for one in keeper.series("u")))
+
+
+def test_half_a_line_waits_for_the_rest(tmp_path: Path) -> None:
+    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    folder.mkdir()
+    file = folder / "0.1.0.a.000000"
+    whole = line(1) + line(2)
+    file.write_bytes(whole[:-5])
+    reader = FolderReader("u", folder)
+    reader.read(keeper)
+    assert total(keeper) == 1
+    file.write_bytes(whole)
+    reader.read(keeper)
+    assert total(keeper) == 2
+
+
+def test_files_that_were_read_and_have_a_successor_are_removed(tmp_path: Path) -> None:
+    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"0.1.0.a.{number:06d}").write_bytes(line(number + 1))
+    (folder / "0.2.0.b.000000").write_bytes(line(1, "b"))
+    FolderReader("u", folder).read(keeper)
+    assert sorted(path.name for path in folder.iterdir()) == ["0.1.0.a.000002", "0.2.0.b.000000"]
+    assert total(keeper) == 4
+
+
+def test_another_reader_counts_nothing_twice(tmp_path: Path) -> None:
+    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    folder.mkdir()
+    (folder / "0.1.0.a.000000").write_bytes(line(1) + line(2))
+    FolderReader("u", folder).read(keeper)
+    FolderReader("u", folder).read(SeriesKeeper(tmp_path / "db"))
+    assert total(SeriesKeeper(tmp_path / "db")) == 2
+
+
+def test_a_line_that_is_no_report_hides_no_other(tmp_path: Path) -> None:
+    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    folder.mkdir()
+    (folder / "0.1.0.a.000000").write_bytes(line(1) + b"no report\n" + line(2))
+    FolderReader("u", folder).read(keeper)
+    assert total(keeper) == 2
+
+
+def test_a_folder_that_is_not_there_yet_is_no_trouble(tmp_path: Path) -> None:
+    assert FolderReader("u", tmp_path / "none").read(SeriesKeeper(tmp_path / "db")) is False

@@ -1,0 +1,108 @@
+"""Rows say what matters, are filtered and sorted on the server, and are cheap for thousands."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from atoll.core.errors import ValidationError
+from atoll.core.phase import Phase
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatus
+from atoll.server.ui.rows import Rows, row_of
+
+NOW = 2_000_000.0
+
+
+def training(name: str, phase: Phase = Phase.READY, **status: object) -> Training:
+    size = WorldSize(min=1, target=2, max=4)
+    spec = TrainingSpec(name=name, command=["true"], world_size=size)
+    return Training(
+        namespace="team",
+        uid=f"uid-{name}",
+        spec=spec,
+        created_at=NOW - 100,
+        status=Status(phase=phase, world=WorldStatus.of(2, size), started_at=NOW - 90, **status),  # type: ignore[arg-type]
+    )
+
+
+def failed(name: str, *, ended_at: float = NOW - 10) -> Training:
+    cause = RankExit(rank=1, exit_code=137, termination_reason="OOMKilled", signal="SIGKILL")
+    return training(name, Phase.FAILED, root_cause=cause, rank_exits=[cause], ended_at=ended_at)
+
+
+def rows_of(*trainings: Training) -> Rows:
+    rows = Rows()
+    for each in trainings:
+        rows._put(each)
+    return rows
+
+
+def names(rows: Rows, **wanted: object) -> list[str]:
+    asked = {"q": "", "phase": "", "sort": "", "offset": 0, "limit": 60, "now": NOW, **wanted}
+    return [row.name for row in rows.page("team", **asked).items]  # type: ignore[arg-type]
+
+
+def test_the_cause_of_a_failure_comes_first() -> None:
+    row = row_of(failed("a"))
+    assert row.cause == "out of memory"
+    assert row.sentence.startswith("rank 1 failed first")
+
+
+def test_what_needs_a_look_is_on_top_then_what_runs_then_what_has_ended() -> None:
+    waiting = replace(
+        training("waits", Phase.PENDING), created_at=NOW - 9_000, status=Status(phase=Phase.PENDING)
+    )
+    rows = rows_of(
+        training("done", Phase.SUCCEEDED, ended_at=NOW - 1),
+        failed("old", ended_at=NOW - 200_000),
+        training("runs"),
+        failed("bad"),
+        waiting,
+    )
+    assert names(rows) == ["bad", "waits", "runs", "done", "old"]
+    assert names(rows, phase="look") == ["bad", "waits"]
+
+
+def test_words_and_typed_filters_are_matched_together() -> None:
+    rows = rows_of(failed("gpt-a"), failed("gpt-b"), training("gpt-c"))
+    assert names(rows, q="memory", sort="name") == ["gpt-a", "gpt-b"]
+    assert names(rows, q="phase:failed gpt-b") == ["gpt-b"]
+    assert names(rows, q="where:local phase:ready") == ["gpt-c"]
+    assert names(rows, q="where:slurm") == []
+
+
+def test_a_sort_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValidationError, match="sort"):
+        names(rows_of(training("a")), sort="colour")
+
+
+def test_other_namespaces_see_nothing() -> None:
+    page = rows_of(training("a")).page(
+        "others", q="", phase="", sort="", offset=0, limit=60, now=NOW
+    )
+    assert page.items == []
+    assert page.totals.all == 0
+
+
+def test_a_removed_training_goes_and_its_successor_of_the_same_name_stays() -> None:
+    rows = rows_of(training("a"))
+    old = replace(training("a"), uid="older")
+    rows._drop(old)
+    assert names(rows) == ["a"]
+    rows._drop(training("a"))
+    assert names(rows) == []
+
+
+def test_a_rank_that_waits_says_for_what() -> None:
+    status = Status(
+        phase=Phase.PENDING, ranks=[RankStatus(rank=0, message="waits for a node with 8 H100")]
+    )
+    row = row_of(replace(training("a"), status=status))
+    assert row.sentence == "rank 0 waits for a node with 8 H100"
+
+
+def test_control_characters_of_ranks_do_not_reach_the_page() -> None:
+    cause = RankExit(rank=0, exit_code=1, termination_reason="Error", message="\x1b[2J<b>")
+    bad = training("a", Phase.FAILED, root_cause=cause, rank_exits=[cause], ended_at=NOW)
+    assert "\x1b" not in row_of(bad).cause + row_of(bad).sentence

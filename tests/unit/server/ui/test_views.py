@@ -1,0 +1,36 @@
+"""Ranks are chosen by ranges, and told apart only where they differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.core.errors import ValidationError
+from atoll.series.fold import Series, point_of
+from atoll.series.keep import OneSeries
+from atoll.server.ui.views import MOST_RANKS, chosen_ranks, furthest
+
+
+def one(rank: int, value: object) -> OneSeries:
+    series = Series()
+    series.add(point_of([1.0, None, value]), 1, 10)
+    return OneSeries(rank, 0, "loss", series)
+
+
+def test_ranks_are_named_by_ranges() -> None:
+    assert chosen_ranks("3") == {3}
+    assert chosen_ranks("1-3, 7") == {1, 2, 3, 7}
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-", "-3", "5-3", "1,,2", "0-1000", "9" * 30, "٣x"])
+def test_what_is_no_range_or_too_many_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError):
+        chosen_ranks(text)
+    assert len(chosen_ranks(f"0-{MOST_RANKS - 1}")) == MOST_RANKS
+
+
+def test_the_ranks_furthest_from_the_mean_and_none_if_all_are_alike() -> None:
+    assert furthest([one(rank, 1.0) for rank in range(5)], 2) == []
+    ranks = [one(rank, 1.0) for rank in range(5)] + [one(7, 9.0), one(8, -4.0), one(9, "nan")]
+    assert furthest(ranks, 2) == [7, 8]
+    assert furthest(ranks, 0) == []
+    assert furthest([one(0, 3.0)], 2) == []

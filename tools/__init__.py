@@ -1,0 +1,1 @@
+"""What makes pages: the site, the reference, figures, and the texts for agents in the wheel."""

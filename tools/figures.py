@@ -1,0 +1,61 @@
+"""Figures in pages come from `bench/results`: `python -m tools.figures` fills them in.
+
+A page has `<!--= server/status reads/reads/s ,.0f-->3,517<!--/-->`: a file of results, the keys to
+the figure, and its format. A key may have slashes of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FIGURE = re.compile(r"<!--= (?P<place>[^>]+) (?P<format>[^\s>-]+)-->[^<]*<!--/-->")
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def filled(text: str) -> str:
+    """The text with every figure as it is in the results. Raises KeyError for one that is not."""
+
+    def fill(match: re.Match[str]) -> str:
+        value = look_up(match["place"])
+        mark = match[0].partition("-->")[0]
+        return f"{mark}-->{value:{match['format']}}<!--/-->"
+
+    return FIGURE.sub(fill, text)
+
+
+def look_up(place: str) -> float:
+    name, _, rest = place.partition("/")
+    results = json.loads((ROOT / "bench/results" / f"{name}.json").read_text())
+    return float(_below(results, rest, place))
+
+
+def _below(value: Any, rest: str, place: str) -> Any:
+    if not rest:
+        return value
+    if isinstance(value, list):
+        first, _, later = rest.partition("/")
+        return _below(value[int(first)], later, place)
+    for key in sorted(value, key=len, reverse=True) if isinstance(value, dict) else ():
+        if rest == key or rest.startswith(f"{key}/"):
+            return _below(value[key], rest[len(key) + 1 :], place)
+    raise KeyError(f"bench/results has no {place!r}: nothing is called {rest!r} there")
+
+
+def main() -> None:
+    for page in pages():
+        text = page.read_text()
+        if (made := filled(text)) != text:
+            page.write_text(made)
+            sys.stdout.write(f"{page.relative_to(ROOT)}\n")
+
+
+if __name__ == "__main__":
+    main()
