@@ -105,6 +105,10 @@ def report(times: dict[str, list[float]], load: tuple[float, float, float]) -> N
     for name, median in medians.items():
         ratio = f"{torchrun / median:.1f}x" if "run" in name else ""
         print(f"{name:<48}{median:>9.3f}{median - bare:>+17.3f}s{ratio:>13}")
+    run_s = {
+        name: medians[f"atoll run -n 4 -- true, {name}"]
+        for name in ("server up", "server started by it")
+    }
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(
         json.dumps(
@@ -121,6 +125,8 @@ def report(times: dict[str, list[float]], load: tuple[float, float, float]) -> N
                 "torchrun_over": {
                     name: torchrun / median for name, median in medians.items() if "run" in name
                 },
+                "run_s": run_s,
+                "torchrun_over_run": {name: torchrun / median for name, median in run_s.items()},
             },
             indent=1,
         )

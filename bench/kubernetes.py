@@ -27,6 +27,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
 from tests.e2e.kubernetes.control_plane import ControlPlane, assets  # noqa: E402
 
+from atoll.core.errors import Temporary  # noqa: E402
 from atoll.core.spec import TrainingSpec, WorldSize  # noqa: E402
 from atoll.core.status import Training, Wish  # noqa: E402
 from atoll.kubernetes.client import Cluster, gather  # noqa: E402
@@ -58,7 +59,7 @@ async def measure(cluster: Cluster, size: int) -> dict[str, Any]:
     row |= await _one_by_one(cluster, training)
     row |= await _watched(executor, cluster, training)
     await executor.release(training)
-    await executor.purge(training)
+    await _purge(executor, training)
     return row
 
 
@@ -109,6 +110,15 @@ async def _hand_played_kubelet(cluster: Cluster, training: Training) -> None:
             for name in names
         ],
     )
+
+
+async def _purge(executor: KubernetesBackend, training: Training) -> None:
+    """As the controller does it: an API server that is slow to answer is asked again."""
+    for _ in range(20):
+        try:
+            return await executor.purge(training)
+        except Temporary as error:
+            print(error)
 
 
 async def _looks(
@@ -168,7 +178,7 @@ async def run(kubeconfig: str, sizes: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    sizes = [int(word) for word in sys.argv[1:]] or [5, 50, 500]
+    sizes = [int(word) for word in sys.argv[1:]] or [1, 100, 1000]
     binaries = assets()
     if binaries is None:
         sys.exit("KUBEBUILDER_ASSETS is not set")

@@ -1,0 +1,283 @@
+"""What a round costs against the number of replicas, tensors and rounds, and after kills.
+
+    python bench/rounds.py [history] [requests] [tensors] [recovery] [simulated]
+
+history:   a late replica's first round in a run of 50 and of 50,000 rounds; this version, and the
+           release before from its wheel, in turns. The folder is on this machine's disk.
+requests:  replicas as threads over one store in memory; requests and bytes a rank and round.
+tensors:   4 KB in 1 tensor and in 2,900.
+recovery:  replicas as processes that are killed again and again; the longest gap between rounds.
+simulated: 256 replicas, one after the other in the exchange but for their waits.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from obstore.store import MemoryStore
+
+from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
+from atoll.diloco.allreduce.keys import Keys
+from atoll.diloco.allreduce.roster import Member, Roster
+from atoll.diloco.allreduce.sweep import StoreSweep
+from atoll.diloco.blobs import Blobs
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "rounds.json"
+FEW, MANY = 50, 50_000
+LATE = """
+import sys, time
+import numpy as np
+from atoll import ObjectStoreAllReduce
+with ObjectStoreAllReduce(sys.argv[1], 0, 1) as late:
+    before, began, cpu = late.blobs.usage, time.time(), time.process_time()
+    late.allreduce([np.ones(4, np.float32)])
+    used = late.blobs.usage.since(before)
+    print(time.time() - began, time.process_time() - cpu, used.requests)
+"""
+
+
+def write_rosters(folder: Path, count: int) -> None:
+    """A run of so many rounds, as a replica of the release before left it: four members each."""
+    keys = Keys("run")
+    with ObjectStoreAllReduce(f"file://{folder}", 0, 1) as first:
+        first.go_on_at(count - 1)
+        first.allreduce([np.ones(4, np.float32)])
+    for number in range(count - 1):
+        key = keys.roster(number, 0)
+        members = [Member(r, f"run/up/{number:08d}/{r:05d}", 1.0) for r in range(4)]
+        roster = Roster("run", number, 0, b"", members, [0, 1, 2, 3], [], [], "bench")
+        sealed = wire.seal(wire.ROSTER, wire.fence(key), msgspec.json.encode(roster))
+        (folder / key).write_bytes(sealed)
+
+
+def late(path: Path, folder: Path) -> list[float]:
+    shared = [entry for entry in sys.path if entry.endswith("site-packages")]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", LATE, f"file://{folder}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(path), *shared])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [float(each) for each in done.stdout.split()]
+
+
+def history() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="atoll-rounds-") as top:
+        old = Path(top) / "old"
+        with zipfile.ZipFile(next((ROOT / "tests" / "releases").glob("*.whl"))) as wheel:
+            wheel.extractall(old)
+        folders = {count: Path(top) / str(count) for count in (FEW, MANY)}
+        for count, folder in folders.items():
+            write_rosters(folder, count)
+        for turn in ("as the release before leaves it", "folded"):
+            took: dict[str, list[list[float]]] = {}
+            for _ in range(3):
+                for name, path in (("0.1", old), ("this version", ROOT / "src")):
+                    if turn == "folded" and name == "0.1":
+                        continue
+                    for count, folder in folders.items():
+                        took.setdefault(f"{name}, {count} rounds", []).append(late(path, folder))
+            results[turn] = {
+                name: dict(
+                    zip(
+                        ("seconds", "processor s", "requests"),
+                        map(statistics.median, zip(*rows, strict=True)),
+                        strict=True,
+                    )
+                )
+                for name, rows in took.items()
+            }
+            if turn != "folded":
+                results["fold of it all"] = fold_all(folders[MANY])
+    return results
+
+
+def fold_all(folder: Path) -> dict[str, float]:
+    blobs, keys = Blobs.open(f"file://{folder}"), Keys("run")
+    before = len(blobs.find(keys.rosters()))
+    began, used = time.time(), blobs.usage
+    from concurrent.futures import ThreadPoolExecutor
+
+    sweep = StoreSweep(blobs, keys, ThreadPoolExecutor(1), 1)
+    sweeps = 0
+    while len(blobs.find(keys.rosters())) > 2500:
+        sweep.run(MANY)
+        sweeps += 1
+    return {
+        "rosters before": before,
+        "rosters after": len(blobs.find(keys.rosters())),
+        "folded objects": len(blobs.find(keys.pasts())),
+        "bytes of them": sum(blob.size for blob in blobs.find(keys.pasts())),
+        "sweeps": sweeps,
+        "seconds": time.time() - began,
+        "requests": blobs.usage.since(used).requests,
+    }
+
+
+def world(size: int, rounds: int, values: int) -> dict[str, float]:
+    """Replicas as threads; the first two rounds are not counted."""
+    store: Any = MemoryStore()
+    reports: list[Any] = []
+    start = threading.Barrier(size)
+
+    def take_part(rank: int) -> None:
+        data = [np.full(values, rank, np.float32)]
+        with ObjectStoreAllReduce(
+            Blobs(store, "memory"), rank, size, grace_s=3600, timeout=7200
+        ) as replica:
+            for number in range(rounds):
+                start.wait()
+                replica.allreduce(data)
+                assert replica.last_round is not None
+                assert len(replica.last_round.roster) == size
+                if number >= min(2, rounds - 1):
+                    reports.append(replica.last_round)
+
+    run_all([lambda rank=rank: take_part(rank) for rank in range(size)])  # type: ignore[misc]
+    bound = 4 * values * (1 + 2 * (size - 1) / size)
+    moved = statistics.mean(r.bytes_up + r.bytes_down for r in reports)
+    return {
+        "MB": 4e-6 * values,
+        "requests": statistics.mean(r.requests for r in reports),
+        "most requests of a rank": max(r.requests for r in reports),
+        "2(N-1) GET + 2 PUT": 2 * size,
+        "bytes a rank": moved,
+        "over the bound": moved / bound - 1,
+    }
+
+
+def run_all(jobs: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def requests() -> dict[str, Any]:
+    return {f"{size} replicas": world(size, 6, 1 << 18) for size in (2, 4, 8, 16, 32)}
+
+
+def simulated() -> dict[str, Any]:
+    return {"256 replicas": world(256, 1, 1 << 16)}
+
+
+def tensors() -> dict[str, Any]:
+    shapes = {"1 tensor": [1024], "2,900 tensors": [1] * 2900}
+    took: dict[str, list[float]] = {name: [] for name in shapes}
+    replicas = {name: ObjectStoreAllReduce(f"memory:///{name}", 0, 1) for name in shapes}
+    for _ in range(20):
+        for name, sizes in shapes.items():
+            data = [np.ones(size, np.float32) for size in sizes]
+            began = time.process_time()
+            replicas[name].allreduce(data)
+            took[name].append(time.process_time() - began)
+    for replica in replicas.values():
+        replica.close()
+    return {f"{name}, processor ms": 1e3 * statistics.median(each) for name, each in took.items()}
+
+
+def trainee(uri: str, rank: int, size: int, stop: Any, out: Any) -> None:
+    """Joins, as DiLoCo does, and then one round after the other."""
+    with ObjectStoreAllReduce(uri, rank, size, min_replicas=1) as replica:
+        while not stop.is_set():
+            time.sleep(0.2)
+            replica.allreduce([np.ones(50_000, np.float32)])
+            assert replica.last_round is not None
+            out.put((rank, replica.last_round.round, time.time()))
+
+
+def recovery(size: int = 4, kills: int = 8) -> dict[str, Any]:
+    """One of the replicas, never the first, is killed at a random moment and started again."""
+    context, chance = mp.get_context("spawn"), random.Random(3)
+    with tempfile.TemporaryDirectory(prefix="atoll-rounds-") as folder:
+        out, stop = context.Queue(), context.Event()
+
+        def start(rank: int) -> Any:
+            process = context.Process(
+                target=trainee, args=(f"file://{folder}", rank, size, stop, out), daemon=True
+            )
+            process.start()
+            return process
+
+        processes = [start(rank) for rank in range(size)]
+        done: dict[int, float] = {}
+        after: list[float] = []
+
+        def follow(seconds: float) -> None:
+            until = time.time() + seconds
+            while time.time() < until:
+                try:
+                    _, number, at = out.get(timeout=0.1)
+                except Exception:
+                    continue
+                done.setdefault(number, at)
+
+        while len(done) < 12:
+            follow(1.0)
+        for _ in range(kills):
+            victim = chance.randrange(1, size)
+            processes[victim].kill()
+            killed = time.time()
+            processes[victim].join()
+            processes[victim] = start(victim)
+            follow(chance.uniform(4.0, 7.0))
+            while not any(at > killed for at in done.values()):
+                follow(0.5)
+            after.append(min(at for at in done.values() if at > killed) - killed)
+        stop.set()
+        follow(1.0)
+        for process in processes:
+            process.kill()
+    times = sorted(done.values())
+    gaps = [b - a for a, b in zip(times[5:], times[6:], strict=False)]
+    return {
+        "replicas": size,
+        "kills": kills,
+        "rounds": len(done),
+        "median gap s": statistics.median(gaps),
+        "longest gap s": max(gaps),
+        "longest from kill to next round s": max(after),
+    }
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "requests": requests,
+    "tensors": tensors,
+    "recovery": recovery,
+    "history": history,
+    "simulated": simulated,
+}
+
+
+def main() -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+    for name in sys.argv[1:] or PARTS:
+        load = os.getloadavg()
+        results[name] = {"load average at start": load[0], **PARTS[name]()}
+        print(name, json.dumps(results[name], indent=1), flush=True)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

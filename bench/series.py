@@ -1,0 +1,139 @@
+"""What reports cost: a call of `atoll.report`, and the control plane for 1,000 ranks.
+
+Beside it, in the same run, TensorBoard's writer and reader where they are installed
+(`pip install tensorboard`; no dependency of atoll).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from atoll.rank.figures import Reporter, Teller, batch_of
+from atoll.rank.sinks import EVERY_S
+from atoll.series.collect import FolderReader
+from atoll.series.fold import COUNT
+from atoll.series.keep import SeriesKeeper
+
+RANKS, NAMES, SECONDS = 1_000, 10, 30
+CALLS = 20_000
+
+
+def per_call(folder: Path) -> dict[str, float]:
+    """Microseconds of a call in a loop, and the longest one."""
+    os.environ["ATOLL_REPORTS"] = folder.as_uri()
+    reporter = Reporter()
+    longest = 0.0
+    begun = time.perf_counter()
+    for step in range(CALLS):
+        before = time.perf_counter()
+        reporter.add(step, {"loss": 0.5, "tokens": 4096})
+        longest = max(longest, time.perf_counter() - before)
+    mean_us = (time.perf_counter() - begun) / CALLS * 1e6
+    reporter.flush()
+    return {"mean_us": mean_us, "longest_us": longest * 1e6}
+
+
+def tensorboard(folder: Path) -> dict[str, float] | None:
+    """The same calls, and what is written read again; None where it is not installed."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    writer = SummaryWriter(str(folder))
+    begun = time.perf_counter()
+    for step in range(CALLS):
+        writer.add_scalar("loss", 0.5, step)
+        writer.add_scalar("tokens", 4096, step)
+    mean_us = (time.perf_counter() - begun) / CALLS * 1e6
+    writer.close()
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    before = time.process_time()
+    accumulated = EventAccumulator(str(folder), {"scalars": 0})
+    accumulated.Reload()
+    points = sum(len(accumulated.Scalars(name)) for name in ("loss", "tokens"))
+    read_us = (time.process_time() - before) / points * 1e6
+    return {"mean_us": mean_us, "read_us_a_point": read_us, "bytes_a_point": size / points}
+
+
+def read_path(folder: Path) -> dict[str, float]:
+    """From the files of ranks to columns, for as many points as TensorBoard reads."""
+    figures_folder = folder / "figures"
+    figures_folder.mkdir()
+    life = Teller(0, 1, 0, "life")
+    with open(figures_folder / "0.1.0.life.000000", "wb") as file:
+        for number in range(CALLS // 10):
+            steps = range(number * 10, number * 10 + 10)
+            points = {
+                name: [[float(step), step, value] for step in steps]
+                for name, value in (("loss", 0.5), ("tokens", 4096.0))
+            }
+            file.write(batch_of(life, number + 1, points, 0))
+        size = file.tell()
+    before = time.process_time()
+    keeper = SeriesKeeper(folder / "series.db")
+    reader = FolderReader("u", figures_folder)
+    while reader.read(keeper):
+        pass
+    points_read = sum(sum(one.series.columns[COUNT]) for one in keeper.series("u"))
+    spent = time.process_time() - before
+    return {"read_us_a_point": spent / points_read * 1e6, "bytes_a_point": size / points_read}
+
+
+def control_plane(folder: Path) -> dict[str, float]:
+    """CPU seconds a second of figures: every rank writes a line a second, all are read and kept."""
+    figures_folder = folder / "figures"
+    figures_folder.mkdir()
+    keeper = SeriesKeeper(folder / "series.db")
+    reader = FolderReader("u", figures_folder)
+    spent = written = 0.0
+    for second in range(1, SECONDS + 1):
+        for rank in range(RANKS):
+            points = {f"name{n}": [[float(second), second, second / 7]] for n in range(NAMES)}
+            line = batch_of(Teller(rank, 1, 0, f"life{rank}"), second, points, 0)
+            with open(figures_folder / f"{rank}.1.0.life{rank}.000000", "ab") as file:
+                file.write(line)
+            written += len(line)
+        before = time.process_time()
+        while reader.read(keeper):
+            pass
+        spent += time.process_time() - before
+    begun = time.perf_counter()
+    count = len(keeper.series("u"))
+    read_s = time.perf_counter() - begun
+    stored = sum(path.stat().st_size for path in folder.glob("series.db*"))
+    return {
+        "cpu_per_second": spent / SECONDS,
+        "series": count,
+        "read_all_s": read_s,
+        "bytes_told": written,
+        "bytes_stored": stored,
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as where:
+        root = Path(where)
+        for name in ("calls", "board", "read", "plane"):
+            (root / name).mkdir()
+        own = {**per_call(root / "calls"), **read_path(root / "read")}
+        peer = tensorboard(root / "board")
+        results = {
+            "report": own,
+            "tensorboard": peer,
+            "ratios_to_tensorboard": peer and {name: own[name] / peer[name] for name in peer},
+            "control_plane": control_plane(root / "plane"),
+        }
+    json.dump(results, sys.stdout, indent=2)
+    path = Path(__file__).parent / "results" / "series.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    assert EVERY_S == 1.0
+    main()

@@ -1,0 +1,57 @@
+"""Optuna proposes, atoll trains: batches of trials as trainings, four at a time.
+
+Run it: pip install optuna, then python examples/optuna_sweep.py
+Interrupted with Ctrl-C and started again, it goes on: the study is in a file, and what was trained
+is not trained twice.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import atoll
+
+ROUNDS, AT_ONCE = int(os.environ.get("ROUNDS", "5")), 4
+
+
+def train(lr: float, width: int) -> float:
+    """Stands for a training; what it returns is minimised."""
+    return (lr - 0.1) ** 2 + (width - 24) ** 2 / 1e4
+
+
+def main() -> None:
+    import optuna  # imported here: ranks run `train` and need none of it
+
+    study = optuna.create_study(
+        study_name="atoll",
+        storage="sqlite:///optuna.db",
+        sampler=optuna.samplers.TPESampler(seed=0),
+        load_if_exists=True,
+    )
+    running = study.get_trials(states=[optuna.trial.TrialState.RUNNING])
+    if running:  # of a run that was interrupted
+        settle(study, {trial.number: trial.params for trial in running})
+    for _ in range(ROUNDS):
+        asked = [study.ask() for _ in range(AT_ONCE)]
+        settle(study, {trial.number: propose(trial) for trial in asked})
+    print(f"best of {len(study.trials)}: {study.best_value:.5f} with {study.best_params}")
+
+
+def settle(study: Any, settings: dict[int, dict[str, Any]]) -> None:
+    """Trains with each of the settings, and tells the study, by the number of the trial."""
+    rows = atoll.Client().map(train, settings.values(), concurrency=AT_ONCE)
+    for number, row in zip(settings, rows, strict=True):
+        study.tell(number, row.value, skip_if_finished=True)  # no value: the trial failed
+    print(rows)
+
+
+def propose(trial: Any) -> dict[str, Any]:
+    return {
+        "lr": trial.suggest_float("lr", 1e-3, 1.0, log=True),
+        "width": trial.suggest_int("width", 8, 64),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Three DiLoCo replicas under Slurm that meet in an S3 bucket. One is killed, and comes back.
+
+STORE=s3://my-bucket/runs PARTITION=gpu GPU=A100 SBATCH=--mem=32G python examples/slurm_diloco.py
+
+The replicas need no network to each other, and may run in several partitions or clusters. What they
+exchange goes through the bucket; the records of how each ended are in FOLDER, which all hosts see.
+The hosts have the Python of this machine, with torch and atoll[store], and its AWS variables.
+"""
+
+import os
+
+from atoll import SlurmExecutor
+
+STORE = os.environ.get("STORE", "s3://my-bucket/runs")
+
+
+def train(rounds: int, step_s: float, rendezvous_uri: str) -> dict[str, object]:
+    import hashlib
+    import os
+    import signal
+    import time
+
+    import torch
+
+    from atoll.diloco import DiLoCo
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = os.environ["ATOLL_ATTEMPT"] == "0"
+    with DiLoCo(model, inner, sync_every=10, outer_momentum=0.5, grace_s=2.0) as diloco:
+        dice = torch.Generator().manual_seed(diloco.place.rank)
+        while diloco.round < rounds:
+            if diloco.place.rank == 1 and first and diloco.round == 2:
+                os.kill(os.getpid(), signal.SIGKILL)  # as a host that goes away would
+            x = torch.randn(32, 8, generator=dice)
+            loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+            loss.backward()
+            inner.step()
+            inner.zero_grad()
+            time.sleep(step_s)  # a model worth a cluster takes longer
+            print(f"round {diloco.round} loss {loss.item():.4f}", flush=True)
+        weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    return {"loss": round(loss.item(), 4), "weights": hashlib.sha256(weights).hexdigest()[:12]}
+
+
+if __name__ == "__main__":
+    names = ("FOLDER", "PARTITION", "ACCOUNT", "TIME", "CONF")
+    executor = SlurmExecutor(
+        max_restarts=int(os.environ.get("RESTARTS", "1")),
+        sbatch=os.environ.get("SBATCH", "--mem=4G").split(),
+        **{name.lower(): os.environ[name] for name in names if name in os.environ},
+    )
+    arguments = {
+        "rounds": int(os.environ.get("ROUNDS", "12")),
+        "step_s": float(os.environ.get("STEP_S", "0.5")),
+        "rendezvous_uri": f"{STORE}/{os.environ.get('RUN', 'tiny-1')}",
+    }
+    with executor:
+        handles = executor.launch_replicas(3, train, arguments, gpu=os.environ.get("GPU"))
+        print("launched:", handles[0].metadata["job_name"], flush=True)
+        for report in executor.collect(handles):
+            print(report["rank"], report["status"], report["exit_code"], report["result"])
