@@ -1,6 +1,6 @@
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -q --disable-pip-version-check
-.PHONY: check test demo bench soak clean
+.PHONY: check test tools packages slurm conformance integrations docs demo bench soak clean
 
 # The stamp makes set-up run once, and again when pyproject.toml changes. torch comes first, as
 # exactly this version: anything that asks for a range would fetch gigabytes of CUDA.
@@ -16,8 +16,47 @@ check: .venv/.ready
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-test: .venv/.ready
-	$(PY) -m pytest -n 4 --dist worksteal -m "not soak"
+test: .venv/.ready tools
+	$(PY) -m pytest -n 4 --dist worksteal -m "not soak and not slurm"
+
+# What rows of the tests need beside Python: installed as root on Debian, else named.
+tools:
+	@tools/install-for-tests
+
+# Wheel and sdist, built and installed into empty environments. Needs PyPI.
+packages: .venv/.ready
+	$(PY) -m pytest -m soak tests/packaging
+
+# With real daemons of Slurm (Debian's packages, as root); skipped with the reason without them.
+slurm: .venv/.ready
+	$(PY) -m pytest -n 2 --dist loadfile -m "slurm and not soak" tests/slurm tests/conformance
+
+# The fault table on every backend that this machine has, its outcomes kept, and the page of them.
+conformance: .venv/.ready
+	-ATOLL_RECORD=1 $(PY) -m pytest -n 2 --dist loadfile tests/conformance
+	$(PY) -m tests.conformance.results --write
+
+# Trainers of other libraries, with the real ones, in an environment of its own: they are large.
+INTEGRATIONS := .venv-integrations/bin/python
+.venv-integrations/.ready: pyproject.toml tests/integrations/requirements.txt
+	python3 -m venv .venv-integrations
+	$(INTEGRATIONS) -m pip install -q --disable-pip-version-check "torch==2.13.0"
+	$(INTEGRATIONS) -m pip install -q --disable-pip-version-check -e ".[store]" \
+		-r tests/integrations/requirements.txt
+	touch $@
+
+integrations: .venv-integrations/.ready
+	ATOLL_INTEGRATIONS=1 $(INTEGRATIONS) -m pytest tests/integrations --timeout 600
+
+# The pages as a site in dist/docs, to be opened from disk; every link is checked.
+.venv-docs/.ready: tools/requirements-docs.txt
+	python3 -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r $<
+	touch $@
+
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "open dist/docs/index.html"
 
 # A training that loses a rank, gets it back, and grows while it runs.
 demo: .venv/.ready
@@ -33,4 +72,4 @@ soak: .venv/.ready
 	ATOLL_SIM_COUNT=100000 $(PY) -m pytest -n 2 tests/sim --timeout 3600
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-docs .venv-integrations
