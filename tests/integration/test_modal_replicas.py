@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import modal
 import pytest
 from tests.allreduce.s3server import S3Server
-from tests.support.modal_stand_in import ModalStandIn
+from tests.support.modal_stand_in import ModalStandIn, forget_client
 
 import atoll
 from atoll import ModalExecutor, ReplicaHandle, ServerlessExecutor
@@ -42,9 +41,9 @@ def stand_in(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalSta
     server.secrets["store"] = s3.environment
     for name, value in {**server.environment, **s3.environment}.items():
         monkeypatch.setenv(name, value)
-    modal.Client.set_env_client(None)
+    forget_client()
     yield server
-    modal.Client.set_env_client(None)
+    forget_client()
     server.close()
 
 

@@ -26,12 +26,18 @@ from typing import Any
 from grpclib import GRPCError, Status
 from grpclib.const import Handler
 from grpclib.server import Server
+from modal.client import _Client
 from modal_proto import api_grpc, api_pb2
 
 Result = api_pb2.GenericResult
 ALPHABET = string.ascii_letters + string.digits
 PAGE = 100
 GIVEN = ("LANG", "TZ", "VIRTUAL_ENV", "PYTHONPATH")  # what an image would bring itself
+
+
+def forget_client() -> None:
+    """The next client is made from the environment: the library keeps its first for ever."""
+    _Client._client_from_env = None
 
 
 @dataclass

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import modal
 import pytest
-from tests.support.modal_stand_in import ModalStandIn
+from tests.support.modal_stand_in import ModalStandIn, forget_client
 
 
 @pytest.fixture
@@ -13,7 +12,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModalStandIn]:
     server = ModalStandIn()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    modal.Client.set_env_client(None)
+    forget_client()
     yield server
-    modal.Client.set_env_client(None)
+    forget_client()
     server.close()
