@@ -499,7 +499,7 @@ def run(attempt: RankAttempt) -> int:
         return _unstarted(attempt, str(error))
     except OSError as error:  # no process to be had, or no place for files
         return _unstarted(attempt, None, f"{error}")
-    use = report.watch_use(env, command.pid, is_contained=False)
+    use = report.watch_use(env, command, is_contained=False)
     watch = Watch(attempt, command)
     life_s = launch.get("life_s")
     ends_at = None if life_s is None else born_at + life_s
