@@ -15,6 +15,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 ROW = re.compile(r"^\| `(?P<typed>.+?)` \| (?P<words>.+?) \| (?P<code>\d+) \|", re.M)
 FILES = {
     "hello.py": "print('hello')\n",
+    "steps.txt": "echo hello\n",
+    "syntax.py": "def f(:\n",
     "bad.toml": '[executors.lab]\nkind = "slrum"\n',
     "odd.toml": "[defaults]\nmax_restart = 1\n",
     "yaml.toml": "slots: 4\n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, Temporary, ValidationError
+from atoll.core.honour import not_honoured
 from atoll.core.ports import Checking, Executor, Ignoring, Trying
 from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import Training
@@ -42,7 +43,9 @@ def admitted(
 def ignored(training: Training, plane: Plane) -> str:
     """What its executor will not honour of the spec, in one line; empty if that is nothing."""
     executor = plane.executors.get(training.executor)
-    return executor.ignored(training.spec) if isinstance(executor, Ignoring) else ""
+    if not isinstance(executor, Ignoring):
+        return ""
+    return not_honoured(training.executor, training.spec, executor.ignored(training.spec))
 
 
 async def check_backend(spec: TrainingSpec, plane: Plane) -> None:

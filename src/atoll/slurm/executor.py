@@ -115,6 +115,9 @@ class SlurmBackend(RecordedBackend):
     def check(self, spec: TrainingSpec) -> None:
         self.options.check(spec)
 
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        return self.options.ignored(spec)
+
     async def try_out(self, spec: TrainingSpec) -> None:
         """By `sbatch --test-only`. Words that may be of the moment, such as nodes that are drained,
         are no refusal."""
