@@ -67,7 +67,7 @@ class Reporter:
     """The figures of whatever process this is: a fork begins anew, with nothing to tell twice."""
 
     def __init__(self) -> None:
-        self._lives: dict[int, Life] = {}  # by pid; only that of this process is used
+        self._lives: dict[int, PendingFigures] = {}  # by pid; only that of this process is used
 
     def add(self, step: int | None, figures: Mapping[str, Any]) -> None:
         life = self._lives.get(os.getpid()) or self._begin()
@@ -95,8 +95,8 @@ class Reporter:
         life = self._lives.get(os.getpid())
         return EVERY_S if life is None else life.flush()
 
-    def _begin(self) -> Life:
-        life = Life(os.environ)
+    def _begin(self) -> PendingFigures:
+        life = PendingFigures(os.environ)
         # Whichever thread comes first: no lock is needed for that.
         ours = self._lives.setdefault(os.getpid(), life)
         if ours is life and life.sink is not None:
@@ -111,7 +111,7 @@ class Reporter:
         return ours
 
 
-class Life:
+class PendingFigures:
     """The figures of one process, until they are handed on. Callers only append to its deques."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:

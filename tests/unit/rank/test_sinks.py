@@ -23,7 +23,7 @@ def counted(keeper: SeriesKeeper) -> int:
     return int(sum(sum(one.series.columns[COUNT]) for one in keeper.series("u")))
 
 
-def life_of(reporter: Reporter) -> figures.Life:
+def life_of(reporter: Reporter) -> figures.PendingFigures:
     return reporter._lives[os.getpid()]
 
 
