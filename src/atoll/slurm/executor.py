@@ -35,6 +35,7 @@ from atoll.slurm.read import QueuedTask, best_of, read_queue
 from atoll.slurm.render import (
     LOGS,
     RECORDS,
+    TIMES_FILE,
     chunks,
     render_command,
     render_script,
@@ -191,6 +192,9 @@ class SlurmBackend(RecordedBackend):
 
     def launch(self, training: Training) -> Json:
         launch = super().launch(training)
+        # By the wrapper, as it is its output that is the log. A path may hold braces.
+        folder = str(self.log_folder(training)).replace("{", "{{").replace("}", "}}")
+        launch["times"] = f"{folder}/{{rank}}/{TIMES_FILE}"
         if self.options.container is not None:  # it is a folder of the image
             launch["folder"] = ""
         return launch

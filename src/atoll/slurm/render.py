@@ -14,6 +14,7 @@ from atoll.slurm.options import SlurmOptions
 
 RECORDS, LOGS = "records", "logs"
 LOG_FILE = f"{0:020d}.log"  # as `rank/ranklog.py` names a log that is never cut
+TIMES_FILE = f"{0:020d}.times"  # as `rank/logtimes.py` names its times
 _JOB = re.compile(r"atoll-(?P<uid>[0-9A-Za-z]+)-(?P<attempt>\d+)-(?P<offset>\d+)")
 _UNITS = {"": 1, "m": 1e-3} | {
     letter + binary: float((1024 if binary else 1000) ** power)
