@@ -159,6 +159,15 @@ def test_a_stream_is_read_once_up_to_an_end_that_nobody_knew() -> None:
     assert (report.used, report.end) == (end, end)
 
 
+def test_the_last_items_of_a_stream_are_read_once_wherever_it_ends() -> None:
+    for end in range(12):
+        model, inner, diloco = outer(None, 0, 1, sync_every=3)
+        with diloco:
+            data = diloco.shard(stream=lambda at: iter(range(at, end)), batch=4)  # noqa: B023
+            read = [at for batch in data for at in _train(model, inner, batch)]
+            assert (read, diloco.data_report().used) == (list(range(end)), end)
+
+
 def test_a_sampler_without_a_loader_is_told_what_was_trained_on() -> None:
     model, inner, diloco = outer(None, 0, 1)
     with diloco:

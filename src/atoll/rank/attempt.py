@@ -508,7 +508,7 @@ def run(attempt: RankAttempt) -> int:
     except OSError as error:  # no process to be had, or no place for files
         return _unstarted(attempt, None, f"{error}")
     command.times = open_times(attempt, launch)
-    use = report.watch_use(env, command.pid, is_contained=False)
+    use = report.watch_use(env, command, is_contained=False)
     watch = Watch(attempt, command)
     life_s = launch.get("life_s")
     ends_at = None if life_s is None else born_at + life_s

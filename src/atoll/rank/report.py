@@ -194,6 +194,7 @@ class Command:
         self.is_folder_missing = False  # the failure is that of its folder
         self.signalled: int | None = None  # the first signal that told it to end
         self.stopped_at: float | None = None  # monotonic, while a signal has stopped it
+        self.said_at = time.monotonic()  # when it last printed
         self._is_bound = is_bound
         self._is_leader = is_leader
         self._folder = folder
@@ -328,6 +329,8 @@ class Command:
 
     def _copy(self) -> bool:
         data = os.read(self._output, CHUNK_BYTES)
+        if data:
+            self.said_at = time.monotonic()
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         if self.times is not None and data:
             self.times.note()
@@ -447,7 +450,7 @@ def end_as(record: dict[str, Any], status: int | None) -> NoReturn:
     os._exit(CANNOT_RUN if record["code"] is None else record["code"])
 
 
-def watch_use(env: dict[bytes, bytes], pid: int, *, is_contained: bool) -> Any:
+def watch_use(env: dict[bytes, bytes], command: Command, *, is_contained: bool) -> Any:
     """Reports what the command uses of the machine, where its rank reports; None if it does not."""
     if not env.get(b"ATOLL_REPORTS"):
         return None
@@ -459,7 +462,12 @@ def watch_use(env: dict[bytes, bytes], pid: int, *, is_contained: bool) -> Any:
     except (ImportError, OSError, SyntaxError):
         return None
     return machine_use.watch_use(
-        env, pid, is_contained=is_contained, is_alone=is_contained, sinks=sinks
+        env,
+        command.pid,
+        is_contained=is_contained,
+        is_alone=is_contained,
+        sinks=sinks,
+        said_at=lambda: command.said_at,
     )
 
 
@@ -489,7 +497,7 @@ def run(words: list[str], *, record: str, limit: int, is_bound: bool) -> NoRetur
         command = Command(words, env, is_bound=is_bound)
     except OSError:  # no process or pipe to be had; the command itself needs neither
         _become_alone(words, env)
-    watch_use(env, command.pid, is_contained=True)
+    watch_use(env, command, is_contained=True)
     command.wait()
     host = os.environ.get("NODE_NAME") or os.uname().nodename
     ended = record_of(command, words[0], error_file, host)

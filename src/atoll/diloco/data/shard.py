@@ -263,11 +263,12 @@ class Shard:
         while self.has_more():
             while (part := self.next_positions()) is not None:
                 items, read = stream.read(part)
+                if items:
+                    self._in_loop.append(read)
                 if read != part:
                     self.end = stream.end
                     self.plan()
                 if items:
-                    self._in_loop.append(read)
                     yield items
 
 
