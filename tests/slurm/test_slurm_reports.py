@@ -1,86 +1,78 @@
-"""What ranks under real Slurm daemons report, use, and whether they move."""
+"""What ranks of a real Slurm tell of themselves: figures, rounds, use of the machine, lines."""
 
 from __future__ import annotations
 
-import asyncio
-import os
+import csv
+import io
+import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from atoll.rounds.follow import figures_of
-from atoll.series.collect import Collector
-from atoll.series.keep import SeriesKeeper
-from tests.slurm.conftest import Lab
-from tests.support.slurm_cluster import SlurmCluster, needs_slurm
+from tests.slurm.test_slurm_cli import Shell, shell
+from tests.support.slurm_cluster import needs_slurm
 
-pytestmark = [needs_slurm, pytest.mark.slurm]
+__all__ = ["shell"]
+pytestmark = [needs_slurm, pytest.mark.slurm, pytest.mark.timeout(400)]
+PATIENCE_S = 150.0
 
-SOURCES = Path(__file__).parents[2] / "src"
-REPORT = "import atoll\nfor step in range(20): atoll.report(step=step, loss=1 / (step + 1))"
-# Rank 1 waits, without a trace, for somebody to write to the pipe; rank 0 goes on printing.
-STILL = """
-if [ $RANK = 1 ]; then read word < {folder}/pipe; echo $word; fi
-while [ ! -e {folder}/end ]; do echo on; sleep 0.5; done
+SCRIPT = """
+import os, pathlib, time, atoll, numpy as np
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+rank = int(os.environ["ATOLL_RANK"])
+with ObjectStoreAllReduce(
+    os.environ["ATOLL_RENDEZVOUS_URI"], rank, 2, run_id=os.environ["ATOLL_UID"], grace_s=60.0
+) as reduce:
+    for step in range(1, 4):
+        reduce.allreduce([np.full(8, rank, np.float32)], weight=1.0)
+        atoll.report(step=step, loss=1 / step + rank)
+        print("round", step, flush=True)
+while not pathlib.Path("go").exists():
+    time.sleep(0.05)
 """
 
 
-def play(cluster: SlurmCluster, folder: Path, body: Callable[[Lab, SeriesKeeper], Any]) -> None:
-    """The test beside a controller that hears of what ranks report."""
-
-    async def story() -> None:
-        lab, keeper = Lab(cluster, folder), SeriesKeeper(folder / "series.db")
-        collector = Collector(keeper, figures_of({"slurm": lab.executor}))
-        reading = asyncio.create_task(collector.run(lab.store))
-        try:
-            await lab.play(lambda _: body(lab, keeper), quiet_s=keeper.stillness.quiet_s)
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-
-    asyncio.run(story())
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.2)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+def rows(shell: Shell, *words: str) -> Iterator[dict[str, str]]:
+    done = shell.atoll("series", "told", *words, "--csv")
+    assert done.returncode == 0, done.stderr
+    return csv.DictReader(io.StringIO(done.stdout))
 
 
-def test_ranks_report_and_are_measured(cluster: SlurmCluster, tmp_path: Path) -> None:
-    async def body(lab: Lab, keeper: SeriesKeeper) -> None:
-        script = f"PYTHONPATH={SOURCES} {sys.executable} -c '{REPORT}'; sleep 1"
-        training = await lab.create(lab.spec(script, ranks=2))
-        over = await lab.until_over(training)
-        assert over.status.phase == "succeeded", over.status
-        await until(lambda: keeper.is_finished(training.uid))
-        lengths = {one.rank: len(one.series) for one in keeper.series(training.uid, ["loss"])}
-        assert lengths == {0: 20, 1: 20}
-        assert "machine/memory" in {one.name for one in keeper.series(training.uid)}
-        assert keeper.missed(training.uid) == 0
+def test_figures_rounds_and_lines_of_ranks_are_there_to_look_at(shell: Shell) -> None:
+    folder = Path(shell.folder)
+    (folder / "train.py").write_text(SCRIPT)
+    words = ("--executor", "lab", "--no-code", "-C", str(folder), "-n", "2", "--rendezvous", "none")
+    made = shell.atoll("up", "--name", "told", *words, "--", sys.executable, "train.py")
+    assert made.returncode == 0, made.stderr
+    until(lambda: len(list(rows(shell, "loss"))) == 6)
+    until(lambda: {row["rank"] for row in rows(shell, "machine/memory")} == {"0", "1"})
+    (folder / "go").touch()
+    waited = shell.atoll("wait", "told", "--timeout", "90")
+    assert waited.returncode == 0, waited
 
-    play(cluster, tmp_path, body)
+    told = {
+        (int(row["rank"]), int(row["step"])): float(row["value"]) for row in rows(shell, "loss")
+    }
+    assert told == {(rank, step): 1 / step + rank for rank in range(2) for step in range(1, 4)}
+    until(lambda: len(json.loads(shell.atoll("rounds", "told", "--json").stdout)["round"]) == 3)
+    rounds = json.loads(shell.atoll("rounds", "told", "--json").stdout)
+    assert rounds["roster"] == [[0, 1]] * 3
+    assert set(rounds["source"]) == {"store"}
 
-
-def test_a_rank_that_does_not_move_is_told_of_until_it_does(
-    cluster: SlurmCluster, tmp_path: Path
-) -> None:
-    async def body(lab: Lab, keeper: SeriesKeeper) -> None:
-        os.mkfifo(tmp_path / "pipe")
-        training = await lab.create(lab.spec(STILL, ranks=2, stall_s=8.0))
-        await lab.until(training, lambda t: 1 in t.status.stalled, within_s=120)
-        (tmp_path / "pipe").write_text("go\n")
-        await lab.until(training, lambda t: 1 not in t.status.stalled, within_s=120)
-        (tmp_path / "end").touch()
-        over = await lab.until_over(training)
-        assert over.status.phase == "succeeded", over.status
-        events = list(await lab.store.events(training.key))[::-1]
-        told = [e.reason for e in events if e.reason in ("RankStalled", "RankMoves")]
-        assert told[:2] == ["RankStalled", "RankMoves"]
-
-    play(cluster, tmp_path, body)
+    logged = shell.atoll("logs", "told", "--timestamps", "--json")
+    assert logged.returncode == 0, logged.stderr
+    lines = [json.loads(line) for line in logged.stdout.splitlines()]
+    assert len(lines) == 6
+    times = [line["time"] for line in lines]
+    assert all(times)
+    assert times == sorted(times)
