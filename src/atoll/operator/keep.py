@@ -13,14 +13,14 @@ import contextlib
 import logging
 import sqlite3
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.core.errors import AtollError, Gone, NotFound, ValidationError
 from atoll.core.ports import Store
 from atoll.core.status import Training
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.names import MANAGED, SERIES, TRAINING, UID
-from atoll.kubernetes.render import owner_of
+from atoll.kubernetes.render import reference_to
 from atoll.series.keep import SeriesKeeper
 
 Json = dict[str, Any]
@@ -33,6 +33,14 @@ RATE = 256 * 2**10  # bytes a second that all copies take together
 TICK_S = 1.0
 LISTED = 20
 KEY = "series"
+
+
+class Named(NamedTuple):
+    """What is to be known of a training; all of it could be megabytes."""
+
+    namespace: str
+    name: str
+    uid: str
 
 
 class SeriesCopies:
@@ -51,7 +59,7 @@ class SeriesCopies:
         self._namespace = namespace
         self._most_bytes = most_bytes
         self._farewell_s = farewell_s  # for the last copies of a leader
-        self._trainings: dict[str, Training] = {}
+        self._trainings: dict[str, Named] = {}
         self._copied: dict[str, int] = {}  # `changes` of the keeper, as of the last copy
         self._due: dict[str, float] = {}
 
@@ -95,7 +103,7 @@ class SeriesCopies:
     async def _follow(self, store: Store) -> None:
         while True:
             after = await store.version()
-            self._trainings = {training.uid: training for training in await store.list()}
+            self._trainings = {each.uid: named(each) for each in await store.list()}
             try:
                 async for change in store.watch(after):
                     uid = change.training.uid
@@ -103,7 +111,7 @@ class SeriesCopies:
                         for known in (self._trainings, self._copied, self._due):
                             known.pop(uid, None)
                     else:
-                        self._trainings[uid] = change.training
+                        self._trainings[uid] = named(change.training)
             except Gone:
                 continue
 
@@ -143,7 +151,11 @@ class SeriesCopies:
         return len(data)
 
 
-def render_copy(training: Training, data: bytes) -> Json:
+def named(training: Training) -> Named:
+    return Named(training.namespace, training.name, training.uid)
+
+
+def render_copy(training: Named, data: bytes) -> Json:
     """The ConfigMap with the copy of a training's series."""
     return {
         "apiVersion": "v1",
@@ -156,7 +168,7 @@ def render_copy(training: Training, data: bytes) -> Json:
                 TRAINING: training.name,
                 UID: training.uid,
             },
-            "ownerReferences": [owner_of(training)],
+            "ownerReferences": [reference_to("atoll.dev/v1", "Training", training._asdict())],
         },
         "binaryData": {KEY: base64.b64encode(data).decode()},
     }

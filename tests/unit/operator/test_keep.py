@@ -122,7 +122,7 @@ def test_nothing_new_is_not_copied_and_a_broken_copy_hides_no_other(
         cluster, store = Objects(), MemoryStore()
         training = await stored(store)
         await led(Life(cluster, tmp_path / "1"), store, [batch(1)], training.uid)
-        broken = keep.render_copy(training, b"none")
+        broken = keep.render_copy(keep.named(training), b"none")
         broken["metadata"] |= {"namespace": "team-a", "name": "another"}
         cluster.put("configmaps", broken)
         second = Life(cluster, tmp_path / "2")
