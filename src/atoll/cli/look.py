@@ -117,8 +117,11 @@ def logs(
         raise ValidationError("--grep", grep, "expected a text of one line")
     after = None if since is None else moment(since, time.time())
     training = Client().get(name)
+    highest = training.last.spec.world_size.max - 1
+    if rank is not None and rank > highest:
+        raise ValidationError("--rank", rank, f"expected at most {highest}: the ranks of {name}")
     printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed)
-    printer.width = len(str(training.last.spec.world_size.max - 1))
+    printer.width = len(str(highest))
     chosen: dict[str, Any] = {"since": after, "search": grep, "ignore_case": ignore_case}
     lines = (
         training.logs(rank=rank, tail=tail, follow=True, **chosen)
