@@ -54,7 +54,8 @@ def per_call(folder: Path) -> dict[str, float]:
         used[f"{name}_cpu_us"] = (time.thread_time() * 1e6 - began_us) / CALLS
         used[f"{name}_mean_us"] = (time.perf_counter() - begun) / CALLS * 1e6
     reporter.flush()
-    result = {"mean_us": used.pop("report_mean_us"), "first_us": first_us, **used}
+    own = {"mean_us": used.pop("report_mean_us"), "cpu_us": used.pop("report_cpu_us")}
+    result = {**own, "first_us": first_us, **used}
     for name, times in seen.items():
         times.sort()
         result[f"{name}_median_us"] = times[len(times) // 2]
@@ -72,11 +73,12 @@ def tensorboard(folder: Path) -> dict[str, float] | None:
     except ImportError:
         return None
     writer = SummaryWriter(str(folder))
-    begun = time.perf_counter()
+    begun, began_us = time.perf_counter(), time.thread_time() * 1e6
     for step in range(CALLS):
         writer.add_scalar("loss", 0.5, step)
         writer.add_scalar("tokens", 4096, step)
     mean_us = (time.perf_counter() - begun) / CALLS * 1e6
+    cpu_us = (time.thread_time() * 1e6 - began_us) / CALLS
     writer.close()
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     before = time.process_time()
@@ -84,7 +86,12 @@ def tensorboard(folder: Path) -> dict[str, float] | None:
     accumulated.Reload()
     points = sum(len(accumulated.Scalars(name)) for name in ("loss", "tokens"))
     read_us = (time.process_time() - before) / points * 1e6
-    return {"mean_us": mean_us, "read_us_a_point": read_us, "bytes_a_point": size / points}
+    return {
+        "mean_us": mean_us,
+        "cpu_us": cpu_us,
+        "read_us_a_point": read_us,
+        "bytes_a_point": size / points,
+    }
 
 
 def read_path(folder: Path) -> dict[str, float]:

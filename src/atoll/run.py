@@ -118,7 +118,11 @@ def build(
     deliverer = Deliverer(store.outbox, trusted=[NAMESPACE])
     clock = machine_clock(where / "clock")
     controller = Controller(
-        store, executors, clock=clock, on_pass=lambda done: gauges.reconciled(done.seconds)
+        store,
+        executors,
+        clock=clock,
+        on_pass=lambda done: gauges.reconciled(done.seconds),
+        quiet_s=series.stillness.quiet_s,
     )
 
     @contextlib.asynccontextmanager

@@ -4,6 +4,7 @@ ranks print is only ever text."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ def test_a_failure_is_understood_from_its_page_and_nothing_a_rank_says_is_markup
     page.wait_for_selector(".seq >> text=Rank 1 exited with code 7")
     page.wait_for_selector(".tally >> text=2 stopped with the rest")
     page.wait_for_selector(f".logs li:has-text({HOSTILE!r})")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", page.inner_text(".logs li time >> nth=0"))
     page.wait_for_selector(".chart h3:has-text('loss')")
     page.wait_for_selector(f"option:text-is({HOSTILE!r})", state="attached")
     assert page.locator("main img").count() == 0

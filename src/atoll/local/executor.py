@@ -162,7 +162,7 @@ class LocalBackend:
     """The Executor of `core/ports.py` for this machine."""
 
     name = "local"
-    sees_stalls = True
+    restarts_stalled = True
 
     def __init__(
         self,

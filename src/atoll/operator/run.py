@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atoll.controller.loop import Controller
+from atoll.controller.reconcile import unknown
 from atoll.controller.sweep import keep_swept
 from atoll.core.clock import Time
 from atoll.core.config import RoundStore
@@ -282,6 +283,7 @@ async def _lead(
                     {executor.name: executor},
                     clock=lambda: Time(cluster.time()),
                     on_pass=lambda done: gauges.reconciled(done.seconds),
+                    quiet_s=unknown if shown is None else shown.series.stillness.quiet_s,
                 )
                 tasks.create_task(controller.run())
                 tasks.create_task(keep_swept(store, executor))

@@ -334,10 +334,11 @@ def _kept(value: Any) -> Any:
         return value
     if hasattr(value, "block_until_ready"):  # JAX; it never changes
         return value
-    device = getattr(value, "device", None)
-    if device is not None and getattr(device, "type", "cpu") != "cpu":
-        return value.detach().clone()
     try:
+        if hasattr(value, "detach"):  # torch, which warns of numbers that still have a gradient
+            value = value.detach()
+            if value.device.type != "cpu":
+                return value.clone()
         return None if value is None else float(value)
     except Exception as error:  # of whatever library the value is from
         return _NoNumber(str(error))

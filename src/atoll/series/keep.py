@@ -22,10 +22,12 @@ from msgspec.structs import replace
 from atoll.core.errors import ValidationError
 from atoll.core.escapes import visible
 from atoll.core.rounds import RoundWord
+from atoll.core.series import MACHINE
 from atoll.rank.figures import MAX_NAME, MOST_BATCH
 from atoll.series.copies import Losses, SeriesKey, pack, unpack
 from atoll.series.fold import LEAST_BUCKETS, MEAN, Series, point_of
 from atoll.series.rounds import MOST_FRAGMENTS, RoundKeeper, transaction
+from atoll.series.stillness import ReportedStillness
 
 MOST_BUCKETS = 2_000  # of one series
 MOST_OF_TRAINING = 1_000_000  # buckets of all series of a training
@@ -67,6 +69,7 @@ class _Wire(msgspec.Struct, frozen=True):
     figures: dict[str, list[list[float | str | None]]]
     skipped: int = 0
     rounds: list[RoundWord] = []
+    still: float | None = None
 
 
 class Batch(NamedTuple):
@@ -80,6 +83,7 @@ class Batch(NamedTuple):
     points: dict[str, list[tuple[float, ...]]]
     skipped: int
     rounds: list[RoundWord]
+    still_s: float | None  # for how long the rank has printed nothing and used no CPU
 
 
 class OneSeries(NamedTuple):
@@ -152,6 +156,7 @@ def decode_batch(line: bytes) -> Batch:
         names,
         max(0, wire.skipped),
         [_checked(word, wire.rank) for word in wire.rounds],
+        wire.still if wire.still is None or wire.still >= 0 else None,
     )
 
 
@@ -185,6 +190,7 @@ class SeriesKeeper:
         self._db.executescript(_SCHEMA)
         self.rounds = RoundKeeper(self._db, self._lock)
         self._taken: Counter[str] = Counter()  # batches, since this process began
+        self.stillness = ReportedStillness()
 
     def close(self) -> None:
         with self._lock:
@@ -212,6 +218,7 @@ class SeriesKeeper:
                 for _, batch in new:
                     self.rounds.add_words(uid, batch.rounds)
             for line, batch in new:
+                self._note_move(uid, batch)
                 kept.fold(batch)
                 kept.logged_bytes += len(line)
             self._taken[uid] += len(new)
@@ -264,6 +271,12 @@ class SeriesKeeper:
                 if key[2] in names and len(series)
             }
 
+    def _note_move(self, uid: str, batch: Batch) -> None:
+        has_report = any(not name.startswith(MACHINE) for name in batch.points)
+        self.stillness.note(
+            uid, batch.rank, still_s=batch.still_s, has_report=has_report or bool(batch.rounds)
+        )
+
     def _is_logged(self, uid: str) -> bool:
         query = "select 1 from batches where uid = ? limit 1"
         return self._db.execute(query, (uid,)).fetchone() is not None
@@ -291,6 +304,7 @@ class SeriesKeeper:
         self._held.pop(uid, None)
         for counts in (self._taken, self.rounds.changes):
             counts.pop(uid, None)
+        self.stillness.forget(uid)
         for table in ("series", "batches", "lives", "finished_reports", "losses"):
             self._db.execute(f"delete from {table} where uid = ?", (uid,))
         self.rounds.remove(uid)

@@ -31,9 +31,9 @@ def admitted(
     if executor is None:
         raise ValidationError("executor", name, plane.setup.refusal(name, plane.executors))
     plane.setup.check_namespace(name, namespace)
-    if spec.stall_s is not None and not getattr(executor, "sees_stalls", False):
-        expected = f"expected none: the executor {name!r} cannot see whether its ranks move"
-        raise ValidationError("stall_s", spec.stall_s, expected)
+    if spec.stall_restart and not getattr(executor, "restarts_stalled", False):
+        expected = f"expected none: the executor {name!r} starts no rank again that stands still"
+        raise ValidationError("stall_restart", True, expected)
     spec = replace(spec, executor=name)
     if isinstance(executor, Checking):
         executor.check(spec)

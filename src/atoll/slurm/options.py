@@ -24,7 +24,7 @@ OURS = frozenset(
     {
         *("--array", "-a", "--job-name", "-J", "--requeue", "--no-requeue", "--wrap", "--parsable"),
         *("--output", "-o", "--error", "-e", "--open-mode", "--chdir", "-D", "--ntasks", "-n"),
-        *("--nodes", "-N", "--test-only", "--wait", "-W", "--hold", "-H"),
+        *("--nodes", "-N", "--test-only", "--wait", "-W", "--hold", "-H", "--clusters", "-M"),
     }
 )
 NAMED = ("partition", "account", "qos", "constraint", "reservation", "gres")

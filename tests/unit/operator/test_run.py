@@ -22,7 +22,7 @@ NEAR["status"]["hostIP"] = "127.0.0.1"
 class Passing:
     """A controller that makes one pass, in which it sees a rank on a node, and waits."""
 
-    def __init__(self, store: Any, executors: Any, *, clock: Any, on_pass: Any) -> None:
+    def __init__(self, store: Any, executors: Any, *, clock: Any, on_pass: Any, **_: Any) -> None:
         self._executors = executors
         self._on_pass = on_pass
 

@@ -119,11 +119,11 @@ def test_events_before_a_webhook_was_made_are_not_for_it() -> None:
 def test_what_a_killed_leader_had_not_delivered_the_next_one_does_with_the_same_id() -> None:
     async def story(cluster: Objects) -> None:
         first, second = Life(cluster), Life(cluster)
-        add(first, "*")
-        raw = happened(training(), "Accepted", ago_s=90.0)
+        add(first, "*", ago_s=1000.0)
+        raw = happened(training(), "Accepted", ago_s=900.0)
         first.hooks.note(raw)
         assert len(first.deliver()) == 1
-        raw = happened(raw, "Failed", ago_s=30.0)
+        raw = happened(raw, "Failed", ago_s=800.0)
         first.hooks.note(raw)
         (waiting,) = first.due()
         await first.hooks.save()

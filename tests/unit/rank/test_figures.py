@@ -232,6 +232,17 @@ def test_what_an_accelerator_still_computes_is_not_waited_for(
     assert batch["figures"]["loss"][0][2] == 0.5
 
 
+def test_a_loss_that_still_has_its_gradient_is_taken_without_a_word(
+    reporter: Reporter, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch = pytest.importorskip("torch")
+    loss = (torch.ones(2, requires_grad=True) * 2).sum()
+    reporter.add(1, {"loss": loss})
+    reporter.flush()
+    assert not recwarn.list
+    assert lines(tmp_path)[0]["figures"]["loss"][0][2] == 4.0
+
+
 def test_outside_a_training_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ATOLL_REPORTS", raising=False)
     started: list[object] = []
