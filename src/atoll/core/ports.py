@@ -94,8 +94,8 @@ class Trying(Protocol):
 class Ignoring(Protocol):
     """An executor that runs a training also where it cannot honour all of its spec."""
 
-    def ignored(self, spec: TrainingSpec) -> str:
-        """One line that names the fields, their values and why; empty if it honours all."""
+    def ignored(self, spec: TrainingSpec) -> Mapping[str, str]:
+        """Why, by the name in Python of each field without effect here, asked for or not."""
 
 
 @runtime_checkable

@@ -35,6 +35,7 @@ from atoll.slurm.read import QueuedTask, best_of, read_queue
 from atoll.slurm.render import (
     LOGS,
     RECORDS,
+    TIMES_FILE,
     chunks,
     command_env,
     render_command,
@@ -113,6 +114,9 @@ class SlurmBackend(RecordedBackend):
 
     def check(self, spec: TrainingSpec) -> None:
         self.options.check(spec)
+
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        return self.options.ignored(spec)
 
     async def try_out(self, spec: TrainingSpec) -> None:
         """By `sbatch --test-only`. Words that may be of the moment, such as nodes that are drained,
@@ -198,6 +202,9 @@ class SlurmBackend(RecordedBackend):
 
     def launch(self, training: Training) -> Json:
         launch = super().launch(training)
+        # By the wrapper, as it is its output that is the log. A path may hold braces.
+        folder = str(self.log_folder(training)).replace("{", "{{").replace("}", "}}")
+        launch["times"] = f"{folder}/{{rank}}/{TIMES_FILE}"
         if self.options.container is not None:  # it is a folder of the image
             launch["folder"] = ""
         return launch

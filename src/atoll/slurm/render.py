@@ -14,6 +14,7 @@ from atoll.slurm.options import SlurmOptions
 
 RECORDS, LOGS = "records", "logs"
 LOG_FILE = f"{0:020d}.log"  # as `rank/ranklog.py` names a log that is never cut
+TIMES_FILE = f"{0:020d}.times"  # as `rank/logtimes.py` names its times
 # The control plane's own secrets and addresses are not passed on to ranks.
 WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
 # Variables of sbatch that would change which job is which rank's, or keep sbatch waiting.
