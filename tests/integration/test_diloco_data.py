@@ -112,6 +112,19 @@ def test_what_a_loader_fetched_ahead_is_not_committed(workers: int, accumulation
     assert not set(again) & set(stepped)
 
 
+def test_loaders_whose_batches_cannot_be_counted_are_refused() -> None:
+    dataset = TensorDataset(torch.arange(40))
+    _, _, diloco = outer(None, 0, 1)
+    with diloco:
+        data = diloco.shard(dataset, batch=4)
+        with pytest.raises(ValidationError, match="batch_sampler=data.sampler"):
+            data.loader(DataLoader(dataset, batch_size=4))
+        # A slow batch would be counted as the quick one that came in its place.
+        loader = DataLoader(dataset, batch_sampler=data.sampler, num_workers=2, in_order=False)
+        with pytest.raises(ValidationError, match="in_order: False"):
+            data.loader(loader)
+
+
 def _train(model: Any, inner: Any, batch: Any) -> list[int]:
     step(model, inner, batch, 0)
     inner.step()
