@@ -69,8 +69,8 @@ def _arrow(start: str, end: str, places: dict[str, Point], edges: list[tuple[str
         aside = ((y2 - y1) / length * 7, (x1 - x2) / length * 7)
         x1, y1, x2, y2 = x1 + aside[0], y1 + aside[1], x2 + aside[0], y2 + aside[1]
     return (
-        f'<path d="M{x1:.0f} {y1:.0f} {x2:.0f} {y2:.0f}" marker-end="url(#tip)">'
-        f"<title>{escape(start)} to {escape(end)}</title></path>"
+        f'<path d="M{x1:.0f} {y1:.0f} {x2:.0f} {y2:.0f}" marker-end="url(#tip)" '
+        f'aria-label="{escape(start)} to {escape(end)}"/>'
     )
 
 

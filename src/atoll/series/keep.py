@@ -27,7 +27,7 @@ from atoll.rank.figures import MAX_NAME, MOST_BATCH
 from atoll.series.copies import Losses, SeriesKey, pack, unpack
 from atoll.series.fold import LEAST_BUCKETS, MEAN, Series, point_of
 from atoll.series.rounds import MOST_FRAGMENTS, RoundKeeper, transaction
-from atoll.series.stillness import Stillness
+from atoll.series.stillness import ReportedStillness
 
 MOST_BUCKETS = 2_000  # of one series
 MOST_OF_TRAINING = 1_000_000  # buckets of all series of a training
@@ -190,7 +190,7 @@ class SeriesKeeper:
         self._db.executescript(_SCHEMA)
         self.rounds = RoundKeeper(self._db, self._lock)
         self._taken: Counter[str] = Counter()  # batches, since this process began
-        self.stillness = Stillness()
+        self.stillness = ReportedStillness()
 
     def close(self) -> None:
         with self._lock:

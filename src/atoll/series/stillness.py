@@ -21,7 +21,7 @@ class _Heard:
     told_at: float | None = None  # when a report came last, by the steady clock
 
 
-class Stillness:
+class ReportedStillness:
     """Its methods may be called from several threads."""
 
     def __init__(

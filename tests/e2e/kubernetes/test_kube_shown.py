@@ -53,15 +53,16 @@ class Operators:
         self.running: dict[str, Operator] = {}
         self.token = ""
 
-    def start(self, name: str, host: str = "127.0.0.1", *options: str) -> None:
+    def start(self, name: str, *options: str, pods_reach: str = "") -> None:
+        """`pods_reach`: the address of this machine, as pods see it."""
         port = self.ports[name] = free_port()
         first = self.ports[next(iter(self.ports))]
         self.running[name] = self._start(
             name,
-            *("--host", host, "--port", str(port)),
-            *("--reports-uri", f"http://{host}:{first}", *options),
+            *("--host", "0.0.0.0" if pods_reach else "127.0.0.1", "--port", str(port)),
+            *("--reports-uri", f"http://{pods_reach or '127.0.0.1'}:{first}", *options),
         )
-        wait_for("the server is ready", lambda: self._is_ready(f"http://{host}:{port}"))
+        wait_for("the server is ready", lambda: self._is_ready(f"http://127.0.0.1:{port}"))
         if not self.token:
             self.token = self._new_token(self.running[name])
 
@@ -85,8 +86,8 @@ class Operators:
         except OSError:
             return False
 
-    def client(self, name: str, host: str = "127.0.0.1") -> atoll.Client:
-        return atoll.Client(url=f"http://{host}:{self.ports[name]}", token=self.token)
+    def client(self, name: str) -> atoll.Client:
+        return atoll.Client(url=f"http://127.0.0.1:{self.ports[name]}", token=self.token)
 
     def leader(self) -> str:
         lease = self.space.json("get", "lease", "atoll-operator")
@@ -103,8 +104,8 @@ def environment_of(pod: Json) -> dict[str, str]:
     (container,) = [c for c in pod["spec"]["containers"] if c["name"] == "rank"]
     found = {}
     for variable in container["env"]:
-        if "value" in variable:
-            found[variable["name"]] = variable["value"].replace("$$", "$")
+        if "valueFrom" not in variable:
+            found[variable["name"]] = variable.get("value", "").replace("$$", "$")
             continue
         path = variable["valueFrom"].get("fieldRef", {}).get("fieldPath", "")
         if path.startswith("metadata.annotations['"):
@@ -134,7 +135,7 @@ def deploy(client: atoll.Client, space: Space, ranks: int = 2) -> tuple[Any, lis
     return training, space.pods()
 
 
-def asked(client: atoll.Client, ask: Callable[[], Any]) -> Any:
+def asked(ask: Callable[[], Any]) -> Any:
     """The answer, once an operator leads."""
     answer = None
 
@@ -156,7 +157,7 @@ def test_what_a_process_with_a_pods_environment_reports_is_in_series_and_goes_wi
     operators.start("one")
     with operators.client("one") as client:
         training, pods = deploy(client, space)
-        asked(client, training.series)
+        asked(training.series)
         for pod in pods:
             report_as(pod, 0, 5)
         table = training.series("loss")
@@ -185,7 +186,7 @@ def test_what_a_process_with_a_pods_environment_reports_is_in_series_and_goes_wi
         copies = space.json("get", "configmaps", "-l", "atoll.dev/series")["items"]
         assert [c["metadata"]["labels"]["atoll.dev/training"] for c in copies] == ["tiny"]
         operators.running["one"].start()
-        asked(client, training.series)
+        asked(training.series)
         training.delete()
         wait_for(
             "its series are gone",
@@ -200,7 +201,7 @@ def test_another_operator_goes_on_with_the_series_and_what_was_lost_is_counted(
     operators.start("one")
     with operators.client("one") as client:
         training, pods = deploy(client, space)
-        asked(client, training.series)
+        asked(training.series)
         report_as(pods[0], 0, 5)
     operators.start("two")
     with operators.client("two") as client:
@@ -210,7 +211,7 @@ def test_another_operator_goes_on_with_the_series_and_what_was_lost_is_counted(
         report_as(pods[1], 0, 3)
         operators.running["one"].process.terminate()  # it copies what is new
         operators.running["one"].process.wait(30)
-        table = asked(client, lambda: training.series("loss"))
+        table = asked(lambda: training.series("loss"))
         assert operators.leader() == "two"
         assert training.rounds()["round"] == [0, 1, 2, 3, 4]
         assert sorted(table["step"]) == [0, 0, 1, 1, 2, 2, 3, 4]
@@ -256,9 +257,9 @@ def test_a_webhook_is_told_by_the_leader_and_after_its_death_by_the_next(
     operators: Operators, space: Space, receiver: Receiver
 ) -> None:
     private = ("--private-webhooks", space.name)
-    operators.start("one", "127.0.0.1", *private)
+    operators.start("one", *private)
     with operators.client("one") as client:
-        hook = asked(client, lambda: client.add_webhook(receiver.url, ["Accepted", "Cancelled"]))
+        hook = asked(lambda: client.add_webhook(receiver.url, ["Accepted", "Cancelled"]))
         assert client.test_webhook(hook.id).is_accepted
         training, _ = deploy(client, space)
         wait_for("it was told", lambda: len(receiver.ids("Accepted")) == 1)
@@ -268,9 +269,9 @@ def test_a_webhook_is_told_by_the_leader_and_after_its_death_by_the_next(
         wait_for("it is tried", lambda: receiver.ids("Cancelled"))
     operators.running["one"].kill()
     receiver.status = 200
-    operators.start("two", "127.0.0.1", *private)
+    operators.start("two", *private)
     with operators.client("two") as client:
-        asked(client, client.webhooks)
+        asked(client.webhooks)
         wait_for("it was told again", lambda: client.webhooks()[0].delivered >= 2)
         (found,) = client.webhooks()
         assert (found.id, found.secret) == (hook.id, None)
@@ -287,7 +288,7 @@ def test_a_webhook_of_a_namespace_that_is_not_trusted_stays_outside_of_the_clust
 ) -> None:
     operators.start("one")
     with operators.client("one") as client:
-        asked(client, client.webhooks)
+        asked(client.webhooks)
         with pytest.raises(atoll.ValidationError, match="public internet"):
             client.add_webhook(receiver.url, ["*"])
 
@@ -306,9 +307,8 @@ time.sleep(3)
 def test_ranks_in_pods_report_and_what_they_use_is_measured(
     operators: Operators, space: Space
 ) -> None:
-    node = space.site.nodes[0]
-    operators.start("one", node.gateway)
-    with operators.client("one", node.gateway) as client:
+    operators.start("one", pods_reach=space.site.nodes[0].gateway)
+    with operators.client("one") as client:
         training = client.deploy_distributed(
             name="tiny",
             command=["python", "-c", SCRIPT],
@@ -317,9 +317,46 @@ def test_ranks_in_pods_report_and_what_they_use_is_measured(
             code=False,
         )
         training.wait_until_complete(timeout=100)
-        table = asked(client, lambda: training.series("loss"))
+        table = asked(lambda: training.series("loss"))
         for rank in (0, 1):
             own = [s for r, s in zip(table["rank"], table["step"], strict=True) if r == rank]
             assert own == list(range(20))
         names = set(training.series()["name"])
         assert {"machine/memory", "machine/threads"} <= names
+
+
+# Rank 1 does nothing at all until it is told to go on; rank 0 goes on printing.
+STILL = """
+[ $RANK = 0 ] || while [ ! -e /tmp/go ]; do sleep 5; done
+while [ ! -e /tmp/end ]; do echo on; sleep 0.5; done
+"""
+
+
+@pytest.mark.usefixtures("pods")
+def test_a_rank_in_a_pod_that_does_not_move_is_told_of_until_it_does(
+    operators: Operators, space: Space
+) -> None:
+    def do(rank: int, path: str) -> None:
+        (pod,) = space.pods(rank)
+        space.kubectl("exec", pod["metadata"]["name"], "--", "sh", "-c", f"echo > {path}")
+
+    operators.start("one", pods_reach=space.site.nodes[0].gateway)
+    with operators.client("one") as client:
+        training = client.deploy_distributed(
+            name="tiny",
+            command=["sh", "-c", STILL],
+            image=ATOLL,
+            world_size=2,
+            stall_s=8,
+            code=False,
+        )
+        assert "FieldsIgnored" not in [e.reason for e in training.events()]
+        space.until("tiny", "told", lambda s: "1" in s.get("stalled", {}), timeout=120)
+        do(1, "/tmp/go")
+        space.until("tiny", "it moves", lambda s: "1" not in s.get("stalled", {}), timeout=120)
+        do(0, "/tmp/end")
+        do(1, "/tmp/end")
+        training.wait_until_complete(timeout=100)
+        told = [e.message for e in training.events() if e.reason in ("RankStalled", "RankMoves")]
+        assert any(words.startswith("rank 1 has reported nothing") for words in told)
+        assert "rank 1 moves again" in told

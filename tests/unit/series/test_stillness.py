@@ -11,7 +11,7 @@ import pytest
 from atoll.rank.figures import Teller, batch_of
 from atoll.rank.machine_use import batch_of as wrapper_batch
 from atoll.series.keep import SeriesKeeper, decode_batch
-from atoll.series.stillness import Stillness
+from atoll.series.stillness import ReportedStillness
 
 STARTED = 1000.0
 
@@ -20,8 +20,8 @@ class Clocks:
     def __init__(self) -> None:
         self.now = STARTED + 1.0
 
-    def stillness(self) -> Stillness:
-        return Stillness(lambda: self.now, lambda: self.now - 500.0)
+    def stillness(self) -> ReportedStillness:
+        return ReportedStillness(lambda: self.now, lambda: self.now - 500.0)
 
 
 def test_a_rank_is_quiet_for_as_long_as_its_wrapper_says_and_it_reports_nothing() -> None:
