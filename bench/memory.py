@@ -1,9 +1,11 @@
 """Host memory of a DiLoCo round, as multiples of the model in fp32.
 
-Every replica is a process of its own. Its baseline is what it has in memory with the model, the
-gradients and the inner optimiser in place, before there is a DiLoCo; peaks are those of the
-kernel's resident set, above the baseline: while it joins, in a round that saves a checkpoint, and
-in one that does not. `--source` measures another checkout of the package.
+Every replica is a process of its own, or `--processes` of them that share the model by FSDP2: the
+model is what one process holds of it. The baseline is what the process has in memory with the
+model, the gradients and the inner optimiser in place, before there is a DiLoCo; peaks are those of
+the kernel's resident set, above the baseline: while it joins, in a round that saves a checkpoint,
+and in one that does not. `beyond` is what the highest of them is above 3 times the model (4 times
+with a lossy codec), in MiB. `--source` measures another checkout of the package.
 """
 
 from __future__ import annotations
@@ -38,18 +40,21 @@ def replica(uri: str, rank: int, size: int, options: dict[str, Any]) -> dict[str
 
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    mib, codec, overlap = options["mib"], options["codec"], options["overlap"]
+    codec, overlap = options["codec"], options["overlap"]
     # A few large tensors and many small ones, as in a language model.
     width = 1024
-    rows = mib * MIB // 4 // width
+    rows = options["mib"] * options["processes"] * MIB // 4 // width
     model = torch.nn.ParameterList(
         [torch.nn.Parameter(torch.randn(rows // 2, width))]
         + [torch.nn.Parameter(torch.randn(rows // 32, width)) for _ in range(16)]
     )
-    total = sum(4 * p.numel() for p in model.parameters())
+    if options["processes"] > 1:
+        share_model(model, uri, rank, options)
+    total = sum(4 * local(p).numel() for p in model.parameters())
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     for p in model.parameters():
-        p.grad = torch.empty_like(p).normal_()
+        p.grad = torch.zeros_like(p)
+        local(p.grad).normal_()
 
     from atoll.diloco import DiLoCo
 
@@ -82,21 +87,45 @@ def replica(uri: str, rank: int, size: int, options: dict[str, Any]) -> dict[str
             note("save" if number == 1 or number % 3 == 0 else "round")
         assert diloco.round == 6, diloco.round
         assert all(len(r.roster) == size for r in diloco.reports), diloco.reports
-    return peaks
+    most = (3 if codec == "fp32" else 4) * total
+    beyond = (max(peaks.values()) * total - most) / MIB
+    return {**peaks, "beyond": beyond}
+
+
+def local(value: Any) -> Any:
+    """What this process has of a parameter."""
+    value = value.detach()
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def share_model(model: Any, uri: str, rank: int, options: dict[str, Any]) -> None:
+    """All processes of the replica call it; each has its piece of every parameter then."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    size = options["processes"]
+    meet = f"file://{uri}.meet.{rank}"
+    dist.init_process_group("gloo", init_method=meet, rank=options["process"], world_size=size)
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
 
 
 def measure(source: Path, size: int, options: dict[str, Any]) -> dict[str, float]:
     """The highest of all replicas; a checkpoint is saved by the first of them."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
-        command = [sys.executable, __file__, "--replica", json.dumps(options), "--uri", folder]
+        command = [sys.executable, __file__, "--uri", f"{folder}/store", "--replicas", str(size)]
         environment = os.environ | {"PYTHONPATH": str(source)}
+        if options["processes"] > 1:
+            # Only the replica's own rank is told: the processes of a replica have one of their own.
+            environment["ATOLL_WORLD_MAX"] = str(size)
         processes = [
             subprocess.Popen(
-                [*command, "--rank", str(rank), "--replicas", str(size)],
-                env=environment,
+                [*command, "--rank", str(rank), "--replica", json.dumps(each)],
+                env=environment | {"ATOLL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
             )
             for rank in range(size)
+            for each in [{**options, "process": at} for at in range(options["processes"])]
         ]
         peaks = [json.loads(process.communicate()[0]) for process in processes]
     return {what: round(max(each[what] for each in peaks), 2) for what in peaks[0]}
@@ -106,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1, help="of each replica")
     parser.add_argument("--codec", action="append")
     parser.add_argument("--overlap", type=int, action="append")
     parser.add_argument("--source", type=Path, default=HERE, help="folder that holds atoll/")
@@ -123,7 +153,10 @@ def main() -> None:
     results = json.loads(options.results.read_text()) if is_there else {}
     for overlap in options.overlap or [0]:
         for codec in options.codec or ["fp32", "int4"]:
-            shape = {"mib": options.mib, "codec": codec, "overlap": overlap}
+            shape = {
+                "mib": options.mib, "codec": codec, "overlap": overlap,
+                "processes": options.processes,
+            }  # fmt: skip
             peaks = measure(options.source, options.replicas, shape)
             row = {"replicas": options.replicas, **shape, "times_fp32_size": peaks}
             print(options.label, row, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,13 @@ if _SOURCE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [_SOURCE, os.environ.get("PYTHONPATH", "")])
     )
+
+if find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # How long a busy machine takes for an example says nothing about a test.
+    settings.register_profile("atoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("atoll")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -33,6 +33,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from atoll.diloco import DiLoCo
 
@@ -48,14 +55,6 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def cut(kind: str, model: nn.Module, processes: int) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if kind == "fsdp":
@@ -145,6 +144,8 @@ def is_needed(folder: Path, world: dict[str, Any], rank: int, life: int) -> bool
 
     All processes of a replica must see the same, so only replica 0, of one process, goes by files.
     """
+    if not life and any(death[0] == rank for death in world.get("deaths", [])):
+        return True  # rounds may have gone on without it: its step is still to come
     if rank:
         return life < kills_of(world, rank)
     others = range(1, len(world["replicas"])) if world.get("kills") else ()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -181,6 +182,38 @@ def test_the_model_trains_on_while_a_round_is_on_its_way() -> None:
     assert report.roster == (0,)
     assert report.bytes_up > 0
     assert loop.metrics()["rounds"] == 1
+
+
+class LateJob:
+    """Gives the result of a job when as much time has passed since its end as it took."""
+
+    def __init__(self, job: Any) -> None:
+        self._job = job
+
+    def result(self) -> Any:
+        commit, started, ended = self._job.result()
+        while time.monotonic() - ended <= ended - started:
+            time.sleep(0.001)
+        return commit, started, ended
+
+
+def test_what_was_hidden_counts_though_the_model_wakes_up_late() -> None:
+    """On a busy machine the thread that waits for a round goes on long after the round ended."""
+    store = Gate.open(f"memory:///{uuid.uuid4()}")
+    store.reached, store.opened = threading.Event(), threading.Event()
+    model = net(0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(
+        model, inner, sync_every=5, overlap_steps=3, uri=store, rank=0, world_size=1
+    ) as loop:
+        train(model, inner, 0, 4)
+        assert store.reached.wait(60)
+        assert loop._pending is not None
+        loop._pending = loop._pending._replace(job=LateJob(loop._pending.job))  # type: ignore[arg-type]
+        store.opened.set()
+        train(model, inner, 1, 1)
+    (report,) = loop.reports
+    assert 0 < report.hidden_s
 
 
 def test_a_state_goes_on_to_the_bit() -> None:

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
@@ -343,17 +344,56 @@ def test_a_run_goes_on_with_its_data_in_a_world_of_another_size() -> None:
         batches = iter(diloco.shard(120, batch=4))
         for _ in range(12):
             first += _train(model, inner, next(batches))
+    # The run knows of one replica only. It would go on alone if it came first, and what the other
+    # has trained until then would be in vain: both are there before the first of them trains.
+    are_here = threading.Barrier(2, timeout=100)
 
     def replica(rank: int) -> list[int]:
-        model, inner, diloco = outer(blobs, rank, 2)
+        model, inner, diloco = outer(blobs, rank, 2, min_replicas=2)
         with diloco:
             assert diloco.round == 3
+            are_here.wait()
             return [
                 at for batch in diloco.shard(120, batch=4) for at in _train(model, inner, batch)
             ]
 
     one, two = world(2, replica)
+    assert one
+    assert two
     assert sorted(first + one + two) == list(range(120))
+
+
+def test_a_replica_that_comes_when_others_go_on_without_it_uses_nothing_twice() -> None:
+    """The run knows of one replica only, which waits for nobody; another one has begun to train."""
+    blobs = store()
+    is_training, has_gone_on = threading.Event(), threading.Event()
+
+    def replica(rank: int) -> Any:
+        model, inner, diloco = outer(blobs, rank, 2, min_replicas=1, grace_s=0.2)
+        trained: list[int] = []
+        with diloco:
+            for batch in diloco.shard(200, batch=4):
+                trained += _train(model, inner, batch)
+                if rank:
+                    is_training.set()
+                    assert has_gone_on.wait(100)
+                else:
+                    assert is_training.wait(100)
+                    if diloco.round > 1:
+                        has_gone_on.set()
+            return trained, diloco.data_report()
+
+    model, inner, alone = outer(blobs, 0, 2, min_replicas=1, grace_s=0.2)
+    with alone:
+        batches = iter(alone.shard(200, batch=4))
+        first = [at for _ in range(4) for at in _train(model, inner, next(batches))]
+    (one, report), (two, other) = world(2, replica)
+    for each in (report, other):
+        used = [at for use in each.rounds for at in ranges.positions(use.ranges)]
+        assert sorted(used) == list(range(200))
+        assert each.used == 200
+    in_vain = report.in_vain + other.in_vain
+    assert len(first) + len(one) + len(two) == 200 + in_vain
 
 
 def test_a_run_that_began_without_a_ledger_goes_on_with_one() -> None:

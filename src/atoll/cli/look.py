@@ -120,8 +120,11 @@ def logs(
     after = None if since is None else moment(since, time.time())
     client = Client()
     training = client.get(name)
+    highest = training.last.spec.world_size.max - 1
+    if rank is not None and rank > highest:
+        raise ValidationError("--rank", rank, f"expected at most {highest}: the ranks of {name}")
     printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed, is_live=is_followed)
-    printer.width = len(str(training.last.spec.world_size.max - 1))
+    printer.width = len(str(highest))
     chosen: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
     who = Who(training.name, training.uid)
     position = Position(who, None if rank is None else [rank], tail, is_followed, chosen)

@@ -18,6 +18,7 @@ _SUFFIX = 5
 _RUNNERS = re.compile(
     r"(python|pypy)[\d.]*|torchrun|accelerate|deepspeed|(ba|z)?sh|env|uv|nice|nohup|time|timeout"
 )
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _SCRIPTS = (".py", ".sh", ".bash")
 
 
@@ -36,7 +37,11 @@ def program(command: Sequence[str], options: Mapping[str, Any]) -> list[str]:
 
 def _check(word: str, path: Path) -> None:
     expected = ""
-    if word.endswith(".ipynb"):
+    if len(word.split()) > 1 and not path.exists():
+        expected = "a program: this is one word. Leave out the quotes, or put 'sh -c' before it"
+    elif _ASSIGNED.match(word) and not path.exists():
+        expected = f"a program: variables are set by -e {word}"
+    elif word.endswith(".ipynb"):
         expected = "a .py: 'jupyter nbconvert --to script' makes one of a notebook"
     elif word.endswith(".py") and not path.is_file():
         expected = f"a file: there is none at {path.absolute()}"

@@ -188,9 +188,16 @@ class TrainingPage(NamedTuple):
 class Store(Protocol):
     """Where trainings are kept. Every write has a version; versions only grow."""
 
-    async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
-        """Stores it. A repeated key returns the training it created. Raises Conflict if the name is
-        taken, and NotFound if its code is a digest of code that is not stored."""
+    async def create(
+        self,
+        training: Training,
+        *,
+        idempotency_key: str | None = None,
+        events: Sequence[Event] = (),
+    ) -> Training:
+        """Stores it with its first events. A repeated key returns the training it created, and adds
+        nothing. Raises Conflict if the name is taken, and NotFound if its code is a digest of code
+        that is not stored."""
 
     async def get(self, key: Key) -> Training:
         """Raises NotFound."""

@@ -17,6 +17,8 @@ from atoll.diloco.allreduce.team import Solo
 if TYPE_CHECKING:
     import torch
 
+MOST_KEPT = 1 << 22  # values of a slice whose memory is used again
+
 
 class ProcessTeam:
     """One process of a replica of several. Used by one thread at a time."""
@@ -34,6 +36,7 @@ class ProcessTeam:
             backend="gloo",
             use_local_synchronization=len(self.ranks) < dist.get_world_size(),
         )
+        self._rooms: dict[str, torch.Tensor] = {}
 
     def share(self, word: Any) -> list[Any]:
         import torch.distributed as dist
@@ -43,30 +46,42 @@ class ProcessTeam:
         return words
 
     def all_to_all(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """What each process has for this one: `sizes` values. `parts` are for each of them."""
+        """What each process has for this one: `sizes` values. `parts` are for each of them.
+
+        It is in memory that the next call uses again.
+        """
         import torch
         import torch.distributed as dist
 
-        into = torch.empty(sum(sizes), dtype=torch.float32)
-        dist.all_to_all_single(
-            into,
-            torch.cat(list(parts)) if parts else torch.empty(0),
-            list(sizes),
-            [part.numel() for part in parts],
-            group=self._group,
-        )
+        counts = [part.numel() for part in parts]
+        out, into = self._room("out", sum(counts)), self._room("into", sum(sizes))
+        for room, part in zip(torch.split(out, counts), parts, strict=True):
+            room.copy_(part)
+        dist.all_to_all_single(into, out, list(sizes), counts, group=self._group)
         return list(torch.split(into, list(sizes)))
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """The part of each process, of `sizes` values."""
+        """The part of each process, of `sizes` values; in memory that the next call uses again."""
         import torch
         import torch.distributed as dist
 
-        room = max(sizes)
-        into = [torch.empty(room, dtype=torch.float32) for _ in sizes]
-        padded = torch.nn.functional.pad(part, (0, room - part.numel()))
+        most = max(1, *sizes)
+        into = list(torch.split(self._room("into", most * len(sizes)), most))
+        padded = self._room("out", most)
+        padded[: part.numel()] = part
         dist.all_gather(into, padded, group=self._group)
         return [each[:size] for each, size in zip(into, sizes, strict=True)]
+
+    def _room(self, name: str, size: int) -> torch.Tensor:
+        """Memory that is kept if it is small: slices that come and go would leave holes in it."""
+        import torch
+
+        if size > MOST_KEPT:
+            return torch.empty(size, dtype=torch.float32)
+        room = self._rooms.get(name)
+        if room is None or room.numel() < size:
+            room = self._rooms[name] = torch.empty(size, dtype=torch.float32)
+        return room[:size]
 
 
 # Under torchrun inside a rank these are of the replica, and RANK is of the process.

@@ -12,16 +12,17 @@ from atoll.diloco.stream import Commit
 
 
 class PendingRound(NamedTuple):
-    """A round on its way: `job` yields its commit and how many seconds it took."""
+    """A round on its way: `job` yields its commit, when it began and when it ended."""
 
     fragment: int
     weight: float
     mark: tuple[float, int]  # what was counted, and the steps, when it was sent
-    job: Future[tuple[Commit, float]]
+    job: Future[tuple[Commit, float, float]]
     blocked_s: float
     is_bad: bool  # its movement is not finite, and was left out
     claimed: Ranges  # the data that its movement was trained on
     is_last: bool = False
+    is_beside: bool = False  # the model trains on meanwhile
 
 
 def at_once(work: Callable[[], Any]) -> Future[Any]:

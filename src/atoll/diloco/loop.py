@@ -495,19 +495,20 @@ class DiLoCo(ReplicaFace):
             at, self.steps - self._told[1], tokens, is_bad=is_bad, is_left=is_left
         )
 
-        def work() -> tuple[Commit, float]:
+        def work() -> tuple[Commit, float, float]:
             started = time.monotonic()
             commit = stream.advance(fragment, gradient, weight, again, note, says)
-            return commit, time.monotonic() - started
+            return commit, started, time.monotonic()
 
+        is_beside = self._overlap > 0 and not is_left
         try:
-            job = in_background(work) if self._overlap and not is_left else at_once(work)
+            job = in_background(work) if is_beside else at_once(work)
         except Left:
             self._sent_at[at] = mark  # it is in the store, and must not be sent again
             stream.forget_late_work()  # that is in it, too
             raise
         self._pending = PendingRound(
-            at, weight, mark, job, time.monotonic() - began, is_bad, took(says), is_left
+            at, weight, mark, job, time.monotonic() - began, is_bad, took(says), is_left, is_beside
         )
 
     def _movement(
@@ -539,8 +540,7 @@ class DiLoCo(ReplicaFace):
             return
         began = time.monotonic()
         try:
-            commit, took_s = pending.job.result()
-            waited_s = time.monotonic() - began
+            commit, started, ended = pending.job.result()
         except Left:
             # It is in the store, and must not be sent again, which the steps since would do.
             self._sent_at[pending.fragment] = (self._counted, self.steps)
@@ -571,7 +571,7 @@ class DiLoCo(ReplicaFace):
             commit.bytes_up,
             commit.bytes_down,
             commit.requests,
-            hidden_s=max(0.0, took_s - waited_s) if self._overlap else 0.0,
+            hidden_s=max(0.0, min(ended, began) - started) if pending.is_beside else 0.0,
             blocked_s=pending.blocked_s + time.monotonic() - began,
         )
         self._rounds.add(report)

@@ -13,7 +13,7 @@ from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.team import Solo, together
 from atoll.diloco.allreduce.work import Take
 from atoll.diloco.group import ProcessTeam
-from atoll.diloco.moves import SLICE, Moves
+from atoll.diloco.moves import Moves
 from atoll.diloco.outer import Floats, Fragment
 from atoll.diloco.pieces import (
     check_alike,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 PART = 1 << 18  # values in host memory that are worked on at a time: they stay in the cache
+STAGED = 1 << 20  # values of one copy from a device
 
 
 class ReplicaModel:
@@ -116,7 +117,7 @@ class ReplicaModel:
             yield from moves.parts(self._local)
             return
         room = np.empty(0, np.float32)
-        for slots in _batches(fragment, SLICE if self._staging.is_needed else PART):
+        for slots in _batches(fragment, STAGED if self._staging.is_needed else PART):
             start, stop = slots[0].start, slots[-1].stop
             tensors = [self._local(slot.name) for slot in slots]
             if self._staging.is_needed:

@@ -21,7 +21,7 @@ from atoll.diloco.staging import Staging
 if TYPE_CHECKING:
     import torch
 
-SLICE = 1 << 22  # values of a row that are on their way at a time
+SLICE = 1 << 18  # values of a row that are on their way at a time
 
 
 class Run(NamedTuple):
@@ -80,11 +80,15 @@ class Moves:
             row[start : start + part.size] = part
 
     def parts(self, local: Callable[[str], torch.Tensor]) -> Iterator[tuple[int, Floats]]:
-        """The values of the model that this process carries, slice by slice of its row."""
+        """The values of the model that this process carries, slice by slice of its row.
+
+        A slice is in memory that the next one uses again.
+        """
         me, everyone = self._team.process, range(self._team.processes)
+        row = np.empty(min(SLICE, self._shares[me].size), np.float32)
         for step in range(self._steps):
             begin, end = self._span(self._shares[me], step)
-            part = np.empty(end - begin, np.float32)
+            part = row[: end - begin]
             if self._is_whole:
                 runs = [run for run, _ in self._runs(me, step, holder=me)]
                 self._fill(part, begin, runs, self._read(local, runs))

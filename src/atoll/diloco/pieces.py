@@ -30,6 +30,7 @@ OUTER = {
     "DataParallel": "module",
     "DeepSpeedEngine": "module",
 }
+_SUMMED = 1 << 18  # values at a time; even, so that the odd places stay odd
 _HOLDER = "module."  # what holds a model of which nothing else is known
 
 
@@ -271,8 +272,17 @@ def fingerprint(local: torch.Tensor) -> tuple[int, int]:
         return 0, 0
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = local.contiguous().view(-1).view(kinds[local.element_size()])
-    odd = bits[1::2]
-    return int(bits.sum(dtype=torch.int64)), int(odd.sum(dtype=torch.int64))
+    total = odd = 0
+    # In parts: a sum in another type copies what it sums.
+    for part in torch.split(bits, _SUMMED if local.device.type == "cpu" else bits.numel()):
+        total += int(part.sum(dtype=torch.int64))
+        odd += int(part[1::2].sum(dtype=torch.int64))
+    return _signed(total), _signed(odd)
+
+
+def _signed(total: int) -> int:
+    """As a sum in 64 bits has it."""
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def check_alike(pieces: Sequence[dict[str, Piece]], sums: Sequence[dict[str, Any]]) -> None:

@@ -88,11 +88,12 @@ def test_options_behind_a_script_are_told_of(typed: str, said: str) -> None:
 def test_what_cannot_be_run_here_is_refused_here_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").touch()
     (tmp_path / "go").touch(mode=0o755)
-    for word in (".", "./notes", "x.ipynb", str(tmp_path)):
+    for word in (".", "./notes", "x.ipynb", str(tmp_path), "python -m x", "A=1", "a && b"):
         with pytest.raises(ValidationError, match="expected a"):
             program([word], {"working_dir": tmp_path})
         assert program([word], {"executor": "eu"}) == [word]
-    for word in ("./go", "notes", "./not-there"):
+    (tmp_path / "my program").touch(mode=0o755)
+    for word in ("./go", "notes", "./not-there", "my program"):
         assert program([word], {"working_dir": tmp_path}) == [word]
 
 

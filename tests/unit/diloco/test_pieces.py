@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core.errors import ValidationError
+from atoll.diloco import pieces as module
 from atoll.diloco.pieces import (
     Piece,
     before,
@@ -119,3 +120,19 @@ def test_wrappers_within_and_around_a_model_are_no_part_of_names() -> None:
     names = list(read_parameters(model(is_wrapped=False)))
     assert list(read_parameters(model(is_wrapped=True))) == names
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_fingerprint_is_the_same_however_much_is_summed_at_a_time(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of one replica compare them, and so do replicas that sum in one piece."""
+    values = torch.arange(1, 1002).to(dtype) * -1e9
+    seen = set()
+    for most in (2, 64, 1 << 20):
+        monkeypatch.setattr(module, "_SUMMED", most)
+        seen.add(fingerprint(values))
+    bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+    assert seen == {
+        (int(bits.sum(dtype=torch.int64)), int(bits[1::2].sum(dtype=torch.int64))),
+    }

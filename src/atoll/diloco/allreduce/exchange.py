@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from itertools import islice
 from typing import NamedTuple, NoReturn
 
 import msgspec
@@ -104,6 +105,7 @@ class Exchange:
         self._damaged: dict[MeanPlace, str] = {}
         self._processes = {m.rank: m.processes for m in roster.members}
         self._held: dict[MeanPlace, list[wire.Buffer]] | None = None
+        self._spare: list[Vector] = []  # memory that nothing is in yet
 
     def run(
         self, upload: str, cargo: Cargo, feedback: Feedback, out: Vector, *, is_held: bool = False
@@ -117,12 +119,13 @@ class Exchange:
         of the mean.
         """
         self._held = {} if is_held else None
-        is_member = self.roster.has(upload)
-        mine = [
-            shard
-            for shard, owner in enumerate(self.roster.owners)
-            if is_member and owner == self.me.rank
-        ]
+        owners = self.roster.owners if self.roster.has(upload) else []
+        mine = [shard for shard, owner in enumerate(owners) if owner == self.me.rank]
+        # What others make of the mean comes last: until then, what they bring is read there. The
+        # values of an exact cargo that are in the way are in its upload, and can be brought again.
+        may_spoil = not is_held and (out is not cargo.row or self.codec.is_exact)
+        others = [s for s in range(self.layout.shards) if s not in mine and may_spoil]
+        self._spare = [out[slice(*self.share.bounds(shard))] for shard in others]
         for shard in mine:
             if not self.share.process or self.share.section_size(shard):
                 self._reduce(shard, cargo, out, feedback)
@@ -259,6 +262,16 @@ class Exchange:
         else:
             self._publish(place, [wire.seal_table(wire.SHARD, fence, cells), *cells])
 
+    def rooms(self, cargo: Cargo, count: int, size: int) -> list[Vector]:
+        """So many rows of memory for what others bring."""
+        cuts = (
+            part[start : start + size]
+            for part in self._spare
+            for start in range(0, part.size - size + 1, max(size, 1))
+        )
+        rows = list(islice(cuts, count))
+        return rows if len(rows) == count else cargo.rooms(count, size)
+
     def _encode(
         self, shard: int, run: Cells, owed: Vector, mean: Vector, residual: Vector | None
     ) -> list[wire.Buffer]:
@@ -307,17 +320,20 @@ class Exchange:
         started = progress = time.monotonic()
         grace = self.history.owner_grace(started - self._started)
         usual = self.history.usual(f"shards {self.layout.name}")
-        window, waited_s = 1, 0.0
+        window, waited_s, due_s, is_waiting = 1, 0.0, 0.0, True
         if pending and usual:
-            time.sleep(poll_pause(0.0, usual, is_cheap=self.blobs.is_folder))
+            due_s = poll_pause(0.0, usual, is_cheap=self.blobs.is_folder)
+            time.sleep(due_s)
         while pending:
             missing = self._fetch(pending[:window], mean)
             if not missing:
+                if is_waiting:  # when it was due: a thread that woke up late must not wait longer
+                    waited_s, is_waiting = due_s, False
                 pending = pending[window:]
                 window = min(2 * window, WINDOW)
                 continue
             now = time.monotonic()
-            waited_s = now - started
+            waited_s, is_waiting = now - started, True
             if len(missing) < min(window, len(pending)):
                 progress = now
             # From now on only the first missing place is asked for: each one costs a request.
@@ -329,7 +345,9 @@ class Exchange:
             if now - progress > grace:
                 pending = self._give_up_on(pending, mean)
                 grace *= 2
-            time.sleep(poll_pause(waited_s, usual, is_cheap=self.blobs.is_folder))
+            pause_s = poll_pause(waited_s, usual, is_cheap=self.blobs.is_folder)
+            due_s = waited_s + pause_s
+            time.sleep(pause_s)
         self.history.note_wait(f"shards {self.layout.name}", waited_s)
         self.history.note_reduce(time.monotonic() - self._started)
 
@@ -482,6 +500,7 @@ class _Sections:
     def __init__(self, exchange: Exchange, shard: int, cargo: Cargo) -> None:
         self._pool, self._share, self._shard = exchange.pool, exchange.share, shard
         self._members, self._cargo, self._rank = exchange.roster.members, cargo, exchange.me.rank
+        self._exchange = exchange
         is_empty = not self._share.section_size(shard)
         self._sections = {
             m.rank: Section(exchange.blobs, m, shard, self._share, exchange.codec)
@@ -499,7 +518,7 @@ class _Sections:
         spans = [self._share.within(self._shard, run) for run in runs]
         longest = max(stop - start for start, stop in spans)
         count = min(2, len(runs))
-        rooms = self._cargo.rooms(count * len(ranks), longest)
+        rooms = self._exchange.rooms(self._cargo, count * len(ranks), longest)
 
         def begin(turn: int) -> dict[int, Vector]:
             start, stop = spans[turn]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +22,7 @@ SEAL = struct.Struct("<4s4s16sQI")
 MAGIC = b"ATL1"
 FOLD_BYTES = 64 * 1024 * 8
 UNIT_BYTES = 16 * 128 * 8  # of a cell, summed together; cells of plain values are of whole units
+SUMMED_BYTES = 1 << 20  # at a time; a multiple of the unit
 MOST_FOOTER = 16 << 20  # a layout, and the lengths of the sections
 
 SECTION = b"SECT"  # one rank's part of one shard, inside its upload; a table of cells, then they
@@ -107,18 +108,34 @@ def table_size(count: int) -> int:
 def cell_sums(kind: bytes, place: bytes, data: Buffer, lengths: Sequence[int]) -> list[int]:
     """The checksums of cells of these lengths, which follow each other in `data`."""
     view, first = memoryview(data).cast("B"), zlib.crc32(place, zlib.crc32(kind))
-    if any(length % UNIT_BYTES for length in lengths[:-1]):
-        starts = section_offsets(lengths)
-        return [
-            _cell_sum(first, _folded(view[start:stop]), view[start:stop])
-            for start, stop in zip(starts, starts[1:], strict=False)
-        ]
-    folded, sums, start = _folded(view), [], 0
-    for length in lengths:
-        units = slice(start // UNIT_BYTES, (start + length) // UNIT_BYTES)
-        sums.append(_cell_sum(first, folded[units], view[start : start + length]))
-        start += length
+    sums, start = [], 0
+    for group in _groups(lengths):
+        stop = start + sum(group)
+        if len(group) == 1:
+            sums.append(_cell_sum(first, view[start:stop]))
+        else:
+            folded, units = _folded(view[start:stop]), section_offsets(group)
+            for begin, end in zip(units, units[1:], strict=False):
+                rows = folded[begin // UNIT_BYTES : end // UNIT_BYTES]
+                tail = view[start + end - (end - begin) % UNIT_BYTES : start + end]
+                sums.append(zlib.crc32(tail, zlib.crc32(memoryview(rows), first)))  # type: ignore[arg-type]
+        start = stop
     return sums
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """The cells in runs that are summed at once: many calls cost time, long sums memory.
+
+    All cells of a run but its last are whole units.
+    """
+    group: list[int] = []
+    for length in lengths:
+        if group and (group[-1] % UNIT_BYTES or sum(group) + length > SUMMED_BYTES):
+            yield group
+            group = []
+        group.append(length)
+    if group:
+        yield group
 
 
 def _folded(data: memoryview) -> NDArray[np.uint64]:
@@ -128,14 +145,17 @@ def _folded(data: memoryview) -> NDArray[np.uint64]:
     return folded
 
 
-def _cell_sum(first: int, folded: NDArray[np.uint64], cell: memoryview) -> int:
+def _cell_sum(first: int, cell: memoryview) -> int:
     """The CRC-32 of the sums and of what is no whole unit: fifteen times as fast as that of all.
 
     Any change within a unit shows unless it cancels out in the very same columns, and units that
     moved show by the order of the sums.
     """
-    sums = zlib.crc32(memoryview(folded), first)  # type: ignore[arg-type]
-    return zlib.crc32(cell[cell.nbytes - cell.nbytes % UNIT_BYTES :], sums)
+    whole = cell.nbytes - cell.nbytes % UNIT_BYTES
+    for start in range(0, whole, SUMMED_BYTES):
+        folded = _folded(cell[start : min(start + SUMMED_BYTES, whole)])
+        first = zlib.crc32(memoryview(folded), first)  # type: ignore[arg-type]
+    return zlib.crc32(cell[whole:], first)
 
 
 def seal_cells(kind: bytes, place: bytes, lengths: Sequence[int], sums: Sequence[int]) -> bytes:

@@ -137,6 +137,21 @@ def test_any_change_of_a_cell_shows(lengths: list[int]) -> None:
         wire.check_cells(wire.SECTION, place, cells, memoryview(data)[:-1])
 
 
+@pytest.mark.parametrize("cells", [1, 2, 7])
+@pytest.mark.parametrize("units", [0, 1, 5])
+def test_sums_are_the_same_however_much_is_summed_at_a_time(
+    units: int, cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may sum with less memory, or with more."""
+    lengths = [units * wire.UNIT_BYTES] * (cells - 1) + [units * wire.UNIT_BYTES + 100]
+    data = np.random.default_rng(0).bytes(sum(lengths))
+    seen = set()
+    for most in (1, 2, 3, 100):
+        monkeypatch.setattr(wire, "SUMMED_BYTES", most * wire.UNIT_BYTES)
+        seen.add(tuple(wire.cell_sums(wire.SECTION, wire.fence("here"), data, lengths)))
+    assert len(seen) == 1
+
+
 def test_a_layout_says_what_differs_first() -> None:
     def layout(*shapes: tuple[int, ...], codec: str = "fp32", shards: int = 2) -> Any:
         tensors = [np.zeros(shape, "f4") for shape in shapes]

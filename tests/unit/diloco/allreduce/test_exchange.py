@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 from obstore.store import MemoryStore
 
 from atoll.core.errors import Permanent
-from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
+from atoll.diloco.allreduce import ObjectStoreAllReduce, exchange, wire
+from atoll.diloco.allreduce.exchange import Exchange, MeanPlace
 from atoll.diloco.allreduce.layout import Layout
+from atoll.diloco.allreduce.pace import History
 from atoll.diloco.allreduce.roster import Member, Roster
 from atoll.diloco.blobs import BlobReader, Blobs
 
@@ -113,3 +116,56 @@ def test_memory_is_the_callers_again_once_a_read_has_failed() -> None:
         blobs.may_go.set()
         assert blobs.is_over.wait(10)
     assert out.tolist() == [1.0] * SIZE
+
+
+PLACES = [MeanPlace(shard, 0) for shard in range(1, 16)]
+
+
+class Round:
+    """One process that waits for means, all of which are there after `ready_s`.
+
+    It wakes up `late_s` after it wanted to, as on a busy machine.
+    """
+
+    def __init__(self, history: History, ready_s: float, late_s: float) -> None:
+        self.now, self._ready_s, self._late_s = 0.0, ready_s, late_s
+        self.vain = 0
+        self.history = history
+        self.layout = SimpleNamespace(name="")
+        self.blobs = SimpleNamespace(is_folder=False)
+        self.me = SimpleNamespace(timeout=600.0)
+        self.roster = SimpleNamespace(owners=list(range(16)))
+        self._started = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + self._late_s
+
+    def _slowest_first(self, places: list[MeanPlace]) -> list[MeanPlace]:
+        return places
+
+    def _fetch(self, places: list[MeanPlace], out: Any) -> list[MeanPlace]:
+        self.now += 0.001
+        if self.now >= self._ready_s:
+            return []
+        self.vain += len(places)
+        return places
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.03])
+@pytest.mark.parametrize("ready_s", [0.0, 0.05, 0.4, 1.5])
+def test_means_that_take_as_long_as_usual_are_rarely_asked_for_in_vain(
+    ready_s: float, late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, vain, waited = History(), [], []
+    for _ in range(60):
+        turn = Round(history, ready_s, late_s)
+        monkeypatch.setattr(exchange, "time", turn)
+        Exchange._gather(turn, PLACES, np.empty(0, np.float32))  # type: ignore[arg-type]
+        vain.append(turn.vain)
+        waited.append(turn.now)
+    assert sum(vain[10:]) <= 0.6 * len(vain[10:])
+    # Waiting late must not make the next wait longer, and that one the next.
+    assert max(waited[10:]) <= 1.5 * ready_s + 2 * late_s + 0.05
