@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from atoll.controller.loop import Controller
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
+from atoll.slurm import executor as slurm
 from atoll.slurm.executor import SlurmBackend
 from atoll.slurm.options import SlurmOptions
 from atoll.store.memory import MemoryStore
@@ -24,6 +25,12 @@ from tests.support.slurm_cluster import SlurmCluster, slurm_cluster
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     with slurm_cluster(tmp_path_factory.mktemp("slurm") / "cluster") as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine sbatch takes longer to refuse something than a user is made to wait."""
+    monkeypatch.setattr(slurm, "TRY_S", 60.0)
 
 
 class Lab:
