@@ -2,12 +2,17 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install -q --disable-pip-version-check
 .PHONY: check test tools packages slurm conformance integrations docs demo bench soak clean
 
-# The stamp makes set-up run once, and again when pyproject.toml changes. torch comes first, as
+# Versions that passed are installed, in builds too; with `LOCK=` the newest that are allowed, which
+# `python -m tools.lock` keeps when they have passed.
+LOCK := tools/locks
+locked = $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)/$(1).txt PIP_BUILD_CONSTRAINT=$(LOCK)/$(1).txt)
+
+# The stamp makes set-up run once, and again when what it installs changes. torch comes first, as
 # exactly this version: anything that asks for a range would fetch gigabytes of CUDA.
-.venv/.ready: pyproject.toml
+.venv/.ready: pyproject.toml tools/locks/dev.txt
 	python3 -m venv .venv
-	$(PIP) "torch==2.13.0"
-	$(PIP) -e ".[dev]"
+	$(call locked,dev) $(PIP) "torch==2.13.0"
+	$(call locked,dev) $(PIP) -e ".[dev]"
 	touch $@
 
 check: .venv/.ready
@@ -25,7 +30,7 @@ tools:
 
 # Wheel and sdist, built and installed into empty environments. Needs PyPI.
 packages: .venv/.ready
-	$(PY) -m pytest -m soak tests/packaging
+	ATOLL_LOCK=$(LOCK) $(PY) -m pytest -m soak tests/packaging
 
 # With real daemons of Slurm (Debian's packages, as root); skipped with the reason without them.
 slurm: .venv/.ready
@@ -38,20 +43,22 @@ conformance: .venv/.ready
 
 # Trainers of other libraries, with the real ones, in an environment of its own: they are large.
 INTEGRATIONS := .venv-integrations/bin/python
-.venv-integrations/.ready: pyproject.toml tests/integrations/requirements.txt
+.venv-integrations/.ready: pyproject.toml tests/integrations/requirements.txt \
+		tools/locks/integrations.txt
 	python3 -m venv .venv-integrations
-	$(INTEGRATIONS) -m pip install -q --disable-pip-version-check "torch==2.13.0"
-	$(INTEGRATIONS) -m pip install -q --disable-pip-version-check -e ".[store]" \
-		-r tests/integrations/requirements.txt
+	$(call locked,integrations) $(INTEGRATIONS) -m pip install -q --disable-pip-version-check \
+		"torch==2.13.0"
+	$(call locked,integrations) $(INTEGRATIONS) -m pip install -q --disable-pip-version-check \
+		-e ".[store]" -r tests/integrations/requirements.txt
 	touch $@
 
 integrations: .venv-integrations/.ready
 	ATOLL_INTEGRATIONS=1 $(INTEGRATIONS) -m pytest tests/integrations --timeout 600
 
 # The pages as a site in dist/docs, to be opened from disk; every link is checked.
-.venv-docs/.ready: tools/requirements-docs.txt
+.venv-docs/.ready: tools/requirements-docs.txt tools/locks/docs.txt
 	python3 -m venv .venv-docs
-	.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r $<
+	$(call locked,docs) .venv-docs/bin/python -m pip install -q --disable-pip-version-check -r $<
 	touch $@
 
 docs: .venv-docs/.ready

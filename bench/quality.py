@@ -1,7 +1,7 @@
 """What DiLoCo costs in quality: validation loss at equal tokens, beside synchronous training.
 
     nice python bench/quality.py [ROW ...]      all rows without a name; `--list` names them
-    python bench/quality.py --table             prints the table of docs/diloco.md from the results
+    python -m tools.figures                     puts the table into docs/quality.md
 
 A row that is in bench/results/quality.json with the same settings is not run again. Replicas are
 threads of one process with the real outer loop, all-reduce and a store in memory.
@@ -223,9 +223,6 @@ def main() -> None:
     if names == ["--list"]:
         print("\n".join(row.name for row in ROWS))
         return
-    if names == ["--table"]:
-        print(table(known()))
-        return
     text = Text(MODEL["context"])
     # One seed of every row first: a table that is cut short has all its rows.
     jobs = [(row, seed) for seed in (0, 1, 2) for row in ROWS if seed in row.seeds]
@@ -249,39 +246,6 @@ def main() -> None:
     for job in jobs:
         if job not in plain:
             work(job)
-
-
-def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Markdown; differences are to synchronous training with the same seed."""
-    losses: dict[str, dict[int, float]] = {}
-    outer: dict[str, tuple[str, str]] = {}
-    for each in runs:
-        losses.setdefault(each["row"], {})[each["seed"]] = each["loss"]
-        if "outer" in each:
-            outer[each["row"]] = (str(each["rounds"]), each["outer"])
-    base = losses.get("synchronous", {})
-    lines = [
-        "| training | H | rounds | outer lr, momentum | validation loss, each seed "
-        "| more than synchronous: mean (each seed) |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in sorted(
-        ROWS, key=lambda row: (row.kind not in PLAIN, row.kind in PRESETS, row.sync_every)
-    ):
-        by_seed = losses.get(row.name, {})
-        if not by_seed:
-            continue
-        seeds = sorted(by_seed)
-        gaps = [by_seed[seed] - base[seed] for seed in seeds if seed in base]
-        gap = "" if not gaps else f"{statistics.mean(gaps):+.3f}"
-        if len(gaps) > 1 and row.kind != "synchronous":
-            gap += f" ({', '.join(f'{each:+.3f}' for each in gaps)})"
-        every = str(row.sync_every) if row.sync_every else ""
-        each_loss = ", ".join(f"{by_seed[seed]:.3f}" for seed in seeds)
-        name = f"`{row.kind}`" if row.kind in PRESETS else row.kind
-        cells = (name, every, *outer.get(row.name, ("", "")), each_loss, gap)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

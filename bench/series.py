@@ -23,19 +23,46 @@ RANKS, NAMES, SECONDS = 1_000, 10, 30
 CALLS = 20_000
 
 
+def nothing(step: int, figures: dict[str, float]) -> None:
+    """In place of a report: what the loop, the interpreter and the machine take by themselves."""
+
+
 def per_call(folder: Path) -> dict[str, float]:
-    """Microseconds of a call in a loop, and the longest one."""
+    """Microseconds of a call: processor time of the calling thread, and time on the clock.
+
+    Calls and calls of nothing take turns in the same loop, beside the thread that hands figures on.
+    The longest ones on the clock are those in which the machine ran something else.
+    """
     os.environ["ATOLL_REPORTS"] = folder.as_uri()
     reporter = Reporter()
-    longest = 0.0
-    begun = time.perf_counter()
-    for step in range(CALLS):
-        before = time.perf_counter()
-        reporter.add(step, {"loss": 0.5, "tokens": 4096})
-        longest = max(longest, time.perf_counter() - before)
-    mean_us = (time.perf_counter() - begun) / CALLS * 1e6
+    before = time.perf_counter()
+    reporter.add(0, {"loss": 0.5, "tokens": 4096})
+    first_us = (time.perf_counter() - before) * 1e6
+    seen: dict[str, list[float]] = {"report": [], "nothing": []}
+    for step in range(1, CALLS):
+        for name, call in (("report", reporter.add), ("nothing", nothing)):
+            before = time.perf_counter()
+            call(step, {"loss": 0.5, "tokens": 4096})
+            seen[name].append((time.perf_counter() - before) * 1e6)
+        if step % 100 == 0:
+            time.sleep(0.005)  # as a step of a training does, which computes elsewhere
+    used = {}
+    for name, call in (("report", reporter.add), ("nothing", nothing)):
+        begun, began_us = time.perf_counter(), time.thread_time() * 1e6
+        for step in range(CALLS):
+            call(step, {"loss": 0.5, "tokens": 4096})
+        used[f"{name}_cpu_us"] = (time.thread_time() * 1e6 - began_us) / CALLS
+        used[f"{name}_mean_us"] = (time.perf_counter() - begun) / CALLS * 1e6
     reporter.flush()
-    return {"mean_us": mean_us, "longest_us": longest * 1e6}
+    own = {"mean_us": used.pop("report_mean_us"), "cpu_us": used.pop("report_cpu_us")}
+    result = {**own, "first_us": first_us, **used}
+    for name, times in seen.items():
+        times.sort()
+        result[f"{name}_median_us"] = times[len(times) // 2]
+        result[f"{name}_999_of_1000_us"] = times[len(times) * 999 // 1000]
+        result[f"{name}_longest_us"] = times[-1]
+        result[f"{name}_over_1_ms"] = float(sum(each > 1000 for each in times))
+    return result
 
 
 def tensorboard(folder: Path) -> dict[str, float] | None:
@@ -46,11 +73,12 @@ def tensorboard(folder: Path) -> dict[str, float] | None:
     except ImportError:
         return None
     writer = SummaryWriter(str(folder))
-    begun = time.perf_counter()
+    begun, began_us = time.perf_counter(), time.thread_time() * 1e6
     for step in range(CALLS):
         writer.add_scalar("loss", 0.5, step)
         writer.add_scalar("tokens", 4096, step)
     mean_us = (time.perf_counter() - begun) / CALLS * 1e6
+    cpu_us = (time.thread_time() * 1e6 - began_us) / CALLS
     writer.close()
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     before = time.process_time()
@@ -58,7 +86,12 @@ def tensorboard(folder: Path) -> dict[str, float] | None:
     accumulated.Reload()
     points = sum(len(accumulated.Scalars(name)) for name in ("loss", "tokens"))
     read_us = (time.process_time() - before) / points * 1e6
-    return {"mean_us": mean_us, "read_us_a_point": read_us, "bytes_a_point": size / points}
+    return {
+        "mean_us": mean_us,
+        "cpu_us": cpu_us,
+        "read_us_a_point": read_us,
+        "bytes_a_point": size / points,
+    }
 
 
 def read_path(folder: Path) -> dict[str, float]:

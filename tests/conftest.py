@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+with contextlib.suppress(ImportError):  # not in .venv-integrations
+    from hypothesis import settings
+
+    # An example that takes long says how busy the machine is.
+    settings.register_profile("atoll", deadline=None)
+    settings.load_profile("atoll")
 
 _SOURCE = str(Path(__file__).parents[1] / "src")
 if _SOURCE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):

@@ -1,7 +1,8 @@
 """Figures in pages come from `bench/results`: `python -m tools.figures` fills them in.
 
 A page has `<!--= server/status reads/reads/s ,.0f-->3,517<!--/-->`: a file of results, the keys to
-the figure, and its format. A key may have slashes of its own.
+the figure, and its format. A key may have slashes of its own; `100*.1f` is a hundred times the
+figure. A table of `tools/tables.py` is between `<!--# name-->` and `<!--/#-->`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tools.tables import TABLES
+
 ROOT = Path(__file__).parents[1]
-FIGURE = re.compile(r"<!--= (?P<place>[^>]+) (?P<format>[^\s>-]+)-->[^<]*<!--/-->")
+FIGURE = re.compile(
+    r"<!--= (?P<place>[^>]+) (?:(?P<times>\d+)\*)?(?P<format>[^\s>-]+)-->[^<]*<!--/-->"
+)
+TABLE = re.compile(r"<!--# (?P<name>\w+)-->\n.*?<!--/#-->", re.S)
 
 
 def pages() -> list[Path]:
@@ -24,10 +30,13 @@ def filled(text: str) -> str:
     """The text with every figure as it is in the results. Raises KeyError for one that is not."""
 
     def fill(match: re.Match[str]) -> str:
-        value = look_up(match["place"])
+        value = look_up(match["place"]) * int(match["times"] or 1)
         mark = match[0].partition("-->")[0]
         return f"{mark}-->{value:{match['format']}}<!--/-->"
 
+    text = TABLE.sub(
+        lambda at: f"<!--# {at['name']}-->\n\n{TABLES[at['name']]()}\n\n<!--/#-->", text
+    )
     return FIGURE.sub(fill, text)
 
 

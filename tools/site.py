@@ -9,6 +9,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from tools.diagram import drawn
 from tools.reference import reference
 
 ROOT = Path(__file__).parents[1]
@@ -34,7 +35,8 @@ def on_post_template(output_content: str, template_name: str, config: Any) -> st
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to files of the repository lead to their pages, and to decisions to their list."""
+    """Links to files of the repository lead to their pages, and to decisions to their list;
+    diagrams are drawn."""
     source = page.file.src_uri
     home = "" if source in _MOVED else posixpath.dirname(source)
 
@@ -47,7 +49,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         wanted = _place_in_site(place)
         return target if wanted is None else posixpath.relpath(wanted, posixpath.dirname(source))
 
-    return LINK.sub(aim, markdown)
+    return LINK.sub(aim, drawn(markdown))
 
 
 def _place_in_site(place: str) -> str | None:

@@ -115,10 +115,14 @@ def build(
     local: Any = executors[LOCAL]
     series = SeriesKeeper(where / "series.db")
     gauges, streams = Gauges(), Streams()
-    deliverer = Deliverer(store.outbox, owner=NAMESPACE)
+    deliverer = Deliverer(store.outbox, trusted=[NAMESPACE])
     clock = machine_clock(where / "clock")
     controller = Controller(
-        store, executors, clock=clock, on_pass=lambda done: gauges.reconciled(done.seconds)
+        store,
+        executors,
+        clock=clock,
+        on_pass=lambda done: gauges.reconciled(done.seconds),
+        quiet_s=series.stillness.quiet_s,
     )
 
     @contextlib.asynccontextmanager

@@ -147,3 +147,21 @@ def test_unit_tests_mirror_the_tree() -> None:
         if not any(subject == name or subject.startswith(f"{name}_") for name in modules):
             strays.append(str(path.relative_to(ROOT)))
     assert strays == []
+
+
+def test_no_two_tests_of_the_command_name_a_training_alike() -> None:
+    """They share a control plane, in whatever order, and a name that is left there is taken."""
+    named: dict[str, set[str]] = {}
+    for path in (ROOT / "tests" / "e2e").glob("test_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            if "atoll" not in {argument.arg for argument in node.args.args}:
+                continue
+            for call in ast.walk(node):
+                words = call.args if isinstance(call, ast.Call) else []
+                texts = [word.value if isinstance(word, ast.Constant) else None for word in words]
+                for option, name in zip(texts, texts[1:], strict=False):
+                    if option == "--name" and isinstance(name, str):
+                        named.setdefault(name, set()).add(f"{path.name}:{node.name}")
+    assert {name: tests for name, tests in named.items() if len(tests) > 1} == {}

@@ -6,15 +6,23 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
 from tools.agents import llms, skill
-from tools.figures import FIGURE, filled, pages
+from tools.diagram import drawn
+from tools.figures import FIGURE, TABLE, filled, pages
 from tools.reference import public_names
+
+from atoll.core.phase import EDGES, Phase
 
 DOCS = Path(__file__).parents[2] / "docs"
 LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]*)?\)")
+SVG = re.compile(r"<svg.*?</svg>")
+# Files of results by the tables that are made of them.
+SOURCES = {name: {name} for name in ("mesh", "quality", "outer", "codecs")}
+SOURCES |= {"links": {"netbench"}, "looks": {"local_look", "kubernetes"}}
 MADE = {"reference.md", "examples.md", "contributing.md", "changelog.md", "decisions/README.md"}
 
 
@@ -51,10 +59,45 @@ def test_readme_has_figures_from_results() -> None:
     assert len(FIGURE.findall((DOCS.parent / "README.md").read_text())) >= 10
 
 
+# Pages that say what a bench does, and none of its figures.
+NO_FIGURES = {("kubernetes.md", "kubernetes")}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_figures_of_a_bench_are_filled_in(page: Path) -> None:
+    """A page that names a bench has figures of its results, each within a mark."""
+    text = page.read_text()
+    marked = {match["place"].partition("/")[0] for match in FIGURE.finditer(text)}
+    marked = marked.union(*(SOURCES[match["name"]] for match in TABLE.finditer(text)))
+    marked |= set(re.findall(r"bench/results/(\w+)\.json", text))  # named, not copied
+    for name in re.findall(r"bench/(\w+)\.py", text):
+        assert name in marked or (page.name, name) in NO_FIGURES, f"figures of bench/{name}.py"
+    for line in text.splitlines():  # Markdown takes such a line for HTML, and shows it raw
+        assert not line.lstrip(" ").startswith("<!--="), line
+
+
 @pytest.mark.parametrize("name", sorted(public_names().items()), ids=lambda name: name[0])
 def test_every_public_name_is_described(name: tuple[str, str]) -> None:
     module, _, attribute = name[1].rpartition(".")
     assert inspect.getdoc(getattr(importlib.import_module(module), attribute))
+
+
+def test_the_diagram_of_phases_is_drawn() -> None:
+    page = drawn((DOCS / "phases.md").read_text())
+    assert "mermaid" not in page
+    picture = ElementTree.fromstring(SVG.findall(page)[0])
+    arrows = {path.get("aria-label") for path in picture.iter("path")} - {None}
+    assert not list(picture.iter("title")), "parsers of HTML take it for that of the page"
+    assert arrows == {f"{a or '[*]'} to {b}" for a, ends in EDGES.items() for b in ends}
+    boxes = [text.text for text in picture.iter("text")]
+    assert sorted(filter(None, boxes)) == sorted(set(Phase) - {Phase.NONE})
+
+
+def test_every_diagram_can_be_drawn() -> None:
+    for page in DOCS.rglob("*.md"):
+        assert "mermaid" not in re.findall(r"^```(\w+)", drawn(page.read_text()), re.M)
+    with pytest.raises(ValueError, match="state diagram"):
+        drawn("```mermaid\ngraph LR\n  a --> b\n```\n")
 
 
 def test_agents_find_every_page() -> None:

@@ -101,6 +101,19 @@ def test_a_repeated_key_makes_one_training(on_store: Callable[..., None]) -> Non
     on_store(check)
 
 
+def test_first_events_are_stored_with_a_training_and_not_by_a_repeated_key(
+    on_store: Callable[..., None],
+) -> None:
+    async def check(store: Any) -> None:
+        for reason in ("FieldsIgnored", "Again"):
+            await store.create(training(), idempotency_key="k", events=[event(reason)])
+        with pytest.raises(Conflict):
+            await store.create(training(uid="another"), events=[event("Refused")])
+        assert [e.reason for e in await store.events(("default", "a"))] == ["FieldsIgnored"]
+
+    on_store(check)
+
+
 def test_a_namespace_never_sees_another(on_store: Callable[..., None]) -> None:
     async def check(store: Any) -> None:
         await store.create(training("a", "one"))

@@ -119,14 +119,14 @@ def test_what_is_not_there_is_one_line_and_1(atoll: Any, words: tuple[str, ...],
 
 
 def test_what_the_training_refuses_is_one_line_and_1(atoll: Any) -> None:
-    assert atoll("up", "--name", "taken", "-n", "2", "--", "sleep", "60").returncode == 0
-    _check(atoll("up", "--name", "taken", "--", "true"), 1, "a training named 'taken' exists")
-    _check(atoll("scale", "taken", "5"), 1, "target 5 is outside [2, 2]")
-    _check(atoll("scale", "taken", "-1"), 1, "target -1 is outside [2, 2]")
-    assert atoll("cancel", "taken").returncode == 0
-    assert atoll("wait", "taken").returncode == 1
-    _check(atoll("scale", "taken", "2"), 1, "the training is cancelled, cannot scale to 2")
-    assert atoll("rm", "taken").returncode == 0
+    assert atoll("up", "--name", "refusing", "-n", "2", "--", "sleep", "60").returncode == 0
+    _check(atoll("up", "--name", "refusing", "--", "true"), 1, "a training named 'refusing' exists")
+    _check(atoll("scale", "refusing", "5"), 1, "target 5 is outside [2, 2]")
+    _check(atoll("scale", "refusing", "-1"), 1, "target -1 is outside [2, 2]")
+    assert atoll("cancel", "refusing").returncode == 0
+    assert atoll("wait", "refusing").returncode == 1
+    _check(atoll("scale", "refusing", "2"), 1, "the training is cancelled, cannot scale to 2")
+    assert atoll("rm", "refusing").returncode == 0
 
 
 def test_a_control_plane_that_is_not_there_is_one_line(atoll: Any) -> None:

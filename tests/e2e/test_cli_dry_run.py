@@ -53,6 +53,22 @@ def test_what_would_be_submitted_is_printed_and_nothing_is_done(shell: Shell) ->
     assert sorted(path.name for path in shell.cwd.iterdir()) == ["atoll.toml"]
 
 
+def test_what_is_not_honoured_is_told_beside_it(shell: Shell) -> None:
+    asked = {
+        "lab": ('bench = "on-start"', "bench on-start: links are not measured under Slurm"),
+        "cloud": ('topology_spread = "pack"', "topology_spread pack: Modal places sandboxes"),
+        "aws": ('topology_spread = "pack"', "topology_spread pack: each rank is a job"),
+        "eu": ("min_gpu_memory_gb = 40", "min_gpu_memory_gb 40: gpu_count is 0"),
+    }
+    for name, (default, said) in asked.items():
+        (shell.cwd / "atoll.toml").write_text(f"{CONFIG}[defaults]\n{default}\n")
+        done = shell("run", "--dry-run", "--executor", name, "--", "true")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.startswith(f"atoll: {name} does not honour {said}")
+        assert len(done.stderr.splitlines()) == 1
+        assert done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

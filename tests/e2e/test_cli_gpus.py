@@ -70,7 +70,8 @@ def test_what_is_not_honoured_is_told_in_one_line(lone_atoll: Any) -> None:
     assert done.returncode == 0
     (told,) = [line for line in done.stderr.splitlines() if "does not honour" in line]
     assert told.startswith("atoll: ")
-    assert "local does not honour image x/y:1, memory 4Gi, gpu_count 1: " in told
+    assert "local does not honour image x/y:1, memory 4Gi: ranks are processes of this" in told
+    assert "; nor gpu_count 1: this machine has no GPU that is known" in told
     name = lone_atoll.json("ps")[0]["name"]
     assert "FieldsIgnored" in lone_atoll("events", name).stdout
     assert "honour" not in lone_atoll("run", "--", "true").stderr

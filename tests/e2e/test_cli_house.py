@@ -68,3 +68,9 @@ def test_doctor_tries_the_store(lone_atoll: Any, tmp_path: Path) -> None:
     assert "store" in line
     assert "Connection refused" in line
     assert "endpoint" in line
+
+
+def test_a_store_may_be_a_folder_named_from_here(atoll: Any) -> None:
+    show = ("--", "sh", "-c", "echo at $ATOLL_RENDEZVOUS_URI")
+    done = atoll("run", "--uri", "./my run", *show)
+    assert f"at file://{atoll.cwd}/my%20run" in done.stdout, done.stderr

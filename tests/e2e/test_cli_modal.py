@@ -10,7 +10,7 @@ import pytest
 from tests.allreduce.s3server import S3Server
 from tests.support.modal_stand_in import ModalStandIn
 
-from .conftest import Shell
+from .conftest import Shell, until
 
 CONFIG = """
 [executors.cloud]
@@ -21,6 +21,9 @@ python = "python"
 secrets = ["store"]
 gpu = "H100"
 poll_s = 0.2
+
+[defaults]
+topology_spread = "pack"
 """
 
 
@@ -48,6 +51,7 @@ def test_a_project_runs_on_modal_by_the_name_of_the_executor(
     )
     done = lone_atoll("run", "-n", "2", "--executor", "cloud", "--", "python", "train.py")
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cloud does not honour topology_spread pack: Modal places") == 1
     assert sorted(done.stdout.splitlines()) == [
         "[0] from the project on us-east-1",
         "[1] from the project on us-east-1",
@@ -70,3 +74,34 @@ def test_without_credentials_it_says_what_to_do(lone_atoll: Shell, modal: ModalS
     assert refused.returncode == 2
     assert "'modal token new' writes them, or set MODAL_TOKEN_ID" in refused.stderr
     assert modal.calls == {}
+
+
+REPORTING = """
+import os, atoll, numpy as np
+from atoll.diloco.allreduce import ObjectStoreAllReduce
+rank = int(os.environ["ATOLL_RANK"])
+with ObjectStoreAllReduce(
+    os.environ["ATOLL_RENDEZVOUS_URI"], rank, 2, run_id=os.environ["ATOLL_UID"], grace_s=60.0
+) as reduce:
+    for step in range(1, 4):
+        reduce.allreduce([np.full(8, rank, np.float32)], weight=1.0)
+        atoll.report(step=step, loss=1 / step + rank)
+"""
+
+
+def test_what_ranks_report_comes_through_the_object_store(
+    lone_atoll: Shell, modal: ModalStandIn
+) -> None:
+    (lone_atoll.cwd / "train.py").write_text(REPORTING)
+    words = ("run", "-n", "2", "--executor", "cloud", "--name", "told", "--rendezvous", "none")
+    done = lone_atoll(*words, "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    expected = {(rank, step): 1 / step + rank for rank in range(2) for step in range(1, 4)}
+    until(lambda: len(lone_atoll.json("series", "told", "loss")["step"]) == len(expected))
+    told = lone_atoll.json("series", "told", "loss")
+    pairs = zip(told["rank"], told["step"], strict=True)
+    assert dict(zip(pairs, told["value"], strict=True)) == expected
+    until(lambda: len(lone_atoll.json("rounds", "told")["round"]) == 3)
+    rounds = lone_atoll.json("rounds", "told")
+    assert rounds["roster"] == [[0, 1]] * 3
+    assert set(rounds["source"]) == {"store"}

@@ -49,18 +49,18 @@ def test_a_second_training_goes_on_where_the_first_ended(
 
 
 def test_a_run_that_a_training_is_at_is_refused(atoll: Shell) -> None:
-    sleeping = atoll.start("run", "--name", "busy", "--run-id", "mine", "--", "sleep", "600")
+    sleeping = atoll.start("run", "--name", "at-mine", "--run-id", "mine", "--", "sleep", "600")
     try:
-        until(lambda: any(each["name"] == "busy" for each in atoll.json("ps")))
+        until(lambda: any(each["name"] == "at-mine" for each in atoll.json("ps")))
         again = atoll("run", "--run-id", "mine", "--", "true")
         assert again.returncode != 0
         (line,) = again.stderr.splitlines()
-        assert "run_id 'mine' is in use by the training 'busy'" in line
+        assert "run_id 'mine' is in use by the training 'at-mine'" in line
         other = atoll("run", "--run-id", "else", "--", "sh", "-c", "echo $ATOLL_RUN_ID")
         assert other.returncode == 0, other.stderr
         assert "else" in other.stdout
     finally:
-        atoll("cancel", "busy")
+        atoll("cancel", "at-mine")
         sleeping.communicate(timeout=60)
     after = atoll("run", "--", "sh", "-c", "echo $ATOLL_RUN_ID", ATOLL_RUN_ID="mine")
     assert after.returncode == 0, after.stderr

@@ -12,8 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.conftest import until
 
 SCRIPT = """
@@ -76,14 +74,12 @@ def _stored(path: Path, uid: str) -> int:
         )
 
 
-@pytest.mark.soak
 def test_a_rank_shows_what_it_uses(atoll: Any) -> None:
-    busy = "import time\nwhile True: sum(range(10_000)); time.sleep(0.01)"
+    busy = "import time\nwhile True: sum(range(100_000)); time.sleep(0.01)"
     made = atoll("up", "--name", "busy", "-n", "1", "--", sys.executable, "-c", busy)
     assert made.returncode == 0, made.stderr
-    until(lambda: any(r["name"] == "machine/cpu" for r in rows(atoll, "busy")), timeout=100)
+    until(lambda: any(float(row["value"]) > 0 for row in rows(atoll, "busy", "machine/cpu")))
     used = {row["name"]: float(row["value"]) for row in rows(atoll, "busy")}
-    assert used["machine/cpu"] > 0
     assert used["machine/memory"] > 100_000
     assert used["machine/processes"] == 1
     assert atoll("rm", "busy").returncode == 0

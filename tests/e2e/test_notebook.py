@@ -3,7 +3,9 @@ are a few lines."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +66,17 @@ def kernel(atoll: Any) -> Iterator[Kernel]:
     kernel = Kernel(atoll)
     yield kernel
     kernel.stop()
+
+
+def test_the_cells_of_the_page_run(atoll: Any, kernel: Kernel) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "notebooks.md").read_text()
+    first, second = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    [(kind, shown)] = kernel.run(first)
+    assert kind == "display_data", shown
+    assert "my-run" in shown["data"]["text/html"]
+    answers = [content for kind, content in kernel.run(second) if kind == "execute_result"]
+    assert [answer["data"]["text/plain"] for answer in answers] == ["{'lr': 0.1, 'loss': 0.05}"]
+    atoll("rm", "my-run")
 
 
 def test_a_training_is_shown_live_and_what_ranks_say_is_text(atoll: Any, kernel: Kernel) -> None:

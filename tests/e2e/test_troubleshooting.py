@@ -9,10 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 ROW = re.compile(r"^\| `(?P<typed>.+?)` \| (?P<words>.+?) \| (?P<code>\d+) \|", re.M)
 FILES = {
     "hello.py": "print('hello')\n",
+    "steps.txt": "echo hello\n",
+    "syntax.py": "def f(:\n",
     "bad.toml": '[executors.lab]\nkind = "slrum"\n',
     "odd.toml": "[defaults]\nmax_restart = 1\n",
     "yaml.toml": "slots: 4\n",
@@ -35,6 +39,7 @@ DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2, world_s
 OF_RANKS = {"broken.py", "foreign.py", "alone.py"}  # whose output is a traceback of their own
 
 
+@pytest.mark.timeout(300)
 def test_each_mistake_is_told_in_the_words_of_the_page(atoll: Any) -> None:
     for name, text in FILES.items():
         (Path(atoll.cwd) / name).write_text(text)

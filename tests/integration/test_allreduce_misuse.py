@@ -178,6 +178,11 @@ def test_a_bucket_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
         server.use(monkeypatch, "bucket")
         with pytest.raises(Permanent, match="s3://other/run: there is no such bucket"):
             ObjectStoreAllReduce("s3://other/run", 0, 1)
+        blobs = Blobs.open("s3://other/run")
+        asked = (lambda: blobs.find("x"), blobs.folders, lambda: blobs.put("x", b""))
+        for ask in asked:  # at once, not after a minute of trying
+            with pytest.raises(Permanent, match="s3://other/run: there is no such bucket"):
+                ask()
     finally:
         server.stop()
 

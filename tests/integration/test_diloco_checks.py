@@ -201,6 +201,24 @@ def test_one_weight_cannot_own_the_mean(caplog: pytest.LogCaptureFixture) -> Non
     assert "weight of rank 2" in caplog.text
 
 
+def test_a_replica_that_counts_something_else_is_named_by_all() -> None:
+    uri = f"memory:///{uuid.uuid4()}"
+
+    def replica(rank: int) -> list[str]:
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        home: dict[str, Any] = {"uri": uri, "rank": rank, "world_size": 3, "min_replicas": 3}
+        with DiLoCo(model, inner, sync_every=1, **home) as diloco:
+            for step in range(2):
+                diloco.count(1e9 if rank == 1 else 8)
+                train(model, inner, 1, 10 * rank + step)
+        return diloco.warnings
+
+    words = "round 0: rank 1 weighs 1e+09 and counts as 800, 100 times the median"
+    for warnings in world(3, replica):
+        assert [each.startswith(words) for each in warnings] == [True]
+
+
 def test_values_near_the_largest_float_do_not_overflow_with_what_was_left_out() -> None:
     uri = f"memory:///{uuid.uuid4()}"
 

@@ -113,6 +113,19 @@ def test_what_a_loader_fetched_ahead_is_not_committed(workers: int, accumulation
     assert not set(again) & set(stepped)
 
 
+def test_loaders_whose_batches_cannot_be_counted_are_refused() -> None:
+    dataset = TensorDataset(torch.arange(40))
+    _, _, diloco = outer(None, 0, 1)
+    with diloco:
+        data = diloco.shard(dataset, batch=4)
+        with pytest.raises(ValidationError, match="batch_sampler=data.sampler"):
+            data.loader(DataLoader(dataset, batch_size=4))
+        # A slow batch would be counted as the quick one that came in its place.
+        loader = DataLoader(dataset, batch_sampler=data.sampler, num_workers=2, in_order=False)
+        with pytest.raises(ValidationError, match="in_order: False"):
+            data.loader(loader)
+
+
 def _train(model: Any, inner: Any, batch: Any) -> list[int]:
     step(model, inner, batch, 0)
     inner.step()
@@ -158,6 +171,15 @@ def test_a_stream_is_read_once_up_to_an_end_that_nobody_knew() -> None:
     (one, report), (two, _) = world(2, replica)
     assert sorted(one + two) == list(range(end))
     assert (report.used, report.end) == (end, end)
+
+
+def test_the_last_items_of_a_stream_are_read_once_wherever_it_ends() -> None:
+    for end in range(12):
+        model, inner, diloco = outer(None, 0, 1, sync_every=3)
+        with diloco:
+            data = diloco.shard(stream=lambda at: iter(range(at, end)), batch=4)  # noqa: B023
+            read = [at for batch in data for at in _train(model, inner, batch)]
+            assert (read, diloco.data_report().used) == (list(range(end)), end)
 
 
 def test_a_sampler_without_a_loader_is_told_what_was_trained_on() -> None:

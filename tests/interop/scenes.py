@@ -75,6 +75,9 @@ def lifecycle(client, name, flag, argv):
     training.wait_until_target_world(timeout=WAIT_S)
     found["up"] = world(training)
     found["ranks"] = [dataclasses.asdict(rank) for rank in training.ranks]
+    deadline = time.monotonic() + WAIT_S
+    while not Path(f"{flag}-3").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)  # a rank that is stopped before it spoke has no log
     training.scale(target=2)
     training.wait_until_target_world(timeout=WAIT_S)
     found["down"] = world(training)

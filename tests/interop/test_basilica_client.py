@@ -22,7 +22,8 @@ def waiting_for(flag: Path, then: str = "") -> str:
 
 def test_a_training_from_deploy_to_delete(client: Client, tmp_path: Path) -> None:
     name, flag = fresh("life"), tmp_path / "go"
-    say = f'echo "$GREETING $NCCL_DEBUG $BASILICA_RANK $RANK $WORLD_SIZE $*"; {waiting_for(flag)}'
+    words = "$GREETING $NCCL_DEBUG $BASILICA_RANK $RANK $WORLD_SIZE $*"
+    say = f'echo "{words}"; : > {flag}-$RANK; {waiting_for(flag)}'
     found = client.play("lifecycle", name=name, flag=str(flag), argv=["sh", "-c", say])
 
     assert found["name"] == found["by name"] == name

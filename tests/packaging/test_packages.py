@@ -22,6 +22,9 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 def sh(*words: str | Path, **env: str) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if lock := os.environ.get("ATOLL_LOCK"):  # unset by `make LOCK= packages`
+        constraints = str(ROOT / lock / "dev.txt")
+        clean |= {"PIP_CONSTRAINT": constraints, "PIP_BUILD_CONSTRAINT": constraints}
     done = subprocess.run(
         list(map(str, words)), cwd="/", env=clean | env, capture_output=True, text=True
     )

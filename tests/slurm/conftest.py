@@ -83,9 +83,11 @@ class Lab:
         path = self.folder / "ran"
         return sorted(path.read_text().split("\n")[:-1]) if path.exists() else []
 
-    async def play(self, body: Callable[[Lab], Any]) -> None:
+    async def play(self, body: Callable[[Lab], Any], **settings: Any) -> None:
         """Runs the test beside the controller; whatever it left is ended."""
-        controller = asyncio.create_task(Controller(self.store, {"slurm": self.executor}).run())
+        controller = asyncio.create_task(
+            Controller(self.store, {"slurm": self.executor}, **settings).run()
+        )
         try:
             await body(self)
         finally:

@@ -150,3 +150,15 @@ def test_a_handle_is_json(executor: SlurmExecutor) -> None:
     assert ReplicaHandle.from_json(json.loads(handle.to_json())) == handle
     with pytest.raises(ValidationError, match="directory"):
         executor.poll(handle)
+
+
+def test_what_the_cluster_does_not_have_is_refused_before_anything_is_made(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "f"
+    with (
+        SlurmExecutor(folder=str(folder), conf=str(cluster.conf), partition="nope") as executor,
+        pytest.raises(ValidationError, match="partition: 'nope'"),
+    ):
+        executor.launch_replicas(1, work, {"lr": 1.0})
+    assert not folder.exists()

@@ -263,6 +263,40 @@ def test_a_rank_that_is_frozen_is_noticed(lab: Play) -> None:
     lab(body)
 
 
+def test_what_the_user_s_shell_sets_for_slurm_changes_nothing_of_ours(
+    lab: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(lab: Lab) -> None:
+        training = await lab.create(lab.spec(LOOP, 2))
+        await lab.until_running(training, 2)
+        jobs = [job for job in lab.cluster.jobs() if training.uid in job["name"]]
+        assert {job["partition"] for job in jobs} == {"main"}
+        await lab.ask(training, cancel=True)
+        over = await lab.until_over(training)
+        assert over.status.phase == "cancelled"
+
+    for name, value in (
+        ("SBATCH_PARTITION", "high"),
+        ("SBATCH_JOB_NAME", "mine"),
+        ("SBATCH_ARRAY_INX", "0-8"),
+        ("SBATCH_WAIT", "1"),
+        ("SCANCEL_INTERACTIVE", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    lab(body, partition="main")
+
+
+def test_what_was_printed_before_a_rank_could_start_is_with_the_root_cause(lab: Play) -> None:
+    async def body(lab: Lab) -> None:
+        training = await lab.create(lab.spec("true", 1))
+        over = await lab.until_over(training)
+        assert over.status.phase == "failed"
+        assert over.status.root_cause is not None
+        assert over.status.root_cause.log_tail == ["no such module"]
+
+    lab(body, prologue=["echo no such module >&2", "false"])
+
+
 def test_options_that_the_cluster_does_not_have_are_told_before_anything_is_made(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
@@ -282,6 +316,12 @@ def test_options_that_the_cluster_does_not_have_are_told_before_anything_is_made
     assert refused == {
         name: (name, "sbatch") for name in ("constraint", "gres", "reservation", "sbatch")
     }
+    lab = Lab(cluster, tmp_path)
+    with pytest.raises(ValidationError, match="gpu_count: 2"):
+        asyncio.run(lab.executor.try_out(lab.spec("true", resources=Resources(gpu_count=2))))
+    lab = Lab(cluster, cluster.conf)  # a file is no folder
+    with pytest.raises(ValidationError, match="folder: .* expected a folder that this user can"):
+        asyncio.run(lab.executor.try_out(lab.spec("true")))
     # Nodes that are away come back: that is no refusal, and neither is a Slurm that is silent.
     lab = Lab(cluster, tmp_path)
     try:

@@ -148,6 +148,7 @@ def _preview(launch: Launch) -> str:
     from atoll.core.config import in_file, options_of
     from atoll.core.errors import ValidationError
     from atoll.core.executors import LOCAL, Home, load
+    from atoll.core.honour import not_honoured
     from atoll.core.status import Training
     from atoll.local.state import state_dir
     from atoll.sdk.config import read, stated_spec
@@ -168,7 +169,10 @@ def _preview(launch: Launch) -> str:
         options = options_of(kind.options_type, dict(wanted.options))
     except ValidationError as error:
         raise in_file(config.path, error, f"executors.{name}") from error
-    return str(kind.preview(options, Home(state_dir(), "", where), training))
+    shown = str(kind.preview(options, Home(state_dir(), "", where), training))
+    if words := not_honoured(name, spec, options.ignored(spec)):
+        click.echo(f"atoll: {words}", err=True)
+    return shown
 
 
 def _begin(launch: Launch) -> None:

@@ -110,22 +110,25 @@ def logs(
     """
     from atoll.cli.report import LinePrinter
     from atoll.cli.show import print_json
+    from atoll.sdk.flows import Who
+    from atoll.sdk.logs import Position, lines
 
     if ignore_case and grep is None:
         raise ValidationError("--ignore-case", True, "expected only with --grep")
     if grep is not None and (not grep or "\n" in grep):
         raise ValidationError("--grep", grep, "expected a text of one line")
     after = None if since is None else moment(since, time.time())
-    training = Client().get(name)
-    printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed)
-    printer.width = len(str(training.last.spec.world_size.max - 1))
-    chosen: dict[str, Any] = {"since": after, "search": grep, "ignore_case": ignore_case}
-    lines = (
-        training.logs(rank=rank, tail=tail, follow=True, **chosen)
-        if is_followed
-        else training.logs(rank=rank, tail=tail, **chosen)
-    )
-    for line in lines:
+    client = Client()
+    training = client.get(name)
+    highest = training.last.spec.world_size.max - 1
+    if rank is not None and rank > highest:
+        raise ValidationError("--rank", rank, f"expected at most {highest}: the ranks of {name}")
+    printer = LinePrinter(is_prefixed=rank is None, is_timed=is_timed, is_live=is_followed)
+    printer.width = len(str(highest))
+    chosen: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
+    who = Who(training.name, training.uid)
+    position = Position(who, None if rank is None else [rank], tail, is_followed, chosen)
+    for line in lines(client.wire, position):  # one by one: a log may be larger than the memory
         print_json(line) if is_json else printer.print(line)
 
 

@@ -96,12 +96,19 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "help":  # `atoll help run`
+            if args[1:]:
+                return super().resolve_command(ctx, [args[1], "--help"])
+            click.echo(ctx.get_help())
+            ctx.exit()
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             from difflib import get_close_matches
 
             close = get_close_matches(args[0], COMMANDS, n=1)
+            if args[0].endswith(".py"):
+                close = [f"atoll run {args[0]}"]
             if not close:
                 raise
             words = f"{error.message.rstrip('.')}. Did you mean {close[0]!r}?"
@@ -153,6 +160,8 @@ def misused(error: click.ClickException) -> int:
     ctx = getattr(error, "ctx", None)
     path = ctx.command_path if ctx else "atoll"
     text = " ".join(error.format_message().rstrip(".").split())
+    if isinstance(error, click.NoSuchOption) and path == "atoll":
+        text += f". Options come behind the command: atoll run {error.option_name} …"
     print(f"atoll: error: {visible(text)}: see '{path} --help'", file=sys.stderr)
     return USAGE
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import click
 
-from atoll.cli.programs import generated, program
+from atoll.cli.programs import generated, misplaced, program
 from atoll.core.errors import ValidationError
+from atoll.sdk.endpoint import is_here
 
 Body = TypeVar("Body", bound=Callable[..., None])
 
@@ -237,6 +240,9 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
         mine = {option: values.pop(option) for option in own if option in values}
         options = {option: value for option, value in values.items() if value is not None}
         options |= {"command": _command(command), "env": variables_of(env, env_files)}
+        uri = options.get("rendezvous_uri", "")
+        if uri and not urlsplit(uri).scheme and is_here(options.get("executor")):
+            options["rendezvous_uri"] = os.path.abspath(uri)
         if any(count is not None for count in (ranks, low, high)):
             options["world_size"] = _world_size(1 if ranks is None else ranks, low, high)
         if mesh:
@@ -247,6 +253,8 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
             options["code"] = False
         if pip_packages:
             options["pip_packages"] = list(pip_packages)
+        if words := misplaced(command, sys.argv):
+            click.echo(f"atoll: {words}", err=True)
         chosen = generated(command) if name is None else name
         options = with_defaults(options)
         try:

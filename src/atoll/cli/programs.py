@@ -18,24 +18,57 @@ _SUFFIX = 5
 _RUNNERS = re.compile(
     r"(python|pypy)[\d.]*|torchrun|accelerate|deepspeed|(ba|z)?sh|env|uv|nice|nohup|time|timeout"
 )
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _SCRIPTS = (".py", ".sh", ".bash")
 
 
 def program(command: Sequence[str], options: Mapping[str, Any]) -> list[str]:
     """The command with the caller's Python before a script in Python.
 
-    Raises ValidationError for a script that is not there, where ranks would look for it.
+    Raises ValidationError for what cannot be run, where ranks would look for it.
     """
     words = list(command)
-    if not words or not words[0].endswith(".py"):
-        return words
-    if not is_here(options.get("executor")):
-        return ["python", *words]
-    path = Path(options.get("working_dir") or "", words[0])
-    if not path.is_file():
-        expected = f"expected a file: there is none at {path.absolute()}"
-        raise ValidationError("command", words[0], expected)
-    return [sys.executable or "python3", *words]
+    is_script = bool(words) and words[0].endswith(".py")
+    if words and is_here(options.get("executor")):
+        _check(words[0], Path(options.get("working_dir") or "", words[0]))
+        return [sys.executable or "python3", *words] if is_script else words
+    return ["python", *words] if is_script else words
+
+
+def _check(word: str, path: Path) -> None:
+    expected = ""
+    if len(word.split()) > 1 and not path.exists():
+        expected = "a program: this is one word. Leave out the quotes, or put 'sh -c' before it"
+    elif _ASSIGNED.match(word) and not path.exists():
+        expected = f"a program: variables are set by -e {word}"
+    elif word.endswith(".ipynb"):
+        expected = "a .py: 'jupyter nbconvert --to script' makes one of a notebook"
+    elif word.endswith(".py") and not path.is_file():
+        expected = f"a file: there is none at {path.absolute()}"
+    elif "/" in word or word in (".", ".."):
+        if path.is_dir():
+            expected = "a program or a .py: this is a directory"
+        elif path.is_file() and not word.endswith(".py") and not os.access(path, os.X_OK):
+            expected = "a program: this file is not executable. Put what runs it before it"
+    if expected:
+        raise ValidationError("command", word, f"expected {expected}")
+
+
+# Options of `run` that are easily typed in the wrong place, and that scripts seldom have.
+_OURS = {"-n", "--ranks", "--min", "--max", "--gpus", "--max-restarts", "--rendezvous", "--uri"}
+_OURS |= {"--run-id", "--executor", "--dry-run", "--env-file"}
+
+
+def misplaced(command: Sequence[str], typed: Sequence[str]) -> str:
+    """What to say of options that went to the script, as they are behind it; empty for none, and
+    where a `--` was `typed` before it."""
+    if not command or not command[0].endswith(".py") or "--" in typed:
+        return ""
+    taken = [word for word in command[1:] if word.partition("=")[0] in _OURS]
+    if not taken:
+        return ""
+    before = f"to mean atoll, put it before {command[0]}; with '--' before that, this is not said"
+    return f"{taken[0]} goes to {command[0]}: {before}"
 
 
 def generated(command: Sequence[str]) -> str:

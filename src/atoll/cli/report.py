@@ -103,14 +103,20 @@ class JsonReport:
 
 
 class LinePrinter:
-    """Prints log lines to stdout, each with its rank, or with its time as well."""
+    """Prints log lines to stdout, each with its rank, or with its time as well.
 
-    def __init__(self, *, is_prefixed: bool = True, is_timed: bool = False) -> None:
+    `is_live`: each line at once, also where nobody seems to watch.
+    """
+
+    def __init__(
+        self, *, is_prefixed: bool = True, is_timed: bool = False, is_live: bool = True
+    ) -> None:
         self.width = 1
         self._is_prefixed = is_prefixed
         self._is_timed = is_timed
         self._is_coloured = wants_colour(sys.stdout)
         self._is_terminal = sys.stdout.isatty()
+        self._is_flushed = is_live or self._is_terminal
 
     def print(self, line: LogLine) -> None:
         text = colours_only(last_look(line.text)) if self._is_terminal else line.text
@@ -119,7 +125,7 @@ class LinePrinter:
         if self._is_prefixed:
             colour = RANK_COLOURS[line.rank % len(RANK_COLOURS)]
             text = f"{paint(f'[{line.rank:>{self.width}}]', colour, self._is_coloured)} {text}"
-        print(text, flush=True)
+        print(text, flush=self._is_flushed)
 
 
 def _stamp(at: float | None) -> str:

@@ -73,7 +73,12 @@ def _overview(table: SeriesTable) -> str:
         )
     if not rows:
         return "nothing reported yet: call atoll.report(step=…, loss=…) in the ranks"
-    return aligned(["NAME", "LAST", "STEP", "MIN", "MAX", "RANKS", "POINTS"], rows)
+    shown = aligned(["NAME", "LAST", "STEP", "MIN", "MAX", "RANKS", "POINTS"], rows)
+    if table.skipped:
+        shown += f"\n{table.skipped} more figures were told and not kept"
+    if table.missed:
+        shown += f"\n{table.missed} batches of figures were lost before they were kept"
+    return shown
 
 
 @click.command()

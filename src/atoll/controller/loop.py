@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from atoll.controller.clock import machine_clock
 from atoll.controller.queue import WorkQueue
-from atoll.controller.reconcile import Reconciler
+from atoll.controller.reconcile import Quiet, Reconciler, unknown
 from atoll.core.clock import Time
 from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key, Store
@@ -44,10 +44,11 @@ class Controller:
         *,
         clock: Callable[[], Time] | None = None,
         on_pass: Callable[[Pass], None] = lambda done: None,
+        quiet_s: Quiet = unknown,
     ) -> None:
         self._store = store
         self._executors = executors
-        self._reconciler = Reconciler(store, executors, clock or machine_clock())
+        self._reconciler = Reconciler(store, executors, clock or machine_clock(), quiet_s)
         self._queue = WorkQueue()
         self._on_pass = on_pass
         self.is_started = False

@@ -27,9 +27,12 @@ from atoll.core.errors import (
 from atoll.core.hindrance import hindered, is_hindered, unhindered
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
 from atoll.core.ports import Executor, Key, Measuring, Store, Tending
+from atoll.core.stall import with_quiet
 from atoll.core.status import Seen, Status, Training, sooner
 
 Tell = Callable[[], Time]
+# Seconds since ranks of a training moved, by its uid and when the attempts of its ranks began.
+Quiet = Callable[[str, Mapping[int, float | None]], Mapping[int, float]]
 
 BLIPS = 1  # failed looks in a row that the status does not mention
 TRIES, LASTING_S = 3, 10.0  # of an action that fails before the status mentions it
@@ -51,8 +54,21 @@ class Hindrance(NamedTuple):
     written_at: float = float("-inf")
 
 
+def unknown(uid: str, started: Mapping[int, float | None]) -> Mapping[int, float]:
+    """Nobody knows whether ranks move."""
+    return {}
+
+
 class Reconciler:
-    def __init__(self, store: Store, executors: Mapping[str, Executor], clock: Tell) -> None:
+    def __init__(
+        self,
+        store: Store,
+        executors: Mapping[str, Executor],
+        clock: Tell,
+        quiet_s: Quiet = unknown,
+    ) -> None:
+        """`quiet_s`: for how long ranks have not moved, as far as what they report tells."""
+        self._quiet_s = quiet_s
         self._store = store
         self._executors = executors
         self._clock = clock
@@ -146,7 +162,11 @@ class Reconciler:
         executor = self._executors[training.executor]
         if fault := self._faults.get(training.uid):
             return _only_ranks(await executor.observe(training), fault)
-        return await executor.observe(training)
+        seen = await executor.observe(training)
+        if training.spec.stall_s is None:
+            return seen
+        started = {look.rank: look.started_at for look in seen.ranks}
+        return with_quiet(training, seen, self._quiet_s(training.uid, started))
 
     async def _write(self, training: Training, decision: Plan) -> Training:
         if decision.status == training.status:

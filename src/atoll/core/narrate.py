@@ -6,6 +6,7 @@ logs match `exit_code=1 reason=Error`.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -249,3 +250,13 @@ def status_in_words(status: Status) -> str:
         return f"stopping: {alive} ranks still alive"
     still = f"; stalled: {ranks_in_words(sorted(status.stalled))}" if status.stalled else ""
     return f"{world.ready} of {world.target} ranks ready, min {world.min}{still}"
+
+
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Timeout)\b.*")
+
+
+def raised(tail: Sequence[str]) -> str:
+    """The exception that ended a program, if its last lines end with a traceback of Python."""
+    lines = [line for line in tail if line.strip()]
+    has_traceback = any(line.startswith("Traceback (most recent call last)") for line in lines)
+    return lines[-1] if has_traceback and _RAISED.fullmatch(lines[-1]) else ""

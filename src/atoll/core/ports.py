@@ -94,8 +94,8 @@ class Trying(Protocol):
 class Ignoring(Protocol):
     """An executor that runs a training also where it cannot honour all of its spec."""
 
-    def ignored(self, spec: TrainingSpec) -> str:
-        """One line that names the fields, their values and why; empty if it honours all."""
+    def ignored(self, spec: TrainingSpec) -> Mapping[str, str]:
+        """Why, by the name in Python of each field without effect here, asked for or not."""
 
 
 @runtime_checkable
@@ -188,9 +188,16 @@ class TrainingPage(NamedTuple):
 class Store(Protocol):
     """Where trainings are kept. Every write has a version; versions only grow."""
 
-    async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
-        """Stores it. A repeated key returns the training it created. Raises Conflict if the name is
-        taken, and NotFound if its code is a digest of code that is not stored."""
+    async def create(
+        self,
+        training: Training,
+        *,
+        idempotency_key: str | None = None,
+        events: Sequence[Event] = (),
+    ) -> Training:
+        """Stores it with its first events. A repeated key returns the training it created, and adds
+        nothing. Raises Conflict if the name is taken, and NotFound if its code is a digest of code
+        that is not stored."""
 
     async def get(self, key: Key) -> Training:
         """Raises NotFound."""

@@ -44,6 +44,7 @@ class SeriesList(Model, frozen=True, omit_defaults=False):
 
     items: list[SeriesColumns]
     skipped: int = 0  # figures that were told and not kept
+    missed: int = 0  # batches of figures that were told and lost before they were kept
     is_kept: bool = True  # False where the control plane keeps none
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
 
 from atoll.core.ranks import in_ms
 from atoll.core.spans import some_spans
-from atoll.core.status import RankStatus, Seen, Training
+from atoll.core.status import RankStatus, Seen, Training, sooner
 
 STALLED = "Stalled"
 LOOKS = 4  # in the time after which a rank is told of
@@ -27,6 +29,18 @@ def stalled_ranks(
         if rank.is_alive and not rank.is_stopping and quiet_s is not None and quiet_s >= limit_s:
             stalled[rank.rank] = known.get(rank.rank, in_ms(now - quiet_s))
     return stalled
+
+
+def with_quiet(training: Training, seen: Seen, quiet: Mapping[int, float]) -> Seen:
+    """The look, with for how long ranks have not moved where the executor did not see that."""
+    limit_s = training.spec.stall_s
+    if limit_s is None or training.status.phase.is_terminal:
+        return seen
+    ranks = [
+        replace(look, quiet_s=quiet.get(look.rank)) if look.quiet_s is None else look
+        for look in seen.ranks
+    ]
+    return replace(seen, ranks=ranks, again_in_s=sooner(seen.again_in_s, look_again_s(limit_s)))
 
 
 def stall_condition(stalled: dict[int, float]) -> tuple[bool, str, str]:

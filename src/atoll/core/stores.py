@@ -25,7 +25,11 @@ def store_uri(field: str, value: Any, folder: str | None = None) -> str | None:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not is_text(text) or not text:
         raise ValidationError(field, value, EXPECTED)
-    if urlsplit(text).scheme:
+    parts = urlsplit(text)
+    if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
+        expected = f"expected file:///{parts.netloc}{parts.path}, with three slashes, or a path"
+        raise ValidationError(field, value, expected)
+    if parts.scheme:
         return str(text)
     path = PurePosixPath(text if folder is None else f"{folder}/{text}")
     if text.startswith("/"):

@@ -50,6 +50,8 @@ FINAL = (
 )
 
 # The store spells other keys differently in the names of files.
+# As S3, Azure and Google say it of a listing.
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 _PLAIN = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*(/[A-Za-z0-9_+-][A-Za-z0-9_.+-]*)*")
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -248,9 +250,7 @@ class Blobs:
         try:
             self._ask(put, up=size)
         except FileNotFoundError as error:  # a put needs no object, so it is the bucket
-            raise Permanent(
-                f"{self.name}: there is no such bucket: {_first_line(error)}"
-            ) from error
+            raise Permanent(f"{self.name}: there is no such bucket: make it first") from error
 
     def _delete_one_by_one(self, keys: list[str]) -> None:
         for key in keys:
@@ -294,6 +294,9 @@ class Blobs:
                         raise
                     problem: Exception = e
                 except (failures.BaseError, OSError, Temporary) as e:
+                    if _NO_BUCKET.search(str(e)):
+                        words = "there is no such bucket: make it first"
+                        raise Permanent(f"{self.name}: {words}") from None
                     problem = e
                 self._silence.fail(_first_line(problem))
                 pause_s = retry.pause_s()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import probe
+from atoll.diloco.allreduce.keys import parse_upload
+from atoll.diloco.allreduce.roster import HEAVIEST, Roster
 from atoll.diloco.allreduce.team import Team, together
 from atoll.diloco.allreduce.work import Values
 from atoll.diloco.inner import forget_bad
@@ -80,7 +82,9 @@ class Checks:
 
         def look() -> tuple[int | None, probe.Sums]:
             bad = probe.first_bad(fragment, movement)
-            return bad, probe.row_sums(movement) if is_probed and bad is None else _NO_SUMS
+            return bad, probe.row_sums(
+                fragment, movement
+            ) if is_probed and bad is None else _NO_SUMS
 
         note = self._examine(look, is_probed=is_probed)
         if probe.read_bad(note) is not None:
@@ -124,8 +128,16 @@ class Checks:
             probe.digest([word.buffers for word in words]),
         ).note
 
-    def learn(self, number: int, rank: int, fragment: Fragment, notes: Mapping[int, str]) -> None:
-        """Say what the notes of a round tell."""
+    def learn(
+        self,
+        number: int,
+        rank: int,
+        fragment: Fragment,
+        notes: Mapping[int, str],
+        roster: Roster | None,
+    ) -> None:
+        """Say what the notes of a round tell, and its roster."""
+        self._weigh(number, roster)
         for other, slot in left_out(notes).items():
             name = fragment.slots[slot].name if slot < len(fragment.slots) else "a parameter"
             self.warn(
@@ -139,6 +151,18 @@ class Checks:
             if kind not in self._kinds:
                 self._kinds.add(kind)
                 self.warn(f"round {number}: {words}")
+
+    def _weigh(self, number: int, roster: Roster | None) -> None:
+        """Say once of each rank that it counts for less than what it said that it weighs."""
+        for member in roster.members if roster is not None else ():
+            upload, kind = parse_upload(member.upload), f"weight of {member.rank}"
+            if upload is not None and upload.weight > member.weight and kind not in self._kinds:
+                self._kinds.add(kind)
+                self.warn(
+                    f"round {number}: rank {member.rank} weighs {upload.weight:g} and counts as "
+                    f"{member.weight:g}, {HEAVIEST} times the median. All replicas must count() "
+                    "the same thing"
+                )
 
     def heal(self) -> None:
         """The inner optimisers can train finite parameters again."""

@@ -560,9 +560,8 @@ class DiLoCo(ReplicaFace):
             self._keep()
         if commit.is_behind:
             return
-        self._checks.learn(
-            commit.round, self.place.rank, self.fragments[pending.fragment], commit.notes
-        )
+        fragment = self.fragments[pending.fragment]
+        self._checks.learn(commit.round, self.place.rank, fragment, commit.notes, commit.committed)
         out = left_out(commit.notes)
         report = RoundReport(
             commit.round,

@@ -25,6 +25,7 @@ BATCHES = 8  # of which the data is read
 _PART = 1 << 16  # values that are summed at a time
 _NOTHING = "0"
 _MASK = (1 << 64) - 1
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 _PROBE = re.compile(r"p([0-9a-f]{12}|0)-([0-9a-f]{12}|0)-([0-9a-f]{12}|0)")
 _BAD = re.compile(r"x(\d{1,6})")
 
@@ -76,38 +77,53 @@ def look_at_parts(
 ) -> tuple[int | None, Sums]:
     """As `first_bad` and `row_sums`, for all values of the fragment, part by part."""
     bad: int | None = None
-    total = square = 0
+    total = placed = 0
 
     def take(start: int, part: Floats) -> None:
-        nonlocal bad, total, square
+        nonlocal bad, total, placed
         if bad is None and not (np.isfinite(part.min()) and np.isfinite(part.max())):
             at = start + int(np.flatnonzero(~np.isfinite(part))[0])
             bad = next(i for i, slot in enumerate(fragment.slots) if at < slot.stop)
         if is_summed:
-            one, other = row_sums(part)
-            total, square = total + one, square + other
+            one, other = _sums(start, part)
+            total, placed = total + one, placed + other
 
     movement(take)
-    return bad, (total & _MASK, square & _MASK)
+    return bad, (total & _MASK, placed & _MASK)
 
 
-def row_sums(row: Floats) -> Sums:
-    """Two sums over the values, whatever their order: they add up over processes."""
-    total = square = 0
-    for start in range(0, row.size, _PART):
-        bits = row[start : start + _PART].view(np.uint32).astype(np.uint64)
+def row_sums(fragment: Fragment, row: Floats) -> Sums:
+    """Two sums over the values of this process: they add up over processes, however it is cut."""
+    total = placed = at = 0
+    for start, stop in fragment.share.intervals:
+        one, other = _sums(start, row[at : at + stop - start])
+        total, placed, at = total + one, placed + other, at + stop - start
+    return total & _MASK, placed & _MASK
+
+
+def _sums(first: int, values: Floats) -> Sums:
+    """Over the bits, and over the bits times a number of their place in the fragment.
+
+    Replicas that step by signs move by the same values, each in other places.
+    """
+    total = placed = 0
+    for start in range(0, values.size, _PART):
+        bits = values[start : start + _PART].view(np.uint32).astype(np.uint64)
+        places = np.arange(first + start + 1, first + start + bits.size + 1, dtype=np.uint64)
+        places *= _MIX
+        places ^= places >> np.uint64(31)
         total += int(bits.sum())
-        square += int((bits * bits).sum(dtype=np.uint64))
-    return total & _MASK, square & _MASK
+        placed += int((bits * places).sum(dtype=np.uint64))
+    return total, placed
 
 
 def digest(sums: Sequence[Sums]) -> str:
     """A digest of the sums of all processes; "0" if they are of nothing, or of zeros."""
     total = sum(each[0] for each in sums) & _MASK
-    square = sum(each[1] for each in sums) & _MASK
-    if not total and not square:
+    other = sum(each[1] for each in sums) & _MASK
+    if not total and not other:
         return _NOTHING
-    return hashlib.blake2b(f"{total}.{square}".encode(), digest_size=6).hexdigest()
+    return hashlib.blake2b(f"{total}.{other}".encode(), digest_size=6).hexdigest()
 
 
 class InputWatch:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.extras import class_without_package
-from atoll.integrations.session import Session, read_options
+from atoll.integrations.session import Session, callback_class, read_options
 
 __all__ = ["DiLoCoCallback"]
 
@@ -91,17 +90,11 @@ class LightningHooks:
             self._session.close(error)
 
 
+def _base() -> type:
+    from lightning.pytorch import Callback
+
+    return Callback  # type: ignore[no-any-return]
+
+
 def __getattr__(name: str) -> Any:
-    if name != "DiLoCoCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from lightning.pytorch import Callback
-    except ModuleNotFoundError as error:
-        return class_without_package(name, error, "lightning")
-    callback = type(
-        name,
-        (LightningHooks, Callback),
-        {"__module__": __name__, "__doc__": LightningHooks.__doc__},
-    )
-    globals()[name] = callback
-    return callback
+    return callback_class(globals(), name, LightningHooks, "lightning", _base)

@@ -10,17 +10,36 @@ import atexit
 import inspect
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
+from atoll.core.extras import class_without_package
 from atoll.integrations.data import take_own_part
 
 if TYPE_CHECKING:
     import torch
 
 _MANY = 10**12
+
+
+def callback_class(
+    module: dict[str, Any], name: str, hooks: type, package: str, base: Callable[[], type]
+) -> type:
+    """`DiLoCoCallback` of `module`: `hooks` on the trainer's own class, which `base` loads.
+
+    Without the package it is a class that says what to install.
+    """
+    if name != "DiLoCoCallback":
+        raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")
+    try:
+        bases = (hooks, base())
+    except ModuleNotFoundError as error:
+        return class_without_package(name, error, package)
+    made = type(name, bases, {"__module__": module["__name__"], "__doc__": hooks.__doc__})
+    module[name] = made
+    return made
 
 
 class CallbackOptions(NamedTuple):

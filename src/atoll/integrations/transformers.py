@@ -10,9 +10,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from atoll.core.errors import ValidationError
-from atoll.core.extras import class_without_package
 from atoll.integrations.data import empty
-from atoll.integrations.session import Session, read_options
+from atoll.integrations.session import Session, callback_class, read_options
 
 __all__ = ["DiLoCoCallback"]
 
@@ -132,17 +131,11 @@ def _refuse_shared_world() -> None:
         )
 
 
+def _base() -> type:
+    from transformers import TrainerCallback
+
+    return TrainerCallback  # type: ignore[no-any-return]
+
+
 def __getattr__(name: str) -> Any:
-    if name != "DiLoCoCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from transformers import TrainerCallback
-    except ModuleNotFoundError as error:
-        return class_without_package(name, error, "transformers")
-    callback = type(
-        name,
-        (TrainerHooks, TrainerCallback),
-        {"__module__": __name__, "__doc__": TrainerHooks.__doc__},
-    )
-    globals()[name] = callback
-    return callback
+    return callback_class(globals(), name, TrainerHooks, "transformers", _base)

@@ -144,6 +144,9 @@ class KubernetesBackend:
         """Raises ValidationError if this training cannot run here with these options."""
         check_spec(spec, self.options)
 
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        return self.options.ignored(spec)
+
     async def close(self) -> None:
         await self.stop()
         await self.cluster.close()

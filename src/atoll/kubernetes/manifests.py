@@ -12,6 +12,7 @@ import msgspec
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode
 from atoll.kubernetes.crd import GROUP, render_crd
+from atoll.kubernetes.names import REPORT_KEY, WEBHOOKS
 from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.tokens import NAME as TOKENS
 
@@ -21,6 +22,7 @@ NAME = "atoll-operator"
 HOME = "atoll-system"
 LABELS = {"app.kubernetes.io/name": "atoll", "app.kubernetes.io/component": "operator"}
 PORT = 8080
+DATA = "/data"
 
 # (API group, resources, verbs), in every namespace that is served.
 RIGHTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -41,7 +43,7 @@ HOME_RIGHTS: tuple[tuple[Any, ...], ...] = (
     ("coordination.k8s.io", ("leases",), ("get", "create", "update")),
     ("", ("pods",), ("get",)),  # its own, for its image
     ("", ("secrets",), ("create",)),  # cannot be held to a name
-    ("", ("secrets",), ("get", "patch"), (TOKENS,)),
+    ("", ("secrets",), ("get", "patch"), (TOKENS, REPORT_KEY, WEBHOOKS)),
 )
 
 # What people of a namespace get with the cluster's own roles.
@@ -132,12 +134,17 @@ def _user_role(name: str, verbs: tuple[str, ...]) -> Json:
 
 
 def _deployment(image: str, home: str, namespace: str | None, replicas: int, options: str) -> Json:
-    command = ["python", "-m", "atoll.operator", "run", "--port", str(PORT)]
+    command = ["python", "-m", "atoll.operator", "run", "--port", str(PORT), "--data", DATA]
+    command += ["--reports-uri", f"http://{NAME}.{home}.svc"]  # the Service below
     if namespace is not None:
         command += ["--namespace", namespace]
     if options:
         command += ["--options", options.replace("$", "$$")]  # not to be expanded by Kubernetes
-    by_field = {"POD_NAMESPACE": "metadata.namespace", "POD_NAME": "metadata.name"}
+    by_field = {
+        "POD_NAMESPACE": "metadata.namespace",
+        "POD_NAME": "metadata.name",
+        "POD_IP": "status.podIP",  # where the other replicas reach it
+    }
     container = {
         "name": "operator",
         "image": image,
@@ -153,6 +160,7 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int, opt
             "requests": {"cpu": "100m", "memory": "128Mi"},
             "limits": {"memory": "512Mi"},
         },
+        "volumeMounts": [{"name": "data", "mountPath": DATA}],
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -162,9 +170,12 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int, opt
     pod = {
         "serviceAccountName": NAME,
         "containers": [container],
+        # Series in full; what another replica goes on from is in the cluster.
+        "volumes": [{"name": "data", "emptyDir": {"sizeLimit": "4Gi"}}],
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": 65532,
+            "fsGroup": 65532,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "terminationGracePeriodSeconds": 10,

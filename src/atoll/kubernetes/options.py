@@ -173,6 +173,15 @@ class KubernetesOptions(ShortNames, frozen=True):
             for provider in getattr(spec.provider_filter, field) or ():
                 check_label_value(f"provider_filter.{field}", provider)
 
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        """Why, by each field of the spec that has no effect."""
+        table = {} if spec.resources.gpu_count else {"min_gpu_memory_gb": "gpu_count is 0"}
+        if not self.reports_uri:
+            table["stall_s"] = "ranks report nowhere, as the option reports_uri is not set"
+        elif not self.records_exits(spec):
+            table["stall_s"] = "this rank runs without atoll's wrapper, see is_exit_recorded"
+        return table
+
     def _check_models(self, models: list[str]) -> None:
         own = self.own_node_labels()
         for model in models:

@@ -77,14 +77,22 @@ class KubernetesStore:
         self._read: dict[str, Json] = {}  # objects as last read or written, by uid
         self._refusals: dict[str, str] = {}  # the last status not stored, by uid, and why
 
-    async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
+    async def create(
+        self,
+        training: Training,
+        *,
+        idempotency_key: str | None = None,
+        events: Sequence[Event] = (),
+    ) -> Training:
         mark = None if idempotency_key is None else _digest(idempotency_key)
         code = training.spec.code
         if code is not None:
             await self._check_code(training, code)
             training = replace(training, spec=replace(training.spec, code=code.by_digest()))
-        stored = await self._create(training, mark)
+        stored, is_new = await self._create(training, mark)
         await self._code.keep(stored.namespace, code, owner_of(stored))
+        for event in events if is_new else ():
+            await self.record(stored.key, event)
         return stored
 
     async def _check_code(self, training: Training, code: Code) -> None:
@@ -94,18 +102,19 @@ class KubernetesStore:
             except CodeMissing as error:
                 raise NotFound("code of training", training.name) from error
 
-    async def _create(self, training: Training, mark: str | None) -> Training:
+    async def _create(self, training: Training, mark: str | None) -> tuple[Training, bool]:
+        """And whether it is new: its uid is the cluster's in any case."""
         if mark is not None and (original := await self._made_with(training, mark)):
-            return original
+            return original, False
         try:
             raw = await self._cluster.create(KIND, training.namespace, to_resource(training, mark))
         except Conflict as error:
             if mark is not None and (original := await self._made_with(training, mark)):
-                return original
+                return original, False
             raise Conflict(
                 f"a training named {training.name!r} exists: choose another name, or delete it"
             ) from error
-        return to_training(raw)
+        return to_training(raw), True
 
     async def get(self, key: Key) -> Training:
         raw = await self._raw(key)

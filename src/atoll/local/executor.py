@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from atoll.core.checks import check_int
 from atoll.core.config import options_of
 from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
-from atoll.core.executors import LOCAL, Home
+from atoll.core.executors import Home
 from atoll.core.model import SpecModel
 from atoll.core.ports import Key, Store
 from atoll.core.series import RankUse
@@ -75,6 +75,10 @@ WITHHELD = (
     *("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR"),
     *("ATOLL_QUORUM", "ATOLL_RANK_ENV", "ATOLL_ENTRYPOINT_ARGS"),
     *("ATOLL_REPORTS", "ATOLL_REPORTS_TOKEN", "ATOLL_RUN_ID"),
+)
+IGNORED = (
+    *("image", "cpu", "memory", "gpu_models", "min_gpu_memory_gb"),
+    *("provider_filter", "topology_spread"),
 )
 RUNS = "runs"  # the folder of runs with an id, beside that of the ranks
 MAX_SLOTS = 10_000
@@ -158,7 +162,7 @@ class LocalBackend:
     """The Executor of `core/ports.py` for this machine."""
 
     name = "local"
-    sees_stalls = True
+    restarts_stalled = True
 
     def __init__(
         self,
@@ -202,26 +206,13 @@ class LocalBackend:
                 "world_size.target", target, f"{self._host} can hold {ranks} ranks at most: {why}"
             )
 
-    def ignored(self, spec: TrainingSpec) -> str:
-        needs = spec.resources
-        fields = {
-            "image": spec.image,
-            "cpu": needs.cpu,
-            "memory": needs.memory,
-            "gpu_models": needs.gpu_models,
-            "min_gpu_memory_gb": needs.min_gpu_memory_gb,
-            "provider_filter": spec.provider_filter.include or spec.provider_filter.exclude,
-            "topology_spread": "" if spec.topology_spread == "none" else spec.topology_spread,
-        }
-        if self._devices.share(needs.gpu_count, spec.env) is None:
-            fields["gpu_count"] = needs.gpu_count or None
-        names = [f"{name} {_shown(value)}" for name, value in fields.items() if value]
-        if not names:
-            return ""
-        why = "ranks are processes of this machine, and share it"
-        if fields.get("gpu_count"):
-            why += "; it has no GPU that is known, see [executors.local] gpus in atoll.toml"
-        return f"{LOCAL} does not honour {', '.join(names)}: {why}"
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        table = dict.fromkeys(IGNORED, "ranks are processes of this machine, and share it")
+        if self._devices.share(spec.resources.gpu_count, spec.env) is None:
+            table["gpu_count"] = (
+                "this machine has no GPU that is known, see [executors.local] gpus in atoll.toml"
+            )
+        return table
 
     def gone(self, spec: TrainingSpec) -> str:
         where = spec.working_dir or "/"
@@ -523,10 +514,6 @@ class LocalBackend:
 
     def _bench_seen(self, training: Training) -> BenchSeen | None:
         return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)
-
-
-def _shown(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _holds(gang: Supervision) -> int:

@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 from atoll.local.journal import Attempt
 from atoll.local.machine_use import cpu_seconds
+from atoll.rank.machine_use import idle_s
 from atoll.rank.ranklog import log_end
-
-IDLE_CORE = 0.01  # a process that only waits wakes up now and then
-IDLE_S = 0.02  # as much again for the resolution of the kernel's clock
 
 Life = tuple[str, int, int]  # uid of the training, rank, attempt
 
@@ -59,7 +57,7 @@ class Stillness:
 def _has_moved(before: _Look, said: tuple[object, ...], cpu_s: float | None, now: float) -> bool:
     if said != before.said or cpu_s is None or before.cpu_s is None:
         return True
-    return cpu_s - before.cpu_s > IDLE_CORE * (now - before.at) + IDLE_S
+    return cpu_s - before.cpu_s > idle_s(now - before.at)
 
 
 def _reports(folder: Path) -> dict[tuple[int, int], set[tuple[str, str, int]]]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Collection
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import modal
 import modal.exception as failures
@@ -20,6 +20,8 @@ from atoll.core.ends import RankEnd
 from atoll.core.errors import Permanent, Temporary
 from atoll.modal.options import ModalOptions
 from atoll.modal.render import SandboxRequest
+
+T = TypeVar("T")
 
 # Of the service's words on an end, those that name a cause. The code is invented for TERMINATED
 # (137) and TIMEOUT (124).
@@ -39,6 +41,21 @@ CREDENTIALS = (
     "Modal needs credentials: 'modal token new' writes them, or set MODAL_TOKEN_ID and "
     "MODAL_TOKEN_SECRET"
 )
+
+
+async def answer(call: Awaitable[T]) -> T:
+    """What the client answers. A cancel ends the wait at once.
+
+    The client takes a cancel up in a thread of its own and waits for what comes of it, which may be
+    another error, or nothing at all.
+    """
+    asking = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(asking)
+    except asyncio.CancelledError:
+        asking.cancel()
+        asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        raise
 
 
 def check_credentials() -> None:
@@ -93,13 +110,15 @@ class Sandboxes:
         async with self._turn:
             if self._app is None:
                 async with _told("the app", self._options.app):
-                    self._client = await modal.Client.from_env.aio()
+                    self._client = await answer(modal.Client.from_env.aio())
                     self.questions["app"] += 1
-                    self._app = await modal.App.lookup.aio(
-                        self._options.app,
-                        create_if_missing=True,
-                        environment_name=self._options.environment,
-                        client=self._client,
+                    self._app = await answer(
+                        modal.App.lookup.aio(
+                            self._options.app,
+                            create_if_missing=True,
+                            environment_name=self._options.environment,
+                            client=self._client,
+                        )
                     )
         return self._app
 
@@ -108,7 +127,7 @@ class Sandboxes:
         await self.open()
         async with _told("the service", ""):
             self.questions["hello"] += 1
-            await self._client.hello.aio()
+            await answer(self._client.hello.aio())
 
     async def create(self, request: SandboxRequest) -> str:
         """The id of the new sandbox. With a GPU it waits for room, for up to 21 minutes.
@@ -119,21 +138,23 @@ class Sandboxes:
         options = self._options
         async with _told("a sandbox", request.name):
             self.questions["create"] += 1
-            sandbox = await modal.Sandbox.create.aio(
-                *request.command,
-                app=app,
-                name=request.name,
-                tags=request.tags,
-                image=self._image(request.image),
-                secrets=[self._secret(name) for name in options.secrets],
-                timeout=request.timeout_s,
-                gpu=request.gpu,
-                cloud=options.cloud,
-                region=options.region,
-                cpu=request.cpu,
-                memory=request.memory,
-                volumes=self._volumes(),
-                client=self._client,
+            sandbox = await answer(
+                modal.Sandbox.create.aio(
+                    *request.command,
+                    app=app,
+                    name=request.name,
+                    tags=request.tags,
+                    image=self._image(request.image),
+                    secrets=[self._secret(name) for name in options.secrets],
+                    timeout=request.timeout_s,
+                    gpu=request.gpu,
+                    cloud=options.cloud,
+                    region=options.region,
+                    cpu=request.cpu,
+                    memory=request.memory,
+                    volumes=self._volumes(),
+                    client=self._client,
+                )
             )
         return str(sandbox.object_id)
 
@@ -148,7 +169,7 @@ class Sandboxes:
         async with _told("the list of sandboxes", ""):
             self.questions["list"] += 1
             listing = modal.Sandbox.list.aio(app_id=app.app_id, tags=tags, client=self._client)
-            async for sandbox in listing:
+            while (sandbox := await answer(anext(listing, None))) is not None:
                 ids.add(str(sandbox.object_id))
                 if expected and not missing - ids:
                     break
@@ -158,8 +179,8 @@ class Sandboxes:
         await self.open()
         async with _told("the tags of", sandbox_id):
             self.questions["tags"] += 1
-            sandbox = await modal.Sandbox.from_id.aio(sandbox_id, client=self._client)
-            return dict(await sandbox.get_tags.aio())
+            sandbox = await answer(modal.Sandbox.from_id.aio(sandbox_id, client=self._client))
+            return dict(await answer(sandbox.get_tags.aio()))
 
     async def end_of(self, sandbox_id: str) -> SandboxEnd | None:
         """How it ended; None while it has not."""
@@ -167,7 +188,7 @@ class Sandboxes:
         async with _told("the end of", sandbox_id):
             self.questions["end"] += 1
             try:
-                sandbox = await modal.Sandbox.from_id.aio(sandbox_id, client=self._client)
+                sandbox = await answer(modal.Sandbox.from_id.aio(sandbox_id, client=self._client))
             except failures.NotFoundError:
                 return SandboxEnd(None, "", f"Modal no longer knows the sandbox {sandbox_id}")
         return _end_of(sandbox)
@@ -178,16 +199,18 @@ class Sandboxes:
         async with _told("the end of", name):
             self.questions["end"] += 1
             try:
-                sandbox = await modal.Sandbox.from_name.aio(
-                    self._options.app,
-                    name,
-                    environment_name=self._options.environment,
-                    include_terminated=True,
-                    client=self._client,
+                sandbox = await answer(
+                    modal.Sandbox.from_name.aio(
+                        self._options.app,
+                        name,
+                        environment_name=self._options.environment,
+                        include_terminated=True,
+                        client=self._client,
+                    )
                 )
             except failures.NotFoundError:
                 return SandboxEnd(None, "", f"Modal knows no sandbox {name}")
-            await sandbox.poll.aio()
+            await answer(sandbox.poll.aio())
         return _end_of(sandbox)
 
     async def terminate(self, sandbox_id: str) -> None:
@@ -196,8 +219,8 @@ class Sandboxes:
         async with _told("to terminate", sandbox_id):
             self.questions["terminate"] += 1
             try:
-                sandbox = await modal.Sandbox.from_id.aio(sandbox_id, client=self._client)
-                await sandbox.terminate.aio()
+                sandbox = await answer(modal.Sandbox.from_id.aio(sandbox_id, client=self._client))
+                await answer(sandbox.terminate.aio())
             except failures.NotFoundError:
                 return
 

@@ -97,6 +97,9 @@ class ModalBackend(StoreBackend):
     def check(self, spec: TrainingSpec) -> None:
         self.options.check(spec)
 
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        return self.options.ignored(spec)
+
     async def close(self) -> None:
         tasks = [task for gang in self._gangs.values() for task in gang.asked.values()]
         for task in tasks:

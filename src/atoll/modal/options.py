@@ -161,6 +161,15 @@ class ModalOptions(SpecModel, frozen=True):
                     f"env.{name}", spec.env[name], "expected another name: Modal sets those"
                 )
 
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        """Why, by each field of the spec that has no effect."""
+        table = {"topology_spread": "Modal places sandboxes, see the options region and cloud"}
+        if not spec.resources.gpu_count:
+            table["min_gpu_memory_gb"] = "gpu_count is 0"
+        if len(spec.resources.gpu_models) > 1:
+            table["gpu_models"] = "a sandbox names one model, and has the first of these"
+        return table
+
     def store_of(self, spec: TrainingSpec) -> str:
         """The store with the records of a training. Raises ValidationError if there is none."""
         uri = self.store or spec.rendezvous.uri

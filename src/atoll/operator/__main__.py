@@ -13,13 +13,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from atoll.core.checks import check_name
-from atoll.core.errors import AtollError, Permanent
+from atoll.core.config import OBJECT_STORES, RoundStore
+from atoll.core.errors import AtollError, Permanent, ValidationError
 from atoll.core.extras import to_install
 from atoll.core.model import encode
 
@@ -77,9 +79,47 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
     help="Port to serve the HTTP API on.",
     show_default="no HTTP API",
 )
+@click.option(
+    "--data",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the series of trainings. Another operator goes on from copies in the cluster.",
+    show_default="a temporary one",
+)
+@click.option(
+    "--copy-kib",
+    type=click.IntRange(0, 900),
+    default=256,
+    help="KiB of each training's series and rounds that are copied to the cluster; 0 copies none.",
+    show_default=True,
+)
+@click.option(
+    "--reports-uri",
+    help="Address of this API as pods reach it, or an object store, for what ranks report.",
+    show_default="ranks report nothing",
+)
+@click.option(
+    "--round-store",
+    "round_stores",
+    multiple=True,
+    metavar="URI=NAMESPACE,…",
+    help="Object store whose rosters are read for rounds of these namespaces, with the "
+    "operator's own credentials. May be repeated.",
+)
+@click.option(
+    "--private-webhooks",
+    multiple=True,
+    metavar="NAMESPACE",
+    help="Namespace whose webhooks may go to addresses inside the cluster. May be repeated.",
+)
 @options_option
 @needs_extra
-def run(options: str, lease_s: float, **settings: Any) -> None:
+def run(
+    options: str,
+    lease_s: float,
+    reports_uri: str | None,
+    round_stores: tuple[str, ...],
+    **settings: Any,
+) -> None:
     """Run the controller of a Kubernetes cluster.
 
     Runs until it is stopped. Ranks keep running.
@@ -89,10 +129,25 @@ def run(options: str, lease_s: float, **settings: Any) -> None:
     from atoll.kubernetes.manifests import read_options
     from atoll.server.lograte import quiet_log
 
-    settings |= {"lease_duration_s": lease_s, **read_options(options or "{}")}
+    settings |= {"lease_duration_s": lease_s, "round_stores": read_round_stores(round_stores)}
+    settings |= {"reports_uri": reports_uri, **read_options(options or "{}")}
     quiet_log(logging.INFO)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     asyncio.run(_run(settings))
+
+
+def read_round_stores(texts: Sequence[str]) -> list[RoundStore]:
+    """Raises ValidationError for one that is no `URI=NAMESPACE,…`."""
+    stores = []
+    for text in texts:
+        uri, _, names = text.rpartition("=")
+        if not uri.startswith(OBJECT_STORES) or not names:
+            expected = f"expected URI=NAMESPACE with one of {', '.join(OBJECT_STORES)}"
+            raise ValidationError("--round-store", text, expected)
+        for name in names.split(","):
+            check_name("--round-store", name)
+        stores.append(RoundStore(uri=uri, namespaces=names.split(",")))
+    return stores
 
 
 async def _run(settings: dict[str, Any]) -> None:

@@ -450,6 +450,14 @@ def open_log(attempt: RankAttempt, launch: dict[str, Any]) -> Any:
     return UploadedLog(store, attempt.attempt, often_s=min(attempt.place.poll_s, 0.5))
 
 
+def open_times(attempt: RankAttempt, launch: dict[str, Any]) -> Any:
+    """Where the times of the output go, if this process writes to a log itself; else None."""
+    times = launch.get("times")
+    with contextlib.suppress(OSError):  # a log without times is read all the same
+        return times and report.OutputTimes(times.format(rank=attempt.rank))
+    return None
+
+
 def fetch(place: RecordPlace, name: str, path: str) -> None:
     """Puts a file of the place where ranks look for it. Other ranks may do the same there."""
     data = place.get(name)
@@ -499,7 +507,8 @@ def run(attempt: RankAttempt) -> int:
         return _unstarted(attempt, str(error))
     except OSError as error:  # no process to be had, or no place for files
         return _unstarted(attempt, None, f"{error}")
-    use = report.watch_use(env, command.pid, is_contained=False)
+    command.times = open_times(attempt, launch)
+    use = report.watch_use(env, command, is_contained=False)
     watch = Watch(attempt, command)
     life_s = launch.get("life_s")
     ends_at = None if life_s is None else born_at + life_s

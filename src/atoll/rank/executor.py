@@ -42,11 +42,12 @@ from atoll.rank.look import (
 )
 from atoll.rank.place import RecordPlace
 from atoll.rank.records import AttemptKey, GangRecords, RecordReader, wish_document
-from atoll.rank.report import RECORD_VARIABLE, record_line
+from atoll.rank.report import RECORD_VARIABLE, TAIL_LINES, record_line
 
 Json = dict[str, Any]
 
 RECORD_BYTES = 16_384
+TAIL_S = 5.0  # how long the last lines of a rank are looked for
 # Where ranks meet, by the name of the variable: filled in by the wrapper from what rank 0 says.
 MEETING = {
     "MASTER_ADDR": "host",
@@ -315,8 +316,18 @@ class RecordedBackend:
             claimed = records.attempts.get(key)
             if not is_own and claimed is not None and claimed.quiet_s < self.pace.silent_s:
                 return  # a wrapper has it, and will tell
-        line = record_line(record, RECORD_BYTES)
+        tail = await self._last_lines(training, key[0])
+        line = record_line({**record, "tail": tail} if tail else record, RECORD_BYTES)
         await asyncio.to_thread(place.create, name_of(*key, EXIT), line)
+
+    async def _last_lines(self, training: Training, rank: int) -> list[str]:
+        """What the rank printed last, for an end that its wrapper could not write."""
+        lines: list[str] = []
+        with contextlib.suppress(Exception):  # the end is written with or without them
+            async with asyncio.timeout(TAIL_S):
+                async for line in self.logs(training, ranks=[rank], tail=TAIL_LINES):
+                    lines.append(line.text)
+        return lines[-TAIL_LINES:]
 
     async def _records(self, training: Training) -> GangRecords:
         reader = self._readers.get(training.uid)

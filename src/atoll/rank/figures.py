@@ -1,12 +1,14 @@
 """`atoll.report`: figures that a rank tells of itself, such as its loss.
 
-A call only appends to a list. A thread hands the figures on, to the place that the variable
-`ATOLL_REPORTS` names (`rank/sinks.py`). It never raises; what cannot be handed on yet is merged, so
-that memory is bounded, and tried again.
+A call appends to a deque, and neither takes a lock nor writes. A thread hands the figures on, to
+the place that the variable `ATOLL_REPORTS` names (`rank/sinks.py`), and tells of what is wrong with
+them. It works in short slices, as the caller waits for the interpreter meanwhile. What cannot be
+handed on yet is merged, so that memory is bounded, and tried again.
 """
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import json
@@ -16,19 +18,23 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atoll.rank.sinks import EVERY_S, BatchRefused, sink_of
 
 SOON_S = 0.1
+LAST_S = 15.0  # at most, for what is left when the process ends
 MAX_NAMES = 100
 MAX_NAME = 64  # characters
 MAX_WAITING = 65_536  # calls between two rounds of the thread
 MAX_ROUNDS = 1000  # that wait to be handed on; older ones are left out
+MAX_NOTES = 100  # on what is wrong, until the thread tells of it
 ROUNDS_A_BATCH = 50
 MOST_BATCH = 2**20  # bytes
 POINTS_A_NAME = 60  # in one batch; more are merged
+SLICE_CALLS = 64  # that the thread takes at a time: 0.1 ms of the interpreter, or so
+REST_S = 0.001  # in which callers get the interpreter, between two slices
 
 log = logging.getLogger(__name__)
 
@@ -45,99 +51,152 @@ def report(step: int | None = None, **figures: Any) -> None:
     """
     try:
         _REPORTER.add(step, figures)
-    except Exception:  # a figure must never end a training
-        _tell_once("report", "a report was left out", exc_info=True)
+    except Exception as error:  # a figure must never end a training
+        _REPORTER.note("report", f"a report is left out: {error!r}")
 
 
 def report_round(word: Mapping[str, Any]) -> None:
     """Tells of an outer round, as `core/rounds.py:RoundWord` has it. Never raises."""
     try:
         _REPORTER.add_round(word)
-    except Exception:
-        _tell_once("round", "a round was left out", exc_info=True)
+    except Exception as error:
+        _REPORTER.note("round", f"a round is left out: {error!r}")
 
 
 class Reporter:
-    """The figures of one process, until they are handed on."""
+    """The figures of whatever process this is: a fork begins anew, with nothing to tell twice."""
 
     def __init__(self) -> None:
-        self._pid = 0
+        self._lives: dict[int, PendingFigures] = {}  # by pid; only that of this process is used
 
     def add(self, step: int | None, figures: Mapping[str, Any]) -> None:
-        if self._pid != os.getpid():
-            self._begin(os.environ)
-        if self._sink is None:
+        life = self._lives.get(os.getpid()) or self._begin()
+        if life.sink is None:
             return
-        if len(self._calls) >= MAX_WAITING:
-            self._skipped += len(figures)
+        if len(life.calls) >= MAX_WAITING:
+            life.lost += len(figures)
             return
-        known = {name: _kept(name, value) for name, value in figures.items()}
-        self._calls.append((time.time(), None if step is None else int(step), known))
+        known = {name: _kept(value) for name, value in figures.items()}
+        life.calls.append((time.time(), None if step is None else int(step), known))
 
     def add_round(self, word: Mapping[str, Any]) -> None:
-        if self._pid != os.getpid():
-            self._begin(os.environ)
-        if self._sink is not None:
-            self._rounds.append(word)
+        life = self._lives.get(os.getpid()) or self._begin()
+        if life.sink is not None:
+            life.rounds.append(word)
 
-    def _begin(self, environment: Mapping[str, str]) -> None:
-        """In this process: a fork has none of the threads, nor any figures to tell twice."""
-        self._pid = os.getpid()
-        self._calls: deque[tuple[float, int | None, dict[str, Any]]] = deque()
-        self._held: dict[str, list[Point]] = {}  # taken from the calls, and not handed on yet
-        self._rounds: deque[Mapping[str, Any]] = deque(maxlen=MAX_ROUNDS)
-        self._telling: list[Mapping[str, Any]] = []  # taken from them, and not handed on yet
-        self._names: set[str] = set()
-        self._skipped = 0  # figures that were not kept
-        self._number = 0  # of batches
-        self._sending: bytes | None = None  # the batch that is on its way
-        self._handing = threading.Lock()
-        self._life = Teller.of(environment)
-        life = self._life
-        owner = f"{life.rank}.{life.attempt}.{life.process}.{life.id}"
-        self._sink = sink_of(environment, owner)
-        if self._sink is not None:
-            threading.Thread(target=self._run, name="atoll-report", daemon=True).start()
-            atexit.register(self.flush)
-
-    def _run(self) -> None:
-        pause_s = SOON_S  # a rank may be killed within its first second
-        while True:
-            time.sleep(pause_s)
-            pause_s = self.flush()
+    def note(self, what: str, words: str) -> None:
+        """Has the thread tell of it: a log may be as slow as whoever reads it."""
+        life = self._lives.get(os.getpid())
+        if life is not None:
+            life.notes.append((what, words))
 
     def flush(self) -> float:
         """Hands on what there is. Returns the seconds until it is worth trying again."""
-        if self._sink is None or self._pid != os.getpid():
+        life = self._lives.get(os.getpid())
+        return EVERY_S if life is None else life.flush()
+
+    def _begin(self) -> PendingFigures:
+        life = PendingFigures(os.environ)
+        # Whichever thread comes first: no lock is needed for that.
+        ours = self._lives.setdefault(os.getpid(), life)
+        if ours is life and life.sink is not None:
+            try:
+                # `Thread.start` would wait until it runs. A rank may be killed within a second.
+                _thread.start_new_thread(life.run, (SOON_S,))
+            except RuntimeError as error:
+                life.sink = None
+                _tell_once("thread", f"figures are left out: {error}")
+            else:
+                atexit.register(life.close)
+        return ours
+
+
+class PendingFigures:
+    """The figures of one process, until they are handed on. Callers only append to its deques."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.calls: deque[tuple[float, int | None, dict[str, Any]]] = deque()
+        self.rounds: deque[Mapping[str, Any]] = deque(maxlen=MAX_ROUNDS)
+        self.notes: deque[tuple[str, str]] = deque(maxlen=MAX_NOTES)
+        self.lost = 0  # figures of calls that found no room
+        teller = self._teller = Teller.of(environment)
+        owner = f"{teller.rank}.{teller.attempt}.{teller.process}.{teller.id}"
+        self.sink = sink_of(environment, owner)
+        self._pid = os.getpid()
+        self._handing = threading.Lock()  # of what follows; no caller takes it
+        self._held: dict[str, list[Point]] = {}  # taken from the calls, and not handed on yet
+        self._telling: list[Mapping[str, Any]] = []  # taken from the rounds, likewise
+        self._names: set[str] = set()
+        self._skipped = 0  # figures that were not kept, and are not told of yet
+        self._lost_told = 0  # of `lost`
+        self._number = 0  # of batches
+        self._sending: bytes | None = None  # the batch that is on its way
+        self._is_held_back = False  # the last try failed
+        self._is_ending = threading.Event()
+        self._is_over = threading.Event()
+
+    def run(self, pause_s: float) -> None:
+        """What the thread does, first after a pause, until the process ends."""
+        threading.current_thread().name = "atoll-report"
+        while not self._is_ending.wait(pause_s):
+            pause_s = self.flush(self._rest)
+        self.flush()
+        while self._has_more() and not self._is_held_back:
+            self.flush()
+        self._is_over.set()
+
+    def close(self) -> None:
+        """Waits for the thread to hand the rest on, but not for ever: the process ends."""
+        if self._pid == os.getpid():
+            self._is_ending.set()
+            self._is_over.wait(LAST_S)
+
+    def _rest(self) -> None:
+        if not self._is_ending.is_set():
+            time.sleep(REST_S)
+
+    def _has_more(self) -> bool:
+        return bool(self._sending or self._held or self._telling or self.calls or self.rounds)
+
+    def flush(self, rest: Callable[[], object] = lambda: None) -> float:
+        """Hands on what there is. Returns the seconds until it is worth trying again.
+
+        `rest` is called between slices of work.
+        """
+        if self.sink is None:
             return EVERY_S
         with self._handing:
+            self._is_held_back = False
             try:
-                self._take()
+                self._take(rest)
                 if self._sending is None:
-                    self._sending = self._next_batch()
+                    self._sending = self._next_batch(rest)
                 if self._sending is None:
                     return EVERY_S
                 # Until it has arrived, it stays as it is: it may have, and only its answer is lost.
-                pause_s = self._sink.hand_on(self._sending)
+                pause_s = self.sink.hand_on(self._sending)
                 self._sending = None
                 return pause_s
             except BatchRefused as error:
                 self._sending = None
                 _tell_once("refused", f"figures are left out: {error}")
             except OSError as error:
+                self._is_held_back = True
                 _tell_once("sink", f"figures are held back: {error}")
             except Exception:
-                self._sending = None
+                self._sending, self._is_held_back = None, True
                 _tell_once("flush", "figures cannot be handed on", exc_info=True)
-            return self._sink.patience_s
+            return self.sink.patience_s
 
-    def _next_batch(self) -> bytes | None:
+    def _next_batch(self, rest: Callable[[], object]) -> bytes | None:
         count = ROUNDS_A_BATCH
+        lost = self.lost
+        skipped = self._skipped + lost - self._lost_told
         while True:
             rounds = self._telling[:count]
-            if not self._held and not self._skipped and not rounds:
+            if not self._held and not skipped and not rounds:
                 return None
-            batch = batch_of(self._life, self._number + 1, self._held, self._skipped, rounds)
+            batch = batch_of(self._teller, self._number + 1, self._held, skipped, rounds, rest)
             if len(batch) <= MOST_BATCH or not rounds:
                 break
             if count == 1:
@@ -145,22 +204,28 @@ class Reporter:
                 _tell_once("round", "a round is left out: its roster is too large")
             count = max(1, count // 2)
         del self._telling[: len(rounds)]
-        self._held, self._skipped, self._number = {}, 0, self._number + 1
+        self._held, self._skipped, self._lost_told = {}, 0, lost
+        self._number += 1
         return batch
 
-    def _take(self) -> None:
-        while self._rounds:
-            self._telling.append(self._rounds.popleft())
+    def _take(self, rest: Callable[[], object]) -> None:
+        while self.notes:
+            _tell_once(*self.notes.popleft())
+        while self.rounds:
+            self._telling.append(self.rounds.popleft())
         del self._telling[:-MAX_ROUNDS]
-        for _ in range(len(self._calls)):
-            at, step, figures = self._calls.popleft()
+        for count in range(len(self.calls)):
+            if count % SLICE_CALLS == SLICE_CALLS - 1:
+                rest()
+            at, step, figures = self.calls.popleft()
             for name, value in figures.items():
                 number = _number(name, value)
                 if number is not None:
                     self._hold(name[:MAX_NAME], [at, step, number])
         for name, points in self._held.items():
             if len(points) > POINTS_A_NAME:
-                self._held[name] = merged(points, POINTS_A_NAME)
+                rest()
+                self._held[name] = merged(points, POINTS_A_NAME, rest)
 
     def _hold(self, name: str, point: Point) -> None:
         self._names.add(name)
@@ -197,25 +262,40 @@ def batch_of(
     figures: Mapping[str, list[Point]],
     skipped: int,
     rounds: Sequence[Mapping[str, Any]] = (),
+    rest: Callable[[], object] = lambda: None,
 ) -> bytes:
-    """One line. Numbers that JSON does not have are text: `nan`, `inf`, `-inf`."""
-    document = {
-        **life._asdict(),
-        "n": number,
-        "skipped": skipped,
-        "figures": {
-            name: [[_plain(part) for part in point] for point in points]
-            for name, points in figures.items()
-        },
-        **({"rounds": list(rounds)} if rounds else {}),
-    }
-    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
+    """One line. Numbers that JSON does not have are text: `nan`, `inf`, `-inf`.
+
+    Encoded bit by bit, with a `rest` between: the encoder does not let go of the interpreter.
+    """
+    head = _json({**life._asdict(), "n": number, "skipped": skipped})
+    told = []
+    for name, points in figures.items():
+        told.append(_json(name) + ":" + _json([[_plain(part) for part in p] for p in points]))
+        rest()
+    words = []
+    for word in rounds:
+        words.append(_json(word))
+        rest()
+    tail = f',"rounds":[{",".join(words)}]' if words else ""
+    return f'{head[:-1]},"figures":{{{",".join(told)}}}{tail}}}\n'.encode()
 
 
-def merged(points: Sequence[Point], count: int) -> list[Point]:
+def _json(what: Any) -> str:
+    return json.dumps(what, separators=(",", ":"))
+
+
+def merged(
+    points: Sequence[Point], count: int, rest: Callable[[], object] = lambda: None
+) -> list[Point]:
     """At most `count` points: neighbours become one, which keeps their least and largest."""
     width = -(-len(points) // count)
-    return [_merge(points[at : at + width]) for at in range(0, len(points), width)]
+    whole = []
+    for at in range(0, len(points), width):
+        whole.append(_merge(points[at : at + width]))
+        if width > SLICE_CALLS:
+            rest()
+    return whole
 
 
 def _merge(points: Sequence[Point]) -> Point:
@@ -242,23 +322,38 @@ def _plain(part: Any) -> Any:
     return str(part) if isinstance(part, float) and not math.isfinite(part) else part
 
 
-def _kept(name: str, value: Any) -> Any:
-    """The value as it is now. What lies on a device is read by the thread, not waited for here."""
+class _NoNumber(NamedTuple):
+    """In place of a value that is none."""
+
+    why: str
+
+
+def _kept(value: Any) -> Any:
+    """The value as it is now. What is still computed is read by the thread, not waited for here."""
     if type(value) in (int, float):
         return value
-    device = getattr(value, "device", None)
-    if device is not None and getattr(device, "type", "cpu") != "cpu":
-        return value.detach().clone()
-    return _number(name, value)
+    if hasattr(value, "block_until_ready"):  # JAX; it never changes
+        return value
+    try:
+        if hasattr(value, "detach"):  # torch, which warns of numbers that still have a gradient
+            value = value.detach()
+            if value.device.type != "cpu":
+                return value.clone()
+        return None if value is None else float(value)
+    except Exception as error:  # of whatever library the value is from
+        return _NoNumber(str(error))
 
 
 def _number(name: str, value: Any) -> float | None:
     """None, and a line in the log, if it is none."""
     try:
-        return None if value is None else float(value)
-    except Exception as error:  # of whatever library the value is from
-        _tell_once(f"value {name}", f"{name} is left out: {error}")
-        return None
+        if not isinstance(value, _NoNumber):
+            return None if value is None else float(value)
+        why = value.why
+    except Exception as error:
+        why = str(error)
+    _tell_once(f"value {name}", f"{name} is left out: {why}")
+    return None
 
 
 def _whole(text: str | None, otherwise: int) -> int:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from atoll.core.status import LogLine, PlacedLine
 from atoll.rank.logtimes import LogTimes
-from atoll.rank.ranklog import log_start, read_log, segments, since_offset, tail_offset
+from atoll.rank.ranklog import log_end, log_start, read_log, segments, since_offset, tail_offset
 
 Line = TypeVar("Line", bound=LogLine)
 
@@ -58,9 +58,9 @@ class RankLog:
         self._times = LogTimes(self._folder)
         self._segments: Sequence[int] = ()
 
-    def lines(self, chunk_bytes: int) -> Iterator[PlacedLine]:
-        """The whole lines that are there by now."""
-        while True:
+    def lines(self, chunk_bytes: int, until: int | None = None) -> Iterator[PlacedLine]:
+        """The whole lines that are there by now; not many more than `until` that place."""
+        while until is None or self._offset < until:
             data, end = read_log(self._folder, self._offset, chunk_bytes)
             if not data:
                 return
@@ -92,9 +92,11 @@ class RankLog:
             yield self._line(shown, self._offset - len(self._partial))
 
     def rest(self) -> Iterator[PlacedLine]:
-        """A line that has no end."""
+        """The line that has begun, as far as it is there; it may have no end."""
         if self._partial:
-            yield self._line(self._partial, self._offset)
+            more, _ = read_log(self._folder, self._offset, LINE_BYTES)
+            text, newline, _ = more.partition(b"\n")
+            yield self._line(self._partial + text, self._offset + len(text) + len(newline))
 
     def _line(self, text: bytes, at: int) -> PlacedLine:
         return PlacedLine(
@@ -114,6 +116,11 @@ async def read_lines(
 ) -> AsyncIterator[LogLine]:
     """From these places on; the logs of other ranks from their start."""
     logs: dict[int, RankLog] = {}
+    # Who does not follow reads what is there now: a rank may print faster than it is read.
+    ends: dict[int, int] = {}
+    unseen = None if follow else 0
+    if follow is None:
+        ends = {rank: log_end(folder / str(rank)) for rank in ranks_in(folder, ranks)}
     pause_s = LOOK_S
     while True:
         is_last = follow is None or follow()
@@ -121,7 +128,8 @@ async def read_lines(
         for rank in ranks_in(folder, ranks):
             logs.setdefault(rank, RankLog(folder, rank, places.get(rank, 0)))
         chunk = max(LEAST_CHUNK, min(CHUNK_BYTES, HELD_BYTES // max(1, len(logs))))
-        for line in merged([log.lines(chunk) for _, log in sorted(logs.items())]):
+        looks = [log.lines(chunk, ends.get(rank, unseen)) for rank, log in sorted(logs.items())]
+        for line in merged(looks):
             is_new = True
             yield line
         if is_last:

@@ -15,7 +15,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Any
 
     from atoll.rank.sinks import Sink
@@ -24,6 +24,8 @@ EVERY_S = 5.0
 MOST_HELD = 60  # measurements that wait to be handed on
 CGROUP = "/sys/fs/cgroup"
 MACHINE = "machine/"
+IDLE_CORE = 0.01  # a process that only waits wakes up now and then
+IDLE_S = 0.02  # as much again for the resolution of the kernel's clock
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -238,19 +240,34 @@ class NvmlGpus:
         return None if failed else float(amounts[2])
 
 
+def idle_s(seconds: float) -> float:
+    """Up to so much CPU time in so many seconds is none to speak of."""
+    return IDLE_CORE * seconds + IDLE_S
+
+
 class UseThread(threading.Thread):
     """Measures a rank again and again, and hands that on as its reports are. Never raises."""
 
     def __init__(
-        self, env: Mapping[str, str], sink: Sink, pid: int, *, is_contained: bool, is_alone: bool
+        self,
+        env: Mapping[str, str],
+        sink: Sink,
+        pid: int,
+        *,
+        is_contained: bool,
+        is_alone: bool,
+        said_at: Callable[[], float] | None = None,
     ) -> None:
-        """`is_contained`: the control group here is of this rank alone."""
+        """`is_contained`: the control group here is of this rank alone. `said_at`: when the rank
+        last printed, by the monotonic clock; without it nobody knows whether it stands still."""
         super().__init__(name="atoll-machine-use", daemon=True)
         self._env, self._sink, self._pid = env, sink, pid
         self._is_contained, self._is_alone = is_contained, is_alone
         self._gpus = NvmlGpus()
         self._over = threading.Event()
         self._before: tuple[float, float] | None = None
+        self._said_at = said_at
+        self._used_at: float | None = None  # when it last used the CPU
         self._points: list[tuple[float, dict[str, float]]] = []
         self._number = 0
         self._due = 0.0
@@ -272,6 +289,8 @@ class UseThread(threading.Thread):
         now, used_s = time.monotonic(), figures.pop("cpu_s")
         if self._before is not None and now > self._before[0]:
             figures["cpu"] = max(0.0, used_s - self._before[1]) / (now - self._before[0])
+        if self._before is None or used_s - self._before[1] > idle_s(now - self._before[0]):
+            self._used_at = now
         self._before = (now, used_s)
         visible = self._env.get("CUDA_VISIBLE_DEVICES")
         figures.update(self._gpus.figures(visible, is_alone=self._is_alone))
@@ -279,10 +298,16 @@ class UseThread(threading.Thread):
         if len(self._points) > MOST_HELD:
             self._points = self._points[::2]
 
+    def still_s(self) -> float | None:
+        """For how long the rank has printed nothing and used no CPU, up to the last measurement."""
+        if self._said_at is None or self._used_at is None or self._before is None:
+            return None
+        return max(0.0, self._before[0] - max(self._used_at, self._said_at()))
+
     def hand_on(self) -> None:
         if time.monotonic() < self._due:
             return
-        batch = batch_of(self._env, self._id, self._number + 1, self._points)
+        batch = batch_of(self._env, self._id, self._number + 1, self._points, self.still_s())
         try:
             pause_s = self._sink.hand_on(batch)
         except OSError:
@@ -293,7 +318,11 @@ class UseThread(threading.Thread):
 
 
 def batch_of(
-    env: Mapping[str, str], life: str, number: int, points: Iterable[tuple[float, Any]]
+    env: Mapping[str, str],
+    life: str,
+    number: int,
+    points: Iterable[tuple[float, Any]],
+    still_s: float | None = None,
 ) -> bytes:
     """As `rank/figures.py:batch_of` writes what a rank tells."""
     series: dict[str, list[list[float | None]]] = {}
@@ -309,11 +338,19 @@ def batch_of(
         "skipped": 0,
         "figures": series,
     }
+    if still_s is not None:
+        document["still"] = round(still_s, 3)
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
 def watch_use(
-    env: Mapping[bytes, bytes], pid: int, *, is_contained: bool, is_alone: bool, sinks: Any
+    env: Mapping[bytes, bytes],
+    pid: int,
+    *,
+    is_contained: bool,
+    is_alone: bool,
+    sinks: Any,
+    said_at: Callable[[], float] | None = None,
 ) -> UseThread | None:
     """Measures the rank with this environment, if it reports anywhere. `sinks`: rank/sinks.py."""
     try:
@@ -324,7 +361,9 @@ def watch_use(
         sink = sinks.sink_of(plain, owner)
         if sink is None:
             return None
-        thread = UseThread(plain, sink, pid, is_contained=is_contained, is_alone=is_alone)
+        thread = UseThread(
+            plain, sink, pid, is_contained=is_contained, is_alone=is_alone, said_at=said_at
+        )
         thread.start()
         return thread
     except Exception:  # figures must never end a rank

@@ -16,6 +16,7 @@ import json
 import os
 import select
 import signal
+import struct
 import sys
 import time
 from math import isfinite
@@ -32,6 +33,7 @@ TAIL_LINES = 40
 TAIL_BYTES = 16_384
 CHUNK_BYTES = 65_536
 PIPE_BYTES = 1 << 20
+MANY_TIMES = 16 << 20  # bytes of pairs
 CLAIMED = 75  # exit code if another process runs the attempt
 NOT_FOUND, CANNOT_RUN = 127, 126  # as in shells
 OWN_REASONS = ("CommandNotFound", "CannotRun")  # which rank/unpack.py may give
@@ -146,6 +148,30 @@ def read_record(text: str) -> dict[str, Any] | None:
 # The wrapper
 
 
+class OutputTimes:
+    """Notes beside the log that this process's output goes to, when it was copied there.
+
+    As `rank/logtimes.py` reads it. A log that is never cut gets fewer pairs when there are many.
+    """
+
+    PAIR = struct.Struct("=Qd")
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError."""
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._size = os.fstat(self._file).st_size
+        self._noted_at = 0.0
+
+    def note(self) -> None:
+        """What is written from now on is written now."""
+        now = time.time()
+        if 0 <= now - self._noted_at < (0.001 if self._size < MANY_TIMES else 0.1):
+            return
+        with contextlib.suppress(OSError):
+            self._size += os.write(self._file, self.PAIR.pack(os.fstat(1).st_size, now))
+            self._noted_at = now
+
+
 class Command:
     """The command as a child, whose output and signals pass through this process.
 
@@ -163,10 +189,12 @@ class Command:
     ) -> None:
         self.status: int | None = None
         self.tail = b""
+        self.times: OutputTimes | None = None  # where it is noted when output was copied
         self.failure = 0  # errno of a command that could not be run
         self.is_folder_missing = False  # the failure is that of its folder
         self.signalled: int | None = None  # the first signal that told it to end
         self.stopped_at: float | None = None  # monotonic, while a signal has stopped it
+        self.said_at = time.monotonic()  # when it last printed
         self._is_bound = is_bound
         self._is_leader = is_leader
         self._folder = folder
@@ -301,7 +329,11 @@ class Command:
 
     def _copy(self) -> bool:
         data = os.read(self._output, CHUNK_BYTES)
+        if data:
+            self.said_at = time.monotonic()
         self.tail = (self.tail + data)[-TAIL_BYTES:]
+        if self.times is not None and data:
+            self.times.note()
         left = memoryview(data)
         with contextlib.suppress(OSError):  # nobody reads; the command keeps running
             while left:
@@ -418,7 +450,7 @@ def end_as(record: dict[str, Any], status: int | None) -> NoReturn:
     os._exit(CANNOT_RUN if record["code"] is None else record["code"])
 
 
-def watch_use(env: dict[bytes, bytes], pid: int, *, is_contained: bool) -> Any:
+def watch_use(env: dict[bytes, bytes], command: Command, *, is_contained: bool) -> Any:
     """Reports what the command uses of the machine, where its rank reports; None if it does not."""
     if not env.get(b"ATOLL_REPORTS"):
         return None
@@ -430,7 +462,12 @@ def watch_use(env: dict[bytes, bytes], pid: int, *, is_contained: bool) -> Any:
     except (ImportError, OSError, SyntaxError):
         return None
     return machine_use.watch_use(
-        env, pid, is_contained=is_contained, is_alone=is_contained, sinks=sinks
+        env,
+        command.pid,
+        is_contained=is_contained,
+        is_alone=is_contained,
+        sinks=sinks,
+        said_at=lambda: command.said_at,
     )
 
 
@@ -460,7 +497,7 @@ def run(words: list[str], *, record: str, limit: int, is_bound: bool) -> NoRetur
         command = Command(words, env, is_bound=is_bound)
     except OSError:  # no process or pipe to be had; the command itself needs neither
         _become_alone(words, env)
-    watch_use(env, command.pid, is_contained=True)
+    watch_use(env, command, is_contained=True)
     command.wait()
     host = os.environ.get("NODE_NAME") or os.uname().nodename
     ended = record_of(command, words[0], error_file, host)

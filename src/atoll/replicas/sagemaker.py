@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.core.config import options_of
 from atoll.core.errors import ValidationError
+from atoll.core.spec import TrainingSpec
 from atoll.replicas.recorded import RecordedReplicas
 from atoll.sagemaker.options import STORE, SageMakerOptions, check_installed
 
@@ -54,6 +55,11 @@ class SageMakerExecutor(RecordedReplicas):
         self.role = role
         self.store = str(store).rstrip("/")
         self.address = {"store": self.store}
+
+    def check_launch(self, spec: TrainingSpec) -> None:
+        from atoll.sagemaker.executor import check_spec
+
+        check_spec(spec, self.options, self.options.region or "")
 
     def make_executor(self) -> ScriptTrainingJobs:
         from atoll.replicas.trainingjobs import ScriptTrainingJobs

@@ -37,7 +37,7 @@ from atoll.core.errors import NotFound, ValidationError
 from atoll.core.lines import printed
 from atoll.core.narrate import exit_in_words
 from atoll.core.phase import Phase
-from atoll.core.ports import Checking, Executor
+from atoll.core.ports import Checking, Executor, Trying
 from atoll.core.spec import (
     MAX_GPUS,
     MAX_WORLD,
@@ -166,6 +166,9 @@ class ReplicaSurface:
         training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         spec = replace(training.spec, executor=self._plane.executor.name)
         training = replace(training, namespace=self.namespace, spec=spec)
+        executor = self._plane.executor
+        if isinstance(executor, Trying):
+            self._plane.call(executor.try_out(spec))
         gang = self._plane.launch(training)
         self._known[self.job_name(training)] = gang
         self.note_launch(training)

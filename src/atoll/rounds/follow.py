@@ -74,8 +74,8 @@ class RoundFollower:
         while True:
             try:
                 await self._follow(store)
-            except Gone:
-                continue
+            except* Gone:  # too many changes at once: begin with a list again
+                pass
 
     async def _follow(self, store: Store) -> None:
         after = await store.version()

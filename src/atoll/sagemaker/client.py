@@ -46,7 +46,9 @@ class NameTaken(Exception):
 def connect(options: SageMakerOptions) -> TrainingJobs:
     """Raises Permanent, in one line, without credentials or a region. Nothing is asked yet."""
     try:
-        session = boto3.Session(profile_name=options.profile, region_name=options.region)
+        # boto3 itself reads AWS_DEFAULT_REGION alone; everything else of AWS reads AWS_REGION.
+        region = options.region or os.environ.get("AWS_REGION") or None
+        session = boto3.Session(profile_name=options.profile, region_name=region)
         if session.region_name is None:
             raise Permanent("SageMaker needs a region: the option region, or AWS_REGION")
         if session.get_credentials() is None:

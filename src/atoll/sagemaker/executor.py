@@ -85,6 +85,9 @@ class SageMakerBackend(StoreBackend):
         """Raises ValidationError for what SageMaker would refuse, by its own model."""
         check_spec(spec, self.options, self.jobs.region)
 
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        return self.options.ignored(spec)
+
     # The verbs
 
     async def start_jobs(self, training: Training, attempt: int, ranks: Sequence[int]) -> None:

@@ -141,6 +141,17 @@ class SageMakerOptions(SpecModel, frozen=True):
             names = providers.include or providers.exclude
             raise ValidationError("provider_filter", names, expected)
 
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        """Why, by each field of the spec that has no effect."""
+        table = {"topology_spread": "each rank is a job of its own, which SageMaker places"}
+        needs = spec.resources
+        if needs.gpu_models or self.instance_type:
+            instance = instance_for(needs, self.instance_type)
+            fields = ["cpu", "memory", "min_gpu_memory_gb"]
+            fields += [] if needs.gpu_models else ["gpu_count"]
+            table |= dict.fromkeys(fields, f"ranks have what an {instance} has")
+        return table
+
     def store_of(self, spec: TrainingSpec) -> str:
         """The store with the records of a training. Raises ValidationError if there is none."""
         uri = self.store or spec.rendezvous.uri

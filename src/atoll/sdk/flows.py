@@ -25,13 +25,14 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.executors import MISSING, ExecutorList, absence
+from atoll.core.honour import asked
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model, encode
 from atoll.core.narrate import failure_in_words
 from atoll.core.phase import Phase
 from atoll.core.rounds import RoundItem, RoundList, ShownTraining
 from atoll.core.series import NewestFigures, SeriesList
-from atoll.core.spec import ProviderFilter, Resources, TrainingSpec, check_spec_size
+from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import (
     FIELDS_IGNORED,
     AttemptStatus,
@@ -53,13 +54,6 @@ FOREVER_S = 1e12
 LAST_READ_S = 2.0  # for the read after a deadline
 HOOKS = "/v1/webhooks"
 ALL = "/v1/trainings"
-# Fields that some executor does not honour, with what they are where nothing was asked for.
-PARTLY_HONOURED: dict[str, Any] = {
-    "image": None,
-    "resources": Resources(),
-    "provider_filter": ProviderFilter(),
-    "topology_spread": "none",
-}
 
 
 class Who(NamedTuple):
@@ -108,7 +102,7 @@ def deploy(
 ) -> Flow[Training]:
     """The stored training, as `_stored` has it; what its executor will not honour is logged."""
     stored = yield from _stored(spec, shared, key, pack)
-    if any(getattr(spec, field) != unset for field, unset in PARTLY_HONOURED.items()):
+    if asked(spec):
         try:
             told = yield from events(Who(stored.name, stored.uid), None)
         except AtollError:  # it is stored all the same

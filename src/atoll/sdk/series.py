@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
-from atoll.core.series import Figure, SeriesColumns
+from atoll.core.series import Figure, SeriesList
 
 COLUMNS = ("name", "rank", "process", "attempt", "step", "at", "value", "min", "max", "count")
 
@@ -26,12 +25,15 @@ class ColumnTable(dict[str, list[Any]]):
 class SeriesTable(ColumnTable):
     """Columns of equal length: `table["value"]` is a list. One row for each bucket.
 
-    `value` is the mean of the `count` points that the row stands for.
+    `value` is the mean of the `count` points that the row stands for. `skipped` figures were told
+    and not kept, and `missed` batches of figures were lost before they were kept.
     """
 
-    def __init__(self, items: Iterable[SeriesColumns]) -> None:
+    def __init__(self, answer: SeriesList) -> None:
         super().__init__({name: [] for name in COLUMNS})
-        for one in items:
+        self.skipped = answer.skipped
+        self.missed = answer.missed
+        for one in answer.items:
             length = len(one.at)
             self["name"] += [one.name] * length
             self["rank"] += [one.rank] * length

@@ -214,12 +214,12 @@ class DistributedTraining:
         self, names: str | Sequence[str] | None = None, *, rank: int | None = None
     ) -> SeriesTable:
         """What the ranks reported with `atoll.report`, as columns: all, or these names."""
-        return SeriesTable(self._run(self._series(names, rank)).items)
+        return SeriesTable(self._run(self._series(names, rank)))
 
     async def series_async(
         self, names: str | Sequence[str] | None = None, *, rank: int | None = None
     ) -> SeriesTable:
-        return SeriesTable((await self._arun(self._series(names, rank))).items)
+        return SeriesTable(await self._arun(self._series(names, rank)))
 
     def rounds(self, first: int = 0, last: int | None = None, *, costs: bool = False) -> RoundTable:
         """The outer rounds of a DiLoCo training, as columns: all, or those from `first` to `last`.

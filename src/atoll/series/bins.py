@@ -7,11 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atoll.series.fold import AT, BAD, COUNT, LARGEST, LEAST, MEAN, Series
+from atoll.series.fold import AT, ATTEMPT, BAD, COUNT, LARGEST, LEAST, MEAN, Series
+
+LEAST_BINS = 20
+POINTS_A_BIN = 2  # of a rank, where there are several
+PAUSE = 8  # times as long as usual without a point is a gap
 
 
 class Band(NamedTuple):
-    """Columns of equal length. NaN where a bin has no point."""
+    """Columns of equal length. NaN in all of them but the times where a line is to break."""
 
     at: list[float]
     low: list[float]
@@ -24,7 +28,14 @@ class Band(NamedTuple):
 
 
 def band_of(series: Sequence[Series], start: float, end: float, count: int) -> Band:
-    """At most `count` bins from `start` to `end`; bins without points are left out."""
+    """At most `count` bins from `start` to `end`; bins without points are left out.
+
+    Of several series bins are so wide that each has points in most of them: else the mean would
+    jump with whoever has told something in a bin. There is a break where nobody has told anything
+    for long, and in a lone series where the next attempt begins.
+    """
+    if len(series) > 1:
+        count = min(count, max(LEAST_BINS, int((end - start) / _usual_spacing(series))))
     width = max(end - start, 1e-9) / count
     held: dict[int, list[tuple[float, float, float]]] = {}  # least, mean, largest of each rank
     bad = 0
@@ -70,7 +81,46 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
         band.p90.append(_share(means, 0.9))
         band.high.append(max(highs))
         band.ranks.append(len(means))
-    return band
+    begun = _attempts(series[0]) if len(series) == 1 else []
+    return _broken(band, {min(count - 1, int((at - start) / width)) for at in begun}, start, width)
+
+
+def _usual_spacing(series: Sequence[Series]) -> float:
+    """Seconds in which a rank usually tells so many points."""
+    spacings = sorted(
+        (one.columns[AT][-1] - one.columns[AT][0]) / (len(one) - 1)
+        for one in series
+        if len(one) > 1
+    )
+    return POINTS_A_BIN * max(spacings[len(spacings) // 2], 1e-9) if spacings else 1e-9
+
+
+def _attempts(one: Series) -> list[float]:
+    """When attempts after the first one told something for the first time."""
+    attempts, times = one.columns[ATTEMPT], one.columns[AT]
+    return [times[n] for n in range(1, len(one)) if attempts[n] != attempts[n - 1]]
+
+
+def _broken(band: Band, begun: set[int], start: float, width: float) -> Band:
+    """The band with a row of NaN in each gap. `begun`: bins in which another attempt begins."""
+    apart = sorted(b - a for a, b in zip(band.at, band.at[1:], strict=False))
+    usual = apart[len(apart) // 2] if len(apart) > 2 else math.inf
+    whole = Band([], [], [], [], [], [], [], band.bad)
+    columns = list(zip(*band[:7], strict=True))
+    for number, row in enumerate(columns):
+        if number:
+            before = columns[number - 1][0]
+            is_next = any(before < start + (bin_ + 0.5) * width <= row[0] for bin_ in begun)
+            if is_next or row[0] - before > PAUSE * usual:
+                _append(whole, ((before + row[0]) / 2, *[math.nan] * 5, 0))
+        _append(whole, row)
+    return whole
+
+
+def _append(band: Band, row: Sequence[float]) -> None:
+    columns: Sequence[list[float]] = band[:7]  # type: ignore[assignment]
+    for column, part in zip(columns, row, strict=True):
+        column.append(part)
 
 
 def _share(values: Sequence[float], share: float) -> float:

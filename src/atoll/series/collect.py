@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -188,7 +189,7 @@ class Collector:
         self._may_return = may_return  # a training that is not stored
         self._measure = measure  # what ranks use of the machine, by training
         self._life = f"machine-{time.time_ns():x}"
-        self._number = 0
+        self._numbers: Counter[tuple[str, int]] = Counter()  # of lines, by training and rank
         self._readers: dict[str, FigureReader] = {}
         self._due: dict[str, float] = {}
 
@@ -197,8 +198,8 @@ class Collector:
         while True:
             try:
                 await self._follow(store)
-            except Gone:
-                continue
+            except* Gone:  # too many changes at once: begin with a list again
+                pass
 
     async def _follow(self, store: Store) -> None:
         after = await store.version()
@@ -215,6 +216,8 @@ class Collector:
                     if change.is_removed:
                         self._readers.pop(change.training.uid, None)
                         self._due.pop(change.training.uid, None)
+                        for key in [k for k in self._numbers if k[0] == change.training.uid]:
+                            del self._numbers[key]
                         await asyncio.to_thread(self._keeper.remove, change.training.uid)
                     else:
                         self._note(change.training)
@@ -253,18 +256,18 @@ class Collector:
             await asyncio.sleep(USE_EVERY_S)
 
     def _keep_use(self, use: Mapping[str, Sequence[RankUse]], now: float) -> None:
-        self._number += 1
         for uid, ranks in use.items():
-            lines = [self._line(rank, now) for rank in ranks]
+            lines = [self._line(uid, rank, now) for rank in ranks]
             try:
                 self._keeper.take(uid, lines)
             except sqlite3.Error as error:
                 log.warning("machine use of training %s: %s", uid, error)
 
-    def _line(self, use: RankUse, now: float) -> bytes:
+    def _line(self, uid: str, use: RankUse, now: float) -> bytes:
+        self._numbers[uid, use.rank] += 1
         life = Teller(use.rank, use.attempt, 0, f"{self._life}-{use.rank}")
         figures = {MACHINE + name: [[now, None, value]] for name, value in use.figures.items()}
-        return batch_of(life, self._number, figures, 0)
+        return batch_of(life, self._numbers[uid, use.rank], figures, 0)
 
     def _read_all(self, readers: Iterable[FigureReader]) -> None:
         for reader in readers:

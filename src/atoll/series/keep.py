@@ -11,7 +11,7 @@ import logging
 import re
 import sqlite3
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,15 +22,19 @@ from msgspec.structs import replace
 from atoll.core.errors import ValidationError
 from atoll.core.escapes import visible
 from atoll.core.rounds import RoundWord
+from atoll.core.series import MACHINE
 from atoll.rank.figures import MAX_NAME, MOST_BATCH
+from atoll.series.copies import Losses, SeriesKey, pack, unpack
 from atoll.series.fold import LEAST_BUCKETS, MEAN, Series, point_of
 from atoll.series.rounds import MOST_FRAGMENTS, RoundKeeper, transaction
+from atoll.series.stillness import ReportedStillness
 
 MOST_BUCKETS = 2_000  # of one series
 MOST_OF_TRAINING = 1_000_000  # buckets of all series of a training
 MOST_SERIES = 20_000  # of a training
 MOST_HELD = 64  # trainings in memory
 MOST_ROUNDS = 10**9
+MOST_MISSED = 10**9  # batches that are counted
 MOST_ERROR = 500  # characters
 LOG_BYTES = 4 * 2**20  # of one training, before it is folded into its series
 
@@ -45,12 +49,13 @@ create table if not exists lives (
     uid text not null, life text not null, n integer not null, primary key (uid, life)
     ) without rowid;
 create table if not exists finished_reports (uid text primary key) without rowid;
+create table if not exists losses (
+    uid text primary key, skipped integer not null, missed integer not null) without rowid;
 """
 
 _RUN = re.compile(r"[\w.+=@-]{1,200}")
 
 log = logging.getLogger(__name__)
-SeriesKey = tuple[int, int, str]  # rank, process, name
 
 
 class _Wire(msgspec.Struct, frozen=True):
@@ -64,6 +69,7 @@ class _Wire(msgspec.Struct, frozen=True):
     figures: dict[str, list[list[float | str | None]]]
     skipped: int = 0
     rounds: list[RoundWord] = []
+    still: float | None = None
 
 
 class Batch(NamedTuple):
@@ -77,6 +83,7 @@ class Batch(NamedTuple):
     points: dict[str, list[tuple[float, ...]]]
     skipped: int
     rounds: list[RoundWord]
+    still_s: float | None  # for how long the rank has printed nothing and used no CPU
 
 
 class OneSeries(NamedTuple):
@@ -98,6 +105,7 @@ class _Kept:
         self.logged_bytes = 0
         self.sizes: dict[SeriesKey, int] = {}  # bytes in the file
         self.skipped = 0
+        self.missed = 0  # batches
 
     def most(self) -> int:
         share = MOST_OF_TRAINING // max(1, len(self.series))
@@ -107,6 +115,9 @@ class _Kept:
         return batch.number > self.numbers.get(batch.life, 0)
 
     def fold(self, batch: Batch) -> None:
+        # They are counted one by one: what is between was told, and did not get here.
+        lost = batch.number - self.numbers.get(batch.life, 0) - 1
+        self.missed = min(self.missed + lost, MOST_MISSED)
         self.numbers[batch.life] = batch.number
         self.skipped += batch.skipped
         for name, points in batch.points.items():
@@ -145,6 +156,7 @@ def decode_batch(line: bytes) -> Batch:
         names,
         max(0, wire.skipped),
         [_checked(word, wire.rank) for word in wire.rounds],
+        wire.still if wire.still is None or wire.still >= 0 else None,
     )
 
 
@@ -177,6 +189,8 @@ class SeriesKeeper:
         self._db.execute("pragma synchronous = normal")
         self._db.executescript(_SCHEMA)
         self.rounds = RoundKeeper(self._db, self._lock)
+        self._taken: Counter[str] = Counter()  # batches, since this process began
+        self.stillness = ReportedStillness()
 
     def close(self) -> None:
         with self._lock:
@@ -204,8 +218,10 @@ class SeriesKeeper:
                 for _, batch in new:
                     self.rounds.add_words(uid, batch.rounds)
             for line, batch in new:
+                self._note_move(uid, batch)
                 kept.fold(batch)
                 kept.logged_bytes += len(line)
+            self._taken[uid] += len(new)
             if kept.logged_bytes > max(LOG_BYTES, sum(kept.sizes.values())):
                 self._write(uid, kept)
             return len(new)
@@ -255,6 +271,12 @@ class SeriesKeeper:
                 if key[2] in names and len(series)
             }
 
+    def _note_move(self, uid: str, batch: Batch) -> None:
+        has_report = any(not name.startswith(MACHINE) for name in batch.points)
+        self.stillness.note(
+            uid, batch.rank, still_s=batch.still_s, has_report=has_report or bool(batch.rounds)
+        )
+
     def _is_logged(self, uid: str) -> bool:
         query = "select 1 from batches where uid = ? limit 1"
         return self._db.execute(query, (uid,)).fetchone() is not None
@@ -264,13 +286,72 @@ class SeriesKeeper:
         with self._lock:
             return self._of(uid).skipped
 
-    def remove(self, uid: str) -> None:
+    def missed(self, uid: str) -> int:
+        """How many batches a rank told that were lost on the way, or with an earlier keeper."""
         with self._lock:
-            self._held.pop(uid, None)
+            return self._of(uid).missed
+
+    def changes(self, uid: str) -> int:
+        """Another number each time something of the training was kept."""
+        with self._lock:
+            return self._taken[uid] + self.rounds.changes[uid]
+
+    def remove(self, uid: str) -> None:
+        with self._lock, transaction(self._db):
+            self._remove(uid)
+
+    def _remove(self, uid: str) -> None:
+        self._held.pop(uid, None)
+        for counts in (self._taken, self.rounds.changes):
+            counts.pop(uid, None)
+        self.stillness.forget(uid)
+        for table in ("series", "batches", "lives", "finished_reports", "losses"):
+            self._db.execute(f"delete from {table} where uid = ?", (uid,))
+        self.rounds.remove(uid)
+
+    def clear(self) -> None:
+        """Nothing is kept any more."""
+        for uid in self.uids():
+            self.remove(uid)
+
+    def copied(self, uid: str, most_bytes: int) -> bytes:
+        """All of a training in so many bytes, a quarter of them for rounds; coarser if need be."""
+        with self._lock:
+            kept = self._of(uid)
+            series = {key: one.copy() for key, one in kept.series.items()}
+            losses = Losses(dict(kept.numbers), kept.skipped, kept.missed)
+            rounds = self.rounds.copied(uid, most_bytes // 4)
+            is_finished = self.is_finished(uid)
+        return pack(series, losses, rounds, most_bytes, is_finished=is_finished)
+
+    def restore(self, uid: str, data: bytes) -> bool:
+        """What was copied is kept here, in place of what is; unless that is as new: then False.
+
+        Raises ValidationError if this is no copy.
+        """
+        copy = unpack(data)
+        with self._lock:
+            own = self._of(uid).numbers
+            if own and all(own.get(life, 0) >= n for life, n in copy.losses.numbers.items()):
+                return False
             with transaction(self._db):
-                for table in ("series", "batches", "lives", "finished_reports"):
-                    self._db.execute(f"delete from {table} where uid = ?", (uid,))
-                self.rounds.remove(uid)
+                self._remove(uid)
+                self._db.executemany(
+                    "insert into series values (?, ?, ?, ?, ?)",
+                    [(uid, *row) for row in copy.series],
+                )
+                self._db.executemany(
+                    "insert into lives values (?, ?, ?)",
+                    [(uid, life, n) for life, n in copy.losses.numbers.items()],
+                )
+                self._db.execute(
+                    "insert into losses values (?, ?, ?)",
+                    (uid, copy.losses.skipped, copy.losses.missed),
+                )
+                if copy.is_finished:
+                    self._db.execute("insert into finished_reports values (?)", (uid,))
+                self.rounds.restore(uid, copy.rounds)
+            return True
 
     def finish(self, uid: str) -> None:
         """The training is over, and all that its ranks left behind was read."""
@@ -311,6 +392,11 @@ class SeriesKeeper:
         kept.numbers = dict(
             self._db.execute("select life, n from lives where uid = ?", (uid,)).fetchall()
         )
+        row = self._db.execute(
+            "select skipped, missed from losses where uid = ?", (uid,)
+        ).fetchone()
+        if row is not None:
+            kept.skipped, kept.missed = row
         for (body,) in self._db.execute(
             "select body from batches where uid = ? order by id", (uid,)
         ):
@@ -331,6 +417,9 @@ class SeriesKeeper:
             self._db.executemany(
                 "insert or replace into lives values (?, ?, ?)",
                 [(uid, life, n) for life, n in kept.numbers.items()],
+            )
+            self._db.execute(
+                "insert or replace into losses values (?, ?, ?)", (uid, kept.skipped, kept.missed)
             )
             self._db.execute("delete from batches where uid = ?", (uid,))
         kept.changed.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -47,6 +48,19 @@ TABLES = ("rounds", "dropped_rounds", "read_runs", "finished_runs")
 _BODY = msgspec.json.Decoder(KeptRound)
 
 
+# Run, fragment, round, time, tokens, body.
+RoundRow = tuple[str, int, int, float | None, float, bytes]
+
+
+class CopiedRounds(msgspec.Struct, frozen=True):
+    """The rounds of one training, to go on from elsewhere."""
+
+    rounds: list[RoundRow] = []
+    dropped: dict[str, tuple[int, float]] = {}  # by run: how many, and their tokens
+    read: dict[str, int] = {}  # by run in the store: the first round that was not read
+    is_finished: bool = False
+
+
 class StoreLook(NamedTuple):
     """What the newest look at the store of a training found; not stored."""
 
@@ -77,6 +91,7 @@ class RoundKeeper:
         self._lock = lock
         self._looks: dict[str, StoreLook] = {}
         self._untrimmed: dict[str, int] = {}
+        self.changes: Counter[str] = Counter()  # by training, since this process began
         db.executescript(SCHEMA)
 
     def add_words(self, uid: str, words: Iterable[RoundWord]) -> None:
@@ -218,6 +233,51 @@ class RoundKeeper:
         with self._lock:
             return {row[0] for row in self._db.execute("select distinct uid from rounds")}
 
+    def copied(self, uid: str, most_bytes: int) -> CopiedRounds:
+        """The newest rounds of a training in so many bytes, and what is to be known of the rest."""
+        rounds: list[RoundRow] = []
+        left = most_bytes
+        with self._lock:
+            dropped = {
+                run: (number, tokens)
+                for run, number, tokens in self._db.execute(
+                    "select run, rounds, tokens from dropped_rounds where uid = ?", (uid,)
+                )
+            }
+            rows = self._db.execute(
+                "select run, fragment, round, at, tokens, body from rounds where uid = ? "
+                "order by round desc",
+                (uid,),
+            )
+            for row in rows:
+                left -= len(row[-1])
+                if left >= 0:
+                    rounds.append(row)
+                else:
+                    number, tokens = dropped.get(row[0], (0, 0.0))
+                    dropped[row[0]] = (number + 1, tokens + row[4])
+            read = dict(
+                self._db.execute("select name, following from read_runs where uid = ?", (uid,))
+            )
+            return CopiedRounds(rounds, dropped, read, is_finished=self.is_finished(uid))
+
+    def restore(self, uid: str, copy: CopiedRounds) -> None:
+        """Within a transaction of the caller: of a training that nothing is kept of."""
+        self._db.executemany(
+            "insert into rounds values (?, ?, ?, ?, ?, ?, ?, ?)",
+            [(uid, *row[:5], len(row[-1]), row[-1]) for row in copy.rounds],
+        )
+        self._db.executemany(
+            "insert into dropped_rounds values (?, ?, ?, ?)",
+            [(uid, run, *what) for run, what in copy.dropped.items()],
+        )
+        self._db.executemany(
+            "insert into read_runs values (?, ?, ?)",
+            [(uid, name, following) for name, following in copy.read.items()],
+        )
+        if copy.is_finished:
+            self._db.execute("insert into finished_runs values (?)", (uid,))
+
     def _change(
         self, uid: str, key: tuple[str, int, int], change: Callable[[KeptRound], KeptRound]
     ) -> None:
@@ -236,6 +296,7 @@ class RoundKeeper:
             "insert or replace into rounds values (?, ?, ?, ?, ?, ?, ?, ?)",
             (uid, *key, at, tokens, len(body), body),
         )
+        self.changes[uid] += 1
         self._untrimmed[uid] = self._untrimmed.get(uid, 0) + 1
         if self._untrimmed[uid] >= TRIM_EVERY:
             self._untrimmed[uid] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, Temporary, ValidationError
+from atoll.core.honour import not_honoured
 from atoll.core.ports import Checking, Executor, Ignoring, Trying
 from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import Training
@@ -30,9 +31,9 @@ def admitted(
     if executor is None:
         raise ValidationError("executor", name, plane.setup.refusal(name, plane.executors))
     plane.setup.check_namespace(name, namespace)
-    if spec.stall_s is not None and not getattr(executor, "sees_stalls", False):
-        expected = f"expected none: the executor {name!r} cannot see whether its ranks move"
-        raise ValidationError("stall_s", spec.stall_s, expected)
+    if spec.stall_restart and not getattr(executor, "restarts_stalled", False):
+        expected = f"expected none: the executor {name!r} starts no rank again that stands still"
+        raise ValidationError("stall_restart", True, expected)
     spec = replace(spec, executor=name)
     if isinstance(executor, Checking):
         executor.check(spec)
@@ -42,7 +43,9 @@ def admitted(
 def ignored(training: Training, plane: Plane) -> str:
     """What its executor will not honour of the spec, in one line; empty if that is nothing."""
     executor = plane.executors.get(training.executor)
-    return executor.ignored(training.spec) if isinstance(executor, Ignoring) else ""
+    if not isinstance(executor, Ignoring):
+        return ""
+    return not_honoured(training.executor, training.spec, executor.ignored(training.spec))
 
 
 async def check_backend(spec: TrainingSpec, plane: Plane) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from starlette.requests import Request
@@ -22,7 +22,7 @@ from atoll.server.basilica import answers, deployments
 from atoll.server.deliver import Deliverer
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
-from atoll.server.operations import JSON, Operation, Plane, routes
+from atoll.server.operations import JSON, Operation, Plane, kept_already, routes
 from atoll.server.routing import Application, Route
 from atoll.server.streams import Streams
 from atoll.server.ui import routes as ui
@@ -42,6 +42,7 @@ def create_app(
     series: SeriesKeeper | None = None,
     outbox: Outbox | None = None,
     deliverer: Deliverer | None = None,
+    keep_webhooks: Callable[[], Awaitable[None]] = kept_already,
     sessions: Sessions | None = None,
     report_key: bytes = b"",
     is_metrics_open: bool = True,
@@ -50,6 +51,7 @@ def create_app(
     """The HTTP server of one control plane.
 
     `/metrics` has totals of all namespaces; without `is_metrics_open` it needs a token.
+    `keep_webhooks` is awaited after webhooks were added or removed, before that is answered.
     `lifespan` is entered when the server starts. Call `streams.close()` when shutdown begins, so
     that open watches end.
     """
@@ -70,6 +72,7 @@ def create_app(
         deliverer=deliverer,
         report_key=report_key,
         sessions=sessions or Sessions(),
+        keep_webhooks=keep_webhooks,
     )
 
     @contextlib.asynccontextmanager

@@ -1,9 +1,8 @@
 """Delivers messages to webhooks, and tries again with longer and longer pauses.
 
-A tenant's address must not make the server reach what the tenant could not: for namespaces other
-than the owner's, whose tokens may run commands here anyway, only addresses of the public internet
-are connected to, the very ones that were checked. No redirect is followed, and of what the other
-side answers only the status is told.
+A tenant's address must not make the server reach what the tenant could not: for namespaces that are
+not trusted, only addresses of the public internet are connected to, the very ones that were
+checked. No redirect is followed, and of what the other side answers only the status is told.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
@@ -56,18 +55,19 @@ class Sent(NamedTuple):
 
 
 class Deliverer:
-    """`owner` is the namespace of the server's own user."""
+    """`trusted` are namespaces whose messages may go anywhere: their tokens may run commands where
+    the server runs, or whoever runs the server says so."""
 
     def __init__(
         self,
         outbox: Outbox,
         *,
-        owner: str | None = None,
+        trusted: Collection[str] = (),
         clock: Callable[[], float] = time.time,
         jitter: Callable[[], float] = lambda: random.uniform(0.8, 1.2),
     ) -> None:
         self._outbox = outbox
-        self._owner = owner
+        self._trusted = frozenset(trusted)
         self._clock = clock
         self._jitter = jitter
         self._news = asyncio.Event()
@@ -123,7 +123,7 @@ class Deliverer:
             self._outbox.postponed(delivery, sent.words, now, now + pause_s)
 
     def is_tenant(self, namespace: str) -> bool:
-        return namespace != self._owner
+        return namespace not in self._trusted
 
     async def send(self, delivery: Delivery) -> Sent:
         """Never raises."""

@@ -54,6 +54,10 @@ class NoQuery(Query, frozen=True):
     """For endpoints without options."""
 
 
+async def kept_already() -> None:
+    """Webhooks are stored where the outbox is."""
+
+
 @dataclass(frozen=True)
 class Plane:
     """The parts of the control plane that handlers use."""
@@ -72,6 +76,7 @@ class Plane:
     searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
     outbox: Outbox | None = None  # None: webhooks are not kept here
     deliverer: Deliverer | None = None
+    keep_webhooks: Callable[[], Awaitable[None]] = kept_already
     sessions: Sessions = field(default_factory=Sessions)
     rows: Rows = field(default_factory=Rows)
     curves: Reused = field(default_factory=Reused)

@@ -33,7 +33,13 @@ async def series(call: ApiCall) -> Answer:
         return json_answer(SeriesList(items=[], is_kept=False))
     chosen = await asyncio.to_thread(keeper.series, training.uid, query.name, query.rank)
     items = await asyncio.to_thread(lambda: [columns_of(one) for one in chosen])
-    return json_answer(SeriesList(items=items, skipped=keeper.skipped(training.uid)))
+    return json_answer(
+        SeriesList(
+            items=items,
+            skipped=keeper.skipped(training.uid),
+            missed=keeper.missed(training.uid),
+        )
+    )
 
 
 class FiguresQuery(Query, frozen=True):

@@ -79,13 +79,15 @@ async def create(call: ApiCall) -> Answer:
     wish = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
-    stored = await call.plane.store.create(wish, idempotency_key=idempotency_key(call))
+    events = []
+    if words := ignored(wish, call.plane):
+        events = [Event(type="Warning", reason=FIELDS_IGNORED, message=words, at=time.time())]
+    stored = await call.plane.store.create(
+        wish, idempotency_key=idempotency_key(call), events=events
+    )
     is_new = stored.uid == wish.uid
     if not is_new and stored.generation == 1 and stored.spec.by_digest() != wish.spec.by_digest():
         raise Conflict(f"this idempotency key belongs to {stored.name!r}, which has another spec")
-    if is_new and (words := ignored(stored, call.plane)):
-        event = Event(type="Warning", reason=FIELDS_IGNORED, message=words, at=time.time())
-        await call.plane.store.record(stored.key, event)
     return json_answer(shown(stored), 201 if is_new else 200)
 
 

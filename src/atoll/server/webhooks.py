@@ -28,7 +28,13 @@ async def add_webhook(call: ApiCall) -> Answer:
     if deliverer.is_tenant(call.namespace):
         await _check_public(wanted.url)
     secret = wanted.secret or new_secret()
-    id = outbox.add(call.namespace, wanted.url, wanted.events, secret, time.time())
+    now = call.plane.clock().wall
+    id = outbox.add(call.namespace, wanted.url, wanted.events, secret, now)
+    try:
+        await call.plane.keep_webhooks()
+    except BaseException:  # it would be forgotten, though somebody was told its secret
+        outbox.remove(call.namespace, id)
+        raise
     return json_answer(outbox.get(call.namespace, id), 201)
 
 
@@ -51,13 +57,14 @@ async def remove_webhook(call: ApiCall) -> Answer:
     outbox, _ = _of(call)
     webhook = outbox.get(call.namespace, call.name)
     outbox.remove(call.namespace, call.name)
+    await call.plane.keep_webhooks()
     return json_answer(replace(webhook, secret=None))
 
 
 async def test_webhook(call: ApiCall) -> Answer:
     """Sends one message now, and says how it was answered."""
     outbox, deliverer = _of(call)
-    webhook, now = outbox.get(call.namespace, call.name), time.time()
+    webhook, now = outbox.get(call.namespace, call.name), call.plane.clock().wall
     event = Event(type="Normal", reason="Test", message="a test of this webhook", at=now)
     body = event_body(call.namespace, "", "", event)
     delivery = Delivery(

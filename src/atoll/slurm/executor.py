@@ -35,15 +35,15 @@ from atoll.slurm.read import QueuedTask, best_of, read_queue
 from atoll.slurm.render import (
     LOGS,
     RECORDS,
+    TIMES_FILE,
     chunks,
+    command_env,
     render_command,
     render_script,
     task_spans,
 )
 
 COMMANDS = ("sbatch", "squeue", "scancel")
-# The control plane's own secrets and addresses are not passed on to ranks.
-WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
 # What sbatch says of requests that it will refuse at any time; everything else may pass.
 REFUSALS = re.compile(
     r"not available|invalid|can ?not be satisfied|unrecognized option|not permitted|"
@@ -115,9 +115,13 @@ class SlurmBackend(RecordedBackend):
     def check(self, spec: TrainingSpec) -> None:
         self.options.check(spec)
 
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        return self.options.ignored(spec)
+
     async def try_out(self, spec: TrainingSpec) -> None:
         """By `sbatch --test-only`. Words that may be of the moment, such as nodes that are drained,
         are no refusal."""
+        await asyncio.to_thread(self._try_folder)
         untried = Training(namespace="x", uid="0" * 32, spec=spec)
         try:
             async with asyncio.timeout(TRY_S):
@@ -128,7 +132,17 @@ class SlurmBackend(RecordedBackend):
         words = _one_line(trouble.replace("allocation failure: ", ""))
         for pattern, field in NEVER.items():
             if status and re.search(pattern, words, re.IGNORECASE):
-                raise ValidationError(field, getattr(self.options, field, None), f"sbatch: {words}")
+                value, count = getattr(self.options, field), spec.resources.gpu_count
+                if field == "gres" and count and value is None:
+                    field, value = "gpu_count", count
+                raise ValidationError(field, value, f"sbatch: {words}")
+
+    def _try_folder(self) -> None:
+        """Raises ValidationError if this user can neither use nor make the folder."""
+        there = next(path for path in (self.root, *self.root.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            expected = "expected a folder that this user can write to, and that all hosts see"
+            raise ValidationError("folder", str(self.root), expected)
 
     # The verbs
 
@@ -188,6 +202,9 @@ class SlurmBackend(RecordedBackend):
 
     def launch(self, training: Training) -> Json:
         launch = super().launch(training)
+        # By the wrapper, as it is its output that is the log. A path may hold braces.
+        folder = str(self.log_folder(training)).replace("{", "{{").replace("}", "}}")
+        launch["times"] = f"{folder}/{{rank}}/{TIMES_FILE}"
         if self.options.container is not None:  # it is a folder of the image
             launch["folder"] = ""
         return launch
@@ -280,7 +297,7 @@ class SlurmBackend(RecordedBackend):
             self._has_asked_limits = True
 
     async def _run(self, *words: str, stdin: str | None = None) -> tuple[int, str, str]:
-        env = {name: value for name, value in os.environ.items() if name not in WITHHELD}
+        env = command_env(os.environ, stdin or "")
         if self._conf:
             env["SLURM_CONF"] = self._conf
         try:

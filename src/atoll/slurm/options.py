@@ -24,7 +24,7 @@ OURS = frozenset(
     {
         *("--array", "-a", "--job-name", "-J", "--requeue", "--no-requeue", "--wrap", "--parsable"),
         *("--output", "-o", "--error", "-e", "--open-mode", "--chdir", "-D", "--ntasks", "-n"),
-        *("--nodes", "-N", "--test-only", "--wait", "-W", "--hold", "-H"),
+        *("--nodes", "-N", "--test-only", "--wait", "-W", "--hold", "-H", "--clusters", "-M"),
     }
 )
 NAMED = ("partition", "account", "qos", "constraint", "reservation", "gres")
@@ -123,3 +123,10 @@ class SlurmOptions(SpecModel, frozen=True):
         for name, value in spec.env.items():
             if name.startswith("SLURM_"):
                 raise ValidationError(f"env.{name}", value, "expected another name: Slurm sets it")
+
+    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
+        """Why, by each field of the spec that has no effect."""
+        table = {"bench": "links are not measured under Slurm"}
+        if not spec.resources.gpu_count:
+            table["gpu_models"] = "gpu_count is 0"
+        return table

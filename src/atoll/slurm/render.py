@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
@@ -14,6 +14,24 @@ from atoll.slurm.options import SlurmOptions
 
 RECORDS, LOGS = "records", "logs"
 LOG_FILE = f"{0:020d}.log"  # as `rank/ranklog.py` names a log that is never cut
+TIMES_FILE = f"{0:020d}.times"  # as `rank/logtimes.py` names its times
+# The control plane's own secrets and addresses are not passed on to ranks.
+WITHHELD = ("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL", "ATOLL_STATE_DIR")
+# Variables of sbatch that would change which job is which rank's, or keep sbatch waiting.
+OVERRULING = tuple(
+    f"SBATCH_{name}"
+    for name in ("CLUSTERS", "ERROR", "INPUT", "OPEN_MODE", "REQUEUE", "TEST_ONLY", "WAIT")
+)
+# Variables of sbatch that are not called as their option is.
+NAMES = {
+    "array": ("ARRAY_INX",),
+    "cpus-per-task": ("CPUS_PER_GPU",),
+    "gres": ("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK"),
+    "mem": ("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE"),
+    "mem-per-cpu": ("MEM_PER_GPU", "MEM_PER_NODE"),
+    "time": ("TIMELIMIT",),
+}
+SHORT = {"A": "account", "C": "constraint", "p": "partition", "q": "qos", "t": "time"}
 _JOB = re.compile(r"atoll-(?P<uid>[0-9A-Za-z]+)-(?P<attempt>\d+)-(?P<offset>\d+)")
 _UNITS = {"": 1, "m": 1e-3} | {
     letter + binary: float((1024 if binary else 1000) ** power)
@@ -78,7 +96,8 @@ def render_script(
         ),
         *options.sbatch,
     ]
-    log = f"{folder}/{LOGS}/$rank"
+    quoted = re.sub(r'([\\$"`])', r"\\\1", folder)  # as it stands between double quotes
+    log = f"{quoted}/{LOGS}/$rank"
     wrapper = [python, "-S", "-I", f"{folder}/{FILE}", f"{folder}/{RECORDS}"]
     return "\n".join(
         [
@@ -112,6 +131,25 @@ def quantity(text: str) -> float:
     """The value of `500m`, `2`, `4Gi`."""
     number = text.rstrip("mkMGTPEi")
     return float(number) * _UNITS[text[len(number) :]]
+
+
+def command_env(environ: Mapping[str, str], script: str) -> dict[str, str]:
+    """The variables for a command of Slurm, `script` being what sbatch is given.
+
+    For sbatch, variables of the user's shell win over the lines of a script. Those that would
+    overrule one of its lines are left out, and the others (SBATCH_ACCOUNT) are kept as defaults.
+    """
+    lines = re.findall(r"^#SBATCH --?([\w-]+)", script, re.MULTILINE)
+    doomed = {*WITHHELD, *OVERRULING}
+    for line in lines:
+        option = SHORT.get(line, line)
+        doomed |= {f"SBATCH_{name}" for name in NAMES.get(option, ())}
+        doomed.add(f"SBATCH_{option.upper().replace('-', '_')}")
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in doomed and not name.startswith(("SQUEUE_", "SCANCEL_"))
+    }
 
 
 def render_command(

@@ -35,7 +35,13 @@ class MemoryStore:
         self._event_id = 0
         self._feed = Feed()
 
-    async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
+    async def create(
+        self,
+        training: Training,
+        *,
+        idempotency_key: str | None = None,
+        events: Sequence[Event] = (),
+    ) -> Training:
         earlier = self._created_with(training.namespace, idempotency_key)
         if earlier is not None:
             if earlier.name != training.name:
@@ -51,6 +57,8 @@ class MemoryStore:
         self._idempotency_keys[training.key] = idempotency_key
         self._events[training.key] = deque(maxlen=EVENTS_KEPT)
         self._attempts[training.key] = []
+        for event in events:
+            self._add_event(training.key, event)
         return self._write(training)
 
     async def get(self, key: Key) -> Training:

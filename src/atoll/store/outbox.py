@@ -7,10 +7,12 @@ plane dies or the training is removed. What waits is bounded for each webhook, t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from atoll.core.errors import Conflict, NotFound
 from atoll.core.model import decode, encode
@@ -23,6 +25,7 @@ from atoll.core.webhooks import (
     event_body,
     wants,
 )
+from atoll.store.schema import prepare
 
 AT_ONCE = 4  # deliveries of one webhook
 
@@ -86,21 +89,76 @@ class Outbox:
                 raise NotFound("webhook", id)
             self._run("delete from deliveries where webhook = ?", (id,))
 
+    def load(self, webhooks: Iterable[Webhook]) -> None:
+        """These are all webhooks there are, and nothing waits for them."""
+        with self._writing():
+            self._run("delete from deliveries")
+            self._run("delete from webhooks")
+            for one in webhooks:
+                self._run(
+                    f"insert into webhooks ({_COLUMNS}) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (
+                        *(one.id, one.namespace, one.url, encode(one.events).decode()),
+                        *(one.created_at, one.delivered, one.dropped, one.last_at),
+                        *(one.last_error, one.secret),
+                    ),
+                )
+
+    def everywhere(self) -> list[tuple[Webhook, float | None]]:
+        """The webhooks of all namespaces, each with the time of the oldest that waits for it."""
+        with self._reading():
+            rows = self._run(
+                f"select {_COLUMNS}, "
+                "(select count(*) from deliveries where webhook = webhooks.id), "
+                "(select min(created_at) from deliveries where webhook = webhooks.id) "
+                "from webhooks order by id"
+            )
+            return [(_webhook(row[:-1]), row[-1]) for row in rows.fetchall()]
+
     def note(self, uid: str, event: Event, now: float) -> None:
         """Inside a transaction: the event is delivered to every webhook that wants it."""
         row = self._run("select namespace, name from trainings where uid = ?", (uid,)).fetchone()
         if row is None:
             return
         namespace, name = row
+        self._post(namespace, name, uid, event, now)
+
+    def tell(
+        self,
+        namespace: str,
+        name: str,
+        uid: str,
+        event: Event,
+        mark: str,
+        since: Callable[[str, float], float],
+    ) -> None:
+        """As `note`, of a training that is stored elsewhere. Told again, it is the same message.
+
+        `mark` tells the event from others of the training. `since` says of a webhook, from its id
+        and when it was made, after which time events are for it.
+        """
+        with self._writing():
+            self._post(namespace, name, uid, event, event.at, mark, since)
+
+    def _post(
+        self,
+        namespace: str,
+        name: str,
+        uid: str,
+        event: Event,
+        now: float,
+        mark: str = "",
+        since: Callable[[str, float], float] = lambda id, made_at: float("-inf"),
+    ) -> None:
         hooks = self._run(
-            "select id, events from webhooks where namespace = ?", (namespace,)
+            "select id, events, created_at from webhooks where namespace = ?", (namespace,)
         ).fetchall()
-        for id, events in hooks:
-            if wants(decode(events, list[str]), event):
+        for id, events, made_at in hooks:
+            if event.at > since(id, made_at) and wants(decode(events, list[str]), event):
                 body = event_body(namespace, name, uid, event)
                 self._run(
-                    "insert into deliveries values (?, ?, ?, ?, 0, ?)",
-                    (f"msg_{secrets.token_hex(12)}", id, body, now, now),
+                    "insert or ignore into deliveries values (?, ?, ?, ?, 0, ?)",
+                    (_message_id(id, uid, mark), id, body, now, now),
                 )
                 self._bound(id)
                 self.on_news()
@@ -164,6 +222,26 @@ class Outbox:
         with self._writing():
             self._run("delete from deliveries where id = ?", (delivery.id,))
             yield
+
+
+def _message_id(webhook: str, uid: str, mark: str) -> str:
+    if not mark:
+        return f"msg_{secrets.token_hex(12)}"
+    return "msg_" + hashlib.sha256(f"{webhook} {uid} {mark}".encode()).hexdigest()[:24]
+
+
+def outbox_in_memory() -> Outbox:
+    """One whose webhooks and messages are kept elsewhere, too."""
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    prepare(db, Path(":memory:"), is_owner=True)
+
+    @contextlib.contextmanager
+    def writing() -> Iterator[None]:
+        with db:
+            db.execute("begin immediate")
+            yield
+
+    return Outbox(lambda: db, writing)
 
 
 def _webhook(row: tuple[object, ...]) -> Webhook:

@@ -68,7 +68,13 @@ class SQLiteStore:
         self._db.close()
         os.close(self._lock)
 
-    async def create(self, training: Training, *, idempotency_key: str | None = None) -> Training:
+    async def create(
+        self,
+        training: Training,
+        *,
+        idempotency_key: str | None = None,
+        events: Sequence[Event] = (),
+    ) -> Training:
         with self._write() as changes:
             existing = self._created_with(idempotency_key, training)
             if existing is not None:
@@ -84,6 +90,8 @@ class SQLiteStore:
                 raise Conflict(
                     f"a training named {training.name!r} exists: choose another name, or delete it"
                 ) from error
+            for event in events:
+                self._add_event(training.uid, event)
         return stored
 
     async def get(self, key: Key) -> Training:

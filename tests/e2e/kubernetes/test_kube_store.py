@@ -12,6 +12,9 @@ from atoll.kubernetes.store import KubernetesStore
 from tests.contract.test_store import *  # noqa: F403
 from tests.e2e.kubernetes.conftest import Site
 
+# The archive is in ConfigMaps beside the training, and the executor's: test_kube_code.py.
+del test_the_archive_of_a_training_can_be_read_until_nobody_has_it  # noqa: F821
+
 NAMESPACES = ("default", "one", "two", "other")
 
 

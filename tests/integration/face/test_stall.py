@@ -60,12 +60,13 @@ def test_it_is_started_again_if_that_was_asked(client: atoll.Client, tmp_path: P
     training.result(60)
 
 
-def test_an_executor_that_sees_no_stalls_refuses(served: Served) -> None:
+def test_an_executor_that_starts_no_stalled_rank_again_refuses_that(served: Served) -> None:
     body = {"name": "a", "worldSize": {"min": 1, "target": 1, "max": 1}, "command": ["x"]}
-    answer = served.http.post("/v1/trainings", json={**body, "stallS": 5})
+    more = {"stallS": 5, "stallRestart": True, "maxRestarts": 1}
+    answer = served.http.post("/v1/trainings", json={**body, **more})
     assert answer.status_code == 400
-    assert answer.json()["field"] == "stallS"
-    assert "cannot see whether its ranks move" in answer.text
+    assert answer.json()["field"] == "stallRestart"
+    assert served.http.post("/v1/trainings", json={**body, "stallS": 5}).status_code == 201
 
 
 def test_bad_seconds_are_refused_before_anything_is_sent(client: atoll.Client) -> None:

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.cli.programs import generated, program
+from atoll.cli.main import app
+from atoll.cli.programs import generated, misplaced, program
 from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
 
@@ -49,7 +51,7 @@ def test_whatever_is_run_the_name_is_a_dns_label(command: list[str]) -> None:
 
 
 def test_two_runs_of_one_command_have_two_names() -> None:
-    assert len({generated(["true"]) for _ in range(100)}) == 100
+    assert len({generated(["true"]) for _ in range(10)}) == 10
 
 
 def test_a_python_script_runs_with_the_callers_python(tmp_path: Path) -> None:
@@ -64,3 +66,38 @@ def test_a_python_script_runs_with_the_callers_python(tmp_path: Path) -> None:
 def test_a_python_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=f"'trian.py'.*there is none at {tmp_path}/trian.py"):
         program(["trian.py"], {"working_dir": tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("run train.py -n 2", "-n goes to train.py"),
+        ("run train.py --lr 3 --uri=s3://b/r", "--uri=s3://b/r goes to train.py"),
+        ("run -n 2 train.py --lr 3", ""),
+        ("run -- train.py -n 2", ""),
+        ("run python train.py -n 2", ""),
+    ],
+)
+def test_options_behind_a_script_are_told_of(typed: str, said: str) -> None:
+    words = typed.split()
+    at = next(at for at, word in enumerate(words) if word in ("train.py", "python"))
+    assert misplaced(words[at:], words).startswith(said)
+    assert bool(misplaced(words[at:], words)) == bool(said)
+
+
+def test_what_cannot_be_run_here_is_refused_here_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").touch()
+    (tmp_path / "go").touch(mode=0o755)
+    for word in (".", "./notes", "x.ipynb", str(tmp_path), "python -m x", "A=1", "a && b"):
+        with pytest.raises(ValidationError, match="expected a"):
+            program([word], {"working_dir": tmp_path})
+        assert program([word], {"executor": "eu"}) == [word]
+    (tmp_path / "my program").touch(mode=0o755)
+    for word in ("./go", "notes", "./not-there", "my program"):
+        assert program([word], {"working_dir": tmp_path}) == [word]
+
+
+def test_help_is_a_command_too() -> None:
+    for words, said in ((["help"], "Commands:"), (["help", "run"], "Usage: atoll run")):
+        done = CliRunner().invoke(app, words, prog_name="atoll")
+        assert (done.exit_code, said in done.output) == (0, True)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from atoll.core.errors import ValidationError
 from atoll.core.plan import Plan, plan
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.stall import look_again_s
+from atoll.core.stall import look_again_s, with_quiet
 from atoll.core.status import Condition, Seen, SeenRank, Status, Training, Wish
 
 SPEC = TrainingSpec(
@@ -85,3 +85,13 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], field: str) -> None:
 
 def test_looks_are_neither_rare_nor_too_many() -> None:
     assert [look_again_s(s) for s in (1.0, 10.0, 600.0)] == [0.25, 2.5, 30.0]
+
+
+def test_what_is_known_from_elsewhere_is_put_where_the_executor_saw_nothing() -> None:
+    training = Training(namespace="n", uid="u", spec=SPEC)
+    ranks = [SeenRank(rank=r, state="running", quiet_s=q) for r, q in enumerate([3.0, None, None])]
+    seen = with_quiet(training, Seen(ranks=ranks, again_in_s=100.0), {0: 50.0, 1: 60.0})
+    assert [look.quiet_s for look in seen.ranks] == [3.0, 60.0, None]
+    assert seen.again_in_s == 2.5, "it is looked at again before stall_s has passed"
+    unasked = replace(training, spec=replace(SPEC, stall_s=None))
+    assert with_quiet(unasked, Seen(ranks=ranks), {1: 60.0}).ranks == ranks

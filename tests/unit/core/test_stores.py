@@ -27,7 +27,7 @@ def test_a_plain_path_is_a_store(value: Any, folder: str | None, uri: str | None
     assert store_uri("rendezvous_uri", value, folder) == uri
 
 
-@pytest.mark.parametrize("bad", ["run", "", 7, "a\0b"])
+@pytest.mark.parametrize("bad", ["run", "", 7, "a\0b", "file://run/a"])
 def test_what_leads_nowhere_is_refused(bad: Any) -> None:
     with pytest.raises(ValidationError) as refused:
         store_uri("rendezvous_uri", bad)

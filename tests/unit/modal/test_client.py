@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tests.support.modal_stand_in import ModalStandIn, StandInSandbox
 
 from atoll.core.errors import Permanent, Temporary
-from atoll.modal.client import AlreadyStarted, Sandboxes
+from atoll.modal.client import AlreadyStarted, Sandboxes, answer
 from atoll.modal.options import Bucket, ModalOptions
 from atoll.modal.render import SandboxRequest
 
@@ -246,3 +247,28 @@ def test_a_secret_that_is_not_there_is_permanent(stand_in: ModalStandIn) -> None
     with pytest.raises(Permanent, match="nonesuch"):
         asyncio.run(Sandboxes(ModalOptions(secrets=["nonesuch"])).create(request(SLEEP)))
     assert stand_in.running() == []
+
+
+def test_a_cancel_ends_the_wait_though_the_client_does_not_let_go() -> None:
+    async def work() -> None:
+        async def deaf() -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await asyncio.Event().wait()
+
+        async def odd() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as error:
+                raise ConnectionError("closed") from error
+
+        for call in (deaf, odd):
+            asked = asyncio.create_task(answer(call()))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            asked.cancel()
+            done, _ = await asyncio.wait([asked], timeout=60)
+            assert done
+            assert asked.cancelled()
+
+    asyncio.run(work())

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from atoll.core.errors import ValidationError
+from atoll.operator.__main__ import read_round_stores
+
 
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -32,3 +35,11 @@ def test_one_line_and_no_traceback(words: list[str], said: str) -> None:
     assert done.returncode == 1
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_stores_of_rounds_are_named_with_their_namespaces() -> None:
+    (store,) = read_round_stores(["s3://bucket/runs=team-a,team-b"])
+    assert (store.uri, store.namespaces) == ("s3://bucket/runs", ["team-a", "team-b"])
+    for text in ("s3://bucket/runs", "file:///x=team-a", "=team-a", "s3://bucket=", "s3://b=Bad_"):
+        with pytest.raises(ValidationError, match="--round-store"):
+            read_round_stores([text])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,9 +15,14 @@ from typing import Any
 
 import pytest
 
+from atoll.core.status import LogLine
 from atoll.rank.attempt import Folder, RankAttempt, is_unwanted, open_place, read, write
 from atoll.rank.bundle import wrapper_file
-from atoll.rank.report import CLAIMED
+from atoll.rank.logs import read_lines
+from atoll.rank.logtimes import PAIR, times_path
+from atoll.rank.ranklog import segment_path
+from atoll.rank.report import CLAIMED, OutputTimes
+from atoll.slurm.render import TIMES_FILE
 
 LAUNCH: dict[str, Any] = {
     "command": ["sh", "-c", "echo $RANK $WORLD_SIZE $NODE_NAME $ATOLL_ATTEMPT > $OUT"],
@@ -61,13 +67,15 @@ class Gang:
         command = LAUNCH["command"] if script is None else ["sh", "-c", script]
         self.place.put("launch", write({**LAUNCH, "command": command, **more}))
 
-    def start(self, rank: int = 1, attempt: int = 0) -> subprocess.Popen[bytes]:
+    def start(
+        self, rank: int = 1, attempt: int = 0, stdout: Any = subprocess.PIPE
+    ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             [sys.executable, "-S", "-I", str(self.file), str(self.folder), str(rank), str(attempt)]
             + ["--host", "node7"],
             env={**os.environ, "OUT": str(self.out), "SECRET": "s"},
             stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
         )
         self.started.append(process)
         return process
@@ -343,3 +351,42 @@ def test_a_folder_is_read_in_one_listing(tmp_path: Path) -> None:
     place.delete(["a", "a"])
     assert place.get("a") is None
     assert json.loads(write({"b": 1, "a": 2})) == {"a": 2, "b": 1}
+
+
+def test_lines_of_a_log_that_is_the_wrappers_output_have_times_and_come_in_order(
+    gang: Gang, tmp_path: Path
+) -> None:
+    """As on Slurm, where the script of a task sends its output to the log."""
+    logs = tmp_path / "logs {0}"
+    braced = str(logs).replace("{", "{{").replace("}", "}}")
+    # Each line is written when the one before it, of the other rank, has been copied; and at
+    # another time, as times have milliseconds.
+    script = """
+until_other() { until grep -q $1 "$LOGS/$((1 - RANK))/$FILE"; do sleep 0.01; done; sleep 0.01; }
+if [ $RANK = 0 ]; then echo ping; until_other pong; echo end; else until_other ping; echo pong; fi
+"""
+    env = {"LOGS": str(logs), "FILE": segment_path(logs, 0).name}
+    gang.launch(script, times=f"{braced}/{{rank}}/{TIMES_FILE}", env=env)
+    before = time.time()
+    for rank in (0, 1):
+        (logs / str(rank)).mkdir(parents=True)
+        with segment_path(logs / str(rank), 0).open("ab") as log:
+            log.write(b"of a prologue\n")
+            log.flush()
+            gang.start(rank, stdout=log)
+    assert [process.wait(60) for process in gang.started] == [0, 0]
+
+    async def read_all() -> list[LogLine]:
+        return [line async for line in read_lines(logs, {}, ranks=None, follow=None)]
+
+    lines = asyncio.run(read_all())
+    assert [line.time for line in lines[:2]] == [None, None], "nobody has copied these"
+    assert [line.text for line in lines[2:]] == ["ping", "pong", "end"]
+    times = [line.time or 0.0 for line in lines[2:]]
+    assert times == sorted(times)
+    assert before - 1 <= times[0] <= times[-1] <= time.time()
+
+
+def test_times_are_noted_as_they_are_read(tmp_path: Path) -> None:
+    assert OutputTimes.PAIR.format == PAIR.format
+    assert times_path(tmp_path, 0).name == TIMES_FILE

@@ -68,6 +68,13 @@ class Stage:
     async def running(self, ranks: int, wish: Wish | None = None) -> Seen:
         return await self.until(lambda s: states(s).count("running") == ranks, wish)
 
+    async def recorded(self, ranks: int) -> None:
+        """So many ends are written by their wrappers."""
+        place, deadline = self.backend.place_of(self.training), time.monotonic() + 30
+        while sum(name.endswith(".exit") for name in place.entries()) < ranks:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
     def tell(self, file: str, code: int) -> None:
         (self.folder / f"{file}.new").write_text(str(code))
         (self.folder / f"{file}.new").rename(self.folder / file)
@@ -316,6 +323,7 @@ def test_the_backend_names_what_it_did(
         stage.backend.words = {(rank, 0): BackendJob("running") for rank in range(3)}
         for pid in stage.rank_pids():
             os.kill(pid, signal.SIGKILL)
+        await stage.recorded(3)  # in time: a record that comes late is another matter
         stage.backend.words = {(r, 0): BackendJob("ended", words, "Slurm: X") for r in range(3)}
         seen = await stage.until(lambda s: states(s) == ["exited"] * 3)
         assert [r.exit.reason for r in seen.ranks if r.exit] == [reason] * 3

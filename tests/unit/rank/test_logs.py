@@ -103,3 +103,20 @@ def test_a_reader_that_fell_behind_is_told_what_it_missed(tmp_path: Path) -> Non
         followed.log.close()
 
     asyncio.run(follow())
+
+
+def test_who_does_not_follow_a_rank_that_prints_faster_than_it_is_read_comes_to_an_end(
+    tmp_path: Path,
+) -> None:
+    async def read() -> list[str]:
+        log = LogWriter(tmp_path / "0")
+        log.write(b"".join(b"line %d\n" % number for number in range(100)) + b"has be")
+        texts: list[str] = []
+        async for line in read_lines(tmp_path, {}, ranks=None, follow=None):
+            texts.append(line.text)
+            log.write(b"gun\n" if len(texts) == 1 else b"new\nnew\n")
+            assert len(texts) <= 200, "what is there when it begins, not what comes meanwhile"
+        log.close()
+        return texts
+
+    assert asyncio.run(read()) == [*(f"line {number}" for number in range(100)), "has begun"]

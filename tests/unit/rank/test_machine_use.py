@@ -192,3 +192,28 @@ def test_the_wrapper_of_slurm_measures_its_command(tmp_path: Path) -> None:
     batch = decode_batch(file.read_bytes().splitlines()[0])
     assert (batch.rank, batch.attempt) == (7, 2)
     assert "machine/memory" in batch.points
+
+
+def test_a_command_that_neither_prints_nor_works_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, used_s, said_at = 100.0, 5.0, 100.0
+    monkeypatch.setattr(machine_use.time, "monotonic", lambda: now)
+    monkeypatch.setattr(machine_use, "container_figures", lambda: {"cpu_s": used_s})
+    sink: Any = object()
+    use = UseThread({}, sink, 1, is_contained=True, is_alone=True, said_at=lambda: said_at)
+    assert use.still_s() is None, "nobody has looked"
+    use.measure()
+    assert use.still_s() == 0.0
+    now, used_s = 110.0, 5.1  # one hundredth of a core, and a little for the clock
+    use.measure()
+    assert use.still_s() == 10.0
+    now, said_at = 120.0, 115.0
+    use.measure()
+    assert use.still_s() == 5.0
+    now, used_s = 130.0, 5.3
+    use.measure()
+    assert use.still_s() == 0.0, "it works"
+    blind = UseThread({}, sink, 1, is_contained=True, is_alone=True)
+    blind.measure()
+    assert blind.still_s() is None, "it may print"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from atoll.series.keep import SeriesKeeper
 
 def counted(keeper: SeriesKeeper) -> int:
     return int(sum(sum(one.series.columns[COUNT]) for one in keeper.series("u")))
+
+
+def life_of(reporter: Reporter) -> figures.PendingFigures:
+    return reporter._lives[os.getpid()]
 
 
 class LossySink:
@@ -60,7 +65,7 @@ def test_a_batch_whose_answer_was_lost_hides_nothing_that_came_after_it(
 ) -> None:
     keeper = SeriesKeeper(tmp_path / "db")
     reporter.add(0, {"loss": 0.0})
-    reporter._sink = LossySink(keeper)
+    life_of(reporter).sink = LossySink(keeper)
     for step in range(1, 10):
         reporter.flush()
         reporter.add(step, {"loss": float(step)})
@@ -73,7 +78,7 @@ def test_what_is_refused_is_left_out_and_told_once(
     reporter: Reporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     reporter.add(0, {"loss": 0.0})
-    reporter._sink = RefusingSink()
+    life_of(reporter).sink = RefusingSink()
     for step in range(3):
         reporter.flush()
         reporter.add(step, {"loss": 1.0})
@@ -98,7 +103,7 @@ def test_rounds_that_are_too_large_together_go_one_by_one(
     for number in range(6):
         size = 2000 if number == 3 else 300
         reporter.add_round({"round": number, "x": "x" * size})
-    reporter._sink = Kept()
+    life_of(reporter).sink = Kept()
     for _ in range(6):
         reporter.flush()
     told = b"".join(batches)

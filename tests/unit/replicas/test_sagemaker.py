@@ -74,3 +74,26 @@ def test_arguments_are_checked_by_their_names() -> None:
             executor(**options)
     with pytest.raises(ValidationError, match="image: None"):
         SageMakerExecutor(role=ROLE, store="s3://runs/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"role": "trainer"}, "role: 'trainer'"),
+        ({"instance_type": "ml.nope"}, "instance_type: 'ml.nope'"),
+        ({"tags": {f"k{at}": "v" for at in range(51)}}, "tags"),
+        ({"tags": {"k": "v" * 257}}, "tags"),
+        ({"env": {"A": "x" * 513}}, "env"),
+        ({"warm_pool_s": 30_000}, "warm_pool_s: 30000"),
+        ({"subnets": ["sub net"], "security_groups": ["sg-1"]}, "subnets"),
+        ({"kms_key": "k" * 3000}, "kms_key"),
+    ],
+    ids=["role", "instance", "tags", "tag", "env", "pool", "subnets", "key"],
+)
+def test_what_sagemaker_would_refuse_is_refused_by_name_before_anything_is_made(
+    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens at this address: a request would fail in another way."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(ValidationError, match=words):
+        executor(code=False, **options).launch_replicas(1, __file__)

@@ -438,6 +438,9 @@ def test_without_credentials_or_a_region_it_is_one_line(monkeypatch: pytest.Monk
         assert "\n" not in str(caught.value)
     with pytest.raises(ValidationError, match="rol.*did you mean 'role'"):
         kind.configured("lab", {"rol": "x"}, home)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    with pytest.raises(Permanent, match="needs AWS credentials"):
+        kind.configured("lab", {}, home)
 
 
 def test_without_boto3_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

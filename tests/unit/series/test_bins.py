@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from atoll.series.bins import band_of
 from atoll.series.fold import Series, point_of
 
@@ -41,3 +43,27 @@ def test_ranks_with_a_point_a_bin_are_drawn_as_ranks_with_several() -> None:
         series_of({**{float(at): at * rank for at in range(10)}, 99.0: 1.0}) for rank in range(5)
     ]
     assert band_of(single, 0.0, 10.0, 10) == band_of(with_gap, 0.0, 10.0, 10)
+
+
+def test_the_mean_does_not_jump_with_whoever_has_told_something_in_a_bin() -> None:
+    """Four ranks that tell a value a second, each at its own time, and bins of a tenth of that."""
+    ranks = [series_of({at + n / 4: 100.0 * n for at in range(100)}) for n in range(4)]
+    band = band_of(ranks, 0.0, 100.0, 1000)
+    assert set(band.ranks) == {4}
+    assert set(band.mean) == {150.0}
+    assert len(band.at) >= 40, "no coarser than that"
+
+
+def test_a_line_breaks_where_nothing_was_told_for_long_and_where_an_attempt_begins() -> None:
+    paused = series_of({float(at): 1.0 for at in [*range(50), *range(150, 200)]})
+    band = band_of([paused], 0.0, 200.0, 200)
+    (gap,) = [at for at, mean in zip(band.at, band.mean, strict=True) if math.isnan(mean)]
+    assert 49 < gap < 150
+    assert band.at == sorted(band.at)
+    restarted = Series()
+    for at in range(20):
+        restarted.add(point_of([float(at), None, float(at % 10)]), 1 + at // 10, 1000)
+    band = band_of([restarted], 0.0, 20.0, 20)
+    (gap,) = [at for at, mean in zip(band.at, band.mean, strict=True) if math.isnan(mean)]
+    assert 9 < gap < 11
+    assert not any(map(math.isnan, band_of([restarted] * 2, 0.0, 20.0, 20).mean))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from atoll.core.errors import Gone
+from atoll.core.ports import Change
 from atoll.rank.figures import Teller, batch_of
-from atoll.series.collect import FolderReader
+from atoll.rounds.follow import RoundFollower
+from atoll.series.collect import Collector, FolderReader
 from atoll.series.fold import COUNT
 from atoll.series.keep import SeriesKeeper
+from atoll.store.memory import MemoryStore
 
 
 def line(n: int, life: str = "a") -> bytes:
@@ -62,3 +71,37 @@ def test_a_line_that_is_no_report_hides_no_other(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_yet_is_no_trouble(tmp_path: Path) -> None:
     assert FolderReader("u", tmp_path / "none").read(SeriesKeeper(tmp_path / "db")) is False
+
+
+class ForgetfulStore(MemoryStore):
+    """Has dropped changes before they were read, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watches = 0
+        self.is_watched_again = asyncio.Event()
+
+    async def watch(self, after: int, key: Any = None) -> AsyncIterator[Change]:
+        self.watches += 1
+        if self.watches == 1:
+            raise Gone(after, after + 1)
+        self.is_watched_again.set()
+        async for change in super().watch(after, key):
+            yield change
+
+
+@pytest.mark.parametrize("what", ["series", "rounds"])
+def test_whoever_misses_changes_begins_again_and_does_not_end(tmp_path: Path, what: str) -> None:
+    async def scene() -> None:
+        store, keeper = ForgetfulStore(), SeriesKeeper(tmp_path / "db")
+        whose: Any = None  # there are no trainings
+        follower = RoundFollower(keeper.rounds, whose)
+        collector = Collector(keeper, lambda training: "")
+        following = asyncio.create_task((collector if what == "series" else follower).run(store))
+        again = asyncio.create_task(store.is_watched_again.wait())
+        await asyncio.wait([following, again], return_when=asyncio.FIRST_COMPLETED)
+        assert not following.done()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(scene())

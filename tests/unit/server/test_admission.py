@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from atoll.core.phase import Phase
 from atoll.core.spec import Code, RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.server.admission import admitted, check_run
+from atoll.server.executors import Setup
 
 
 def test_somebody_elses_code_cannot_be_had_by_its_digest() -> None:
@@ -55,3 +57,17 @@ def test_a_run_of_a_training_that_has_not_ended_is_in_use() -> None:
         asyncio.run(check_run(other, running, "default"))
     ended: Any = Stored(first, Phase.FAILED)
     asyncio.run(check_run(one("second", run_id="exp"), ended, "default"))
+
+
+def test_a_rank_that_stands_still_is_started_again_where_the_executor_can() -> None:
+    class Executor:
+        restarts_stalled = False
+
+    executor = Executor()
+    plane: Any = SimpleNamespace(executors={"local": executor}, setup=Setup())
+    spec = one("a", stall_s=5.0, stall_restart=True, max_restarts=1)
+    with pytest.raises(ValidationError, match="stall_restart.*starts no rank again"):
+        admitted(spec, plane, "default")
+    assert admitted(one("a", stall_s=5.0), plane, "default").stall_s == 5.0, "it may be told of"
+    executor.restarts_stalled = True
+    assert admitted(spec, plane, "default").stall_restart

@@ -91,7 +91,7 @@ def test_pauses_grow_and_after_days_it_is_given_up() -> None:
 
 
 def test_a_tenant_reaches_nothing_that_only_the_server_can() -> None:
-    deliverer = Deliverer(NoBox(), owner="default")  # type: ignore[arg-type]
+    deliverer = Deliverer(NoBox(), trusted=["default"])  # type: ignore[arg-type]
     one = Delivery("m", "w", "team", "http://127.0.0.1:9/", new_secret(), b"", 0.0, 0)
     sent = asyncio.run(deliverer.send(one))
     assert sent == Sent(None, "its host has no address on the public internet")

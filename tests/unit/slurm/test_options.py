@@ -33,6 +33,7 @@ from atoll.slurm.options import SlurmOptions
         ({"sbatch": ["exclusive"]}, "sbatch[0]"),
         ({"sbatch": ["--exclusive", "--array=1-5"]}, "sbatch[1]"),
         ({"sbatch": ["--requeue"]}, "sbatch[0]"),
+        ({"sbatch": ["--clusters=other"]}, "sbatch[0]"),
         ({"sbatch": ["--partition=x"]}, "sbatch[0]"),
         ({"sbatch": ["--mem=1\n#SBATCH --array=9"]}, "sbatch[0]"),
         ({"prologue": ["a\nb"]}, "prologue[0]"),

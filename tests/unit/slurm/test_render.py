@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from atoll.core.status import Training
 from atoll.slurm.options import SlurmOptions
 from atoll.slurm.render import (
     chunks,
+    command_env,
     quantity,
     read_job_name,
     render_command,
@@ -107,6 +110,45 @@ def test_names_of_jobs() -> None:
     assert read_job_name("atoll-0a1b2c-3-1000") == ("0a1b2c", 3, 1000)
     assert read_job_name("atoll-x") is None
     assert read_job_name("my-atoll-0a-1-0") is None
+
+
+def test_a_folder_of_any_name_gets_the_log(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s a "$HOME" `x` \\ é'
+    script = render_script(
+        training(),
+        SlurmOptions(),
+        folder=str(folder),
+        python="echo",
+        attempt=0,
+        offset=0,
+        tasks=[0],
+    )
+    env = {"PATH": os.defpath, "SLURM_ARRAY_TASK_ID": "3", "SLURMD_NODENAME": "n1", "HOME": "/"}
+    subprocess.run(["bash", "-c", script], env=env, check=True)
+    (log,) = (folder / "logs" / "3").iterdir()
+    assert log.read_text().endswith(f"{folder}/records 3 0 --host n1\n")
+
+
+def test_what_a_shell_sets_for_slurm_does_not_win_over_the_script() -> None:
+    kept = {
+        *("PATH", "SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_EXPORT", "SBATCH_HINT", "SBATCH_QOS"),
+        *("SBATCH_MEM_PER_NODE",),
+    }
+    lost = {
+        *("SBATCH_JOB_NAME", "SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_REQUEUE", "SBATCH_OUTPUT"),
+        *("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_CONSTRAINT", "SBATCH_EXCLUSIVE"),
+        *("SQUEUE_STATES", "SCANCEL_INTERACTIVE", "ATOLL_TOKEN"),
+    }
+    options = SlurmOptions(partition="gpu", time="30", sbatch=["--exclusive", "-C a100"])
+    script = render_script(
+        training(), options, folder="/f", python="python3", attempt=0, offset=0, tasks=[0]
+    )
+    assert command_env(dict.fromkeys(kept | lost, "x"), script).keys() == kept
+    asks = training(resources=Resources(memory="1Gi"))
+    script = render_script(
+        asks, options, folder="/f", python="python3", attempt=0, offset=0, tasks=[0]
+    )
+    assert "SBATCH_MEM_PER_NODE" not in command_env(dict.fromkeys(kept, "x"), script)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,9 @@ class Shard:
                 type(getattr(loader, "batch_sampler", loader)).__name__,
                 "expected DataLoader(dataset, batch_sampler=data.sampler, …)",
             )
+        if not getattr(loader, "in_order", True):
+            expected = "expected True: batches are counted in the order in which they are asked for"
+            raise ValidationError("loader.in_order", False, expected)
         workers = int(getattr(loader, "num_workers", 0) or 0)
         self._prefetch = workers * int(getattr(loader, "prefetch_factor", None) or 0)
         return LeasedLoader(self, loader)
@@ -263,11 +266,12 @@ class Shard:
         while self.has_more():
             while (part := self.next_positions()) is not None:
                 items, read = stream.read(part)
+                if items:
+                    self._in_loop.append(read)
                 if read != part:
                     self.end = stream.end
                     self.plan()
                 if items:
-                    self._in_loop.append(read)
                     yield items
 
 

@@ -13,7 +13,7 @@ from atoll.core.clock import Time
 from atoll.core.ends import why_ended
 from atoll.core.escapes import visible
 from atoll.core.model import Model
-from atoll.core.narrate import attempt_in_words, exit_in_words, ranks_in_words
+from atoll.core.narrate import attempt_in_words, exit_in_words, raised, ranks_in_words
 from atoll.core.status import (
     AttemptStatus,
     Condition,
@@ -240,7 +240,8 @@ def cause_card(training: Training) -> CauseCard | None:
     status, cause = training.status, training.status.root_cause
     if cause is None:
         return None
-    why = visible(why_ended(cause.termination_reason, cause.message))
+    why = why_ended(cause.termination_reason, cause.message) or raised(cause.log_tail)
+    why = visible(why)
     words = exit_in_words(cause)
     code = "unknown" if cause.exit_code is None else str(cause.exit_code)
     parts = [code, cause.signal or "", cause.termination_reason]

@@ -17,7 +17,7 @@ from atoll.core.errors import Gone, ValidationError
 from atoll.core.escapes import visible
 from atoll.core.executors import absence
 from atoll.core.model import Model
-from atoll.core.narrate import end_in_words, phase_in_words, status_in_words
+from atoll.core.narrate import end_in_words, phase_in_words, raised, status_in_words
 from atoll.core.phase import Phase
 from atoll.core.ports import Store
 from atoll.core.status import Training
@@ -117,7 +117,7 @@ def _sentence(training: Training) -> tuple[str, str]:
         cause = status.root_cause
         if cause is None:
             return "", words.removeprefix(f"{status.phase.value}: ")
-        why = why_ended(cause.termination_reason, cause.message)
+        why = why_ended(cause.termination_reason, cause.message) or raised(cause.log_tail)
         return visible(why), words.removeprefix("failed: ")
     if where := absence(training):
         return f"Executor {where.removeprefix('Executor').lower()}", visible(status.message)

@@ -9,6 +9,7 @@ from atoll.core.errors import ValidationError
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatus
+from atoll.server.ui.page import cause_card
 from atoll.server.ui.rows import Rows, row_of
 
 NOW = 2_000_000.0
@@ -47,6 +48,31 @@ def test_the_cause_of_a_failure_comes_first() -> None:
     row = row_of(failed("a"))
     assert row.cause == "out of memory"
     assert row.sentence.startswith("rank 1 failed first")
+
+
+@pytest.mark.parametrize(
+    ("tail", "cause"),
+    [
+        (
+            ["Traceback (most recent call last):", "  x()", "ValueError: bad shape", ""],
+            "ValueError: bad shape",
+        ),
+        (
+            ["Traceback (most recent call last):", "torch.cuda.OutOfMemoryError"],
+            "torch.cuda.OutOfMemoryError",
+        ),
+        (["Traceback (most recent call last):", "  x()", "KeyError: 1", "then went on"], ""),
+        (["ValueError: printed by somebody"], ""),
+        ([], ""),
+    ],
+)
+def test_an_exception_that_ended_a_rank_is_its_cause(tail: list[str], cause: str) -> None:
+    end = RankExit(rank=1, exit_code=1, termination_reason="Error", log_tail=tail)
+    ended = training("a", Phase.FAILED, root_cause=end, rank_exits=[end], ended_at=NOW - 10)
+    assert row_of(ended).cause == cause
+    card = cause_card(ended)
+    assert card is not None
+    assert card.headline == (f"Rank 1: {cause}" if cause else "Rank 1 exited with code 1")
 
 
 def test_what_needs_a_look_is_on_top_then_what_runs_then_what_has_ended() -> None:

@@ -150,12 +150,12 @@ export class Charts {
   options(name, band, lone, width) {
     const line = colour("--running"), pale = colour("--quiet"), ink = colour("--ink-3"), grid = colour("--line");
     const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid }, font: "11px system-ui" };
-    const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
+    const edge = { stroke: "transparent", width: 0, points: { show: false } };
     const two = (n) => String(n).padStart(2, "0");
     const clockOf = (at) => { const then = new Date(at * 1000); return `${two(then.getHours())}:${two(then.getMinutes())}`; };
     const times = (self, ticks) => ticks.map((tick, at) => ticks[1] - ticks[0] >= 86400 ? new Date(tick * 1000).toISOString().slice(5, 10) : ticks[1] - ticks[0] < 60 ? `${clockOf(tick)}:${two(new Date(tick * 1000).getSeconds())}` : clockOf(tick));
-    return { width, height: HEIGHT, legend: { show: false }, cursor: { sync: { key: "atoll" }, y: false }, scales: { y: { distr: this.isLog ? 3 : 1 } },
-      series: [{}, edge, edge, edge, edge, { stroke: line, width: 1.5, spanGaps: true, points: { show: band.at.length < 3 } }, ...lone.map((_, at) => ({ stroke: colour(TONES[at % TONES.length]), width: 1.2, dash: DASHES[at % DASHES.length], spanGaps: true, points: { show: false } }))],
+    return { width, height: HEIGHT, legend: { show: false }, cursor: { sync: { key: "atoll" }, y: false }, scales: { x: { range: (chart, least, most) => chart.data[0].length > 1 ? [least, most] : [least - 30, least + 30] }, y: { distr: this.isLog ? 3 : 1 } },
+      series: [{}, edge, edge, edge, edge, { stroke: line, width: 1.5, points: { show: band.at.length < 3 } }, ...lone.map((_, at) => ({ stroke: colour(TONES[at % TONES.length]), width: 1.2, dash: DASHES[at % DASHES.length], points: { show: false } }))],
       bands: [{ series: [1, 2], fill: `${pale}55` }, { series: [3, 4], fill: `${pale}cc` }], axes: [{ ...axis, values: times, space: 60, size: 28 }, { ...axis, size: 72, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : shown(name, tick)) }],
       hooks: { draw: [(chart) => this.drawMarks(chart)] } };
   }

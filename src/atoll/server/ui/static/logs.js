@@ -1,7 +1,7 @@
 // The lines of the ranks: the end first, then followed. What a rank prints is text and nothing else.
 
 import { lines as stream, query } from "./api.js";
-import { button, h, patch, put } from "./dom.js";
+import { button, h, patch, put, time } from "./dom.js";
 
 const HELD = 5000; // lines
 const HELD_CHARACTERS = 2_000_000;
@@ -122,7 +122,7 @@ export class Logs {
   }
 
   row(line, kind) {
-    return h("li", { class: kind }, h("span", { class: "rk" }, `[${line.rank}]`), h("span", { class: kindOf(line.text) }, coloured(line.text)));
+    return h("li", { class: kind }, line.time === undefined || line.time === null ? h("time", {}) : time(line.time, line.time), h("span", { class: "rk" }, `[${line.rank}]`), h("span", { class: kindOf(line.text) }, coloured(line.text)));
   }
 
   // The whole log, on the server; what is shown moves to a hit that is not among the lines held.
@@ -137,20 +137,26 @@ export class Logs {
       try {
         for await (const hit of stream(`/v1/trainings/${this.path}/logs/search${query({ q: word, ignoreCase: "true", rank: this.rank, uid: this.page.row.uid })}`, ended.signal)) {
           if (hit.done) all.isCut = hit.isCut;
-          else if (!hit.cut) all.hits.push(hit);
+          else if (!hit.cut) {
+            all.hits.push(hit);
+            if (step < 0) continue;
+            if (all.hits.length === 1) { all.at = 0; await this.show(hit); } // a large log is searched on meanwhile
+            if (this.all === all && performance.now() > (all.due || 0)) { all.due = performance.now() + 1000; this.hits.textContent = `${all.at + 1} of ${all.hits.length} so far`; }
+          }
         }
       } catch (error) {
         if (!ended.signal.aborted) this.hits.textContent = error.message;
         return;
       }
       if (this.all !== all) return;
-      all.at = step > 0 ? -1 : 0;
+      if (step > 0) step = 0;
+      else all.at = 0;
     }
     const { hits, isCut } = this.all, count = hits.length;
     if (!count) { this.hits.textContent = "0 in the whole log"; return; }
     this.all.at = ((this.all.at + step) % count + count) % count;
     const told = `${this.all.at + 1} of ${count}${isCut ? "+" : ""}`;
-    await this.show(hits[this.all.at]);
+    if (step) await this.show(hits[this.all.at]);
     this.hits.textContent = told;
   }
 

@@ -77,7 +77,7 @@ function axis(span) {
   const line = h("div", { class: "axis", "aria-hidden": "true" });
   for (const at of ticksOf(span)) {
     const share = (at - span[0]) / (span[1] - span[0]);
-    if (share < 0.02 || share > 0.95) continue;
+    if (share < (innerWidth < 700 ? 0.15 : 0.02) || share > 0.95) continue;
     const mark = h("span", {}, tickText(at, span));
     mark.style.left = `${(share * 100).toFixed(2)}%`;
     line.append(mark);

@@ -168,7 +168,8 @@ export function showTraining(main, name, rank, go) {
   function drawRanks() {
     const spans = spansOf(page), isOwn = words.has("from"), now_ = span(), cells = cellsOf(page);
     const current = isOwn ? null : (spans.find(([key]) => key === words.get("w")) || spans[0])[0];
-    keep(spanBar, [spans.map(([key]) => key), current], () => spans.length < 2 && !isOwn ? [] : spans.map(([key, label]) => button(label, () => chooseSpan({ w: key }), { "aria-pressed": String(key === current) })));
+    spanBar.hidden = spans.length < 2 && !isOwn;
+    keep(spanBar, [spans.map(([key]) => key), current], () => spans.map(([key, label]) => button(label, () => chooseSpan({ w: key }), { "aria-pressed": String(key === current) })));
     keep(worldBox, [page.world, now_, page.row.ready, page.row.target], () => worldChart(page, now_, ([from, to]) => chooseSpan({ from: from.toFixed(1), to: to.toFixed(1) })));
     const few = page.ranks.length <= LANES && !page.cells;
     const parts = { charts, isOver: isOver(), address };
