@@ -16,6 +16,7 @@ import pytest
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.spec import Resources
 from atoll.core.status import Training
+from atoll.slurm import executor as slurm
 from tests.slurm.conftest import Lab
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm, wait_until
 
@@ -298,7 +299,7 @@ def test_what_was_printed_before_a_rank_could_start_is_with_the_root_cause(lab: 
 
 
 def test_options_that_the_cluster_does_not_have_are_told_before_anything_is_made(
-    cluster: SlurmCluster, tmp_path: Path
+    cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = {}
     for option, value in (
@@ -330,6 +331,7 @@ def test_options_that_the_cluster_does_not_have_are_told_before_anything_is_made
         asyncio.run(lab.executor.try_out(lab.spec("true")))
     finally:
         cluster.resume_nodes()
+    monkeypatch.setattr(slurm, "TRY_S", 1.0)
     lab = Lab(cluster, tmp_path, conf="/nonesuch/slurm.conf", partition="nope")
     asyncio.run(lab.executor.try_out(lab.spec("true")))
     assert list(tmp_path.iterdir()) == []
