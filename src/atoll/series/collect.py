@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,9 @@ class FigureReader(Protocol):
 
     uid: str
     every_s: float
+    is_cheap: bool  # to read at any time
     is_last: bool  # its ranks have ended
+    turn: threading.Lock
 
     def read(self, keeper: SeriesKeeper) -> bool:
         """Keeps what is new. Whether there may be more at once. Raises OSError."""
@@ -48,9 +51,10 @@ class FigureReader(Protocol):
 class FolderReader:
     """The folder of one training."""
 
-    every_s = EVERY_S
+    every_s, is_cheap = EVERY_S, True
 
     def __init__(self, uid: str, folder: Path) -> None:
+        self.turn = threading.Lock()
         self.uid = uid
         self._folder = folder
         self._places: dict[str, int] = {}  # by file: what is kept already
@@ -108,9 +112,10 @@ class FolderReader:
 class ObjectReader:
     """The objects of one training in a store: each is read once, and deleted."""
 
-    every_s = OBJECTS_EVERY_S
+    every_s, is_cheap = OBJECTS_EVERY_S, False
 
     def __init__(self, uid: str, uri: str) -> None:
+        self.turn = threading.Lock()
         self.uid = uid
         self._uri = uri
         self._store: Objects | None = None
@@ -192,6 +197,14 @@ class Collector:
         self._numbers: Counter[tuple[str, int]] = Counter()  # of lines, by training and rank
         self._readers: dict[str, FigureReader] = {}
         self._due: dict[str, float] = {}
+        keeper.catch_up = self.catch_up
+
+    async def catch_up(self, training: Training) -> None:
+        """What ranks have written by now is kept, if that is cheap to find, or they have ended."""
+        self._note(training)
+        reader = self._readers.get(training.uid)
+        if reader is not None and (reader.is_cheap or reader.is_last):
+            await asyncio.to_thread(self._read_all, [reader])
 
     async def run(self, store: Store) -> None:
         """Until it is cancelled."""
@@ -242,7 +255,7 @@ class Collector:
     async def _read(self) -> None:
         while True:
             now = time.monotonic()
-            readers = [r for r in self._readers.values() if self._due.get(r.uid, 0.0) <= now]
+            readers = [r for r in tuple(self._readers.values()) if self._due.get(r.uid, 0) <= now]
             await asyncio.to_thread(self._read_all, readers)
             await asyncio.sleep(EVERY_S)
 
@@ -271,16 +284,20 @@ class Collector:
 
     def _read_all(self, readers: Iterable[FigureReader]) -> None:
         for reader in readers:
-            is_last = reader.is_last
-            self._due[reader.uid] = time.monotonic() + reader.every_s
-            try:
-                while reader.read(self._keeper):
-                    pass
-                if is_last:
-                    self._keeper.finish(reader.uid)
-                    reader.remove()
-                    self._readers.pop(reader.uid, None)
-                    self._due.pop(reader.uid, None)
-            except (OSError, ValidationError, sqlite3.Error) as error:  # nothing is lost
-                log.warning("reports of training %s: %s", reader.uid, error)
-                self._due[reader.uid] = time.monotonic() + 4 * reader.every_s
+            with reader.turn:
+                self._read_one(reader)
+
+    def _read_one(self, reader: FigureReader) -> None:
+        is_last = reader.is_last
+        self._due[reader.uid] = time.monotonic() + reader.every_s
+        try:
+            while reader.read(self._keeper):
+                pass
+            if is_last:
+                self._keeper.finish(reader.uid)
+                reader.remove()
+                self._readers.pop(reader.uid, None)
+                self._due.pop(reader.uid, None)
+        except (OSError, ValidationError, sqlite3.Error) as error:  # nothing is lost
+            log.warning("reports of training %s: %s", reader.uid, error)
+            self._due[reader.uid] = time.monotonic() + 4 * reader.every_s

@@ -12,7 +12,7 @@ import re
 import sqlite3
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from atoll.core.errors import ValidationError
 from atoll.core.escapes import visible
 from atoll.core.rounds import RoundWord
 from atoll.core.series import MACHINE
+from atoll.core.status import Training
 from atoll.rank.figures import MAX_NAME, MOST_BATCH
 from atoll.series.copies import Losses, SeriesKey, pack, unpack
 from atoll.series.fold import LEAST_BUCKETS, MEAN, Series, point_of
@@ -178,6 +179,9 @@ def _checked(word: RoundWord, rank: int) -> RoundWord:
     return replace(word, facts=facts)
 
 
+CatchUp = Callable[[Training], Awaitable[None]]
+
+
 class SeriesKeeper:
     """All series. Its methods may be called from several threads."""
 
@@ -191,6 +195,7 @@ class SeriesKeeper:
         self.rounds = RoundKeeper(self._db, self._lock)
         self._taken: Counter[str] = Counter()  # batches, since this process began
         self.stillness = ReportedStillness()
+        self.catch_up: CatchUp | None = None  # of whoever reads what ranks write
 
     def close(self) -> None:
         with self._lock:

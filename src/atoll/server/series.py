@@ -31,6 +31,8 @@ async def series(call: ApiCall) -> Answer:
     keeper = call.plane.series
     if keeper is None:
         return json_answer(SeriesList(items=[], is_kept=False))
+    if keeper.catch_up is not None:
+        await keeper.catch_up(training)
     chosen = await asyncio.to_thread(keeper.series, training.uid, query.name, query.rank)
     items = await asyncio.to_thread(lambda: [columns_of(one) for one in chosen])
     return json_answer(

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from atoll.core.errors import Gone
+from atoll.core.phase import Phase
 from atoll.core.ports import Change
+from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.status import Status, Training
 from atoll.rank.figures import Teller, batch_of
 from atoll.rounds.follow import RoundFollower
 from atoll.series.collect import Collector, FolderReader
@@ -21,6 +24,11 @@ from atoll.store.memory import MemoryStore
 
 def line(n: int, life: str = "a") -> bytes:
     return batch_of(Teller(0, 1, 0, life), n, {"loss": [[1.0, n, 0.5]]}, 0)
+
+
+def training(phase: Phase) -> Training:
+    spec = TrainingSpec(name="t", command=["true"], world_size=WorldSize(min=1, target=1, max=1))
+    return Training(namespace="n", uid="u", spec=spec, status=Status(phase=phase))
 
 
 def total(keeper: SeriesKeeper) -> int:
@@ -105,3 +113,20 @@ def test_whoever_misses_changes_begins_again_and_does_not_end(tmp_path: Path, wh
         await asyncio.gather(following, return_exceptions=True)
 
     asyncio.run(scene())
+
+
+def test_whoever_asks_has_what_was_written_by_then(tmp_path: Path) -> None:
+    """Ranks have ended, and nobody has looked since."""
+    keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
+    folder.mkdir()
+    (folder / "0.1.0.a.000000").write_bytes(line(1))
+    Collector(keeper, lambda _: folder.as_uri())
+    assert keeper.catch_up is not None
+    asyncio.run(keeper.catch_up(training(Phase.READY)))
+    assert total(keeper) == 1
+    (folder / "0.1.0.a.000000").write_bytes(line(1) + line(2))
+    asyncio.run(keeper.catch_up(training(Phase.SUCCEEDED)))
+    assert total(keeper) == 2
+    assert not folder.exists(), "it was read to its end"
+    asyncio.run(keeper.catch_up(training(Phase.SUCCEEDED)))
+    assert total(keeper) == 2
