@@ -102,6 +102,15 @@ def kill_group(group: int, number: int) -> bool:
     return True
 
 
+def kill_leader(pid: int, number: int) -> None:
+    """Signals the group that a child leads; the child alone, if it has not made its group yet.
+
+    The child must not have been reaped.
+    """
+    if not kill_group(pid, number):
+        kill(pid, number)
+
+
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -50,6 +50,7 @@ from atoll.rank.report import own_word
 PIPE_BYTES = 1 << 20
 TAIL_LINES = 20
 SWEEP_EVERY_S = 0.05
+KILL_AGAIN_S = 1.0
 SLICE_S = 0.05  # how long ranks are forked before others are heard again
 
 
@@ -150,15 +151,14 @@ class Supervisor:
             self._stop_unwanted(process, now)
             if process.kill_at is not None:
                 if now >= process.kill_at:
-                    processes.kill_group(process.attempt.pid, signal.SIGKILL)
-                    process.kill_at = None
-                else:
-                    later.append(process.kill_at - now)
+                    processes.kill_leader(process.attempt.pid, signal.SIGKILL)
+                    process.kill_at = now + KILL_AGAIN_S
+                later.append(process.kill_at - now)
             if process.frozen_since is not None and not process.is_frozen:
                 left = process.frozen_since + FROZEN_AFTER_S - now
                 if left <= 0:
                     process.is_frozen = True
-                    processes.kill_group(process.attempt.pid, signal.SIGKILL)
+                    processes.kill_leader(process.attempt.pid, signal.SIGKILL)
                 else:
                     later.append(left)
         if self._swept:
@@ -189,8 +189,8 @@ class Supervisor:
             return
         process.is_stopping = True
         process.kill_at = now + self._gang["stop_grace_s"]
-        processes.kill_group(process.attempt.pid, signal.SIGTERM)
-        processes.kill_group(process.attempt.pid, signal.SIGCONT)
+        processes.kill_leader(process.attempt.pid, signal.SIGTERM)
+        processes.kill_leader(process.attempt.pid, signal.SIGCONT)
 
     # Starting
 
