@@ -219,6 +219,7 @@ def test_rank_is_restarted_while_there_is_no_control_plane(tmp_path: Path) -> No
         name = plane.create(script, max_restarts=1)
         plane.until_ready(name, 1)
         plane.kill()
+        wait_for(lambda: read(tmp_path / "pids"))
         os.kill(int(read(tmp_path / "pids")[0]), signal.SIGKILL)
         wait_for(lambda: len(read(tmp_path / "pids")) == 2)
         (tmp_path / "end").touch()

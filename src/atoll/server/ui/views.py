@@ -132,6 +132,7 @@ async def page(call: ApiCall) -> Answer:
     training = await _training(call)
     attempts = await call.plane.store.attempts(call.key)
     keeper, now = call.plane.series, call.plane.clock()
+    await _catch_up(keeper, training)
 
     def made() -> PageOfTraining:
         names = None if keeper is None else _names(keeper, training.uid)
@@ -164,6 +165,12 @@ def chosen_ranks(text: str) -> set[int]:
     return wanted
 
 
+async def _catch_up(keeper: SeriesKeeper | None, training: Training) -> None:
+    """Of one that is over everything is there: its page asks no more."""
+    if keeper is not None and keeper.catch_up and training.status.phase.is_terminal:
+        await keeper.catch_up(training)
+
+
 def _names(keeper: SeriesKeeper, uid: str) -> list[SeriesName]:
     counts: dict[str, set[int]] = {}
     for rank, _, name in keeper.keys(uid):
@@ -183,6 +190,7 @@ async def curves(call: ApiCall) -> Answer:
     training = await _training(call)
     if call.plane.series is None:
         return json_answer(CurveList(names=[], items=[], is_kept=False))
+    await _catch_up(call.plane.series, training)
     key = (training.uid, encode(query))
     body = await call.plane.curves.body(key, lambda: encode(_curves(call, training.uid)))
     return Answer(body, media_type=JSON)
