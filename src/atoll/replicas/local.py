@@ -38,6 +38,7 @@ from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.shared import StopCause
 from atoll.replicas.surface import ReplicaSurface
 
+CLEAR_S = 20.0
 PREFIX = "atoll-replicas-"
 _ENTRY = (
     "import pathlib, sys; sys.path.append(sys.argv.pop(1)); "
@@ -315,7 +316,10 @@ def clear(root: Path) -> None:
 
 
 def clear_abandoned() -> None:
-    """Clears up after scripts whose guard was killed too. May be called from any thread."""
+    """Clears up after scripts whose guard was killed too. May be called from any thread.
+
+    One that takes long goes on beside the caller.
+    """
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*-*"):
         try:
             is_ours = root.stat().st_uid == os.geteuid() and not root.is_symlink()
@@ -323,9 +327,9 @@ def clear_abandoned() -> None:
         except (OSError, ValueError):
             continue
         if is_ours and not is_alive:
-            thread = threading.Thread(target=clear, args=[root])
+            thread = threading.Thread(target=clear, args=[root], daemon=True)
             thread.start()
-            thread.join()
+            thread.join(CLEAR_S)
 
 
 def owner_of(root: Path) -> tuple[int, int]:
