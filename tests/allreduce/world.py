@@ -16,6 +16,7 @@ from obstore.store import MemoryStore
 
 from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
 from atoll.diloco.allreduce.keys import parse_attempt
+from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.settle import Me, Settler
 from atoll.diloco.blobs import Blobs
@@ -88,17 +89,33 @@ def tensor(rank: int, turn: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng([rank, turn]).standard_normal(SIZE).astype(np.float32)
 
 
+def reduce_row(
+    replica: ObjectStoreAllReduce, layout: Layout, row: Any, weight: float = 1.0
+) -> np.ndarray[Any, Any]:
+    """The mean of what a process carries, as it is made for a model."""
+    if replica.owes:
+        work = replica.begin(layout)
+        work.add(0, row.copy())
+        return replica.allreduce_parts(work, weight=weight).read()
+    mean = row.copy()
+    replica.allreduce_share(layout, mean, lambda: np.copyto(mean, row), weight=weight)
+    return mean
+
+
+def reduce_once(
+    replica: ObjectStoreAllReduce, brought: np.ndarray[Any, Any], weight: float = 1.0
+) -> np.ndarray[Any, Any]:
+    """The mean of values that cannot be asked for again, as a model that trains on has them."""
+    return reduce_row(replica, replica.describe([brought]), brought, weight)
+
+
 def reduce_parts(
     replica: ObjectStoreAllReduce, brought: np.ndarray[Any, Any], weight: float = 1.0
 ) -> np.ndarray[Any, Any]:
     """The mean of values that can be asked for again, in the memory that there is."""
     layout = replica.describe([brought])
-    if replica.codec.is_exact:
-        row = brought.copy()
-        return replica.allreduce_share(
-            layout, row, weight=weight, again=lambda: np.copyto(row, brought)
-        )
-    mean = np.full_like(brought, np.nan)
+    if not replica.owes:
+        return reduce_row(replica, layout, brought, weight)
 
     def bring(take: Callable[[int, Any], None]) -> None:
         for start in range(0, brought.size, 10):
@@ -106,11 +123,9 @@ def reduce_parts(
             take(start, part)
             part.fill(np.nan)  # the memory of a part is the caller's
 
-    def take(start: int, part: Any) -> None:
-        mean[start : start + part.size] = part
-
-    replica.allreduce_parts(layout, bring, weight=weight).visit(take)
-    return mean
+    work = replica.begin(layout, bring)
+    bring(work.add)
+    return replica.allreduce_parts(work, weight=weight).read()
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from obstore.store import MemoryStore
 from tests.allreduce.teams import ThreadTeam, give, take, thread_team
-from tests.allreduce.world import FaultyBlobs, Killed, kill_at, run_threads
+from tests.allreduce.world import FaultyBlobs, Killed, kill_at, reduce_row, run_threads
 
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
@@ -40,7 +40,7 @@ def run(shape: list[int], codec: str) -> list[bytes]:
             layout = replica.describe([np.empty(SIZE, "f4")])
             for turn in range(ROUNDS):
                 row = take(replica, layout, value(rank, turn))
-                mean = replica.allreduce_share(layout, row, weight=rank + 1.0)
+                mean = reduce_row(replica, layout, row, rank + 1.0)
                 give(replica, layout, mean, means[rank, turn])
                 assert replica.last_round is not None
                 assert replica.last_round.is_member
@@ -70,7 +70,7 @@ def test_what_one_process_cannot_send_is_an_error_of_all_before_anything_is_uplo
             if team.process:
                 row[7] = np.nan
             with pytest.raises(ValidationError, match=r"tensors\[0\]: nan") as caught:
-                replica.allreduce_share(layout, row)
+                reduce_row(replica, layout, row)
             errors.append(caught.value)
 
     run_threads(*(lambda team=team: go(team) for team in thread_team(2)))
@@ -108,7 +108,7 @@ def killed_run(seed: int, rounds: int) -> int:
             while not over.is_set() or rank:
                 turn = replica.round or 0
                 row = take(replica, layout, value(rank, turn)[: SIZE // 40])
-                mean = replica.allreduce_share(layout, row)
+                mean = reduce_row(replica, layout, row)
                 assert replica.last_round is not None
                 note(replica.last_round.round, replica.share_of(layout), mean)
                 if rank == 0 and replica.last_round.round >= rounds:

@@ -13,8 +13,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
@@ -23,7 +21,6 @@ from atoll.diloco.allreduce.roster import NOTHING
 from atoll.diloco.allreduce.settle import Left
 from atoll.diloco.allreduce.start import read_start
 from atoll.diloco.allreduce.team import alike, together
-from atoll.diloco.allreduce.work import Values, zero_parts
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.checks import Checks, left_out
 from atoll.diloco.claim import claim_run
@@ -35,7 +32,8 @@ from atoll.diloco.inner import StepCount, check_optimizers, unwrap_optimizers
 from atoll.diloco.jobs import PendingRound, at_once, in_background
 from atoll.diloco.leave import Departure
 from atoll.diloco.model import ReplicaModel
-from atoll.diloco.outer import Floats, Fragment, load_bytes, split, to_bytes
+from atoll.diloco.movement import Movements
+from atoll.diloco.outer import Floats, load_bytes, split, to_bytes
 from atoll.diloco.own_state import OwnState
 from atoll.diloco.place import find_home, find_place, refuse_spanning
 from atoll.diloco.presets import OuterPreset, read_settings
@@ -183,8 +181,7 @@ class DiLoCo(ReplicaFace):
             fragment.period, stream.scribe = self._period, self._data.journal
         self._overlap, self._mix = settings.overlap_steps, settings.mix
         self._is_kept = settings.is_kept and settings.overlap_steps > 0
-        is_exact = get_codec(settings.codec if allreduce is None else allreduce.codec).is_exact
-        self._is_parted = not (is_exact or self._overlap or is_many)
+        self._movements = Movements(self._model, is_beside=self._overlap > 0, is_many=is_many)
         self.steps = 0
         self._step = 0
         self._counted = 0.0
@@ -194,7 +191,6 @@ class DiLoCo(ReplicaFace):
         self._goal: RunGoal | None = None
         self._pending: PendingRound | None = None
         self._has_left = False
-        self._row: Floats | None = None
         self._sent: Floats | None = None  # the model as it was sent, where what follows is kept
         self._rounds = RoundReports(on_round)
         self._checkpoint_every = checkpoint_every
@@ -360,13 +356,9 @@ class DiLoCo(ReplicaFace):
     def read_more(self, at: int) -> None:
         """Catch up with the rounds of a fragment. The model stays as far from them as it was."""
         fragment = self.fragments[at]
-        movement = np.empty(fragment.share.size, np.float32)
-        self._model.movement(fragment, movement)
-        self._data.add(at, self._streams[at].join(fragment))
-        values = fragment.values.copy()
-        fragment.values -= movement
-        self._model.apply(fragment, 0.0)
-        fragment.values[:] = values
+        stream = self._streams[at]
+        join = partial(stream.join, fragment)
+        self._data.add(at, self._movements.keep(fragment, stream, join))
 
     def catch_up(self) -> None:
         """All rounds that were decided are known, and none is passed over."""
@@ -485,8 +477,8 @@ class DiLoCo(ReplicaFace):
         if self._is_kept:
             self._sent = self._model.take_copy(fragment, self._sent)
         (weight, tokens), mark = self._weight(at), (self._counted, self.steps)
-        gradient, again, note = self._movement(fragment)
-        is_bad = bool(left_out({0: note}))
+        movement = self._movements.take(fragment, stream, self._checks)
+        is_bad = movement.is_bad
         if is_bad and is_left and self._team.processes == 1:
             raise Left
         if is_bad:
@@ -497,7 +489,7 @@ class DiLoCo(ReplicaFace):
 
         def work() -> tuple[Commit, float, float]:
             started = time.monotonic()
-            commit = stream.advance(fragment, gradient, weight, again, note, says)
+            commit = stream.advance(fragment, movement, weight, says)
             return commit, started, time.monotonic()
 
         is_beside = self._overlap > 0 and not is_left
@@ -510,28 +502,6 @@ class DiLoCo(ReplicaFace):
         self._pending = PendingRound(
             at, weight, mark, job, time.monotonic() - began, is_bad, took(says), is_left, is_beside
         )
-
-    def _movement(
-        self, fragment: Fragment
-    ) -> tuple[Floats | Values, Callable[[], None] | None, str]:
-        """How far the replica has moved, how to have that again, and the note to send along."""
-        parts = partial(self._model.movement_parts, fragment)
-        if self._is_parted:
-            note = self._checks.examine_parts(fragment, parts)
-            zeros = partial(zero_parts, fragment.share.size)
-            return (zeros if left_out({0: note}) else parts), None, note
-        row = self._room(fragment.share.size)
-        self._model.movement(fragment, row)
-        note = self._checks.examine(fragment, row)
-        # With overlap the model trains on meanwhile: what it was is nowhere else.
-        again = None if self._overlap else partial(self._model.movement, fragment, row)
-        return row, partial(row.fill, 0) if left_out({0: note}) else again, note
-
-    def _room(self, size: int) -> Floats:
-        """Memory for the movement and the mean; one round is on its way at a time."""
-        if self._row is None or self._row.size < size:
-            self._row = np.empty(size, np.float32)
-        return self._row[:size]
 
     def _receive(self) -> None:
         """Wait for the round on its way, if there is one, and take its result into the model."""

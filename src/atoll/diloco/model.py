@@ -138,9 +138,11 @@ class ReplicaModel:
                 target.view(slot.shape).copy_(each.detach())
             yield start, room[: stop - start]
 
-    def apply(self, fragment: Fragment, mix: float) -> None:
-        """The model holds the global values, and `mix` of its own."""
+    def apply(self, fragment: Fragment, mix: float, values: Floats | None = None) -> None:
+        """The model holds the global values, or `values`, and `mix` of its own."""
         import torch
+
+        values = fragment.values if values is None else values
 
         # What fully_shard has gathered for a forward pass would hide the new values.
         for module in self._modules:
@@ -148,9 +150,9 @@ class ReplicaModel:
         with torch.no_grad():
             moves = self._moves_of(fragment)
             if moves is not None:
-                moves.give(fragment.values, partial(self._write, mix))
+                moves.give(values, partial(self._write, mix))
                 return
-            for slot, row in zip(fragment.slots, fragment.rows(fragment.values), strict=True):
+            for slot, row in zip(fragment.slots, fragment.rows(values), strict=True):
                 self._write(mix, slot.name, 0, torch.from_numpy(row).reshape(-1))
 
     def take_copy(self, fragment: Fragment, room: Floats | None) -> Floats:
@@ -161,16 +163,15 @@ class ReplicaModel:
         return row
 
     def move_on(self, fragment: Fragment, sent: Floats) -> None:
-        """The model holds the global values and what it has moved since it held `sent`."""
-        now = np.empty_like(sent)
-        self.take(fragment, now)
-        now -= sent
-        now += fragment.values
-        held, fragment.values = fragment.values, now
-        try:
-            self.apply(fragment, 0.0)
-        finally:
-            fragment.values = held
+        """The model holds the global values and what it has moved since it held `sent`.
+
+        The memory of `sent` is used.
+        """
+        for start, part in self._parts(fragment):
+            at = slice(start, start + part.size)
+            np.subtract(part, sent[at], out=sent[at])
+            sent[at] += fragment.values[at]
+        self.apply(fragment, 0.0, sent)
 
     def gather(self, fragment: Fragment) -> Floats:
         """All values of the fragment, on every process."""

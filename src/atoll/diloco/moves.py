@@ -127,7 +127,7 @@ class Moves:
             sizes = [stop - start for start, stop in spans]
             rows = self._team.all_gather(part, sizes)
             for share, (begin, _), values in zip(self._shares, spans, rows, strict=True):
-                for start, stop, at in self._places(share, step):
+                for start, stop, at in share.places(*self._span(share, step)):
                     first = at - begin
                     vector[start:stop] = values[first : first + stop - start].numpy()
 
@@ -167,19 +167,10 @@ class Moves:
     def _span(self, share: Share, step: int) -> tuple[int, int]:
         return min(step * SLICE, share.size), min((step + 1) * SLICE, share.size)
 
-    def _places(self, share: Share, step: int) -> Iterator[tuple[int, int, int]]:
-        """The places of the vector that a slice of the row holds, and where in the row."""
-        begin, end = self._span(share, step)
-        at = 0
-        for start, stop in share.intervals:
-            low, high = max(begin, at), min(end, at + stop - start)
-            if high > low:
-                yield start + low - at, start + high - at, low
-            at += stop - start
-
     def _runs(self, carrier: int, step: int, *, holder: int) -> Iterator[tuple[Run, int]]:
         """What the piece of `holder` has in a slice of the carrier's row, and who is to send it."""
-        for start, stop, row in self._places(self._shares[carrier], step):
+        share = self._shares[carrier]
+        for start, stop, row in share.places(*self._span(share, step)):
             at = max(0, bisect_right(self._starts, start) - 1)
             while at < len(self._slots) and self._slots[at].start < stop:
                 slot = self._slots[at]

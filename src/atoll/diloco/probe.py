@@ -75,17 +75,18 @@ def first_bad(fragment: Fragment, row: Floats) -> int | None:
 def look_at_parts(
     fragment: Fragment, movement: Values, *, is_summed: bool
 ) -> tuple[int | None, Sums]:
-    """As `first_bad` and `row_sums`, for all values of the fragment, part by part."""
+    """As `first_bad` and `row_sums`, for a row that comes part by part."""
     bad: int | None = None
     total = placed = 0
 
     def take(start: int, part: Floats) -> None:
         nonlocal bad, total, placed
-        if bad is None and not (np.isfinite(part.min()) and np.isfinite(part.max())):
-            at = start + int(np.flatnonzero(~np.isfinite(part))[0])
-            bad = next(i for i, slot in enumerate(fragment.slots) if at < slot.stop)
+        if part.size and not (np.isfinite(part.min()) and np.isfinite(part.max())):
+            at = fragment.share.place(start + int(np.flatnonzero(~np.isfinite(part))[0]))
+            slot = next(i for i, slot in enumerate(fragment.slots) if at < slot.stop)
+            bad = slot if bad is None else min(bad, slot)
         if is_summed:
-            one, other = _sums(start, part)
+            one, other = _part_sums(fragment, start, part)
             total, placed = total + one, placed + other
 
     movement(take)
@@ -94,11 +95,17 @@ def look_at_parts(
 
 def row_sums(fragment: Fragment, row: Floats) -> Sums:
     """Two sums over the values of this process: they add up over processes, however it is cut."""
-    total = placed = at = 0
-    for start, stop in fragment.share.intervals:
-        one, other = _sums(start, row[at : at + stop - start])
-        total, placed, at = total + one, placed + other, at + stop - start
+    total, placed = _part_sums(fragment, 0, row)
     return total & _MASK, placed & _MASK
+
+
+def _part_sums(fragment: Fragment, begin: int, part: Floats) -> Sums:
+    """Of the part of a row that begins there."""
+    total = placed = 0
+    for start, stop, at in fragment.share.places(begin, begin + part.size):
+        one, other = _sums(start, part[at - begin : at - begin + stop - start])
+        total, placed = total + one, placed + other
+    return total, placed
 
 
 def _sums(first: int, values: Floats) -> Sums:

@@ -134,8 +134,13 @@ def load(reduce: ObjectStoreAllReduce, fragment: Fragment, index: StateIndex) ->
             zip(targets, (index.values, index.momentum), strict=False)
         ):
             begin = 4 * at * sum(sizes) + skip
-            data = np.frombuffer(reduce.blobs.get(key, begin, begin + length), "<f4")
-            _spread(theirs, range(first, last), data, sums, into, row, key)
+            with reduce.blobs.reader(key, begin, begin + length) as reader:
+                for column in range(first, last):
+                    values = np.empty(sizes[column - start], "<f4")
+                    count = reader.fill(_bytes(values))
+                    if count < values.nbytes or _digest([_bytes(values)]) != sums[column]:
+                        raise ValueError(f"{key}: column {column} does not match its digest")
+                    _spread(theirs, column, values, into, row)
     fragment.resume(index.header)
 
 
@@ -215,24 +220,9 @@ class _Row:
             at += 1
 
 
-def _spread(
-    theirs: Share,
-    columns: range,
-    data: Floats,
-    sums: list[str],
-    into: _Row,
-    row: Floats,
-    key: str,
-) -> None:
+def _spread(theirs: Share, column: int, values: Floats, into: _Row, row: Floats) -> None:
     at = 0
-    for column in columns:
-        size = _column_size(theirs, column)
-        values = data[at : at + size]
-        at += size
-        if values.size != size or _digest([_bytes(values)]) != sums[column]:
-            raise ValueError(f"{key}: column {column} does not match its digest")
-        begin = 0
-        for shard in range(theirs.layout.shards):
-            start, stop = theirs.cell_in_row(shard, column)
-            into.write(row, start, values[begin : begin + stop - start])
-            begin += stop - start
+    for shard in range(theirs.layout.shards):
+        start, stop = theirs.cell_in_row(shard, column)
+        into.write(row, start, values[at : at + stop - start])
+        at += stop - start

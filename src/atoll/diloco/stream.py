@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -31,7 +32,8 @@ from atoll.diloco.allreduce.note import (
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.team import Solo, Team, lead, together
-from atoll.diloco.allreduce.work import Values
+from atoll.diloco.allreduce.work import HeldMean, JointWork, Values
+from atoll.diloco.aside import Aside
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data.ledger import Ledger
@@ -62,6 +64,20 @@ class Commit(NamedTuple):
     committed: Roster | None = None  # None: without a store
 
 
+class Movement(NamedTuple):
+    """How far a replica has moved: in a row, or added to what it owes.
+
+    The memory of the row is used for the mean, too; `again` writes the movement into it anew, and
+    is None where the model trains on meanwhile.
+    """
+
+    note: str  # a word for all members of the round
+    is_bad: bool  # it is not finite, and not in the row
+    row: Floats | None = None
+    again: Callable[[], None] | None = None
+    joint: JointWork | None = None
+
+
 class Joined(NamedTuple):
     """What was read of the run's data: the ledger of a checkpoint, and the rounds after it."""
 
@@ -85,8 +101,11 @@ class Stream(Protocol):
 
     scribe: Scribe | None  # keeps the ledger, if the replicas share their data
 
-    def join(self, fragment: Fragment) -> Joined:
-        """`fragment` holds what all replicas agree on, as of the newest round."""
+    def join(self, fragment: Fragment, room: Floats | None = None) -> Joined:
+        """`fragment` holds what all replicas agree on, as of the newest round.
+
+        `room` is memory for a row.
+        """
 
     def is_behind(self) -> bool:
         """Whether rounds went on without this replica since the last one it knows."""
@@ -94,19 +113,20 @@ class Stream(Protocol):
     def forget_late_work(self) -> None:
         """What was too late for earlier rounds is not brought to a later one."""
 
+    @property
+    def owes(self) -> bool:
+        """Whether what does not count in a round comes with the next: see `begin`."""
+
+    def begin(self, fragment: Fragment, again: Values | None) -> JointWork | None:
+        """What this process owes, to add its movement to; None: the movement needs a row.
+
+        `again` is as for `ObjectStoreAllReduce.begin`.
+        """
+
     def advance(
-        self,
-        fragment: Fragment,
-        gradient: Floats | Values,
-        weight: float,
-        again: Callable[[], None] | None = None,
-        note: str = "",
-        says: Says | None = None,
+        self, fragment: Fragment, movement: Movement, weight: float, says: Says | None = None
     ) -> Commit:
         """`fragment` has taken the outer step of a round in which this replica took part.
-
-        The memory of the gradient is used for the mean, too; `again` computes the gradient anew.
-        A gradient that can be asked for part by part, as often as needed, takes no memory.
 
         If rounds went on without this replica, `fragment` has taken the steps of all of them.
         """
@@ -148,7 +168,7 @@ class Alone:
         layout = Layout(specs, 1, "fp32", "fp32", "", cells)
         return Share(layout, self._team.process, self._team.processes)
 
-    def join(self, fragment: Fragment) -> Joined:
+    def join(self, fragment: Fragment, room: Floats | None = None) -> Joined:
         return Joined(read_ledger(fragment))
 
     def is_behind(self) -> bool:
@@ -157,20 +177,16 @@ class Alone:
     def forget_late_work(self) -> None:
         pass
 
+    owes = False
+
+    def begin(self, fragment: Fragment, again: Values | None) -> JointWork | None:
+        return None
+
     def advance(
-        self,
-        fragment: Fragment,
-        gradient: Floats | Values,
-        weight: float,
-        again: Callable[[], None] | None = None,
-        note: str = "",
-        says: Says | None = None,
+        self, fragment: Fragment, movement: Movement, weight: float, says: Says | None = None
     ) -> Commit:
-        if callable(gradient):
-            gradient(fragment.step_part)
-            fragment.rounds += 1
-        else:
-            fragment.step(gradient)
+        assert movement.row is not None
+        fragment.step(movement.row)
         said = UploadNote(fragment.period) if says is None else says.note
         fragment.steps += said.steps
         fragment.tokens += said.tokens
@@ -180,7 +196,7 @@ class Alone:
             claim = claim_of(self.scribe.rank, member_note(said))
             read = Joined(None, (DataRound(data, (claim,)),))
             self._rounds.append((fragment.rounds - 1, read.rounds[0]))
-        return Commit(fragment.rounds - 1, (0,), notes={0: note}, read=read)
+        return Commit(fragment.rounds - 1, (0,), notes={0: movement.note}, read=read)
 
     def checkpoint(self, fragment: Fragment) -> None:
         pass
@@ -268,36 +284,30 @@ class StoreStream:
         if data is not None:
             rounds.append(data)
 
+    @property
+    def owes(self) -> bool:
+        return self._allreduce.owes
+
+    def begin(self, fragment: Fragment, again: Values | None) -> JointWork | None:
+        return self._allreduce.begin(fragment.share.layout, again) if self.owes else None
+
     def advance(
-        self,
-        fragment: Fragment,
-        gradient: Floats | Values,
-        weight: float,
-        again: Callable[[], None] | None = None,
-        note: str = "",
-        says: Says | None = None,
+        self, fragment: Fragment, movement: Movement, weight: float, says: Says | None = None
     ) -> Commit:
-        allreduce = self._allreduce
-        layout = fragment.share.layout
-        held, mean, room = None, None, None if callable(gradient) else gradient
+        allreduce, room = self._allreduce, movement.row
+        read: Joined | None = None
         try:
-            if callable(gradient):
-                held = allreduce.allreduce_parts(
-                    layout, gradient, weight=weight, note=note, says=says
-                )
-            else:
-                mean = allreduce.allreduce_share(
-                    layout, gradient, weight=weight, again=again, note=note, says=says
-                )
+            held = self._reduce(fragment, movement, weight, says)
         except Behind:
-            return Commit(-1, (), is_member=False, is_behind=True, read=self.join(fragment))
+            read = self.join(fragment, room)
+            return Commit(-1, (), is_member=False, is_behind=True, read=read)
         report = allreduce.last_round
         assert report is not None
-        rounds, read = list[DataRound](), None
+        rounds = list[DataRound]()
         if report.skipped or self._is_stale:
             read = self.join(fragment, room)
-        elif mean is not None:
-            fragment.step(mean)
+        elif room is not None:
+            fragment.step(room)
         elif held is not None:
             self._is_stale = True  # as long as only some values have taken the step
             held.visit(fragment.step_part)
@@ -326,6 +336,30 @@ class StoreStream:
             read=read,
             committed=report.committed,
         )
+
+    def _reduce(
+        self, fragment: Fragment, movement: Movement, weight: float, says: Says | None
+    ) -> HeldMean | None:
+        """The mean of a round is in the row of the movement, or held."""
+        allreduce, row, note = self._allreduce, movement.row, movement.note
+        if movement.joint is not None:
+            return allreduce.allreduce_parts(movement.joint, weight=weight, note=note, says=says)
+        assert row is not None
+        reduce = partial(
+            allreduce.allreduce_share,
+            fragment.share.layout,
+            row,
+            weight=weight,
+            note=note,
+            says=says,
+        )
+        if movement.again is not None:
+            reduce(again=movement.again)
+            return None
+        with Aside(row.size) as aside:
+            aside.put(0, row)
+            reduce(again=lambda: aside.get(0, row))
+        return None
 
     def checkpoint(self, fragment: Fragment) -> None:
         number = self._allreduce.round

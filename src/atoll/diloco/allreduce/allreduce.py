@@ -13,8 +13,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
@@ -109,7 +107,7 @@ class ObjectStoreAllReduce:
         environment says.
 
         `team`: the processes that are this replica together, all with the same arguments. Each
-        brings its share with `allreduce_share`.
+        brings its share with `allreduce_share` or `allreduce_parts`.
         """
         self.world_size = read_whole("world_size", world_size, 1, MOST_REPLICAS)
         self.rank = read_whole("rank", rank, 0, self.world_size - 1)
@@ -142,6 +140,11 @@ class ObjectStoreAllReduce:
         self._lock = threading.Lock()
         self._has_left = False
         lead(self.team, self._come)
+
+    @property
+    def owes(self) -> bool:
+        """Whether values that do not count in their round, or parts of them, come with the next."""
+        return self.carries or not self.codec.is_exact
 
     @property
     def round(self) -> int | None:
@@ -183,11 +186,12 @@ class ObjectStoreAllReduce:
         if out is not None:
             layouts.check_out(out, arrays)
         is_plain = self.codec.is_exact and self.down_codec.is_exact and not self.carries
-
-        def load(cargo: Cargo, feedback: Feedback) -> Work:
-            return TensorWork.of(cargo, feedback, weight, arrays, out, is_plain=is_plain)
-
-        mean = self._allreduce(layout, load)[1]
+        with self._lock:
+            cargo, feedback = self._load(layout)
+            work = TensorWork.of(cargo, feedback, weight, arrays, out, is_plain=is_plain)
+            self._allreduce(work)
+        mean = work.out
+        assert mean is not None
         return layouts.unflatten(mean, arrays) if out is None else layouts.fill(mean, out)
 
     def describe(self, tensors: Sequence[Any], name: str = "") -> Layout:
@@ -208,82 +212,70 @@ class ObjectStoreAllReduce:
         self,
         layout: Layout,
         row: Vector,
+        again: Callable[[], None],
         *,
         weight: float = 1.0,
-        again: Callable[[], None] | None = None,
         note: str = "",
         says: Says | None = None,
-    ) -> Vector:
-        """The mean of what this process carries, as `row` is of its values; see `share_of`.
+    ) -> None:
+        """`row` holds the mean of what this process carries, as it held its values; see `share_of`.
 
-        `note` is a word for all members of the round, in the name of the upload; `says` is what
-        goes into the roster. With a ledger in it this is one round: it raises Behind if the run
-        is further, where the values of any other call would be brought to a later one.
+        `again` brings its values back, if it is called before this returns. If this fails, the row
+        holds anything. `note` is a word for all members of the round, in the name of the upload;
+        `says` is what goes into the roster. With a ledger in it this is one round: it raises Behind
+        if the run is further, where the values of any other call would be brought to a later one.
 
         All processes of the replica call it, with the same layout and weight. What fails in one of
-        them is raised in all. The row belongs to the round until then, and its memory may be that
-        of the mean. `again` brings its values back, if it is called before this returns: without
-        it, an exact codec needs memory for the mean as well.
+        them is raised in all.
         """
-        bring = None if again is None else lambda _: again()
-        weight, is_held = read_weight(weight), not self.codec.is_exact
-        is_in_place = is_held or (bring is not None and not self.carries)
-
-        def load(cargo: Cargo, feedback: Feedback) -> Work:
+        if self.owes:
+            raise ValidationError("codec", self.codec.name, "expected an exact one, see `begin`")
+        with self._lock:
+            cargo, feedback = self._load(layout)
             cargo.hold(row)
             cargo.add(feedback.up)
-            out = row if is_in_place else np.empty(row.size, np.float32)
-            return Work(layout, cargo, bring, weight, feedback, out, is_held, note, says)
+            bring = lambda _: again()  # noqa: E731
+            work = Work(cargo, feedback, row, bring, read_weight(weight), note, says)
+            self._allreduce(work)
 
-        exchange, out = self._allreduce(layout, load)
-        if is_held:
-            exchange.spread(out)
-        return out
+    def begin(self, layout: Layout, again: Values | None = None) -> JointWork:
+        """What this process owes, to add its values to; for an all-reduce that `owes`.
+
+        `again(take)` calls `take(start, part)` with parts of the row, which `take` may change. It
+        is called before `allreduce_parts` returns only, and each time with the same values.
+        """
+        with self._lock:
+            return JointWork.of(*self._load(layout), again)
 
     def allreduce_parts(
-        self,
-        layout: Layout,
-        values: Values,
-        *,
-        weight: float = 1.0,
-        note: str = "",
-        says: Says | None = None,
+        self, work: JointWork, *, weight: float = 1.0, note: str = "", says: Says | None = None
     ) -> HeldMean:
-        """As `allreduce_share` of one process with a lossy codec, in less memory.
-
-        `values(take)` calls `take(start, part)` with parts of the row, which `take` may change. It
-        is called before this returns only, and each time with the same values.
-        """
-        if self.codec.is_exact or self.team.processes > 1:
-            raise ValidationError("codec", self.codec.name, "expected a lossy one, in one process")
-        weight = read_weight(weight)
-
-        def load(cargo: Cargo, feedback: Feedback) -> Work:
-            return JointWork.of(cargo, feedback, weight, values, note, says)
-
-        return HeldMean(self._allreduce(layout, load)[0])
-
-    def _allreduce(
-        self, layout: Layout, load: Callable[[Cargo, Feedback], Work]
-    ) -> tuple[Exchange, Vector]:
+        """The mean of what `begin` gave; as `allreduce_share`, from any thread."""
+        work.weight, work.note, work.says = read_weight(weight), note, says
         with self._lock:
-            before, started = self.blobs.usage, time.monotonic()
-            feedback = self._feedback_for(layout)
-            settle_failed(self, feedback)
-            cargo = self._cargo.get(layout.name)
-            if cargo is None or cargo.layout != layout:
-                cargo = Cargo(self.share_of(layout), self.rank, self.codec)
-                self._cargo[layout.name] = cargo
-            work = load(cargo, feedback)
-            try:
-                if self.codec.needs_finite or self.down_codec.needs_finite:
-                    together(self.team, cargo.check_finite)
-                exchange = self._until_done(work, started, before)
-                cargo.release()
-                return exchange, work.out
-            except BaseException:
-                work.fail()
-                raise
+            return HeldMean(self._allreduce(work))
+
+    def _load(self, layout: Layout) -> tuple[Cargo, Feedback]:
+        """Memory for what this process brings, and what it owes of earlier rounds."""
+        feedback = self._feedback_for(layout)
+        settle_failed(self, feedback)
+        cargo = self._cargo.get(layout.name)
+        if cargo is None or cargo.layout != layout:
+            cargo = Cargo(self.share_of(layout), self.rank, self.codec)
+            self._cargo[layout.name] = cargo
+        return cargo, feedback
+
+    def _allreduce(self, work: Work) -> Exchange:
+        before, started, cargo = self.blobs.usage, time.monotonic(), work.cargo
+        try:
+            if self.codec.needs_finite or self.down_codec.needs_finite:
+                together(self.team, cargo.check_finite)
+            exchange = self._until_done(work, started, before)
+            cargo.release()
+            return exchange
+        except BaseException:
+            work.fail()
+            raise
 
     def save_checkpoint(self, state: bytes | Sequence[Any], round: int | None = None) -> bool:
         """Store the state after `round` (default: the last one done; -1: before the first).
@@ -420,7 +412,7 @@ class ObjectStoreAllReduce:
             try:
                 self._check_claims(exchange, work)
                 run = partial(exchange.run, work.upload, work.cargo, work.feedback, work.out)
-                run_as_one(self.team, roster, partial(run, is_held=work.is_held))
+                run_as_one(self.team, roster, run)
             except Abandoned as news:
                 work.feedback.give_up()
                 work.bring_back()
@@ -431,7 +423,7 @@ class ObjectStoreAllReduce:
             return roster, exchange
 
     def go(self) -> None:
-        """Wait for no round: `allreduce_share` hands in and raises Left. From any thread."""
+        """Wait for no round: whoever waits hands in and raises Left. From any thread."""
         self._settler.is_leaving = self.team.processes == 1
 
     def depart(self) -> None:

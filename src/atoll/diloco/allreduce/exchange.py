@@ -36,7 +36,6 @@ from atoll.diloco.allreduce.upload import (
     Cargo,
     CellReader,
     Section,
-    decode_cells,
     encode_cell,
     run_size,
     runs_of,
@@ -107,25 +106,25 @@ class Exchange:
         self._held: dict[MeanPlace, list[wire.Buffer]] | None = None
         self._spare: list[Vector] = []  # memory that nothing is in yet
 
-    def run(
-        self, upload: str, cargo: Cargo, feedback: Feedback, out: Vector, *, is_held: bool = False
-    ) -> None:
+    def run(self, upload: str, cargo: Cargo, feedback: Feedback, out: Vector | None) -> None:
         """`out` holds the roster's mean, as far as this process carries it.
 
-        It may be the row of the cargo if its codec is exact. `is_held`: the mean stays encoded, and
-        `out` as it is, until `spread`.
+        It may be the row of the cargo if its codec is exact. None: the mean stays encoded, until
+        `visit`.
 
         Raises Abandoned, Behind, or DistributedError after the timeout. Then `out` may hold a part
         of the mean.
         """
-        self._held = {} if is_held else None
+        self._held = {} if out is None else None
         owners = self.roster.owners if self.roster.has(upload) else []
         mine = [shard for shard, owner in enumerate(owners) if owner == self.me.rank]
         # What others make of the mean comes last: until then, what they bring is read there. The
         # values of an exact cargo that are in the way are in its upload, and can be brought again.
-        may_spoil = not is_held and (out is not cargo.row or self.codec.is_exact)
-        others = [s for s in range(self.layout.shards) if s not in mine and may_spoil]
-        self._spare = [out[slice(*self.share.bounds(shard))] for shard in others]
+        if out is None:
+            out = np.empty(0, np.float32)
+        else:
+            others = [s for s in range(self.layout.shards) if s not in mine]
+            self._spare = [out[slice(*self.share.bounds(shard))] for shard in others]
         for shard in mine:
             if not self.share.process or self.share.section_size(shard):
                 self._reduce(shard, cargo, out, feedback)
@@ -137,20 +136,8 @@ class Exchange:
         self._gather([p for s in rest if s not in mine for p in self._places(s)], out)
         self.seconds["gather"] = time.monotonic() - reduce_end
 
-    def spread(self, out: Vector) -> None:
-        """`out` holds the mean that a run has held."""
-        assert self._held is not None
-
-        def decode(item: tuple[MeanPlace, list[wire.Buffer]]) -> None:
-            place, cells = item
-            part = self._part(place, out)
-            decode_cells(self.down, cells, self._sizes(place), part)
-
-        each(self.pool, decode, self._held.items())
-        self._held = None
-
     def visit(self, take: Callable[[int, Vector], None]) -> None:
-        """As `spread`, but cell by cell, with its place in the row."""
+        """`take` gets the mean that a run has held, cell by cell, with its place in the row."""
         assert self._held is not None
 
         def decode(item: tuple[MeanPlace, list[wire.Buffer]]) -> None:
@@ -233,9 +220,7 @@ class Exchange:
         lacking = feedback.lacking(shard, size)
         residual = None
         if entry is not None and not self.down.is_exact:
-            is_spare = shard == self.me.rank and cargo.may_spoil_own
-            residual = cargo.parts[shard] if is_spare else np.empty(size, np.float32)
-            entry.shards[shard] = residual
+            residual = entry.shards[shard] = np.empty(size, np.float32)
         # Where nothing is lost, the mean is made in its place and sent from there.
         is_plain = self.down.name == "fp32" and self._held is None
         cells: list[wire.Buffer] = []

@@ -70,8 +70,8 @@ class Entry:
 class Feedback:
     """`up`: what this rank owes of its values. `down[s]`: what its means of shard `s` left out.
 
-    A rank that stands in for the owner of a shard may not make its next mean. So what its mean
-    left out becomes a part of its own values, which reach the shard whoever makes it.
+    What a mean leaves out becomes a part of its maker's values, which reach the shard whoever
+    makes its next mean. A rank that weighs next to nothing keeps it for its own next mean.
     """
 
     up: Vector | None = None
@@ -108,12 +108,6 @@ class Feedback:
         entry, self.entry = self.entry, None
         if entry is None:
             return
-        own = entry.shards.pop(entry.rank, None)
-        if own is not None:
-            room = self.down.get(entry.rank)
-            if room is None or room.size != own.size:
-                room = self.down[entry.rank] = np.empty_like(own)
-            room[:] = own
         if entry.find_left_out is not None:
             self.up = entry.find_left_out(self.up)
         else:
@@ -123,17 +117,18 @@ class Feedback:
         weights = entry.roster.weights
         share = weights[entry.rank] / max(weights.values())
         share /= sum(weight / max(weights.values()) for weight in weights.values())
-        # One that weighs next to nothing would bring it back beyond measure when it weighs again.
-        is_light = share < _LEAST_SHARE
         for shard, residual in entry.shards.items():
             self.down.pop(shard, None)
-            if is_light:
+            # A light rank would bring it back beyond measure when it weighs again.
+            if share < _LEAST_SHARE:
+                if shard == entry.rank:
+                    self.down[shard] = residual
                 continue
             if self.up is None:
                 self.up = np.zeros(entry.share.size, np.float32)
-            start, end = entry.share.bounds(shard)
-            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                add_owed(self.up[start:end], _finite(residual / np.float32(share)))
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.divide(residual, np.float32(share), out=residual)
+            add_owed(self.up[slice(*entry.share.bounds(shard))], _finite(residual))
 
     def carry(self, values: Vector) -> None:
         """The round did without this rank, which owes all of its values now."""

@@ -6,6 +6,7 @@ known of it, so replicas of one process and of many read each other's objects ce
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -92,6 +93,16 @@ class Share:
             elif stop > start:
                 out.append((start, stop))
         return out
+
+    def places(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The places `start:stop` of the vector that part `begin:end` of the row holds, each with
+        where in the row it begins."""
+        at = 0
+        for start, stop in self.intervals:
+            low, high = max(begin, at), min(end, at + stop - start)
+            if high > low:
+                yield start + low - at, start + high - at, low
+            at += stop - start
 
     def place(self, at: int) -> int:
         """The place in the vector of the value at `at` of the row."""

@@ -50,8 +50,6 @@ class Cargo:
         self.rank = rank
         self.codec = codec
         self.parts: list[Vector] = []
-        # Once the own shard's values are in its mean, their memory may be used for what that lacks.
-        self.may_spoil_own = False
         # The upload has the own shard, too: somebody else will make its mean.
         self.is_whole = False
         self._own: Vector | None = None
@@ -63,7 +61,7 @@ class Cargo:
         None: in memory of its own.
         """
         row = self.spare if row is None else row
-        self.row, self.may_spoil_own = row, False
+        self.row = row
         self.parts = [row[slice(*self.share.bounds(s))] for s in range(self.layout.shards)]
 
     def release(self) -> None:
@@ -196,16 +194,6 @@ def seal_plain(
 def encode_cells(codec: Codec, share: Share, shard: int, values: Vector) -> list[wire.Buffer]:
     starts = wire.section_offsets(share.cell_sizes(shard))
     return [encode_cell(codec, values[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
-
-
-def decode_cells(
-    codec: Codec, cells: Sequence[wire.Buffer], sizes: Sequence[int], out: Vector
-) -> None:
-    """Fill `out` with the values of the cells. Raises ValueError if one does not hold its size."""
-    start = 0
-    for cell, size in zip(cells, sizes, strict=True):
-        out[start : start + size] = codec.decode(memoryview(cell), size)
-        start += size
 
 
 def run_size(members: int) -> int:

@@ -19,7 +19,7 @@ from atoll.diloco.allreduce.layout import Layout, Vector
 from atoll.diloco.allreduce.note import Says
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.team import together
-from atoll.diloco.allreduce.upload import RUN, Cargo
+from atoll.diloco.allreduce.upload import Cargo
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -30,24 +30,26 @@ Values = Callable[[Take], None]  # calls it with all of a row, part by part
 
 @dataclass
 class Work:
-    """What one call of `allreduce` brings to its rounds."""
+    """What one call of an all-reduce brings to its rounds."""
 
-    layout: Layout
     cargo: Cargo
-    bring: Bring | None  # puts the values into the cargo again
-    weight: float
     feedback: Feedback
-    out: Vector  # for the mean; it may be the row of the cargo
-    is_held: bool  # the values are needed until the round is committed, so the mean stays encoded
+    out: Vector | None = None  # for the mean, perhaps the row of the cargo; None: it stays encoded
+    bring: Bring | None = None  # puts the values into the cargo again
+    weight: float = 1.0
     note: str = ""  # a word for all members
     says: Says | None = None
     upload: str = ""
     uploads: list[str] = field(default_factory=list)  # of this round; all hold the same values
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def layout(self) -> Layout:
+        return self.cargo.layout
+
     def bring_back(self) -> None:
         """The cargo has its values, even if a part of a mean is in their place."""
-        if self.out is self.cargo.row and not self.is_held:
+        if self.out is self.cargo.row:
             assert self.bring is not None
             self.bring(self.cargo)
             self.cargo.add(self.feedback.up)
@@ -121,9 +123,7 @@ class TensorWork(Work):
             room = cargo.spare
         if room is None:
             room = np.empty(cargo.share.size, np.float32)
-        return cls(
-            cargo.layout, cargo, None, weight, feedback, room, is_held=False, tensors=tensors
-        )
+        return cls(cargo, feedback, room, weight=weight, tensors=tensors)
 
     def bring_back(self) -> None:
         if self.out is self.cargo.row:
@@ -132,64 +132,49 @@ class TensorWork(Work):
 
 @dataclass
 class JointWork(Work):
-    """Values that are added to what is owed, in one row, and can be asked for again.
+    """Values that are added to what is owed, in one row, for a codec that is not exact.
 
-    While the call is under way `feedback.up` is None: the row holds both. What the codec leaves
-    out takes the place of the values when the round is committed, and what was owed comes back by
-    subtraction where the values do not count.
+    From `of` until the call is over `feedback.up` is None: the row holds both. What the codec
+    leaves out takes the place of the values when the round is committed. Where they do not count,
+    what was owed comes back by subtraction if they can be had again, and else is forgotten.
     """
 
-    values: Values = lambda _: None
-    has_values: bool = True
+    again: Values | None = None
+    has_values: bool = False
 
     @classmethod
-    def of(
-        cls,
-        cargo: Cargo,
-        feedback: Feedback,
-        weight: float,
-        values: Values,
-        note: str,
-        says: Says | None,
-    ) -> JointWork:
+    def of(cls, cargo: Cargo, feedback: Feedback, again: Values | None) -> JointWork:
         row, feedback.up = feedback.up, None
-        if row is None:
-            row = np.zeros(cargo.share.size, np.float32)
-        cargo.hold(row)
-        # The own shard is in no upload, so nothing is owed of it unless a round did without it.
-        cargo.may_spoil_own = not cargo.parts[cargo.rank].any()
-        work = cls(
-            cargo.layout, cargo, None, weight, feedback, row, True, note, says, values=values
-        )
-        work._add()
-        return work
+        cargo.hold(np.zeros(cargo.share.size, np.float32) if row is None else row)
+        return cls(cargo, feedback, again=again)
+
+    def add(self, start: int, part: Vector) -> None:
+        """Bring these values, from `start` on, too. Their memory is used."""
+        self.has_values = True
+        at = self.cargo.row[start : start + part.size]
+        add_owed(part, at)
+        at[:] = part
+
+    def subtract(self, start: int, part: Vector) -> None:
+        at = self.cargo.row[start : start + part.size]
+        with np.errstate(invalid="ignore", over="ignore"):
+            np.subtract(at, part, out=at)
+        at[~np.isfinite(at)] = 0
 
     def bring_back(self) -> None:
-        if not self.cargo.may_spoil_own:
-            return
-        start, stop = self.cargo.share.bounds(self.cargo.rank)
-        own = self.cargo.parts[self.cargo.rank]
-        own.fill(0)
-
-        def take(first: int, part: Vector) -> None:
-            low, high = max(first, start), min(first + part.size, stop)
-            if high > low:
-                own[low - start : high - start] = part[low - first : high - first]
-
-        if self.has_values:
-            self.values(take)
+        """No mean was ever in the place of the values."""
 
     def bring_again(self, is_counted: Callable[[], bool], *, carries: bool) -> None:
         is_over = is_counted()
         is_settled, self.feedback.up = self.feedback.up is not None, None
-        if not is_settled:
-            self.bring_back()
         if is_over and carries:
             if not is_settled:
-                self._subtract()
+                self._take_out()
             self.has_values = False
         elif is_settled:
-            self._add()
+            self.has_values = False
+            if self.again is not None:
+                self.again(self.add)
 
     def entry(self, roster: Roster, pool: Executor) -> Entry:
         cargo = self.cargo
@@ -205,7 +190,7 @@ class JointWork(Work):
         self.feedback.up = self.cargo.row
 
     def drop(self) -> None:
-        self._subtract()
+        self._take_out()
         self.feedback.up = self.cargo.row
 
     def fail(self) -> None:
@@ -213,48 +198,25 @@ class JointWork(Work):
         if self.feedback.up is not None:  # the round was committed before the call failed
             return
         if entry is not None and entry.find_left_out is not None:
-            entry.shards = {shard: each.copy() for shard, each in entry.shards.items()}
-            values, may_spoil_own = cargo.row.copy(), cargo.may_spoil_own
+            values = None if self.again is None else cargo.row.copy()
             entry.left_out, entry.find_left_out = entry.find_left_out(None), None
-            cargo.hold(values)
-            cargo.may_spoil_own = may_spoil_own
+            cargo.hold(np.empty(0, np.float32) if values is None else values)
+        if self.again is None:
+            log.info("what rank %d owed before the round is forgotten", cargo.rank)
+            return
         try:
-            self._subtract()
+            self._take_out()
         except Exception as error:
             log.warning("what was owed is forgotten: %s", error)
             cargo.row.fill(0)
         self.feedback.up = cargo.row
 
-    def _add(self) -> None:
-        row = self.cargo.row
-
-        def take(start: int, part: Vector) -> None:
-            at = row[start : start + part.size]
-            add_owed(part, at)
-            at[:] = part
-
-        self.values(take)
-
-    def _subtract(self) -> None:
+    def _take_out(self) -> None:
         """The row holds what was owed before."""
-        row = self.cargo.row
-
-        def take(start: int, part: Vector) -> None:
-            at = row[start : start + part.size]
-            with np.errstate(invalid="ignore", over="ignore"):
-                np.subtract(at, part, out=at)
-            at[~np.isfinite(at)] = 0
-
-        if self.has_values:
-            self.values(take)
-        if self.cargo.may_spoil_own:
-            self.cargo.parts[self.cargo.rank].fill(0)
-
-
-def zero_parts(size: int, take: Take) -> None:
-    """A row of so many zeros, part by part."""
-    for start in range(0, size, RUN):
-        take(start, np.zeros(min(RUN, size - start), np.float32))
+        if self.has_values and self.again is not None:
+            self.again(self.subtract)
+        elif self.has_values:
+            self.cargo.row.fill(0)
 
 
 class HeldMean:
@@ -266,6 +228,16 @@ class HeldMean:
     def visit(self, take: Take) -> None:
         """`take` gets all of it, part by part, once, from several threads."""
         self._exchange.visit(take)
+
+    def read(self) -> Vector:
+        """All of it, as one row."""
+        row = np.empty(self._exchange.share.size, np.float32)
+
+        def take(start: int, part: Vector) -> None:
+            row[start : start + part.size] = part
+
+        self.visit(take)
+        return row
 
 
 def settle_failed(reader: catchup.Reader, feedback: Feedback) -> bool:
