@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.allreduce.world import World, reduce_once, reduce_parts, run_threads
 
+from atoll.diloco import DiLoCo
 from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce import roster as rosters
 from atoll.diloco.allreduce.codecs import Codec
@@ -294,3 +296,33 @@ def test_a_call_that_failed_owes_what_its_round_lacks(is_committed: bool, reduce
     assert len(np.unique(residual)) < SIZE
     failing.close()
     other.close()
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_a_movement_is_there_for_every_attempt_of_its_round(codec: str, overlap: int) -> None:
+    """The mean of an attempt that was given up may lie where the movement was."""
+
+    def train(attempts: list[list[int]]) -> list[bytes]:
+        world, values = World(2), dict[int, bytes]()
+
+        def go(rank: int) -> None:
+            replica = world.replica(rank, codec=codec, grace_s=20, timeout=15)
+            follow(replica, Script([0, 1], attempts))
+            model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(4 * SHARD))])
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            chance = torch.Generator().manual_seed(rank)
+            with DiLoCo(
+                model, inner, sync_every=1 + overlap, overlap_steps=overlap, allreduce=replica
+            ) as diloco:
+                while diloco.round < 3:
+                    model[0].grad = torch.randn(4 * SHARD, generator=chance)
+                    inner.step()
+                values[rank] = diloco.global_parameters()["0"].tobytes()
+
+        run_threads(*(lambda rank=rank: go(rank) for rank in range(2)))
+        return [values[0], values[1]]
+
+    straight = train([[0, 1]])
+    assert straight[0] == straight[1]
+    assert train([[0, 1], [0, 1], [0, 1]]) == straight

@@ -14,7 +14,7 @@ from atoll.diloco import DiLoCo
 VALUES = 8 << 20  # 32 MiB: large beside the slices that are worked on at a time
 
 
-def train(folder: Path, codec: str, values: int) -> None:
+def train(folder: Path, codec: str, values: int, overlap: int = 0) -> None:
     """Two replicas, two rounds, and a checkpoint after each."""
 
     def go(rank: int) -> None:
@@ -25,7 +25,8 @@ def train(folder: Path, codec: str, values: int) -> None:
         with DiLoCo(
             model,
             inner,
-            sync_every=1,
+            sync_every=1 + overlap,
+            overlap_steps=overlap,
             codec=codec,
             uri=str(folder),
             rank=rank,
@@ -41,13 +42,36 @@ def train(folder: Path, codec: str, values: int) -> None:
 
 
 # Values, momentum and one row; lossy codecs keep the mean encoded, and what the own means lack.
-@pytest.mark.parametrize(("codec", "most"), [("fp32", 3.07), ("int4", 4.0), ("bf16", 4.0)])
-def test_a_round_that_saves_needs_a_few_rows(tmp_path: Path, codec: str, most: float) -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(("codec", "most"), [("fp32", 3.07), ("int4", 3.8), ("bf16", 4.0)])
+def test_a_round_that_saves_needs_a_few_rows(
+    tmp_path: Path, codec: str, most: float, overlap: int
+) -> None:
     train(tmp_path / "small", codec, 8)  # what is imported on the way is no part of a round
     tracemalloc.start()
     try:
-        train(tmp_path / "large", codec, VALUES)
+        train(tmp_path / "large", codec, VALUES, overlap)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak / (2 * 4 * VALUES) < most
+
+
+def test_a_replica_that_joins_needs_room_for_one_object_beside_its_values(tmp_path: Path) -> None:
+    with one_of(tmp_path, 0, VALUES):
+        pass
+    tracemalloc.start()
+    try:
+        with one_of(tmp_path, 1, VALUES):
+            peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak / (4 * VALUES) < 2.1
+
+
+def one_of(folder: Path, rank: int, values: int) -> DiLoCo:
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.full((values,), float(rank)))])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return DiLoCo(
+        model, inner, sync_every=1, uri=str(folder), rank=rank, world_size=2, run_id="run"
+    )

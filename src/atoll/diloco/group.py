@@ -7,7 +7,7 @@ give wrong sums without an error, and rounds may run beside the training.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -45,19 +45,23 @@ class ProcessTeam:
         dist.all_gather_object(words, word, group=self._group)
         return words
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """What each process has for this one: `sizes` values. `parts` are for each of them.
+    def all_to_all(
+        self,
+        counts: Sequence[int],
+        fill: Callable[[int, torch.Tensor], None],
+        sizes: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """What each process has for this one: `sizes` values. `fill` writes `counts` for each.
 
-        It is in memory that the next call uses again.
+        All is in memory that the next call uses again.
         """
         import torch
         import torch.distributed as dist
 
-        counts = [part.numel() for part in parts]
         out, into = self._room("out", sum(counts)), self._room("into", sum(sizes))
-        for room, part in zip(torch.split(out, counts), parts, strict=True):
-            room.copy_(part)
-        dist.all_to_all_single(into, out, list(sizes), counts, group=self._group)
+        for process, room in enumerate(torch.split(out, list(counts))):
+            fill(process, room)
+        dist.all_to_all_single(into, out, list(sizes), list(counts), group=self._group)
         return list(torch.split(into, list(sizes)))
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from atoll.diloco.pieces import (
     check_alike,
     check_pieces,
     fingerprint,
+    held_twice,
     local_tensor,
     read_parameters,
     read_piece,
@@ -67,7 +68,7 @@ class ReplicaModel:
             return
 
         def read() -> dict[str, Any]:
-            return {name: fingerprint(self._local(name)) for name in self._parameters}
+            return {name: fingerprint(self._local(name)) for name in held_twice(self._pieces)}
 
         check_alike(self._pieces, together(self._team, read))
 
@@ -121,7 +122,11 @@ class ReplicaModel:
             start, stop = slots[0].start, slots[-1].stop
             tensors = [self._local(slot.name) for slot in slots]
             if self._staging.is_needed:
-                yield start, self._staging.fetch([each.reshape(-1) for each in tensors]).numpy()
+                room = room if room.size >= stop - start else np.empty(stop - start, "f4")
+                part = room[: stop - start]
+                slices = [each.reshape(-1) for each in tensors]
+                self._staging.fetch(slices, torch.from_numpy(part))
+                yield start, part
                 continue
             if len(slots) == 1 and tensors[0].is_contiguous():
                 flat = tensors[0].detach().view(-1)

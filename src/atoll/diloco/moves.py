@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from atoll.diloco.staging import Staging
 if TYPE_CHECKING:
     import torch
 
-SLICE = 1 << 18  # values of a row that are on their way at a time
+SLICE = 1 << 17  # values of a row that are on their way at a time
 
 
 class Run(NamedTuple):
@@ -84,6 +84,8 @@ class Moves:
 
         A slice is in memory that the next one uses again.
         """
+        import torch
+
         me, everyone = self._team.process, range(self._team.processes)
         row = np.empty(min(SLICE, self._shares[me].size), np.float32)
         for step in range(self._steps):
@@ -91,7 +93,7 @@ class Moves:
             part = row[: end - begin]
             if self._is_whole:
                 runs = [run for run, _ in self._runs(me, step, holder=me)]
-                self._fill(part, begin, runs, self._read(local, runs))
+                self._read(local, runs, torch.from_numpy(part))
                 yield begin, part
                 continue
             send = [
@@ -102,8 +104,11 @@ class Moves:
                 [run for run, source in self._runs(me, step, holder=r) if source == r]
                 for r in everyone
             ]
-            parts = [self._read(local, runs) for runs in send]
-            arrived = self._team.all_to_all(parts, [_size(runs) for runs in receive])
+            arrived = self._team.all_to_all(
+                [_size(runs) for runs in send],
+                lambda q, room: self._read(local, send[q], room),  # noqa: B023
+                [_size(runs) for runs in receive],
+            )
             for runs, values in zip(receive, arrived, strict=True):
                 self._fill(part, begin, runs, values)
             yield begin, part
@@ -145,17 +150,24 @@ class Moves:
                 strict=True,
             )
             return
-        parts = []
-        for r in everyone:
-            runs = [run for run, _ in self._runs(me, step, holder=r)]
-            parts.append(torch.from_numpy(_join([run.get(row) for run in runs])))
-        arrived = self._team.all_to_all(parts, [_size(runs) for runs in receive])
+        send = [[run for run, _ in self._runs(me, step, holder=r)] for r in everyone]
+
+        def fill(r: int, room: torch.Tensor) -> None:
+            at, values = 0, room.numpy()
+            for run in send[r]:
+                values[at : at + run.size] = run.get(row)
+                at += run.size
+
+        sizes = [_size(runs) for runs in receive]
+        arrived = self._team.all_to_all([_size(runs) for runs in send], fill, sizes)
         yield from zip(receive, arrived, strict=True)
 
-    def _read(self, local: Callable[[str], torch.Tensor], runs: Sequence[Run]) -> torch.Tensor:
+    def _read(
+        self, local: Callable[[str], torch.Tensor], runs: Sequence[Run], room: torch.Tensor
+    ) -> None:
         pieces = (local(self._slots[run.slot].name).reshape(-1) for run in runs)
         slices = [piece[run.start : run.stop] for piece, run in zip(pieces, runs, strict=True)]
-        return self._staging.fetch(slices)
+        self._staging.fetch(slices, room)
 
     def _fill(self, part: Floats, begin: int, runs: Sequence[Run], values: torch.Tensor) -> None:
         """The values are in their places of `part`, which begins at place `begin` of the row."""
@@ -199,7 +211,3 @@ class Moves:
 
 def _size(runs: Sequence[Run]) -> int:
     return sum(run.size for run in runs)
-
-
-def _join(parts: Sequence[Floats]) -> Any:
-    return np.concatenate([np.empty(0, np.float32), *parts])

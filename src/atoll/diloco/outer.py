@@ -56,6 +56,7 @@ class Fragment:
     def carry(self, share: Share) -> None:
         """From here on the rows hold `share` of the values; they are zeros."""
         self.share = share
+        self.values = self.momentum = np.empty(0, np.float32)  # there is room for one pair of rows
         self.values = np.zeros(share.size, np.float32)
         self.momentum = np.zeros(share.size, np.float32)
 

@@ -34,29 +34,27 @@ class Staging:
     def is_needed(self) -> bool:
         return self._device is not None
 
-    def fetch(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The values of the slices, one after the other, as float32 in host memory."""
+    def fetch(self, slices: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """`out`, float32 in host memory, holds the values of the slices, one after the other."""
         import torch
 
-        size = sum(each.numel() for each in slices)
-        if self._device is None or not size:
-            out = torch.empty(size, dtype=torch.float32)
+        if self._device is None or not out.numel():
             at = 0
             for each in slices:
                 out[at : at + each.numel()].copy_(each)
                 at += each.numel()
-            return out
+            return
         device = self._device
-        out = self._pinned(size)
+        room = self._pinned(out.numel())
         # Ordered after the optimiser's step, without stopping the host until it is done.
         self._stream.wait_stream(device.current_stream())
         with device.stream(self._stream):
             packed = torch.cat([each.float() for each in slices])
-            out.copy_(packed, non_blocking=True)
+            room.copy_(packed, non_blocking=True)
             done = device.Event()
             done.record(self._stream)
         done.synchronize()
-        return out.clone()
+        out.copy_(room)
 
     def send(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The values on the device of `like`, in its type; used by the training stream only."""

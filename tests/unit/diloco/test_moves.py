@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,16 @@ class MovingTeam:
     def __init__(self, team: ThreadTeam) -> None:
         self.process, self.processes, self._share = team.process, team.processes, team.share
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        words = self._share([part.clone() for part in parts])
+    def all_to_all(
+        self,
+        counts: Sequence[int],
+        fill: Callable[[int, torch.Tensor], None],
+        sizes: Sequence[int],
+    ) -> list[torch.Tensor]:
+        parts = [torch.full((count,), torch.nan) for count in counts]
+        for process, part in enumerate(parts):
+            fill(process, part)
+        words = self._share(parts)
         mine = [word[self.process] for word in words]
         assert [part.numel() for part in mine] == list(sizes)
         return mine

@@ -22,11 +22,11 @@ import numpy as np
 from atoll.core.errors import DistributedError, NotFound
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.feedback import Feedback, add_owed, left_out
+from atoll.diloco.allreduce.feedback import Feedback, add_owed, set_left_out
 from atoll.diloco.allreduce.keys import Keys, parse_round
 from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.pace import History, poll_pause
-from atoll.diloco.allreduce.pool import each
+from atoll.diloco.allreduce.pool import CORES, each
 from atoll.diloco.allreduce.roster import Roster, blamed_uploads
 from atoll.diloco.allreduce.settle import Me
 from atoll.diloco.allreduce.share import Cells, Share, carried
@@ -150,7 +150,7 @@ class Exchange:
                 take(at, self.down.decode(memoryview(cell), size))
                 at += size
 
-        each(self.pool, decode, self._held.items())
+        each(self.pool, decode, self._held.items(), CORES)
         self._held = None
 
     def read_all(self, out: Vector) -> bool:
@@ -270,7 +270,7 @@ class Exchange:
             if self._held is None or residual is not None:
                 values = self.down.decode(memoryview(cells[-1]), size)
                 if residual is not None:
-                    residual[part] = left_out(owed[part], values)
+                    set_left_out(residual[part], owed[part], values)
                 if self._held is None:
                     mean[part] = values
         return cells

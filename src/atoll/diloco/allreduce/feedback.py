@@ -18,10 +18,16 @@ from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.share import Share
 
 
-def left_out(values: Vector, sent: Vector) -> Vector:
-    """What `sent` lacks of `values`; 0 instead of infinity and NaN, which would stay for ever."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        return _finite(values - sent)
+def set_left_out(out: Vector, values: Vector, sent: Vector) -> None:
+    """`out`, which may be `values`, holds what `sent` lacks of them.
+
+    It is 0 instead of infinity and NaN, which would stay for ever.
+    """
+    for start in range(0, values.size, _SLICE):
+        at = slice(start, start + _SLICE)
+        with np.errstate(invalid="ignore", over="ignore"):
+            np.subtract(values[at], sent[at], out=out[at])
+        _drop_infinite(out[at])
 
 
 _LEAST_SHARE = 1e-6
@@ -42,11 +48,10 @@ def add_owed(row: Vector, residual: Vector) -> None:
         part[:] = total
 
 
-def _finite(residual: Vector) -> Vector:
+def _drop_infinite(residual: Vector) -> None:
     is_number = np.isfinite(residual)
     if not is_number.all():
         residual[~is_number] = 0
-    return residual
 
 
 @dataclass
@@ -126,9 +131,13 @@ class Feedback:
                 continue
             if self.up is None:
                 self.up = np.zeros(entry.share.size, np.float32)
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.divide(residual, np.float32(share), out=residual)
-            add_owed(self.up[slice(*entry.share.bounds(shard))], _finite(residual))
+            own = self.up[slice(*entry.share.bounds(shard))]
+            for start in range(0, residual.size, _SLICE):
+                part = residual[start : start + _SLICE]
+                with np.errstate(over="ignore", invalid="ignore"):
+                    np.divide(part, np.float32(share), out=part)
+                _drop_infinite(part)
+                add_owed(own[start : start + _SLICE], part)
 
     def carry(self, values: Vector) -> None:
         """The round did without this rank, which owes all of its values now."""

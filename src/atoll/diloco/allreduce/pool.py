@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, wait
 from typing import TypeVar
+
+# Threads that compute at a time: more would wait for each other, and each has memory of its own.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -15,10 +15,10 @@ import numpy as np
 from atoll.core.errors import NotFound, ValidationError
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.feedback import add_owed, left_out
+from atoll.diloco.allreduce.feedback import add_owed, set_left_out
 from atoll.diloco.allreduce.keys import part_of
 from atoll.diloco.allreduce.layout import Layout, Vector, tensor_at
-from atoll.diloco.allreduce.pool import each
+from atoll.diloco.allreduce.pool import CORES, each
 from atoll.diloco.allreduce.roster import Member
 from atoll.diloco.allreduce.share import Cells, Share
 from atoll.diloco.blobs import Blobs
@@ -125,7 +125,7 @@ class Cargo:
             cells = encode_cells(self.codec, self.share, shard, values)
             return [wire.seal_table(wire.SECTION, place, cells), *cells]
 
-        sealed = each(pool, pack_shard, range(self.layout.shards))
+        sealed = each(pool, pack_shard, range(self.layout.shards), CORES)
         sections = [sum(memoryview(piece).nbytes for piece in pieces) for pieces in sealed]
         return Parcel([piece for pieces in sealed for piece in pieces], sections)
 
@@ -163,11 +163,11 @@ class Cargo:
             if self._is_kept(shard):
                 out.fill(0)
                 return
-            for cells in runs_of(self.share, shard):
+            for cells in runs_of(self.share, shard, 1):
                 at = slice(*self.share.within(shard, cells))
-                out[at] = left_out(values[at], self.as_sent(shard, cells))
+                set_left_out(out[at], values[at], self.as_sent(shard, cells))
 
-        each(pool, fill, range(self.layout.shards))
+        each(pool, fill, range(self.layout.shards), CORES)
         return row
 
 

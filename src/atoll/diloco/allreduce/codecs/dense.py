@@ -104,12 +104,14 @@ class Int8:
         codes = np.empty(row.size, np.int8)
         for start in range(0, row.size, SLICE):
             part = blocks(row[start : start + SLICE], INT8_BLOCK)
-            scale = np.abs(part).max(axis=1) / np.float32(127)
+            code = np.abs(part)
+            scale = code.max(axis=1) / np.float32(127)
             scale = np.where(scale < _TINY, 0, np.minimum(scale, _LARGEST_SCALE))
             scales[start // INT8_BLOCK :][: scale.size] = scale
             # Divided, not multiplied by the inverse: the inverse of a small scale overflows.
-            code = part / np.where(scale > 0, scale, np.float32(np.inf))[:, None]
-            codes[start : start + SLICE] = np.rint(code).reshape(-1)[: row.size - start]
+            np.divide(part, np.where(scale > 0, scale, np.float32(np.inf))[:, None], out=code)
+            np.rint(code, out=code)
+            codes[start : start + SLICE] = code.reshape(-1)[: row.size - start]
         parts = [scales.astype("<f4", copy=False).tobytes(), squeeze(codes.view(np.uint8))]
         return pack(b"int8", row.size, parts)
 
@@ -151,12 +153,15 @@ class Uniform:
         codes = np.empty(row.size, np.int8)
         for start in range(0, row.size, SLICE):
             part = blocks(row[start : start + SLICE], UNIFORM_BLOCK)
-            scale = _bf16_bits(part, self._step)
+            code = np.empty(part.shape, np.float32)
+            scale = _bf16_bits(part, self._step, code)
             scales[start // UNIFORM_BLOCK :][: scale.size] = scale
             step = _floats(scale)
             # Divided, not multiplied by the inverse: the inverse of a small step overflows.
-            code = np.rint(part / np.where(step > 0, step, np.float32(np.inf))[:, None])
-            codes[start : start + SLICE] = code.clip(-_MOST, _MOST).reshape(-1)[: row.size - start]
+            np.divide(part, np.where(step > 0, step, np.float32(np.inf))[:, None], out=code)
+            np.rint(code, out=code)
+            np.clip(code, -_MOST, _MOST, out=code)
+            codes[start : start + SLICE] = code.reshape(-1)[: row.size - start]
         halves = scales.astype("<u2").view(np.uint8).reshape(-1, 2)
         parts = [squeeze(halves[:, 0]), squeeze(halves[:, 1]), squeeze(codes.view(np.uint8))]
         return pack(self._tag, row.size, parts)
@@ -176,12 +181,14 @@ class Uniform:
 _LARGEST_STEP = np.float32(2.0**120)
 
 
-def _bf16_bits(part: Floats, step: float) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
+def _bf16_bits(
+    part: Floats, step: float, room: Floats
+) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
     """`step` times the root mean square of each row, as the upper half of a float."""
     # Scaled by the largest before squaring: squares of small values would vanish.
-    top = np.abs(part).max(axis=1)
+    top = np.abs(part, out=room).max(axis=1)
     safe = np.where(top > 0, top, np.float32(1))
-    scaled = part / safe[:, None]
+    scaled = np.divide(part, safe[:, None], out=room)
     mean_square = np.einsum("ij,ij->i", scaled, scaled, dtype=np.float32) / np.float32(
         UNIFORM_BLOCK
     )

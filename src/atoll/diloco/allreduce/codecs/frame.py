@@ -26,7 +26,7 @@ Floats = NDArray[np.float32]
 Number = TypeVar("Number", np.float32, np.uint32, np.uint8, np.int8)
 
 # Arrays go through the codecs in slices that stay in the cache; a multiple of every block size.
-SLICE = 1 << 17
+SLICE = 1 << 16
 
 _HEADER = struct.Struct("<4sQ")
 _LENGTH = struct.Struct("<Q")
