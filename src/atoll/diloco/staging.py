@@ -63,6 +63,8 @@ class Staging:
         device = self._device
         out = self._pinned(values.numel())
         out.copy_(values)
+        # What was moved before may lie in the same memory, and the training stream still reads it.
+        self._stream.wait_stream(device.current_stream())
         with device.stream(self._stream):
             moved = out.to(like.device, non_blocking=True).to(like.dtype)
             done = device.Event()

@@ -80,7 +80,13 @@ def test_values_go_to_the_device_before_the_training_stream_uses_them() -> None:
     moved = staging.send(torch.tensor([1.0, 2.5]), torch.empty(2, dtype=torch.bfloat16))
     assert moved.dtype == torch.bfloat16
     assert moved.tolist() == [1, 2.5]
-    assert device.calls == ["on side", "event on side", "training after event", "host after event"]
+    assert device.calls == [
+        "side after training",  # it may still read what was moved before
+        "on side",
+        "event on side",
+        "training after event",
+        "host after event",
+    ]
 
 
 def test_in_host_memory_nothing_is_asked_of_a_device() -> None:
