@@ -117,31 +117,19 @@ class ReplicaModel:
         if moves is not None:
             yield from moves.parts(self._local)
             return
-        room = np.empty(0, np.float32)
-        for slots in _batches(fragment, STAGED if self._staging.is_needed else PART):
-            start, stop = slots[0].start, slots[-1].stop
-            tensors = [self._local(slot.name) for slot in slots]
-            if self._staging.is_needed:
-                room = room if room.size >= stop - start else np.empty(stop - start, "f4")
-                part = room[: stop - start]
-                slices = [each.reshape(-1) for each in tensors]
-                self._staging.fetch(slices, torch.from_numpy(part))
-                yield start, part
-                continue
-            if len(slots) == 1 and tensors[0].is_contiguous():
-                flat = tensors[0].detach().view(-1)
-                for first in range(0, stop - start, PART):
-                    piece = flat[first : first + PART]
-                    room = room if room.size >= piece.numel() else np.empty(piece.numel(), "f4")
-                    part = room[: piece.numel()]
-                    torch.from_numpy(part).copy_(piece)
-                    yield start + first, part
-                continue
-            room = room if room.size >= stop - start else np.empty(stop - start, "f4")
-            for slot, each in zip(slots, tensors, strict=True):
-                target = torch.from_numpy(room[slot.start - start : slot.stop - start])
-                target.view(slot.shape).copy_(each.detach())
-            yield start, room[: stop - start]
+        room, size = np.empty(0, np.float32), STAGED if self._staging.is_needed else PART
+        for slots in _batches(fragment, size):
+            tensors = [self._local(slot.name).detach() for slot in slots]
+            slices = [each.reshape(-1) for each in tensors]
+            runs = [(slots[0].start, slices)]
+            if len(slots) == 1:
+                cuts = range(0, slices[0].numel(), size)
+                runs = [(slots[0].start + at, [slices[0][at : at + size]]) for at in cuts]
+            for start, run in runs:
+                count = sum(each.numel() for each in run)
+                room = room if room.size >= count else np.empty(count, np.float32)
+                self._staging.fetch(run, torch.from_numpy(room[:count]))
+                yield start, room[:count]
 
     def apply(self, fragment: Fragment, mix: float, values: Floats | None = None) -> None:
         """The model holds the global values, or `values`, and `mix` of its own."""
@@ -200,12 +188,16 @@ class ReplicaModel:
             self._mix(local.view(-1)[start : start + values.numel()], values, mix)
 
     def _mix(self, part: torch.Tensor, values: torch.Tensor, mix: float) -> None:
-        if mix:
-            part.lerp_(self._staging.send(values, part), 1 - mix)
-        elif part.device.type == "cpu":
-            part.copy_(values)
-        else:
-            part.copy_(self._staging.send(values, part))
+        import torch
+
+        # A large parameter goes to a device in several copies: their buffer stays small.
+        cuts = (torch.split(each, STAGED) for each in (part, values))
+        for own, new in zip(*cuts, strict=True):
+            moved = new if own.device.type == "cpu" else self._staging.send(new, own)
+            if mix:
+                own.lerp_(moved.to(own), 1 - mix)
+            else:
+                own.copy_(moved)
 
     def _moves_of(self, fragment: Fragment) -> Moves | None:
         if not isinstance(self._team, ProcessTeam):
