@@ -94,11 +94,9 @@ class Checks:
     def examine_parts(self, fragment: Fragment, movement: Values) -> str:
         """As `examine`, for a movement that comes part by part; it is the caller's to leave out."""
         is_probed = self._next_probe()
-
-        def look() -> tuple[int | None, probe.Sums]:
-            return probe.look_at_parts(fragment, movement, is_summed=is_probed)
-
-        return self._examine(look, is_probed=is_probed)
+        # Before words are shared: parts may come from other processes, in messages of their own.
+        seen = probe.look_at_parts(fragment, movement, is_summed=is_probed)
+        return self._examine(lambda: seen, is_probed=is_probed)
 
     def _next_probe(self) -> bool:
         """Whether this is one of the first rounds, in which replicas compare themselves."""
