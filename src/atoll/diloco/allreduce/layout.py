@@ -408,7 +408,7 @@ def _is_of_torch(dtype: Any) -> bool:
 
 def _numpy(tensor: Any) -> NDArray[Any]:
     if _is_torch(tensor):
-        tensor = tensor.detach().cpu()
+        tensor = tensor.detach().cpu().resolve_neg()
         # numpy has no bfloat16, so torch casts it; float64 stays, to be checked before its cast.
         tensor = (tensor if tensor.dtype.itemsize > 4 else tensor.float()).numpy()
     return np.asarray(tensor)

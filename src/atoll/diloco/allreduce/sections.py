@@ -13,7 +13,7 @@ from atoll.diloco.allreduce.codecs import Codec
 from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.roster import Member
 from atoll.diloco.allreduce.share import Cells, Share
-from atoll.diloco.allreduce.upload import Section, run_size, runs_of
+from atoll.diloco.allreduce.upload import RUN, Section, run_size, runs_of
 from atoll.diloco.blobs import Blobs
 
 BLOCK = 1 << 16  # values; so many sums stay in the cache
@@ -51,7 +51,9 @@ class Sections:
 
     def parts(self) -> Iterator[tuple[Cells, Iterable[Vector]]]:
         """The cells of a run, and the values of every member for it. Raises Blamed."""
-        runs = list(runs_of(self._share, self._shard, run_size(len(self._sections))))
+        # One row is in memory at a time of what is in files, so a run of them can be long.
+        size = RUN if self._is_folder else run_size(len(self._sections))
+        runs = list(runs_of(self._share, self._shard, size))
         return self._one_by_one(runs) if self._is_folder else self._ahead(runs)
 
     def _one_by_one(self, runs: list[Cells]) -> Iterator[tuple[Cells, Iterable[Vector]]]:
