@@ -8,7 +8,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.diloco.allreduce.exchange import BLOCK, weighted_mean
+from atoll.diloco.allreduce.layout import Vector
+from atoll.diloco.allreduce.sections import BLOCK, WeightedMean
+
+
+def weighted_mean(parts: list[Vector], weights: list[float]) -> Vector:
+    out = np.empty_like(parts[0])
+    WeightedMean(weights).write(parts, out)
+    return out
+
 
 FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
 
@@ -41,6 +49,18 @@ def test_blocks_change_nothing() -> None:
             for i in range(0, 3 * BLOCK + 5, 999)
         ]
         assert whole.tobytes() == np.concatenate(cut).tobytes()
+        one_by_one = np.empty_like(whole)
+        WeightedMean(weights).write(iter(parts), one_by_one)
+        assert whole.tobytes() == one_by_one.tobytes()
+        assert whole.tobytes() == in_order(parts, weights).tobytes()
+
+
+def in_order(parts: list[Vector], weights: list[float]) -> Vector:
+    """As every release has summed: in float64, one part after the other, rounded once."""
+    sums = np.zeros(parts[0].size)
+    for part, weight in zip(parts, weights, strict=True):
+        sums += part.astype(np.float64) * weight
+    return (sums / sum(weights)).astype(np.float32)
 
 
 def test_huge_and_tiny_weights_weigh_as_they_should() -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -53,6 +53,7 @@ FINAL = (
 # As S3, Azure and Google say it of a listing.
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 _PLAIN = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*(/[A-Za-z0-9_+-][A-Za-z0-9_.+-]*)*")
+_STAGED = re.compile(r"#\d+$")  # of a file that is being written
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
@@ -204,6 +205,10 @@ class Blobs:
         """All objects under the folder `prefix` with keys greater than `after`, sorted by key."""
 
         def read() -> list[Blob]:
+            if self._folder is not None and _PLAIN.fullmatch(prefix):
+                blobs = list_files(self._folder, prefix, after or "")
+                if blobs is not None:
+                    return blobs
             pages = obstore.list(self._store, prefix, offset=after, chunk_size=LIST_PAGE)
             return sorted(
                 (Blob(m["path"], m["size"], m["last_modified"]) for page in pages for m in page),
@@ -238,7 +243,7 @@ class Blobs:
         """The file that holds the object, where objects are files."""
         if self._folder is None or not _PLAIN.fullmatch(key):
             return None
-        return os.path.join(self._folder, key)
+        return f"{self._folder}/{key}"
 
     def _apart(self, data: Buffer | Pieces) -> Buffer | Pieces:
         """The data, copied where the store would keep the caller's memory as the object."""
@@ -316,7 +321,7 @@ class BlobReader:
 
     def __init__(self, blobs: Blobs, key: str, start: int, end: int | None) -> None:
         self._blobs = blobs
-        self._key = key
+        self._key, self._path = key, blobs.path_of(key)
         self._at, self._end = start, end
         self._chunks: Iterator[Any] | None = None
         self._rest = memoryview(b"")
@@ -339,7 +344,7 @@ class BlobReader:
 
         Raises NotFound.
         """
-        path = self._blobs.path_of(self._key)
+        path = self._path
         count = self._from_stream(target) if path is None else self._from_file(path, target)
         with self._blobs._lock:
             self._blobs._usage.bytes_down += count
@@ -461,6 +466,36 @@ def read_file(path: str, start: int = 0, end: int | None = None) -> memoryview:
         return room[: _fill_from(file, room, start)]
     finally:
         os.close(file)
+
+
+def list_files(folder: str, prefix: str, after: str) -> list[Blob] | None:
+    """The objects with keys under `prefix` greater than `after`, sorted; None if the names of files
+    are not their keys. What others delete meanwhile may be there or not.
+    """
+    found = list[Blob]()
+    folders = [prefix]
+    while folders:
+        parent = folders.pop()
+        try:
+            entries = list(os.scandir(f"{folder}/{parent}"))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for entry in entries:
+            key = f"{parent}/{entry.name}"
+            if _STAGED.search(key):
+                continue
+            if not _PLAIN.fullmatch(key):
+                return None
+            with suppress(FileNotFoundError):
+                if entry.is_dir():
+                    inside = f"{key}/"  # which all keys in it begin with
+                    if inside > after or after.startswith(inside):
+                        folders.append(key)
+                elif key > after:
+                    state = entry.stat()
+                    modified = datetime.fromtimestamp(state.st_mtime_ns / 1e9, UTC)
+                    found.append(Blob(key, state.st_size, modified))
+    return sorted(found, key=lambda blob: blob.key)
 
 
 def _fill_from(file: int, room: memoryview, at: int) -> int:

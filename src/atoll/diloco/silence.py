@@ -91,6 +91,8 @@ class _Watch:
 
     def add(self, store: Silence) -> None:
         with self._lock:
+            if store in self._stores and self._pid == os.getpid():
+                return  # the thread is awake as long as it has a store
             self._stores.add(store)
             if self._pid != os.getpid():  # a forked child has no thread yet
                 self._pid, self._wake = os.getpid(), threading.Event()

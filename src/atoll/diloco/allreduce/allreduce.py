@@ -196,12 +196,14 @@ class ObjectStoreAllReduce:
 
     def describe(self, tensors: Sequence[Any], name: str = "") -> Layout:
         """The layout of a round with tensors like these."""
+        cargo = self._cargo.get(name)
         return layouts.describe(
             tensors,
             shards=self.world_size,
             codec=self.codec.name,
             down_codec=self.down_codec.name,
             name=name,
+            known=None if cargo is None else cargo.layout,
         )
 
     def share_of(self, layout: Layout) -> Share:

@@ -9,10 +9,10 @@ knows that an attempt is complete when all of its processes have what they need.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, NoReturn
 
@@ -28,6 +28,7 @@ from atoll.diloco.allreduce.layout import Vector
 from atoll.diloco.allreduce.pace import History, poll_pause
 from atoll.diloco.allreduce.pool import CORES, each
 from atoll.diloco.allreduce.roster import Roster, blamed_uploads
+from atoll.diloco.allreduce.sections import Sections, WeightedMean
 from atoll.diloco.allreduce.settle import Me
 from atoll.diloco.allreduce.share import Cells, Share, carried
 from atoll.diloco.allreduce.team import Team, together
@@ -35,10 +36,7 @@ from atoll.diloco.allreduce.upload import (
     Blamed,
     Cargo,
     CellReader,
-    Section,
     encode_cell,
-    run_size,
-    runs_of,
     seal_plain,
 )
 from atoll.diloco.blobs import Blobs
@@ -46,7 +44,6 @@ from atoll.diloco.blobs import Blobs
 log = logging.getLogger("atoll.allreduce")
 
 WINDOW = 8  # requests in flight
-FILE_LANES = 2  # threads that read files at a time
 
 
 class Abandoned(Exception):
@@ -216,7 +213,7 @@ class Exchange:
         """The mean of an own shard is in the store, and in `out` or held."""
         place, size = MeanPlace(shard, self.share.process), self.share.section_size(shard)
         mean, entry = out[slice(*self.share.bounds(shard))], feedback.entry
-        weights = [m.weight for m in self.roster.members]
+        weighted = WeightedMean([m.weight for m in self.roster.members])
         lacking = feedback.lacking(shard, size)
         residual = None
         if entry is not None and not self.down.is_exact:
@@ -224,11 +221,12 @@ class Exchange:
         # Where nothing is lost, the mean is made in its place and sent from there.
         is_plain = self.down.name == "fp32" and self._held is None
         cells: list[wire.Buffer] = []
-        sections = _Sections(self, shard, cargo)
+        sections = self._sections(shard, cargo)
         try:
             for run, parts in sections.parts():
                 at = slice(*self.share.within(shard, run))
-                owed = weighted_mean(parts, weights, mean[at] if is_plain else None)
+                owed = mean[at] if is_plain else np.empty(at.stop - at.start, np.float32)
+                weighted.write(parts, owed)
                 if lacking is not None:
                     add_owed(owed, lacking[at])
                 if not is_plain:
@@ -247,7 +245,14 @@ class Exchange:
         else:
             self._publish(place, [wire.seal_table(wire.SHARD, fence, cells), *cells])
 
-    def rooms(self, cargo: Cargo, count: int, size: int) -> list[Vector]:
+    def _sections(self, shard: int, cargo: Cargo) -> Sections:
+        """What the members bring to the shard."""
+        rooms = partial(self._rooms, cargo)
+        members, own = self.roster.members, partial(cargo.as_sent, shard)
+        held = (self.blobs, self.pool, self.codec, self.share)
+        return Sections(*held, shard, members, self.me.rank, own, rooms)
+
+    def _rooms(self, cargo: Cargo, count: int, size: int) -> list[Vector]:
         """So many rows of memory for what others bring."""
         cuts = (
             part[start : start + size]
@@ -350,7 +355,8 @@ class Exchange:
         Nothing is written to `out` any more when it ends, whichever way: the next attempt, or the
         caller, has that memory then.
         """
-        lanes = FILE_LANES if self.blobs.is_folder else None
+        # Files are read by this thread alone: others would mostly wait for each other.
+        lanes = 1 if self.blobs.is_folder else None
         there = each(self.pool, lambda place: self._read(place, out), places, lanes)
         return [place for place, is_there in zip(places, there, strict=True) if not is_there]
 
@@ -477,108 +483,3 @@ def run_as_one(team: Team, roster: Roster, run: Callable[[], None]) -> None:
             raise Abandoned(word)
         if word is not None:
             raise Behind(word, roster)
-
-
-class _Sections:
-    """What the members bring to one shard, run by run; the next run is read meanwhile."""
-
-    def __init__(self, exchange: Exchange, shard: int, cargo: Cargo) -> None:
-        self._pool, self._share, self._shard = exchange.pool, exchange.share, shard
-        self._members, self._cargo, self._rank = exchange.roster.members, cargo, exchange.me.rank
-        self._exchange = exchange
-        is_empty = not self._share.section_size(shard)
-        self._sections = {
-            m.rank: Section(exchange.blobs, m, shard, self._share, exchange.codec)
-            for m in self._members
-            if m.rank != self._rank and not is_empty
-        }
-        # Files are read one after the other by a few threads: more would only wait for each other.
-        self._lanes = FILE_LANES if exchange.blobs.is_folder else max(len(self._sections), 1)
-        self._reads: list[Future[None]] = []
-
-    def parts(self) -> Iterator[tuple[Cells, list[Vector]]]:
-        """The cells of a run, and the values of every member for it. Raises Blamed."""
-        ranks = list(self._sections)
-        runs = list(runs_of(self._share, self._shard, run_size(len(ranks))))
-        spans = [self._share.within(self._shard, run) for run in runs]
-        longest = max(stop - start for start, stop in spans)
-        count = min(2, len(runs))
-        rooms = self._exchange.rooms(self._cargo, count * len(ranks), longest)
-
-        def begin(turn: int) -> dict[int, Vector]:
-            start, stop = spans[turn]
-            first = turn % count * len(ranks)
-            values = {r: rooms[first + i][: stop - start] for i, r in enumerate(ranks)}
-
-            def read(lane: int) -> None:
-                for rank in ranks[lane :: self._lanes]:
-                    self._sections[rank].read(runs[turn], values[rank])
-
-            lanes = range(min(self._lanes, len(ranks)))
-            self._reads = [self._pool.submit(read, lane) for lane in lanes]
-            return values
-
-        values = begin(0)
-        for turn, run in enumerate(runs):
-            for read in self._reads:
-                read.result()
-            ready = values
-            if turn + 1 < len(runs):
-                values = begin(turn + 1)
-            yield (
-                run,
-                [
-                    ready[m.rank] if m.rank in ready else self._own(m.rank, run)
-                    for m in self._members
-                ],
-            )
-
-    def _own(self, rank: int, run: Cells) -> Vector:
-        if rank != self._rank:
-            return np.empty(0, np.float32)
-        return self._cargo.as_sent(self._shard, run)
-
-    def close(self) -> None:
-        """Nobody reads any more."""
-        for read in self._reads:
-            read.exception()
-        for section in self._sections.values():
-            section.close()
-
-
-BLOCK = 1 << 14  # elements; one block of sums stays in the cache
-
-
-def weighted_mean(
-    parts: Sequence[Vector], weights: Sequence[float], into: Vector | None = None
-) -> Vector:
-    """The mean, summed in float64 and rounded once; in `into`, which may be one of the parts.
-
-    It is within one unit in the last place of the true mean.
-    """
-    plain = all(weight == weights[0] for weight in weights)
-    # Scaled by a power of two, which changes no bits of the mean: the sum of huge weights would be
-    # infinite, that of tiny ones 0.
-    _, exponent = math.frexp(max(weights))
-    weights = [math.ldexp(weight, -exponent) for weight in weights]
-    total = sum(weights)
-    size = len(parts[0])
-    out = np.empty(size, np.float32) if into is None else into
-    sums = np.empty(min(size, BLOCK), np.float64)
-    term = np.empty_like(sums)
-    count = float(len(parts)) if plain else total
-    with np.errstate(invalid="ignore", over="ignore"):  # infinity and its opposite make a NaN
-        for start in range(0, size, BLOCK):
-            end = min(start + BLOCK, size)
-            acc, scaled = sums[: end - start], term[: end - start]
-            for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-                # A cast by itself and then a sum take less time than a sum that casts.
-                target = scaled if index else acc
-                np.copyto(target, part[start:end])
-                if not plain:
-                    np.multiply(target, weight, out=target)
-                if index:
-                    np.add(acc, scaled, out=acc)
-            np.divide(acc, count, out=acc)
-            np.copyto(out[start:end], acc, casting="same_kind")
-    return out

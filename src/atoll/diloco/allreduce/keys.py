@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 UPLOAD = re.compile(
@@ -126,6 +127,7 @@ def part_of(upload: str, process: int) -> str:
     return f"{folder}/part/{name}/{process}" if process else upload
 
 
+@lru_cache(maxsize=1024)  # members are asked for the parts of their names again and again
 def parse_upload(key: str, size: int = 0) -> UploadName | None:
     """The parts of an upload's key; None for a key that no rank would make."""
     folder, _, name = key.rpartition("/")

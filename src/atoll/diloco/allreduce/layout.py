@@ -9,7 +9,9 @@ import hashlib
 import math
 import zlib
 from collections.abc import Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
+from itertools import accumulate, repeat
+from operator import attrgetter, eq, mul
 from typing import Annotated, Any
 
 import msgspec
@@ -24,6 +26,11 @@ UNIT = 4096  # values; a multiple of every codec's blocks
 MOST_CELLS = 64
 
 MOST_BYTES = 8 << 20  # of a layout as JSON: some 200,000 tensors
+
+# Models have thousands of tensors: what is asked of each of them is asked without a step of Python.
+DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
+DENSE = "torch.strided"
+CAT_DTYPES = ("float32", "float16", "bfloat16", "float64")  # that torch joins in one call
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -56,6 +63,18 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def size(self) -> int:
         return sum(spec.size for spec in self.tensors)
+
+    @property
+    def cut(self) -> tuple[int, str, str, str]:
+        return self.shards, self.codec, self.down_codec, self.name
+
+    @cached_property
+    def dtypes(self) -> list[str]:
+        return [spec.dtype for spec in self.tensors]
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [spec.shape for spec in self.tensors]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -120,39 +139,53 @@ def cells_of(shard_size: int, codecs: Sequence[str]) -> int:
 
 
 def describe(
-    tensors: Sequence[Any], *, shards: int, codec: str, down_codec: str, name: str
-) -> Layout:
-    """The layout of these tensors.
-
-    Raises ValidationError for a tensor that is not of a float type, or holds no values.
-    """
-    facts = tuple(
-        (t.dtype, tuple(t.shape), getattr(t, "is_meta", False), getattr(t, "layout", None))
-        for t in tensors
-    )
-    return _describe(facts, shards, codec, down_codec, name)
-
-
-@lru_cache(maxsize=16)
-def _describe(
-    facts: tuple[tuple[Any, tuple[int, ...], bool, Any], ...],
+    tensors: Sequence[Any],
+    *,
     shards: int,
     codec: str,
     down_codec: str,
     name: str,
+    known: Layout | None = None,
 ) -> Layout:
-    """The layout of tensors with these types, shapes, and whether and how they hold values."""
+    """The layout of these tensors; `known` itself, if it is that of tensors like them.
+
+    Raises ValidationError for a tensor that is not of a float type, or holds no values.
+    """
+    cut = (shards, codec, down_codec, name)
+    if known is not None and known.cut == cut and _is_of(known, tensors):
+        return known
     specs = []
-    for index, (dtype, shape, is_meta, kind) in enumerate(facts):
-        if not _name_of(dtype).startswith(("float", "bfloat")):
-            raise ValidationError(f"tensors[{index}]", _name_of(dtype), "expected a float type")
-        if _is_of_torch(dtype) and (is_meta or str(kind) != "torch.strided"):
-            kind = "on the meta device" if is_meta else str(kind)
+    for index, tensor in enumerate(tensors):
+        if not _dtype_name(tensor).startswith(("float", "bfloat")):
+            words = "expected a float type"
+            raise ValidationError(f"tensors[{index}]", _dtype_name(tensor), words)
+        if not _hold_values([tensor]):
+            kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
             raise ValidationError(f"tensors[{index}]", kind, "expected a dense tensor with values")
-        specs.append(TensorSpec(_name_of(dtype), tuple(int(n) for n in shape)))
+        specs.append(TensorSpec(_dtype_name(tensor), tuple(int(n) for n in tensor.shape)))
     size = sum(spec.size for spec in specs)
-    cells = cells_of(size // shards, (codec, down_codec))
-    return Layout(tuple(specs), shards, codec, down_codec, name, cells)
+    return Layout(tuple(specs), *cut, cells_of(size // shards, (codec, down_codec)))
+
+
+def _is_of(layout: Layout, tensors: Sequence[Any]) -> bool:
+    """Whether the layout is of tensors of the same types and shapes as these, and all are good."""
+    if len(tensors) != len(layout.tensors):
+        return False
+    # Looked up rather than compared one by one: there are few types, and thousands of tensors.
+    names = {dtype: _name_of(dtype) for dtype in set(map(DTYPE, tensors))}
+    has_dtypes = all(map(eq, map(names.__getitem__, map(DTYPE, tensors)), layout.dtypes))
+    return has_dtypes and all(map(eq, map(SHAPE, tensors), layout.shapes)) and _hold_values(tensors)
+
+
+def _hold_values(tensors: Sequence[Any]) -> bool:
+    """Whether none of the tensors is sparse, or of a shape only. Arrays of numpy never are."""
+    are_torch = set(map(_is_of_torch, set(map(DTYPE, tensors))))
+    if len(are_torch) > 1:
+        tensors = [tensor for tensor in tensors if _is_torch(tensor)]
+    elif are_torch != {True}:
+        return True
+    kinds = set(map(attrgetter("layout"), tensors))
+    return {str(kind) for kind in kinds} == {DENSE} and not any(map(attrgetter("is_meta"), tensors))
 
 
 def difference(mine: Layout, theirs: Layout) -> str:
@@ -176,31 +209,52 @@ def difference(mine: Layout, theirs: Layout) -> str:
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
     """Torch tensors and arrays as they are; numbers and lists become arrays."""
+    if all(hasattr(kind, "dtype") and hasattr(kind, "shape") for kind in set(map(type, tensors))):
+        return list(tensors)
     return [t if hasattr(t, "dtype") and hasattr(t, "shape") else np.asarray(t) for t in tensors]
 
 
 def flatten(tensors: Sequence[Any], row: Vector) -> None:
     """Write the tensors one after the other into `row`, which is as long as they are together."""
-    rows = [_numpy(tensor).reshape(-1) for tensor in tensors]
-    for index, values in enumerate(rows):
-        _check_range(index, values)
-    if rows:
-        np.concatenate(rows, out=row, casting="same_kind")
+    dtypes = set(map(DTYPE, tensors))
+    if any(dtype.itemsize > 4 for dtype in dtypes):
+        for index, tensor in enumerate(tensors):
+            _check_range(index, tensor)
+    if _are_here(tensors) and all(_name_of(dtype) in CAT_DTYPES for dtype in dtypes):
+        import torch
+
+        with torch.no_grad():
+            torch.cat(list(map(torch.Tensor.ravel, tensors)), out=torch.from_numpy(row))
+    elif tensors:
+        arrays = [_numpy(t) for t in tensors] if _have_torch(tensors) else tensors
+        np.concatenate(arrays, axis=None, out=row, casting="same_kind")
 
 
 def unflatten(flat: Vector, tensors: Sequence[Any]) -> list[Any]:
     """The vector as tensors of the kind, type, shape and device of `tensors`; may share memory."""
-    out: list[Any] = []
-    start = 0
-    for tensor in tensors:
-        size = math.prod(tensor.shape)
-        part = flat[start : start + size]
-        start += size
-        if _is_torch(tensor):
-            out.append(_torch_like(part, tensor))
-        else:
-            out.append(part.reshape(tensor.shape).astype(tensor.dtype, copy=False))
-    return out
+    dtypes = set(map(DTYPE, tensors))
+    if _are_here(tensors):
+        import torch
+
+        # Not views to torch: those that one call made may not be written to.
+        sizes = list(map(torch.Tensor.numel, tensors))
+        rows = torch.unsafe_split_with_sizes(torch.from_numpy(flat), sizes)
+        parts = list(map(torch.Tensor.view_as, rows, tensors))
+        return (
+            parts if dtypes == {torch.float32} else list(map(torch.Tensor.type_as, parts, tensors))
+        )
+    cuts = _cut(flat, tensors)
+    if dtypes <= {flat.dtype}:
+        return cuts
+    return [_like(part, tensor) for part, tensor in zip(cuts, tensors, strict=True)]
+
+
+def _cut(flat: Vector, tensors: Sequence[Any]) -> list[Vector]:
+    """The vector as arrays of the shapes of the tensors, of the same memory."""
+    shapes = list(map(SHAPE, tensors))
+    starts = accumulate(map(mul, map(math.prod, shapes), repeat(flat.itemsize)), initial=0)
+    array: Any = np.ndarray
+    return list(map(array, shapes, repeat(flat.dtype), repeat(flat), starts))
 
 
 def check_out(out: Sequence[Any], tensors: Sequence[Any]) -> None:
@@ -209,6 +263,10 @@ def check_out(out: Sequence[Any], tensors: Sequence[Any]) -> None:
         raise ValidationError("out", type(out).__name__, "expected a list of tensors")
     if len(out) != len(tensors):
         raise ValidationError("out", len(out), f"expected {len(tensors)} tensors")
+    if set(map(type, out)) | set(map(type, tensors)) == {np.ndarray} or _are_here([*out, *tensors]):
+        is_alike = all(all(map(eq, map(of, out), map(of, tensors))) for of in (DTYPE, SHAPE))
+        if is_alike and (_have_torch(out) or all(map(attrgetter("flags.writeable"), out))):
+            return
     for index, (room, tensor) in enumerate(zip(out, tensors, strict=True)):
         if not isinstance(room, np.ndarray) and not (hasattr(room, "dtype") and _is_torch(room)):
             raise ValidationError(f"out[{index}]", type(room).__name__, "expected a tensor")
@@ -224,13 +282,10 @@ def check_out(out: Sequence[Any], tensors: Sequence[Any]) -> None:
 
 def fill(flat: Vector, out: Sequence[Any]) -> list[Any]:
     """`out` holds the vector, which may lie there already."""
-    first = next((row for each in out if (row := _row_of(each)) is not None and row.size), None)
-    if first is not None and _address(first) == _address(flat):
+    first = next((each for each in out if math.prod(each.shape)), None)
+    if first is not None and _are_plain([first]) and _address(first) == _address(flat):
         return list(out)
-    start = 0
-    for room in out:
-        part = flat[start : start + math.prod(room.shape)].reshape(room.shape)
-        start += part.size
+    for room, part in zip(out, _cut(flat, out), strict=True):
         if _is_torch(room):
             import torch
 
@@ -246,50 +301,62 @@ def as_vector(tensors: Sequence[Any]) -> Vector | None:
 
     It is good as long as the tensors are: it does not keep them alive.
     """
-    rows = list[NDArray[Any]]()
-    for tensor in tensors:
-        row = _row_of(tensor)
-        if row is None:
-            return None
-        if row.size:
-            rows.append(row)
-    if not rows:
+    # Most tensors lie apart, and the first two of them tell.
+    if not _are_in_a_row(tensors[:2]) or not _are_in_a_row(tensors):
         return None
-    at = _address(rows[0])
-    for row in rows:
-        if _address(row) != at:
-            return None
-        at += row.nbytes
-    size = sum(row.size for row in rows)
-    return np.lib.stride_tricks.as_strided(rows[0], (size,), (rows[0].itemsize,))
+    size = sum(map(math.prod, map(SHAPE, tensors)))
+    row: Vector = tensors[0].detach().numpy() if _is_torch(tensors[0]) else tensors[0]
+    return np.lib.stride_tricks.as_strided(row, (size,), (row.itemsize,))
+
+
+def _are_in_a_row(tensors: Sequence[Any]) -> bool:
+    """Whether the tensors are float32 and lie in this machine's memory one after the other."""
+    if not tensors or not _are_plain(tensors):
+        return False
+    places = accumulate(map(attrgetter("nbytes"), tensors), initial=_address(tensors[0]))
+    return all(map(eq, map(_address, tensors), places))
 
 
 def are_apart(vector: Vector, tensors: Sequence[Any]) -> bool:
     """Whether none of the tensors, which are in this machine's memory, has any of the vector's."""
+    if set(map(type, tensors)) <= {np.ndarray}:
+        return not any(map(np.may_share_memory, repeat(vector), tensors))
+    if not _are_plain(tensors):
+        return False
+    starts = np.fromiter(map(_address, tensors), np.uint64)
+    ends = starts + np.fromiter(map(attrgetter("nbytes"), tensors), np.uint64)
     first = _address(vector)
-    for tensor in tensors:
-        row = tensor if isinstance(tensor, np.ndarray) else _row_of(tensor)
-        if row is None or not row.flags.c_contiguous:
-            return False
-        at = _address(row)
-        if at < first + vector.nbytes and first < at + row.nbytes:
-            return False
-    return True
+    return not ((starts < first + vector.nbytes) & (ends > first)).any()
 
 
-def _row_of(tensor: Any) -> NDArray[Any] | None:
-    """The tensor as an array of the same memory, if it is float32 and in one piece."""
-    if _is_torch(tensor):
-        is_here = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
-        if not is_here or _dtype_name(tensor) != "float32":
-            return None
-        tensor = tensor.detach().numpy()
-    is_plain = isinstance(tensor, np.ndarray) and tensor.dtype == np.float32
-    return tensor if is_plain and tensor.flags.c_contiguous else None
+def _are_here(tensors: Sequence[Any]) -> bool:
+    """Whether these are plain tensors of torch in this machine's memory."""
+    if not tensors or not _is_torch(tensors[0]):
+        return False
+    import torch
+
+    is_plain = set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
+    return is_plain and all(map(attrgetter("is_cpu"), tensors))
 
 
-def _address(array: NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
+def _are_plain(tensors: Sequence[Any]) -> bool:
+    """Whether each of the tensors is float32 and in one piece of this machine's memory."""
+    if set(map(type, tensors)) == {np.ndarray}:
+        is_whole = all(map(attrgetter("flags.c_contiguous"), tensors))
+        return is_whole and set(map(DTYPE, tensors)) == {np.dtype(np.float32)}
+    if not _are_here(tensors):
+        return False
+    import torch
+
+    is_whole = all(map(torch.Tensor.is_contiguous, tensors))
+    is_plain = is_whole and not any(map(torch.Tensor.is_neg, tensors))
+    return is_plain and set(map(DTYPE, tensors)) == {torch.float32}
+
+
+def _address(tensor: Any) -> int:
+    if isinstance(tensor, np.ndarray):
+        return int(tensor.__array_interface__["data"][0])
+    return int(tensor.data_ptr())
 
 
 def split(flat: Vector, layout: Layout) -> list[Vector]:
@@ -315,14 +382,19 @@ def _name_of(dtype: Any) -> str:
     return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
-def _check_range(index: int, values: NDArray[Any]) -> None:
-    if values.dtype.itemsize <= 4 or not values.size:
+def _check_range(index: int, tensor: Any) -> None:
+    if tensor.dtype.itemsize <= 4:
         return
+    values = _numpy(tensor)
     finite = np.abs(values[np.isfinite(values)])
     if finite.size and (top := finite.max()) > np.finfo(np.float32).max:
         raise ValidationError(
             f"tensors[{index}]", float(top), "expected what float32 can hold, as means travel in it"
         )
+
+
+def _have_torch(tensors: Sequence[Any]) -> bool:
+    return any(map(_is_of_torch, set(map(DTYPE, tensors))))
 
 
 def _is_torch(tensor: Any) -> bool:
@@ -336,13 +408,15 @@ def _is_of_torch(dtype: Any) -> bool:
 
 def _numpy(tensor: Any) -> NDArray[Any]:
     if _is_torch(tensor):
-        tensor = tensor.detach().cpu()
+        tensor = tensor.detach().cpu().resolve_neg()
         # numpy has no bfloat16, so torch casts it; float64 stays, to be checked before its cast.
         tensor = (tensor if tensor.dtype.itemsize > 4 else tensor.float()).numpy()
     return np.asarray(tensor)
 
 
-def _torch_like(part: Vector, tensor: Any) -> Any:
+def _like(part: Vector, tensor: Any) -> Any:
+    if not _is_torch(tensor):
+        return part.astype(tensor.dtype, copy=False)
     import torch
 
-    return torch.from_numpy(part).reshape(tensor.shape).to(dtype=tensor.dtype, device=tensor.device)
+    return torch.from_numpy(part).to(dtype=tensor.dtype, device=tensor.device)

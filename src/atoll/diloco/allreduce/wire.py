@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +24,7 @@ SEAL = struct.Struct("<4s4s16sQI")
 MAGIC = b"ATL1"
 FOLD_BYTES = 64 * 1024 * 8
 UNIT_BYTES = 16 * 128 * 8  # of a cell, summed together; cells of plain values are of whole units
+FOLDED = 16  # so many bytes of a unit become one of its sums
 SUMMED_BYTES = 1 << 20  # at a time; a multiple of the unit
 MOST_FOOTER = 16 << 20  # a layout, and the lengths of the sections
 
@@ -108,34 +111,36 @@ def table_size(count: int) -> int:
 def cell_sums(kind: bytes, place: bytes, data: Buffer, lengths: Sequence[int]) -> list[int]:
     """The checksums of cells of these lengths, which follow each other in `data`."""
     view, first = memoryview(data).cast("B"), zlib.crc32(place, zlib.crc32(kind))
-    sums, start = [], 0
-    for group in _groups(lengths):
-        stop = start + sum(group)
-        if len(group) == 1:
+    sums = []
+    for start, stop, cells in _groups(tuple(lengths)):
+        if len(cells) == 1:
             sums.append(_cell_sum(first, view[start:stop]))
-        else:
-            folded, units = _folded(view[start:stop]), section_offsets(group)
-            for begin, end in zip(units, units[1:], strict=False):
-                rows = folded[begin // UNIT_BYTES : end // UNIT_BYTES]
-                tail = view[start + end - (end - begin) % UNIT_BYTES : start + end]
-                sums.append(zlib.crc32(tail, zlib.crc32(memoryview(rows), first)))  # type: ignore[arg-type]
-        start = stop
+            continue
+        folded = memoryview(_folded(view[start:stop]).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        for begin, end, tail, tail_end in cells:
+            total = zlib.crc32(folded[begin:end], first)
+            sums.append(zlib.crc32(view[tail:tail_end], total) if tail < tail_end else total)
     return sums
 
 
-def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+@lru_cache(maxsize=256)
+def _groups(lengths: tuple[int, ...]) -> list[tuple[int, int, list[tuple[int, int, int, int]]]]:
     """The cells in runs that are summed at once: many calls cost time, long sums memory.
 
-    All cells of a run but its last are whole units.
+    All cells of a run but its last are whole units. Of each run: where it starts and ends, and of
+    each cell where its sums lie in those of the run, and the bytes that are no whole unit.
     """
-    group: list[int] = []
-    for length in lengths:
-        if group and (group[-1] % UNIT_BYTES or sum(group) + length > SUMMED_BYTES):
-            yield group
-            group = []
-        group.append(length)
-    if group:
-        yield group
+    groups: list[tuple[int, int, list[tuple[int, int, int, int]]]] = []
+    for start, stop in pairwise(section_offsets(lengths)):
+        first, last, cells = groups[-1] if groups else (0, 0, [])
+        if not groups or (last - first) % UNIT_BYTES or stop - first > SUMMED_BYTES:
+            first, cells = start, []
+            groups.append((first, stop, cells))
+        groups[-1] = (first, stop, cells)
+        begin = (start - first) // FOLDED
+        end = (stop - first) // UNIT_BYTES * UNIT_BYTES // FOLDED
+        cells.append((begin, end, first + end * FOLDED, stop))
+    return groups
 
 
 def _folded(data: memoryview) -> NDArray[np.uint64]:
@@ -176,15 +181,15 @@ def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> list[Ce
     body = unseal(kind, place, view[: table_size(count)])
     if body.nbytes != CELL.size * count:
         raise Corrupt(f"a table of {body.nbytes // CELL.size} cells instead of {count}")
-    return [Cell(*row) for row in CELL.iter_unpack(body)]
+    return list(map(Cell._make, CELL.iter_unpack(body)))
 
 
 def check_cells(kind: bytes, place: bytes, cells: Sequence[Cell], data: memoryview) -> None:
     """Raises Corrupt unless `data` is these cells."""
-    lengths = [cell.length for cell in cells]
+    lengths, checksums = zip(*cells, strict=True) if cells else ((), ())
     if data.nbytes != sum(lengths):
         raise Corrupt(f"{data.nbytes} bytes instead of {sum(lengths)}")
-    if cell_sums(kind, place, data, lengths) != [cell.checksum for cell in cells]:
+    if cell_sums(kind, place, data, lengths) != list(checksums):
         raise Corrupt("checksum does not match")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import roster, wire
@@ -17,6 +18,8 @@ from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round, parse_
 from atoll.diloco.allreduce.layout import (
     Layout,
     TensorSpec,
+    are_apart,
+    as_vector,
     describe,
     difference,
     flatten,
@@ -183,6 +186,80 @@ def test_tensors_survive_being_cut_into_any_parts() -> None:
         assert got.dtype == gave.dtype
         np.testing.assert_array_equal(got, gave)
     assert [part.shape for part in split(flat, layout)] == [a.shape for a in arrays]
+
+
+CUT: dict[str, Any] = {"shards": 2, "codec": "fp32", "down_codec": "fp32", "name": ""}
+
+
+def test_a_known_layout_is_taken_for_tensors_like_its_own_only() -> None:
+    arrays = [np.zeros((2, 3), "f4"), np.zeros(4, "f8")]
+    known = describe(arrays, **CUT)
+    tensors = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64)]
+    assert describe(arrays, **CUT, known=known) is known
+    assert describe(tensors, **CUT, known=known) is known
+    arrays[0].resize((3, 2))  # the same object: only what it is now counts
+    tensors[1].data = torch.zeros(4)
+    others = [arrays, tensors, arrays[:1], [np.zeros((2, 3), "f8"), np.zeros(4, "f4")]]
+    for other in others:
+        assert describe(other, **CUT, known=known) == describe(other, **CUT) != known
+    assert describe(arrays, **CUT | {"shards": 3}, known=describe(arrays, **CUT)).shards == 3
+    for bad in (torch.zeros(4, dtype=torch.float64, device="meta"), torch.zeros(4).to_sparse()):
+        with pytest.raises(ValidationError, match="expected a dense tensor"):
+            describe([tensors[0], bad.to(torch.float64)], **CUT, known=known)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_tensors_of_torch_come_back_as_they_were(dtype: torch.dtype) -> None:
+    tensors = [
+        torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).to(dtype)),
+        torch.zeros(0, 3, dtype=dtype),
+        torch.tensor(7.0, dtype=dtype),
+        torch.arange(6.0).reshape(2, 3).t().to(dtype),
+        torch.arange(4.0, dtype=dtype)._neg_view(),
+    ]
+    flat = np.empty(17, "f4")
+    flatten(tensors, flat)
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 0, 3, 1, 4, 2, 5, 0, -1, -2, -3]
+    got = unflatten(flat, tensors)
+    for mine, theirs in zip(got, tensors, strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(mine, theirs)
+    # What was used in a graph is not changed by a step that is made with another of them.
+    weight = torch.ones(2, 3, dtype=dtype, requires_grad=True)
+    loss = (weight * got[0]).sum()
+    got[3].add_(1)
+    loss.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, got[0])
+
+
+def test_tensors_of_two_kinds_are_one_vector() -> None:
+    tensors = [np.ones(2, "f2"), torch.full((2,), 2.0), np.float64(3), torch.ones(1).bfloat16()]
+    flat = np.empty(6, "f4")
+    flatten(tensors, flat)
+    assert flat.tolist() == [1, 1, 2, 2, 3, 1]
+    assert [type(each) for each in unflatten(flat, tensors)] == [
+        *(np.ndarray, torch.Tensor, np.ndarray, torch.Tensor)
+    ]
+
+
+def test_memory_is_one_vector_if_the_tensors_follow_each_other() -> None:
+    whole = np.arange(12, dtype="f4")
+    pieces = [whole[:3], whole[3:9].reshape(2, 3), whole[9:]]
+    for cut in (pieces, [torch.from_numpy(piece) for piece in pieces]):
+        vector = as_vector(cut)
+        assert vector is not None
+        assert vector.tolist() == whole.tolist()
+        assert not are_apart(vector, cut)
+        assert not are_apart(vector[:3], cut)
+        assert are_apart(vector[3:9], [cut[0], cut[2]])
+        assert as_vector([cut[0], cut[2]]) is None
+        assert as_vector([cut[1], cut[0]]) is None
+        assert as_vector([cut[0], cut[1], cut[1]]) is None
+    assert as_vector([whole[::2]]) is None
+    assert as_vector([whole.astype("f8")]) is None
+    assert as_vector([]) is None
+    assert are_apart(whole, [np.ones(4, "f8"), np.ones((2, 2), "f4")])
 
 
 def test_the_grace_is_learnt_from_the_rounds() -> None:
