@@ -74,6 +74,7 @@ class Shard:
         self._in_loop: list[Ranges] = []  # handed to the loop, and no step since
         self._new: list[tuple[int, Ranges]] = []  # trained since the other processes were told
         self._others_ahead: Ranges = ()
+        self._dealt: Ranges = ()  # to all processes of the replica, since they told each other
         self._per_step = 1  # batches, as in the largest accumulation so far
         self._prefetch = 0
         self.end: int | None = None  # where this replica met the end of the stream
@@ -167,6 +168,7 @@ class Shard:
             word for process, (_, word, _) in enumerate(words) if process != self._team.process
         ]
         self._others_ahead = ranges.union(*others)
+        self._dealt = ()
 
     def want(self, period: int) -> int:
         """How many positions the replica wants to hold for a period of so many steps."""
@@ -178,7 +180,8 @@ class Shard:
         free = self._book.free
         if self.end is not None:
             free = ranges.below(free, self.end)
-        taken = ranges.union(self._waiting(), self._others_ahead)
+        # What others trained on since then looks free here, and all must see the same pool.
+        taken = ranges.union(self._waiting(), self._others_ahead, self._dealt)
         self._pool = ranges.minus(free, taken)
 
     # Handing out.
@@ -190,6 +193,8 @@ class Shard:
         size = ranges.size(chunk)
         if not size:
             return None
+        if self._team.processes > 1:
+            self._dealt = ranges.union(self._dealt, chunk)
         if count == 1:
             return chunk
         if size < count:  # every process needs something to do in the last step
