@@ -34,6 +34,10 @@ MEETING_VARIABLES = (
     "ATOLL_MESH_ENDPOINT",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )
+# With the store shared, as torch has it by default, addresses of the round before stay in it. A
+# node that joins later waits for that of the new round, under c10d and etcd-v2 alike, and after
+# 60 s the whole job fails. Workers that a torchrun starts again look for those that are gone.
+UNSHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # What torchrun goes by where its command line says nothing.
 TORCHRUN_VARIABLES = (
     "PET_NNODES",
@@ -270,7 +274,11 @@ def needs_etcd(backend: str, *, has_mesh: bool) -> bool:
 
 def meeting_environment(backend: str, meeting: Meeting) -> dict[str, str]:
     if backend == NO_BACKEND:
-        return {"BASILICA_RDZV_ENDPOINT": "", "ATOLL_MESH_ENDPOINT": meeting.mesh}
+        return {
+            "BASILICA_RDZV_ENDPOINT": "",
+            "ATOLL_MESH_ENDPOINT": meeting.mesh,
+            **UNSHARED_STORE,
+        }
     own = f"{meeting.master}:{meeting.port}"
     endpoint = meeting.etcd if backend == ETCD_BACKEND else own
     return {
@@ -279,8 +287,5 @@ def meeting_environment(backend: str, meeting: Meeting) -> dict[str, str]:
         "BASILICA_RDZV_ENDPOINT": endpoint,
         "PET_RDZV_ENDPOINT": endpoint,
         "ATOLL_MESH_ENDPOINT": meeting.mesh,
-        # With the store shared, as torch has it by default, node 0 publishes the store's address
-        # in the first round only. A node that joins later waits for it in the new round, under
-        # c10d and etcd-v2 alike, and after 60 s the whole job fails.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **UNSHARED_STORE,
     }

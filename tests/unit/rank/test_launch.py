@@ -193,6 +193,13 @@ def test_without_a_rendezvous_a_rank_is_in_no_world_but_knows_its_number() -> No
     assert own.env["MASTER_ADDR"] == "here"
 
 
+def test_a_torchrun_starts_its_workers_again_with_every_rendezvous() -> None:
+    # With the store shared they look for those that are gone: "Gloo connectFullMesh failed".
+    for backend in ("none", "c10d", "static", "etcd-v2"):
+        meeting = meeting_environment(backend, Meeting("m", 1))
+        assert meeting["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", backend
+
+
 PLACE = RankPlace(
     python="py",
     shell="ash",

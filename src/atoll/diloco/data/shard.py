@@ -74,6 +74,7 @@ class Shard:
         self._in_loop: list[Ranges] = []  # handed to the loop, and no step since
         self._new: list[tuple[int, Ranges]] = []  # trained since the other processes were told
         self._others_ahead: Ranges = ()
+        self._dealt: Ranges = ()  # to all processes of the replica, since they told each other
         self._per_step = 1  # batches, as in the largest accumulation so far
         self._prefetch = 0
         self.end: int | None = None  # where this replica met the end of the stream
@@ -167,6 +168,7 @@ class Shard:
             word for process, (_, word, _) in enumerate(words) if process != self._team.process
         ]
         self._others_ahead = ranges.union(*others)
+        self._dealt = ()
 
     def want(self, period: int) -> int:
         """How many positions the replica wants to hold for a period of so many steps."""
@@ -178,18 +180,26 @@ class Shard:
         free = self._book.free
         if self.end is not None:
             free = ranges.below(free, self.end)
-        taken = ranges.union(self._waiting(), self._others_ahead)
+        # What others trained on since then looks free here, and all must see the same pool.
+        taken = ranges.union(self._waiting(), self._others_ahead, self._dealt)
         self._pool = ranges.minus(free, taken)
 
     # Handing out.
 
     def next_positions(self) -> Ranges | None:
         """What this process trains on next; None: nothing is free until the next round."""
-        count = self._parts
-        chunk, self._pool = ranges.take(self._pool, self._batch * count)
-        size = ranges.size(chunk)
-        if not size:
-            return None
+        chunk = self._next_chunk()
+        return self._part_of(chunk) if chunk else None
+
+    def _next_chunk(self) -> Ranges:
+        """What all processes of the replica train on next; the same in each of them."""
+        chunk, self._pool = ranges.take(self._pool, self._batch * self._parts)
+        if self._team.processes > 1:
+            self._dealt = ranges.union(self._dealt, chunk)
+        return chunk
+
+    def _part_of(self, chunk: Ranges) -> Ranges:
+        count, size = self._parts, ranges.size(chunk)
         if count == 1:
             return chunk
         if size < count:  # every process needs something to do in the last step
@@ -264,11 +274,16 @@ class Shard:
 
     def _read_stream(self, stream: _StreamReader) -> Iterator[list[Any]]:
         while self.has_more():
-            while (part := self.next_positions()) is not None:
+            while chunk := self._next_chunk():
+                part = self._part_of(chunk)
                 items, read = stream.read(part)
+                is_short = read != part
+                if not items and self._parts > 1:
+                    # The stream may end in the part of another process, which has a step to make.
+                    items, read = stream.read(ranges.take(chunk, 1)[0])
                 if items:
                     self._in_loop.append(read)
-                if read != part:
+                if is_short:
                     self.end = stream.end
                     self.plan()
                 if items:
