@@ -68,7 +68,18 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "stages": stages,
     "unlike": unlike,
     "outside": sharded,
+    "codec": sharded,
+    "fragments": sharded,
+    "sync_every": sharded,
+    "run_id": sharded,
     "fine": sharded,
+}
+# Arguments that the processes of a replica have from different places, by process.
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "codec": ("int8", "fp32"),
+    "fragments": (1, 2),
+    "sync_every": (2, 4),
+    "run_id": ("a", "b"),
 }
 
 
@@ -80,10 +91,13 @@ def main(folder: str, process: int) -> None:
         uri, told = f"file://{folder}/{name}", "-"
         # The model is cut over both processes, and the replica is said to be this one alone.
         options: dict[str, Any] = {"process_group": own} if name == "outside" else {}
+        if name in UNLIKE:
+            options = {name: UNLIKE[name][process]}
         try:
             model = build()
             inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            DiLoCo(model, inner, sync_every=1, uri=uri, rank=0, world_size=1, **options).close()
+            options = {"sync_every": 2, "uri": uri, "rank": 0, "world_size": 1, **options}
+            DiLoCo(model, inner, **options).close()
         except Exception as error:
             told = f"{type(error).__name__} {error}"
         if told != "-" and Blobs.open(uri).find(""):

@@ -98,6 +98,22 @@ def test_replicas_with_data_of_their_own_are_told_nothing() -> None:
     assert [diloco.warnings for diloco, _ in done] == [[], []]
 
 
+@pytest.mark.parametrize("is_unlike", [True, False])
+def test_parameters_that_are_not_trained_and_differ_are_told_once(is_unlike: bool) -> None:
+    seeds = iter([1, 2] if is_unlike else [1, 1])
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(next(seeds))
+        layers = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 2))
+        layers[0].requires_grad_(False)
+        return layers
+
+    done = run(2, lambda rank, model, inner, _: train(model, inner, 8, seed=rank), model)
+    told = [w for diloco, _ in done for w in diloco.warnings if "differ between replicas (" in w]
+    assert len(told) == 2 * is_unlike
+    assert all("not trained differ between replicas (0.weight, 0.bias)" in each for each in told)
+
+
 def test_buffers_that_differ_are_told_once() -> None:
     def model() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(6, 2), torch.nn.BatchNorm1d(2))

@@ -29,11 +29,15 @@ TOLD = {
     "stages": r"model\.stage1\.weight: 'process 1' .*stages of a pipeline",
     "unlike": r"model\.weight: 'float32\[4, 4\] in process 1' .*expected float32\[3, 4\]",
     "outside": r"model\.0\.weight: 'on ranks \[\d\]' .*expected a mesh within the replica",
+    "codec": r"codec: 'fp32 in process 1 of the replica' .*expected 'int8', as in process 0",
+    "fragments": r"fragments: '2 in process 1 of the replica' .*expected 1",
+    "sync_every": r"sync_every: '4 in process 1 of the replica' .*expected 2",
+    "run_id": r"run_id: 'b in process 1 of the replica' .*expected 'a'",
 }
 
 
 @pytest.mark.timeout(300)
-def test_processes_that_cannot_be_one_replica_are_told_which_parameter_and_why(
+def test_processes_that_cannot_be_one_replica_are_told_what_differs_and_why(
     tmp_path: Path,
 ) -> None:
     done = subprocess.run(

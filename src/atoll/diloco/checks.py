@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.core.errors import ValidationError
@@ -35,6 +36,7 @@ class _Word(NamedTuple):
     movement: probe.Sums
     data: probe.Sums
     buffers: probe.Sums
+    frozen: probe.Blocks
 
 
 class Checks:
@@ -52,6 +54,7 @@ class Checks:
         self._is_group_chosen = is_group_chosen
         self._inputs = probe.InputWatch(model)
         self._probes = probe.ROUNDS
+        self._frozen: probe.Blocks | None = None  # summed once: it may be most of the model
         self._kinds: set[str] = set()
         self.warnings: deque[str] = deque(maxlen=_MOST_WARNINGS)
 
@@ -110,9 +113,11 @@ class Checks:
         def read() -> _Word:
             bad, sums = look()
             if not is_probed or bad is not None:
-                return _Word(bad, _NO_SUMS, _NO_SUMS, _NO_SUMS)
+                return _Word(bad, _NO_SUMS, _NO_SUMS, _NO_SUMS, {})
             buffers = _NO_SUMS if self._team.process else probe.buffer_sums(self._model)
-            return _Word(None, sums, self._inputs.sums, buffers)
+            if self._frozen is None:
+                self._frozen = probe.frozen_sums(self._model)
+            return _Word(None, sums, self._inputs.sums, buffers, self._frozen)
 
         words = together(self._team, read)
         bad = [word.bad for word in words if word.bad is not None]
@@ -124,6 +129,7 @@ class Checks:
             probe.digest([word.movement for word in words]),
             probe.digest([word.data for word in words]),
             probe.digest([word.buffers for word in words]),
+            probe.frozen_digest([word.frozen for word in words]),
         ).note
 
     def learn(
@@ -145,7 +151,8 @@ class Checks:
         probes = {
             other: found for other, note in notes.items() if (found := probe.read_probe(note))
         }
-        for kind, words in probe.compare(probes, rank, lambda: probe.buffer_names(self._model)):
+        names = (probe.buffer_names, probe.frozen_names)
+        for kind, words in probe.compare(probes, rank, *(partial(n, self._model) for n in names)):
             if kind not in self._kinds:
                 self._kinds.add(kind)
                 self.warn(f"round {number}: {words}")

@@ -35,8 +35,8 @@ from atoll.diloco.model import ReplicaModel
 from atoll.diloco.movement import Movements
 from atoll.diloco.outer import Floats, load_bytes, split, to_bytes
 from atoll.diloco.own_state import OwnState
-from atoll.diloco.place import find_home, find_place, refuse_spanning
-from atoll.diloco.presets import OuterPreset, read_settings
+from atoll.diloco.place import find_home, find_place, fragment_run, refuse_spanning
+from atoll.diloco.presets import OuterPreset, read_settings, refuse_unlike
 from atoll.diloco.reports import RoundReport, RoundReports
 from atoll.diloco.schedule import RunSchedule
 from atoll.diloco.shared import SharedData, took
@@ -136,8 +136,8 @@ class DiLoCo(ReplicaFace):
         )
         sync_every, fragments, codec = settings.sync_every, settings.fragments, settings.codec
         down_codec = settings.down_codec or MEANS.get(codec, codec)
-        for each in (codec, down_codec):
-            get_codec(each)
+        get_codec(codec)
+        get_codec(down_codec, "down_codec")
         if allreduce is not None and fragments > 1:
             raise ValidationError("allreduce", allreduce, "each fragment needs one: pass uri=")
         # A round that waits for others must not look like a process that is gone.
@@ -153,6 +153,7 @@ class DiLoCo(ReplicaFace):
         self.place = place
         if is_many:
             refuse_spanning(places)
+            refuse_unlike(self._team, settings, fragment_run(run_id, 0, 1))
         optimizers = unwrap_optimizers(inner_optimizer)
         self._model = ReplicaModel(model, self._team)
         odd = check_optimizers(optimizers, self._model.parameters)

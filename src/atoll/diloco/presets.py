@@ -11,6 +11,7 @@ from typing import Any
 
 from atoll.core.checks import check_int, check_number
 from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce.team import Team
 from atoll.diloco.terms import ByRound, OuterRule, OuterTerms, read_by_round, read_rule
 
 # Momentum that remembers about as much as there is to remember: 1 - 1 / (2 + round / 20), to 0.9.
@@ -187,3 +188,23 @@ def read_settings(preset: str | OuterPreset | None, parameters: int, **given: An
         chosen.codec,
         chosen.down_codec,
     )
+
+
+def refuse_unlike(team: Team, settings: LoopSettings, run: str) -> None:
+    """Raises ValidationError in all processes of a replica if one of them has other settings.
+
+    They would wait for each other in different rounds. The terms are those of the run: they are
+    compared with its start.
+    """
+    names = ("sync_every", "fragments", "overlap_steps", "mix", "codec", "down_codec")
+    values = {name: getattr(settings, name) for name in names} | {"run_id": run}
+    # A codec of the caller's own is known by its name.
+    words = team.share({name: getattr(each, "name", each) for name, each in values.items()})
+    for process, word in enumerate(words):
+        for name, value in word.items():
+            if value != words[0][name]:
+                raise ValidationError(
+                    name,
+                    f"{value} in process {process} of the replica",
+                    f"expected {words[0][name]!r}, as in process 0",
+                )

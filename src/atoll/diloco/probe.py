@@ -1,21 +1,30 @@
 """What replicas tell each other in their first rounds, so that a script that trains wrong is named.
 
 A note travels in the name of an upload, so that everybody has it from the roster: either digests of
-how the replica moved, of the data it read and of its buffers, or which parameter is not finite.
+how the replica moved, of the data it read, of its buffers and of what is not trained, or which
+parameter is not finite.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.work import Values
 from atoll.diloco.outer import Floats, Fragment
-from atoll.diloco.pieces import fingerprint, local_tensor, unwrapped
+from atoll.diloco.pieces import (
+    fingerprint,
+    local_tensor,
+    plain_parameters,
+    read_piece,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +35,12 @@ _PART = 1 << 16  # values that are summed at a time
 _NOTHING = "0"
 _MASK = (1 << 64) - 1
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-_PROBE = re.compile(r"p([0-9a-f]{12}|0)-([0-9a-f]{12}|0)-([0-9a-f]{12}|0)")
+_PROBE = re.compile(r"p([0-9a-f]{12}|0)-([0-9a-f]{12}|0)-([0-9a-f]{12}|0)(?:-([0-9a-f]{12}))?")
 _BAD = re.compile(r"x(\d{1,6})")
 
 Sums = tuple[int, int]
+# Of the blocks that a process holds: the parameter's index, offset and lengths, and the sum.
+Blocks = dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]
 
 
 class ReplicaProbe(NamedTuple):
@@ -38,15 +49,17 @@ class ReplicaProbe(NamedTuple):
     movement: str
     data: str
     buffers: str
+    frozen: str = _NOTHING
 
     @property
     def note(self) -> str:
-        return f"p{self.movement}-{self.data}-{self.buffers}"
+        more = "" if self.frozen == _NOTHING else f"-{self.frozen}"
+        return f"p{self.movement}-{self.data}-{self.buffers}{more}"
 
 
 def read_probe(note: str) -> ReplicaProbe | None:
     match = _PROBE.fullmatch(note)
-    return ReplicaProbe(*match.groups()) if match else None
+    return ReplicaProbe(*match.groups(_NOTHING)) if match else None
 
 
 def note_bad(slot: int) -> str:
@@ -186,8 +199,41 @@ def buffer_sums(model: torch.nn.Module) -> Sums:
     return total & _MASK, odd & _MASK
 
 
+def frozen_names(model: torch.nn.Module) -> list[str]:
+    return [name for name, value in plain_parameters(model).items() if not value.requires_grad]
+
+
+def frozen_sums(model: torch.nn.Module) -> Blocks:
+    """A sum of the bits of each block that this process holds of what is not trained."""
+    import torch
+
+    sums: Blocks = {}
+    for at, (name, value) in enumerate(plain_parameters(model).items(), 1):
+        local = local_tensor(value)
+        # Tensors of another kind, such as quantised ones, have no bits of their own to sum.
+        is_plain = type(local) is torch.Tensor and not local.is_complex() and not local.is_meta
+        if value.requires_grad or not is_plain:
+            continue
+        mesh = getattr(value, "device_mesh", None)
+        ranks = [] if mesh is None else mesh.mesh.flatten().tolist()
+        with suppress(ValidationError):  # cut in a way in which it could not be trained
+            piece = read_piece(name, value, ranks)
+            if piece.size:
+                sums[at, piece.offset, piece.lengths] = fingerprint(local)[0]
+    return sums
+
+
+def frozen_digest(words: Sequence[Blocks]) -> str:
+    """Of the blocks of all processes, each once: the same however the replica is cut."""
+    blocks = {block: each for word in words for block, each in word.items()}
+    return digest([(sum(block[0] * each for block, each in blocks.items()) & _MASK, 0)])
+
+
 def compare(
-    probes: Mapping[int, ReplicaProbe], rank: int, buffers: Callable[[], Sequence[str]]
+    probes: Mapping[int, ReplicaProbe],
+    rank: int,
+    buffers: Callable[[], Sequence[str]],
+    frozen: Callable[[], Sequence[str]],
 ) -> list[tuple[str, str]]:
     """What is wrong in a world with these probes, as kind and sentence; `rank` is this replica."""
     words = []
@@ -210,15 +256,21 @@ def compare(
                     "its own (diloco.shard(...), or by diloco.place.rank)",
                 )
             )
-    unlike = sorted({probe.buffers for probe in probes.values()} - {_NOTHING})
-    if len(unlike) > 1 and rank in probes:
-        names = list(buffers())
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if rank in probes and _is_unlike(probe.buffers for probe in probes.values()):
         words.append(
             (
                 "buffers differ",
-                f"buffers of the model differ between replicas ({', '.join(names[:3])}{more}): "
+                f"buffers of the model differ between replicas ({_few(buffers())}): "
                 "they are not synchronised, each replica keeps its own",
+            )
+        )
+    if rank in probes and _is_unlike(probe.frozen for probe in probes.values()):
+        words.append(
+            (
+                "frozen parameters differ",
+                f"parameters that are not trained differ between replicas ({_few(frozen())}): they "
+                "are not synchronised, so that each replica trains another model. Begin with the "
+                "same ones: one seed, or one checkpoint",
             )
         )
     return words
@@ -233,6 +285,15 @@ def _groups(
         if key(probe) != _NOTHING:
             by_digest.setdefault(key(probe), []).append(rank)
     return [ranks for ranks in by_digest.values() if len(ranks) > 1]
+
+
+def _is_unlike(digests: Iterable[str]) -> bool:
+    return len({*digests} - {_NOTHING}) > 1
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _and(ranks: Sequence[int]) -> str:

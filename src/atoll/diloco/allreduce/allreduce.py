@@ -116,7 +116,7 @@ class ObjectStoreAllReduce:
         if grace_s is not None:
             check_seconds("grace_s", grace_s)
         self.codec = get_codec(codec)
-        self.down_codec = get_codec(codec if down_codec is None else down_codec)
+        self.down_codec = self.codec if down_codec is None else get_codec(down_codec, "down_codec")
         self._codecs = (self.codec.name, self.down_codec.name)
         self.keys = Keys(read_run_id(run_id))
         keep_rounds = read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from atoll.core.errors import ValidationError
+from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce.codecs import CODECS, dense, frame, get_codec, sparse
 
 
@@ -156,3 +157,8 @@ def test_a_part_that_would_expand_beyond_its_limit_is_refused(
     for bad in (bomb[:-1], bomb + b"x"):
         with pytest.raises(ValueError, match="coded part"):
             frame.unsqueeze(bad, 64 << 20)
+
+
+def test_an_unknown_codec_of_means_is_refused_by_its_own_name() -> None:
+    with pytest.raises(ValidationError, match="down_codec: 'zip'"):
+        ObjectStoreAllReduce("memory:///codecs", 0, 1, codec="int4", down_codec="zip")

@@ -67,14 +67,14 @@ CODECS: dict[str, Codec] = {
 }
 
 
-def get_codec(name: str | Codec) -> Codec:
+def get_codec(name: str | Codec, field: str = "codec") -> Codec:
     """The codec called `name`; raises ValidationError listing the names there are."""
     if not isinstance(name, str) and hasattr(name, "encode"):
         return name
     codec = (CODECS.get(name) or Sparse.named(name)) if isinstance(name, str) else None
     if codec is None:
         raise ValidationError(
-            "codec",
+            field,
             name,
             "expected " + " or ".join(map(repr, CODECS)) + ", or 'sparse:K/CHUNK@DECAY' with the K "
             "largest of CHUNK values, a power of two from 64 to 4096, and a decay of what is left "
