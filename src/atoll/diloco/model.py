@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from atoll.diloco.allreduce.team import Solo, together
 from atoll.diloco.allreduce.work import Take
 from atoll.diloco.group import ProcessTeam
 from atoll.diloco.moves import Moves
-from atoll.diloco.outer import Floats, Fragment
+from atoll.diloco.outer import Floats, Fragment, Slot
 from atoll.diloco.pieces import (
     check_alike,
     check_pieces,
@@ -52,6 +52,8 @@ class ReplicaModel:
         check_pieces(self._pieces)
         self._staging = Staging.of([self._local(name) for name in self._parameters])
         self._moves: dict[int, Moves] = {}
+        self._batches: dict[int, list[_Batch]] = {}
+        self._wholes: dict[int, _Batch] = {}
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -92,7 +94,7 @@ class ReplicaModel:
         """
         import torch
 
-        types = {self._parameters[slot.name].dtype for slot in fragment.slots}
+        types = {parameter.dtype for parameter in self._parameters.values()}
         spans = [] if types == {torch.float32} else list(fragment.spans())
         firsts = [first for _, first, _ in spans]
         for start, part in self._parts(fragment):
@@ -115,21 +117,14 @@ class ReplicaModel:
 
         moves = self._moves_of(fragment)
         if moves is not None:
-            yield from moves.parts(self._local)
+            yield from moves.parts(self._known(fragment).flats()[0])
             return
-        room, size = np.empty(0, np.float32), STAGED if self._staging.is_needed else PART
-        for slots in _batches(fragment, size):
-            tensors = [self._local(slot.name).detach() for slot in slots]
-            slices = [each.reshape(-1) for each in tensors]
-            runs = [(slots[0].start, slices)]
-            if len(slots) == 1:
-                cuts = range(0, slices[0].numel(), size)
-                runs = [(slots[0].start + at, [slices[0][at : at + size]]) for at in cuts]
-            for start, run in runs:
-                count = sum(each.numel() for each in run)
-                room = room if room.size >= count else np.empty(count, np.float32)
-                self._staging.fetch(run, torch.from_numpy(room[:count]))
-                yield start, room[:count]
+        room = np.empty(0, np.float32)
+        for start, stop, flats, _ in self._runs(fragment):
+            room = room if room.size >= stop - start else np.empty(stop - start, np.float32)
+            part = room[: stop - start]
+            self._staging.fetch(flats, torch.from_numpy(part))
+            yield start, part
 
     def apply(self, fragment: Fragment, mix: float, values: Floats | None = None) -> None:
         """The model holds the global values, or `values`, and `mix` of its own."""
@@ -143,10 +138,14 @@ class ReplicaModel:
         with torch.no_grad():
             moves = self._moves_of(fragment)
             if moves is not None:
-                moves.give(values, partial(self._write, mix))
+                flats, copies = self._known(fragment).flats()
+                moves.give(values, flats, partial(self._mix, mix))
+                _write_back(copies)
                 return
-            for slot, row in zip(fragment.slots, fragment.rows(values), strict=True):
-                self._write(mix, slot.name, 0, torch.from_numpy(row).reshape(-1))
+            row = torch.from_numpy(values)
+            for start, stop, flats, copies in self._runs(fragment):
+                self._mix(mix, flats, row[start:stop])
+                _write_back(copies)
 
     def take_copy(self, fragment: Fragment, room: Floats | None) -> Floats:
         """The values of the model that this process carries, in `room` if they fit there."""
@@ -178,26 +177,45 @@ class ReplicaModel:
     def _local(self, name: str) -> torch.Tensor:
         return local_tensor(self._parameters[name])
 
-    def _write(self, mix: float, name: str, start: int, values: torch.Tensor) -> None:
-        local = self._local(name)
-        if not local.is_contiguous():
-            flat = local.reshape(-1)
-            self._mix(flat[start : start + values.numel()], values, mix)
-            local.copy_(flat.view(local.shape))
-        else:
-            self._mix(local.view(-1)[start : start + values.numel()], values, mix)
+    def _runs(self, fragment: Fragment) -> Iterator[_Run]:
+        """All parameters, of which this process has the whole: many small ones are one run."""
+        most = STAGED if self._staging.is_needed else PART
+        if id(fragment) not in self._batches:
+            self._batches[id(fragment)] = [
+                _Batch(slots, [self._parameters[slot.name] for slot in slots])
+                for slots in _cut(fragment, most)
+            ]
+        for batch in self._batches[id(fragment)]:
+            start, stop = batch.start, batch.stop
+            flats, copies = batch.flats()
+            if len(flats) > 1:
+                yield _Run(start, stop, flats, copies)
+                continue
+            for first in range(start, stop, most):
+                last = min(first + most, stop)
+                part = flats[0][first - start : last - start]
+                yield _Run(first, last, [part], copies if last == stop else [])
 
-    def _mix(self, part: torch.Tensor, values: torch.Tensor, mix: float) -> None:
+    def _known(self, fragment: Fragment) -> _Batch:
+        """All parameters of the fragment."""
+        known = self._wholes.get(id(fragment))
+        if known is None:
+            ours = [self._parameters[slot.name] for slot in fragment.slots]
+            known = self._wholes[id(fragment)] = _Batch(fragment.slots, ours)
+        return known
+
+    def _mix(self, mix: float, parts: list[torch.Tensor], values: torch.Tensor) -> None:
+        """The parts hold the values, one after the other, and `mix` of their own."""
         import torch
 
-        # A large parameter goes to a device in several copies: their buffer stays small.
-        cuts = (torch.split(each, STAGED) for each in (part, values))
-        for own, new in zip(*cuts, strict=True):
-            moved = new if own.device.type == "cpu" else self._staging.send(new, own)
-            if mix:
-                own.lerp_(moved.to(own), 1 - mix)
-            else:
-                own.copy_(moved)
+        if self._staging.is_needed:
+            values = self._staging.send(values, parts[0].device)
+        rows = torch.split(values, [part.numel() for part in parts])
+        if mix:
+            rows = tuple(row.to(part) for row, part in zip(rows, parts, strict=True))
+            torch._foreach_lerp_(parts, rows, 1 - mix)
+        else:
+            torch._foreach_copy_(parts, rows)
 
     def _moves_of(self, fragment: Fragment) -> Moves | None:
         if not isinstance(self._team, ProcessTeam):
@@ -222,11 +240,63 @@ def _own_rank() -> list[int]:
     return [dist.get_rank()] if is_up else [0]
 
 
-def _batches(fragment: Fragment, size: int) -> list[Sequence[Any]]:
-    """The parameters in runs of about `size` values: one copy from the device for each."""
-    batches: list[list[Any]] = [[]]
+class _Run(NamedTuple):
+    """Values `start:stop` of a row, and the flat tensors that have them in the model.
+
+    `copies`: tensors whose values do not lie side by side, each with its flat copy.
+    """
+
+    start: int
+    stop: int
+    flats: list[torch.Tensor]
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Batch:
+    """Parameters that follow each other in a row, and what is known of their memory."""
+
+    def __init__(self, slots: Sequence[Slot], parameters: list[torch.nn.Parameter]) -> None:
+        self.start, self.stop = slots[0].start, slots[-1].stop
+        self._parameters = parameters
+        self._flats: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+
+    def flats(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The local tensors as one dimension; with them, those that are copies of their values."""
+        import torch
+
+        # A view keeps its memory alive, so no other tensor can have come to its address.
+        ours = self._parameters
+        if (
+            self._addresses
+            and list(map(torch.Tensor.data_ptr, ours)) == self._addresses
+            and all(map(torch.Tensor.is_contiguous, ours))
+            and all(a.dtype == b.dtype for a, b in zip(ours, self._flats, strict=True))
+        ):
+            return self._flats, []
+        tensors = [local_tensor(parameter) for parameter in ours]
+        flats = [each.reshape(-1) for each in tensors]
+        copies = [
+            (local, flat)
+            for local, flat in zip(tensors, flats, strict=True)
+            if not local.is_contiguous()
+        ]
+        self._addresses = []
+        if not copies and not any(hasattr(each, "to_local") for each in ours):
+            self._flats, self._addresses = flats, [each.data_ptr() for each in flats]
+        return flats, copies
+
+
+def _write_back(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for local, copy in copies:
+        local.copy_(copy.view(local.shape))
+
+
+def _cut(fragment: Fragment, size: int) -> list[list[Slot]]:
+    """The parameters in runs of about `size` values."""
+    batches: list[list[Slot]] = [[]]
     for slot in fragment.slots:
         if batches[-1] and slot.stop - batches[-1][0].start > size:
             batches.append([])
         batches[-1].append(slot)
-    return list(batches)
+    return batches

@@ -21,6 +21,8 @@ from atoll.diloco.staging import Staging
 if TYPE_CHECKING:
     import torch
 
+Write = Callable[[list["torch.Tensor"], "torch.Tensor"], None]
+
 SLICE = 1 << 17  # values of a row that are on their way at a time
 
 
@@ -53,6 +55,15 @@ class Run(NamedTuple):
         return row[self.row + places(self.dims, self.start, self.stop) - self.low]
 
 
+class _Plan(NamedTuple):
+    """What this process sends to each process in one step, and what it receives."""
+
+    send: list[list[Run]]
+    receive: list[list[Run]]
+    counts: list[int]  # values that are sent
+    sizes: list[int]  # values that are received
+
+
 class Moves:
     """Takes the rows out of the model and gives them back; collective over the team."""
 
@@ -73,54 +84,41 @@ class Moves:
         self._steps = max(-(-share.size // SLICE) for share in shares)
         # Where every process has all of the model, it has its own row too.
         self._is_whole = all(piece.is_whole for each in self._pieces for piece in each)
+        self._plans: dict[tuple[int, bool], _Plan] = {}
 
-    def take(self, local: Callable[[str], torch.Tensor], row: Floats) -> None:
-        """`row` holds the values of the model that this process carries."""
-        for start, part in self.parts(local):
-            row[start : start + part.size] = part
-
-    def parts(self, local: Callable[[str], torch.Tensor]) -> Iterator[tuple[int, Floats]]:
+    def parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[int, Floats]]:
         """The values of the model that this process carries, slice by slice of its row.
 
-        A slice is in memory that the next one uses again.
+        `flats` are the local tensors of the slots, as one dimension. A slice is in memory that the
+        next one uses again.
         """
         import torch
 
-        me, everyone = self._team.process, range(self._team.processes)
+        me = self._team.process
         row = np.empty(min(SLICE, self._shares[me].size), np.float32)
         for step in range(self._steps):
             begin, end = self._span(self._shares[me], step)
-            part = row[: end - begin]
+            part, plan = row[: end - begin], self._plan(step, is_taken=True)
             if self._is_whole:
-                runs = [run for run, _ in self._runs(me, step, holder=me)]
-                self._read(local, runs, torch.from_numpy(part))
+                self._read(flats, plan.receive[me], torch.from_numpy(part))
                 yield begin, part
                 continue
-            send = [
-                [run for run, source in self._runs(q, step, holder=me) if source == me]
-                for q in everyone
-            ]
-            receive = [
-                [run for run, source in self._runs(me, step, holder=r) if source == r]
-                for r in everyone
-            ]
             arrived = self._team.all_to_all(
-                [_size(runs) for runs in send],
-                lambda q, room: self._read(local, send[q], room),  # noqa: B023
-                [_size(runs) for runs in receive],
+                plan.counts,
+                lambda q, room: self._read(flats, plan.send[q], room),  # noqa: B023
+                plan.sizes,
             )
-            for runs, values in zip(receive, arrived, strict=True):
+            for runs, values in zip(plan.receive, arrived, strict=True):
                 self._fill(part, begin, runs, values)
             yield begin, part
 
-    def give(self, row: Floats, write: Callable[[str, int, torch.Tensor], None]) -> None:
-        """`write` is called with name, start and values, for all that this process holds."""
+    def give(self, row: Floats, flats: Sequence[torch.Tensor], write: Write) -> None:
+        """`write` gets parts of `flats`, all that this process holds, and their values."""
         for step in range(self._steps):
-            for runs, values in self._arrivals(row, step):
-                at = 0
-                for run in runs:
-                    write(self._slots[run.slot].name, run.start, values[at : at + run.size])
-                    at += run.size
+            plan = self._plan(step, is_taken=False)
+            for runs, values in zip(plan.receive, self._arrivals(row, step, plan), strict=True):
+                if runs:
+                    write([_part_of(flats[run.slot], run) for run in runs], values)
 
     def gather(self, row: Floats, vector: Floats) -> None:
         """`vector` holds the rows of all processes, each value in its place."""
@@ -136,38 +134,44 @@ class Moves:
                     first = at - begin
                     vector[start:stop] = values[first : first + stop - start].numpy()
 
-    def _arrivals(self, row: Floats, step: int) -> Iterator[tuple[list[Run], torch.Tensor]]:
+    def _arrivals(self, row: Floats, step: int, plan: _Plan) -> list[torch.Tensor]:
+        """What each process has for this one."""
         import torch
 
-        me, everyone = self._team.process, range(self._team.processes)
-        receive = [[run for run, _ in self._runs(q, step, holder=me)] for q in everyone]
         if self._is_whole:  # all need the same
             spans = [self._span(share, step) for share in self._shares]
-            part = torch.from_numpy(row[slice(*spans[me])])
-            yield from zip(
-                receive,
-                self._team.all_gather(part, [stop - start for start, stop in spans]),
-                strict=True,
-            )
-            return
-        send = [[run for run, _ in self._runs(me, step, holder=r)] for r in everyone]
+            part = torch.from_numpy(row[slice(*spans[self._team.process])])
+            return self._team.all_gather(part, [stop - start for start, stop in spans])
 
         def fill(r: int, room: torch.Tensor) -> None:
             at, values = 0, room.numpy()
-            for run in send[r]:
+            for run in plan.send[r]:
                 values[at : at + run.size] = run.get(row)
                 at += run.size
 
-        sizes = [_size(runs) for runs in receive]
-        arrived = self._team.all_to_all([_size(runs) for runs in send], fill, sizes)
-        yield from zip(receive, arrived, strict=True)
+        return self._team.all_to_all(plan.counts, fill, plan.sizes)
 
-    def _read(
-        self, local: Callable[[str], torch.Tensor], runs: Sequence[Run], room: torch.Tensor
-    ) -> None:
-        pieces = (local(self._slots[run.slot].name).reshape(-1) for run in runs)
-        slices = [piece[run.start : run.stop] for piece, run in zip(pieces, runs, strict=True)]
-        self._staging.fetch(slices, room)
+    def _read(self, flats: Sequence[torch.Tensor], runs: Sequence[Run], room: torch.Tensor) -> None:
+        self._staging.fetch([_part_of(flats[run.slot], run) for run in runs], room)
+
+    def _plan(self, step: int, *, is_taken: bool) -> _Plan:
+        """What moves in a step: out of the model into rows if `is_taken`, else back."""
+        plan = self._plans.get((step, is_taken))
+        if plan is None:
+            me, everyone = self._team.process, range(self._team.processes)
+
+            def runs(carrier: int, holder: int) -> list[Run]:
+                pairs = self._runs(carrier, step, holder=holder)
+                return [run for run, source in pairs if not is_taken or source == holder]
+
+            carried = [runs(me, each) for each in everyone]
+            held = [runs(each, me) for each in everyone]
+            send, receive = (held, carried) if is_taken else (carried, held)
+            counts, sizes = (
+                [sum(r.size for r in runs) for runs in each] for each in (send, receive)
+            )
+            plan = self._plans[step, is_taken] = _Plan(send, receive, counts, sizes)
+        return plan
 
     def _fill(self, part: Floats, begin: int, runs: Sequence[Run], values: torch.Tensor) -> None:
         """The values are in their places of `part`, which begins at place `begin` of the row."""
@@ -211,3 +215,7 @@ class Moves:
 
 def _size(runs: Sequence[Run]) -> int:
     return sum(run.size for run in runs)
+
+
+def _part_of(flat: torch.Tensor, run: Run) -> torch.Tensor:
+    return flat if run.size == flat.numel() else flat[run.start : run.stop]

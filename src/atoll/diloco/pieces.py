@@ -184,8 +184,12 @@ def read_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The values that this process holds; writing to them changes the parameter."""
-    local = parameter.detach()
-    return local.to_local() if hasattr(local, "to_local") else local
+    import torch
+
+    if not hasattr(parameter, "to_local"):
+        return parameter.detach()
+    with torch.no_grad():  # it is quick then
+        return parameter.to_local().detach()  # type: ignore[no-any-return]
 
 
 def read_piece(name: str, parameter: torch.Tensor, ranks: Sequence[int]) -> Piece:

@@ -39,10 +39,8 @@ class Staging:
         import torch
 
         if self._device is None or not out.numel():
-            at = 0
-            for each in slices:
-                out[at : at + each.numel()].copy_(each)
-                at += each.numel()
+            if slices:
+                torch.cat(list(slices), out=out)
             return
         device = self._device
         room = self._pinned(out.numel())
@@ -56,17 +54,15 @@ class Staging:
         done.synchronize()
         out.copy_(room)
 
-    def send(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """The values on the device of `like`, in its type; used by the training stream only."""
-        if self._device is None:
-            return values.to(like)
+    def send(self, values: torch.Tensor, where: torch.device) -> torch.Tensor:
+        """The values on that device; used by the training stream only."""
         device = self._device
-        out = self._pinned(values.numel())
-        out.copy_(values)
+        room = self._pinned(values.numel())
+        room.copy_(values)
         # What was moved before may lie in the same memory, and the training stream still reads it.
         self._stream.wait_stream(device.current_stream())
         with device.stream(self._stream):
-            moved = out.to(like.device, non_blocking=True).to(like.dtype)
+            moved = room.to(where, non_blocking=True)
             done = device.Event()
             done.record(self._stream)
         device.current_stream().wait_event(done)

@@ -103,15 +103,20 @@ def test_values_come_out_of_any_cut_and_go_back(
             local[slot.name] = torch.from_numpy(values.copy())
         mover = Moves(MovingTeam(team), slots, shares, pieces, Staging())  # type: ignore[arg-type]
         row = np.zeros(shares[me].size, "f4")
-        mover.take(local.__getitem__, row)
+        flats = [local[slot.name].reshape(-1) for slot in slots]
+        for start, part in mover.parts(flats):
+            row[start : start + part.size] = part
         mine = np.concatenate([vector[a:b] for a, b in shares[me].intervals])
         np.testing.assert_array_equal(row, mine)
         fresh = {name: torch.zeros_like(value) for name, value in local.items()}
 
-        def write(name: str, start: int, values: torch.Tensor) -> None:
-            fresh[name].view(-1)[start : start + values.numel()] += values  # twice would show
+        def write(parts: list[torch.Tensor], values: torch.Tensor) -> None:
+            for part, each in zip(
+                parts, torch.split(values, [p.numel() for p in parts]), strict=True
+            ):
+                part += each  # twice would show
 
-        mover.give(row, write)
+        mover.give(row, [fresh[slot.name].view(-1) for slot in slots], write)
         for name, value in local.items():
             assert torch.equal(fresh[name], value), name
         gathered = np.zeros_like(vector)
