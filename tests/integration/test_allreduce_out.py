@@ -14,7 +14,7 @@ from obstore.store import MemoryStore
 from tests.allreduce.world import FaultyBlobs, Killed, kill_at, run_threads
 
 from atoll import ObjectStoreAllReduce
-from atoll.core.errors import BelowMinimumWorld, ValidationError
+from atoll.core.errors import BelowMinimumWorld, DistributedError, ValidationError
 
 SHAPES = ((40, 3), (0,), (), (5,))
 
@@ -146,6 +146,12 @@ def read_only() -> list[Any]:
     return out
 
 
+def overlapping() -> list[Any]:
+    out = rooms(bring(0, 0))
+    out[3] = out[0].reshape(-1)[2:7]
+    return out
+
+
 @pytest.mark.parametrize(
     ("out", "field", "words"),
     [
@@ -158,6 +164,7 @@ def read_only() -> list[Any]:
         ([*bring(0, 0)[:2], np.float32(1), *bring(0, 0)[3:]], "out[2]", "expected a tensor"),
         ([*bring(0, 0)[:3], torch.ones(5)], "out[3]", "expected a ndarray"),
         (read_only(), "out[3]", "expected memory to write to"),
+        (overlapping(), "out[3]", "in memory of out[0]"),
     ],
 )
 def test_a_bad_out_is_named_before_anything_has_happened(out: Any, field: str, words: str) -> None:
@@ -168,6 +175,23 @@ def test_a_bad_out_is_named_before_anything_has_happened(out: Any, field: str, w
         assert replica.blobs.usage.requests == before
     assert error.value.field == field
     assert words in str(error.value)
+
+
+def test_an_expanded_out_is_refused_and_one_between_the_values_of_another_is_filled() -> None:
+    with ObjectStoreAllReduce(f"memory://{uuid.uuid4()}", 0, 1) as replica:
+        with pytest.raises(ValidationError, match=r"out\[0\]: 'expanded'"):
+            replica.allreduce([torch.ones(4, 3)], out=[torch.zeros(3).expand(4, 3)])
+        both = np.zeros((5, 2), "f4")
+        values = [np.arange(5, dtype="f4"), np.arange(5, dtype="f4") + 7]
+        replica.allreduce(values, out=[both[:, 0], both[:, 1]])
+        assert both.T.tolist() == [each.tolist() for each in values]
+
+
+def test_a_closed_replica_says_so() -> None:
+    replica = ObjectStoreAllReduce(f"memory://{uuid.uuid4()}", 0, 1)
+    replica.close()
+    with pytest.raises(DistributedError, match="is closed"):
+        replica.allreduce([np.ones(3, "f4")])
 
 
 class KindCounter(FaultyBlobs):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from tests.allreduce.world import run_threads
 
 from atoll.core.errors import ValidationError
-from atoll.diloco import DiLoCo
+from atoll.diloco import DiLoCo, loop
 from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.blobs import Blobs
 
@@ -110,6 +111,51 @@ def test_a_run_has_one_number_of_fragments(first: int, second: int) -> None:
     with pytest.raises(ValidationError, match=f"fragments: {second} .*run 'mine' has {first}"):
         open_with(pair(), where, fragments=second, **more)
     open_with(pair(), where, fragments=first, **more).close()
+
+
+def test_replicas_that_begin_at_once_with_other_fragments_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both have looked before either has begun the run."""
+    where, looked, told = uri(), threading.Barrier(2, timeout=60), list[str]()
+    begin = loop.open_streams
+
+    def meet(*arguments: Any) -> Any:
+        streams = begin(*arguments)
+        looked.wait()
+        return streams
+
+    monkeypatch.setattr(loop, "open_streams", meet)
+
+    def start(rank: int, fragments: int) -> None:
+        try:
+            with open_with(pair(), where, rank=rank, fragments=fragments):
+                pass
+        except ValidationError as error:
+            told.append(str(error))
+
+    run_threads(lambda: start(0, 1), lambda: start(1, 2))
+    assert told
+    assert all(re.search(r"fragments: [12] .*another replica began the run", each) for each in told)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "words"),
+    [
+        (pair(), {"min_replicas": 3}, r"min_replicas: 3 .*2"),
+        (pair(), {"state": {"a": 1}}, r"state: \['a'\] .*expected what state_dict\(\) gave"),
+        (torch.nn.Sequential(torch.nn.LazyLinear(3)), {}, r"model\.0\.weight: 'without a shape'"),
+    ],
+)
+def test_what_cannot_be_used_is_named(model: Any, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        open_with(model, uri(), **more)
+
+
+def test_a_function_is_no_model() -> None:
+    inner = torch.optim.SGD(pair().parameters(), lr=0.1)
+    with pytest.raises(ValidationError, match=r"model: 'builtin_function_or_method'"):
+        DiLoCo(len, inner, sync_every=1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

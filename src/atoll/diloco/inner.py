@@ -78,7 +78,7 @@ def check_optimizers(
     if foreign:
         words.append(
             f"{foreign} parameters of the inner optimiser are not in the model, or not trained: "
-            "they are not synchronised, and differ between replicas"
+            "they are not synchronised"
         )
     return words
 

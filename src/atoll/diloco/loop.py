@@ -20,7 +20,7 @@ from atoll.diloco.allreduce.codecs import get_codec
 from atoll.diloco.allreduce.roster import NOTHING
 from atoll.diloco.allreduce.settle import Left
 from atoll.diloco.allreduce.start import read_start
-from atoll.diloco.allreduce.team import alike, together
+from atoll.diloco.allreduce.team import alike, lead, together
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.checks import Checks, left_out
 from atoll.diloco.claim import claim_run
@@ -35,7 +35,8 @@ from atoll.diloco.model import ReplicaModel
 from atoll.diloco.movement import Movements
 from atoll.diloco.outer import Floats, load_bytes, split, to_bytes
 from atoll.diloco.own_state import OwnState
-from atoll.diloco.place import find_home, find_place, fragment_run, refuse_spanning
+from atoll.diloco.pieces import check_module
+from atoll.diloco.place import find_home, find_place, fragment_run, refuse_mixed, refuse_spanning
 from atoll.diloco.presets import OuterPreset, read_settings, refuse_unlike
 from atoll.diloco.reports import RoundReport, RoundReports
 from atoll.diloco.schedule import RunSchedule
@@ -120,6 +121,7 @@ class DiLoCo(ReplicaFace):
         `scheduler`, one of `torch.optim.lr_scheduler`, follows the step of the run from here on:
         its own `step()` does nothing.
         """
+        check_module(model)
         check_int("checkpoint_every", checkpoint_every, 1, _MANY)
         settings = read_settings(
             preset,
@@ -196,6 +198,8 @@ class DiLoCo(ReplicaFace):
         self._rounds = RoundReports(on_round)
         self._checkpoint_every = checkpoint_every
         self._join(state)
+        if home is not None and allreduce is None and not self.round:
+            lead(self._team, lambda: refuse_mixed(home.blobs.folders(), run_id, fragments))
         self._own = None
         if home is not None:
             self._own = OwnState(home.blobs, home.run, place.rank, self._team, optimizers)
@@ -320,6 +324,8 @@ class DiLoCo(ReplicaFace):
 
     def _join(self, state: dict[str, Any] | None) -> None:
         """Load the parameters all agree on: the newest in the store, or the first replica's."""
+        if state is not None and not {"steps", "fragments", "feedback"} <= set(state):
+            raise ValidationError("state", sorted(state), "expected what state_dict() gave")
         saved = None if state is None else state["fragments"]
         if saved is not None and len(saved) != len(self.fragments):
             raise ValidationError("fragments", len(self.fragments), f"the state has {len(saved)}")

@@ -158,11 +158,21 @@ def plain_names(model: torch.nn.Module, values: dict[str, T]) -> dict[str, T]:
     return named if len(named) == len(values) else values
 
 
+def check_module(model: Any) -> None:
+    """Raises ValidationError for what is no model."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        raise ValidationError("model", type(model).__name__, "expected a torch.nn.Module")
+
+
 def read_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters that are trained, by their plain names.
 
     Raises ValidationError for a model without one, or with one that cannot be synchronised.
     """
+    import torch
+
     kinds = {type(module).__name__ for module in model.modules()}
     if "FullyShardedDataParallel" in kinds:
         raise ValidationError(
@@ -174,6 +184,10 @@ def read_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             continue
         if not value.is_floating_point():
             raise ValidationError(f"model.{name}", value.dtype, "expected a float type")
+        if isinstance(value, torch.nn.parameter.UninitializedParameter):
+            raise ValidationError(
+                f"model.{name}", "without a shape", "expected the model to have seen a batch before"
+            )
         if value.is_meta:
             raise ValidationError(f"model.{name}", "on the meta device", "expected it with values")
         named[name] = value

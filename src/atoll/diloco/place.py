@@ -55,6 +55,8 @@ def find_place(
     if min_replicas is None and launch is not None:
         minimum = least_of(launch)
     else:
+        if min_replicas is not None:
+            check_int("min_replicas", min_replicas, 1, world_size)
         half = (world_size + 1) // 2
         minimum = min(_number("min_replicas", min_replicas, MINIMUM, 1, half), world_size)
     if uri is None and world_size > 1:
@@ -92,11 +94,27 @@ def find_home(
 
 def check_fragments(folders: Iterable[str], run_id: str | None, count: int) -> None:
     """Raises ValidationError if the run is in the store with another number of fragments."""
-    name = fragment_run(run_id, 0, 1)
-    cut = re.compile(re.escape(name) + r"(?:\.\d+-of-(\d+))?")
-    counts = {int(match[1] or 1) for match in map(cut.fullmatch, folders) if match}
+    name, counts = fragment_run(run_id, 0, 1), _counts(folders, run_id)
     if counts and count not in counts:
         raise ValidationError("fragments", count, f"the run {name!r} has {min(counts)}")
+
+
+def refuse_mixed(folders: Iterable[str], run_id: str | None, count: int) -> None:
+    """Raises ValidationError if another replica has begun the run with other fragments."""
+    name, others = fragment_run(run_id, 0, 1), _counts(folders, run_id) - {count}
+    if others:
+        raise ValidationError(
+            "fragments",
+            count,
+            f"another replica began the run {name!r} with {min(others)}: all need the same, and a "
+            "run_id that no other number was tried with",
+        )
+
+
+def _counts(folders: Iterable[str], run_id: str | None) -> set[int]:
+    """The numbers of fragments that the run is in the store with."""
+    cut = re.compile(re.escape(fragment_run(run_id, 0, 1)) + r"(?:\.\d+-of-(\d+))?")
+    return {int(match[1] or 1) for match in map(cut.fullmatch, folders) if match}
 
 
 def _number(field: str, value: int | None, names: tuple[str, ...], low: int, default: int) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from atoll.core.errors import BackendError, ValidationError
+from atoll.core.errors import BackendError, DistributedError, ValidationError
 from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.arguments import (
@@ -138,7 +138,7 @@ class ObjectStoreAllReduce:
         self.may_be_late = False  # rounds may have been decided without this replica
         self._sweep = StoreSweep(self.blobs, self.keys, self._pool, keep_rounds)
         self._lock = threading.Lock()
-        self._has_left = False
+        self._has_left = self._is_closed = False
         lead(self.team, self._come)
 
     @property
@@ -259,6 +259,8 @@ class ObjectStoreAllReduce:
 
     def _load(self, layout: Layout) -> tuple[Cargo, Feedback]:
         """Memory for what this process brings, and what it owes of earlier rounds."""
+        if self._is_closed:
+            raise DistributedError("this all-reduce is closed: make another one")
         feedback = self._feedback_for(layout)
         settle_failed(self, feedback)
         cargo = self._cargo.get(layout.name)
@@ -344,6 +346,7 @@ class ObjectStoreAllReduce:
 
     def close(self) -> None:
         """Stop the threads. Objects in the store stay."""
+        self._is_closed = True
         self.leave()
         self._sweep.close()
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from functools import cache, cached_property
-from itertools import accumulate, repeat
+from itertools import accumulate, pairwise, repeat
 from operator import attrgetter, eq, mul
 from typing import Annotated, Any
 
@@ -278,6 +278,24 @@ def check_out(out: Sequence[Any], tensors: Sequence[Any]) -> None:
             raise ValidationError(f"out[{index}]", ours, f"expected {theirs}, as `tensors`")
         if not _is_torch(room) and not room.flags.writeable:
             raise ValidationError(f"out[{index}]", "read-only", "expected memory to write to")
+
+
+def refuse_shared(out: Sequence[Any]) -> None:
+    """Raises ValidationError if two values of `out` have the same memory."""
+    spans = []
+    for index, room in enumerate(out):
+        strides = room.stride() if _is_torch(room) else room.strides
+        if any(step == 0 and size > 1 for step, size in zip(strides, room.shape, strict=True)):
+            raise ValidationError(f"out[{index}]", "expanded", "expected memory for every value")
+        is_row = room.is_contiguous() if _is_torch(room) else room.flags.c_contiguous
+        if is_row and room.nbytes:  # others may lie between each other's values
+            place = str(getattr(room, "device", "cpu")), _address(room)
+            spans.append((*place, place[1] + room.nbytes, index))
+    spans.sort()
+    for (where, _, end, first), (other, start, _, second) in pairwise(spans):
+        if where == other and start < end:
+            words = f"in memory of out[{min(first, second)}]"
+            raise ValidationError(f"out[{max(first, second)}]", words, "expected memory of its own")
 
 
 def fill(flat: Vector, out: Sequence[Any]) -> list[Any]:

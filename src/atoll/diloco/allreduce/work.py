@@ -117,6 +117,8 @@ class TensorWork(Work):
             layouts.flatten(tensors, cargo.row)
             cargo.add(feedback.up)
         room = None if out is None else layouts.as_vector(out)
+        if room is None and out is not None:
+            layouts.refuse_shared(out)
         if room is not None and not layouts.are_apart(room, tensors):
             room = None
         if room is None and out is not None and is_plain:
