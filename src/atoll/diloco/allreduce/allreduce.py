@@ -134,6 +134,7 @@ class ObjectStoreAllReduce:
         self._me = me
         self._feedback: dict[str, Feedback] = {}
         self._cargo: dict[str, Cargo] = {}
+        self._shares: dict[str, Share] = {}
         self._next: int | None = None  # the round to do next; None: ask the store
         self.may_be_late = False  # rounds may have been decided without this replica
         self._sweep = StoreSweep(self.blobs, self.keys, self._pool, keep_rounds)
@@ -208,7 +209,11 @@ class ObjectStoreAllReduce:
 
     def share_of(self, layout: Layout) -> Share:
         """What this process carries of a round."""
-        return Share(layout, self.team.process, self.team.processes)
+        share = self._shares.get(layout.name)
+        if share is None or share.layout is not layout:
+            share = Share(layout, self.team.process, self.team.processes)
+            self._shares[layout.name] = share
+        return share
 
     def allreduce_share(
         self,

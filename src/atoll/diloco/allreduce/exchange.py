@@ -100,6 +100,7 @@ class Exchange:
         self._started = time.monotonic()
         self._damaged: dict[MeanPlace, str] = {}
         self._processes = {m.rank: m.processes for m in roster.members}
+        self._wanted: dict[tuple[int, int], Cells] = {}
         self._held: dict[MeanPlace, list[wire.Buffer]] | None = None
         self._spare: list[Vector] = []  # memory that nothing is in yet
 
@@ -186,11 +187,14 @@ class Exchange:
 
     def _overlap(self, shard: int, process: int) -> Cells:
         """The cells in a place of the shard that this process carries."""
-        count = self._processes[self.roster.owners[shard]]
-        wanted = self.share.cells.overlap(carried(self.layout, process, count))
-        # A cell of a small shard may hold no value.
-        start, stop = self.share.within(shard, wanted) if wanted.length else (0, 0)
-        return wanted if stop > start else Cells(0, 0)
+        known = self._wanted.get((shard, process))
+        if known is None:
+            count = self._processes[self.roster.owners[shard]]
+            wanted = self.share.cells.overlap(carried(self.layout, process, count))
+            # A cell of a small shard may hold no value.
+            start, stop = self.share.within(shard, wanted) if wanted.length else (0, 0)
+            known = self._wanted[shard, process] = wanted if stop > start else Cells(0, 0)
+        return known
 
     def _owners(self, places: Sequence[MeanPlace]) -> list[int]:
         return sorted({self.roster.owners[place.shard] for place in places})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from atoll.diloco.allreduce.layout import Layout
@@ -49,7 +50,8 @@ class Share:
         return [self.layout.cell_bounds(s)[start : stop + 1] for s in range(self.layout.shards)]
 
     @cached_property
-    def _starts(self) -> list[int]:
+    def starts(self) -> list[int]:
+        """Where the cells of each shard begin in the row, and at last where it ends."""
         starts = [0]
         for cuts in self._cuts:
             starts.append(starts[-1] + cuts[-1] - cuts[0])
@@ -57,14 +59,20 @@ class Share:
 
     @property
     def size(self) -> int:
-        return self._starts[-1]
+        return self.starts[-1]
 
     def bounds(self, shard: int) -> tuple[int, int]:
         """Where the cells of the shard lie in the row."""
-        return self._starts[shard], self._starts[shard + 1]
+        return self.starts[shard], self.starts[shard + 1]
+
+    @cached_property
+    def filled(self) -> list[int]:
+        """How many shards before each one, and at last of all, have values here."""
+        sizes = map(self.section_size, range(self.layout.shards))
+        return list(accumulate((size > 0 for size in sizes), initial=0))
 
     def section_size(self, shard: int) -> int:
-        return self._starts[shard + 1] - self._starts[shard]
+        return self.starts[shard + 1] - self.starts[shard]
 
     def within(self, shard: int, cells: Cells) -> tuple[int, int]:
         """Where some of the carried cells of the shard lie in its part of the row."""
@@ -74,12 +82,16 @@ class Share:
     def cell_in_row(self, shard: int, cell: int) -> tuple[int, int]:
         """Where one of the carried cells of the shard lies in the row."""
         cuts, at = self._cuts[shard], cell - self.cells.start
-        first = self._starts[shard] - cuts[0]
+        first = self.starts[shard] - cuts[0]
         return first + cuts[at], first + cuts[at + 1]
 
     def cell_sizes(self, shard: int) -> list[int]:
-        cuts = self._cuts[shard]
-        return [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)]
+        """How many values each carried cell of the shard has."""
+        return self._sizes[shard]
+
+    @cached_property
+    def _sizes(self) -> list[list[int]]:
+        return [[stop - start for start, stop in pairwise(cuts)] for cuts in self._cuts]
 
     @cached_property
     def intervals(self) -> list[tuple[int, int]]:

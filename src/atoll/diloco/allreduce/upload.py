@@ -249,7 +249,7 @@ class CellReader:
         self.head = head[: self._reader.fill(head)]
         self._blobs, self._key, self._first = blobs, key, start + size
         self._cut = (wanted.start - theirs.cells.start, wanted.stop - theirs.cells.start)
-        self._table: list[wire.Cell] | None = None
+        self._table: wire.Table | None = None
         self._at = 0
 
     def __enter__(self) -> CellReader:
@@ -261,38 +261,38 @@ class CellReader:
     def close(self) -> None:
         self._reader.close()
 
-    def _open_table(self) -> list[wire.Cell]:
+    def _open_table(self) -> wire.Table:
         return wire.unseal_table(self._kind, self._place, self.head, self._count)
 
-    def _next(self, count: int) -> list[wire.Cell]:
+    def _next(self, count: int) -> wire.Table:
         if self._table is None:
             table, (first, last) = self._open_table(), self._cut
             if not self._is_all:
-                start = self._first + sum(cell.length for cell in table[:first])
-                end = start + sum(cell.length for cell in table[first:last])
+                start = self._first + sum(table.lengths[:first])
+                end = start + sum(table.lengths[first:last])
                 self._reader.close()
                 self._reader = self._blobs.reader(self._key, start, end)
-            self._table = table[first:last]
+            self._table = table.cut(first, last)
         self._at += count
-        return self._table[self._at - count : self._at]
+        return self._table.cut(self._at - count, self._at)
 
     def take(self, size: int) -> wire.Buffer:
         """The next cell, which holds so many values, as bytes. Raises Corrupt."""
-        cells = self._next(1)
-        if cells[0].length > MOST_BYTES_A_VALUE * size + MOST_EXTRA:
-            raise wire.Corrupt(f"{cells[0].length} bytes for {size} values")
-        data = memoryview(np.empty(cells[0].length, np.uint8))  # type: ignore[arg-type]
-        self._fill(cells, data)
+        table = self._next(1)
+        (length,) = table.lengths
+        if length > MOST_BYTES_A_VALUE * size + MOST_EXTRA:
+            raise wire.Corrupt(f"{length} bytes for {size} values")
+        data = memoryview(np.empty(length, np.uint8))  # type: ignore[arg-type]
+        self._fill(table, data)
         return data
 
     def decode(self, codec: Codec, sizes: Sequence[int], out: Vector) -> None:
         """Fill `out` with the next cells. Raises ValueError if the bytes are not good."""
         if codec.name == "fp32":
-            cells = self._next(len(sizes))
-            for cell, size in zip(cells, sizes, strict=True):
-                if cell.length != out.itemsize * size:
-                    raise wire.Corrupt(f"{cell.length} bytes for {size} values")
-            return self._fill(cells, _bytes_of(out))
+            table = self._next(len(sizes))
+            if table.lengths != tuple(out.itemsize * size for size in sizes):
+                raise wire.Corrupt(f"{sum(table.lengths)} bytes for {sum(sizes)} values")
+            return self._fill(table, _bytes_of(out))
         at = 0
         for size in sizes:
             out[at : at + size] = codec.decode(memoryview(self.take(size)), size)
@@ -305,9 +305,9 @@ class CellReader:
         if self._is_all and self._reader.fill(memoryview(bytearray(1))):
             raise wire.Corrupt("there are bytes behind the last cell")
 
-    def _fill(self, cells: Sequence[wire.Cell], data: memoryview) -> None:
+    def _fill(self, table: wire.Table, data: memoryview) -> None:
         count = self._reader.fill(data)
-        wire.check_cells(self._kind, self._place, cells, data[:count])
+        wire.check_cells(self._kind, self._place, table, data[:count])
 
 
 def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Footer:
@@ -372,10 +372,12 @@ class Section:
         count, shard = theirs.layout.shards, self._shard
         sections = self._member.sections[theirs.process * count : (theirs.process + 1) * count]
         owner = -1 if self._member.is_gone else self._member.rank
-        starts = wire.section_offsets(sections or exact_sections(theirs, owner))
+        span = exact_span(theirs, shard, owner)
+        if sections:
+            starts = wire.section_offsets(sections)
+            span = starts[shard], starts[shard + 1]
         key = part_of(self._member.upload, theirs.process)
         rest = Cells(first, self._share.cells.overlap(theirs.cells).stop)
-        span = starts[shard], starts[shard + 1]
         place = wire.fence(key, str(shard))
         return CellReader(self._blobs, key, span, wire.SECTION, place, theirs, rest)
 
@@ -389,12 +391,14 @@ def read_section(blobs: Blobs, member: Member, shard: int, share: Share, codec: 
     return out
 
 
-def exact_sections(share: Share, rank: int) -> list[int]:
-    """The section lengths of an exact upload follow from the layout."""
+def exact_span(share: Share, shard: int, rank: int) -> tuple[int, int]:
+    """Where a section lies in the exact upload of a rank: that follows from the layout."""
     head = wire.table_size(share.cells.length)
-    return [
-        0
-        if shard == rank or not share.section_size(shard)
-        else head + 4 * share.section_size(shard)
-        for shard in range(share.layout.shards)
-    ]
+
+    def before(shard: int) -> int:
+        """Bytes of the sections before that of the shard, if there were one for each."""
+        return head * share.filled[shard] + 4 * share.starts[shard]
+
+    start, stop = before(shard), before(shard + 1)
+    own = before(rank + 1) - before(rank) if 0 <= rank < shard else 0
+    return start - own, start - own if shard == rank else stop - own

@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -94,18 +94,25 @@ def _checksum(kind: bytes, place: bytes, body: memoryview) -> int:
     return zlib.crc32(body[whole:], first)
 
 
-CELL = struct.Struct("<QI")  # how many bytes a cell has, and their checksum
+class Table(NamedTuple):
+    """The cells of an object, as the table before them tells of them."""
+
+    lengths: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+    def cut(self, start: int, stop: int) -> Table:
+        """Of some of the cells."""
+        return Table(self.lengths[start:stop], self.checksums[start:stop])
 
 
-class Cell(NamedTuple):
-    """One cell of an object, as the table before the cells tells of it."""
-
-    length: int
-    checksum: int
+@lru_cache(maxsize=256)
+def _rows(count: int) -> struct.Struct:
+    """So many cells: how many bytes each has, and their checksum."""
+    return struct.Struct("<" + "QI" * count)
 
 
 def table_size(count: int) -> int:
-    return SEAL.size + CELL.size * count
+    return SEAL.size + _rows(count).size
 
 
 def cell_sums(kind: bytes, place: bytes, data: Buffer, lengths: Sequence[int]) -> list[int]:
@@ -165,7 +172,8 @@ def _cell_sum(first: int, cell: memoryview) -> int:
 
 def seal_cells(kind: bytes, place: bytes, lengths: Sequence[int], sums: Sequence[int]) -> bytes:
     """A sealed table of cells, which follow it as they are: any run of them is one range."""
-    return seal(kind, place, b"".join(map(CELL.pack, lengths, sums)))
+    pairs = chain.from_iterable(zip(lengths, sums, strict=True))
+    return seal(kind, place, _rows(len(lengths)).pack(*pairs))
 
 
 def seal_table(kind: bytes, place: bytes, cells: Sequence[Buffer]) -> bytes:
@@ -175,21 +183,22 @@ def seal_table(kind: bytes, place: bytes, cells: Sequence[Buffer]) -> bytes:
     return seal_cells(kind, place, lengths, sums)
 
 
-def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> list[Cell]:
+def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> Table:
     """The table that `head` begins with. Raises Corrupt unless it is whole and for this place."""
     view = memoryview(head).cast("B")
     body = unseal(kind, place, view[: table_size(count)])
-    if body.nbytes != CELL.size * count:
-        raise Corrupt(f"a table of {body.nbytes // CELL.size} cells instead of {count}")
-    return list(map(Cell._make, CELL.iter_unpack(body)))
+    rows = _rows(count)
+    if body.nbytes != rows.size:
+        raise Corrupt(f"a table of {body.nbytes} bytes instead of {count} cells")
+    words = rows.unpack(body)
+    return Table(words[0::2], words[1::2])
 
 
-def check_cells(kind: bytes, place: bytes, cells: Sequence[Cell], data: memoryview) -> None:
+def check_cells(kind: bytes, place: bytes, table: Table, data: memoryview) -> None:
     """Raises Corrupt unless `data` is these cells."""
-    lengths, checksums = zip(*cells, strict=True) if cells else ((), ())
-    if data.nbytes != sum(lengths):
-        raise Corrupt(f"{data.nbytes} bytes instead of {sum(lengths)}")
-    if cell_sums(kind, place, data, lengths) != list(checksums):
+    if data.nbytes != sum(table.lengths):
+        raise Corrupt(f"{data.nbytes} bytes instead of {sum(table.lengths)}")
+    if cell_sums(kind, place, data, table.lengths) != list(table.checksums):
         raise Corrupt("checksum does not match")
 
 
