@@ -1,11 +1,12 @@
 """What a round costs against the number of replicas, tensors and rounds, and after kills.
 
-    python bench/rounds.py [history] [requests] [tensors] [recovery] [simulated]
+    python bench/rounds.py [history] [requests] [tensors] [model] [recovery] [simulated]
 
 history:   a late replica's first round in a run of 50 and of 50,000 rounds; this version, and the
            release before from its wheel, in turns. The folder is on this machine's disk.
 requests:  replicas as threads over one store in memory; requests and bytes a rank and round.
 tensors:   4 KB in 1 tensor and in 2,900.
+model:     a round of DiLoCo with 16 KB in 1, 290 and 2,900 parameters, without the inner step.
 recovery:  replicas as processes that are killed again and again; the longest gap between rounds.
 simulated: 256 replicas, one after the other in the exchange but for their waits.
 """
@@ -196,6 +197,40 @@ def tensors() -> dict[str, Any]:
     return {f"{name}, processor ms": 1e3 * statistics.median(each) for name, each in took.items()}
 
 
+def model() -> dict[str, Any]:
+    """Rounds of DiLoCo, and steps of the inner optimiser alone, in turns."""
+    import torch
+
+    from atoll.diloco import DiLoCo
+
+    torch.set_num_threads(1)
+    results = {}
+    for count in (1, 290, 2900):
+        size = max(1, 4096 // count)
+        model = torch.nn.ParameterList(
+            [torch.nn.Parameter(torch.randn(size)) for _ in range(count)]
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        inner, alone = (torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True) for _ in "ab")
+        took: dict[str, list[float]] = {"round": [], "inner step": []}
+        with DiLoCo(
+            model, inner, sync_every=1, uri=f"memory:///model-{count}", rank=0, world_size=1
+        ):
+            for turn in range(30):
+                for name, optimizer in (("round", inner), ("inner step", alone)):
+                    began = time.process_time()
+                    optimizer.step()
+                    if turn >= 5:  # replicas compare themselves in the first rounds
+                        took[name].append(time.process_time() - began)
+        step_ms, round_ms = (1e3 * statistics.median(took[n]) for n in ("inner step", "round"))
+        results[f"{count:,} parameters"] = {
+            "inner step ms": step_ms,
+            "round ms": round_ms - step_ms,
+        }
+    return results
+
+
 def trainee(uri: str, rank: int, size: int, stop: Any, out: Any) -> None:
     """Joins, as DiLoCo does, and then one round after the other."""
     with ObjectStoreAllReduce(uri, rank, size, min_replicas=1) as replica:
@@ -263,6 +298,7 @@ def recovery(size: int = 4, kills: int = 8) -> dict[str, Any]:
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "requests": requests,
     "tensors": tensors,
+    "model": model,
     "recovery": recovery,
     "history": history,
     "simulated": simulated,
