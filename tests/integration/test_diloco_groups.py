@@ -142,11 +142,12 @@ def test_a_group_that_spans_replicas_and_a_model_that_is_not_wrapped_are_named(
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_two_hundred_kills_of_single_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_two_hundred_kills_of_single_processes(tmp_path: Path, codec: str) -> None:
     world = {
         "name": "soak",
         "rounds": 10,
-        "options": {"grace_s": 0.7, "checkpoint_every": 5, "min_replicas": 1},
+        "options": {"grace_s": 0.7, "checkpoint_every": 5, "min_replicas": 1, "codec": codec},
         "replicas": [["plain:1"], ["fsdp:2", "fsdp:4"], ["ddp:2", "fsdp:2", "ddp:2"]],
         "kills": 200,
     }

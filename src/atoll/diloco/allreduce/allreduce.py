@@ -403,9 +403,11 @@ class ObjectStoreAllReduce:
         work.uploads.clear()
         if settler.is_leaving:
             work.note = WHOLE
+        started = time.monotonic()
         self._upload(number, work)
         began = time.monotonic()
         ballot = settler.first_ballot(number)
+        ballot.lead_s = began - started
         while True:
             roster = self._settle(ballot, work)
             work.cargo.is_whole = False  # a roster with a whole upload is not waited for

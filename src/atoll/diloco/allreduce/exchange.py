@@ -314,10 +314,12 @@ class Exchange:
         started = progress = time.monotonic()
         grace = self.history.owner_grace(started - self._started)
         usual = self.history.usual(f"shards {self.layout.name}")
-        window, waited_s, due_s, is_waiting = 1, 0.0, 0.0, True
-        if pending and usual:
-            due_s = poll_pause(0.0, usual, is_cheap=self.blobs.is_folder)
-            time.sleep(due_s)
+        # Waits count from the roster: who took longer for the own shards waits less for others.
+        lead_s = 0.0 if self.blobs.is_folder else started - self._started
+        window, waited_s, due_s, is_waiting = 1, lead_s, lead_s, True
+        if pending and usual > lead_s:
+            due_s = lead_s + poll_pause(lead_s, usual, is_cheap=self.blobs.is_folder)
+            time.sleep(due_s - lead_s)
         while pending:
             missing = self._fetch(pending[:window], mean)
             if not missing:
@@ -327,7 +329,7 @@ class Exchange:
                 window = min(2 * window, WINDOW)
                 continue
             now = time.monotonic()
-            waited_s, is_waiting = now - started, True
+            waited_s, is_waiting = lead_s + now - started, True
             if len(missing) < min(window, len(pending)):
                 progress = now
             # From now on only the first missing place is asked for: each one costs a request.

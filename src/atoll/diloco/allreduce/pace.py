@@ -17,8 +17,10 @@ FIRST_OWNER_GRACE_S = 10.0
 MEMORY = 8  # rounds
 
 
-def poll_pause(elapsed_s: float, usual_s: float, *, is_cheap: bool = False) -> float:
-    """Seconds until the next look: doubling, but never less than 0.3 of the usual wait.
+def poll_pause(
+    elapsed_s: float, usual_s: float, *, is_cheap: bool = False, step: float = 0.3
+) -> float:
+    """Seconds until the next look: doubling, but never less than `step` of the usual wait.
 
     `is_cheap`: a look costs next to nothing, as in a folder. Then it comes soon.
     """
@@ -27,7 +29,7 @@ def poll_pause(elapsed_s: float, usual_s: float, *, is_cheap: bool = False) -> f
     due_s = 0.9 * usual_s
     if elapsed_s < due_s:
         return min(due_s - elapsed_s, 2.0)
-    step_s = max(0.3 * usual_s, 0.02)
+    step_s = max(step * usual_s, 0.02)
     longest_s = max(step_s, 0.2, 0.05 * elapsed_s)
     return min(max(step_s, elapsed_s - due_s), longest_s, 2.0)
 

@@ -72,6 +72,7 @@ class Ballot:
     blamed: list[str] = field(default_factory=list)
     quorum_at: float | None = None
     started: float | None = None  # when it was first settled on
+    lead_s: float = 0.0  # since the upload was begun, when it was first settled on
     again_s: float = 0.0  # after so many seconds without this rank, it uploads again
     is_blamed: bool = False  # this rank's upload may not be used
     uploads: dict[int, UploadName] = field(default_factory=dict)
@@ -181,12 +182,13 @@ class Settler:
         what = f"roster {layout.name}" if ballot.attempt == 0 else "next attempt"
         usual = self.history.usual(what)
         stagger = min(STAGGER_S, self.history.straggler_grace())
-        if ballot.turn and usual:  # a look before the usual time is in vain
-            time.sleep(self._pause(0.0, usual))
+        if ballot.turn and usual > ballot.lead_s:  # a look before the usual time is in vain
+            time.sleep(self._pause(ballot, 0.0, usual))
         while True:
             elapsed = time.monotonic() - started
             is_last_look = elapsed > self.me.timeout
-            is_looking = elapsed >= ballot.turn * stagger + (usual if ballot.turn else 0)
+            patience = max(0.0, usual - ballot.lead_s) if ballot.turn else 0.0
+            is_looking = elapsed >= ballot.turn * stagger + patience
             is_looking = is_looking and elapsed >= ballot.idle_s
             is_looking = is_looking or is_last_look
             # The first in the order need not ask: others decide only if it was very slow itself.
@@ -197,7 +199,8 @@ class Settler:
                 roster = self._propose(key, ballot, layout, codec, is_last_look=is_last_look)
             if roster is not None:
                 if not ballot.is_first:
-                    self.history.note_wait(what, time.monotonic() - started)
+                    # When it was looked for: it may have been there before.
+                    self.history.note_wait(what, ballot.lead_s + elapsed)
                 return roster
             if ballot.is_first and is_looking and elapsed >= ballot.says_at:
                 ballot.says_at = elapsed + NEXT_WORD_S
@@ -216,10 +219,13 @@ class Settler:
                 return None
             if self.is_leaving:
                 return None
-            time.sleep(self._pause(elapsed, usual))
+            time.sleep(self._pause(ballot, elapsed, usual))
 
-    def _pause(self, elapsed_s: float, usual_s: float) -> float:
-        return poll_pause(elapsed_s, usual_s, is_cheap=self.blobs.is_folder)
+    def _pause(self, ballot: Ballot, elapsed_s: float, usual_s: float) -> float:
+        if self.blobs.is_folder:
+            return poll_pause(elapsed_s, usual_s, is_cheap=True)
+        # Uploads over one link take longer or shorter, and are all there at about the same time.
+        return poll_pause(ballot.lead_s + elapsed_s, usual_s, step=0.15)
 
     def read(self, key: str) -> Roster | None:
         """The roster at `key`, or None.

@@ -23,7 +23,7 @@ from atoll.diloco.allreduce.roster import Member
 from atoll.diloco.allreduce.share import Cells, Share
 from atoll.diloco.blobs import Blobs
 
-RUN = 1 << 17  # values of a shard that are in memory at a time, from every member
+RUN = 1 << 17  # values of a shard that are in memory at a time
 ROOM_BYTES = 8 << 20  # of all members together, or little more
 MOST_BYTES_A_VALUE, MOST_EXTRA = 8, 4096  # what no codec exceeds
 
@@ -200,7 +200,7 @@ def encode_cells(codec: Codec, share: Share, shard: int, values: Vector) -> list
 
 def run_size(members: int) -> int:
     """Values of a run that is read from so many members: they have ROOM_BYTES, twice."""
-    return max(min(RUN, ROOM_BYTES // 8 // max(members, 1)), RUN // 4)
+    return max(min(2 * RUN, ROOM_BYTES // 8 // max(members, 1)), RUN // 4)
 
 
 def runs_of(share: Share, shard: int, most: int = RUN) -> Iterator[Cells]:

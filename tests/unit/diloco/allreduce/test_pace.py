@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import msgspec
-import pytest
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+import numpy as np
+import pytest
+from obstore.store import MemoryStore
+
+from atoll.diloco.allreduce import settle
+from atoll.diloco.allreduce.codecs import get_codec
+from atoll.diloco.allreduce.keys import Keys
+from atoll.diloco.allreduce.layout import describe
 from atoll.diloco.allreduce.pace import FIRST_OWNER_GRACE_S, MIN_GRACE_S, History, poll_pause
 from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.settle import Ballot, Me, Settler
+from atoll.diloco.allreduce.start import Start
+from atoll.diloco.blobs import Blobs
 
 
 def test_a_newcomer_waits_for_an_owner_as_long_as_the_others_do() -> None:
@@ -41,3 +52,23 @@ def test_advice_is_no_part_of_what_a_roster_is() -> None:
 def test_a_look_that_costs_nothing_comes_soon_and_none_is_ever_skipped() -> None:
     pauses = [poll_pause(elapsed, 60.0, is_cheap=True) for elapsed in (0.0, 0.1, 1.0, 1000.0)]
     assert pauses == [0.005, pytest.approx(0.01), pytest.approx(0.1), 0.2]
+
+
+@pytest.mark.parametrize(("lead_s", "slept"), [(0.0, [2.0]), (8.0, [1.0]), (10.0, [])])
+def test_a_rank_whose_upload_took_long_looks_for_the_roster_sooner(
+    lead_s: float, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads over one link are there at about the same time, whoever's took longest."""
+    history, pauses = History(), list[float]()
+    blobs, keys = Blobs(MemoryStore(), "memory"), Keys("run")
+    layout = describe([np.ones(4)], shards=2, codec="fp32", down_codec="fp32", name="")
+    settler = Settler(
+        blobs, keys, Me(1, 2, 1, "me", 600.0), history, ThreadPoolExecutor(1), Start(1)
+    )
+    history.note_wait("roster ", 10.0)
+    settler.write(keys.roster(3, 0), settler.void(3, 0, "decided"))
+    monkeypatch.setattr(settle.time, "sleep", pauses.append)
+    ballot = Ballot(3, 0, 1, {0, 1}, lead_s=lead_s)
+    roster = settler.settle(ballot, layout, get_codec("fp32"))
+    assert isinstance(roster, Roster)
+    assert pauses == pytest.approx(slept)
