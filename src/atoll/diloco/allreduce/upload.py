@@ -249,7 +249,7 @@ class CellReader:
         self.head = head[: self._reader.fill(head)]
         self._blobs, self._key, self._first = blobs, key, start + size
         self._cut = (wanted.start - theirs.cells.start, wanted.stop - theirs.cells.start)
-        self._table: wire.Table | None = None
+        self._table: wire.CellTable | None = None
         self._at = 0
 
     def __enter__(self) -> CellReader:
@@ -261,10 +261,10 @@ class CellReader:
     def close(self) -> None:
         self._reader.close()
 
-    def _open_table(self) -> wire.Table:
+    def _open_table(self) -> wire.CellTable:
         return wire.unseal_table(self._kind, self._place, self.head, self._count)
 
-    def _next(self, count: int) -> wire.Table:
+    def _next(self, count: int) -> wire.CellTable:
         if self._table is None:
             table, (first, last) = self._open_table(), self._cut
             if not self._is_all:
@@ -305,7 +305,7 @@ class CellReader:
         if self._is_all and self._reader.fill(memoryview(bytearray(1))):
             raise wire.Corrupt("there are bytes behind the last cell")
 
-    def _fill(self, table: wire.Table, data: memoryview) -> None:
+    def _fill(self, table: wire.CellTable, data: memoryview) -> None:
         count = self._reader.fill(data)
         wire.check_cells(self._kind, self._place, table, data[:count])
 

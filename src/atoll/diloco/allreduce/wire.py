@@ -94,15 +94,15 @@ def _checksum(kind: bytes, place: bytes, body: memoryview) -> int:
     return zlib.crc32(body[whole:], first)
 
 
-class Table(NamedTuple):
+class CellTable(NamedTuple):
     """The cells of an object, as the table before them tells of them."""
 
     lengths: tuple[int, ...]
     checksums: tuple[int, ...]
 
-    def cut(self, start: int, stop: int) -> Table:
+    def cut(self, start: int, stop: int) -> CellTable:
         """Of some of the cells."""
-        return Table(self.lengths[start:stop], self.checksums[start:stop])
+        return CellTable(self.lengths[start:stop], self.checksums[start:stop])
 
 
 @lru_cache(maxsize=256)
@@ -183,7 +183,7 @@ def seal_table(kind: bytes, place: bytes, cells: Sequence[Buffer]) -> bytes:
     return seal_cells(kind, place, lengths, sums)
 
 
-def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> Table:
+def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> CellTable:
     """The table that `head` begins with. Raises Corrupt unless it is whole and for this place."""
     view = memoryview(head).cast("B")
     body = unseal(kind, place, view[: table_size(count)])
@@ -191,10 +191,10 @@ def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> Table:
     if body.nbytes != rows.size:
         raise Corrupt(f"a table of {body.nbytes} bytes instead of {count} cells")
     words = rows.unpack(body)
-    return Table(words[0::2], words[1::2])
+    return CellTable(words[0::2], words[1::2])
 
 
-def check_cells(kind: bytes, place: bytes, table: Table, data: memoryview) -> None:
+def check_cells(kind: bytes, place: bytes, table: CellTable, data: memoryview) -> None:
     """Raises Corrupt unless `data` is these cells."""
     if data.nbytes != sum(table.lengths):
         raise Corrupt(f"{data.nbytes} bytes instead of {sum(table.lengths)}")

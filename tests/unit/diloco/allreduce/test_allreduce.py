@@ -134,7 +134,7 @@ def test_any_change_of_a_cell_shows(lengths: list[int]) -> None:
             assert wire.cell_sums(wire.SECTION, place, swapped, [length]) != [total]
     for kind, where in ((wire.SHARD, place), (wire.SECTION, wire.fence("there"))):
         assert not set(sums) & set(wire.cell_sums(kind, where, data, lengths))
-    cells = wire.Table(tuple(lengths), tuple(sums))
+    cells = wire.CellTable(tuple(lengths), tuple(sums))
     wire.check_cells(wire.SECTION, place, cells, memoryview(data))
     with pytest.raises(wire.Corrupt, match="bytes instead of"):
         wire.check_cells(wire.SECTION, place, cells, memoryview(data)[:-1])
