@@ -19,6 +19,7 @@ from atoll.diloco.allreduce.keys import parse_attempt
 from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.settle import Me, Settler
+from atoll.diloco.allreduce.work import HeldMean
 from atoll.diloco.blobs import Blobs
 
 T = TypeVar("T")
@@ -89,6 +90,17 @@ def tensor(rank: int, turn: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng([rank, turn]).standard_normal(SIZE).astype(np.float32)
 
 
+def read_held(held: HeldMean, size: int) -> np.ndarray[Any, Any]:
+    """The mean as one row; a place that is never visited is no number."""
+    row = np.full(size, np.nan, np.float32)
+
+    def take(start: int, part: Any) -> None:
+        row[start : start + part.size] = part
+
+    held.visit(take)
+    return row
+
+
 def reduce_row(
     replica: ObjectStoreAllReduce, layout: Layout, row: Any, weight: float = 1.0
 ) -> np.ndarray[Any, Any]:
@@ -96,7 +108,7 @@ def reduce_row(
     if replica.owes:
         work = replica.begin(layout)
         work.add(0, row.copy())
-        return replica.allreduce_parts(work, weight=weight).read()
+        return read_held(replica.allreduce_parts(work, weight=weight), row.size)
     mean = row.copy()
     replica.allreduce_share(layout, mean, lambda: np.copyto(mean, row), weight=weight)
     return mean
@@ -125,7 +137,7 @@ def reduce_parts(
 
     work = replica.begin(layout, bring)
     bring(work.add)
-    return replica.allreduce_parts(work, weight=weight).read()
+    return read_held(replica.allreduce_parts(work, weight=weight), brought.size)
 
 
 @dataclass

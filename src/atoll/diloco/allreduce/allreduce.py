@@ -241,8 +241,7 @@ class ObjectStoreAllReduce:
             cargo, feedback = self._load(layout)
             cargo.hold(row)
             cargo.add(feedback.up)
-            bring = lambda _: again()  # noqa: E731
-            work = Work(cargo, feedback, row, bring, read_weight(weight), note, says)
+            work = Work(cargo, feedback, row, again, read_weight(weight), note, says)
             self._allreduce(work)
 
     def begin(self, layout: Layout, again: Values | None = None) -> JointWork:

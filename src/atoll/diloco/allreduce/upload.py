@@ -81,10 +81,6 @@ class Cargo:
             self._rooms = np.empty(count * size, np.float32)
         return [self._rooms[at * size : (at + 1) * size] for at in range(count)]
 
-    def write(self, start: int, part: Vector) -> None:
-        """The values from `start` on are those of `part`."""
-        self.row[start : start + part.size] = part
-
     def add(self, residual: Vector | None) -> None:
         """Bring what earlier rounds left out, too."""
         if residual is not None:

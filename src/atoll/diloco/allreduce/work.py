@@ -23,7 +23,6 @@ from atoll.diloco.allreduce.upload import Cargo
 
 log = logging.getLogger("atoll.allreduce")
 
-Bring = Callable[[Cargo], None]
 Take = Callable[[int, Vector], None]  # where in the row, and the values from there on
 Values = Callable[[Take], None]  # calls it with all of a row, part by part
 
@@ -35,7 +34,7 @@ class Work:
     cargo: Cargo
     feedback: Feedback
     out: Vector | None = None  # for the mean, perhaps the row of the cargo; None: it stays encoded
-    bring: Bring | None = None  # puts the values into the cargo again
+    bring: Callable[[], None] | None = None  # puts the values into the row again
     weight: float = 1.0
     note: str = ""  # a word for all members
     says: Says | None = None
@@ -51,7 +50,7 @@ class Work:
         """The cargo has its values, even if a part of a mean is in their place."""
         if self.out is self.cargo.row:
             assert self.bring is not None
-            self.bring(self.cargo)
+            self.bring()
             self.cargo.add(self.feedback.up)
 
     def bring_again(self, is_counted: Callable[[], bool], *, carries: bool) -> None:
@@ -230,16 +229,6 @@ class HeldMean:
     def visit(self, take: Take) -> None:
         """`take` gets all of it, part by part, once, from several threads."""
         self._exchange.visit(take)
-
-    def read(self) -> Vector:
-        """All of it, as one row."""
-        row = np.empty(self._exchange.share.size, np.float32)
-
-        def take(start: int, part: Vector) -> None:
-            row[start : start + part.size] = part
-
-        self.visit(take)
-        return row
 
 
 def settle_failed(reader: catchup.Reader, feedback: Feedback) -> bool:
