@@ -31,6 +31,7 @@ os.environ["PYTHONPATH"] = str(ROOT / "src")
 from tests.support.control_plane import (  # noqa: E402
     ControlPlane,
     cpu_seconds,
+    journal_records,
     serving,
     wait_for,
 )
@@ -256,8 +257,8 @@ def changed(plane: ControlPlane, name: str, target: int) -> None:
 
 
 def rank_pids(plane: ControlPlane, training: Training) -> list[int]:
-    lines = (plane.directory(training) / "journal").read_text().splitlines()
-    return [r["pid"] for r in map(json.loads, lines) if r["t"] == "start"]
+    records = journal_records(plane.directory(training) / "journal")
+    return [r["pid"] for r in records if r["t"] == "start"]
 
 
 def kill_together(pids: list[int], then: Callable[..., object], *about: Any) -> None:

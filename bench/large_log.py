@@ -59,7 +59,7 @@ class Lab:
         (where / "work").mkdir()
         self.atoll = Shell(where / "state", where / "work")
         kept = 4 * megabytes * 2**20
-        (where / "work/atoll.toml").write_text(f"[executors.local]\nlog_bytes = {kept}\n")
+        self.atoll.configure(f"[executors.local]\nlog_bytes = {kept}\n")
         (where / "work/train.py").write_text(RANK)
         lines = megabytes * 2**20 // (len(LINE % 0) + 1)
         began = time.perf_counter()

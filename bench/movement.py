@@ -13,7 +13,7 @@ raw:       one file of (N-1)/N of the vector is written, N-1 ranges of 1/N are r
 raw, mean: the same, and the mean of what was read is computed before the second write, as the
            rounds compute it (sums in float64, rounded once).
 round:     `allreduce` of this version; `round, out`: into the result of an earlier call, by `out=`.
-0.1:       `allreduce` of the release before, from its wheel, in processes of its own.
+before:    `allreduce` of another tree (`--before SRC`), in processes of its own.
 
 A turn lasts from the first process that begins to the last that ends. Ratios are taken within a
 repeat, where the turns follow each other in a random order; the median over the repeats counts.
@@ -33,7 +33,6 @@ import statistics
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,7 +45,7 @@ RESULTS = Path(__file__).parent / "results" / "movement.json"
 TENSORS = 290
 KEPT = 2  # turns whose files stay
 WARM_UP = 3  # repeats that do not count
-RAW, RAW_MEAN, ROUND, ROUND_OUT, BEFORE = "raw", "raw, mean", "round", "round, out", "0.1"
+RAW, RAW_MEAN, ROUND, ROUND_OUT, BEFORE = "raw", "raw, mean", "round", "round, out", "before"
 NOW_WAYS = (RAW, RAW_MEAN, ROUND, ROUND_OUT)
 
 
@@ -168,7 +167,7 @@ def replica(
     rest = values - TENSORS * (values // TENSORS)
     data += [np.ones(rest, np.float32)] if rest else []
     out: list[Any] | None = None
-    with ObjectStoreAllReduce(f"{uri}/rounds", rank, size, grace_s=300, timeout=600) as ours:
+    with ObjectStoreAllReduce(f"{uri}/rounds", rank, size, grace_s=300, timeout_s=600) as ours:
         ways: dict[str, Callable[[], Any]] = {
             RAW: lambda: raw.turn(with_mean=False),
             RAW_MEAN: lambda: raw.turn(with_mean=True),
@@ -294,27 +293,24 @@ def main() -> None:
     parser.add_argument("--store", choices=STORES, default="file")
     parser.add_argument("--shape", action="append", help="replicas x MB, as 8x64")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--way", action="append", choices=[*NOW_WAYS, BEFORE])
+    parser.add_argument("--way", action="append", choices=NOW_WAYS)
+    parser.add_argument("--before", type=Path, help="src of an older clone to compare with")
     parser.add_argument("--source", type=Path, default=ROOT / "src")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    ways = options.way or [*NOW_WAYS, BEFORE]
+    ways = list(options.way or NOW_WAYS)
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
-    with tempfile.TemporaryDirectory(prefix="atoll-before-") as top:
-        sources = {"now": options.source}
-        if BEFORE in ways:
-            with zipfile.ZipFile(next((ROOT / "tests" / "releases").glob("*.whl"))) as wheel:
-                wheel.extractall(top)
-            sources["before"] = Path(top)
-        for shape in options.shape or ["8x64", "16x16"]:
-            size, megabytes = shape.split("x")
-            row = compare(
-                options.store, int(size), float(megabytes), options.repeats, sources, ways
-            )
-            print(json.dumps(row, indent=1), flush=True)
-            results[f"{options.store} {shape}"] = row
-            results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
-            options.results.write_text(json.dumps(results, indent=1) + "\n")
+    sources = {"now": options.source}
+    if options.before:
+        ways.append(BEFORE)
+        sources["before"] = options.before
+    for shape in options.shape or ["8x64", "16x16"]:
+        size, megabytes = shape.split("x")
+        row = compare(options.store, int(size), float(megabytes), options.repeats, sources, ways)
+        print(json.dumps(row, indent=1), flush=True)
+        results[f"{options.store} {shape}"] = row
+        results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
+        options.results.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
     python bench/rounds.py [history] [requests] [tensors] [model] [recovery] [simulated]
 
-history:   a late replica's first round in a run of 50 and of 50,000 rounds; this version, and the
-           release before from its wheel, in turns. The folder is on this machine's disk.
+history:   a late replica's first round in a run of 50 and of 50,000 rounds, on this machine's disk.
 requests:  replicas as threads over one store in memory; requests and bytes a rank and round.
 tensors:   4 KB in 1 tensor and in 2,900.
 model:     a round of DiLoCo with 16 KB in 1, 290 and 2,900 parameters, without the inner step.
@@ -24,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ from atoll.diloco.allreduce.roster import Member, Roster
 from atoll.diloco.allreduce.sweep import StoreSweep
 from atoll.diloco.blobs import Blobs
 
-ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "rounds.json"
 FEW, MANY = 50, 50_000
 LATE = """
@@ -55,7 +52,7 @@ with ObjectStoreAllReduce(sys.argv[1], 0, 1) as late:
 
 
 def write_rosters(folder: Path, count: int) -> None:
-    """A run of so many rounds, as a replica of the release before left it: four members each."""
+    """A run of so many rounds with nothing folded yet: four members each."""
     keys = Keys("run")
     with ObjectStoreAllReduce(f"file://{folder}", 0, 1) as first:
         first.go_on_at(count - 1)
@@ -68,14 +65,9 @@ def write_rosters(folder: Path, count: int) -> None:
         (folder / key).write_bytes(sealed)
 
 
-def late(path: Path, folder: Path) -> list[float]:
-    shared = [entry for entry in sys.path if entry.endswith("site-packages")]
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", LATE, f"file://{folder}"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(path), *shared])},
-        capture_output=True,
-        text=True,
-    )
+def late(folder: Path) -> list[float]:
+    command = [sys.executable, "-c", LATE, f"file://{folder}"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return [float(each) for each in done.stdout.split()]
 
@@ -83,20 +75,14 @@ def late(path: Path, folder: Path) -> list[float]:
 def history() -> dict[str, Any]:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="atoll-rounds-") as top:
-        old = Path(top) / "old"
-        with zipfile.ZipFile(next((ROOT / "tests" / "releases").glob("*.whl"))) as wheel:
-            wheel.extractall(old)
         folders = {count: Path(top) / str(count) for count in (FEW, MANY)}
         for count, folder in folders.items():
             write_rosters(folder, count)
-        for turn in ("as the release before leaves it", "folded"):
+        for turn in ("not folded", "folded"):
             took: dict[str, list[list[float]]] = {}
             for _ in range(3):
-                for name, path in (("0.1", old), ("this version", ROOT / "src")):
-                    if turn == "folded" and name == "0.1":
-                        continue
-                    for count, folder in folders.items():
-                        took.setdefault(f"{name}, {count} rounds", []).append(late(path, folder))
+                for count, folder in folders.items():
+                    took.setdefault(f"{count} rounds", []).append(late(folder))
             results[turn] = {
                 name: dict(
                     zip(
@@ -143,7 +129,7 @@ def world(size: int, rounds: int, values: int) -> dict[str, float]:
     def take_part(rank: int) -> None:
         data = [np.full(values, rank, np.float32)]
         with ObjectStoreAllReduce(
-            Blobs(store, "memory"), rank, size, grace_s=3600, timeout=7200
+            Blobs(store, "memory"), rank, size, grace_s=3600, timeout_s=7200
         ) as replica:
             for number in range(rounds):
                 start.wait()

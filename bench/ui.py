@@ -60,7 +60,7 @@ class Watcher:
 
     def open(self, path: str, wanted: str) -> dict[str, Any]:
         self.bytes = self.requests = 0
-        self.page.goto(f"{self.plane.url}{path}")
+        self.page.goto(f"{self.plane.origin}{path}")
         self.page.wait_for_selector(wanted)
         usable_ms = round(self.page.evaluate("performance.now()"))
         self.page.wait_for_timeout(1500)

@@ -1,20 +1,24 @@
-"""Processes that tests start import the same atoll as the tests do."""
+"""Processes that tests start import the same atoll as the tests do, and can be interrupted."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import signal
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-with contextlib.suppress(ImportError):  # not in .venv-integrations
-    from hypothesis import settings
+# `make test &` and `nohup make test` ignore these, and what is ignored is inherited. A handler is
+# not: the suite goes on ignoring them, and what it starts begins as in a terminal.
+for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, lambda *_: None)
 
-    # An example that takes long says how busy the machine is.
-    settings.register_profile("atoll", deadline=None)
-    settings.load_profile("atoll")
+# Thousands of processes of atoll are started, and each would compile it anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _SOURCE = str(Path(__file__).parents[1] / "src")
 if _SOURCE not in os.environ.get("PYTHONPATH", "").split(os.pathsep):

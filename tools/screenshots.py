@@ -301,7 +301,7 @@ def main() -> None:
             page = context.new_page()
             page.goto(plane.link())
             page.wait_for_selector(".chips button")
-            page.goto(plane.url + path)
+            page.goto(plane.origin + path)
             page.wait_for_selector(wanted)
             page.wait_for_timeout(1500)
             shot = context.new_cdp_session(page).send(

@@ -6,6 +6,7 @@ from atoll.core.errors import BelowMinimumWorld as BelowMinimumWorld
 from atoll.core.errors import Conflict as Conflict
 from atoll.core.errors import DistributedError as DistributedError
 from atoll.core.errors import NotFound as NotFound
+from atoll.core.errors import ResultError as ResultError
 from atoll.core.errors import UDTerminalState as UDTerminalState
 from atoll.core.errors import ValidationError as ValidationError
 from atoll.core.errors import WorldSizeOutOfBounds as WorldSizeOutOfBounds
@@ -24,7 +25,7 @@ from atoll.replicas.kubernetes import EKSExecutor as EKSExecutor
 from atoll.replicas.kubernetes import KubernetesExecutor as KubernetesExecutor
 from atoll.replicas.local import LocalProcessExecutor as LocalProcessExecutor
 from atoll.replicas.modal import ModalExecutor as ModalExecutor
-from atoll.replicas.modal import ModalSpawnExecutor as ModalSpawnExecutor
+from atoll.replicas.modal_spawn import ModalSpawnExecutor as ModalSpawnExecutor
 from atoll.replicas.protocol import ServerlessExecutor as ServerlessExecutor
 from atoll.replicas.sagemaker import SageMakerExecutor as SageMakerExecutor
 from atoll.replicas.slurm import SlurmExecutor as SlurmExecutor

@@ -2,21 +2,24 @@
 
 `ENTRYPOINT` names what runs, `module:function`, `package.module` or a script of the image, and
 ATOLL_ENTRYPOINT_ARGS its arguments as JSON. Rank, world and store come from the environment.
+Where ENTRYPOINT is this module, or composer's of that name, `trainer_module` and `trainer_fn` among
+the arguments are what runs; flags of composer's, such as --trainer-module, say the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from atoll.rank.entrypoint import write_error_file
-from atoll.rank.keywords import RANK, READERS, URI, WORLD, call
+from atoll.rank.keywords import OWN_MODULES, RANK, READERS, URI, WORLD, call, trainer_call
 
 ENTRYPOINT = "ENTRYPOINT"
 ARGS = "ATOLL_ENTRYPOINT_ARGS"
@@ -28,10 +31,11 @@ class BadSetting(ValueError):
     """A variable that is missing or wrong: nothing of the user's has been called."""
 
 
-def main(env: MutableMapping[str, str] | None = None) -> int:
+def main(argv: Sequence[str] = (), env: MutableMapping[str, str] | None = None) -> int:
     """Runs what ENTRYPOINT names. Bad settings are one line on stderr, and exit code 2."""
     env = os.environ if env is None else env
     try:
+        take_flags(argv, env)
         entry, args = read_settings(env)
         fill_in(env)
     except ValueError as error:
@@ -44,6 +48,23 @@ def main(env: MutableMapping[str, str] | None = None) -> int:
         write_error_file(error)
         raise
     return 0
+
+
+def take_flags(argv: Sequence[str], env: MutableMapping[str, str]) -> None:
+    """Sets the variables that composer's flags stand for."""
+    if not argv:
+        return
+    parser = argparse.ArgumentParser(prog="atoll.replica_entrypoint", allow_abbrev=False)
+    for flag in ("--rendezvous", "--world-size"):
+        parser.add_argument(flag)
+    parser.add_argument("--trainer-module", required=True)
+    parser.add_argument("--trainer-fn", default="train")
+    parser.add_argument("--trainer-kwargs-json", default="{}")
+    flags = vars(parser.parse_args(argv))
+    for name, variable in (("rendezvous", URI[0]), ("world_size", WORLD[0])):
+        if (value := flags.pop(name)) is not None:
+            env[variable] = value
+    env[ENTRYPOINT], env[ARGS] = OWN_MODULES[0], json.dumps(flags)
 
 
 def refuse(error: ValueError) -> int:
@@ -66,6 +87,11 @@ def read_settings(env: MutableMapping[str, str]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{ARGS}: expected JSON: {error}") from error
     if not isinstance(args, dict):
         raise ValueError(f"{ARGS}: {args!r}: expected an object with names and values")
+    if entry in OWN_MODULES:
+        try:
+            return trainer_call(args)
+        except ValueError as error:
+            raise ValueError(f"{ENTRYPOINT} is {entry}, and {error}") from error
     return entry, args
 
 
@@ -133,4 +159,4 @@ def _text(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -9,43 +9,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
-import shlex
 import shutil
 import socket
-import stat
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import atoll
-from atoll.core.errors import Conflict, Permanent, ValidationError
+from atoll.core.errors import Conflict, NotFound, Permanent, ValidationError
 from atoll.core.executors import LOCAL
+from atoll.local import plane_socket
+from atoll.local.plane_socket import SOCKET
 from atoll.local.spare import FULL, has_room, make_spare, spare_directories
 from atoll.local.state import ENDPOINT, state_dir
-from atoll.sdk.config import is_changed, read
+from atoll.rank.ownership import check_directory, check_entries, make_private
+from atoll.sdk.config import is_changed, read_for_plane
 from atoll.sdk.embedded import start_time
+from atoll.sdk.endpoint import Address
 
 if TYPE_CHECKING:
     import ssl
 
     from starlette.types import ASGIApp
 
+    from atoll.controller.informer import Informer
     from atoll.core.config import Config
-    from atoll.core.ports import Executor, Tokens
+    from atoll.core.ports import Executor, Key, Tokens
+    from atoll.server.background import BackgroundTasks, Work
     from atoll.server.executors import Setup
     from atoll.server.serving import GuardedServer
     from atoll.server.streams import Streams
+    from atoll.server.ui.sessions import Sessions
     from atoll.store.sqlite import SQLiteStore
     from atoll.store.tokens import SQLiteTokens
 
 DEFAULT_PORT = 7878
+EVERY_ADDRESS = ("0.0.0.0", "::")
 NAMESPACE = "default"
 PURGE_S = 60.0
 WATCH_FILES_S = 5.0
@@ -69,6 +76,8 @@ class ControlPlane:
     tokens: SQLiteTokens
     app: ASGIApp
     streams: Streams
+    background: BackgroundTasks
+    informer: Informer
     read_only: str = ""  # why it only reads; empty if it does all
     is_to_go_on: bool = False  # it ended because there is room to write
 
@@ -79,6 +88,7 @@ def build(
     slots: int | None = None,
     config: Path | None = None,
     has_shared_namespaces: bool = False,
+    is_loopback: bool = False,
 ) -> ControlPlane:
     """One that only reads, if what is stored there can be read but not written.
 
@@ -86,71 +96,94 @@ def build(
     ValidationError if its configuration is wrong.
     """
     from atoll.controller.clock import keep_mark, machine_clock, write_mark
+    from atoll.controller.informer import INFORMER, Informer
     from atoll.controller.loop import Controller
     from atoll.controller.sweep import keep_swept
-    from atoll.core.ports import Sweeping
     from atoll.rank.report_token import key_at
     from atoll.rounds.follow import RoundFollower, figures_of, whose_of
     from atoll.series.collect import Collector
     from atoll.series.keep import SeriesKeeper
     from atoll.server.app import create_app
-    from atoll.server.background import beside
-    from atoll.server.deliver import Deliverer
+    from atoll.server.background import CONTROLLER, BackgroundTasks
+    from atoll.server.deliver import Deliverer, load_webhooks
     from atoll.server.gauges import Gauges
     from atoll.server.streams import Streams
     from atoll.server.ui.sessions import Sessions
     from atoll.store.sqlite import SQLiteStore
     from atoll.store.tokens import SQLiteTokens
 
-    settings = read(config)
-    _check_private(where)
+    settings = read_for_plane(config)
+    webhooks = load_webhooks(settings.webhooks, settings.path)
+    check_directory(where)
     refusal = _why_full(where)
+    check_entries(where)
     executors, setup = configured(settings, where, slots=slots)
     if not has_shared_namespaces:
         setup = replace(setup, only={LOCAL: NAMESPACE})
+    sessions = Sessions(_identity(where), is_loopback=is_loopback)
     if refusal:
-        return _build_read_only(where, executors, setup, refusal)
+        return _build_read_only(where, executors, setup, sessions, refusal)
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
-    local: Any = executors[LOCAL]
     series = SeriesKeeper(where / "series.db")
-    gauges, streams = Gauges(), Streams()
-    deliverer = Deliverer(store.outbox, trusted=[NAMESPACE])
+    informer = Informer(store)
+    gauges, streams = Gauges(informer), Streams()
+    store.outbox.configure(webhooks)
+    deliverer = Deliverer(store.outbox)
     clock = machine_clock(where / "clock")
-    controller = Controller(
-        store,
-        executors,
-        clock=clock,
-        on_pass=lambda done: gauges.reconciled(done.seconds),
-        quiet_s=series.stillness.quiet_s,
-    )
+    background = BackgroundTasks()
+    notes = setup.notes
+
+    def all_notes() -> list[str]:
+        failing = [f"{one.name} does not work: {one.error}" for one in background.failures]
+        return [*notes(), *series.notes, *filter(None, [series.trouble]), *failing]
+
+    setup = replace(setup, notes=all_notes, stale=lambda: store.stale)
+
+    def control() -> Awaitable[None]:
+        controller = Controller(
+            store,
+            executors,
+            informer=informer,
+            clock=clock,
+            on_pass=lambda done: gauges.reconciled(done.seconds),
+            quiet_s=series.stillness.quiet_s,
+            rounds=series.rounds.seen,
+        )
+        series.rounds.on_news = controller.wake
+        return controller.run()
 
     @contextlib.asynccontextmanager
     async def controlled() -> AsyncIterator[None]:
-        await local.start(store)
+        for executor in executors.values():
+            await executor.start(store)
+        collector = Collector(
+            series,
+            figures_of(executors),
+            executors[LOCAL].machine_use,
+            # Its files are here: it may be taken up again.
+            lambda uid: (where / "ranks" / uid).exists(),
+        )
+        follower = RoundFollower(
+            series.rounds, whose_of(executors, setup.kinds), settings.round_stores, NAMESPACE
+        )
+        works: dict[str, Work] = {
+            INFORMER: informer.run,
+            CONTROLLER: control,
+            "clock": lambda: keep_mark(clock, where / "clock"),
+            "files": lambda: _watch_files(store, executors[LOCAL]),
+            "webhooks": deliverer.run,
+            "metrics": lambda: collector.run(informer),
+            "rounds": lambda: follower.run(informer),
+        }
+        for name, executor in executors.items():
+            works[f"sweep of {name}"] = functools.partial(keep_swept, store, executor)
         async with contextlib.AsyncExitStack() as running:
-            await running.enter_async_context(beside(controller.run(), _end_if_dead))
-            await running.enter_async_context(beside(keep_mark(clock, where / "clock")))
-            await running.enter_async_context(beside(_watch_files(store)))
-            await running.enter_async_context(beside(deliverer.run()))
-            collector = Collector(
-                series,
-                figures_of(executors),
-                local.machine_use,
-                # Its files are here: it may be taken up again.
-                lambda uid: (where / "ranks" / uid).exists(),
-            )
-            await running.enter_async_context(beside(collector.run(store)))
-            follower = RoundFollower(
-                series.rounds, whose_of(executors, setup.kinds), settings.round_stores, NAMESPACE
-            )
-            await running.enter_async_context(beside(follower.run(store)))
-            for executor in executors.values():
-                if isinstance(executor, Sweeping):
-                    await running.enter_async_context(beside(keep_swept(store, executor)))
+            for name, work in works.items():
+                await running.enter_async_context(background.running(name, work))
             yield
         for executor in executors.values():
-            await executor.close()  # type: ignore[attr-defined]
+            await executor.close()
         write_mark(clock, where / "clock")
         series.close()
         tokens.close()
@@ -162,36 +195,45 @@ def build(
         executors=executors,
         streams=streams,
         setup=setup,
+        informer=informer,
         gauges=gauges,
         clock=clock,
         series=series,
-        outbox=store.outbox,
-        deliverer=deliverer,
         report_key=key_at(where),
-        sessions=Sessions(_identity(where), where / "sessions.json"),
+        background=background,
+        sessions=sessions,
         lifespan=controlled,
     )
-    return ControlPlane(where, store, tokens, app, streams)
+    return ControlPlane(where, store, tokens, app, streams, background, informer)
 
 
 def _build_read_only(
-    where: Path, executors: dict[str, Executor], setup: Setup, refusal: str
+    where: Path,
+    executors: dict[str, Executor],
+    setup: Setup,
+    sessions: Sessions,
+    refusal: str,
 ) -> ControlPlane:
     """Without a controller: what it saw could not be stored, so it starts and stops nothing."""
     from atoll.controller.clock import machine_clock
+    from atoll.controller.informer import INFORMER, Informer
     from atoll.server.app import create_app
+    from atoll.server.background import BackgroundTasks
     from atoll.server.streams import Streams
     from atoll.store.readonly import ReadOnlyStore, ReadOnlyTokens
 
     store = ReadOnlyStore(where / "atoll.db", refusal)
     tokens = ReadOnlyTokens(where / "atoll.db", refusal)
     streams = Streams()
+    background = BackgroundTasks()
+    informer = Informer(store)
 
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[None]:
-        yield
+        async with background.running(INFORMER, informer.run):
+            yield
         for executor in executors.values():
-            await executor.close()  # type: ignore[attr-defined]
+            await executor.close()
         tokens.close()
         store.close()
 
@@ -200,12 +242,15 @@ def _build_read_only(
         tokens=tokens,
         executors=executors,
         streams=streams,
+        informer=informer,
         setup=replace(setup, read_only=refusal),
+        sessions=sessions,
         clock=machine_clock(where / "clock"),
+        background=background,
         lifespan=opened,
     )
     logging.getLogger(__name__).warning("read-only: %s", refusal)
-    return ControlPlane(where, store, tokens, app, streams, refusal)
+    return ControlPlane(where, store, tokens, app, streams, background, informer, refusal)
 
 
 def configured(
@@ -241,19 +286,9 @@ def configured(
         config=settings.path,
         is_changed=lambda: is_changed(settings),
         restart=f"stop it (kill {os.getpid()}; ranks go on) and run: atoll serve --config FILE",
-        notes=lambda: executors[LOCAL].set_aside,  # type: ignore[attr-defined]
+        notes=lambda: [note for each in executors.values() for note in each.notes()],
     )
     return executors, setup
-
-
-def _check_private(where: Path) -> None:
-    """Raises Permanent for a state directory in which others could put files of their own."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.stat(where).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise Permanent(
-                f"others can write to the state directory {where}, and so give commands that run "
-                f"as you: run: chmod go-w {shlex.quote(str(where))}"
-            )
 
 
 def _why_full(where: Path) -> str:
@@ -262,7 +297,7 @@ def _why_full(where: Path) -> str:
     Raises Permanent, before anything in it is touched, if it can be neither written nor read.
     """
     try:
-        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(where)
         _write_private(where / "space", " " * SPACE_BYTES)
         (where / "space").unlink()
     except OSError as error:
@@ -281,21 +316,18 @@ def _why_full(where: Path) -> str:
 
 def _can_go_on(plane: ControlPlane) -> bool:
     """Whether what a control plane needs can be written again."""
-    from atoll.store.readonly import ReadOnlyStore
-
-    assert isinstance(plane.store, ReadOnlyStore)
-    copied = 0 if plane.store.is_current else (plane.where / "atoll.db").stat().st_size
     try:
-        return has_room(plane.where, SPACE_BYTES + 2 * copied) and not _why_full(plane.where)
+        return has_room(plane.where, SPACE_BYTES) and not _why_full(plane.where)
     except (OSError, Permanent):
         return False
 
 
-async def _watch_files(store: SQLiteStore) -> None:
+async def _watch_files(store: SQLiteStore, local: Executor) -> None:
     """Tells of files that somebody deletes, also while nothing is written."""
     while True:
         await asyncio.sleep(WATCH_FILES_S)
         store.check_files()
+        local.renew_reserve()
 
 
 def _identity(where: Path) -> str:
@@ -305,15 +337,6 @@ def _identity(where: Path) -> str:
         return path.read_text().strip()
     _write_private(path, f"{uuid.uuid4().hex}\n")
     return path.read_text().strip()
-
-
-def _end_if_dead(controller: asyncio.Task[None]) -> None:
-    """Ends the process if its controller has died: it must not pretend to work."""
-    if not controller.cancelled() and controller.exception() is not None:
-        asyncio.get_running_loop().call_exception_handler(
-            {"message": "the controller died", "exception": controller.exception()}
-        )
-        os._exit(70)  # ranks keep running; the next control plane takes them over
 
 
 def serve(
@@ -335,26 +358,33 @@ def serve(
     `is_owned`: serves until standard input ends, then removes all trainings.
     """
     from atoll.server.lograte import quiet_log
-    from atoll.server.serving import listen, tls_of
+    from atoll.server.serving import BACKLOG, listen, tls_of
 
     quiet_log(logging.WARNING)
-    where = where or state_dir()
+    where = state_dir(where)
     tls = tls_of(tls_cert, tls_key)
-    listening = listen(host, port)
-    certificate = None if tls_cert is None else tls_cert.absolute()
-    address = _endpoint(listening, certificate)
-    if (limit := slots or read(config).executors[LOCAL].options.get("slots")) is not None:
+    listening = [listen(host, port)]
+    address = _endpoint(listening[0], is_tls=tls is not None)
+    if (limit := slots or read_for_plane(config).executors[LOCAL].options.get("slots")) is not None:
         address["slots"] = limit
     is_first = True
     while True:
         plane = build(
-            where, slots=slots, config=config, has_shared_namespaces=has_shared_namespaces
+            where,
+            slots=slots,
+            config=config,
+            has_shared_namespaces=has_shared_namespaces,
+            is_loopback=Address(address["url"]).is_local and host not in EVERY_ADDRESS,
         )
         if plane.read_only and is_owned:
             raise Permanent(plane.read_only)
         asyncio.run(ensure_token(plane.tokens, where))
-        server = _server(plane, address, tls, is_owned=is_owned, is_first=is_first)
-        server.run(sockets=[listening.dup()])  # it closes them; who connects meanwhile waits
+        # The store is locked: nobody else listens in this directory.
+        if (directory := _public_directory(plane, address["url"])) is not None:
+            listening.append(plane_socket.listen(directory, BACKLOG))
+        server = _server(plane, address, directory, tls, is_owned=is_owned, is_first=is_first)
+        # It closes them; who connects meanwhile waits.
+        server.run(sockets=[each.dup() for each in listening])
         if not plane.is_to_go_on:
             break
         is_first = False
@@ -379,12 +409,13 @@ async def ensure_token(tokens: Tokens, where: Path) -> None:
 def _server(
     plane: ControlPlane,
     address: dict[str, Any],
+    directory: Path | None,
     tls: ssl.SSLContext | None,
     *,
     is_owned: bool,
     is_first: bool,
 ) -> GuardedServer:
-    from atoll.server.serving import GuardedServer
+    from atoll.server.serving import BACKLOG, GuardedServer
 
     class Server(GuardedServer):
         """A server that announces when it is ready, and ends open streams when it stops."""
@@ -392,15 +423,30 @@ def _server(
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             self.loop = asyncio.get_running_loop()
-            _announce(plane, address)
+            _announce(plane, address, directory)
+            self.watching = self.loop.create_task(
+                plane.background.keep_running("socket", self.keep_announced)
+            )
             if is_first:
                 with contextlib.suppress(BrokenPipeError):  # who started it has left
                     sys.stdout.write(json.dumps(address) + "\n")
                     sys.stdout.flush()
             if plane.read_only:
-                self.looking = self.loop.create_task(self.look_for_room())
+                work = plane.background.keep_running("look for room", self.look_for_room)
+                self.looking = self.loop.create_task(work)
             if is_owned:
                 self.loop.add_reader(0, self.abandon)
+
+        async def keep_announced(self) -> None:
+            """Makes again what commands find it by, if somebody deletes that."""
+            while directory is not None:
+                await asyncio.sleep(WATCH_FILES_S)
+                if not plane.read_only and not plane.store.check_files():
+                    continue  # the directory may be another control plane's by now
+                if not (directory / SOCKET).exists():
+                    await self.accept_from(plane_socket.listen(directory, BACKLOG))
+                if not (directory / ENDPOINT).exists():
+                    _announce(plane, address, directory)
 
         async def look_for_room(self) -> None:
             is_full = True
@@ -412,8 +458,9 @@ def _server(
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             plane.streams.close()
+            self.watching.cancel()
             if not plane.is_to_go_on:  # else it stays true
-                _withdraw(plane.where)
+                _withdraw(plane.where, *spare_directories(plane.where))
             await super().shutdown(sockets)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
@@ -431,68 +478,77 @@ def _server(
 
         async def purge(self) -> None:
             try:
-                await _remove_all(plane.store)
+                await _remove_all(plane.informer)
             finally:
                 self.should_exit = True
 
     return Server(plane.app, tls=tls)
 
 
-def _announce(plane: ControlPlane, address: dict[str, Any]) -> None:
-    """Tells commands on this machine where it is: in its directory, or in place of that."""
-    log = logging.getLogger(__name__)
+def _public_directory(plane: ControlPlane, url: str) -> Path | None:
+    """Where commands on this machine look for it: its directory, or one in place of that; None if
+    none can be written."""
     if not plane.read_only:
-        _write_private(plane.where / ENDPOINT, json.dumps(address))
-        for spare in spare_directories(plane.where):
-            (spare / ENDPOINT).unlink(missing_ok=True)
-        return
+        return plane.where
     try:
-        _write_private(make_spare(plane.where) / ENDPOINT, json.dumps(address))
+        return make_spare(plane.where)
     except OSError as error:
-        url = address["url"]
-        why = f"no other place for {ENDPOINT} can be written: {error.strerror}"
-        log.warning("%s: commands find it only with ATOLL_URL=%s and ATOLL_TOKEN", why, url)
+        why = f"no other place for {ENDPOINT} and {SOCKET} can be written: {error.strerror}"
+        logging.getLogger(__name__).warning(
+            "%s: commands find it only with ATOLL_URL=%s and ATOLL_TOKEN", why, url
+        )
+        return None
 
 
-def _withdraw(where: Path) -> None:
-    for directory in (where, *spare_directories(where)):
-        with contextlib.suppress(OSError):
-            (directory / ENDPOINT).unlink(missing_ok=True)
+def _announce(plane: ControlPlane, address: dict[str, Any], directory: Path | None) -> None:
+    """Tells commands on this machine that it serves the socket in that directory."""
+    if directory is not None:
+        _write_private(directory / ENDPOINT, json.dumps(address))
+    if directory == plane.where:
+        _withdraw(*spare_directories(plane.where))
 
 
-def _endpoint(listening: socket.socket, certificate: Path | None) -> dict[str, Any]:
-    """What commands on this machine need to know. They trust the certificate by its file, whatever
-    name it is for."""
+def _withdraw(*directories: Path) -> None:
+    for directory in directories:
+        for name in (ENDPOINT, SOCKET):
+            with contextlib.suppress(OSError):
+                (directory / name).unlink(missing_ok=True)
+
+
+def _endpoint(listening: socket.socket, *, is_tls: bool) -> dict[str, Any]:
+    """What commands on this machine need to know."""
     host, port = listening.getsockname()[:2]
     url_host = f"[{host}]" if ":" in host else host
-    if host in ("0.0.0.0", "::"):
+    if host in EVERY_ADDRESS:
         url_host = "127.0.0.1"
-    tls = {} if certificate is None else {"certificate": str(certificate)}
     return {
-        "url": f"http{'s' if tls else ''}://{url_host}:{port}",
-        **tls,
+        "url": f"http{'s' if is_tls else ''}://{url_host}:{port}",
         "pid": os.getpid(),
         "startTime": start_time(os.getpid()),
         "release": atoll.__version__,
     }
 
 
-async def _remove_all(store: SQLiteStore) -> None:
+async def _remove_all(informer: Informer) -> None:
     """Removes every training; returns when all of them are gone, or after a while."""
     from msgspec.structs import replace
 
+    async def mark(key: Key) -> None:
+        with contextlib.suppress(Conflict, NotFound):  # an update tells of the change
+            training = await informer.store.get(key)
+            if training.deletion_requested_at is None:
+                training = replace(training, deletion_requested_at=time.time())
+                await informer.store.update_spec(training)
+
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PURGE_S):
-            version = await store.version()
-            while left := await store.list():
-                for training in left:
-                    if training.deletion_requested_at is None:
-                        with contextlib.suppress(Conflict):
-                            await store.update_spec(
-                                replace(training, deletion_requested_at=time.time())
-                            )
-                change = await anext(store.watch(version))
-                version = change.version
+            for _, key in informer.keys():
+                await mark(key)
+            updates = informer.updates()
+            while informer.keys():
+                update = await anext(updates)
+                if not update.is_removed:
+                    await mark(update.key)
 
 
 def _write_private(path: Path, text: str) -> None:

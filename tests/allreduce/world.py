@@ -169,7 +169,7 @@ class World:
         # A world of one may go on, so that no replica is left waiting when the others are done.
         usual: dict[str, Any] = {
             "grace_s": 0.2,
-            "timeout": 60,
+            "timeout_s": 60,
             "keep_rounds": 1000,
             "min_replicas": 1,
         }

@@ -6,8 +6,6 @@ import importlib
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "architecture.md", ROOT / "docs" / "add-a-backend.md"]
 HOP = re.compile(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)(?::([A-Za-z_0-9.]+))?`")
@@ -17,21 +15,27 @@ def hops() -> list[tuple[str, str]]:
     return sorted({hop for page in PAGES for hop in HOP.findall(page.read_text())})
 
 
-@pytest.mark.parametrize(("file", "name"), hops(), ids=lambda part: str(part))
-def test_every_hop_exists(file: str, name: str) -> None:
+def test_every_hop_exists() -> None:
+    found = hops()
+    assert len(found) > 50
+    assert [hop for hop in found if not exists(*hop)] == []
+
+
+def exists(file: str, name: str) -> bool:
     if not name and (ROOT / file).exists():
-        return  # a file of the tests
+        return True  # a file of the tests
     if file in ("options.py", "render.py", "executor.py"):
-        assert (ROOT / "src/atoll/kubernetes" / file).exists()
-        return
-    assert (ROOT / "src/atoll" / file).exists(), f"there is no src/atoll/{file}"
+        return (ROOT / "src/atoll/kubernetes" / file).exists()
+    if not (ROOT / "src/atoll" / file).exists():
+        return False
     dotted = "atoll." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     place: object = importlib.import_module(dotted)
     for part in name.split(".") if name else ():
-        place = getattr(place, part)
+        place = getattr(place, part, None)
+    return place is not None
 
 
 def test_the_map_names_every_package() -> None:
     page = PAGES[0].read_text()
-    packages = {p.parent.name for p in (ROOT / "src/atoll").glob("*/__init__.py")} - {"worker"}
+    packages = {p.parent.name for p in (ROOT / "src/atoll").glob("*/__init__.py")}
     assert {name for name in packages if f"`{name}`" not in page} == set()

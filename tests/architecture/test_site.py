@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -49,10 +50,19 @@ def test_every_page_is_reached_from_the_index() -> None:
     assert reached >= {page.name for page in DOCS.glob("*.md")}
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_figures_are_those_of_the_results(page: Path) -> None:
-    text = page.read_text()
-    assert filled(text) == text, "run: python -m tools.figures"
+def test_figures_are_those_of_the_results() -> None:
+    """Results of this machine, from `make bench`, are nobody's promise until they are committed."""
+    texts = {page.name: page.read_text() for page in pages()}
+    old = [name for name, text in texts.items() if filled(text) != text]
+    if old and is_measured_here():
+        pytest.skip("bench/results differ from those committed; python -m tools.figures takes them")
+    assert old == [], "run: python -m tools.figures"
+
+
+def is_measured_here() -> bool:
+    """Whether the results have changed since the last commit. Without git they have not."""
+    words = ["git", "diff", "--quiet", "HEAD", "--", "bench/results"]
+    return subprocess.run(words, cwd=DOCS.parent, stderr=subprocess.DEVNULL).returncode == 1
 
 
 def test_readme_has_figures_from_results() -> None:
@@ -63,23 +73,26 @@ def test_readme_has_figures_from_results() -> None:
 NO_FIGURES = {("kubernetes.md", "kubernetes")}
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_figures_of_a_bench_are_filled_in(page: Path) -> None:
+def test_figures_of_a_bench_are_filled_in() -> None:
     """A page that names a bench has figures of its results, each within a mark."""
-    text = page.read_text()
-    marked = {match["place"].partition("/")[0] for match in FIGURE.finditer(text)}
-    marked = marked.union(*(SOURCES[match["name"]] for match in TABLE.finditer(text)))
-    marked |= set(re.findall(r"bench/results/(\w+)\.json", text))  # named, not copied
-    for name in re.findall(r"bench/(\w+)\.py", text):
-        assert name in marked or (page.name, name) in NO_FIGURES, f"figures of bench/{name}.py"
-    for line in text.splitlines():  # Markdown takes such a line for HTML, and shows it raw
-        assert not line.lstrip(" ").startswith("<!--="), line
+    for page in pages():
+        text = page.read_text()
+        marked = {match["place"].partition("/")[0] for match in FIGURE.finditer(text)}
+        marked = marked.union(*(SOURCES[match["name"]] for match in TABLE.finditer(text)))
+        marked |= set(re.findall(r"bench/results/(\w+)\.json", text))  # named, not copied
+        named = {(page.name, name) for name in re.findall(r"bench/(\w+)\.py", text)}
+        assert {one for one in named - NO_FIGURES if one[1] not in marked} == set()
+        for line in text.splitlines():  # Markdown takes such a line for HTML, and shows it raw
+            assert not line.lstrip(" ").startswith("<!--="), (page.name, line)
 
 
-@pytest.mark.parametrize("name", sorted(public_names().items()), ids=lambda name: name[0])
-def test_every_public_name_is_described(name: tuple[str, str]) -> None:
-    module, _, attribute = name[1].rpartition(".")
-    assert inspect.getdoc(getattr(importlib.import_module(module), attribute))
+def test_every_public_name_is_described() -> None:
+    silent = []
+    for name, place in public_names().items():
+        module, _, attribute = place.rpartition(".")
+        if not inspect.getdoc(getattr(importlib.import_module(module), attribute)):
+            silent.append(name)
+    assert silent == []
 
 
 def test_the_diagram_of_phases_is_drawn() -> None:

@@ -21,7 +21,7 @@ POLL_S = 0.2
 MODAL_QUICK = frozenset(
     {
         *("none", "exit 3", "exit 7", "signal SIGKILL", "out of memory", "command not found"),
-        *("image error", "preempted", "deadline", "cancel", "supervisor killed"),
+        *("image error", "preempted", "deadline", "cancel", "supervisor killed", "records lost"),
         *("exit while the controller is down 9", "controller killed after apply 1"),
     }
 )

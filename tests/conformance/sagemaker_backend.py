@@ -17,7 +17,9 @@ from tests.support.sagemaker_stand_in import ROLE, SageMakerStandIn, StandInJob
 
 POLL_S = 0.15
 # A job takes seconds to start and to end: every run has these rows, `make soak` has all.
-SAGEMAKER_QUICK = frozenset({"none", "exit 3", "preempted", "exit while the controller is down 9"})
+SAGEMAKER_QUICK = frozenset(
+    {"none", "exit 3", "preempted", "records lost", "exit while the controller is down 9"}
+)
 OUT_OF_MEMORY = "ClientError: Please use an instance type with more memory, or reduce the size."
 LOST = "InternalServerError: We encountered an internal error. Please try again."
 

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, Protocol
+from unittest.mock import patch
 
 from tests.conformance.local_backend import LocalBackend
 from tests.conformance.table import Row
 from tests.support.control_plane import ControlPlane, PlaneDied, wait_for
 
 from atoll.core.spec import RendezvousSpec
+from atoll.rank.objects import Objects
 
 # Jobs take a while until they are seen to run.
 SLOWER = {"deadline": {"deadline_s": 5.0}}
@@ -51,6 +53,7 @@ class ServedBackend(LocalBackend):
                 "control daemon killed after it took a start": self._lose_answer,
                 "listing that fails halfway": lambda row, name: self._spoil_listings(),
                 "attempt started twice": self._start_again,
+                "records lost": self._lose_records,
             }
         )
 
@@ -123,6 +126,12 @@ class ServedBackend(LocalBackend):
         self._tell(name, f"{row.at}.0", str(row.detail))
         wait_for(lambda: not job.is_running)
         self._go_away(False)
+
+    def _lose_records(self, row: Row, name: str) -> None:
+        training = self._plane.get(name)
+        with patch.dict(os.environ, self._plane.env):
+            place = Objects.open(f"{training.spec.rendezvous.uri}/atoll-ranks/{training.uid}")
+            place.delete(list(place.entries()))
 
     def _lose_answer(self, row: Row, name: str) -> None:
         """It goes away once it has taken a start, whether or not it has answered."""

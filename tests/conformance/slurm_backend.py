@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -44,6 +45,7 @@ class SlurmBackend(LocalBackend):
                 "step daemon killed": self._kill_step_daemon,
                 "listing that fails halfway": self._break_listing,
                 "attempt started twice": self._start_again,
+                "records lost": self._lose_records,
             }
         )
 
@@ -181,6 +183,11 @@ class SlurmBackend(LocalBackend):
         (bin / "broken").unlink()
         training = self._plane.get(name)
         assert [rank.phase for rank in training.status.ranks] == ["Running"] * RANKS
+
+    def _lose_records(self, row: Row, name: str) -> None:
+        folder = self._folder / self._plane.get(name).uid
+        while folder.exists():  # beats may come in between
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _start_again(self, row: Row, name: str) -> None:
         (job, *_) = self._jobs(name)

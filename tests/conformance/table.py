@@ -121,6 +121,10 @@ ROWS = (
     Row(
         "listing that fails halfway", "succeeded", GOOD, GOOD, None, "none", False, end="after",
     ),
+    # What the backend lists is ended, though nothing is left that says so.
+    Row(
+        "records lost", "failed", LOST, LOST, None, "none", False, reason="ExecutorLost",
+    ),
     Row("attempt started twice", "succeeded", GOOD, GOOD, None, "none", False, end="after"),
     Row("exit while the controller is down", "failed", end(9, reason="Error"), STOPPED, detail=9),
     *(

@@ -70,6 +70,27 @@ def event(reason: str, at: float = 1.0, message: str = "m") -> Event:
     return Event(type="Normal", reason=reason, message=message, at=at)
 
 
+def test_a_snapshot_has_all_and_knows_which_are_settled(on_store: Callable[..., None]) -> None:
+    ended = Status(phase=Phase.FAILED, is_released=True)
+
+    async def check(store: Any) -> None:
+        runs = await store.create(training("runs"))
+        over = await store.update_status(await store.create(training("over")), ended)
+        snapshot = await store.snapshot()
+        assert snapshot.version == await store.version()
+        assert [*snapshot.active] == [runs]
+        assert [(s.uid, s.key, s.phase) for s in snapshot.settled] == [
+            (over.uid, over.key, "failed")
+        ]
+        assert snapshot.uids == {runs.uid, over.uid}
+        await store.update_spec(replace(over, deletion_requested_at=5.0))
+        snapshot = await store.snapshot()
+        assert [each.name for each in snapshot.active] == ["over", "runs"]
+        assert not snapshot.settled
+
+    on_store(check)
+
+
 def test_what_was_created_is_read_back(on_store: Callable[..., None]) -> None:
     async def check(store: Any) -> None:
         made = await store.create(training())

@@ -48,6 +48,7 @@ class Visitor:
 
     def __init__(self, browser: Any, atoll: Any, *, width: int = 1440) -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900})
+        self.context.set_default_timeout(60_000)
         self.context.grant_permissions(["clipboard-read", "clipboard-write"])
         self.complaints: list[str] = []
         self.hosts: set[str] = set()
@@ -56,7 +57,6 @@ class Visitor:
 
     def tab(self) -> Any:
         page = self.context.new_page()
-        page.set_default_timeout(30_000)
         page.on("console", self._hear)
         page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
         page.on("request", lambda request: self.hosts.add(request.url.split("/")[2]))

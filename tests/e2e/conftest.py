@@ -23,7 +23,7 @@ import pytest
 SOURCE = str(Path(__file__).parents[2] / "src")
 ATOLL = [sys.executable, "-m", "atoll.cli"]
 PATIENCE_S = 60.0
-WITHHELD = ("ATOLL_URL", "ATOLL_TOKEN", "NO_COLOR", "FORCE_COLOR")
+WITHHELD = ("ATOLL_CONFIG", "ATOLL_URL", "ATOLL_TOKEN", "NO_COLOR", "FORCE_COLOR")
 
 
 class Shell:
@@ -33,9 +33,17 @@ class Shell:
         self.state = state
         self.cwd = cwd
         self.env = {name: value for name, value in os.environ.items() if name not in WITHHELD}
-        self.env |= {"ATOLL_STATE_DIR": str(state), "COLUMNS": "120"}
+        config = Path(f"{state}-config")
+        self.toml = config / "atoll" / "atoll.toml"  # the user's own
+        self.env |= {"ATOLL_STATE_DIR": str(state), "XDG_CONFIG_HOME": str(config)}
+        self.env["COLUMNS"] = "120"
         paths = [SOURCE, *self.env.get("PYTHONPATH", "").split(os.pathsep)]
         self.env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+
+    def configure(self, text: str) -> None:
+        """Writes the user's own atoll.toml, which a control plane is started with."""
+        self.toml.parent.mkdir(parents=True, exist_ok=True)
+        self.toml.write_text(text)
 
     def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -89,8 +97,11 @@ class Terminal:
         self.text = ""
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
-            os.chdir(cwd)
-            os.execvpe(command[0], command, env | {"COLUMNS": "100", "LINES": "30"})
+            try:
+                os.chdir(cwd)
+                os.execvpe(command[0], command, env | {"COLUMNS": "100", "LINES": "30"})
+            finally:
+                os._exit(127)
 
     def read_until(self, wanted: str) -> str:
         until(lambda: wanted in self._read())

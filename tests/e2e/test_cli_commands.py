@@ -87,7 +87,7 @@ def test_people_see_tables(atoll: Any) -> None:
     )
     assert "RankLost" in atoll("events", "sad", "--since", "1h").stdout
     assert "no result: bench is off for this training" in atoll("bench", "sad").stdout
-    waited = atoll("wait", "sad")
+    waited = atoll("wait", "sad", "--timeout", "60")
     assert waited.returncode == 1
     assert "last lines of rank 1:" in waited.stderr
     assert "sad: removed" in atoll("rm", "sad").stdout

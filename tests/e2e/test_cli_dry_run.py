@@ -30,8 +30,7 @@ store = "s3://my-bucket/runs"
 
 @pytest.fixture
 def shell(lone_atoll: Shell) -> Shell:
-    lone_atoll.env.pop("ATOLL_CONFIG", None)
-    (lone_atoll.cwd / "atoll.toml").write_text(CONFIG)
+    lone_atoll.configure(CONFIG)
     return lone_atoll
 
 
@@ -50,7 +49,7 @@ def test_what_would_be_submitted_is_printed_and_nothing_is_done(shell: Shell) ->
     jobs = json.loads(printed["aws"])
     assert [job["AlgorithmSpecification"]["TrainingImage"] for job in jobs] == ["train:1"] * 2
     assert not (shell.cwd / "state").exists()
-    assert sorted(path.name for path in shell.cwd.iterdir()) == ["atoll.toml"]
+    assert list(shell.cwd.iterdir()) == []
 
 
 def test_what_is_not_honoured_is_told_beside_it(shell: Shell) -> None:
@@ -61,7 +60,7 @@ def test_what_is_not_honoured_is_told_beside_it(shell: Shell) -> None:
         "eu": ("min_gpu_memory_gb = 40", "min_gpu_memory_gb 40: gpu_count is 0"),
     }
     for name, (default, said) in asked.items():
-        (shell.cwd / "atoll.toml").write_text(f"{CONFIG}[defaults]\n{default}\n")
+        shell.configure(f"{CONFIG}[defaults]\n{default}\n")
         done = shell("run", "--dry-run", "--executor", name, "--", "true")
         assert done.returncode == 0, done.stderr
         assert done.stderr.startswith(f"atoll: {name} does not honour {said}")
@@ -86,7 +85,7 @@ def test_what_cannot_be_shown_is_one_line(shell: Shell, words: list[str], said: 
 
 
 def test_a_wrong_option_names_file_and_table(shell: Shell) -> None:
-    toml = shell.cwd / "atoll.toml"
+    toml = shell.toml
     toml.write_text(toml.read_text().replace("train:1", "").replace('"gpu"', "7"))
     done = shell("run", "--dry-run", "--executor", "lab", "--", "true")
     assert done.returncode == 2

@@ -37,13 +37,11 @@ LEFT = (
 @pytest.fixture
 def shell(lone_atoll: Shell) -> Shell:
     """With a cluster in its atoll.toml that nobody answers for."""
-    lone_atoll.env["XDG_CONFIG_HOME"] = str(lone_atoll.cwd / "nobody")
-    lone_atoll.env.pop("ATOLL_CONFIG", None)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    (lone_atoll.cwd / "kube.yaml").write_text(KUBECONFIG.format(port=port))
-    (lone_atoll.cwd / "atoll.toml").write_text(EU)
+    lone_atoll.configure(EU)
+    (lone_atoll.toml.parent / "kube.yaml").write_text(KUBECONFIG.format(port=port))
     return lone_atoll
 
 
@@ -52,7 +50,7 @@ def cluster(shell: Shell) -> Iterator[SmallCluster]:
     """It answers for the one in the atoll.toml."""
     made = SmallCluster()
     made.start()
-    (shell.cwd / "kube.yaml").write_text(KUBECONFIG.format(port=made.port))
+    (shell.toml.parent / "kube.yaml").write_text(KUBECONFIG.format(port=made.port))
     yield made
     made.stop()
 
@@ -66,7 +64,7 @@ def stop_server(shell: Shell) -> None:
 def test_a_cluster_that_does_not_answer_keeps_nothing_else_from_running(shell: Shell) -> None:
     assert shell("run", "--", "true").returncode == 0
     listed = shell.json("executors")
-    assert listed["config"] == str(shell.cwd / "atoll.toml")
+    assert listed["config"] == str(shell.toml)
     eu, local = listed["items"]
     assert (eu["name"], eu["kind"], eu["isReachable"]) == ("eu", "kubernetes", False)
     assert eu["message"].startswith("the Kubernetes API server did not answer: ")
@@ -86,17 +84,17 @@ def test_an_executor_that_is_not_there_is_refused_at_once(shell: Shell) -> None:
     assert refused.returncode == 2
     assert refused.stderr == (
         "atoll: error: --executor: 'us' is not valid: this control plane has: eu, local; it was "
-        f"started with {shell.cwd}/atoll.toml; to start it anew, stop it (kill "
+        f"started with {shell.toml}; to start it anew, stop it (kill "
         f"{shell.server_pid()}; ranks go on) and run: atoll serve --config FILE\n"
     )
     assert shell.json("ps") == []
-    (shell.cwd / "atoll.toml").write_text(EU + '[executors.us]\nkind = "kubernetes"\n')
+    shell.configure(EU + '[executors.us]\nkind = "kubernetes"\n')
     assert "which has changed since" in shell("run", "--executor", "us", "--", "true").stderr
     assert "has changed since the control plane was started" in shell("executors").stderr
 
 
 def test_defaults_are_used_and_the_command_line_wins(shell: Shell) -> None:
-    (shell.cwd / "atoll.toml").write_text(
+    shell.configure(
         '[defaults]\nworld_size = 2\nmax_restarts = 1\nenv = { A = "file", B = "file" }\n'
     )
     words = ("-e", "B=shell", "--", "sh", "-c", "echo $RANK $A $B")
@@ -113,11 +111,10 @@ def test_defaults_are_used_and_the_command_line_wins(shell: Shell) -> None:
 
 
 def test_a_default_executor_is_where_trainings_go(shell: Shell) -> None:
-    (shell.cwd / "atoll.toml").write_text(EU + '[defaults]\nexecutor = "eu"\n')
+    shell.configure(EU + '[defaults]\nexecutor = "eu"\n')
     assert shell("up", "--name", "there", "--", "true").returncode == 0
     assert shell.json("status", "there")["spec"]["executor"] == "eu"
     elsewhere = Shell(shell.state, shell.state)  # no atoll.toml: the control plane's default
-    elsewhere.env["XDG_CONFIG_HOME"] = shell.env["XDG_CONFIG_HOME"]
     assert elsewhere("up", "--name", "too", "--", "true").returncode == 0
     spec = shell.json("status", "too")["spec"]
     assert spec["executor"] == "eu"
@@ -136,7 +133,7 @@ def test_a_default_executor_is_where_trainings_go(shell: Shell) -> None:
 def test_a_mistake_in_the_file_is_told_before_anything_happens(
     shell: Shell, text: str, words: str
 ) -> None:
-    (shell.cwd / "atoll.toml").write_text(text)
+    shell.configure(text)
     refused = shell("run", "--", "true")
     assert refused.returncode in (1, 2)
     assert words in refused.stderr
@@ -147,7 +144,7 @@ def test_a_mistake_in_the_file_is_told_before_anything_happens(
 def test_a_training_outlives_the_configuration_of_its_executor(shell: Shell) -> None:
     assert shell("up", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
     stop_server(shell)
-    (shell.cwd / "atoll.toml").write_text("")
+    shell.configure("")
     until_missing(shell, "far")
     shown = shell.json("status", "far")
     assert shown["phase"] == "pending"
@@ -185,8 +182,8 @@ def test_a_run_that_nobody_can_stop_now_is_left_in_its_time(shell: Shell) -> Non
 
 
 def test_an_executor_that_cannot_be_used_says_why_until_a_restart(shell: Shell) -> None:
-    (shell.cwd / "kube.yaml").rename(shell.cwd / "elsewhere.yaml")
-    file = shell.cwd / "kube.yaml"
+    (shell.toml.parent / "kube.yaml").rename(shell.toml.parent / "elsewhere.yaml")
+    file = shell.toml.parent / "kube.yaml"
     why = f"no usable Kubernetes configuration: Configuration file {file} not found"
     assert shell("run", "--", "true").returncode == 0
     eu, _ = shell.json("executors")["items"]
@@ -197,7 +194,7 @@ def test_an_executor_that_cannot_be_used_says_why_until_a_restart(shell: Shell) 
         f"atoll: error: --executor: 'eu' is not valid: {why}; once that is put right, "
         f"stop it (kill {shell.server_pid()}; ranks go on) and run: atoll serve --config FILE\n"
     )
-    (shell.cwd / "elsewhere.yaml").rename(file)
+    (shell.toml.parent / "elsewhere.yaml").rename(file)
     assert shell.json("executors")["items"][0]["message"] == why
     stop_server(shell)
     assert "did not answer" in shell.json("executors")["items"][0]["message"]
@@ -209,11 +206,11 @@ def test_a_training_goes_on_once_its_executor_is_there_again(
     assert shell("up", "--executor", "eu", "--name", "far", "--", "true").returncode == 0
     until(lambda: jobs_of(cluster))
     stop_server(shell)
-    (shell.cwd / "atoll.toml").write_text("")
+    shell.configure("")
     until_missing(shell, "far")
     (before,) = jobs_of(cluster)
     stop_server(shell)
-    (shell.cwd / "atoll.toml").write_text(EU)
+    shell.configure(EU)
     until(lambda: shell.json("status", "far")["message"] == "0 of 1 ranks ready, min 1")
     assert jobs_of(cluster) == [before]
     drop_records(shell)

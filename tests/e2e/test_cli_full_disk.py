@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from atoll.sdk import embedded, flows
 from atoll.sdk.client import Client
 from atoll.sdk.training import DistributedTraining
 from tests.e2e.conftest import Shell, is_alive, until
+from tests.support.control_plane import journal_records
 from tests.support.small_disk import fill, small_disk
 
 FOREVER = ["sh", "-c", "echo up; while :; do sleep 0.05; done"]
@@ -86,8 +89,8 @@ def announced_elsewhere(where: Path) -> list[Path]:
 
 
 def rank_pids(where: Path, uid: str) -> dict[int, int]:
-    text = (where / "ranks" / uid / "journal").read_text()
-    starts = [r for r in map(json.loads, text.splitlines()) if r["t"] == "start"]
+    records = journal_records(where / "ranks" / uid / "journal")
+    starts = [r for r in records if r["t"] == "start"]
     return {r["rank"]: r["pid"] for r in starts if is_alive(r["pid"])}
 
 
@@ -193,3 +196,69 @@ def test_new_directory_on_a_full_disk_is_refused(disk: Path, tmp_path: Path) -> 
     assert refused.returncode == 1
     assert f"cannot write to {disk}/state: No space left on device" in refused.stderr
     assert refused.stderr.count("\n") == 1
+
+
+FILLS = """
+import os, time
+file = os.open("{path}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+while True:
+    try:
+        os.write(file, bytes(65536))
+    except OSError:
+        try:
+            os.write(file, bytes(64))
+        except OSError:
+            time.sleep(0.001)
+"""
+
+
+@pytest.fixture
+def filled(disk: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
+    """A training whose rank takes every byte of the disk, and goes on taking those that are freed;
+    another one that runs."""
+    for name in ("ATOLL_URL", "ATOLL_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    where = disk / "state"
+    monkeypatch.setenv("ATOLL_STATE_DIR", str(where))
+    shell = Shell(where, disk.parent)
+    with Client() as client:
+        other = client.deploy_distributed("other", command=FOREVER, world_size=1)
+        other.wait_until_target_world(60)
+        program = FILLS.format(path=disk / "filler")
+        fills = client.deploy_distributed(
+            "fills", command=[sys.executable, "-c", program], world_size=1
+        )
+        fills.wait_until_target_world(60)
+        until(lambda: shutil.disk_usage(disk).free == 0)
+        pids = rank_pids(where, fills.uid)
+    yield shell
+    for pid in pids.values():  # else it would run on without a disk, if it could not be stopped
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    (disk / "filler").unlink(missing_ok=True)
+    with Client() as client:
+        for training in client.list():
+            training.delete()
+    stop(where, signal.SIGTERM)
+
+
+def test_a_rank_that_fills_the_disk_can_be_cancelled_and_removed(filled: Shell, disk: Path) -> None:
+    with Client() as client:
+        pids = rank_pids(disk / "state", client.get("fills").uid)
+        assert len(pids) == 1
+        refused = filled("run", "--name", "more", "--", "true")
+        assert refused.returncode == 1
+        assert f"cannot write {disk}/state/atoll.db: the disk is full" in refused.stderr
+        assert "condition StatusStale: this status may be out of date since" in (
+            filled("status", "other").stdout
+        )
+        assert filled("cancel", "fills").returncode == 0
+        until(lambda: not any(map(is_alive, pids.values())))
+        assert filled("wait", "fills").returncode in (1, 130)
+        assert client.get("fills").phase == "cancelled"
+        assert filled("rm", "fills").returncode == 0
+        until(lambda: [each.name for each in client.list()] == ["other"])
+        assert filled("rm", "other").returncode == 0  # the disk is full to this moment
+        until(lambda: client.list() == [])
+        (disk / "filler").unlink()
+        until(lambda: filled("run", "--name", "more", "--", "true").returncode == 0)

@@ -30,7 +30,7 @@ def kill_server(atoll: Any) -> None:
 def test_each_rank_has_its_own_also_across_trainings_and_a_killed_control_plane(
     lone_atoll: Any,
 ) -> None:
-    (lone_atoll.cwd / "atoll.toml").write_text("[executors.local]\ngpus = [4, 5, 6, 7]\n")
+    lone_atoll.configure("[executors.local]\ngpus = [4, 5, 6, 7]\n")
     assert lone_atoll("up", "--name", "a", "-n", "2", "--gpus", "1", "--", *HOLD).returncode == 0
     assert sorted(shown(lone_atoll, "a", 2)) == ["4", "5"]
     kill_server(lone_atoll)
@@ -47,7 +47,7 @@ def test_each_rank_has_its_own_also_across_trainings_and_a_killed_control_plane(
 
 
 def test_fewer_than_the_machine_has_are_waited_for_and_told(lone_atoll: Any) -> None:
-    (lone_atoll.cwd / "atoll.toml").write_text("[executors.local]\ngpus = 2\n")
+    lone_atoll.configure("[executors.local]\ngpus = 2\n")
     words = ("run", "-n", "3", "--gpus", "1", "--timeout", "2", "--", "true")
     done = lone_atoll(*words)
     assert done.returncode == 124
@@ -64,8 +64,37 @@ def test_the_callers_own_variable_is_what_ranks_choose_from(lone_atoll: Any) -> 
     assert re.findall(r"device (\S+)", both.stdout) == ["2,3", "2,3"]
 
 
+FOUND = """
+echo "$RANK/$WORLD_SIZE local $LOCAL_RANK/$LOCAL_WORLD_SIZE on $CUDA_VISIBLE_DEVICES threads \
+${OMP_NUM_THREADS-any}"
+"""
+
+
+def test_local_rank_is_a_device_that_the_rank_sees(lone_atoll: Any) -> None:
+    def found(*words: str, **env: str) -> list[str]:
+        done = lone_atoll("run", *words, "--", "sh", "-c", FOUND, **env)
+        assert done.returncode == 0, done.stderr
+        return sorted(re.findall(r"\d/\d local.*", done.stdout))
+
+    lone_atoll.configure("[executors.local]\ngpus = [4, 5, 6, 7]\n")
+    own = found("-n", "2", "--gpus", "2")
+    assert [line.split(" on ")[0] for line in own] == ["0/2 local 0/1", "1/2 local 0/1"]
+    assert sorted(re.findall(r" on (\S+)", "\n".join(own))) == ["4,5", "6,7"]
+    assert {line.rpartition(" ")[2] for line in own} == {"1"}
+    assert found("-n", "3", CUDA_VISIBLE_DEVICES="2,3", OMP_NUM_THREADS="5") == [
+        "0/3 local 0/2 on 2,3 threads 5",
+        "1/3 local 1/2 on 2,3 threads 5",
+        "2/3 local 0/2 on 2,3 threads 5",
+    ]
+    assert found("-n", "2", "-e", "OMP_NUM_THREADS=4", CUDA_VISIBLE_DEVICES="") == [
+        "0/2 local 0/2 on  threads 4",
+        "1/2 local 1/2 on  threads 4",
+    ]
+    assert found("-n", "1", CUDA_VISIBLE_DEVICES="3") == ["0/1 local 0/1 on 3 threads any"]
+
+
 def test_what_is_not_honoured_is_told_in_one_line(lone_atoll: Any) -> None:
-    (lone_atoll.cwd / "atoll.toml").write_text("[executors.local]\ngpus = 0\n")
+    lone_atoll.configure("[executors.local]\ngpus = 0\n")
     done = lone_atoll("run", "--image", "x/y:1", "--memory", "4Gi", "--gpus", "1", "--", "true")
     assert done.returncode == 0
     (told,) = [line for line in done.stderr.splitlines() if "does not honour" in line]

@@ -33,8 +33,7 @@ def modal(lone_atoll: Shell) -> Iterator[ModalStandIn]:
     s3.make_bucket("runs")
     server.secrets["store"] = s3.environment
     lone_atoll.env |= {**server.environment, **s3.environment}
-    lone_atoll.env.pop("ATOLL_CONFIG", None)
-    (lone_atoll.cwd / "atoll.toml").write_text(CONFIG)
+    lone_atoll.configure(CONFIG)
     yield server
     if names := [each["name"] for each in lone_atoll.json("ps")]:
         assert lone_atoll("rm", *names).returncode == 0

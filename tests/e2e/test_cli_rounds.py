@@ -78,3 +78,36 @@ def test_rounds_equal_the_rosters_through_kills_though_nobody_reports(atoll: Any
     rows = list(csv.DictReader(io.StringIO(atoll("rounds", "many", "--csv").stdout)))
     assert [int(row["round"]) for row in rows] == sorted(rosters)
     assert rows[0]["roster"].split() == [str(rank) for rank in held[0][1]]
+
+
+SAME_DATA = """
+import torch
+from atoll.diloco import DiLoCo
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+inner = torch.optim.SGD(model.parameters(), lr=0.01)
+with DiLoCo(model, inner, sync_every=1) as diloco:
+    for _ in range(3):
+        model(torch.randn(8, 4)).pow(2).mean().backward()
+        inner.step()
+        inner.zero_grad()
+"""
+
+
+def test_replicas_on_the_same_data_are_not_simply_green(atoll: Any) -> None:
+    """The warning of a rank is at the end of `atoll run`, in the status, an event, a condition."""
+    (atoll.cwd / "same.py").write_text(SAME_DATA)
+    done = atoll("run", "--name", "same", "-n", "2", "--rendezvous", "none", "same.py")
+    assert done.returncode == 0
+    words = "ranks 0 and 1 moved identically"
+    assert f"  warning: round 0: {words}" in done.stderr
+    status = atoll.json("status", "same")
+    assert len(status["warnings"]) == 1
+    until(lambda: "TrainingWarning" in atoll("events", "same").stdout)
+    events = [e for e in atoll.json("events", "same") if e["reason"] == "TrainingWarning"]
+    assert [(e["type"], e["count"], words in e["message"]) for e in events] == [
+        ("Warning", 1, True)
+    ]
+    conditions = {c["type"]: c for c in atoll.json("status", "same")["conditions"]}
+    assert words in conditions["Warnings"]["message"]
+    assert "rounds taken part in: ranks 0-1: 3" in atoll("rounds", "same").stdout

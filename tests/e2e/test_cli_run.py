@@ -69,7 +69,7 @@ def test_a_failure_names_the_first_failing_rank_and_shows_its_last_lines(atoll: 
     assert "rank 1 failed first: it was killed by SIGSEGV (segmentation fault), exit code 139" in (
         report
     )
-    assert "stopped after it: 0, 2" in report
+    assert "ranks 0, 2 were stopped by atoll" in report
     assert "last lines of rank 1:\n  | before 1\n  | index out of range\n" in report
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from tests.e2e.conftest import is_alive, until
 
 SLEEPER = "echo up $$; sleep 60"
-STUBBORN = "trap '' TERM; echo up $$; while :; do sleep 0.1; done"
+# It notes that it was asked to stop, and does so when the test says.
+STUBBORN = "trap 'touch asked' TERM; echo up $$; until [ -e go ]; do sleep 0.1; done"
 
 
 def test_the_world_is_a_live_line_below_coloured_logs(atoll: Any) -> None:
@@ -33,7 +34,7 @@ def test_ctrl_c_cancels_and_waits_for_the_ranks(atoll: Any) -> None:
 
 def test_a_second_ctrl_c_leaves_at_once_and_the_ranks_are_stopped_all_the_same(atoll: Any) -> None:
     terminal = atoll.in_terminal(
-        "run", "--name", "stubborn", "--stop-grace", "2", "--", "sh", "-c", STUBBORN
+        "run", "--name", "stubborn", "--stop-grace", "60", "--", "sh", "-c", STUBBORN
     )
     pid = _pid(terminal)
     terminal.press("\x03")
@@ -42,6 +43,8 @@ def test_a_second_ctrl_c_leaves_at_once_and_the_ranks_are_stopped_all_the_same(a
     assert terminal.code() == 128 + signal.SIGINT
     assert "the training is being cancelled" in terminal.text
     assert "was cancelled" not in terminal.text
+    until((atoll.cwd / "asked").exists)
+    (atoll.cwd / "go").touch()
     assert atoll("wait", "stubborn").returncode == 1
     until(lambda: not is_alive(pid))
 

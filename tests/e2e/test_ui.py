@@ -3,17 +3,20 @@ ranks print is only ever text."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 
 from tests.e2e.browser import Visitor, open_browser, violations
-from tests.e2e.conftest import is_alive, until
+from tests.e2e.conftest import until
+from tests.proxy import Proxy
 
 FOREVER = "trap 'exit 0' TERM; while :; do sleep 0.05; done"
 HOSTILE = "<img src=x onerror=document.title='broken'>"
@@ -59,7 +62,7 @@ def test_a_failure_is_understood_from_its_page_and_nothing_a_rank_says_is_markup
     page.wait_for_selector("#cause >> text=exited with code 7")
     page.wait_for_selector("#cause >> text=ValueError: shapes do not match")
     page.wait_for_selector(".seq >> text=Rank 1 exited with code 7")
-    page.wait_for_selector(".tally >> text=2 stopped with the rest")
+    page.wait_for_selector(".tally >> text=2 stopped by atoll")
     page.wait_for_selector(f".logs li:has-text({HOSTILE!r})")
     assert re.fullmatch(r"\d\d:\d\d:\d\d", page.inner_text(".logs li time >> nth=0"))
     page.wait_for_selector(".chart h3:has-text('loss')")
@@ -125,38 +128,29 @@ def test_a_killed_rank_appears_and_reload_back_and_two_tabs_show_the_same(
 
 
 def test_a_page_says_that_it_is_stale_and_goes_on_when_the_server_is_back(
-    browser: Any, lone_atoll: Any
+    browser: Any, atoll: Any
 ) -> None:
-    atoll = lone_atoll
-    port = _free_port()
-    server = atoll.start("serve", "--port", str(port))
-    until(lambda: (atoll.state / "endpoint.json").exists())
     atoll("up", "--name", "stays", "-n", "1", "--", "sh", "-c", FOREVER)
+    line = Proxy(json.loads((atoll.state / "endpoint.json").read_text())["url"])
     visitor = Visitor(browser, atoll)
-    visitor.sign_in()
+    link = urlsplit(visitor.link())
+    by_line = f"{link.hostname}:{urlsplit(line.url).port}"
+    visitor.page.goto(urlunsplit(link._replace(netloc=by_line)))
+    visitor.page.wait_for_selector(".chips button")
     page = visitor.open("/t/stays", ".facts >> text='1 of 1'")
-    server.kill()
-    server.communicate()
+    line.is_refusing = True
+    line.cut()
     page.wait_for_selector("#stale:visible")
     assert "Not connected since" in page.inner_text("#stale")
     assert page.get_attribute("button:has-text('Cancel…')", "aria-disabled") == "true"
-    again = atoll.start("serve", "--port", str(port))
+    line.is_refusing = False
     page.wait_for_selector("#stale", state="hidden")
     page.click("button:has-text('Cancel…')")
     page.click("dialog button.danger")
     page.wait_for_selector(".title >> text=Cancelled")
     visitor.close()
-    atoll.stop()
-    again.communicate()
-    assert not is_alive(again.pid)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    line.close()
+    atoll("rm", "stays")
 
 
 @pytest.mark.parametrize("width", [1440, 390])

@@ -41,7 +41,7 @@ def page(plane: CrowdedPlane) -> Iterator[Any]:
 
 
 def test_a_rank_opens_beside_the_page_with_its_own_address(plane: CrowdedPlane, page: Any) -> None:
-    page.goto(f"{plane.url}/t/small")
+    page.goto(f"{plane.origin}/t/small")
     page.click(".strips a:text-is('4')")
     page.wait_for_selector(".side >> text=Newest figures")
     assert page.url.endswith("/t/small/r/4")
@@ -66,7 +66,7 @@ def test_a_rank_opens_beside_the_page_with_its_own_address(plane: CrowdedPlane, 
 
 
 def test_some_ranks_of_a_large_world_are_seen_as_lanes(plane: CrowdedPlane, page: Any) -> None:
-    page.goto(f"{plane.url}/t/large")
+    page.goto(f"{plane.origin}/t/large")
     page.wait_for_selector(".mosaic canvas")
     page.fill("input[aria-label='Ranks to show as lanes']", "10-12,150")
     page.click("button:text-is('Show')")
@@ -82,7 +82,7 @@ def test_some_ranks_of_a_large_world_are_seen_as_lanes(plane: CrowdedPlane, page
 def test_a_span_of_time_is_drawn_with_the_pointer_and_kept_in_the_address(
     plane: CrowdedPlane, page: Any
 ) -> None:
-    page.goto(f"{plane.url}/t/small?w=all")
+    page.goto(f"{plane.origin}/t/small?w=all")
     world = page.wait_for_selector(".worldchart svg").bounding_box()
     middle = world["y"] + world["height"] / 2
     page.mouse.move(world["x"] + world["width"] * 0.5, middle)
@@ -98,7 +98,7 @@ def test_a_span_of_time_is_drawn_with_the_pointer_and_kept_in_the_address(
 
 
 def test_keys_are_told_and_go_where_they_say(plane: CrowdedPlane, page: Any) -> None:
-    page.goto(f"{plane.url}/t/small")
+    page.goto(f"{plane.origin}/t/small")
     page.wait_for_selector(".chart canvas")
     page.keyboard.press("?")
     assert "all trainings" in page.wait_for_selector("dialog").inner_text()
@@ -119,7 +119,7 @@ def test_keys_are_told_and_go_where_they_say(plane: CrowdedPlane, page: Any) -> 
 
 
 def test_runs_are_compared_by_step_time_and_tokens(plane: CrowdedPlane, page: Any) -> None:
-    page.goto(f"{plane.url}/compare?t=small&t=large&t=run-00001&x=tokens")
+    page.goto(f"{plane.origin}/compare?t=small&t=large&t=run-00001&x=tokens")
     page.wait_for_selector(".u-over")
     assert page.locator(".legend li").count() == 1
     assert "No loss with tokens: large, run-00001" in page.inner_text("[role=status].dim")

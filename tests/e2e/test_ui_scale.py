@@ -41,12 +41,12 @@ class Tab:
         self.page.wait_for_selector(".chips button")
 
     def _note(self, request: Any) -> None:
-        path = request.url.removeprefix(self.plane.url).partition("?")[0]
+        path = request.url.removeprefix(self.plane.origin).partition("?")[0]
         self.sizes.setdefault(path, []).append(request.sizes()["responseBodySize"])
 
     def open(self, path: str, wanted: str) -> Any:
         self.sizes.clear()
-        self.page.goto(f"{self.plane.url}{path}")
+        self.page.goto(f"{self.plane.origin}{path}")
         self.page.wait_for_selector(wanted)
         return self.page
 

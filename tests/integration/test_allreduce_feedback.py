@@ -157,7 +157,7 @@ def test_what_was_brought_is_what_was_committed_and_what_is_owed(
         "codec": codec[0],
         "down_codec": codec[1],
         "grace_s": 20,
-        "timeout": 15,
+        "timeout_s": 15,
     }
     zeros = np.zeros(SIZE)
     ledgers = [
@@ -307,7 +307,7 @@ def test_a_movement_is_there_for_every_attempt_of_its_round(codec: str, overlap:
         world, values = World(2), dict[int, bytes]()
 
         def go(rank: int) -> None:
-            replica = world.replica(rank, codec=codec, grace_s=20, timeout=15)
+            replica = world.replica(rank, codec=codec, grace_s=20, timeout_s=15)
             follow(replica, Script([0, 1], attempts))
             model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(4 * SHARD))])
             inner = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -23,7 +23,7 @@ ONES = np.ones(4, np.float32)
 
 def pair(store: Any = None, **options: Any) -> tuple[ObjectStoreAllReduce, ObjectStoreAllReduce]:
     store = store or MemoryStore()
-    options = {"grace_s": 0.1, "min_replicas": 1, "timeout": 20, **options}
+    options = {"grace_s": 0.1, "min_replicas": 1, "timeout_s": 20, **options}
     one, other = (ObjectStoreAllReduce(FaultyBlobs(store), rank, 2, **options) for rank in range(2))
     return one, other
 
@@ -70,7 +70,7 @@ def test_a_call_that_failed_is_told_of_as_skipped_by_the_next() -> None:
 
 @pytest.mark.parametrize("grace_s", [None, 60])
 def test_a_round_with_a_quorum_goes_on_however_short_the_timeout(grace_s: float | None) -> None:
-    one, other = pair(timeout=1, grace_s=grace_s)
+    one, other = pair(timeout_s=1, grace_s=grace_s)
     with one, other:
         assert one.allreduce([ONES])[0].tolist() == ONES.tolist()
         assert one.last_round is not None
@@ -139,8 +139,8 @@ def test_arrays_of_another_byte_order_are_floats_too() -> None:
         {"rank": 0.5},
         {"world_size": "2"},
         {"min_replicas": "1"},
-        {"timeout": None},
-        {"timeout": "5"},
+        {"timeout_s": None},
+        {"timeout_s": "5"},
         {"grace_s": "5"},
         {"keep_rounds": 1.5},
         {"run_id": 5},

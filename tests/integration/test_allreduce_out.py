@@ -133,7 +133,7 @@ def test_a_second_attempt_brings_the_values_and_not_what_the_first_left(is_share
 def test_a_call_that_fails_leaves_the_tensors_as_they_were() -> None:
     tensors = bring(0, 0)
     uri = f"memory://{uuid.uuid4()}"
-    with ObjectStoreAllReduce(uri, 0, 2, min_replicas=2, timeout=0.3) as replica:
+    with ObjectStoreAllReduce(uri, 0, 2, min_replicas=2, timeout_s=0.3) as replica:
         with pytest.raises(BelowMinimumWorld):
             replica.allreduce(tensors, out=tensors)
     for now, brought in zip(tensors, bring(0, 0), strict=True):

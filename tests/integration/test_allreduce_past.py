@@ -138,7 +138,7 @@ def test_a_roster_that_cannot_be_read_stays_where_it_is() -> None:
 
 
 def replica(blobs: Blobs, rank: int = 0, size: int = 1, **more: Any) -> ObjectStoreAllReduce:
-    options: dict[str, Any] = {"min_replicas": 1, "grace_s": 0.1, "keep_rounds": 1, "timeout": 60}
+    options: dict[str, Any] = {"min_replicas": 1, "grace_s": 0.1, "keep_rounds": 1, "timeout_s": 60}
     return ObjectStoreAllReduce(blobs, rank, size, **{**options, **more})
 
 

@@ -102,7 +102,7 @@ def killed_run(seed: int, rounds: int) -> int:
     def go(rank: int, team: ThreadTeam, blobs: Blobs) -> None:
         try:
             replica = ObjectStoreAllReduce(
-                blobs, rank, 3, grace_s=0.3, timeout=60, min_replicas=1, team=team
+                blobs, rank, 3, grace_s=0.3, timeout_s=60, min_replicas=1, team=team
             )
             layout = replica.describe([np.empty(SIZE // 40, "f4")])
             while not over.is_set() or rank:

@@ -7,12 +7,11 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.forked import Forked
 
 from atoll.diloco.data import permutation, ranges
 
@@ -20,23 +19,18 @@ SCRIPT = Path(__file__).parent / "converted.py"
 STEP = re.compile(r"^step (\d+) rate ([\d.]+)", re.M)
 
 
-def start(folder: Path, rank: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(folder)],
-        env={
-            **os.environ,
-            "ATOLL_RANK": str(rank),
-            "ATOLL_WORLD_MAX": "2",
-            "ATOLL_RENDEZVOUS_URI": f"file://{folder}/store",
-            "MODEL": str(folder / "model.safetensors"),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(folder: Path, rank: int) -> Forked:
+    env = {
+        **os.environ,
+        "ATOLL_RANK": str(rank),
+        "ATOLL_WORLD_MAX": "2",
+        "ATOLL_RENDEZVOUS_URI": f"file://{folder}/store",
+        "MODEL": str(folder / "model.safetensors"),
+    }
+    return Forked([str(SCRIPT), str(folder)], env)
 
 
-def read_until(process: subprocess.Popen[str], step: int) -> str:
+def read_until(process: Forked, step: int) -> str:
     said = ""
     assert process.stdout is not None
     while (
@@ -90,3 +84,5 @@ def test_rates_are_equal_and_data_is_disjoint_after_a_kill(tmp_path: Path) -> No
         samples = permutation.indexes(used[rank], 4096, 0, is_shuffled=True)
         assert set(samples.tolist()) <= indexes(tmp_path, rank)
     assert (tmp_path / "model.safetensors").exists()
+    for each in (steady, victim, second):
+        each.close()

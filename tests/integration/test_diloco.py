@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.forked import Forked
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo, RoundReport
@@ -294,30 +293,26 @@ def test_a_replica_that_fails_is_not_waited_for_in_any_fragment(
     assert not [blob.key for blob in Blobs.open(uri).find("") if "/left/" in blob.key]
 
 
-def start(store: Path, rank: int, *words: object) -> subprocess.Popen[str]:
+def start(store: Path, rank: int, *words: object) -> Forked:
     env = os.environ | {
         "ATOLL_RENDEZVOUS_URI": f"file://{store}",
         "ATOLL_RANK": str(rank),
         "ATOLL_WORLD_MAX": "3",
         "ATOLL_WORLD_MIN": "2",
     }
-    command = [sys.executable, SCRIPT, *map(str, words)]
-    return subprocess.Popen(
-        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    return Forked([str(SCRIPT), *map(str, words)], env)
 
 
-def begin(processes: list[subprocess.Popen[str]]) -> None:
+def begin(processes: list[Forked]) -> None:
     """Together, once all have loaded torch, which takes them anything from one second to twenty."""
     for process in processes:
         read_until(process, "loaded")
     for process in processes:
         assert process.stdin is not None
         process.stdin.close()
-        process.stdin = None  # or communicate() would ask more of it
 
 
-def read_until(process: subprocess.Popen[str], word: str) -> str:
+def read_until(process: Forked, word: str) -> str:
     assert process.stdout is not None
     return next(line for line in process.stdout if line.startswith(word))
 
@@ -339,10 +334,7 @@ def test_a_replica_killed_in_the_run_comes_back_from_the_store_alone(tmp_path: P
         said = [process.communicate(timeout=110)[0].split("\n") for process in (*staying, returned)]
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
-            for stream in filter(None, (process.stdin, process.stdout)):
-                stream.close()
+            process.close()
     assert [process.returncode for process in (*staying, returned)] == [0, 0, 0]
     assert 3 <= begins <= 6
     digests: dict[str, set[str]] = {}

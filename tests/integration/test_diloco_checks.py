@@ -203,7 +203,7 @@ def test_one_weight_cannot_own_the_mean(caplog: pytest.LogCaptureFixture) -> Non
     uri = f"memory:///{uuid.uuid4()}"
 
     def replica(rank: int) -> tuple[float, dict[int, float]]:
-        with ObjectStoreAllReduce(uri, rank, 3, min_replicas=3, timeout=20) as reduce:
+        with ObjectStoreAllReduce(uri, rank, 3, min_replicas=3, timeout_s=20) as reduce:
             with pytest.raises(ValidationError, match="weight: 1e"):
                 reduce.allreduce([np.zeros(4, np.float32)], weight=1e300)
             values = np.full(4, float(rank == 2), np.float32)
@@ -240,7 +240,9 @@ def test_values_near_the_largest_float_do_not_overflow_with_what_was_left_out() 
 
     def replica(rank: int) -> list[float]:
         values = np.linspace(1e38, 3.4e38, 64, dtype=np.float32)
-        with ObjectStoreAllReduce(uri, rank, 2, min_replicas=2, codec="int4", timeout=20) as reduce:
+        with ObjectStoreAllReduce(
+            uri, rank, 2, min_replicas=2, codec="int4", timeout_s=20
+        ) as reduce:
             return [float(np.abs(reduce.allreduce([values])[0]).max()) for _ in range(3)]
 
     assert all(np.isfinite(tops).all() and min(tops) > 1e38 for tops in world(2, replica))

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.test_diloco import net, world
+from tests.support.forked import Forked
 from torch.utils.data import DataLoader, TensorDataset
 
 from atoll.core.errors import ValidationError
@@ -488,9 +487,8 @@ def test_killed_and_restarted_processes_use_all_data_once(tmp_path: Path) -> Non
     rng = random.Random(7)
     env = {k: v for k, v in os.environ.items() if not k.startswith("ATOLL_")}
 
-    def start(rank: int) -> subprocess.Popen[bytes]:
-        arguments = [uri, str(rank), str(size), str(folder), str(length)]
-        return subprocess.Popen([sys.executable, str(SCRIPT), *arguments], env=env)
+    def start(rank: int) -> Forked:
+        return Forked([str(SCRIPT), uri, str(rank), str(size), str(folder), str(length)], env)
 
     alive = {rank: start(rank) for rank in range(size)}
     kills = 0
@@ -500,9 +498,9 @@ def test_killed_and_restarted_processes_use_all_data_once(tmp_path: Path) -> Non
             trained = sum(path.read_text().count("\n") for path in folder.glob("trained.*"))
             for rank, process in list(alive.items()):
                 code = process.poll()
-                if code == 0:
-                    del alive[rank]
-                elif code is not None:
+                if code is not None:
+                    alive.pop(rank).close()
+                if code not in (0, None):
                     assert code == -signal.SIGKILL
                     alive[rank] = start(rank)
             if kills < 4 and trained > 20 * (kills + 1) and alive:
@@ -514,8 +512,7 @@ def test_killed_and_restarted_processes_use_all_data_once(tmp_path: Path) -> Non
         assert not alive
     finally:
         for process in alive.values():
-            process.kill()
-            process.wait()
+            process.close()
     assert kills == 4
     report = json.loads((folder / "report").read_text())
     assert (report["used"], report["total"]) == (length, length)

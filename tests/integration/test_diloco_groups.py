@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.forked import run_forked
 
 WORLD = Path(__file__).parent / "group_world.py"
 FACTS = ("rosters", "up", "lives")
@@ -28,13 +27,7 @@ def run(folder: Path, *worlds: dict[str, Any], timeout: float = 540) -> None:
 
 
 def start(folder: Path, *worlds: dict[str, Any], timeout: float) -> Any:
-    return subprocess.run(
-        [sys.executable, str(WORLD), str(folder), json.dumps(worlds)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=timeout,
-        capture_output=True,
-        text=True,
-    )
+    return run_forked([str(WORLD), str(folder), json.dumps(worlds)], os.environ, timeout)
 
 
 def results(folder: Path) -> dict[str, Any]:

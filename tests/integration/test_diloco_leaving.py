@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.test_diloco import net, train, world
-from tests.support.finish import finish
+from tests.support.forked import Forked
 
 from atoll.diloco import DiLoCo, RoundReport
 from atoll.diloco.allreduce.keys import WHOLE, UploadName, parse_upload
@@ -26,7 +24,7 @@ SCRIPT = Path(__file__).with_name("leaving_replica.py")
 
 def start(
     uri: str, rank: int, rounds: int, step_s: float, how: str = "plain", **env: str
-) -> subprocess.Popen[str]:
+) -> Forked:
     place = {
         "ATOLL_RENDEZVOUS_URI": uri,
         "ATOLL_RANK": str(rank),
@@ -36,16 +34,10 @@ def start(
         "CODEC": "fp32",
         **env,
     }
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(rounds), str(step_s), how],
-        env={**os.environ, **place},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Forked([str(SCRIPT), str(rounds), str(step_s), how], {**os.environ, **place})
 
 
-def read_until(process: subprocess.Popen[str], words: str) -> list[str]:
+def read_until(process: Forked, words: str) -> list[str]:
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -79,8 +71,7 @@ def test_a_replica_told_to_go_hands_in_its_steps_and_is_not_waited_for(
         assert staying.returncode == 0, errors
     finally:
         for process in (going, staying):
-            process.kill()
-            process.wait()
+            process.close()
     rosters = [line.split()[2:] for line in out.splitlines() if line.startswith("round")]
     assert rosters == [["0", "1"], ["0", "1"], ["1"]]  # in the second by what it handed in
     for words in ("goes on without", "given up", "waiting for ranks"):
@@ -100,12 +91,11 @@ def test_a_replica_told_to_go_while_it_waits_for_the_others_leaves_at_once(tmp_p
         going.send_signal(signal.SIGTERM)
         _, errors = going.communicate(timeout=100)
         assert going.returncode == 143, errors
-        out, errors = finish(staying, 100)
+        out, errors = staying.communicate(100)
         assert staying.returncode == 0, errors
     finally:
         for process in (going, staying):
-            process.kill()
-            process.wait()
+            process.close()
     assert out.splitlines()[-2:] == ["round 2 0 1", "done 2"]
     assert "given up" not in errors
 
@@ -126,10 +116,9 @@ def test_a_notice_of_the_host_is_a_word_to_go(tmp_path: Path) -> None:
     try:
         read_until(going, "step 3")
         notice.touch()
-        out, errors = finish(going, 100)
+        out, errors = going.communicate(100)
     finally:
-        going.kill()
-        going.wait()
+        going.close()
     assert going.returncode == 0, errors
     assert out.splitlines()[-1] == "bye"
 

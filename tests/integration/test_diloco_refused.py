@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import uuid
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.allreduce.world import run_threads
+from tests.support.forked import run_forked
 
 from atoll.core.errors import ValidationError
 from atoll.diloco import DiLoCo, loop
@@ -41,13 +40,7 @@ TOLD = {
 def test_processes_that_cannot_be_one_replica_are_told_what_differs_and_why(
     tmp_path: Path,
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, str(GROUPS), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = run_forked([str(GROUPS), str(tmp_path)], os.environ, 280)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
     told = {(case, process): text for case, process, text in lines}

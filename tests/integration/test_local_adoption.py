@@ -10,7 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.support.control_plane import ControlPlane, Refused, make_spec, serving, wait_for
+from tests.support.control_plane import (
+    ControlPlane,
+    Refused,
+    journal_records,
+    make_spec,
+    serving,
+    wait_for,
+)
 from tests.support.small_disk import fill, small_disk
 
 from atoll.core.errors import Permanent
@@ -43,8 +50,8 @@ def copy_store(plane: ControlPlane, copy: Path) -> None:
 
 def pids(plane: ControlPlane, training: Training) -> list[int]:
     """The ranks that run, by the journal; each is the process that was started."""
-    text = (plane.directory(training) / "journal").read_text()
-    starts = [r for r in map(json.loads, text.splitlines()) if r["t"] == "start"]
+    records = journal_records(plane.directory(training) / "journal")
+    starts = [r for r in records if r["t"] == "start"]
     return [r["pid"] for r in starts if processes.is_running(r["pid"], r["born"])]
 
 

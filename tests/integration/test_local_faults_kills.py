@@ -26,11 +26,11 @@ from atoll.local import processes
 MIX = {
     "fine": ("sleep 0.1; exit 0", {}, [0, 0, 0], "succeeded", None, [1, 1, 1]),
     "code": (
-        "[ $RANK = 1 ] && sleep 0.1 && exit 5; exec sleep 1000",
+        "[ $RANK = 1 ] && all_began && exit 5; exec sleep 1000",
         {}, [143, 5, 143], "failed", 1, [1, 1, 1],
     ),
     "killed": (
-        "[ $RANK = 2 ] && sleep 0.1 && kill -9 $$; exec sleep 1000",
+        "[ $RANK = 2 ] && all_began && kill -9 $$; exec sleep 1000",
         {}, [143, 143, 137], "failed", 2, [1, 1, 1],
     ),
     "again": (
@@ -48,7 +48,10 @@ MIX = {
 def specs(folder: Path) -> Iterator[TrainingSpec]:
     for name, (script, options, *_) in MIX.items():
         line = f"echo {name} $RANK $ATOLL_ATTEMPT >> {folder}/ran; "
-        yield make_spec(line + script, 3, name=name, stop_grace_s=20, **options)
+        # Who fails stops the others, and must not do so before they have said that they ran.
+        began = f"[ $(grep -c '^{name} ' {folder}/ran) -ge 3 ]"
+        wait = f"all_began() {{ until {began}; do sleep 0.05; done; }}; "
+        yield make_spec(wait + line + script, 3, name=name, stop_grace_s=20, **options)
 
 
 def offer(plane: ControlPlane, spec: TrainingSpec) -> bool:

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.control_plane import ControlPlane, wait_for
+from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
+from atoll.core.narrate import end_in_words
 from atoll.core.status import Training
 from atoll.local.journal import Due
 from atoll.local.rankprocess import become_rank
@@ -25,7 +26,7 @@ def only(training: Training) -> tuple[int | None, str, str | None]:
 def nothing_is_left(plane: ControlPlane, name: str) -> bool:
     plane.until_released(name)
     uid = plane.get(name).uid
-    wait_for(lambda: not [line for line in plane.left() if uid in line])
+    wait_for(lambda: not plane.left_of(uid))
     return True
 
 
@@ -289,12 +290,27 @@ def test_first_to_fall_is_named_though_its_peer_reports_whole_seconds(
     assert [e.collateral for e in training.status.rank_exits] == [True, False]
 
 
+def test_a_rank_that_failed_before_it_was_told_to_stop_is_not_called_stopped(
+    shared_plane: ControlPlane,
+) -> None:
+    """It still unwinds when atoll stops it because of the failure of another."""
+    report = '{"message": {"message": "ValueError: oops", "extraInfo": {"timestamp": "%s"}}}'
+    script = f"""trap 'exit 1' TERM
+        printf '{report}' $(date +%s.%N) > $TORCHELASTIC_ERROR_FILE
+        [ $RANK = 1 ] && exit 1
+        while :; do sleep 0.02; done"""
+    training = shared_plane.until_over(shared_plane.create(script, 2))
+    assert [e.termination_reason for e in training.status.rank_exits] == ["Error", "Error"]
+    assert "both ranks failed alike: ValueError: oops" in end_in_words(training)
+
+
 @pytest.mark.parametrize(
     ("message", "timestamp", "told"),
     [
         ("no file \\udcff", "1.5", "no file \\udcff"),
         ("a\\u2028b", "1.5", "a\u2028b"),
-        ("many\\nlines\\n", "1.5", "lines"),
+        ("E: many\\nlines\\n", "1.5", "E: many"),
+        ("P:\\nTraceback (most recent call last):\\n  x()\\nE: why\\n", "1.5", "E: why"),
         ("", "1.5", ""),
         ("no time", "nan", ""),
     ],
@@ -316,12 +332,15 @@ def test_child_that_was_never_told_to_run_does_not_end_with_success(tmp_path: Pa
     supervisor = os.getpid()
     child = os.fork()
     if child == 0:
-        os.close(go_in)
-        gang = {"working_dir": None, "command": ["true"], "env": {}, "rank_variables": []}
-        become_rank(
-            tmp_path, gang, Due(0, 0, 0, 0.0), supervisor, (1024, 1024),
-            go=go, output=1, failures=2,
-        )  # fmt: skip
+        try:  # an error must not go on in a second process of the suite
+            os.close(go_in)
+            gang = {"working_dir": None, "command": ["true"], "env": {}, "rank_variables": []}
+            become_rank(
+                tmp_path, gang, Due(0, 0, 0, 0.0), supervisor, (1024, 1024),
+                umask=0o022, go=go, output=1, failures=2,
+            )  # fmt: skip
+        finally:
+            os._exit(99)
     os.close(go)
     os.close(go_in)
     _, status = os.waitpid(child, 0)
@@ -334,5 +353,5 @@ def _state(pid: int) -> str:
 
 
 def _pid(plane: ControlPlane, name: str) -> int:
-    journal = (plane.directory(plane.get(name)) / "journal").read_text()
-    return int(journal.rpartition('"pid":')[2].split(",")[0])
+    records = journal_records(plane.directory(plane.get(name)) / "journal")
+    return int([r["pid"] for r in records if r["t"] == "start"][-1])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.control_plane import ControlPlane, wait_for
+from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
 from atoll.core.status import Training
 from atoll.local import processes
 from atoll.local.cgroup import place_for
+from atoll.local.journal import JournalWriter, encode_batch
 
 RANKS = 3
 # Each rank has a child, one in a session of its own, and a double-forked daemon.
@@ -102,11 +102,12 @@ def test_daemon_goes_though_the_journal_says_its_rank_has_ended(plane: ControlPl
     """Both were killed between writing down an exit and clearing away what that rank had left."""
     training = started(plane, "setsid sleep 1000 & echo up; exec sleep 1000")
     hit(plane, training, {"plane", "supervisor", "keeper"}, signal.SIGKILL)
-    with (plane.directory(training) / "journal").open("a") as journal:
-        for rank in range(RANKS):
-            record = {"t": "exit", "rank": rank, "attempt": 0, "code": 0, "signal": None,
-                      "reason": "Completed", "stopped": False, "at": 1.0}  # fmt: skip
-            journal.write(json.dumps(record) + "\n")
+    journal = JournalWriter(plane.directory(training) / "journal")
+    for rank in range(RANKS):
+        record = {"t": "exit", "rank": rank, "attempt": 0, "code": 0, "signal": None,
+                  "reason": "Completed", "stopped": False, "at": 1.0}  # fmt: skip
+        journal.append([record])
+    journal.close()
     plane.start()
     assert plane.until_over(training.name).status.phase == "succeeded"
     plane.until_released(training.name)
@@ -189,11 +190,11 @@ def test_pid_of_another_process_is_never_signalled(plane: ControlPlane) -> None:
     bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     try:
         path = plane.directory(training) / "journal"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            if line["t"] == "start" and line["rank"] == 0:
-                line["pid"] = bystander.pid  # `born` stays that of the rank
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        records = journal_records(path)
+        for record in records:
+            if record["t"] == "start" and record["rank"] == 0:
+                record["pid"] = bystander.pid  # `born` stays that of the rank
+        path.write_bytes(encode_batch(1, records))
         plane.start()
         all_lost(plane.until_over(training.name))
         plane.until_released(training.name)
@@ -210,7 +211,7 @@ def test_journal_torn_in_its_last_line_is_read_up_to_there(
     training = started(plane, script, max_restarts=1)
     hit(plane, training, {"plane", "supervisor", "keeper"}, signal.SIGKILL)
     with (plane.directory(training) / "journal").open("a") as journal:
-        journal.write('{"t":"exit","rank":0,"attempt":0,"co')
+        journal.write('{"n":3,"r":[{"t":"exit","rank":0,"attempt":0,"co')
     (tmp_path / "end").touch()
     plane.start()
     ended = plane.until_over(training.name)
@@ -228,6 +229,5 @@ def test_second_control_plane_on_one_state_directory_is_refused(plane: ControlPl
 
 
 def journalled_pids(plane: ControlPlane, training: Training) -> list[int]:
-    text = (plane.directory(training) / "journal").read_text()
-    records = [json.loads(line) for line in text.splitlines()]
+    records = journal_records(plane.directory(training) / "journal")
     return [record["pid"] for record in records if record["t"] == "start"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.control_plane import ControlPlane, wait_for
+from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
 from atoll.core.status import Training
 from atoll.local import processes
@@ -37,8 +36,8 @@ def freeze(plane: ControlPlane, training: Training) -> tuple[int, int]:
 
 def starts(plane: ControlPlane, training: Training) -> dict[int, int]:
     """The pid of each rank; a rank is never started twice here."""
-    lines = (plane.directory(training) / "journal").read_text().splitlines()
-    records = [record for line in lines if (record := json.loads(line))["t"] == "start"]
+    every = journal_records(plane.directory(training) / "journal")
+    records = [record for record in every if record["t"] == "start"]
     assert max(Counter(record["rank"] for record in records).values()) == 1
     return {record["rank"]: record["pid"] for record in records}
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from tests.support.control_plane import ControlPlane, wait_for
+from tests.support.control_plane import ControlPlane, journal_records, wait_for
 from tests.support.in_process import plane as in_process
 
 from atoll.core.errors import ValidationError
@@ -40,8 +39,8 @@ def begun(plane: ControlPlane, ranks: int, **options: object) -> Training:
 
 
 def starts(plane: ControlPlane, training: Training) -> list[int]:
-    lines = (plane.directory(training) / "journal").read_text().splitlines()
-    return [r["rank"] for line in lines if (r := json.loads(line))["t"] == "start"]
+    records = journal_records(plane.directory(training) / "journal")
+    return [r["rank"] for r in records if r["t"] == "start"]
 
 
 def test_training_can_be_cancelled_while_its_ranks_are_being_forked(plane: ControlPlane) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import resource
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.control_plane import journal_records
 from tests.support.in_process import Plane, plane
 
 from atoll.core.phase import Phase
@@ -115,13 +115,11 @@ def test_ranks_that_cannot_be_forked_for_a_while(tmp_path: Path) -> None:
             assert "Too many open files" in told.status.ranks[4].message
             resource.prlimit(supervisor.pid, resource.RLIMIT_NOFILE, limits)
             await control.until(made, lambda t: t.status.world.ready == 5)
-            journal = (control.root / made.uid / "journal").read_text().splitlines()
+            records = journal_records(control.root / made.uid / "journal")
             end.touch()
             over = await control.until(made, lambda t: t.status.phase.is_terminal)
             assert (await control.logs(over)).count("ran") == 5
-            starts = [
-                record["rank"] for line in journal if (record := json.loads(line))["t"] == "start"
-            ]
+            starts = [record["rank"] for record in records if record["t"] == "start"]
             assert sorted(starts) == [0, 1, 2, 3, 4]
 
     asyncio.run(check())

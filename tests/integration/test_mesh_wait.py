@@ -241,7 +241,7 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-        thread.join(5)
+        thread.join(60)
 
 
 def test_a_server_that_misbehaves_is_a_timeout_in_time(gate: Gate) -> None:

@@ -17,7 +17,6 @@ import pytest
 from tests.allreduce.s3server import S3Server
 from tests.support.modal_stand_in import ModalStandIn, forget_client
 
-import atoll
 from atoll import ModalExecutor, ReplicaHandle, ServerlessExecutor
 from atoll.core.errors import NotFound, Permanent, ValidationError
 
@@ -72,7 +71,6 @@ def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
 
 def test_it_is_a_serverless_executor_under_both_names(stand_in: ModalStandIn, store: str) -> None:
     assert isinstance(make(store), ServerlessExecutor)
-    assert atoll.ModalSpawnExecutor is ModalExecutor
     assert not make(store).supports_inter_replica_network
 
 

@@ -46,7 +46,7 @@ def script(folder: Path, text: str) -> str:
     return str(path)
 
 
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -329,6 +329,8 @@ def test_a_result_that_is_not_plain_data_is_told_or_pickled_on_request() -> None
         ("\udcff.py", {}, "entrypoint"),
         ("train.py", {"rendezvous_uri": "ftp://x"}, "rendezvous_uri"),
         ("train.py", {"world_size": 3}, "entrypoint_args.world_size"),
+        ("atoll.replica_entrypoint", {}, "entrypoint_args"),
+        ("atoll.replica_entrypoint", {"trainer_module": "7"}, "entrypoint_args"),
         (lambda rank: None, {"rank": 3}, "entrypoint_args.rank"),
         ("train.py", {"rank_env": "A B"}, "entrypoint_args.rank_env"),
     ],
@@ -519,7 +521,7 @@ def test_replicas_end_with_the_script_however_it_ends(tmp_path: Path, how: signa
     launcher, root = start_script(tmp_path, str(tmp_path), "executor.collect(handles)")
     with launcher:
         launcher.send_signal(how)
-        launcher.wait(30)
+        launcher.wait(60)
     until(lambda: not marked(str(tmp_path)))
     until(lambda: not root.exists())
 
@@ -527,9 +529,9 @@ def test_replicas_end_with_the_script_however_it_ends(tmp_path: Path, how: signa
 def test_replicas_end_with_a_script_that_forgets_them(tmp_path: Path) -> None:
     launcher, root = start_script(tmp_path, str(tmp_path), "")
     with launcher:
-        assert launcher.wait(30) == 0
+        assert launcher.wait(60) == 0
     until(lambda: not marked(str(tmp_path)))
-    assert not root.exists()
+    until(lambda: not root.exists())
 
 
 def test_the_next_script_clears_up_when_the_guard_was_killed_too(tmp_path: Path) -> None:
@@ -538,7 +540,7 @@ def test_the_next_script_clears_up_when_the_guard_was_killed_too(tmp_path: Path)
     with launcher:
         os.kill(guard, signal.SIGKILL)
         launcher.kill()
-        launcher.wait(30)
+        launcher.wait(60)
     assert root.exists()
     assert marked(str(tmp_path))
     with LocalProcessExecutor() as executor:
@@ -549,3 +551,67 @@ def test_the_next_script_clears_up_when_the_guard_was_killed_too(tmp_path: Path)
 
 def _command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+WORLD = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo")
+total = dist.get_world_size()
+os.write(1, f"world of {total} replica {os.environ['REPLICA_RANK']}\\n".encode())  # one write
+dist.barrier()  # who leaves first breaks the connection of who is still joining
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(300)  # four times importing torch, and again for each torchrun
+@pytest.mark.parametrize("flags", [[], ["--standalone"], ["--nnodes=1"]])
+def test_a_torchrun_in_a_replica_is_a_world_of_its_own(
+    executor: LocalProcessExecutor, tmp_path: Path, flags: list[str]
+) -> None:
+    pytest.importorskip("torch")
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORLD)
+    words = [sys.executable, "-m", "torch.distributed.run", *flags, "--nproc-per-node=2"]
+    launcher = f"import os\nos.execv({words[0]!r}, {[*words, str(worker)]!r})\n"
+    handles = executor.launch_replicas(2, script(tmp_path, launcher), timeout=240)
+    reports = executor.collect(handles)
+    for rank, handle in enumerate(handles):
+        log = executor.stream_logs(handle)
+        assert reports[rank]["status"] == "succeeded", log
+        assert log.count(f"world of 2 replica {rank}") == 2, log
+
+
+@pytest.mark.parametrize(
+    "entrypoint",
+    ["atoll.replica_entrypoint", "composer_replication.diloco.serverless.replica_entrypoint"],
+)
+def test_the_entrypoint_of_replicas_calls_the_trainer_that_the_arguments_name(
+    executor: LocalProcessExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    entrypoint: str,
+) -> None:
+    code = "def work(rank, world_size, rendezvous_uri, lr): return [rank, world_size, lr]\n"
+    (tmp_path / "my_trainer.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = {"rendezvous_uri": f"file://{tmp_path}/run", "world_size": 2, "trainer_fn": "work"}
+    for kwargs in ({"trainer_kwargs": {"lr": 0.1}}, {"trainer_kwargs_json": '{"lr": 0.1}'}):
+        given = {**args, "trainer_module": "my_trainer", **kwargs}
+        reports = executor.collect(executor.launch_replicas(2, entrypoint, given, timeout=60))
+        assert [report["result"] for report in reports] == [[0, 2, 0.1], [1, 2, 0.1]], reports
+
+
+def test_replicas_meet_only_if_that_is_asked_for(tmp_path: Path) -> None:
+    text = "import json, os, atoll.rank.result as r\nr.give_result(dict(os.environ))\n"
+    for backend in ("none", "c10d"):
+        with LocalProcessExecutor(rendezvous_backend=backend) as executor:
+            (_, second) = executor.collect(
+                executor.launch_replicas(2, script(tmp_path, text), timeout=60)
+            )
+        env = second["result"]
+        assert env["REPLICA_RANK"] == env["RANK"] == "1"
+        assert env["WORLD_SIZE"] == "2"
+        met = {name for name in env if name.startswith(("PET_", "MASTER_"))}
+        assert bool(met) is (backend == "c10d"), met
+    with pytest.raises(ValidationError, match="rendezvous_backend: 'pigeon' is not valid"):
+        LocalProcessExecutor(rendezvous_backend="pigeon")  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ def test_another_process_cancels(tmp_path: Path) -> None:
     other.cancel(handles[1])
     assert [other.poll(handle) for handle in handles] == ["cancelled", "cancelled"]
     for executor in (watching, LocalProcessExecutor()):  # who watched, and who comes later
-        reports = executor.collect(handles, timeout=30)
+        reports = executor.collect(handles, timeout=60)
         assert [report["status"] for report in reports] == ["cancelled", "cancelled"]
         assert [report["exit_code"] for report in reports] == [143, 143]
         executor.cancel(handles[0])
@@ -137,9 +137,9 @@ def test_many_may_follow_and_cancel_at_once(tmp_path: Path) -> None:
 
     def use(executor: LocalProcessExecutor) -> list[dict[str, Any]]:
         assert executor.poll(handles[0]) == "running"
-        barrier.wait(30)
+        barrier.wait(60)
         executor.cancel(handles[0])
-        return executor.collect(handles, timeout=30)
+        return executor.collect(handles, timeout=60)
 
     with ThreadPoolExecutor(4) as pool:
         reports = list(pool.map(use, executors))
@@ -177,10 +177,12 @@ def test_a_launch_whose_files_are_deleted_is_cancelled_and_says_so(tmp_path: Pat
     other = LocalProcessExecutor()
     assert other.poll(handles[0]) == "running"
     launcher.close()
-    reports = other.collect(handles, timeout=30)
+    reports = other.collect(handles, timeout=60)
     assert [report["status"] for report in reports] == ["cancelled", "cancelled"]
     name = handles[0].metadata["job_name"]
-    assert reports[0]["error"] in (None, f"the launch {name} no longer exists")
+    # Whoever follows has seen how it ended, or comes too late for that.
+    gone, seen = f"the launch {name} no longer exists", "cancelled: it was killed by SIGTERM"
+    assert all(r["error"] == gone or r["error"].startswith(seen) for r in reports)
     assert other.poll(handles[1]) == "cancelled"
 
 
@@ -242,7 +244,7 @@ def test_replicas_that_are_not_detached_can_be_followed_while_the_script_lives(
         until(lambda: {launcher.poll(handle) for handle in handles} == {"running"})
         other = LocalProcessExecutor()
         assert other.poll(handles[0]) == "running"
-    assert [r["status"] for r in other.collect(handles, timeout=30)] == ["cancelled"] * 2
+    assert [r["status"] for r in other.collect(handles, timeout=60)] == ["cancelled"] * 2
 
 
 def test_the_supervisor_of_detached_replicas_is_not_the_launchers(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests.integration.group_world import net
+from tests.support.forked import run_forked
 
 from atoll.core.errors import NotFound
 from atoll.diloco import DiLoCo, StoreReader, StoreWriter
@@ -28,13 +27,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = run_forked([str(SCRIPT), str(folder)], os.environ, 280)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

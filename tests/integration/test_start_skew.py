@@ -49,7 +49,7 @@ class Run:
     def open(self, rank: int, **options: float) -> ObjectStoreAllReduce:
         blobs = Blobs(self.store, "memory")
         return ObjectStoreAllReduce(
-            blobs, rank, self.world, **({"timeout": self.timeout} | options)
+            blobs, rank, self.world, **({"timeout_s": self.timeout} | options)
         )  # type: ignore[arg-type]
 
     def replica(
@@ -233,7 +233,7 @@ def test_runs_that_begin_as_one_wait_once(monkeypatch: pytest.MonkeyPatch) -> No
     def two_fragments(rank: int) -> None:
         blobs = Blobs(run.store, "memory")
         parts = [
-            ObjectStoreAllReduce(blobs, rank, 3, run_id=name, timeout=timeout, start=start)
+            ObjectStoreAllReduce(blobs, rank, 3, run_id=name, timeout_s=timeout, start=start)
             for name, timeout in (("a", 0.4), ("b", 100))
         ]
         for part in parts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import find, given
 from hypothesis import strategies as st
@@ -53,6 +55,37 @@ def test_nothing_ends_while_something_lives(phase: Phase, tally: Tally) -> None:
     verdict = advance(phase, tally)
     assert verdict is not None
     assert not (verdict.phase.is_terminal and tally.alive > 0)
+
+
+SMALL = [
+    Tally(*counts, *flags)
+    for counts in product((1, 2), range(3), range(3), range(3), range(2))
+    for flags in product((False, True), repeat=3)
+]
+
+
+def test_each_phase_is_that_of_exactly_the_worlds_it_is_promised_for() -> None:
+    """Every small world, and not some: most rules hold of few."""
+    for tally in SMALL:
+        is_gone = tally.alive == 0
+        is_failed = tally.is_failing and is_gone
+        is_complete = tally.succeeded == tally.wanted >= tally.min and tally.is_gate_open
+        is_succeeded = is_complete and is_gone and not tally.is_failing
+        is_cancelled = tally.is_cancelling and is_gone and not is_failed and not is_succeeded
+        is_left_alone = not tally.is_failing and not tally.is_cancelling
+        is_ready = is_left_alone and not is_succeeded and tally.ready >= tally.min
+        promised = {
+            Phase.FAILED: is_failed,
+            Phase.SUCCEEDED: is_succeeded,
+            Phase.CANCELLED: is_cancelled,
+            Phase.READY: is_ready,
+            Phase.PENDING: not (is_failed or is_succeeded or is_cancelled or is_ready),
+        }
+        verdict = advance(Phase.PENDING, tally)
+        assert verdict is not None
+        assert [phase for phase, holds in promised.items() if holds] == [verdict.phase], tally
+        if verdict.reason in ("WaitingForRoom", "BelowMinimum"):
+            assert tally.is_gate_open == (verdict.reason == "BelowMinimum"), tally
 
 
 @pytest.mark.parametrize("row", range(len(RULES)))

@@ -15,8 +15,8 @@ from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data.ranges import positions
 from tests.sim.data_world import DataWorld, Oracle, Paper, Violation
 
-CHUNK = 500
-COUNT = int(os.environ.get("ATOLL_SIM_COUNT", "2000"))
+CHUNK = 250
+COUNT = int(os.environ.get("ATOLL_SIM_COUNT", "1000"))
 
 
 def run(seeds: range, patience: int = 60_000, **broken: bool) -> None:

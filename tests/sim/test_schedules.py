@@ -11,8 +11,8 @@ import pytest
 
 from tests.sim.schedule import run_schedules
 
-CHUNK = 500
-COUNT = int(os.environ.get("ATOLL_SIM_COUNT", "10000"))
+CHUNK = 250
+COUNT = int(os.environ.get("ATOLL_SIM_COUNT", "1000"))
 
 
 @pytest.mark.timeout(600)

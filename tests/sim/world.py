@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.plan import STALE_S
+from atoll.core.ports import Executor
 from atoll.core.status import Chore, Exit, Seen, SeenRank, Status, Training, Wish
 from atoll.local.journal import Attempt, GangState
 
@@ -268,7 +269,7 @@ def _seen(attempt: Attempt) -> SeenRank:
     )
 
 
-class SimExecutor:
+class SimExecutor(Executor):
     """The Executor port over a Machine, with a fault at any step."""
 
     name = "local"

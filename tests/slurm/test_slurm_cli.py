@@ -21,12 +21,14 @@ pytestmark = [needs_slurm, pytest.mark.slurm]
 class Shell:
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.folder = folder
-        (folder / "atoll.toml").write_text(
+        self.toml = folder / ".config" / "atoll" / "atoll.toml"
+        self.toml.parent.mkdir(parents=True)
+        self.toml.write_text(
             f'[executors.lab]\nkind = "slurm"\nfolder = "{folder}/shared"\n'
             f'conf = "{cluster.conf}"\nsilent_s = 4.0\nprologue = ["export LOADED=yes"]\n'
         )
         self.env = {**os.environ, "ATOLL_STATE_DIR": str(folder / "state"), "HOME": str(folder)}
-        for name in ("ATOLL_URL", "ATOLL_TOKEN", "ATOLL_CONFIG", "SLURM_CONF"):
+        for name in ("ATOLL_URL", "ATOLL_TOKEN", "ATOLL_CONFIG", "SLURM_CONF", "XDG_CONFIG_HOME"):
             self.env.pop(name, None)
 
     def atoll(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -62,13 +64,12 @@ def test_a_project_of_many_files_reaches_the_ranks(shell: Shell) -> None:
     (project / "model").mkdir(parents=True)
     (project / "model/net.py").write_text("WORD = 'of the project'")
     (project / "train.py").write_text("import model.net, os; print(model.net.WORD, os.getcwd())")
-    config = {"ATOLL_CONFIG": str(shell.folder / "atoll.toml")}
     words = ("run", "--executor", "lab", "-n", "2", "-C", str(project))
-    done = shell.atoll(*words, "--", "python3", "train.py", **config)
+    done = shell.atoll(*words, "--", "python3", "train.py")
     assert done.returncode == 0, done
     assert f"[1] of the project {shell.folder}/shared/" in done.stdout
     assert "atoll: code: 2 files" in done.stderr
-    done = shell.atoll(*words, "--no-code", "--", "python3", "train.py", **config)
+    done = shell.atoll(*words, "--no-code", "--", "python3", "train.py")
     assert done.returncode == 0, done
     assert f"[1] of the project {project}\n" in done.stdout
 
@@ -98,7 +99,7 @@ def test_without_slurm_it_is_one_line(shell: Shell) -> None:
 
 
 def test_what_the_cluster_does_not_have_is_refused_before_anything_is_made(shell: Shell) -> None:
-    toml = shell.folder / "atoll.toml"
+    toml = shell.toml
     toml.write_text(toml.read_text() + 'partition = "nope"\n')
     done = shell.atoll("run", "--executor", "lab", "--no-code", "-n", "2", "--", "true")
     assert done.returncode == 2
@@ -109,7 +110,7 @@ def test_what_the_cluster_does_not_have_is_refused_before_anything_is_made(shell
 
 
 def test_a_wrong_option_names_file_and_field(shell: Shell) -> None:
-    toml = shell.folder / "atoll.toml"
+    toml = shell.toml
     toml.write_text(toml.read_text() + 'time = "2 days"\n')
     done = shell.atoll("run", "--executor", "lab", "-n", "1", "--", "true")
     assert done.returncode == 2 or done.returncode == 1

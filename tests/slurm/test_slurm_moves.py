@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from atoll.controller.informer import Informer
 from atoll.rounds.follow import figures_of
 from atoll.series.collect import Collector
 from atoll.series.keep import SeriesKeeper
@@ -35,7 +36,8 @@ def play(cluster: SlurmCluster, folder: Path, body: Callable[[Lab, SeriesKeeper]
     async def story() -> None:
         lab, keeper = Lab(cluster, folder), SeriesKeeper(folder / "series.db")
         collector = Collector(keeper, figures_of({"slurm": lab.executor}))
-        reading = asyncio.create_task(collector.run(lab.store))
+        informer = Informer(lab.store)
+        reading = asyncio.gather(informer.run(), collector.run(informer))
         try:
             await lab.play(lambda _: body(lab, keeper), quiet_s=keeper.stillness.quiet_s)
         finally:

@@ -18,6 +18,7 @@ import msgspec
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Event, LogLine, Training
 from atoll.local import processes
+from atoll.local.journal import read_batches
 
 SERVE = Path(__file__).with_name("serve.py")
 WAIT_S = 60.0
@@ -186,12 +187,19 @@ class ControlPlane:
         """Every process that this state directory has brought about, the control plane aside."""
         return [f"{pid} {_command_line(pid)}" for pid in self.left_pids()]
 
-    def left_pids(self) -> list[int]:
-        uids = {p.name for p in (self.state / "trainings").glob("*")}
-        own = {self._process.pid} if self._process is not None else set()
+    def left_of(self, *uids: str) -> list[str]:
+        """Every process of these trainings, though nothing may be left of their files."""
         return [
-            pid for pid in processes.all_pids() if pid not in own and _is_of(pid, self.state, uids)
+            f"{pid} {_command_line(pid)}"
+            for pid in processes.all_pids()
+            if any(_is_of(pid, self.state / "trainings" / uid, {uid}) for uid in uids)
         ]
+
+    def left_pids(self) -> list[int]:
+        folder = self.state / "trainings"
+        uids = {p.name for p in folder.glob("*")}
+        own = {self._process.pid} if self._process is not None else set()
+        return [pid for pid in processes.all_pids() if pid not in own and _is_of(pid, folder, uids)]
 
     def clear_away(self) -> None:
         """Nothing of it is left running, whatever the test did."""
@@ -234,19 +242,25 @@ def serving(
         plane.clear_away()
 
 
+def journal_records(journal: Path) -> list[dict[str, Any]]:
+    """All that the supervisor of a local training has written down so far."""
+    data = journal.read_bytes()
+    return [record for _, records in read_batches(data, 0) for record in records]
+
+
 def cpu_seconds(pid: int) -> float:
     """What the process has used of the processor so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _is_of(pid: int, state: Path, uids: set[str]) -> bool:
+def _is_of(pid: int, folder: Path, uids: set[str]) -> bool:
     if processes.environment_of(pid).get(b"ATOLL_UID", b"").decode() in uids:
         return True
-    if f"{state}/trainings/" in _command_line(pid):
+    if str(folder) in _command_line(pid):
         return True
     with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/{pid}/cwd").startswith(f"{state}/trainings/")
+        return os.readlink(f"/proc/{pid}/cwd").startswith(str(folder))
     return False
 
 

@@ -12,7 +12,7 @@ from atoll.controller.reconcile import Reconciler
 from atoll.core.clock import Time
 from atoll.core.errors import NotFound
 from atoll.core.model import decode, encode
-from atoll.core.ports import Key
+from atoll.core.ports import Executor, Key
 from atoll.core.spec import MAX_WORLD, TrainingSpec, WorldSize
 from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
 from atoll.server.basilica.wire import distributed
@@ -21,7 +21,7 @@ BEGIN = 1_800_000_000.0
 NAME = "crowd"
 
 
-class Crowd:
+class Crowd(Executor):
     """Its ranks run at once, and end when and how the test says."""
 
     def __init__(self) -> None:

@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import httpx2
 from msgspec.structs import replace
 
+from atoll.cli.ui import link_of
 from atoll.core.phase import Phase
+from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import (
     Exit,
@@ -43,7 +45,7 @@ T = TypeVar("T")
 TOKEN = "t"
 
 
-class IdleExecutor:
+class IdleExecutor(Executor):
     """Accepts everything and runs nothing. What ranks printed was invented too."""
 
     name = "local"
@@ -73,6 +75,8 @@ class CrowdedPlane:
         self.streams = Streams()
         self._listening = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        sessions = Sessions("0123456789ab", is_loopback=True)
+        self.origin = self.url.replace("127.0.0.1", sessions.host)  # of the dashboard's pages
         self._numbers: dict[tuple[str, int], int] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -80,10 +84,10 @@ class CrowdedPlane:
         app = create_app(
             store=self.store,
             tokens=self.tokens,
-            executors={"local": self.executor},  # type: ignore[dict-item]
+            executors={"local": self.executor},
             streams=self.streams,
             series=self.series,
-            sessions=Sessions("0123456789ab"),
+            sessions=sessions,
         )
         self._server = GuardedServer(app)
         self._serving: Future[None] | None = None
@@ -139,8 +143,8 @@ class CrowdedPlane:
 
     def link(self) -> str:
         bearer = {"Authorization": f"Bearer {TOKEN}"}
-        code = httpx2.post(f"{self.url}/ui/codes", headers=bearer).json()["code"]
-        return f"{self.url}/in#{code}"
+        made = httpx2.post(f"{self.url}/ui/codes", headers=bearer).json()
+        return link_of(self.url, made["host"], made["code"])
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from atoll.core.errors import Temporary
@@ -27,8 +27,8 @@ class ProcessBackend(RecordedBackend):
     name = "processes"
     pace = Pace(look_s=0.05, settle_s=0.5, silent_s=2.0, name_s=0.3, leave_s=1.0)
 
-    def __init__(self, root: Path) -> None:
-        super().__init__()
+    def __init__(self, root: Path, clock: Callable[[], float] | None = None) -> None:
+        super().__init__(clock=clock)
         self.root = root
         self.started: list[AttemptKey] = []
         self.processes: dict[AttemptKey, subprocess.Popen[bytes]] = {}

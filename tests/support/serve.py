@@ -19,10 +19,12 @@ import msgspec
 
 from atoll.controller.clock import machine_clock, write_mark
 from atoll.controller.loop import Controller
+from atoll.core.clock import Clock
 from atoll.core.errors import AtollError, Conflict
 from atoll.core.executors import Home, load
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
+from atoll.core.usage import usage
 from atoll.local.executor import LocalBackend
 from atoll.store.sqlite import SQLiteStore
 
@@ -57,8 +59,9 @@ class Crashing:
 
 
 class Plane:
-    def __init__(self, store: Any, executor: Any, crashing: list[Crashing]) -> None:
+    def __init__(self, store: Any, executor: Any, crashing: list[Crashing], clock: Clock) -> None:
         self.store, self.executor, self.crashing = store, executor, crashing
+        self.clock = clock
 
     async def arm(self, call: str, when: str, nth: int) -> None:
         """SIGKILL itself before or after the nth such call of the controller from now on."""
@@ -116,7 +119,10 @@ class Plane:
         return await self.store.get(key)
 
     async def set_aside(self) -> list[str]:
-        return list(self.executor.set_aside)
+        return list(self.executor.notes())
+
+    async def usage(self, name: str) -> float:
+        return usage(await self.get(name), self.clock()).rank_seconds
 
     async def events(self, name: str) -> Any:
         return await self.store.events(("default", name))
@@ -162,7 +168,7 @@ async def main(state: Path, slots: int | None) -> None:
         Controller(crashing[0], {"local": crashing[1]}, clock=clock).run()
     )
     running.add_done_callback(lambda task: os._exit(3) if not task.cancelled() else None)
-    plane = Plane(store, executor, crashing)
+    plane = Plane(store, executor, crashing, clock)
     reader = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import random
 import signal
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from tests.support.control_plane import ControlPlane, make_spec, wait_for
+from tests.support.control_plane import ControlPlane, journal_records, make_spec, wait_for
 
 from atoll.core.status import Training
 from atoll.local import processes
@@ -288,8 +287,7 @@ class Storm:
             os.link(gang.directory / "journal", journal)
         if not journal.exists():
             return []
-        data = journal.read_bytes()
-        return [json.loads(line) for line in data.splitlines(keepends=True) if line[-1:] == b"\n"]
+        return journal_records(journal)
 
     def _starts(self, gang: Gang) -> list[dict[str, Any]]:
         return [record for record in self._records(gang) if record["t"] == "start"]

@@ -24,10 +24,10 @@ if __name__ == "__main__":
 PLACE = {"REPLICA_RANK": "1", "WORLD_SIZE": "2", "RENDEZVOUS_URI": "s3://b/run"}
 
 
-def run(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     (folder / "job.py").write_text(MODULE)
     return subprocess.run(
-        [sys.executable, "-m", "atoll.replica_entrypoint"],
+        [sys.executable, "-m", "atoll.replica_entrypoint", *words],
         cwd=folder,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": SOURCE, **env},
         capture_output=True,
@@ -89,3 +89,26 @@ def test_bad_settings_are_one_line(tmp_path: Path, env: dict[str, str], word: st
     assert done.returncode == 2
     assert word in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["atoll.replica_entrypoint", "composer_replication.diloco.serverless.replica_entrypoint"],
+)
+def test_named_as_the_entrypoint_it_calls_the_trainer(tmp_path: Path, entry: str) -> None:
+    args = {"trainer_module": "job", "trainer_fn": "work", "trainer_kwargs": {"lr": 0.1}}
+    done = run(tmp_path, **PLACE, ENTRYPOINT=entry, ATOLL_ENTRYPOINT_ARGS=json.dumps(args))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[0])[:4] == [1, 2, "s3://b/run", 0.1]
+    lost = run(tmp_path, **PLACE, ENTRYPOINT=entry)
+    assert lost.returncode == 2
+    assert f"ENTRYPOINT is {entry}, and trainer_module: None: expected the name" in lost.stderr
+
+
+def test_composers_flags_say_the_same(tmp_path: Path) -> None:
+    flags = ["--rendezvous", "s3://b/flags", "--world-size", "4", "--trainer-module", "job"]
+    kwargs = ["--trainer-fn", "work", "--trainer-kwargs-json", '{"lr": 0.2}']
+    done = run(tmp_path, *flags, *kwargs, REPLICA_RANK="3")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[0])[:4] == [3, 4, "s3://b/flags", 0.2]
+    assert run(tmp_path, "--world-size", "4", REPLICA_RANK="3").returncode == 2

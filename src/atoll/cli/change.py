@@ -21,7 +21,7 @@ GOALS = click.Choice(["min", "target", "complete"])
 @json_option
 def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_json: bool) -> None:
     """Change the number of ranks of a running training to TARGET."""
-    from atoll.cli.show import print_json, world_json
+    from atoll.cli.show import counted, print_json, world_json
     from atoll.sdk.client import Client
 
     training = Client().get(name)
@@ -32,7 +32,8 @@ def scale(name: str, target: int, is_waited: bool, timeout: float | None, is_jso
     if is_json:
         print_json({"name": name, "previousTarget": before, **world_json(training.last)})
     else:
-        print(f"{name}: {before} -> {target} ranks wanted{', all ready' if is_waited else ''}")
+        wanted = f"{before} -> {counted(target, 'rank')} wanted"
+        print(f"{name}: {wanted}{', all ready' if is_waited else ''}")
 
 
 @click.command()
@@ -49,7 +50,7 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
     """
     from atoll.cli.follow import FAILED, SUCCEEDED, TIMED_OUT
     from atoll.cli.report import end_report
-    from atoll.cli.show import print_json, says, training_json
+    from atoll.cli.show import counted, print_json, says, training_json
     from atoll.sdk.client import Client
 
     training = Client().get(name)
@@ -62,7 +63,7 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
     try:
         waits[goal](timeout)
     except BelowMinimumWorld as error:
-        is_late = error.timeout is not None
+        is_late = not training.last.status.phase.is_terminal
         code, late = (TIMED_OUT, str(error)) if is_late else (FAILED, "")
     if is_json:
         print_json({"goal": goal, "exitCode": code, **training_json(training.last)})
@@ -71,7 +72,7 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
     elif code == FAILED or goal == "complete":
         print(end_report(training.last), file=sys.stderr if code else sys.stdout)
     else:
-        print(f"{name}: {training.last.status.world.ready} ranks ready")
+        print(f"{name}: {counted(training.last.status.world.ready, 'rank')} ready")
     raise SystemExit(code)
 
 

@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,7 @@ import click
 
 from atoll.cli.executors import config_option
 from atoll.cli.options import json_option
+from atoll.core.errors import AtollError
 
 if TYPE_CHECKING:
     from atoll.diloco.blobs import Blobs
@@ -79,10 +81,17 @@ def doctor(uri: str | None, is_json: bool) -> None:
 def look(uri: str | None) -> Iterator[Finding]:
     checks: list[Callable[[], Iterator[Finding]]] = [
         python, extras, gpus, state, disk, shm, limits, clock, control_plane, executors,
+        partial(store, uri),
     ]  # fmt: skip
+    told: set[str] = set()  # one mistake, such as in atoll.toml, is in the way of several checks
     for check in checks:
-        yield from check()
-    yield from store(uri)
+        try:
+            yield from check()
+        except AtollError as error:
+            message = str(error).replace("\n", " ")
+            if message not in told:
+                yield Finding("check", BAD, message)
+            told.add(message)
 
 
 def in_words(finding: Finding) -> str:
@@ -116,9 +125,9 @@ def extras() -> Iterator[Finding]:
 def gpus() -> Iterator[Finding]:
     from atoll.core.executors import LOCAL
     from atoll.local.devices import ids_of, present
-    from atoll.sdk.config import read
+    from atoll.sdk.config import read_for_plane
 
-    listed = read().executors[LOCAL].options.get("gpus")
+    listed = read_for_plane().executors[LOCAL].options.get("gpus")
     ids = present(os.environ) if listed is None else ids_of("gpus", listed)
     if ids:
         yield Finding("gpus", GOOD, f"ranks may use {', '.join(ids)}")
@@ -135,8 +144,6 @@ def state() -> Iterator[Finding]:
     if not os.access(there, os.W_OK | os.X_OK):
         todo = "allow it, or set ATOLL_STATE_DIR to a directory of yours"
         yield Finding("state", BAD, f"{there} cannot be written", todo)
-    elif where.exists() and where.stat().st_mode & 0o022:
-        yield Finding("state", BAD, f"others can write to {where}", f"run: chmod go-w {where}")
     else:
         yield Finding("state", GOOD, str(where))
 
@@ -194,7 +201,6 @@ def clock() -> Iterator[Finding]:
 
 
 def control_plane() -> Iterator[Finding]:
-    from atoll.core.errors import AtollError
     from atoll.sdk.client import Client
 
     name, url = "control plane", _plane()
@@ -211,21 +217,25 @@ def control_plane() -> Iterator[Finding]:
 
 
 def executors() -> Iterator[Finding]:
-    from atoll.core.errors import AtollError
     from atoll.core.executors import load
+    from atoll.sdk import flows
     from atoll.sdk.client import Client
-    from atoll.sdk.config import read
+    from atoll.sdk.config import read_for_plane
 
     if _plane() is not None:
         try:
-            for each in Client().executors():
+            client = Client()
+            known = client.run(flows.executors())
+            for note in known.message.splitlines():
+                yield Finding("control plane", NOTE, note)
+            for each in known.items:
                 well = Finding(each.name, GOOD, f"{each.kind}, reachable")
                 bad = Finding(each.name, BAD, f"{each.kind}, not reachable", each.message)
                 yield well if each.is_reachable else bad
         except AtollError:
             pass  # told by `control_plane`
         return
-    for name, wanted in read().executors.items():
+    for name, wanted in read_for_plane().executors.items():
         try:
             load(wanted.kind)
         except AtollError as error:
@@ -235,12 +245,11 @@ def executors() -> Iterator[Finding]:
 
 
 def store(uri: str | None) -> Iterator[Finding]:
-    from atoll.core.errors import AtollError
     from atoll.core.extras import to_install
     from atoll.core.stores import missing_keys
-    from atoll.sdk.config import read
+    from atoll.sdk.config import find, read
 
-    uri = uri or read().defaults.get("rendezvous_uri")
+    uri = uri or read(find()).defaults.get("rendezvous_uri")
     if uri is None:
         yield Finding("store", NOTE, "none was tried", "atoll doctor --uri s3://bucket/prefix")
         return

@@ -26,7 +26,8 @@ config_option = click.option(
     callback=_use,
     expose_value=False,
     is_eager=True,
-    help="atoll.toml to use; ATOLL_CONFIG, ./atoll.toml or the user's own if not given.",
+    help="atoll.toml to use, in place of ATOLL_CONFIG, of ./atoll.toml with its [defaults], and of "
+    "the user's own.",
 )
 
 

@@ -6,6 +6,7 @@ which alone prints and decides. A signal is one more thing in the queue.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.core.ends import PhaseReason
+from atoll.core.errors import AtollError
 from atoll.core.executors import absence
 from atoll.core.phase import Phase
 from atoll.core.status import LogLine, Training
@@ -109,6 +111,9 @@ class Following:
                 still_open.discard(item.reader)
                 self._settle(item)
         code = self._code(last)
+        # Ranks send their last reports as they end: rounds and warnings are newest now.
+        with contextlib.suppress(AtollError):
+            last = client.run(flows.read(flows.Who(last.name, last.uid), patience_s=0))
         self.report.end(last, code)
         return code
 

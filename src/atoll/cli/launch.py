@@ -148,31 +148,32 @@ def _preview(launch: Launch) -> str:
     from atoll.core.config import in_file, options_of
     from atoll.core.errors import ValidationError
     from atoll.core.executors import LOCAL, Home, load
-    from atoll.core.honour import not_honoured
     from atoll.core.status import Training
+    from atoll.core.support import describe_unsupported, unsupported_fields
     from atoll.local.state import state_dir
-    from atoll.sdk.config import read, stated_spec
+    from atoll.sdk.config import read_for_plane, stated_spec
 
-    spec, config = stated_spec(launch.name, launch.options), read()
+    spec, config = stated_spec(launch.name, launch.options), read_for_plane()
     name = spec.executor or config.defaults.get("executor", LOCAL)
     if name not in config.executors:
         known = ", ".join(config.executors)
         raise ValidationError("executor", name, f"expected one of {known}")
     wanted = config.executors[name]
     kind: Any = load(wanted.kind)
-    if not hasattr(kind, "preview"):
-        words = "this machine starts ranks itself. Give an --executor of another kind"
-        raise click.UsageError(f"--dry-run: {name!r} submits nothing: {words}")
     where = Path(config.path).parent if config.path else Path()
     training = Training(namespace="default", uid="0" * 32, spec=spec)
     try:
         options = options_of(kind.options_type, dict(wanted.options))
     except ValidationError as error:
         raise in_file(config.path, error, f"executors.{name}") from error
-    shown = str(kind.preview(options, Home(state_dir(), "", where), training))
-    if words := not_honoured(name, spec, options.ignored(spec)):
+    preview: str | None = kind.preview(options, Home(state_dir(), "", where), training)
+    if preview is None:
+        words = "this machine starts ranks itself. Give an --executor of another kind"
+        raise click.UsageError(f"--dry-run: {name!r} submits nothing: {words}")
+    unsupported = unsupported_fields(spec, kind.SUPPORTS, options)
+    if words := describe_unsupported(name, unsupported):
         click.echo(f"atoll: {words}", err=True)
-    return shown
+    return preview
 
 
 def _begin(launch: Launch) -> None:

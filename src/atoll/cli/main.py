@@ -60,7 +60,6 @@ COMMANDS = {
     "attempts": "look",
     "top": "top",
     "ui": "ui",
-    "webhook": "webhook",
     "executors": "executors",
     "doctor": "doctor",
     "serve": "plane",

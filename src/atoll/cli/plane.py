@@ -82,10 +82,18 @@ def serve(
     """
     from atoll import run as main
     from atoll.local import state
+    from atoll.local.enclosing_rank import enclosing_rank
 
-    where = (state_dir or state.state_dir()).absolute()
+    if not is_owned and (rank := enclosing_rank()) is not None:
+        raise Permanent(
+            f"{rank} must not run a control plane, as it would end with the rank, and so would "
+            "what it runs: start it outside of ranks, or use Client.local()"
+        )
+    from atoll.rank.ownership import make_private
+
+    where = state.state_dir(state_dir)
     try:
-        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(where)
     except OSError as error:
         raise Permanent(f"cannot keep state in {where}: {error.strerror}") from error
     if not is_json:
@@ -199,9 +207,12 @@ async def _with_tokens(
 
 def _tokens(state_dir: Path | None) -> Tokens:
     from atoll.local import state
+    from atoll.rank.ownership import make_private
     from atoll.store.tokens import SQLiteTokens
 
     if os.environ.get("ATOLL_URL") and state_dir is None and "ATOLL_STATE_DIR" not in os.environ:
         says = "ATOLL_URL names a control plane elsewhere: make tokens on its machine, "
         raise Permanent(says + "or give --state-dir if it is this one")
-    return SQLiteTokens((state_dir or state.state_dir()) / "atoll.db")
+    where = state.state_dir(state_dir)
+    make_private(where)
+    return SQLiteTokens(where / "atoll.db")

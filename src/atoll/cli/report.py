@@ -10,9 +10,11 @@ from atoll.cli.show import counted, duration, print_json, says, training_json, w
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
 from atoll.core.escapes import colours_only, visible
 from atoll.core.executors import absence
-from atoll.core.narrate import TAIL_LINES, end_in_words
+from atoll.core.narrate import TAIL_LINES, describe_others, end_in_words, ranks_in_words
 from atoll.core.phase import Phase
+from atoll.core.rounds import ShownTraining, describe_counts
 from atoll.core.status import LogLine, Training
+from atoll.core.warnings import has_replica_per_rank
 
 
 class Report(Protocol):
@@ -145,12 +147,12 @@ def world_text(training: Training) -> str:
     if size.min != size.target:
         text += f" (min {size.min})"
     restarts = sum(rank.restarts for rank in status.ranks)
-    lost = [str(r.rank) for r in status.ranks if r.phase == "Failed"]
+    lost = [r.rank for r in status.ranks if r.phase == "Failed"]
     waits = [f"rank {r.rank} {r.message}" for r in status.ranks if r.phase == "Pending"]
     if restarts:
         text += f", {counted(restarts, 'restart')}"
     if lost:
-        text += f", lost: rank {', '.join(lost)}"
+        text += f", lost: {ranks_in_words(lost)}"
     if absence(training):
         text += f", {visible(status.message)}"
     elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
@@ -162,15 +164,27 @@ def _whole(seconds: float) -> str:
     return duration(seconds) if seconds >= 10 else f"{int(seconds)}s"
 
 
+def taken_lines(training: Training) -> list[str]:
+    """In how many outer rounds each rank took part, if not all were in every one."""
+    summary = training.rounds if isinstance(training, ShownTraining) else None
+    if summary is None or not has_replica_per_rank(training, len(summary.ranks)):
+        return []
+    counts = dict.fromkeys(range(training.spec.world_size.target), 0)
+    counts |= {each.rank: each.rounds for each in summary.ranks}
+    if set(counts.values()) == {summary.rounds}:
+        return []
+    return [f"rounds taken part in, of {summary.rounds}: {describe_counts(counts)}"]
+
+
 def end_report(training: Training) -> str:
     """How a training ended, and for a failure the other failed ranks and the last lines."""
     cause = training.status.root_cause
     lines = [end_in_words(training)]
+    lines += [f"  warning: {visible(words)}" for words in training.status.warnings]
+    lines += [f"  {line}" for line in taken_lines(training)]
     if training.status.phase is not Phase.FAILED or cause is None:
-        return lines[0]
-    others = [e.rank for e in training.status.rank_exits if e.is_failure and e.rank != cause.rank]
-    if others:
-        lines.append(f"  ranks that failed or were stopped after it: {', '.join(map(str, others))}")
+        return "\n".join(lines)
+    lines += [f"  {line}" for line in describe_others(training.status)]
     if cause.log_tail:
         lines.append(f"  last lines of rank {cause.rank}:")
         lines += [f"  | {visible(line)}" for line in cause.log_tail[-TAIL_LINES:]]

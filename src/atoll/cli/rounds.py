@@ -46,6 +46,7 @@ def rounds(name: str, is_csv: bool, is_json: bool) -> None:
 def as_text(name: str, table: RoundTable) -> str:
     from atoll.cli.show import clock, shortened
     from atoll.cli.show import table as aligned
+    from atoll.core.rounds import describe_counts
     from atoll.core.spans import some_spans
 
     if table.summary is None:
@@ -81,6 +82,9 @@ def as_text(name: str, table: RoundTable) -> str:
     lines = [f"{table.summary.words} ({table.why})"]
     if table.summary.tokens:
         lines.append(f"{table.summary.tokens:.6g} tokens seen")
+    if table.summary.ranks:
+        counts = {each.rank: each.rounds for each in table.summary.ranks}
+        lines.append(f"rounds taken part in: {describe_counts(counts)}")
     return "\n".join([*lines, aligned(HEADER, rows)])
 
 

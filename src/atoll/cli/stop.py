@@ -60,7 +60,7 @@ def cancelled(where: Path) -> list[str]:
             try:
                 training.result(timeout=training.last.spec.stop_grace_s + STOP_S)
             except BelowMinimumWorld as error:
-                if error.timeout is not None:
+                if not training.last.status.phase.is_terminal:
                     raise Permanent(f"{training.name} did not end: {error}") from error
             except DistributedError:
                 pass  # over before it was cancelled

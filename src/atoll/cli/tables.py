@@ -13,6 +13,7 @@ from atoll.core.narrate import attempt_in_words
 from atoll.core.rounds import ShownTraining
 from atoll.core.series import NewestFigure
 from atoll.core.status import AttemptStatus, Event, RankExit, RankStatus, Training
+from atoll.core.warnings import CONDITION as WARNINGS
 
 PS = ("NAME", "PHASE", "READY", "RAN", "AGE", "COMMAND")
 RANKS = ("RANK", "PHASE", "HOST", "RESTARTS", "RAN", "MESSAGE")
@@ -81,7 +82,8 @@ def status_text(training: Training) -> str:
         lines.append(f"  now       {visible(status.message)}")
     lines += [f"  rounds    {line}" for line in _rounds(training, now)]
     for condition in status.conditions:
-        if condition.status == "True" and condition.message:
+        is_told = condition.type == WARNINGS and status.phase.is_terminal  # by the end report
+        if condition.status == "True" and condition.message and not is_told:
             lines.append(f"  condition {condition.type}: {visible(condition.message)}")
     if status.phase.is_terminal:
         first, *rest = end_report(training).split("\n")

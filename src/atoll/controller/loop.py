@@ -6,16 +6,18 @@ There is no periodic scan: idle trainings cost nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from atoll.controller.clock import machine_clock
+from atoll.controller.informer import Informer
 from atoll.controller.queue import WorkQueue
-from atoll.controller.reconcile import Quiet, Reconciler, unknown
+from atoll.controller.reconcile import Quiet, Reconciler, Rounds, no_rounds, unknown
 from atoll.core.clock import Time
-from atoll.core.errors import Conflict, Denied, Gone, NotFound, Permanent, Temporary
+from atoll.core.errors import Conflict, Denied, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import Training
 
@@ -35,26 +37,42 @@ class Pass(NamedTuple):
 
 
 class Controller:
-    """`run()` until cancelled. Cancelling stops no rank."""
+    """`run()` until cancelled. Cancelling stops no rank.
+
+    Without the informer of its process it runs one of its own.
+    """
 
     def __init__(
         self,
         store: Store,
         executors: Mapping[str, Executor],
         *,
+        informer: Informer | None = None,
         clock: Callable[[], Time] | None = None,
         on_pass: Callable[[Pass], None] = lambda done: None,
         quiet_s: Quiet = unknown,
+        rounds: Rounds = no_rounds,
     ) -> None:
-        self._store = store
+        self._informer = informer or Informer(store)
+        self._has_own_informer = informer is None
         self._executors = executors
-        self._reconciler = Reconciler(store, executors, clock or machine_clock(), quiet_s)
+        self._reconciler = Reconciler(store, executors, clock or machine_clock(), quiet_s, rounds)
         self._queue = WorkQueue()
         self._on_pass = on_pass
-        self.is_started = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def wake(self, uid: str) -> None:
+        """There is something new about a training that it has looked at. From any thread."""
+        key = self._reconciler.keys.get(uid)
+        if key is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody looks any more
+                self._loop.call_soon_threadsafe(self._queue.add, key)
 
     async def run(self) -> None:
+        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
+            if self._has_own_informer:
+                tasks.create_task(self._informer.run())
             tasks.create_task(self._follow_store())
             for executor in self._executors.values():
                 tasks.create_task(self._follow_executor(executor))
@@ -62,19 +80,11 @@ class Controller:
                 tasks.create_task(self._work())
 
     async def _follow_store(self) -> None:
-        while True:
-            version = await self._store.version()
-            for training in await self._store.list():
-                if not is_settled(training):
-                    self._queue.add(training.key)
-            self.is_started = True
-            try:
-                async for change in self._store.watch(version):
-                    if not change.is_removed and has_news(change.training):
-                        self._queue.add(change.training.key)
-                return
-            except Gone:
-                log.warning("fell behind the store's change log; reading everything again")
+        async for update in self._informer.updates():
+            if update.training is None or update.is_removed:
+                continue
+            if update.is_listed or has_news(update.training):
+                self._queue.add(update.key)
 
     async def _follow_executor(self, executor: Executor) -> None:
         async for key in executor.changes():
@@ -116,9 +126,3 @@ def has_news(training: Training) -> bool:
     """Whether somebody other than the controller has changed the training."""
     is_observed = training.status.observed_generation == training.generation
     return not is_observed or training.deletion_requested_at is not None
-
-
-def is_settled(training: Training) -> bool:
-    """Whether it is over, released, and kept until somebody deletes it."""
-    is_kept = training.spec.ttl_seconds is None and training.deletion_requested_at is None
-    return training.status.is_released and is_kept

@@ -8,8 +8,8 @@ the status was written by somebody else meanwhile.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -26,32 +26,47 @@ from atoll.core.errors import (
 )
 from atoll.core.hindrance import hindered, is_hindered, unhindered
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
-from atoll.core.ports import Executor, Key, Measuring, Store, Tending
+from atoll.core.ports import Executor, Key, Store
 from atoll.core.stall import with_quiet
-from atoll.core.status import Seen, Status, Training, sooner
+from atoll.core.status import RoundsSeen, Seen, Status, Training, sooner
 
 Tell = Callable[[], Time]
 # Seconds since ranks of a training moved, by its uid and when the attempts of its ranks began.
 Quiet = Callable[[str, Mapping[int, float | None]], Mapping[int, float]]
+Rounds = Callable[[str], RoundsSeen | None]
 
-BLIPS = 1  # failed looks in a row that the status does not mention
+LOOKS = 2  # that fail in a row before the status mentions it: one may be a blip
 TRIES, LASTING_S = 3, 10.0  # of an action that fails before the status mentions it
 QUIET_S = 30.0  # an error whose words change with every look is written no more often
 
 
-class Misses(NamedTuple):
-    """Looks at one training that failed in a row."""
+class Failures:
+    """Failures in a row, by training: tells which of them the status should mention."""
 
-    number: int = 0
-    written_at: float = float("-inf")
+    def __init__(self, *, tries: int, lasting_s: float) -> None:
+        self._tries, self._lasting_s = tries, lasting_s
+        self._since: dict[Key, float] = {}
+        self._number: Counter[Key] = Counter()
+        self._written_at: dict[Key, float] = {}
+
+    def note(self, key: Key, now: float) -> bool:
+        """Whether it lasts, and was not written lately."""
+        self._number[key] += 1
+        is_lasting = now >= self._since.setdefault(key, now) + self._lasting_s
+        is_due = now >= self._written_at.get(key, float("-inf")) + QUIET_S
+        return self._number[key] >= self._tries and is_lasting and is_due
+
+    def note_written(self, key: Key, now: float) -> None:
+        self._written_at[key] = now
+
+    def clear(self, key: Key) -> None:
+        for memory in (self._since, self._number, self._written_at):
+            memory.pop(key, None)
 
 
-class Hindrance(NamedTuple):
-    """Passes over one training in a row of which an action failed."""
-
-    since: float
-    number: int = 0
-    written_at: float = float("-inf")
+def no_rounds(uid: str) -> RoundsSeen | None:
+    """Nobody keeps rounds."""
+    return None
 
 
 def unknown(uid: str, started: Mapping[int, float | None]) -> Mapping[int, float]:
@@ -66,15 +81,19 @@ class Reconciler:
         executors: Mapping[str, Executor],
         clock: Tell,
         quiet_s: Quiet = unknown,
+        rounds: Rounds = no_rounds,
     ) -> None:
-        """`quiet_s`: for how long ranks have not moved, as far as what they report tells."""
+        """`quiet_s`: for how long ranks have not moved, as far as what they report tells; `rounds`:
+        what is known of a training's outer rounds."""
         self._quiet_s = quiet_s
+        self._rounds = rounds
+        self.keys: dict[str, Key] = {}  # by uid, of all trainings looked at
         self._store = store
         self._executors = executors
         self._clock = clock
         self._faults: dict[str, str] = {}  # what an executor will never do, by training
-        self._misses: dict[Key, Misses] = {}
-        self._hindrances: dict[Key, Hindrance] = {}
+        self._failed_looks = Failures(tries=LOOKS, lasting_s=0.0)
+        self._failed_actions = Failures(tries=TRIES, lasting_s=LASTING_S)
         self._unwritten: dict[str, Status] = {}  # what a store refused to keep, by training
 
     async def reconcile(self, key: Key) -> float | None:
@@ -82,17 +101,14 @@ class Reconciler:
         try:
             training = self._as_decided(await self._store.get(key))
         except NotFound:
-            self._misses.pop(key, None)
-            self._hindrances.pop(key, None)
+            self._failed_looks.clear(key)
+            self._failed_actions.clear(key)
             return None
-        if training.executor not in self._executors:
-            seen, decision = Seen(), left_alone(training, self._clock().wall)
-        else:
-            seen = await self._look(training)
-            decision = plan(rejoined(training), seen, self._clock())
-            decision = decision._replace(
-                events=(*return_of(training, self._clock().wall), *decision.events)
-            )
+        self.keys[training.uid] = key
+        try:
+            seen, decision = await self._decide(training)
+        except Conflict:
+            return 0.0  # another process has changed it, and the store has that by now
         try:
             training = await self._write(training, decision)
         except (Conflict, NotFound):
@@ -100,14 +116,22 @@ class Reconciler:
         try:
             is_done = await self._do(training, seen, decision.actions)
         except AtollError as error:
-            with contextlib.suppress(Conflict, NotFound):  # then the next pass tells of it
-                await self._note_hindrance(training, error)
+            report = hindered(training, error, self._clock().wall)
+            await self._note_failure(self._failed_actions, training, report)
             raise
-        self._hindrances.pop(key, None)
+        self._failed_actions.clear(key)
         if is_hindered(training.status) and Forget() not in decision.actions:
-            with contextlib.suppress(Conflict, NotFound):
-                await self._write(training, unhindered(training, self._clock().wall))
+            await self._note_success(training)
         return sooner(decision.requeue_after_s, seen.again_in_s) if is_done else 0.0
+
+    async def _decide(self, training: Training) -> tuple[Seen, Plan]:
+        """What is seen of the training, and what is to be done. Without its executor, nothing."""
+        if training.executor not in self._executors:
+            return Seen(), left_alone(training, self._clock().wall)
+        seen = await self._look(training)
+        decision = plan(rejoined(training), seen, self._clock())
+        returned = return_of(training, self._clock().wall)
+        return seen, decision._replace(events=(*returned, *decision.events))
 
     async def _do(self, training: Training, seen: Seen, actions: Sequence[Action]) -> bool:
         """False when an action will never work.
@@ -123,46 +147,37 @@ class Reconciler:
             raise trouble
         return True
 
-    async def _note_hindrance(self, training: Training, error: AtollError) -> None:
-        """The status tells of an error that comes again and again, and not of one that passes."""
-        now = self._clock()
-        before = self._hindrances.setdefault(training.key, Hindrance(now.steady))
-        first = before._replace(number=before.number + 1)
-        self._hindrances[training.key] = first
-        is_lasting = first.number >= TRIES and now.steady >= first.since + LASTING_S
-        decision = hindered(training, error, now.wall)
-        is_due = now.steady >= first.written_at + QUIET_S and decision.status != training.status
-        if is_lasting and is_due:
-            await self._write(training, decision)
-            self._hindrances[training.key] = first._replace(written_at=now.steady)
+    async def _note_failure(self, failures: Failures, training: Training, report: Plan) -> None:
+        """Writes the report of a failure that comes again and again, not of one that passes."""
+        now = self._clock().steady
+        if failures.note(training.key, now) and report.status != training.status:
+            with contextlib.suppress(Conflict, NotFound):  # then the next pass tells of it
+                await self._write(training, report)
+                failures.note_written(training.key, now)
+
+    async def _note_success(self, training: Training) -> None:
+        with contextlib.suppress(Conflict, NotFound):  # then the next pass tells of it
+            await self._write(training, unhindered(training, self._clock().wall))
 
     async def _look(self, training: Training) -> Seen:
         """One that fails is raised; the status says so if it is not the first in a row."""
         try:
             seen = await self._observe(training)
         except (BackendError, Denied) as error:
-            with contextlib.suppress(Conflict, NotFound):  # then the next look tells of it
-                await self._note_miss(training, error)
+            report = out_of_reach(training, error, self._clock().wall)
+            await self._note_failure(self._failed_looks, training, report)
             raise
-        self._misses.pop(training.key, None)
+        self._failed_looks.clear(training.key)
         return seen
 
-    async def _note_miss(self, training: Training, error: Exception) -> None:
-        now, misses = self._clock(), self._misses.get(training.key, Misses())
-        is_due = misses.number >= BLIPS and now.steady >= misses.written_at + QUIET_S
-        self._misses[training.key] = misses._replace(number=misses.number + 1)
-        absence = out_of_reach(training, error, now.wall)
-        if is_due and absence.status != training.status:
-            await self._write(training, absence)
-            self._misses[training.key] = Misses(misses.number + 1, now.steady)
-
     async def _observe(self, training: Training) -> Seen:
+        rounds = self._rounds(training.uid)
         if training.status.is_released:
-            return Seen()
+            return Seen(rounds=rounds)
         executor = self._executors[training.executor]
         if fault := self._faults.get(training.uid):
             return _only_ranks(await executor.observe(training), fault)
-        seen = await executor.observe(training)
+        seen = replace(await executor.observe(training), rounds=rounds)
         if training.spec.stall_s is None:
             return seen
         started = {look.rank: look.started_at for look in seen.ranks}
@@ -202,13 +217,11 @@ class Reconciler:
 
     async def _tend(self, training: Training, seen: Seen) -> AtollError | None:
         """The first error of a chore; the chores after it are left to the next look."""
-        executor = self._executors.get(training.executor)
-        if isinstance(executor, Tending):
-            try:
-                for chore in seen.chores:
-                    await executor.perform(training, chore)
-            except AtollError as error:
-                return error
+        try:
+            for chore in seen.chores:
+                await self._executors[training.executor].perform(training, chore)
+        except AtollError as error:
+            return error
         return None
 
     async def _act(self, training: Training, action: Action) -> bool:
@@ -218,14 +231,14 @@ class Reconciler:
             match action:
                 case Apply(wish):
                     await executor.apply(await self._whole(training), wish)
-                case Measure() if isinstance(executor, Measuring):
+                case Measure():
                     await executor.measure(training)
                 case Release():
                     await executor.release(training)
                 case Forget():
                     await executor.purge(training)
                     await self._store.remove(training)
-                    for memory in (self._faults, self._unwritten):
+                    for memory in (self._faults, self._unwritten, self.keys):
                         memory.pop(training.uid, None)
         except Permanent as error:
             if not isinstance(action, Apply) or action.wish.size == 0:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from atoll.core.conditions import clear_condition, set_condition
 from atoll.core.executors import MISSING, UNREACHABLE, absence
 from atoll.core.phase import Phase
 from atoll.core.plan import Plan
-from atoll.core.status import Condition, Event, Status, Training
+from atoll.core.status import Event, Status, Training
 
 LONGEST = 500  # characters of an error that a status repeats
 
@@ -43,7 +44,9 @@ def rejoined(training: Training) -> Training:
     """Without the word that its executor is absent: it is there."""
     if not absence(training):
         return training
-    return replace(training, status=_without_conditions(training.status))
+    status = training.status
+    kept = clear_condition(status.conditions, MISSING, UNREACHABLE)
+    return replace(training, status=replace(status, conditions=kept))
 
 
 def return_of(training: Training, now: float) -> tuple[Event, ...]:
@@ -55,22 +58,9 @@ def return_of(training: Training, now: float) -> tuple[Event, ...]:
 
 
 def _with_condition(status: Status, kind: str, reason: str, message: str, now: float) -> Status:
-    before = next((c for c in status.conditions if c.type == kind), None)
-    condition = Condition(
-        type=kind,
-        status="True",
-        reason=reason,
-        message=message,
-        last_transition_at=before.last_transition_at if before else now,
-    )
-    after = _without_conditions(status)
-    after = replace(after, conditions=[*after.conditions, condition])
+    others = clear_condition(status.conditions, *({MISSING, UNREACHABLE} - {kind}))
+    after = replace(status, conditions=set_condition(others, kind, reason, message, now))
     return after if status.phase.is_terminal else replace(after, message=message)
-
-
-def _without_conditions(status: Status) -> Status:
-    kept = [c for c in status.conditions if c.type not in (MISSING, UNREACHABLE)]
-    return replace(status, conditions=kept)
 
 
 def _missing_in_words(training: Training) -> str:

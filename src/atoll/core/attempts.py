@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from atoll.core.ends import RankEnd
 from atoll.core.model import Model
-from atoll.core.ranks import in_ms
+from atoll.core.ranks import explained, in_ms
 from atoll.core.status import AttemptStatus, Exit, RankStatus, Seen, Status
 
 KEPT = 20  # of one rank, before its newest
@@ -66,6 +66,7 @@ def attempt_of(rank: RankStatus, exit: Exit | None) -> AttemptStatus:
 def ended_attempt(attempt: AttemptStatus, exit: Exit | None) -> AttemptStatus:
     if exit is None:
         return attempt
+    exit = explained(exit)
     started_at = None if attempt.started_at is None else in_ms(attempt.started_at)
     return AttemptStatus(
         rank=attempt.rank,

@@ -1,8 +1,9 @@
-"""The content of `atoll.toml`, checked: executors by name, and defaults of trainings. Pure."""
+"""The content of `atoll.toml`, checked: executors by name, defaults, webhooks. Pure."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -10,14 +11,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from atoll.core.checks import check_name
+from atoll.core.decoders import convert
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL, check_kind
 from atoll.core.fields import renamed
 from atoll.core.model import Model, named
+from atoll.core.webhooks import WebhookConfig
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-TABLES = ("executors", "defaults", "rounds")
+TABLES = ("executors", "defaults", "rounds", "webhooks")
 OBJECT_STORES = ("s3://", "gs://", "az://")
 
 
@@ -48,8 +51,10 @@ class Config(Model, frozen=True):
     executors: dict[str, ExecutorConfig] = msgspec.field(default_factory=_only_local)
     defaults: dict[str, Any] = {}
     round_stores: list[RoundStore] = []
+    webhooks: list[WebhookConfig] = []
 
 
+@functools.lru_cache(maxsize=8)  # several parts of a command ask for the same file
 def parse(text: str, path: str, digest: str = "") -> Config:
     """Raises ValidationError naming the file, the field, its value and what would be right."""
     try:
@@ -63,11 +68,8 @@ def parse(text: str, path: str, digest: str = "") -> Config:
         for name, table in _table("executors", tables.get("executors", {})).items():
             executors[name] = _executor(name, _table(f"executors.{name}", table))
         defaults = _table("defaults", tables.get("defaults", {}))
-        default = defaults.get("executor", LOCAL)
-        if not isinstance(default, str) or default not in executors:
-            known = ", ".join(executors)
-            raise ValidationError("defaults.executor", default, f"expected one of {known}")
         round_stores = _round_stores(_table("rounds", tables.get("rounds", {})))
+        webhooks = _webhooks(tables.get("webhooks", []))
     except ValidationError as error:
         raise in_file(path, error) from error
     return Config(
@@ -76,26 +78,45 @@ def parse(text: str, path: str, digest: str = "") -> Config:
         executors=executors,
         defaults=defaults,
         round_stores=round_stores,
+        webhooks=webhooks,
     )
 
 
 def _round_stores(table: dict[str, Any]) -> list[RoundStore]:
     _check_known("rounds", table, ["stores"])
-    entries = table.get("stores", [])
-    if not isinstance(entries, list):
-        raise ValidationError("rounds.stores", entries, "expected tables: [[rounds.stores]]")
     stores = []
-    for at, entry in enumerate(entries):
-        field = f"rounds.stores[{at}]"
-        try:
-            store = options_of(RoundStore, _table(field, entry))
-        except ValidationError as error:
-            raise ValidationError(f"{field}.{error.field}", error.value, error.expected) from error
+    for field, store in _entries("rounds.stores", table.get("stores", []), RoundStore):
         if not store.uri.startswith(OBJECT_STORES):
             expected = f"expected one of {', '.join(OBJECT_STORES)}"
             raise ValidationError(f"{field}.uri", store.uri, expected)
         stores.append(store)
     return stores
+
+
+def _webhooks(entries: object) -> list[WebhookConfig]:
+    webhooks: list[WebhookConfig] = []
+    if isinstance(entries, list) and any("secret" in _table("webhooks", e) for e in entries):
+        expected = "expected the name of a file as secret_file, or of a variable as secret_env"
+        raise ValidationError("webhooks.secret", "…", expected)
+    for field, webhook in _entries("webhooks", entries, WebhookConfig):
+        if webhook.url in (each.url for each in webhooks):
+            raise ValidationError(f"{field}.url", webhook.url, "expected each URL once")
+        webhooks.append(webhook)
+    return webhooks
+
+
+def _entries(name: str, entries: object, kind: type[T]) -> list[tuple[str, T]]:
+    """The tables of a list, each with its place in the file."""
+    if not isinstance(entries, list):
+        raise ValidationError(name, entries, f"expected tables: [[{name}]]")
+    read = []
+    for at, entry in enumerate(entries):
+        field = f"{name}[{at}]"
+        try:
+            read.append((field, options_of(kind, _table(field, entry))))
+        except ValidationError as error:
+            raise ValidationError(f"{field}.{error.field}", error.value, error.expected) from error
+    return read
 
 
 def in_file(path: str | None, error: ValidationError, table: str = "") -> ValidationError:
@@ -124,7 +145,7 @@ def options_of(kind: type[T], table: Mapping[str, Any]) -> T:
     names = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
     _check_known("", table, names)
     try:
-        return msgspec.convert({names[name]: value for name, value in table.items()}, kind)
+        return convert({names[name]: value for name, value in table.items()}, kind)
     except msgspec.ValidationError as error:
         refused = named(error, kind, {names[name]: value for name, value in table.items()})
         raise renamed(refused, {wire: name for name, wire in names.items()}) from error

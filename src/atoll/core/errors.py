@@ -7,6 +7,7 @@ AtollError
 ├── Conflict
 ├── Gone(oldest)                                 a watch asked for a version no longer kept
 ├── Denied                                       no token, or one that may not do this
+├── ResultError                                  a result that cannot be had; also a ValueError
 ├── DistributedError
 │   ├── BelowMinimumWorld(ready, required_min, timeout, rank_exits)
 │   ├── UDTerminalState(phase, requested_target)
@@ -89,6 +90,10 @@ class Gone(AtollError):
 
 class Denied(AtollError):
     """No token was given, or it may not do this."""
+
+
+class ResultError(AtollError, ValueError):
+    """What a rank returned cannot be had: it says why, such as too large or not plain data."""
 
 
 class DistributedError(AtollError):

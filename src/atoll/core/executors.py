@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.extras import to_install
@@ -38,14 +38,6 @@ class Home(NamedTuple):
     directory: Path = Path()  # that relative paths in the options start from
 
 
-class ExecutorClass(Protocol):
-    """The class of an executor, as the configuration uses it."""
-
-    def configured(self, name: str, options: dict[str, Any], home: Home) -> Executor:
-        """Not yet connected to anything. Raises ValidationError naming the option that is wrong,
-        and Permanent where this machine lacks something, such as credentials."""
-
-
 class ExecutorStatus(Model, frozen=True):
     """One executor of a control plane. `message` says why it cannot be reached."""
 
@@ -75,12 +67,12 @@ def check_kind(field: str, kind: object) -> None:
         raise ValidationError(field, kind, "expected one of " + ", ".join(KINDS))
 
 
-def load(kind: str) -> ExecutorClass:
+def load(kind: str) -> type[Executor]:
     """The class of a kind. Raises Permanent, with what to type, if its packages are missing."""
     check_kind("kind", kind)
     module, _, name = KINDS[kind].partition(":")
     try:
-        executor_class: ExecutorClass = getattr(importlib.import_module(module), name)
+        executor_class: type[Executor] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(kind)
         if extra is None or (error.name or "").partition(".")[0] == "atoll":

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from atoll.core.conditions import clear_condition, set_condition
 from atoll.core.plan import Plan
-from atoll.core.status import Condition, Event, Status, Training
+from atoll.core.status import Event, Status, Training
 
 HINDERED = "ActionFailing"
 LONGEST = 500  # characters of an error that a status repeats
@@ -22,24 +23,16 @@ def hindered(training: Training, error: Exception, now: float) -> Plan:
     """The status says what fails, and since when. All else in it is as it was."""
     words = " ".join(str(error).split())[:LONGEST]
     message = f"the executor {training.executor!r} fails, and is asked again: {words}"
-    known = {c.type: c for c in training.status.conditions}
-    since = known[HINDERED].last_transition_at if HINDERED in known else now
-    condition = Condition(
-        type=HINDERED,
-        status="True",
-        reason="ExecutorError",
-        message=message,
-        last_transition_at=since,
-    )
-    others = [c for c in training.status.conditions if c.type != HINDERED]
+    status = training.status
+    conditions = set_condition(status.conditions, HINDERED, "ExecutorError", message, now)
     event = Event(type="Warning", reason=HINDERED, message=message, at=now)
-    after = replace(training.status, conditions=[*others, condition])
-    return Plan(after, events=() if HINDERED in known else (event,))
+    after = replace(status, conditions=conditions)
+    return Plan(after, events=() if is_hindered(status) else (event,))
 
 
 def unhindered(training: Training, now: float) -> Plan:
     """What was asked is done."""
-    kept = [c for c in training.status.conditions if c.type != HINDERED]
+    kept = clear_condition(training.status.conditions, HINDERED)
     message = f"the executor {training.executor!r} has done what it was asked"
     event = Event(type="Normal", reason="ActionDone", message=message, at=now)
     return Plan(replace(training.status, conditions=kept), events=(event,))

@@ -72,14 +72,14 @@ def world_html(world: WorldStatus) -> str:
 
 
 def exits_html(exits: Sequence[RankExit]) -> str:
-    from atoll.core.narrate import exit_in_words
+    from atoll.core.narrate import exit_in_words, is_stopped_by_atoll
 
     rows = [
         (
             str(ended.rank),
             f'<span style="color:{COLOURS["failed"]}">{text(exit_in_words(ended))}</span>'
-            if ended.is_failure and not ended.collateral
-            else text("stopped with the rest" if ended.collateral else exit_in_words(ended)),
+            if ended.is_failure and not is_stopped_by_atoll(ended)
+            else text(exit_in_words(ended)),
             text(ended.host or "–"),
             str(ended.restart_count),
         )
@@ -130,7 +130,7 @@ def _more(count: int, most: int) -> str:
 
 
 def training_html(training: Training, figures: Sequence[NewestFigure] = ()) -> str:
-    from atoll.core.narrate import end_in_words, status_in_words
+    from atoll.core.narrate import describe_others, end_in_words, status_in_words
 
     status = training.status
     is_over = status.phase.is_terminal
@@ -139,6 +139,12 @@ def training_html(training: Training, figures: Sequence[NewestFigure] = ()) -> s
         f"<p><b>{text(training.name)}</b> {phase_html(status.phase.value)} {text(words)}</p>",
         f"<p>{world_html(training.world)}{''.join(map(figure_html, figures))}</p>",
     ]
+    parts += [
+        f'<p style="color:{COLOURS["pending"]}"><b>Warning:</b> {text(words)}</p>'
+        for words in status.warnings
+    ]
+    if status.root_cause is not None:
+        parts += [f"<p>{text(line)}</p>" for line in describe_others(status)]
     if status.root_cause is not None and status.root_cause.log_tail:
         parts.append(lines_text_html(status.root_cause.log_tail))
     if is_over and status.rank_exits:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 import msgspec
 
 from atoll.core.checks import bounds_of
+from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 def decode(data: bytes | str, kind: type[T]) -> T:
     """`data` as a `kind`; raises ValidationError naming the field that is wrong."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return json_decoder(kind).decode(data)
     except msgspec.ValidationError as error:
         raise named(error, kind, _plain(data)) from error
     except RecursionError as error:

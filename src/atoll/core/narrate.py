@@ -6,12 +6,11 @@ logs match `exit_code=1 reason=Error`.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 
 from atoll.core.bench import DONE as BENCH_DONE
-from atoll.core.ends import RANK_ENDS, PhaseReason, meaning_of, why_ended
+from atoll.core.ends import RANK_ENDS, PhaseReason, RankEnd, meaning_of, why_ended
 from atoll.core.escapes import visible
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
@@ -29,6 +28,7 @@ from atoll.core.status import (
 
 TAIL_LINES = 10
 LINES_SHOWN = 20  # different ends in one text
+WAITS_SHOWN = 8  # different things that ranks wait for, in one text
 EACH_NAMED = 100  # failed ranks that an error names one by one
 
 
@@ -40,7 +40,7 @@ def narrate(old: Status, new: Status, now: float) -> tuple[Event, ...]:
 
 def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if old.phase is Phase.NONE:
-        yield "Normal", "Accepted", f"{new.world.target} ranks wanted"
+        yield "Normal", "Accepted", f"{_count_ranks(new.world.target)} wanted"
     if new.last_resize is not None and new.last_resize != old.last_resize:
         resize = new.last_resize
         yield "Normal", "Scaled", f"target {resize.from_target} -> {resize.to_target}"
@@ -61,8 +61,15 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     is_shrunk = old.phase is Phase.READY and new.phase is Phase.PENDING and not is_ending
     if is_shrunk and new.world.below_minimum:
         world = new.world
-        yield "Warning", "WorldShrunkBelowMin", f"{world.ready} ranks ready, min is {world.min}"
+        yield (
+            "Warning",
+            "WorldShrunkBelowMin",
+            f"{_count_ranks(world.ready)} ready, min is {world.min}",
+        )
     yield from _stalls(old, new)
+    for words in new.warnings:
+        if words not in old.warnings:
+            yield "Warning", "TrainingWarning", words
     yield from _beside_the_ranks(old, new)
     if new.failing and not old.failing:
         yield "Warning", new.failing, new.message or new.failing_message or "stopping the rest"
@@ -137,6 +144,19 @@ def exit_lines(ends: Iterable[tuple[int, Exit | RankExit]]) -> list[str]:
     return lines
 
 
+def waiting_lines(ranks: Iterable[RankStatus]) -> list[str]:
+    """`ranks 4-7: no room`: a line for all ranks that wait for the same, and one for the rest."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        if rank.phase == "Pending":
+            groups.setdefault(visible(rank.message) or "starting", []).append(rank.rank)
+    lines = [f"{ranks_in_words(own)}: {text}" for text, own in list(groups.items())[:WAITS_SHOWN]]
+    if rest := [rank for own in list(groups.values())[WAITS_SHOWN:] for rank in own]:
+        others = len(groups) - WAITS_SHOWN
+        lines.append(f"{ranks_in_words(rest)}: wait for {others} other things")
+    return lines
+
+
 def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {some_spans(ranks)}"
 
@@ -201,12 +221,79 @@ def end_in_words(training: Training) -> str:
     if status.phase is Phase.CANCELLED:
         is_removed = training.deletion_requested_at is not None and not training.spec.cancel
         return f"{name} was cancelled" + (": it is being removed" if is_removed else "")
+    return f"{name} failed: {describe_cause(status) or phase_in_words(status)}"
+
+
+def describe_cause(status: Status) -> str:
+    """The failure that brought a training down, with all ranks that failed alike; may be empty.
+
+    `both ranks failed alike: ValueError: oops (rank 1 first)`.
+    """
     cause = status.root_cause
     if cause is None:
-        return f"{name} failed: {phase_in_words(status)}"
+        return ""
     times = cause.restart_count
-    restarts = f" after {times} restart{'' if times == 1 else 's'}" if times else ""
-    return f"{name} failed: rank {cause.rank} failed first{restarts}: it {exit_in_words(cause)}"
+    restarts = f"after {times} restart{'' if times == 1 else 's'}" if times else ""
+    alike = ranks_alike(status)
+    if len(alike) == 1:
+        after = f" {restarts}" if restarts else ""
+        return f"rank {cause.rank} failed first{after}: it {exit_in_words(cause)}"
+    first = ", ".join(filter(None, (f"rank {cause.rank} first", restarts)))
+    return f"{_who(alike, status)} failed alike: {_failure_text(cause)} ({first})"
+
+
+def ranks_alike(status: Status) -> list[int]:
+    """The ranks that failed as the root cause did, that one included."""
+    cause = status.root_cause
+    if cause is None:
+        return []
+    return [e.rank for e in status.rank_exits if e.rank == cause.rank or _is_alike(e, cause)]
+
+
+def describe_others(status: Status) -> list[str]:
+    """What became of the ranks that are not in `describe_cause`, a line for each kind of end.
+
+    `rank 2 failed after it: ConnectionError: …`, `ranks 4-7 were stopped by atoll`.
+    """
+    cause, alike = status.root_cause, set(ranks_alike(status))
+    groups: dict[str, list[int]] = {}
+    for ended in status.rank_exits:
+        if ended.rank in alike or not ended.is_failure:
+            continue
+        after = " after it" if cause is not None and ended.collateral else ""
+        text = f"failed{after}: {_failure_text(ended)}"
+        groups.setdefault("" if is_stopped_by_atoll(ended) else text, []).append(ended.rank)
+    stopped = groups.pop("", [])
+    lines = [f"{ranks_in_words(own)} {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
+    if rest := [rank for own in list(groups.values())[LINES_SHOWN:] for rank in own]:
+        lines.append(f"{ranks_in_words(rest)} failed in {len(groups) - LINES_SHOWN} other ways")
+    if stopped:
+        verb = "was" if len(stopped) == 1 else "were"
+        lines.append(f"{ranks_in_words(stopped)} {verb} stopped by atoll")
+    return lines
+
+
+def is_stopped_by_atoll(ended: RankExit) -> bool:
+    """Whether the rank ended because atoll told it to; one that fell after another did not."""
+    return ended.termination_reason == RankEnd.STOPPED
+
+
+def _is_alike(ended: RankExit, cause: RankExit) -> bool:
+    is_own = ended.is_failure and not is_stopped_by_atoll(ended)
+    return is_own and _failure_text(ended) == _failure_text(cause)
+
+
+def _failure_text(ended: RankExit) -> str:
+    """The exception that ended a rank, or else how it ended."""
+    if ended.termination_reason == RankEnd.ERROR and ended.message:
+        return visible(ended.message)
+    return exit_in_words(ended)
+
+
+def _who(ranks: Sequence[int], status: Status) -> str:
+    if len(ranks) < len(status.rank_exits):
+        return ranks_in_words(ranks)
+    return "both ranks" if len(ranks) == 2 else f"all {len(ranks)} ranks"
 
 
 def failure_in_words(training: Training) -> str:
@@ -221,6 +308,8 @@ def failure_in_words(training: Training) -> str:
         reasons = exit_lines((ended.rank, ended) for ended in bad)
     if cause is None and (status.phase is Phase.FAILED or not reasons):
         reasons.insert(0, phase_in_words(status))  # no rank is to blame
+    if len(ranks_alike(status)) > 1:
+        reasons.insert(0, describe_cause(status))
     text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
     if cause is not None and cause.log_tail:
         text += f"\nlast lines of rank {cause.rank}:"
@@ -237,6 +326,8 @@ def phase_in_words(status: Status) -> str:
 def status_in_words(status: Status) -> str:
     """A status in one sentence."""
     world = status.world
+    if len(ranks_alike(status)) > 1:
+        return describe_cause(status)
     if status.root_cause is not None:
         return exit_line(status.root_cause.rank, status.root_cause)
     if status.failing_message:
@@ -247,16 +338,10 @@ def status_in_words(status: Status) -> str:
         return "cancelled on request"
     alive = sum(r.is_alive for r in status.ranks)
     if status.failing or status.reason == PhaseReason.CANCELLING:
-        return f"stopping: {alive} ranks still alive"
+        return f"stopping: {_count_ranks(alive)} still alive"
     still = f"; stalled: {ranks_in_words(sorted(status.stalled))}" if status.stalled else ""
     return f"{world.ready} of {world.target} ranks ready, min {world.min}{still}"
 
 
-_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Timeout)\b.*")
-
-
-def raised(tail: Sequence[str]) -> str:
-    """The exception that ended a program, if its last lines end with a traceback of Python."""
-    lines = [line for line in tail if line.strip()]
-    has_traceback = any(line.startswith("Traceback (most recent call last)") for line in lines)
-    return lines[-1] if has_traceback and _RAISED.fullmatch(lines[-1]) else ""
+def _count_ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"

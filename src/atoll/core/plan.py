@@ -15,6 +15,7 @@ from atoll.core.attempts import superseded
 from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
 from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
 from atoll.core.clock import STEP_S, Time
+from atoll.core.conditions import set_condition
 from atoll.core.ends import PhaseReason
 from atoll.core.errors import UDTerminalState
 from atoll.core.gate import may_start
@@ -24,7 +25,6 @@ from atoll.core.phase import Phase, Tally, advance
 from atoll.core.ranks import (
     classify,
     final_exits,
-    in_ms,
     is_lost,
     merge_ranks,
     must_redo,
@@ -32,11 +32,11 @@ from atoll.core.ranks import (
     waiting_message,
 )
 from atoll.core.spans import some_spans
+from atoll.core.spec import WorldSize
 from atoll.core.stall import STALLED, stall_condition, stalled_ranks
 from atoll.core.status import (
     AttemptStatus,
     Condition,
-    ConditionStatus,
     Event,
     RankStatus,
     Resize,
@@ -48,6 +48,7 @@ from atoll.core.status import (
     WorldStatus,
 )
 from atoll.core.texts import with_bounded_ends, with_bounded_messages, with_texts_seen
+from atoll.core.warnings import CONDITION, WARNED, find_warnings, merge_warnings
 
 STALE_S = 3.0  # how late an observation may be
 HISTORY_KEPT = 100
@@ -158,7 +159,7 @@ def _observed(training: Training, seen: Seen, now: Moment) -> Status:
         old = replace(old, counted_from=_counting(old, "created", now))
     if bench.started_at is not None and old.bench.started_at is None:
         old = replace(old, counted_from=_counting(old, "bench", now))
-    return replace(
+    status = replace(
         old,
         ranks=[classify(r, training.spec, is_redone=_is_redone(r, redo, target)) for r in ranks],
         retired=[classify(r, training.spec) for r in retired],
@@ -169,8 +170,15 @@ def _observed(training: Training, seen: Seen, now: Moment) -> Status:
         gate_opened_at=seen.gate_opened_at if old.gate_opened_at is None else old.gate_opened_at,
         bench=bench,
         stalled=stalled_ranks(training, ranks, seen, now.wall),
+        warnings=merge_warnings(old.warnings, find_warnings(training, ranks, seen.rounds)),
         clock_skew=old.clock_skew if abs(skew - old.clock_skew) <= STEP_S else round(skew, 3),
     )
+    is_first = _let_go_at(old, seen) is None
+    let_go_at = _let_go_at(status, seen)
+    if is_first and let_go_at is not None and abs(skew) > STEP_S:
+        counted = {**status.counted_from, "let go": let_go_at - skew}
+        status = replace(status, counted_from=counted)
+    return status
 
 
 def _decided(
@@ -179,7 +187,7 @@ def _decided(
     """Decides to stop, start or resize, and whether the training must fail."""
     world = training.spec.world_size
     is_cancelling = training.is_cancelling
-    if not is_cancelling and not status.failing:
+    if not status.failing and (not is_cancelling or _has_fallen(status, world)):
         reason, message = _reason_to_fail(training, status, seen, now)
         status = replace(status, failing=reason, failing_message=message)
     if is_cancelling or status.failing:
@@ -193,6 +201,15 @@ def _decided(
         return status, ()  # the wish is late or lost; asking again would start ranks twice
     size = world.target if seen.room is None else min(world.target, seen.room)
     return _asking(status, seen, size, now) if size else (status, ())
+
+
+def _has_fallen(status: Status, world: WorldSize) -> bool:
+    """Whether all ranks ended by themselves and too many failed: there is nothing to cancel."""
+    if status.asked is not None and status.asked.size == 0:
+        return False  # they were told to stop before
+    ranks = status.ranks[: world.target]
+    ended = [r for r in ranks if r.phase in ("Succeeded", "Failed")]
+    return len(ended) == len(ranks) and sum(map(is_lost, ended)) > world.target - world.min
 
 
 def _asking(
@@ -260,6 +277,12 @@ def _concluded(training: Training, status: Status, seen: Seen, now: Moment) -> S
 def _after_the_end(training: Training, seen: Seen, now: Moment) -> Plan:
     """Releases what the training holds, then removes the record in time. Its phase stays."""
     status, spec = training.status, training.spec
+    # The last reports of ranks come after their ends.
+    warnings = merge_warnings(status.warnings, find_warnings(training, (), seen.rounds))
+    if warnings != status.warnings:
+        warned = replace(status, warnings=warnings)
+        warned = replace(warned, conditions=_conditions(status, warned, now.wall))
+        return Plan(warned, events=narrate(status, warned, now.wall), requeue_after_s=0.0)
     if training.generation != status.observed_generation:
         is_edited = training.deletion_requested_at is None
         return Plan(
@@ -307,18 +330,26 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: Moment)
     lost = [r for r in status.ranks if r.rank < world.target and is_lost(r)]
     if lost and world.target - len(lost) < world.min:
         return PhaseReason.RANK_FAILED, ""
-    due = _deadline(training, status, seen)
-    if due is not None and now.there >= due:
+    left = _deadline_in_s(training, status, seen, now)
+    if left is not None and left <= 0:
         words = f"still running {spec.deadline_s:g} s after the start"
         return PhaseReason.DEADLINE_EXCEEDED, words
     return why_refused(spec, status)
 
 
-def _deadline(training: Training, status: Status, seen: Seen) -> float | None:
-    """By the executor's clock, from when ranks were let go: by its gate, or by being started."""
-    let_go_at = status.gate_opened_at if seen.has_gate else status.started_at
-    deadline_s = training.spec.deadline_s
-    return None if deadline_s is None or let_go_at is None else let_go_at + deadline_s
+def _let_go_at(status: Status, seen: Seen) -> float | None:
+    """When ranks were let go, by the executor's clock: by its gate, or by being started."""
+    return status.gate_opened_at if seen.has_gate else status.started_at
+
+
+def _deadline_in_s(training: Training, status: Status, seen: Seen, now: Moment) -> float | None:
+    """It is over when the executor's clock and the steady one both say so: neither a clock that was
+    set counts, nor a machine that was off."""
+    let_go_at, deadline_s = _let_go_at(status, seen), training.spec.deadline_s
+    if let_go_at is None or deadline_s is None:
+        return None
+    steady = _counted_from(status, "let go", let_go_at)
+    return deadline_s - min(now.there - let_go_at, now.steady - steady)
 
 
 def _may_start(training: Training, status: Status, seen: Seen, now: Moment) -> bool:
@@ -378,6 +409,8 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     ]
     if status.stalled or any(c.type == STALLED for c in old.conditions):
         wanted.append((STALLED, *stall_condition(status.stalled)))
+    if status.warnings:
+        wanted.append((CONDITION, True, WARNED, "; ".join(status.warnings)))
     if lost:
         message = f"lost for good: {some_spans(lost)}"
         wanted.append(("RanksLost", True, PhaseReason.RANK_FAILED, message))
@@ -392,18 +425,10 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
             ("MeshCapable", state is MeshState.READY, f"Mesh{state}", message),
             ("DegradedMesh", is_degraded, f"Mesh{state}", message),
         ]
-    before = {c.type: c for c in old.conditions}
-    conditions = []
+    conditions = old.conditions
     for kind, is_true, reason, message in wanted:
-        value: ConditionStatus = "True" if is_true else "False"
-        known = before.pop(kind, None)
-        since = known.last_transition_at if known and known.status == value else in_ms(now)
-        conditions.append(
-            Condition(
-                type=kind, status=value, reason=reason, message=message, last_transition_at=since
-            )
-        )
-    return [*conditions, *before.values()]
+        conditions = set_condition(conditions, kind, reason, message, now, is_true=is_true)
+    return conditions
 
 
 def _ready_text(status: Status) -> str:
@@ -426,11 +451,11 @@ def _requeue_after_s(training: Training, status: Status, seen: Seen, now: Moment
     if status.phase.is_terminal:
         return 0.0
     times = []  # seconds from now
-    deadline = _deadline(training, status, seen)
+    deadline_in_s = _deadline_in_s(training, status, seen, now)
     if status.gate_opened_at is None:
         times.append(_grace_end(training, status) - now.steady)
-    if deadline is not None and not status.failing:
-        times.append(deadline - now.there)
+    if deadline_in_s is not None and not status.failing:
+        times.append(deadline_in_s)
     if status.bench.phase == "Running" and status.bench.started_at is not None:
         started_at = _counted_from(status, "bench", status.bench.started_at)
         times.append(started_at + BENCH_LIMIT_S - now.steady)

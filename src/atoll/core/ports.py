@@ -1,4 +1,4 @@
-"""The interfaces that the controller works through: a store of trainings, and executors.
+"""What the controller works through: a store of trainings, and executors.
 
 `run.py` builds the real ones. Every implementation passes the contract suite under
 `tests/contract/`.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from atoll.core.errors import Permanent
+from atoll.core.executors import Home
 from atoll.core.model import Model
+from atoll.core.series import RankUse
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
     AttemptStatus,
@@ -23,15 +25,38 @@ from atoll.core.status import (
     Training,
     Wish,
 )
+from atoll.core.support import NO_STALL_RESTART, Limit, check_supported
 
 Key = tuple[str, str]  # namespace, name
 PAGE_BYTES = 2 * 2**20
 
 
-class Executor(Protocol):
-    """Where ranks run. Every call may be repeated, and the caller may die between any two."""
+class Executor:
+    """Where ranks run: the base of every backend. A backend has `apply`, `observe`, `release`,
+    `purge` and `logs`; all else does nothing unless a backend has it.
 
-    name: str
+    Every call may be repeated, and the caller may die between any two.
+    """
+
+    name: str = ""
+    options: Any = None
+    options_type: ClassVar[type[Any] | None] = None
+    # What of a spec the backend does not support; read by `core/support.py`.
+    SUPPORTS: ClassVar[Sequence[Limit]] = (NO_STALL_RESTART,)
+
+    @classmethod
+    def configured(cls, name: str, options: dict[str, Any], home: Home) -> Executor:
+        """Built from `[executors.NAME]`, not yet connected to anything. Raises ValidationError
+        naming the option that is wrong, and Permanent where this machine lacks something, such as
+        credentials."""
+        raise NotImplementedError
+
+    @classmethod
+    def preview(cls, options: Any, home: Home, training: Training) -> str | None:
+        """What the backend would be sent, as text; None where nothing is submitted."""
+        return None
+
+    # Ranks
 
     async def apply(self, training: Training, wish: Wish) -> None:
         """Ranks `0..size-1` are being started or kept; higher ones are being stopped, politely for
@@ -43,21 +68,91 @@ class Executor(Protocol):
         `training.status.has_run` but there is no record of it: it would run twice. (Size 0 is
         then already true.)
         """
+        raise NotImplementedError
 
     async def observe(self, training: Training) -> Seen:
         """All ranks of the training, in one request to the backend. Raises Temporary if it fails.
 
         It changes nothing: work that the observation makes necessary is in `Seen.chores`.
         """
+        raise NotImplementedError
+
+    async def perform(self, training: Training, chore: Chore) -> None:
+        """Performs the chore, unless it is no longer necessary. The status of `training` already
+        holds what was seen."""
+
+    async def measure(self, training: Training) -> None:
+        """Starts the link bench, beside the ranks and in none of their slots."""
 
     async def release(self, training: Training) -> None:
         """Removes everything but the logs from the backend. Already removed is success."""
+        raise NotImplementedError
 
     async def purge(self, training: Training) -> None:
         """Removes the logs as well."""
+        raise NotImplementedError
 
-    def changes(self) -> AsyncIterator[Key]:
-        """Yields trainings that may have changed. May repeat one, never leaves one out."""
+    async def changes(self) -> AsyncIterator[Key]:
+        """Yields trainings that may have changed. May repeat one, never leaves one out. Ends where
+        nobody tells, and `observe` says how soon to look again."""
+        return
+        yield
+
+    # The backend as a whole
+
+    async def start(self, store: Store) -> None:
+        """Takes over what a control plane before this one has left."""
+
+    async def close(self) -> None:
+        """Ends connections and tasks. Ranks keep running."""
+
+    async def probe(self) -> None:
+        """Raises BackendError or Denied if the backend does not answer, with the cause."""
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        """Removes leftovers of trainings that were removed by force: of all but those whose uids
+        `known` returns."""
+
+    def renew_reserve(self) -> None:
+        """Sets aside again what it needs to stop ranks on a full disk, if there is room."""
+
+    def notes(self) -> Sequence[str]:
+        """What a user should know of the backend, in sentences."""
+        return ()
+
+    async def machine_use(self) -> dict[str, list[RankUse]]:
+        """What ranks on this machine use of it, by the uid of their training."""
+        return {}
+
+    # Specs
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError, naming the field, for a spec that can never run here."""
+        check_supported(spec, self.SUPPORTS, self.options)
+
+    async def try_out(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError with the backend's words if that says it will never take the spec.
+        Nothing is started; a backend that does not answer refuses nothing."""
+
+    def missing_path(self, spec: TrainingSpec) -> str | None:
+        """A directory or script of this machine that the spec names and that is not there."""
+        return None
+
+    # Where things are; empty where the backend has no such place
+
+    def store_uri(self, training: Training) -> str:
+        """The store where ranks of the training meet."""
+        return ""
+
+    def metrics_uri(self, training: Training) -> str:
+        """Where ranks of the training report to."""
+        return ""
+
+    def log_folder(self, training: Training) -> Path | None:
+        """It has a folder of segments for each rank, which can be read from any place."""
+        return None
+
+    # Logs
 
     def logs(
         self,
@@ -71,65 +166,13 @@ class Executor(Protocol):
 
         With `follow`, waits for new lines until the training is over.
         """
-
-
-@runtime_checkable
-class Checking(Protocol):
-    """An executor that can refuse a spec which it will never be able to run."""
-
-    def check(self, spec: TrainingSpec) -> None:
-        """Raises ValidationError, naming the field."""
-
-
-@runtime_checkable
-class Trying(Protocol):
-    """An executor whose backend can say beforehand that it will never take a spec."""
-
-    async def try_out(self, spec: TrainingSpec) -> None:
-        """Raises ValidationError with the backend's words. Nothing is started; a backend that does
-        not answer refuses nothing."""
-
-
-@runtime_checkable
-class Ignoring(Protocol):
-    """An executor that runs a training also where it cannot honour all of its spec."""
-
-    def ignored(self, spec: TrainingSpec) -> Mapping[str, str]:
-        """Why, by the name in Python of each field without effect here, asked for or not."""
-
-
-@runtime_checkable
-class OnThisMachine(Protocol):
-    """An executor whose ranks run in directories of this machine."""
-
-    def gone(self, spec: TrainingSpec) -> str:
-        """A directory or script that the spec names and that is not there; empty if all are."""
-
-
-@runtime_checkable
-class Probing(Protocol):
-    """An executor that can find out quickly whether its backend answers."""
-
-    async def probe(self) -> None:
-        """Raises BackendError or Denied if the backend does not answer, with the cause."""
-
-
-@runtime_checkable
-class Sweeping(Protocol):
-    """An executor whose backend may hold leftovers of trainings that were removed by force."""
-
-    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
-        """Removes the leftovers of all trainings but those whose uids `known` returns."""
-
-
-@runtime_checkable
-class Resuming(Protocol):
-    """An executor whose log lines have places (`PlacedLine.at`) that a reader can go on from."""
+        raise NotImplementedError
 
     async def log_places(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        """The place of the last `tail` lines of each rank that has a log."""
+        """The place (`PlacedLine.at`) of the last `tail` lines of each rank that has a log."""
+        return {}
 
     def logs_after(
         self,
@@ -140,31 +183,7 @@ class Resuming(Protocol):
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         """As `logs`, from these places on; a rank without a place from the start of its log."""
-
-
-@runtime_checkable
-class LogFiles(Protocol):
-    """An executor that has the logs of ranks as files, which can be read from any place."""
-
-    def log_folder(self, training: Training) -> Path:
-        """It has a folder of segments for each rank."""
-
-
-@runtime_checkable
-class Measuring(Protocol):
-    """An executor that can measure the link between two hosts of a training."""
-
-    async def measure(self, training: Training) -> None:
-        """Starts the link bench, beside the ranks and in none of their slots."""
-
-
-@runtime_checkable
-class Tending(Protocol):
-    """An executor whose observations ask for chores."""
-
-    async def perform(self, training: Training, chore: Chore) -> None:
-        """Performs the chore, unless it is no longer necessary. The status of `training` already
-        holds what was seen."""
+        return self.logs(training, ranks=ranks, follow=follow)
 
 
 class Change(Model, frozen=True):
@@ -173,6 +192,48 @@ class Change(Model, frozen=True):
     version: int
     training: Training
     is_removed: bool = False
+
+
+class SettledTraining(NamedTuple):
+    """A training for which there is nothing left to do: the rest is read when somebody asks."""
+
+    uid: str
+    key: Key
+    phase: str
+
+
+class Snapshot(NamedTuple):
+    """All trainings of one version of a store."""
+
+    version: int
+    active: Sequence[Training]  # which are not settled
+    settled: Sequence[SettledTraining]
+
+    @property
+    def uids(self) -> set[str]:
+        return {each.uid for each in self.active} | {each.uid for each in self.settled}
+
+
+class Update(NamedTuple):
+    """What an informer tells of one training: as it is now, or was when it was removed."""
+
+    version: int
+    uid: str
+    key: Key
+    training: Training | None  # None: it was settled, and nobody saw it removed
+    is_removed: bool = False
+    is_listed: bool = False  # it may have been so for long
+
+
+class TrainingIndex(Protocol):
+    """The trainings of a store in memory, as `controller/informer.py` keeps them."""
+
+    async def uids(self) -> set[str]:
+        """Of all trainings, once they are known."""
+
+    def updates(self) -> AsyncIterator[Update]:
+        """All active trainings, then what changes, in order; of several changes that were not
+        taken yet, the last. After a gap, all active trainings once more."""
 
 
 class TrainingPage(NamedTuple):
@@ -204,6 +265,9 @@ class Store(Protocol):
 
     async def list(self, namespace: str | None = None) -> Sequence[Training]:
         """All trainings in order of name, for those who need every one."""
+
+    async def snapshot(self) -> Snapshot:
+        """Where a watch may begin. Settled trainings cost next to nothing."""
 
     async def page(
         self,

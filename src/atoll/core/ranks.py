@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from atoll.core.ends import PhaseReason, RankEnd
+from atoll.core.exceptions import exception_in
 from atoll.core.lines import printed
 from atoll.core.narrate import exit_in_words
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -34,6 +35,8 @@ def merge_ranks(
             merged[rank] = _missing(before, now)
         elif before.is_stopping and rank not in looks:
             merged[rank] = replace(before, is_stopping=False)  # it never ran
+        elif before.attempt < 0 and rank not in looks:
+            merged[rank] = replace(before, message="")  # an earlier pass wrote it
     return merged
 
 
@@ -72,7 +75,7 @@ def _merge(before: RankStatus | None, look: SeenRank, now: float) -> RankStatus:
 
 def _previous(before: RankStatus, look: SeenRank) -> Exit | None:
     if look.previous is not None:
-        return _dated_in_ms(look.previous)
+        return explained(_dated_in_ms(look.previous))
     return before.exit if look.attempt > before.attempt else before.previous
 
 
@@ -80,7 +83,7 @@ def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
     metered_s = in_ms(rank.metered_s + metered_for(rank.started_at, exit))
     return replace(
         rank,
-        exit=replace(_dated_in_ms(exit), log_tail=printed(exit.log_tail)),
+        exit=explained(_dated_in_ms(exit)),
         metered_s=metered_s,
         missing_since=None,
         is_stopping=False,
@@ -102,6 +105,14 @@ def in_ms(seconds: float) -> float:
 def _dated_in_ms(exit: Exit) -> Exit:
     failed_at = None if exit.failed_at is None else in_ms(exit.failed_at)
     return replace(exit, at=in_ms(exit.at), failed_at=failed_at)
+
+
+def explained(exit: Exit) -> Exit:
+    """The exit with its last lines as printed; with the exception in them if it says nothing."""
+    tail = printed(exit.log_tail)
+    # An uncaught exception of Python ends with code 1; another code was chosen by the program.
+    is_silent = exit.code == 1 and exit.reason == RankEnd.ERROR and not exit.message
+    return replace(exit, log_tail=tail, message=exception_in(tail) if is_silent else exit.message)
 
 
 def _unlearned(at: float, message: str) -> Exit:
@@ -170,8 +181,7 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
         return f"no room: {seen.message}"
     if rank.exit is not None and not must_redo(rank.exit):
         return f"restarting: it {exit_in_words(rank.exit)}"
-    if rank.attempt < 0:  # never seen: its message may be one that an earlier pass wrote
-        return seen.message or rank.message or "starting"
+    # What the executor says of this rank; what it says of all is for those it cannot place.
     return rank.message or seen.message or "starting"
 
 

@@ -12,13 +12,16 @@ from typing import Literal
 import msgspec
 
 from atoll.core.model import Model
+from atoll.core.series import MAX_COUNT, MAX_TIME
 from atoll.core.spans import some_spans
 from atoll.core.status import Training
+from atoll.core.warnings import MAX_WARNINGS, has_replica_per_rank
 
 Source = Literal["store", "reports"]
 
 # The states of a rank in a round, as one letter each.
 IN, JOINED, LATE, MISSING, BAD, LEFT, ABSENT = "i", "j", "l", "m", "n", "-", "."
+COUNTS_SHOWN = 10  # different numbers of rounds, in a sentence
 HANDED_IN, WAITED_FOR = "u", "w"  # in the round that is not decided yet
 
 
@@ -69,6 +72,7 @@ class RoundWord(msgspec.Struct, frozen=True, omit_defaults=True):
     round: int
     cost: RoundCost
     facts: RoundFacts | None = None
+    warnings: list[str] = []  # what the replica found wrong since its last word
 
 
 class KeptRound(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,6 +81,7 @@ class KeptRound(msgspec.Struct, frozen=True, omit_defaults=True):
     seen: RoundFacts | None = None
     told: RoundFacts | None = None
     costs: list[RoundCost] = []
+    warnings: list[str] = []
 
     @property
     def facts(self) -> RoundFacts | None:
@@ -94,13 +99,25 @@ class KeptRound(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
+def is_bounded(value: object) -> bool:
+    """Whether all numbers in a word or in facts can be stored, shown and added up."""
+    if isinstance(value, RoundFacts) and not 0 <= (value.at or 0.0) <= MAX_TIME:
+        return False
+    if isinstance(value, msgspec.Struct):
+        return all(is_bounded(getattr(value, name)) for name in value.__struct_fields__)
+    if isinstance(value, list):
+        return all(map(is_bounded, value))
+    return not isinstance(value, int | float) or abs(value) <= MAX_COUNT
+
+
 def with_word(kept: KeptRound, word: RoundWord) -> KeptRound:
     others = [cost for cost in kept.costs if cost.rank != word.cost.rank]
     told = word.facts or kept.told
     if kept.told is not None and told is not None and told.attempt < kept.told.attempt:
         told = kept.told
     costs = sorted([*others, word.cost], key=lambda cost: cost.rank)
-    return KeptRound(seen=kept.seen, told=told, costs=costs)
+    warnings = list(dict.fromkeys([*kept.warnings, *word.warnings]))[:MAX_WARNINGS]
+    return KeptRound(seen=kept.seen, told=told, costs=costs, warnings=warnings)
 
 
 def with_seen(kept: KeptRound, facts: RoundFacts) -> KeptRound:
@@ -115,7 +132,7 @@ def with_seen(kept: KeptRound, facts: RoundFacts) -> KeptRound:
             at=seen.at if facts.at is None else facts.at,
             parameters=seen.parameters if facts.parameters is None else facts.parameters,
         )
-    return KeptRound(seen=facts, told=kept.told, costs=kept.costs)
+    return msgspec.structs.replace(kept, seen=facts)
 
 
 class RoundItem(Model, frozen=True, omit_defaults=False):
@@ -152,9 +169,18 @@ class RoundItem(Model, frozen=True, omit_defaults=False):
     costs: list[RoundCost] | None = None
 
 
+class RankRounds(Model, frozen=True, omit_defaults=False):
+    """In how many rounds a rank took part, and in which last."""
+
+    rank: int
+    rounds: int
+    last: int
+
+
 class RoundSummary(Model, frozen=True, omit_defaults=False):
     """How far a run is. `behind`: who was not in the newest round though it was waited for, or
-    came late. `waited_for`: who has not uploaded to the round that is open."""
+    came late. `waited_for`: who has not uploaded to the round that is open. `ranks`: who took part
+    in any round; `gone`: who handed in and left."""
 
     run: str
     source: Source
@@ -168,6 +194,8 @@ class RoundSummary(Model, frozen=True, omit_defaults=False):
     tokens: float
     moved_at: float | None
     looked_at: float | None
+    ranks: list[RankRounds] = []
+    gone: list[int] = []
     words: str = ""
 
 
@@ -179,7 +207,36 @@ class ShownTraining(Training, frozen=True):
 
 def with_rounds(training: Training, summary: RoundSummary | None) -> ShownTraining:
     fields = {name: getattr(training, name) for name in training.__struct_fields__}
-    return ShownTraining(**fields, rounds=summary)
+    return ShownTraining(**fields, rounds=with_absent(summary, training))
+
+
+def with_absent(summary: RoundSummary | None, training: Training) -> RoundSummary | None:
+    """The summary, with ranks in its words that the training has and the newest round had not."""
+    if summary is None:
+        return None
+    return msgspec.structs.replace(
+        summary, words=in_words(summary, absent_ranks(summary, training))
+    )
+
+
+_ABSENT = {"Pending": "waiting", "Failed": "lost", "Stopped": "stopped", "Succeeded": "finished"}
+
+
+def absent_ranks(summary: RoundSummary, training: Training) -> dict[str, list[int]]:
+    """Ranks that should be in rounds and were not in the newest: `starting`, `waiting`, …"""
+    if summary.round is None or not has_replica_per_rank(training, len(summary.ranks)):
+        return {}
+    known = {*summary.roster, *summary.behind, *summary.gone}
+    came = {each.rank for each in summary.ranks}
+    absent: dict[str, list[int]] = {}
+    for rank in training.status.ranks:
+        if rank.rank in known or rank.rank >= training.spec.world_size.target:
+            continue
+        if rank.phase == "Running":
+            absent.setdefault("absent" if rank.rank in came else "starting", []).append(rank.rank)
+        else:
+            absent.setdefault(_ABSENT[rank.phase], []).append(rank.rank)
+    return absent
 
 
 class RoundList(Model, frozen=True, omit_defaults=False):
@@ -292,8 +349,11 @@ def summary_of(
     looked_at: float | None,
     waiting: Sequence[OpenRound] = (),
     left: Mapping[int, str] | None = None,
+    ranks: Sequence[RankRounds] = (),
+    gone: Iterable[int] = (),
 ) -> RoundSummary | None:
-    """`newest`: the newest round of each fragment; `left`: ranks that have left, and how."""
+    """`newest`: the newest round of each fragment; `left`: ranks that have left, and how; `gone`:
+    those that handed in before that."""
     known = [(each, facts) for each in newest if (facts := each.facts) is not None]
     if not known and not waiting:
         return None
@@ -324,20 +384,27 @@ def summary_of(
         tokens=tokens,
         moved_at=None if last is None else last.at,
         looked_at=looked_at,
+        ranks=list(ranks),
+        gone=sorted({*(left or {}), *gone, *([] if last is None else last.gone)}),
     )
     return msgspec.structs.replace(summary, words=in_words(summary))
 
 
-def in_words(summary: RoundSummary) -> str:
-    """`44 rounds agreed, the last with 6 of 8 (ranks 3, 5 behind); round 44 waits for rank 2`."""
+def in_words(summary: RoundSummary, absent: Mapping[str, Sequence[int]] | None = None) -> str:
+    """`44 rounds agreed, the last with 6 of 8 (ranks 3, 5 behind); round 44 waits for rank 2`.
+
+    `absent` are ranks that belong to the training and were not in the newest round, by their state.
+    """
     if summary.round is None:
         agreed = "no round agreed yet"
     else:
-        everyone = len({*summary.roster, *summary.behind})
-        with_whom = f"{len(summary.roster)} of {everyone}" if summary.behind else "all"
-        if not summary.behind:
+        lacking = {**({"behind": summary.behind} if summary.behind else {}), **(absent or {})}
+        everyone = {*summary.roster, *(rank for own in lacking.values() for rank in own)}
+        with_whom = f"{len(summary.roster)} of {len(everyone)}"
+        if not lacking:
             with_whom = f"all {len(summary.roster)}" if len(summary.roster) > 1 else "one replica"
-        behind = f" ({_ranks(summary.behind)} behind)" if summary.behind else ""
+        states = ", ".join(f"{_ranks(own)} {state}" for state, own in lacking.items())
+        behind = f" ({states})" if states else ""
         noun = "round" if summary.rounds == 1 else "rounds"
         agreed = f"{summary.rounds} {noun} agreed, the last with {with_whom}{behind}"
         if not summary.roster:
@@ -348,6 +415,17 @@ def in_words(summary: RoundSummary) -> str:
     if not summary.waited_for:
         return f"{agreed}; {_ranks(summary.uploaded)} uploaded to round {number}"
     return f"{agreed}; round {number} waits for {_ranks(summary.waited_for)}"
+
+
+def describe_counts(counts: Mapping[int, int]) -> str:
+    """`ranks 0, 2: 50; rank 1: 40`: in how many rounds each rank took part."""
+    alike: dict[int, list[int]] = {}
+    for rank, count in sorted(counts.items()):
+        alike.setdefault(count, []).append(rank)
+    parts = [f"{_ranks(own)}: {count}" for count, own in list(alike.items())[:COUNTS_SHOWN]]
+    if rest := [rank for own in list(alike.values())[COUNTS_SHOWN:] for rank in own]:
+        parts.append(f"{_ranks(rest)}: other numbers")
+    return "; ".join(parts)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

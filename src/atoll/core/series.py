@@ -9,6 +9,10 @@ from atoll.core.model import Model
 # Names of what is measured from outside of a rank begin with this.
 MACHINE = "machine/"
 
+# Bounds of what ranks may send: beyond them numbers cannot be stored, shown or added up.
+MAX_COUNT = 2**53  # whole numbers to there are exact in every language that reads them
+MAX_TIME = 253_402_300_799.0  # the end of the year 9999, the last that a date can have
+
 Figure = float | str  # `nan`, `inf` and `-inf` are text
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from atoll.core.spec import MAX_WORLD
-
 SPANS_SHOWN = 50  # ranges in a sentence
 
 
@@ -20,18 +18,6 @@ def some_spans(ranks: Iterable[int], most: int = SPANS_SHOWN) -> str:
     text = ", ".join(_text(span) for span in runs[:most])
     rest = sum(last - first + 1 for first, last in runs[most:])
     return f"{text} and {rest} more" if rest else text
-
-
-def in_spans(text: str) -> list[int]:
-    """The ranks that `spans` has written, in order. Raises ValueError."""
-    ranks: list[int] = []
-    for part in text.split(", ") if text else ():
-        first, dash, last = part.partition("-")
-        start, stop = int(first), int(last if dash else first) + 1
-        if not (ranks[-1] if ranks else -1) < start < stop <= MAX_WORLD:
-            raise ValueError(f"{part!r} is no range of ranks after the one before it")
-        ranks.extend(range(start, stop))
-    return ranks
 
 
 def _runs(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -227,6 +227,7 @@ class StatusHead(Model, frozen=True):
     asked: Wish | None = None  # the newest wish
     redo: dict[int, int] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
     stalled: dict[int, float] = {}  # ranks that do not move, and since when
+    warnings: list[str] = []  # what is wrong with how it trains, in sentences
     world_size_history: list[WorldPoint] = []
     last_resize: Resize | None = None
     is_released: bool = False  # the executor holds nothing of it any more
@@ -281,6 +282,12 @@ class Training(Model, frozen=True):
     @property
     def key(self) -> tuple[str, str]:
         return self.namespace, self.spec.name
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is over, released, and kept until somebody deletes it."""
+        is_kept = self.spec.ttl_seconds is None and self.deletion_requested_at is None
+        return self.status.is_released and is_kept
 
     @property
     def world(self) -> WorldStatus:
@@ -375,6 +382,17 @@ class Chore(Model, frozen=True):
     """
 
 
+class RoundsSeen(Model, frozen=True):
+    """What is known of the outer rounds of a training's newest run."""
+
+    newest: int = -1  # round
+    recent_since: float | None = None  # when the first of the newest few rounds was decided
+    last: dict[int, int] = {}  # by rank: the newest round that it was in
+    gone: list[int] = []  # ranks that handed in and left
+    bad: dict[int, int] = {}  # by rank: the first round in which its part was not finite
+    warnings: list[str] = []  # what replicas said, in sentences
+
+
 class Seen(Model, frozen=True):
     """One look at a whole gang. May be late, by less than `plan.STALE_S`.
 
@@ -398,6 +416,7 @@ class Seen(Model, frozen=True):
     chores: tuple[Chore, ...] = ()  # to be performed once what was seen is stored
     again_in_s: float | None = None  # look again then, though nothing may change
     at: float | None = None  # the time by the clock that dates the ranks; None: the steady one
+    rounds: RoundsSeen | None = None  # added by the controller, where rounds are kept
 
 
 def sooner(*seconds: float | None) -> float | None:

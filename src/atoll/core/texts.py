@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from atoll.core.lines import printed
+from atoll.core.ranks import explained
 from atoll.core.status import Exit, RankStatus, Seen
 
 TEXTS_BYTES = 64 * 1024  # of the ends of all ranks together, and of what they wait for
@@ -61,7 +61,8 @@ def with_texts_seen(rank: RankStatus, seen: Seen) -> RankStatus:
         return rank
     for look in seen.ranks:
         if look.exit is not None and (look.rank, look.attempt) == (rank.rank, rank.attempt):
-            texts = {"message": look.exit.message, "log_tail": printed(look.exit.log_tail)}
+            ended = explained(look.exit)
+            texts = {"message": ended.message, "log_tail": ended.log_tail}
             return replace(rank, exit=replace(rank.exit, **texts))
     return rank
 

@@ -8,38 +8,43 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from atoll.core.checks import check_name
 from atoll.core.errors import ValidationError
-from atoll.core.model import Model, SpecModel, encode
+from atoll.core.model import SpecModel, encode
 from atoll.core.status import Event
 
 EVERY = "*"
 WARNINGS = "warnings"
 # What is sent where nothing was chosen: ends, and what needs a look.
 DEFAULT = ("Succeeded", "Failed", "Cancelled", "RankStalled", "WorldShrunkBelowMin")
-MOST_OF_NAMESPACE = 20
-MOST_WAITING = 1000  # deliveries of one webhook
-FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 3600.0
-GIVEN_UP_S = 3 * 86_400.0
+MAX_WAITING = 1000  # messages of one webhook, of about 1 kB each
+FIRST_RETRY_S, MAX_RETRY_S = 5.0, 3600.0
+MAX_ATTEMPTS = 80  # with those pauses three days: a receiver may be down over a weekend
 SECRET_PREFIX = "whsec_"
-LEAST_SECRET, MOST_SECRET = 16, 256  # bytes
+MIN_SECRET, MAX_SECRET = 16, 256  # bytes
 
 _REASON = re.compile(r"\*|warnings|[A-Z][A-Za-z]{1,62}")
-Words = Annotated[str, Meta(max_length=2048)]
+Text = Annotated[str, Meta(min_length=1, max_length=2048)]
 
 
-class WebhookRequest(SpecModel, frozen=True):
-    """A webhook that is wanted. Without events, those of `DEFAULT`; without a secret, a new one."""
+class WebhookConfig(SpecModel, frozen=True):
+    """One `[[webhooks]]` of atoll.toml. Its secret is in a file or an environment variable, so that
+    the configuration itself can be shown."""
 
-    url: Words
-    events: Annotated[list[Words], Meta(max_length=64)] = []
-    secret: Words | None = None
+    url: Text
+    events: Annotated[list[Text], Meta(max_length=64)] = []  # empty: those of `DEFAULT`
+    namespaces: list[Text] | None = None  # None: all
+    secret_file: Text | None = None
+    secret_env: Text | None = None
+    private: bool = False  # its host may have an address outside of the public internet
 
     def __post_init__(self) -> None:
         check_url(self.url)
@@ -47,51 +52,56 @@ class WebhookRequest(SpecModel, frozen=True):
             if not _REASON.fullmatch(event):
                 expected = "expected reasons of events such as Failed, or warnings, or *"
                 raise ValidationError("events", event, expected)
-        if self.secret is not None:
-            key_of(self.secret)
+        for namespace in self.namespaces or []:
+            check_name("namespaces", namespace)
+        if (self.secret_file is None) == (self.secret_env is None):
+            expected = "expected the name of a file, or secret_env and not this"
+            raise ValidationError("secret_file", self.secret_file, expected)
 
 
-class Webhook(Model, frozen=True):
-    """One webhook of a namespace, and how its deliveries go."""
+@dataclass(frozen=True)
+class Webhook:
+    """Where events go, and the key that signs them."""
 
-    id: str
-    namespace: str
+    id: str  # the same as long as its URL is
     url: str
-    events: list[str]
-    created_at: float
-    delivered: int = 0
-    waiting: int = 0  # for their turn, or to be sent again
-    dropped: int = 0  # given up, or too many at once
-    last_at: float | None = None
-    last_error: str = ""  # of the last attempt; empty if that was accepted
-    secret: str | None = None  # shown once, when it is made
+    events: Sequence[str]
+    namespaces: Collection[str] | None
+    key: bytes = field(repr=False)
+    is_private: bool = False
+
+    @property
+    def host(self) -> str:
+        """For logs: paths of such URLs are often secrets."""
+        return urlsplit(self.url).hostname or ""
+
+    def wants(self, namespace: str, event: Event) -> bool:
+        if self.namespaces is not None and namespace not in self.namespaces:
+            return False
+        chosen = self.events or DEFAULT
+        is_warning = WARNINGS in chosen and event.type == "Warning"
+        return EVERY in chosen or is_warning or event.reason in chosen
 
 
-class WebhookList(Model, frozen=True):
-    items: list[Webhook]
+def webhook_of(config: WebhookConfig, secret: str) -> Webhook:
+    """Raises ValidationError if this is no secret."""
+    from hashlib import sha256  # loads slowly, and the SDK needs it not
 
-
-class WebhookTest(Model, frozen=True, omit_defaults=False):
-    """How a test message was answered. `status` is None where there was no answer."""
-
-    id: str
-    url: str
-    is_accepted: bool
-    status: int | None
-    error: str
-    seconds: float
+    return Webhook(
+        id=sha256(config.url.encode()).hexdigest()[:12],
+        url=config.url,
+        events=config.events,
+        namespaces=config.namespaces,
+        key=key_of(secret),
+        is_private=config.private,
+    )
 
 
 class Delivery(NamedTuple):
-    """One message that is to be delivered."""
+    """One message that waits to be delivered."""
 
     id: str
-    webhook: str
-    namespace: str
-    url: str
-    secret: str
     body: bytes
-    created_at: float
     attempts: int
 
 
@@ -109,28 +119,16 @@ def check_url(url: str) -> None:
         raise ValidationError("url", shown, "expected no user in it")
 
 
-def new_secret() -> str:
-    import secrets  # loads slowly, as do those below: the SDK needs none of them
-
-    return SECRET_PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
-
-
 def key_of(secret: str) -> bytes:
     """The bytes that sign. Raises ValidationError."""
     try:
         key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
     except ValueError:
         key = b""
-    if not secret.startswith(SECRET_PREFIX) or not LEAST_SECRET <= len(key) <= MOST_SECRET:
-        expected = f"expected {SECRET_PREFIX} and {LEAST_SECRET} bytes or more in base64"
+    if not secret.startswith(SECRET_PREFIX) or not MIN_SECRET <= len(key) <= MAX_SECRET:
+        expected = f"expected {SECRET_PREFIX} and {MIN_SECRET} bytes or more in base64"
         raise ValidationError("secret", "…", expected)
     return key
-
-
-def wants(events: Sequence[str], event: Event) -> bool:
-    chosen = events or DEFAULT
-    is_warning = WARNINGS in chosen and event.type == "Warning"
-    return EVERY in chosen or is_warning or event.reason in chosen
 
 
 def event_body(namespace: str, name: str, uid: str, event: Event) -> bytes:
@@ -152,20 +150,27 @@ def event_body(namespace: str, name: str, uid: str, event: Event) -> bytes:
     )
 
 
-def signed_headers(delivery: Delivery, now: float) -> dict[str, str]:
+def message_id(webhook: Webhook, uid: str, mark: str) -> str:
+    """The same whenever the same event of a training is told again; `mark` tells it from others."""
+    from hashlib import sha256
+
+    return "msg_" + sha256(f"{webhook.id} {uid} {mark}".encode()).hexdigest()[:24]
+
+
+def signed_headers(webhook: Webhook, delivery: Delivery, now: float) -> dict[str, str]:
     stamp = str(int(now))
     return {
         "content-type": "application/json",
         "user-agent": "atoll-webhook",
         "webhook-id": delivery.id,
         "webhook-timestamp": stamp,
-        "webhook-signature": signature(delivery.secret, delivery.id, stamp, delivery.body),
+        "webhook-signature": signature(webhook.key, delivery.id, stamp, delivery.body),
     }
 
 
-def signature(secret: str, id: str, stamp: str, body: bytes) -> str:
+def signature(key: bytes, id: str, stamp: str, body: bytes) -> str:
     import hashlib
     import hmac
 
-    digest = hmac.new(key_of(secret), f"{id}.{stamp}.".encode() + body, hashlib.sha256).digest()
+    digest = hmac.new(key, f"{id}.{stamp}.".encode() + body, hashlib.sha256).digest()
     return f"v1,{base64.b64encode(digest).decode()}"

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.core.errors import ValidationError
+from atoll.core.warnings import MAX_WARNINGS
 from atoll.diloco import probe
 from atoll.diloco.allreduce.keys import parse_upload
 from atoll.diloco.allreduce.roster import HEAVIEST, Roster
@@ -57,10 +58,19 @@ class Checks:
         self._frozen: probe.Blocks | None = None  # summed once: it may be most of the model
         self._kinds: set[str] = set()
         self.warnings: deque[str] = deque(maxlen=_MOST_WARNINGS)
+        self._untold: list[str] = []  # what the control plane does not know yet
 
-    def warn(self, words: str) -> None:
+    def warn(self, words: str, *, is_in_manifest: bool = False) -> None:
+        """Warn the user. The control plane reads by itself what is in the manifest of a round."""
         self.warnings.append(words)
+        if not is_in_manifest:
+            self._untold.append(words)
         log.warning("%s", words)
+
+    def take_untold(self) -> list[str]:
+        """The warnings since the last call, for the report of a round."""
+        untold, self._untold = self._untold[:MAX_WARNINGS], []
+        return untold
 
     def close(self) -> None:
         self._inputs.close()
@@ -146,7 +156,8 @@ class Checks:
             name = fragment.slots[slot].name if slot < len(fragment.slots) else "a parameter"
             self.warn(
                 f"round {number} leaves out rank {other}: its {name} is not finite. It goes on "
-                "from the global parameters"
+                "from the global parameters",
+                is_in_manifest=True,
             )
         probes = {
             other: found for other, note in notes.items() if (found := probe.read_probe(note))

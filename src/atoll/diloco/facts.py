@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 
 import msgspec
+from msgspec.structs import replace
 
 from atoll.core.rounds import RoundCost, RoundFacts, RoundWord
 from atoll.diloco.allreduce.keys import parse_upload
@@ -61,12 +63,17 @@ def facts_of(roster: Roster, at: float | None = None) -> RoundFacts:
 
 
 def tell_round(
-    report: RoundReport, roster: Roster | None, rank: int, fragments: int, parameters: int
+    report: RoundReport,
+    roster: Roster | None,
+    rank: int,
+    fragments: int,
+    parameters: int,
+    warnings: Sequence[str] = (),
 ) -> None:
     """The control plane, if there is one, learns what the round was and what it cost."""
     try:
         word = word_of(report, roster, rank, fragments, parameters)
-        report_round(msgspec.to_builtins(word))
+        report_round(msgspec.to_builtins(replace(word, warnings=list(warnings))))
     except Exception:  # it must never end a training
         log.warning("round %d is not reported", report.round, exc_info=True)
 

@@ -168,7 +168,7 @@ class DiLoCo(ReplicaFace):
             "start": read_start(place.world_size, place.min_replicas, min_replicas, grace_s),
             "codec": codec,
             "down_codec": down_codec,
-            "timeout": timeout,
+            "timeout_s": timeout,
             "grace_s": grace_s,
             "team": self._team,
         }
@@ -554,7 +554,8 @@ class DiLoCo(ReplicaFace):
         self._rounds.add(report)
         if not self._team.process:
             size = self.fragments[pending.fragment].slots[-1].stop
-            tell_round(report, commit.committed, self.place.rank, len(self.fragments), size)
+            replica = self.place.rank, len(self.fragments), size
+            tell_round(report, commit.committed, *replica, self._checks.take_untold())
 
     def _take_result(self, pending: PendingRound, commit: Commit) -> None:
         sent = self.fragments[pending.fragment]

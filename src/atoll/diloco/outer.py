@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.layout import Layout, TensorSpec
 from atoll.diloco.allreduce.note import MemberNote
@@ -185,7 +186,7 @@ class _Named:
         raise ValidationError("outer", None, f"the run began with {self.name!r}")
 
 
-_HEADER = msgspec.json.Decoder(Header)
+_HEADER = json_decoder(Header)
 
 
 def header_of(fragment: Fragment, digest: str = "", *, is_whole: bool = False) -> Header:

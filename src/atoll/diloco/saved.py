@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import numpy as np
 
+from atoll.core.decoders import json_decoder
 from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
 from atoll.diloco.allreduce.layout import Layout
 from atoll.diloco.allreduce.share import Share
@@ -35,6 +36,9 @@ class StateIndex(msgspec.Struct, frozen=True):
     columns: list[tuple[int, int]]
     values: list[str]
     momentum: list[str]
+
+
+_INDEX = json_decoder(StateIndex)
 
 
 def digests(share: Share, row: Floats) -> list[str]:
@@ -96,7 +100,7 @@ def read_index(reduce: ObjectStoreAllReduce, key: str) -> StateIndex | bytes:
         return bytes(wire.unseal(wire.CHECKPOINT, wire.fence(key), data))
     body = wire.unseal(INDEX, wire.fence(key), data)
     try:
-        return msgspec.json.decode(body, type=StateIndex)
+        return _INDEX.decode(body)
     except msgspec.MsgspecError as error:
         raise ValueError(f"not an index: {error}") from error
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from atoll.core.decoders import msgpack_decoder
 from atoll.core.errors import BackendError, Gone, NotFound, ValidationError
 from atoll.diloco import saved
 from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, past
@@ -42,6 +43,7 @@ from atoll.diloco.place import Place, check_fragments, fragment_run
 
 log = logging.getLogger("atoll.diloco")
 
+_WHOLE = msgpack_decoder(bytes)
 _POLL_S = 0.1
 _PATIENCE_S = 600.0
 _FIRST_RANK_S = 10.0  # how long the others leave it to rank 0 to say where all start
@@ -438,7 +440,7 @@ class StoreStream:
             try:
                 state = saved.read_index(self._allreduce, key)
                 if isinstance(state, bytes):
-                    whole = msgspec.msgpack.decode(state, type=bytes)
+                    whole = _WHOLE.decode(state)
                     saved.load_whole(fragment, whole, self._allreduce.keys.run)
                 else:
                     saved.load(self._allreduce, fragment, state)

@@ -58,7 +58,7 @@ class ObjectStoreManager:
         place = self._place
         start = read_start(place.world_size, place.min_replicas, min_replicas, grace_s)
         self._options: dict[str, Any] = {
-            **{"codec": codec, "timeout": timeout, "grace_s": grace_s, "start": start}
+            **{"codec": codec, "timeout_s": timeout, "grace_s": grace_s, "start": start}
         }
         self._checkpoint_every = checkpoint_every
         self._reducers: dict[int, ObjectStoreAllReduce] = {}

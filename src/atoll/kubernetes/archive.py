@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from atoll.core.errors import AtollError, NotFound
+from atoll.core.errors import AtollError, NotFound, Temporary
 from atoll.core.lines import split_lines
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.names import INDEX, LOG_OF, MANAGED, UID
@@ -26,6 +26,8 @@ PER_RANK = 64 * 2**10
 PER_TRAINING = 4 * 2**20
 AT_ONCE = 50
 SEEN_KEPT = 10_000
+OPEN_S = 3.0  # a scale-down waits no longer for the logs of what it stops
+TRIES, AGAIN_S = 3, 0.5
 
 
 class Archive:
@@ -34,8 +36,24 @@ class Archive:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._opened: dict[str, asyncio.Event] = {}  # whether the stream of a log is open
         self._seen: set[str] = set()
         self._gate = asyncio.Semaphore(AT_ONCE)
+
+    async def begin(self, pods: Sequence[Pod], ranks: int) -> None:
+        """The logs of pods that are about to be deleted are being read, or a moment has passed.
+
+        On a busy node a pod may be gone before anybody has seen that it leaves.
+        """
+        for pod in pods:
+            self.capture(pod, ranks)
+        opening = [
+            self._opened[key] for pod in pods if (key := pod.metadata["uid"]) in self._opened
+        ]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_S):
+                for opened in opening:
+                    await opened.wait()
 
     def capture(self, pod: Pod, ranks: int) -> None:
         """The log is read until the pod ends, then stored. A second call for a pod does nothing."""
@@ -45,9 +63,13 @@ class Archive:
                 self._seen = set(self._tasks)
             self._seen.add(key)
             limit = max(min(PER_RANK, PER_TRAINING // max(ranks, 1)), 1024)
-            task = asyncio.create_task(self._capture(pod, limit))
-            self._tasks[key] = task
-            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+            opened = self._opened[key] = asyncio.Event()
+            self._tasks[key] = asyncio.create_task(self._capture(pod, limit, opened))
+            self._tasks[key].add_done_callback(lambda _: self._end(key))
+
+    def _end(self, key: str) -> None:
+        self._tasks.pop(key, None)
+        self._opened.pop(key, None)
 
     async def settle(self, pods: Iterable[Pod], timeout_s: float) -> None:
         """The logs of these pods are stored, or `timeout_s` has passed."""
@@ -74,21 +96,47 @@ class Archive:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _capture(self, pod: Pod, limit: int) -> None:
-        text = ""
+    async def _capture(self, pod: Pod, limit: int, opened: asyncio.Event) -> None:
         try:
             async with self._gate:
-                with contextlib.suppress(NotFound):
-                    async for line in self._cluster.log(
-                        pod.metadata["namespace"], pod.name, follow=True
-                    ):
-                        text += line + "\n"
-                        if len(text) > 2 * limit:
-                            text = text[-limit:]
+                text = await self._read(pod, limit, opened)
             if text:
-                await self._store(pod, _last(text, limit))
-        except AtollError as error:
-            log.info("the log of pod %s could not be archived: %s", pod.name, error)
+                await self._again(pod, lambda: self._store(pod, _last(text, limit)))
+        finally:
+            opened.set()
+
+    async def _read(self, pod: Pod, limit: int, opened: asyncio.Event) -> str:
+        """What could be read of the log, also if its stream broke as the pod went."""
+        longest = ""
+
+        async def read() -> None:
+            nonlocal longest
+            text = ""
+            lines = self._cluster.log(
+                pod.metadata["namespace"], pod.name, follow=True, on_open=opened.set
+            )
+            async for line in lines:
+                text += line + "\n"
+                if len(text) > 2 * limit:
+                    text = text[-limit:]
+                longest = text if len(text) >= len(longest) else longest
+
+        await self._again(pod, read)
+        return longest
+
+    async def _again(self, pod: Pod, work: Callable[[], Awaitable[None]]) -> None:
+        """Does the work, and tries again when the server or the kubelet fails."""
+        for _ in range(TRIES):
+            try:
+                return await work()
+            except NotFound:
+                return
+            except Temporary as error:
+                log.info("the log of pod %s: %s", pod.name, error)
+                await asyncio.sleep(AGAIN_S)
+            except AtollError as error:
+                log.info("the log of pod %s could not be archived: %s", pod.name, error)
+                return
 
     async def _store(self, pod: Pod, text: str) -> None:
         labels = pod.metadata.get("labels") or {}

@@ -182,8 +182,9 @@ class PodKeeper:
         Pods of another control plane are left alone: their trainings are not known here.
         """
         own = f"!{PLANE}" if plane is None else f"{PLANE}={plane}"
-        pods = await self._cluster.list("pods", namespace, labels=f"{SELECTOR},{own}")
-        held = [pod for pod in map(Pod, pods.items) if pod.is_held]
+        held: list[Pod] = []
+        async for page in self._cluster.pages("pods", namespace, labels=f"{SELECTOR},{own}"):
+            held += [pod for pod in map(Pod, page.items) if pod.is_held]
         if held:
             # Read after the pods, so that the pods of a new training are not taken for strays.
             known_uids = await known()

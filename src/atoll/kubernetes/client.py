@@ -12,10 +12,10 @@ import re
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -27,6 +27,7 @@ from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
 from msgspec.structs import replace
 
+from atoll.core.decoders import json_decoder
 from atoll.core.errors import (
     AtollError,
     Conflict,
@@ -38,6 +39,7 @@ from atoll.core.errors import (
     Temporary,
 )
 from atoll.core.lines import alines_of
+from atoll.kubernetes.pod import PodManifest, share_parts
 from atoll.kubernetes.servertime import ServerTime
 
 Json = dict[str, Any]
@@ -71,6 +73,10 @@ MAY_I = "'kubectl auth can-i --list' shows what this account may do"
 WHO_AM_I = "'kubectl auth whoami' shows whether KUBECONFIG holds some"
 NO_LOG = re.compile(r"unable to retrieve container logs for \w+://[0-9a-f]{64}")
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
+# Objects of one request. 500 pods are 5 MB, decoded in 20 ms; a training may have 1 MB.
+PAGES = {"pods": 500, "jobs": 200}
+PAGE = 50
+RESTARTS = 3  # of a list whose continue token expired, as it may when etcd is compacted
 
 # A peer that vanished silently is noticed in under half a minute, even on idle watches.
 _KEEPALIVE = [
@@ -94,6 +100,26 @@ class WatchEvent(NamedTuple):
 
     type: str
     object: Json
+
+
+class _PodList(TypedDict, total=False):
+    metadata: Json
+    items: list[PodManifest] | None
+
+
+class _PodEvent(TypedDict):
+    type: str
+    object: PodManifest
+
+
+class _EventType(TypedDict):
+    type: str
+
+
+_JSON: msgspec.json.Decoder[Any] = json_decoder(Any)
+_EVENT_TYPE = json_decoder(_EventType)
+_LISTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(_PodList)}
+_EVENTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(_PodEvent)}
 
 
 class Cluster:
@@ -156,20 +182,66 @@ class Cluster:
         after: str = "",
         version: str = "",
     ) -> ObjectList:
-        """All objects in one request, however many there are; or `limit` of them, from the start or
-        where the list before ended: `after` is its `more`. With `version`, as they were then.
+        """All objects, page by page; or `limit` of them, from the start or where the list before
+        ended: `after` is its `more`. With `version`, as they were then.
 
         Raises Gone if that is too long ago.
         """
+        if limit or after:
+            return await self._page(kind, namespace, labels, fields, limit, after, version)
+        for _ in range(RESTARTS):
+            items: list[Json] = []
+            newest = ""
+            try:
+                pages = self.pages(kind, namespace, labels=labels, fields=fields, version=version)
+                async for page in pages:
+                    items += page.items
+                    newest = page.version
+            except Gone:
+                if version:
+                    raise
+                continue  # from the start: the rest of it would be of another version
+            return ObjectList(items, newest)
+        raise Temporary(f"the list of {kind} did not end before the cluster forgot its version")
+
+    async def pages(
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        labels: str = "",
+        fields: str = "",
+        version: str = "",
+    ) -> AsyncGenerator[ObjectList, None]:
+        """All objects of one version, page by page. Raises Gone if it is too long ago."""
+        limit, more = PAGES.get(kind, PAGE), ""
+        while True:
+            page = await self._page(kind, namespace, labels, fields, limit, more, version)
+            yield page
+            more = page.more
+            if not more:
+                return
+
+    async def _page(
+        self,
+        kind: str,
+        namespace: str | None,
+        labels: str,
+        fields: str,
+        limit: int,
+        after: str,
+        version: str,
+    ) -> ObjectList:
         params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
-        if after:
+        if after:  # it holds the version, too
             params["continue"] = after
-        if version:
+        elif version:
             params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
-        reply = _object(await self._send("list", kind, _path(kind, namespace), params=params))
+        answer = await self._send("list", kind, _path(kind, namespace), params=params)
+        reply = _decoded(_LISTS.get(kind, _JSON), answer.content)
+        items = [_lean(kind, item) for item in reply.get("items") or ()]
         metadata = reply["metadata"]
-        more = metadata.get("continue") or ""
-        return ObjectList(reply.get("items") or [], metadata["resourceVersion"], more)
+        return ObjectList(items, metadata["resourceVersion"], metadata.get("continue") or "")
 
     async def create(
         self, kind: str, namespace: str | None, body: Json, *, is_trial: bool = False
@@ -253,10 +325,11 @@ class Cluster:
         limits = httpx2.Timeout(10.0, read=seconds + 60.0)
         async with self._stream("watch", kind, _path(kind, namespace), params, limits) as lines:
             async for line in lines:
-                event = msgspec.json.decode(line)
-                if event["type"] == "ERROR":
-                    raise _error(event["object"], event["object"].get("code", 500), kind)
-                yield WatchEvent(event["type"], event["object"])
+                if _decoded(_EVENT_TYPE, line)["type"] == "ERROR":
+                    status = _JSON.decode(line)["object"]
+                    raise _error(status, status.get("code", 500), kind)
+                event = _decoded(_EVENTS.get(kind, _JSON), line)
+                yield WatchEvent(event["type"], _lean(kind, event["object"]))
 
     async def log(
         self,
@@ -266,6 +339,7 @@ class Cluster:
         tail: int | None = None,
         follow: bool = False,
         more: Mapping[str, str] | None = None,
+        on_open: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[str, None]:
         """The lines of the pod's main container, not of sidecars. Raises NotFound, Temporary."""
         params = dict(more or {})
@@ -276,6 +350,7 @@ class Cluster:
         path = _path("pods", namespace, pod, "log")
         limits = httpx2.Timeout(10.0, read=None if follow else 30.0)
         async with self._stream("log", "pods", path, params, limits) as lines:
+            on_open()
             async for line in lines:
                 if NO_LOG.fullmatch(line):  # the kubelet's words, where the log should be
                     raise NotFound("log of pod", pod)
@@ -387,14 +462,27 @@ def _selectors(labels: str, fields: str) -> dict[str, str]:
     return {name: value for name, value in selectors.items() if value}
 
 
+def _decoded(decoder: msgspec.json.Decoder[Any], text: bytes | str) -> Any:
+    try:
+        return decoder.decode(text)
+    except msgspec.DecodeError as error:
+        raise Temporary(f"the answer of the Kubernetes API server is damaged: {error}") from error
+
+
+def _lean(kind: str, item: Json) -> Json:
+    """The object without what nobody here reads, which may be most of it."""
+    item["metadata"].pop("managedFields", None)
+    return share_parts(item) if kind == "pods" else item
+
+
 def _object(answer: httpx2.Response) -> Json:
-    body: Json = msgspec.json.decode(answer.content)
+    body: Json = _JSON.decode(answer.content)
     return body
 
 
 def _status(answer: httpx2.Response) -> Json:
     try:
-        status = msgspec.json.decode(answer.content)
+        status = _JSON.decode(answer.content)
     except msgspec.DecodeError:
         status = None
     return status if isinstance(status, dict) else {"message": answer.text[:500]}

@@ -19,22 +19,28 @@ from msgspec.structs import fields, replace
 from atoll.core.config import options_of
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.executors import Home
-from atoll.core.ports import Key
+from atoll.core.ports import Executor, Key
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Chore, LogLine, Seen, Training, Wish, sooner
 from atoll.kubernetes.archive import Archive
 from atoll.kubernetes.beside import Beside
 from atoll.kubernetes.chores import GangChores, GangObjects, PodKeeper
 from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.gone import PodMemory
+from atoll.kubernetes.gone import DeletedPods
 from atoll.kubernetes.logs import LogSource, follow_logs, read_logs, tail_places
 from atoll.kubernetes.mirror import Mirror
 from atoll.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
-from atoll.kubernetes.options import ClusterOptions, KubernetesOptions
+from atoll.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
 from atoll.kubernetes.patch import render_released, render_resize
 from atoll.kubernetes.pod import Pod, part_of
 from atoll.kubernetes.podfields import flaws_of
-from atoll.kubernetes.read import finished, is_unchanged, look, wish_of
+from atoll.kubernetes.read import (
+    finished,
+    is_unchanged,
+    look,
+    unexplained_failures,
+    wish_of,
+)
 from atoll.kubernetes.render import (
     gang_name,
     owner_of,
@@ -44,7 +50,7 @@ from atoll.kubernetes.render import (
     render_world,
 )
 from atoll.kubernetes.trouble import Hosts, Troubles
-from atoll.rank.launch import RankPlace
+from atoll.rank.launch import store_uri_of
 from atoll.rank.report_token import key_at
 
 Json = dict[str, Any]
@@ -55,8 +61,8 @@ FEW = 16  # gangs of more ranks are looked at less often than their pods change
 PAUSE_A_RANK_S = 0.002
 
 
-class KubernetesBackend:
-    """The Executor of `core/ports.py` for a cluster. Options are those of `KubernetesOptions`.
+class KubernetesBackend(Executor):
+    """The Executor of a cluster. Options are those of `KubernetesOptions`.
 
     With `is_owner`, the Job belongs to a Training object of the same cluster, and Kubernetes
     deletes it with that object.
@@ -64,6 +70,7 @@ class KubernetesBackend:
 
     name = "kubernetes"
     options_type = ClusterOptions
+    SUPPORTS = SUPPORTS
 
     def __init__(
         self,
@@ -89,9 +96,10 @@ class KubernetesBackend:
         )
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
         self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
-        self._memory = PodMemory(self.cluster, self.options.namespace)
+        self._deleted = DeletedPods(self.cluster, self._changed.put_nowait)
         self._pods = Mirror(
-            self.cluster, "pods", self.options.namespace, self._note_pod, self._memory.miss
+            *(self.cluster, "pods", self.options.namespace, self._note),
+            lambda pod, is_final: self._deleted.note(pod, is_final=is_final),
         )
         self._written: dict[
             str, int
@@ -120,8 +128,11 @@ class KubernetesBackend:
         executor.name = name
         return executor
 
-    def rank_place(self, training: Training) -> RankPlace:
-        return rank_place(training, self.options)
+    def store_uri(self, training: Training) -> str:
+        return store_uri_of(training.spec, rank_place(training, self.options))
+
+    def metrics_uri(self, training: Training) -> str:
+        return rank_place(training, self.options).figures
 
     @classmethod
     def preview(cls, options: ClusterOptions, home: Home, training: Training) -> str:
@@ -144,9 +155,6 @@ class KubernetesBackend:
         """Raises ValidationError if this training cannot run here with these options."""
         check_spec(spec, self.options)
 
-    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
-        return self.options.ignored(spec)
-
     async def close(self) -> None:
         await self.stop()
         await self.cluster.close()
@@ -160,6 +168,7 @@ class KubernetesBackend:
         await self._beside.close()
         await self._archive.close()
         await self._hosts.close()
+        await self._deleted.close()
 
     async def apply(self, training: Training, wish: Wish) -> None:
         try:
@@ -183,7 +192,8 @@ class KubernetesBackend:
         beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
         trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
         silent = self._hosts.follow(training.key, pods)
-        departed = await self._memory.departed(training, pods, self._place(training)[0])
+        failed = unexplained_failures(training, job, pods)
+        departed = self._deleted.departed(training, pods, self._place(training)[0], failed)
         view = look(training, job, pods, self.options, now, trouble.text, silent, departed)
         again_in_s = sooner(view.seen.again_in_s, trouble.again_in_s)
         seen = replace(view.seen, again_in_s=again_in_s, at=now)
@@ -216,7 +226,7 @@ class KubernetesBackend:
         await self._keeper.let_all_go(namespace, _labels(training))
         self._hosts.follow(training.key, ())
         self._troubles.forget(training.uid)
-        self._memory.forget(training.uid)
+        self._deleted.forget(training.uid)
         for memory in (self._written, self._last):
             memory.pop(training.uid, None)
 
@@ -281,7 +291,7 @@ class KubernetesBackend:
         """Pods kept for deleted trainings are let go. `known` returns the uids of all others."""
         await self._keeper.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
         await self._beside.sweep(known)
-        await self._memory.sweep(known)
+        await self._deleted.sweep(known)
 
     def _place(self, training: Training) -> tuple[str, str]:
         return self.options.namespace or training.namespace, gang_name(training)
@@ -338,6 +348,10 @@ class KubernetesBackend:
             if reason := finished(job):  # the next look reports that it is closed
                 raise Temporary(f"the Job {name} is over ({reason}) and cannot grow to {wish.size}")
             await self._check_room_above(training, before, wish.size)
+        elif wish.size < before:
+            _, pods = await self._job_and_pods(training)
+            stopping = [p for p in map(Pod, pods) if p.rank >= wish.size and "running" in p.state]
+            await self._archive.begin(stopping, len(pods))
         await self._objects.resize(training, wish, job)
         try:
             await self._patch_job(training, render_resize(wish, job, self._clock()))
@@ -366,10 +380,6 @@ class KubernetesBackend:
     def _note_job(self, training: Training, job: Json) -> None:
         self._written[training.uid] = _version(job)
         self._last[training.uid] = job
-
-    def _note_pod(self, item: Json) -> None:
-        self._memory.note(item)
-        self._note(item)
 
     def _note(self, item: Json) -> None:
         """Asks for another look; for a large gang after a pause, as each look writes a status."""

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from atoll.core.columns import Column
 from atoll.core.ends import PhaseReason, RankEnd, listing
 from atoll.core.phase import Phase
 from atoll.core.status import AttemptStatus, Event, StatusHead
-from atoll.core.stored import ExitGroup, RankGroup, RedoneGroup
+from atoll.kubernetes.stored import ExitGroup, RankGroup
 
 Json = dict[str, Any]
 
@@ -101,8 +100,8 @@ STATUS = {
     "status": "True, False or Unknown.",
     "lastTransitionTime": "When its status last changed.",
     "conditions.type": "Ready, Complete, Succeeded, Failed, Cancelled, Admitted, BelowMinimum, "
-    "and others where they apply: RanksLost, ExitsFromBackend, MeshCapable, DegradedMesh, "
-    "ExecutorMissing, ExecutorUnreachable, StatusIncomplete.",
+    "and others where they apply: RanksLost, Warnings, ExitsFromBackend, MeshCapable, "
+    "DegradedMesh, ExecutorMissing, ExecutorUnreachable, StatusIncomplete.",
     "conditions.reason": "Why, in one word.",
     "gateOpenedAt": f"When ranks were let go, {SECONDS}.",
     "failing": "The reason of a decision to fail, until every rank has stopped.",
@@ -142,6 +141,7 @@ STATUS = {
     "events": "What happened, the oldest first; the latest 100.",
     "events.reason": "What happened, in one word.",
     "events.type": "Normal or Warning.",
+    "warnings": "What is wrong with how it trains, in sentences.",
     "stalled": "Ranks that do not move, and since when, in seconds since 1970.",
     "attempts": "Earlier attempts of ranks: the latest 20 of each, 500 in all.",
     "attempts.rank": "The rank.",
@@ -153,46 +153,20 @@ STATUS = {
     "ranks": "The ranks, those in the same state together.",
     "ranks.ranks": "Which ranks: 0-192, 195.",
     "ranks.phase": "Pending, Running, Succeeded, Failed or Stopped.",
-    "ranks.message": "What these ranks wait for; how they ended is in exits or rankExits.",
+    "ranks.message": "What these ranks wait for, or how they ended.",
     "ranks.restarts": "How often each of them was started again.",
-    "provider": "The provider of its machine.",
-    "region": "The region of its machine.",
-    "isStopping": "Whether it was told to stop and has not ended yet.",
     "retired": "Ranks that were scaled away, those in the same state together.",
-    "exits": "How ranks ended, while there is no verdict; those that ended alike together.",
-    "rankExits": "How every rank that ran ended; those that ended alike together.",
-    "previousExits": "How the attempts before these ended.",
+    "rankData": "All that is known of the ranks: JSON through zlib, in base64. atoll reads this.",
     "isStopped": "Whether atoll asked it to stop.",
-    "isBackendsWord": "Whether the cluster had to say it: the rank left no record.",
-    "redone": "Ranks whose attempts up to this one do not count.",
-    "askedRedone": "The same, as the executor was told.",
-    "attempt": "The attempt.",
-    "rankColumns": "What differs from rank to rank, as columns in the order of the ranks.",
-    "rankColumns.ranks": "Columns of ranks and retired.",
-    "rankColumns.exits": "Columns of exits or rankExits.",
-    "rankColumns.previousExits": "Columns of previousExits.",
-    "podName": "The names of the pods.",
-    "node": "The nodes.",
-    "meteredS": "Seconds that each has run, where other than from its start to its end.",
-    "missingSince": "Since when each is not seen any more.",
-    "failedAt": "When each says that it failed, which may be before it ended.",
-    "pattern": "Names: {rank} stands for the rank, * for what each has.",
-    "values": "Values that each refers to by their place, from 0.",
-    "each": "One entry for each rank. 5*3: three times 5. -: none. Numbers are differences from "
-    "the one before; times are in milliseconds.",
+    "rankExits": "How every rank that ran ended; those that ended alike together.",
 }
 
 
 def status_schema() -> Json:
     """Open: a newer controller may add fields. Only types are checked, and no field is required."""
-    roots = (StatusHead, RankGroup, ExitGroup, RedoneGroup, Column, Event, AttemptStatus)
+    roots = (StatusHead, RankGroup, ExitGroup, Event, AttemptStatus)
     schemas, parts = msgspec.json.schema_components(roots, ref_template="{name}")
-    head, ranks, exits, redone, column, event, attempt = (_opened(node, parts) for node in schemas)
-    columns = {
-        "ranks": _columns(column, ranks, "podName", "node", "attempt", *RANK_NUMBERS),
-        "exits": _columns(column, exits, "endedAt", "failedAt"),
-        "previousExits": _columns(column, exits, "endedAt", "failedAt"),
-    }
+    head, ranks, exits, event, attempt = (_opened(node, parts) for node in schemas)
     head["properties"] |= {
         "selector": {"type": "string"},
         "restarts": {"type": "integer"},
@@ -202,11 +176,7 @@ def status_schema() -> Json:
         "ranks": _list(ranks),
         "retired": _list(ranks),
         "rankExits": _list(exits),
-        "exits": _list(exits),
-        "previousExits": _list(exits),
-        "redone": _list(redone),
-        "askedRedone": _list(redone),
-        "rankColumns": _object(columns),
+        "rankData": {"type": "string"},
     }
     moment = head["properties"]["conditions"]["items"]["properties"]["lastTransitionTime"]
     moment["format"] = "date-time"
@@ -215,7 +185,6 @@ def status_schema() -> Json:
 
 
 CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
-RANK_NUMBERS = ("startedAt", "meteredS", "missingSince")
 
 
 def described(schema: Json, texts: dict[str, str], description: str, path: str = "") -> Json:
@@ -233,12 +202,6 @@ def described(schema: Json, texts: dict[str, str], description: str, path: str =
         node = {**node, "properties": named}
         schema = {**schema, "items": node} if "items" in schema else {**schema, **node}
     return schema
-
-
-def _columns(column: Json, group: Json, *names: str) -> Json:
-    """A column for each of these, and for every field of a group that may have become one."""
-    fields = (*names, *(name for name in group["properties"] if name != "ranks"))
-    return _object(dict.fromkeys(fields, column))
 
 
 def _object(properties: Json) -> Json:

@@ -5,6 +5,9 @@ brings the last state of every pod that is deleted. Of those that were deleted w
 the API server still knows: for a minute or more, a watch that starts at an earlier version brings
 them all; until etcd is compacted (every five minutes, unless set otherwise), a list shows what
 there was at an earlier version. After that the exit is unknown.
+
+The past is read only for a training that misses a pod, beside everything else: until it is known,
+only the rank of that pod is held as it was.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from atoll.core.errors import Denied, Gone, Permanent
+from atoll.core.errors import Denied, Gone, NotFound, Permanent, Temporary
+from atoll.core.ports import Key
 from atoll.core.status import RankStatus, Training
 from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.names import SELECTOR, UID
+from atoll.kubernetes.names import UID
 from atoll.kubernetes.pod import Pod
 
 Json = dict[str, Any]
@@ -27,148 +30,183 @@ log = logging.getLogger(__name__)
 
 FIRST_STEP, STEP_GROWTH, STEPS = 4, 1.25, 100  # in versions before now
 WATCHED = 2**20  # versions before now; an API server keeps the last 100,000 changes of pods at most
-PODS_READ, LIST_COST = 20_000, 50  # from lists of the past; a list costs as much as so many pods
+SEARCH_S = 60.0  # for one training; a rank is held no longer than this
+SEARCHES = 4  # at once: after a node was drained, many trainings miss a pod
 
 
 class Departed(NamedTuple):
-    """The pods of a gang that are gone: as they last were, and by name those nobody knows of."""
+    """The pods of a gang that are gone: as they last were, and by name those nobody knows of.
+
+    `sought` are those whose end is being looked for, and `sought_ranks` ranks that have ended in
+    pods of unknown names.
+    """
 
     manifests: list[Json] = []
     unread: frozenset[str] = frozenset()
+    sought: frozenset[str] = frozenset()
+    sought_ranks: frozenset[int] = frozenset()
 
 
-class PodMemory:
-    """Pods as they were last seen, by training and name. `scope` is the namespace of all."""
+class DeletedPods:
+    """Pods that left and whose exits are not stored yet, by training and name.
 
-    def __init__(self, cluster: Cluster, scope: str | None = None) -> None:
+    `notify` gets the trainings of which more is known now.
+    """
+
+    def __init__(self, cluster: Cluster, notify: Callable[[Key], None] = lambda key: None) -> None:
         self._cluster = cluster
-        self._scope = scope
-        self._read_to = 0  # the version up to which every pod was seen
-        self._is_complete = False
-        self._recalling = asyncio.Lock()
-        self._pods: dict[str, dict[str, Json]] = {}
-        self._unread: dict[str, set[str]] = {}  # what was looked for in vain, by training
+        self._notify = notify
+        self._left: dict[str, dict[str, Json]] = {}
+        self._final: set[str] = set()  # uids of pods whose very last state was seen
+        self._in_vain: dict[str, set[str | int]] = {}  # what was looked for, by training
+        self._searching: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(SEARCHES)
 
-    def see(self, manifest: Json) -> None:
-        uid = str((manifest["metadata"].get("labels") or {}).get(UID, ""))
-        by_name = self._pods.setdefault(uid, {})
-        before = by_name.get(manifest["metadata"]["name"])
-        if before is None or _version(before) <= _version(manifest):
-            by_name[manifest["metadata"]["name"]] = manifest
-
-    def note(self, manifest: Json) -> None:
-        """A change that the watch brings: it brings every one, in order."""
-        self.see(manifest)
-        if self._is_complete:
-            self._read_to = max(self._read_to, _version(manifest))
-
-    def miss(self) -> None:
-        """The watch starts anew, and pods may have left that it did not show."""
-        self._is_complete = False
-
-    async def _recall(self) -> None:
-        """Sees every pod that left while nobody watched, as far as the cluster remembers."""
-        async with self._recalling:
-            if self._is_complete:
-                return
-            self._is_complete = True  # unless something is missed meanwhile
-            past = Past(self._cluster, self._scope, SELECTOR)
-            try:
-                states, self._read_to = await past.everything(self._read_to)
-            except (Denied, Permanent) as error:
-                log.warning("cannot read how pods ended that are gone: %s", error)
-                return
-            except BaseException:
-                self._is_complete = False
-                raise
-            for manifest in states.values():
-                self.see(manifest)
+    def note(self, manifest: Json, *, is_final: bool) -> None:
+        """A pod has left. `is_final`: this is its last state; it may have changed since if not."""
+        pod, uid = Pod(manifest), _training_uid(manifest)
+        has_run = pod.is_over or pod.has_run or (pod.node is not None and not is_final)
+        before = self._left.get(uid, {}).get(pod.name)
+        is_older = before is not None and _version(before) > _version(manifest)
+        if pod.rank < 0 or not has_run or is_older:
+            return
+        self._left.setdefault(uid, {})[pod.name] = manifest
+        if is_final:
+            self._final.add(_pod_uid(manifest))
 
     def forget(self, uid: str) -> None:
-        self._pods.pop(uid, None)
-        self._unread.pop(uid, None)
+        for manifest in self._left.pop(uid, {}).values():
+            self._final.discard(_pod_uid(manifest))
+        self._in_vain.pop(uid, None)
+        if task := self._searching.pop(uid, None):
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._searching.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Trainings that no longer exist are forgotten."""
-        uids = set(self._pods)
+        uids = {*self._left, *self._in_vain}
         if uids:
             for uid in uids - await known():
                 self.forget(uid)
 
-    async def departed(self, training: Training, there: Iterable[Json], namespace: str) -> Departed:
-        """The pods that are gone, and whose exits are not stored. `there` are those that exist."""
+    def departed(
+        self,
+        training: Training,
+        there: Iterable[Json],
+        namespace: str,
+        failed: Collection[int] = (),
+    ) -> Departed:
+        """The pods that are gone, and whose exits are not stored. `there` are those that exist.
+
+        `failed` are ranks that the Job counts as failed, though no pod of theirs tells how.
+        """
         uid = training.uid
-        names = set()
-        for manifest in there:
-            self.see(manifest)
-            names.add(manifest["metadata"]["name"])
+        names = {manifest["metadata"]["name"] for manifest in there}
         ranks = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
-        if names or training.status.has_run:
-            await self._recall()
-        by_name = self._pods.get(uid, {})
-        gone = {name: Pod(by_name[name]) for name in by_name.keys() - names}
+        left = self._left.get(uid, {})
+        gone = {name: Pod(manifest) for name, manifest in left.items() if name not in names}
         for name in [name for name, pod in gone.items() if is_stored(pod, ranks.get(pod.rank))]:
-            del by_name[name], gone[name]
+            self._final.discard(_pod_uid(left.pop(name)))
+            del gone[name]
+        unfinished = {name for name, pod in gone.items() if not pod.is_over}
+        cut_off = {name for name in unfinished if _pod_uid(left[name]) in self._final}
         running = {r.pod_name for r in ranks.values() if r.is_alive and r.pod_name}
-        vague = (running - names - gone.keys()) | {
-            name for name, pod in gone.items() if pod.rank >= 0 and not pod.is_over and pod.node
-        }
-        unread = self._unread.setdefault(uid, set())
-        if looked_for := vague - unread:
-            past = Past(self._cluster, namespace, f"{UID}={uid}")
-            states = await past.last_states(looked_for)
-            for name, manifest in states.items():
-                by_name[name] = manifest
-                gone[name] = Pod(manifest)
-            # A name that the newest list has is not gone: the mirror is behind.
-            unread |= {n for n in looked_for - past.there if not _is_known(states.get(n))}
-            for name in looked_for & past.there:
-                gone.pop(name, None)
-        known = [pod.manifest for name, pod in gone.items() if name not in unread]
-        return Departed(known, frozenset(unread - names))
+        targets: set[str | int] = {*(running - names - gone.keys()), *(unfinished - cut_off)}
+        targets |= set(failed) - {pod.rank for pod in gone.values()}
+        in_vain = self._in_vain.get(uid, set()) - (gone.keys() - unfinished)
+        sought = targets - in_vain
+        if sought and uid not in self._searching:
+            search = Search(self._cluster, namespace, f"{UID}={uid}", sought)
+            self._searching[uid] = asyncio.create_task(self._run(training.key, uid, search))
+        unread = {name for name in in_vain if isinstance(name, str)} | cut_off
+        return Departed(
+            [pod.manifest for name, pod in gone.items() if name not in unread | sought],
+            frozenset(unread - names),
+            frozenset(name for name in sought if isinstance(name, str)),
+            frozenset(rank for rank in sought if isinstance(rank, int)),
+        )
+
+    async def _run(self, key: Key, uid: str, search: Search) -> None:
+        try:
+            async with self._slots:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SEARCH_S):
+                        await search.run()
+        except Temporary as error:  # the next look begins it again
+            log.info("cannot read how pods ended that are gone: %s; trying again", error)
+            return
+        except (Denied, Permanent, NotFound) as error:
+            log.warning("cannot read how pods ended that are gone: %s", error)
+        finally:
+            if self._searching.get(uid) is asyncio.current_task():
+                del self._searching[uid]
+        for manifest in search.states.values():
+            self.note(manifest, is_final=True)
+        self._in_vain.setdefault(uid, set()).update(search.unknown())
+        self._notify(key)
 
 
-class Past:
-    """Pods at earlier versions of the cluster."""
+class Search:
+    """Pods of one training at earlier versions of the cluster.
 
-    def __init__(self, cluster: Cluster, namespace: str | None, labels: str) -> None:
+    `targets` are names of pods, and ranks whose pods have unknown names.
+    """
+
+    def __init__(
+        self, cluster: Cluster, namespace: str | None, labels: str, targets: Collection[str | int]
+    ) -> None:
         self._cluster = cluster
         self._namespace = namespace
         self._labels = labels
-        self._cost = 0.0
-        self.there: frozenset[str] = frozenset()  # the pods that exist
+        self._names = {target for target in targets if isinstance(target, str)}
+        self._ranks = {target for target in targets if isinstance(target, int)}
+        self._there: frozenset[str] = frozenset()
+        self.states: dict[str, Json] = {}  # of pods that are gone, as they last were
 
-    async def last_states(self, names: Collection[str]) -> dict[str, Json]:
-        """The last state on record of each of these pods that is gone and on record at all."""
+    async def run(self) -> None:
+        """The targets are among `states` if they are on record. Raises Temporary, Denied."""
         now = await self._look()
-        self._cost = -math.inf  # what is known to be missing is worth any search
-        return await self._walk(now, set(names) - self.there, self.there)
-
-    async def everything(self, after: int) -> tuple[dict[str, Json], int]:
-        """The last state of every pod that left after that version, and the version of now.
-
-        Those that left too long ago for a watch are here if they lived a quarter as long as
-        they are gone, and there were not too many.
-        """
-        now = await self._look()
-        for start in _starts(after, now):
+        if self._is_done:
+            return
+        start = now
+        for earlier in _starts(now):
             with contextlib.suppress(Gone):
-                watched = await self._replay(start, now)
+                await self._replay(earlier, now)
+                start = earlier
                 break
-        else:
-            start, watched = now, {}
-        if 0 < after == start:
-            return watched, now
-        return await self._walk(start, None, self.there | watched.keys()) | watched, now
+        await self._walk(start)
+
+    def unknown(self) -> set[str | int]:
+        """The targets whose end is not on record. A pod that exists is not gone: the mirror that
+        misses it is behind."""
+        ended = {name for name, manifest in self.states.items() if Pod(manifest).is_over}
+        return {*(self._names - self._there - ended), *(self._ranks - self._known_ranks)}
+
+    @property
+    def _known_ranks(self) -> set[int]:
+        return {Pod(manifest).rank for manifest in self.states.values()}
+
+    @property
+    def _is_done(self) -> bool:
+        return self._names - self._there <= self.states.keys() and self._ranks <= self._known_ranks
 
     async def _look(self) -> int:
-        newest = await self._cluster.list("pods", self._namespace, labels=self._labels)
-        self.there = frozenset(item["metadata"]["name"] for item in newest.items)
-        return int(newest.version)
+        """Notes the pods that exist; the version of now."""
+        names: set[str] = set()
+        version = 0
+        async for page in self._cluster.pages("pods", self._namespace, labels=self._labels):
+            names |= {item["metadata"]["name"] for item in page.items}
+            version = int(page.version)
+        self._there = frozenset(names)
+        return version
 
-    async def _replay(self, start: int, now: int) -> dict[str, Json]:
+    async def _replay(self, start: int, now: int) -> None:
         """The last states of the pods that left from `start` to `now`. Raises Gone."""
-        states: dict[str, Json] = {}
         before = -1
         while before < start < now:  # until a second passes without a change
             before = start
@@ -181,70 +219,64 @@ class Past:
                     if start > now:
                         break
                     if event.type == "DELETED":
-                        states[event.object["metadata"]["name"]] = event.object
-        return states
+                        self.states[event.object["metadata"]["name"]] = event.object
 
-    async def _walk(
-        self, top: int, names: set[str] | None, others: Collection[str]
-    ) -> dict[str, Json]:
-        """The last states of pods that are gone at `top`, from ever earlier lists.
-
-        Of these names, or of all but `others`.
-        """
-        states: dict[str, Json] = {}
+    async def _walk(self, top: int) -> None:
+        """The last states of targets that are gone at `top`, from ever earlier lists."""
         above, floor, step = top, 0, float(FIRST_STEP)  # nothing is known of versions up to `floor`
         for _ in range(STEPS):
             version = top - int(step)
             if version <= floor:
                 version = (floor + above) // 2
-            is_done = self._cost > PODS_READ or (names is not None and names <= states.keys())
-            if is_done or version <= floor:
+            if self._is_done or version <= floor:
                 break
             pods = await self._at(version)
             if pods is None:
                 floor = version
                 continue
-            sought = pods.keys() - others if names is None else names & pods.keys()
-            await self._narrow(version, above, sought - states.keys(), pods, states)
+            await self._narrow(version, above, pods.keys() - self.states.keys(), pods)
             above, step = version, step * STEP_GROWTH
-        return states
 
-    async def _narrow(
-        self, low: int, high: int, names: set[str], pods: dict[str, Json], states: dict[str, Json]
-    ) -> None:
+    async def _narrow(self, low: int, high: int, names: set[str], pods: dict[str, Json]) -> None:
         """`names` existed at `low`, as `pods` shows them, and not at `high`."""
-        states.update({name: pods[name] for name in names})
+        self.states.update({name: pods[name] for name in names})
         names = {name for name in names if not Pod(pods[name]).is_over}  # an end does not change
-        if not names or high - low <= 1 or self._cost > PODS_READ:
+        if not names or high - low <= 1:
             return
         middle = (low + high) // 2
         later = await self._at(middle)
         if later is None:
             return
         alive = names & later.keys()
-        await self._narrow(middle, high, alive, later, states)
-        await self._narrow(low, middle, names - alive, pods, states)
+        await self._narrow(middle, high, alive, later)
+        await self._narrow(low, middle, names - alive, pods)
 
     async def _at(self, version: int) -> dict[str, Json] | None:
-        """The pods at that version; None if it is too long ago."""
+        """The targets among the pods at that version; None if it is too long ago."""
+        found: dict[str, Json] = {}
         try:
-            pods = await self._cluster.list(
+            pages = self._cluster.pages(
                 "pods", self._namespace, labels=self._labels, version=str(version)
             )
+            async with contextlib.aclosing(pages):
+                async for page in pages:
+                    targets = filter(self._is_target, page.items)
+                    found |= {item["metadata"]["name"]: item for item in targets}
         except (Gone, Permanent):
             return None
-        self._cost += len(pods.items) + LIST_COST
-        return {item["metadata"]["name"]: item for item in pods.items}
+        return found
+
+    def _is_target(self, manifest: Json) -> bool:
+        pod = Pod(manifest)
+        is_sought = pod.name in self._names or pod.rank in self._ranks
+        return is_sought and pod.name not in self._there
 
 
-def _starts(after: int, now: int) -> Iterator[int]:
-    """Where a watch of the past may start: at `after`, or else as early as the server allows."""
-    if after:
-        yield after
+def _starts(now: int) -> Iterator[int]:
+    """Where a watch of the past may start: as early as the server allows."""
     distance = min(WATCHED, now - 1)
     while distance >= 1:
-        if now - distance > after:
-            yield now - distance
+        yield now - distance
         distance = distance * 3 // 4
 
 
@@ -255,8 +287,12 @@ def is_stored(pod: Pod, known: RankStatus | None) -> bool:
     return known.attempt > pod.attempt or known.exit is not None
 
 
-def _is_known(manifest: Json | None) -> bool:
-    return manifest is not None and (Pod(manifest).is_over or not Pod(manifest).has_run)
+def _training_uid(manifest: Json) -> str:
+    return str((manifest["metadata"].get("labels") or {}).get(UID, ""))
+
+
+def _pod_uid(manifest: Json) -> str:
+    return str(manifest["metadata"].get("uid"))
 
 
 def _version(manifest: Json) -> int:

@@ -1,8 +1,7 @@
 """Leader election by a Lease object: at most one of several operators acts at a time.
 
 Clocks need not agree: each operator measures with its own how long the record of the holder has
-stayed unchanged, and takes the lease over after the whole duration. The lease also says where the
-holder answers, so that the others can hand requests on to it.
+stayed unchanged, and takes the lease over after the whole duration.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from atoll.core.errors import AtollError, BackendError, Conflict, Denied, NotFou
 from atoll.kubernetes.client import Cluster
 
 Json = dict[str, Any]
-ADDRESS = "atoll.dev/address"
 log = logging.getLogger(__name__)
 
 
@@ -36,9 +34,7 @@ class Lease:
         duration_s: float = 15.0,
         renew_s: float = 3.0,
         retry_s: float = 2.0,
-        address: str = "",
     ) -> None:
-        """`address`: where the others reach this one, as host:port; empty if nowhere."""
         self._cluster = cluster
         self._namespace = namespace
         self._name = name
@@ -46,10 +42,7 @@ class Lease:
         self._duration_s = duration_s
         self._renew_s = renew_s
         self._retry_s = retry_s
-        self._address = address
         self._seen: tuple[Any, float] = (None, 0.0)
-        self.is_held = False
-        self.leader = ""  # where another one that holds the lease answers; empty if unknown
 
     async def lead(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Waits until it holds the lease, then runs `work` until that ends or the lease is lost.
@@ -58,12 +51,10 @@ class Lease:
         """
         await self._acquire()
         log.info("leading as %s", self._identity)
-        self.is_held, self.leader = True, ""
         task = asyncio.create_task(work())
         try:
             await self._renew_during(task)
         finally:
-            self.is_held = False
             task.cancel()
             await asyncio.wait({task})
             await self._give_back()
@@ -107,16 +98,14 @@ class Lease:
             self._seen = (record, time.monotonic())
         lasts_s = float(spec.get("leaseDurationSeconds") or self._duration_s)
         if holder not in ("", self._identity) and time.monotonic() < self._seen[1] + lasts_s:
-            self.leader = (lease["metadata"].get("annotations") or {}).get(ADDRESS, "")
             return False
-        self.leader = ""
         return await self._write(lease, is_new=holder != self._identity)
 
     async def _make(self) -> bool:
         body = {
             "apiVersion": "coordination.k8s.io/v1",
             "kind": "Lease",
-            "metadata": {"name": self._name, "annotations": {ADDRESS: self._address}},
+            "metadata": {"name": self._name},
             "spec": self._record({}, is_new=True),
         }
         try:
@@ -127,13 +116,7 @@ class Lease:
         return True
 
     async def _write(self, lease: Json, *, is_new: bool) -> bool:
-        metadata = lease["metadata"]
-        annotations = {**(metadata.get("annotations") or {}), ADDRESS: self._address}
-        body = {
-            **lease,
-            "metadata": {**metadata, "annotations": annotations},
-            "spec": self._record(lease.get("spec") or {}, is_new=is_new),
-        }
+        body = {**lease, "spec": self._record(lease.get("spec") or {}, is_new=is_new)}
         try:
             await self._cluster.replace("leases", self._namespace, self._name, body)
         except (Conflict, NotFound) as error:

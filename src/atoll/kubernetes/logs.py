@@ -66,6 +66,8 @@ async def read_logs(
         pods = _by_rank(await source.pods(), ranks)
         chosen = sorted({*pods, *_gone(source.training, ranks)})
         logs = [_whole(source, rank, pods.get(rank, []), tail) for rank in chosen]
+        if len(logs) > 1:  # those of the others are shown
+            logs = [_told(rank, log) for rank, log in zip(chosen, logs, strict=True)]
         for group in (logs,) if len(logs) <= AT_ONCE else ([log] for log in logs):
             async for line in amerged(group):
                 yield line
@@ -115,11 +117,21 @@ async def _whole(
         yield line
 
 
+async def _told(rank: int, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
+    """The lines; a line says so if they cannot be read."""
+    try:
+        async for line in lines:
+            yield line
+    except Temporary as error:
+        yield LogLine(rank=rank, text=f"[the log of rank {rank} cannot be read: {error}]")
+
+
 async def _all_lines(
     source: LogSource, rank: int, pods: list[Pod], tail: int | None
 ) -> AsyncIterator[LogLine]:
     """At least the last `tail` lines. Those in the archive have no time."""
     is_empty = True
+    unreadable: Temporary | None = None
     for text in await source.archived(rank) if _was_taken(source.training, rank, pods) else ():
         is_empty = False
         yield LogLine(rank=rank, text=text)
@@ -130,12 +142,16 @@ async def _all_lines(
             ):
                 is_empty = False
                 yield LogLine(rank=rank, text=text, time=_seconds(at))
-        except (NotFound, Permanent, Temporary):
+        except (NotFound, Permanent):
             continue  # not started yet, or gone since
+        except Temporary as error:
+            unreadable = error
     last = _statuses(source.training).get(rank)
     if is_empty and last is not None and last.exit is not None and last.exit.log_tail:
         for text in (GONE, *last.exit.log_tail):
             yield LogLine(rank=rank, text=text)
+    if unreadable is not None:
+        raise unreadable
 
 
 def _seconds(nanosecond: int) -> float:

@@ -12,7 +12,7 @@ import msgspec
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode
 from atoll.kubernetes.crd import GROUP, render_crd
-from atoll.kubernetes.names import REPORT_KEY, WEBHOOKS
+from atoll.kubernetes.names import REPORT_KEY
 from atoll.kubernetes.options import KubernetesOptions
 from atoll.kubernetes.tokens import NAME as TOKENS
 
@@ -23,6 +23,10 @@ HOME = "atoll-system"
 LABELS = {"app.kubernetes.io/name": "atoll", "app.kubernetes.io/component": "operator"}
 PORT = 8080
 DATA = "/data"
+CONFIG = "/config"
+CONFIG_MODE = 0o440  # for the group of the pod alone
+# Seconds after which a pod on a node that was lost is replaced; 300 unless said.
+LOST_NODE_S = 30
 
 # (API group, resources, verbs), in every namespace that is served.
 RIGHTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -43,7 +47,7 @@ HOME_RIGHTS: tuple[tuple[Any, ...], ...] = (
     ("coordination.k8s.io", ("leases",), ("get", "create", "update")),
     ("", ("pods",), ("get",)),  # its own, for its image
     ("", ("secrets",), ("create",)),  # cannot be held to a name
-    ("", ("secrets",), ("get", "patch"), (TOKENS, REPORT_KEY, WEBHOOKS)),
+    ("", ("secrets",), ("get", "patch"), (TOKENS, REPORT_KEY)),
 )
 
 # What people of a namespace get with the cluster's own roles.
@@ -58,12 +62,15 @@ def render_manifests(
     image: str,
     home: str = HOME,
     namespace: str | None = None,
-    replicas: int = 2,
+    replicas: int = 1,
     options: str = "",
+    volume: str | None = None,
+    config: str | None = None,
 ) -> list[Json]:
     """In the order to apply them. With `namespace`, the operator has rights in that one only.
 
-    `options` are the executor's, as JSON. Raises ValidationError if they are not.
+    `options` are the executor's, as JSON. `volume` is a PersistentVolumeClaim for metrics, `config`
+    a Secret with an `atoll.toml`. Raises ValidationError if the options are no such JSON.
     """
     if options:
         read_options(options)
@@ -74,9 +81,8 @@ def render_manifests(
         *_served(home, namespace),
         *_role(home, home, "Role", HOME_RIGHTS, f"{NAME}-home"),
         *(_user_role(name, verbs) for name, verbs in USER_ROLES.items()),
-        _deployment(image, home, namespace, replicas, options),
+        _deployment(image, home, namespace, replicas, options, volume, config),
         _service(home),
-        _disruption_budget(home),
     ]
 
 
@@ -133,17 +139,35 @@ def _user_role(name: str, verbs: tuple[str, ...]) -> Json:
     return role | {"rules": [{"apiGroups": [GROUP], "resources": resources, "verbs": list(verbs)}]}
 
 
-def _deployment(image: str, home: str, namespace: str | None, replicas: int, options: str) -> Json:
+def _deployment(
+    image: str,
+    home: str,
+    namespace: str | None,
+    replicas: int,
+    options: str,
+    volume: str | None,
+    config: str | None,
+) -> Json:
     command = ["python", "-m", "atoll.operator", "run", "--port", str(PORT), "--data", DATA]
     command += ["--reports-uri", f"http://{NAME}.{home}.svc"]  # the Service below
     if namespace is not None:
         command += ["--namespace", namespace]
     if options:
         command += ["--options", options.replace("$", "$$")]  # not to be expanded by Kubernetes
+    # Without a volume, metrics go with the pod.
+    data: Json = {"name": "data", "emptyDir": {"sizeLimit": "4Gi"}}
+    if volume is not None:
+        data = {"name": "data", "persistentVolumeClaim": {"claimName": volume}}
+    volumes = [data]
+    mounts: list[Json] = [{"name": "data", "mountPath": DATA}]
+    if config is not None:
+        command += ["--config", f"{CONFIG}/atoll.toml"]
+        secret = {"secretName": config, "defaultMode": CONFIG_MODE}
+        volumes.append({"name": "config", "secret": secret})
+        mounts.append({"name": "config", "mountPath": CONFIG, "readOnly": True})
     by_field = {
         "POD_NAMESPACE": "metadata.namespace",
         "POD_NAME": "metadata.name",
-        "POD_IP": "status.podIP",  # where the other replicas reach it
     }
     container = {
         "name": "operator",
@@ -154,13 +178,23 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int, opt
             for name, path in by_field.items()
         ],
         "ports": [{"name": "http", "containerPort": PORT}],
-        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
-        "livenessProbe": {"httpGet": {"path": "/healthz", "port": "http"}, "periodSeconds": 20},
+        # Only the leader is ready, so that the Service sends requests to no other.
+        "readinessProbe": {
+            "httpGet": {"path": "/readyz", "port": "http"},
+            "periodSeconds": 2,
+            "timeoutSeconds": 10,
+        },
+        # It answers between two passes; one over 10,000 ranks on a busy node takes seconds.
+        "livenessProbe": {
+            "httpGet": {"path": "/healthz", "port": "http"},
+            "periodSeconds": 20,
+            "timeoutSeconds": 10,
+        },
         "resources": {
             "requests": {"cpu": "100m", "memory": "128Mi"},
             "limits": {"memory": "512Mi"},
         },
-        "volumeMounts": [{"name": "data", "mountPath": DATA}],
+        "volumeMounts": mounts,
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -170,8 +204,7 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int, opt
     pod = {
         "serviceAccountName": NAME,
         "containers": [container],
-        # Series in full; what another replica goes on from is in the cluster.
-        "volumes": [{"name": "data", "emptyDir": {"sizeLimit": "4Gi"}}],
+        "volumes": volumes,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": 65532,
@@ -179,6 +212,15 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int, opt
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "terminationGracePeriodSeconds": 10,
+        "tolerations": [
+            {
+                "key": f"node.kubernetes.io/{state}",
+                "operator": "Exists",
+                "effect": "NoExecute",
+                "tolerationSeconds": LOST_NODE_S,
+            }
+            for state in ("not-ready", "unreachable")
+        ],
         "topologySpreadConstraints": [
             {
                 "maxSkew": 1,
@@ -191,6 +233,9 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int, opt
     return _named("apps/v1", "Deployment", home) | {
         "spec": {
             "replicas": replicas,
+            # A new pod is not ready before the old leader is gone, so none can wait for it; and a
+            # volume of one node is free only then.
+            "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": LABELS},
             "template": {"metadata": {"labels": LABELS}, "spec": pod},
         }
@@ -200,14 +245,3 @@ def _deployment(image: str, home: str, namespace: str | None, replicas: int, opt
 def _service(home: str) -> Json:
     ports = [{"name": "http", "port": 80, "targetPort": "http"}]
     return _named("v1", "Service", home) | {"spec": {"selector": LABELS, "ports": ports}}
-
-
-def _disruption_budget(home: str) -> Json:
-    """Drains take the replicas one after another. One that is not ready keeps no node up."""
-    return _named("policy/v1", "PodDisruptionBudget", home) | {
-        "spec": {
-            "maxUnavailable": 1,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": LABELS},
-        }
-    }

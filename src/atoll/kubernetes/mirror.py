@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Mirror:
     """Objects by training uid and name. `notify` gets each object that may have changed.
 
-    `miss` is called when the watch starts, at first or anew: objects may have come and gone unseen.
+    `on_deleted` gets each object that has left, and whether that is its very last state.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class Mirror:
         kind: str,
         namespace: str | None,
         notify: Callable[[Json], None],
-        miss: Callable[[], None] = lambda: None,
+        on_deleted: Callable[[Json, bool], None] = lambda item, is_final: None,
     ) -> None:
         self._cluster = cluster
         self._kind = kind
         self._namespace = namespace
         self._notify = notify
-        self._miss = miss
+        self._on_deleted = on_deleted
         self._objects: dict[str, dict[str, Json]] = defaultdict(dict)
         self._version = 0
         self._moved = asyncio.Event()
@@ -82,7 +82,9 @@ class Mirror:
             self._objects[_uid(item)][item["metadata"]["name"]] = item
         self._advance(objects.version)
         self.is_live = True
-        self._miss()
+        for item in old:
+            if item["metadata"]["name"] not in self._objects.get(_uid(item), {}):
+                self._on_deleted(item, False)
         for item in (*old, *objects.items):
             self._notify(item)
 
@@ -101,6 +103,7 @@ class Mirror:
             by_name.pop(item["metadata"]["name"], None)
             if not by_name:
                 self._objects.pop(_uid(item), None)
+            self._on_deleted(item, True)
         else:
             by_name[item["metadata"]["name"]] = item
         self._notify(item)

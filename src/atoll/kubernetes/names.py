@@ -19,7 +19,6 @@ STOPPED = "atoll.dev/Stopped"
 LAUNCH = "atoll.dev/launch"  # the spec of a launch from a script
 STOP_CAUSE = "atoll.dev/stop-cause"  # why its ranks were stopped, if it was not cancelled
 CODE = "atoll.dev/code"  # the beginning of a digest
-SERIES = "atoll.dev/series"  # of a ConfigMap: it holds the series of a training
 FINALIZER = "atoll.dev/exit"
 FAILURES = "batch.kubernetes.io/job-index-failure-count"
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -40,6 +39,4 @@ REPORT_VOLUME = "atoll-report"  # the names of volumes
 SOURCE = "source"
 CODE_VOLUME = "atoll-code"
 ARCHIVE_VOLUME = "atoll-archive"
-# Secrets in the operator's namespace.
-REPORT_KEY = "atoll-report-key"
-WEBHOOKS = "atoll-webhooks"
+REPORT_KEY = "atoll-report-key"  # a Secret in the operator's namespace

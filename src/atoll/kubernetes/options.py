@@ -7,12 +7,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from atoll.core.bench import has_floor
 from atoll.core.checks import check_bounds, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.extras import missing_package
 from atoll.core.mesh import split_endpoint
 from atoll.core.spec import MAX_SECONDS, Seconds, TrainingSpec, WholeSeconds, check_quantity
+from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 from atoll.kubernetes.gpus import GPU_NODES, GpuNodes, alternatives, check_gpu_nodes
 from atoll.kubernetes.names import SOURCE
 from atoll.kubernetes.podfields import check_key, check_label_value, check_labels
@@ -23,6 +23,38 @@ from atoll.rank.launch import ETCD_BACKEND, needs_etcd
 Json = dict[str, Any]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Patience = Annotated[float, Meta(ge=1, le=MAX_SECONDS)]
+NO_AGENT = "expected the executor option agent_image: an image with atoll"
+SUPPORTS = (
+    refuse(
+        "gpu_models",
+        "expected gpu_count above 0 too",
+        when=lambda spec, options: not spec.resources.gpu_count,
+    ),
+    refuse("mesh", NO_AGENT, when=lambda spec, options: options.agent_image is None),
+    refuse("bench", NO_AGENT, when=lambda spec, options: options.agent_image is None),
+    refuse(
+        "bench_placement",
+        "expected 'preferred' with bench_require_gbps: the link is measured before the ranks have "
+        "nodes",
+        when=lambda spec, options: spec.bench.placement == "strict",
+    ),
+    NO_STALL_RESTART,
+    ignore(
+        "min_gpu_memory_gb",
+        "gpu_count is 0",
+        when=lambda spec, options: not spec.resources.gpu_count,
+    ),
+    ignore(
+        "stall_s",
+        "this rank runs without atoll's wrapper, see is_exit_recorded",
+        when=lambda spec, options: not options.records_exits(spec),
+    ),
+    ignore(
+        "stall_s",
+        "ranks report nowhere, as the option reports_uri is not set",
+        when=lambda spec, options: not options.reports_uri,
+    ),
+)
 
 
 def check_installed(name: str) -> None:
@@ -157,8 +189,7 @@ class KubernetesOptions(ShortNames, frozen=True):
                 "expected none with a GPU, as most sandboxes hide it; "
                 "is_runtime_class_with_gpu_meant=True insists",
             )
-        if needs.gpu_models and not needs.gpu_count:
-            raise ValidationError("gpu_models", needs.gpu_models, "expected gpu_count above 0 too")
+        check_supported(spec, SUPPORTS, self)
         self._check_models(needs.gpu_models)
         if spec.source is not None and any(v["name"] == SOURCE for v in pod.get("volumes", ())):
             raise ValidationError(
@@ -168,19 +199,9 @@ class KubernetesOptions(ShortNames, frozen=True):
             raise ValidationError(
                 "rendezvous_uri", None, "expected the object store of the run: pods share no folder"
             )
-        self._check_beside(spec)
         for field in ("include", "exclude"):
             for provider in getattr(spec.provider_filter, field) or ():
                 check_label_value(f"provider_filter.{field}", provider)
-
-    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
-        """Why, by each field of the spec that has no effect."""
-        table = {} if spec.resources.gpu_count else {"min_gpu_memory_gb": "gpu_count is 0"}
-        if not self.reports_uri:
-            table["stall_s"] = "ranks report nowhere, as the option reports_uri is not set"
-        elif not self.records_exits(spec):
-            table["stall_s"] = "this rank runs without atoll's wrapper, see is_exit_recorded"
-        return table
 
     def _check_models(self, models: list[str]) -> None:
         own = self.own_node_labels()
@@ -209,22 +230,6 @@ class KubernetesOptions(ShortNames, frozen=True):
     def gpu_rows(self, models: list[str]) -> list[dict[str, list[str]]]:
         """The labels of nodes with these GPUs; empty where any node will do."""
         return alternatives(models, self.gpu_nodes, self.own_node_labels())
-
-    def _check_beside(self, spec: TrainingSpec) -> None:
-        """What is to run beside the ranks."""
-        asked = {"mesh": spec.mesh, "bench": spec.bench.mode != "off" and spec.bench.mode}
-        for field, value in asked.items():
-            if value and self.agent_image is None:
-                raise ValidationError(
-                    field, value, "expected the executor option agent_image: an image with atoll"
-                )
-        if has_floor(spec) and spec.bench.placement == "strict":
-            raise ValidationError(
-                "bench_placement",
-                "strict",
-                "expected 'preferred' with bench_require_gbps: the link is measured before the "
-                "ranks have nodes",
-            )
 
     def records_exits(self, spec: TrainingSpec) -> bool:
         if self.command is not None:

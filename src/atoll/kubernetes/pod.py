@@ -1,12 +1,17 @@
-"""A pod's manifest, read: which rank and attempt it is, whether it runs, how it ended. Pure."""
+"""A pod's manifest, read: which rank and attempt it is, whether it runs, how it ended. Pure.
+
+`PodManifest` names the fields that are read: lists and watches decode no others, so that a pod
+takes 5 KB of memory instead of 50.
+"""
 
 from __future__ import annotations
 
 import functools
 import signal
 from datetime import datetime
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 from msgspec.structs import replace
 
 from atoll.core.ends import RankEnd
@@ -75,6 +80,90 @@ WAITING = {
 HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
 BEING_MADE = frozenset({"ContainerCreating", "PodInitializing"})
 BROKEN = frozenset(WAITING) - BEING_MADE
+
+
+MAX_SHARED = 10_000  # distinct parts of manifests; a gang has a handful
+
+
+# A bookmark of a watch has null in place of lists and times. No value is checked here.
+class PodMetadata(TypedDict, total=False):
+    name: Any
+    namespace: Any
+    uid: Any
+    resourceVersion: Any
+    creationTimestamp: Any
+    deletionTimestamp: Any
+    deletionGracePeriodSeconds: Any
+    labels: Any
+    annotations: Any
+    finalizers: Any
+    ownerReferences: Any
+
+
+class PodContainer(TypedDict, total=False):
+    name: Any
+    image: Any
+    command: Any
+
+
+class PodSpec(TypedDict, total=False):
+    nodeName: Any
+    schedulingGates: Any
+    containers: list[PodContainer] | None
+    initContainers: list[PodContainer] | None
+
+
+class PodCondition(TypedDict, total=False):
+    type: Any
+    status: Any
+    reason: Any
+    message: Any
+
+
+class ContainerStatus(TypedDict, total=False):
+    name: Any
+    state: Any
+
+
+class PodStatus(TypedDict, total=False):
+    phase: Any
+    reason: Any
+    message: Any
+    hostIP: Any
+    podIP: Any
+    conditions: list[PodCondition] | None
+    containerStatuses: list[ContainerStatus] | None
+    initContainerStatuses: list[ContainerStatus] | None
+
+
+class PodManifest(TypedDict, total=False):
+    """What of a pod is read here; a plain dictionary, as every other manifest."""
+
+    metadata: PodMetadata
+    spec: PodSpec | None
+    status: PodStatus | None
+
+
+_shared: dict[bytes, Any] = {}
+
+
+def share_parts(manifest: Json) -> Json:
+    """The manifest, with one object for what the pods of a gang have alike. Never change it."""
+    spec, status = manifest.get("spec") or {}, manifest.get("status") or {}
+    for field in ("containers", "initContainers"):
+        if field in spec:
+            spec[field] = _share(spec[field])
+    if "ownerReferences" in manifest["metadata"]:
+        manifest["metadata"]["ownerReferences"] = _share(manifest["metadata"]["ownerReferences"])
+    if "conditions" in status:
+        status["conditions"] = _share(status["conditions"])
+    return manifest
+
+
+def _share(part: Any) -> Any:
+    if len(_shared) >= MAX_SHARED:
+        _shared.clear()
+    return _shared.setdefault(msgspec.json.encode(part), part)
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -122,14 +122,18 @@ def look(
     ranks, may_go, leaving, lost, has_more = [], [], [], [], False
     unsettled: list[Pod] = []
     unread = {n: r for n, r in known.items() if r.is_alive and r.pod_name in departed.unread}
+    sought = {n: r for n, r in known.items() if r.is_alive and r.pod_name in departed.sought}
     gone_names = {p.name for p in gone}
-    for rank, pods in sorted({**dict.fromkeys(unread, []), **by_rank}.items()):
+    for rank, pods in sorted({**dict.fromkeys((*unread, *sought), []), **by_rank}.items()):
         pods.sort(key=_age)
         there = [p for p in pods if p.name not in gone_names]
         unsettled += [p for p in there if _is_unsettled(p, gate, wish, now)]
         if rank in unread:
             ranks.append(_unread(unread[rank], job, shrinks, now, is_last=not there))
             has_more = has_more or bool(there)
+            continue
+        if rank in sought:
+            ranks.append(_sought(sought[rank]))
             continue
         pod, later = _pod_to_report(pods, known.get(rank), now)
         is_done = [p for p in there if p not in later and p not in unsettled]
@@ -147,12 +151,16 @@ def look(
             ranks.append(
                 SeenRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
             )
-    lost_unseen = list(vanished_ranks(training, job, wish, {*by_rank, *unread}, known, now))
-    ranks += lost_unseen
-    for rank in {*range(wish.size if wish else 0)} - {r.rank for r in lost_unseen}:
+    held = {*unread, *sought, *departed.sought_ranks}
+    held |= {r for r, pods in by_rank.items() if any(not is_stored(p, known.get(r)) for p in pods)}
+    lost_unseen = {r.rank: r for r in vanished_ranks(training, job, held, known, now)}
+    ranks = [rank for rank in ranks if rank.rank not in lost_unseen] + [*lost_unseen.values()]
+    for rank in {*range(wish.size if wish else 0)} - lost_unseen.keys():
         if rank not in by_rank and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
     started_at = min((r.started_at for r in ranks if r.started_at is not None), default=None)
+    if started_at is None and lost_unseen and job is not None:
+        started_at = when(job.get("status", {}).get("startTime")) or now
     seen = Seen(
         ranks=ranks,
         wish=wish,
@@ -362,6 +370,20 @@ def _unread(
     )
 
 
+def _sought(rank: RankStatus) -> SeenRank:
+    """A rank whose pod is gone, while it is being read how it ended: as it last was."""
+    return SeenRank(
+        rank=rank.rank,
+        state="running",
+        attempt=rank.attempt,
+        restarts=rank.restarts,
+        started_at=rank.started_at,
+        pod_name=rank.pod_name,
+        host=rank.node,
+        message=f"its pod {rank.pod_name} is gone; reading how it ended",
+    )
+
+
 def _is_unreportable(pod: Pod, now: float) -> bool:
     """Whether the pod was deleted before it ran, so that there is nothing to report.
 
@@ -405,7 +427,7 @@ def _is_stopped(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], no
         return True
     # Clocks differ a little. A rank that a signal ended during deletion is not to blame.
     # The rank's own record is exact: its failure just before a stop is its own.
-    slack_s = RECORD_SKEW_S if ended.at % 1 else 2.0
+    slack_s = RECORD_SKEW_S if ended.at % 1 else RECORD_SKEW_S + 1.0  # a kubelet cuts seconds off
     if ended.signal in ("SIGTERM", "SIGKILL"):
         slack_s = CLOCK_SKEW_S
     return any(
@@ -492,32 +514,69 @@ def indexes(text: str) -> set[int]:
     return numbers
 
 
+class JobIndexes(NamedTuple):
+    """Ranks that have ended for good, as the Job itself counts them."""
+
+    completed: set[int]
+    failed: set[int]
+
+
+def ended_ranks(job: Json | None, known: Mapping[int, RankStatus]) -> JobIndexes:
+    """Of those that the Job has, the ranks whose end is not in the status."""
+    wish = wish_of(job)
+    if job is None or wish is None:
+        return JobIndexes(set(), set())
+    # A stopped Job keeps the indexes it had, and counts those it has stopped as failed.
+    sizes = (wish.size or job["spec"]["completions"], wish.size)
+    status = job.get("status", {})
+    texts = (status.get("completedIndexes") or "", status.get("failedIndexes") or "")
+    settled = {
+        rank
+        for rank, before in known.items()
+        if before.phase == "Failed" or (before.exit is not None and before.exit.is_success)
+    }
+    completed, failed = (
+        {rank for rank in indexes(text) if rank < size} - settled
+        for text, size in zip(texts, sizes, strict=True)
+    )
+    return JobIndexes(completed, failed)
+
+
+def unexplained_failures(
+    training: Training, job: Json | None, manifests: Iterable[Json]
+) -> set[int]:
+    """Ranks that the Job counts as failed, though neither the status nor a pod tells how."""
+    known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
+    failed = ended_ranks(job, known).failed
+    if not failed:
+        return set()
+    return failed - {p.rank for p in map(Pod, manifests) if not is_stored(p, known.get(p.rank))}
+
+
 def vanished_ranks(
     training: Training,
     job: Json | None,
-    wish: Wish | None,
     there: Collection[int],
     known: Mapping[int, RankStatus],
     now: float,
 ) -> Iterator[SeenRank]:
-    """Ranks that the Job counts as failed and whose pods are gone.
+    """Ranks that the Job counts as completed or failed and whose pods are gone.
 
-    `there` are the ranks that have pods; those are read instead.
+    `there` are the ranks that have pods to be told of; those are read instead.
     """
-    if job is None or wish is None:
-        return
-    for rank in sorted(indexes(job.get("status", {}).get("failedIndexes") or "")):
+    ended = ended_ranks(job, known)
+    at = when((job or {}).get("status", {}).get("completionTime")) or now
+    for rank in sorted((ended.completed | ended.failed) - set(there)):
         before = known.get(rank) or RankStatus(rank=rank)
-        if rank < wish.size and rank not in there and before.phase != "Failed":
-            yield SeenRank(
-                rank=rank,
-                state="exited",
-                attempt=before.attempt + 1,
-                restarts=training.spec.max_restarts,
-                exit=Exit(
-                    code=None,
-                    at=now,
-                    reason=RankEnd.DELETED,
-                    message=f"{DELETED} before its exit was read",
-                ),
-            )
+        is_failed = rank in ended.failed
+        exit = Exit(code=0, at=at, reason=RankEnd.COMPLETED)
+        if is_failed:
+            words = f"{DELETED} before its exit was read"
+            exit = Exit(code=None, at=at, reason=RankEnd.DELETED, message=words)
+        yield SeenRank(
+            rank=rank,
+            state="exited",
+            attempt=before.attempt + 1,
+            restarts=training.spec.max_restarts if is_failed else before.restarts,
+            exit=exit,
+        )

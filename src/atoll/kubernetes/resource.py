@@ -12,13 +12,15 @@ import msgspec
 from msgspec.structs import replace
 
 from atoll.core.attempts import newest_kept
+from atoll.core.conditions import set_condition
+from atoll.core.decoders import convert
 from atoll.core.errors import ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.ranks import in_ms
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import AttemptStatus, Condition, Event, Status, Training
-from atoll.core.stored import decode_status, fold
 from atoll.kubernetes.crd import GROUP, VERSION
+from atoll.kubernetes.stored import fold_status, smaller_statuses, unfold_status
 
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -29,10 +31,6 @@ EVENTS_KEPT = 100
 ATTEMPTS_KEPT = 500
 EVENTS_LEFT = 10  # where there is no room for more
 NOT_WHOLE = "StatusIncomplete"  # the condition of a status that the API server did not take
-OF_RANKS = (
-    *("ranks", "retired", "rankExits", "exits", "previousExits", "rankColumns"),
-    *("redone", "askedRedone"),
-)
 
 
 def to_training(raw: Json) -> Training:
@@ -69,24 +67,20 @@ def _read_status(raw: Json) -> Status:
     good: Json = {}
     for field, value in raw.items():
         with contextlib.suppress(ValidationError):
-            if field not in OF_RANKS:
-                _decoded({field: value})
-                good[field] = value
-    # These are read together, or not at all.
-    with contextlib.suppress(ValidationError):
-        return _decoded(good | {name: raw[name] for name in OF_RANKS if name in raw})
+            _decoded({field: value})
+            good[field] = value
     return _decoded(good)
 
 
 def _decoded(raw: Json) -> Status:
     try:
-        return decode_status(msgspec.json.encode(raw))
+        return unfold_status(raw)
     except msgspec.ValidationError as error:
         raise ValidationError("status", "…", str(error)) from error
 
 
 def _read_conditions(conditions: Any) -> Any:
-    """The conditions with their times as numbers, which releases before 0.2 wrote."""
+    """The conditions with their times as numbers."""
     if not isinstance(conditions, list):
         return []
     read = []
@@ -180,7 +174,7 @@ def status_body(
     training: Training, status: Status, events: list[Json], attempts: Sequence[Json] = ()
 ) -> Json:
     """The status as it is stored, with what `kubectl` users look for written out."""
-    body: Json = msgspec.json.decode(encode(fold(status)))
+    body: Json = msgspec.json.decode(encode(fold_status(status)))
     world = status.world
     body["world"] = {
         "ready": world.ready,
@@ -201,29 +195,20 @@ def status_body(
     return body
 
 
-def smaller_bodies(body: Json, *, is_over: bool) -> Iterator[Json]:
-    """The status again, with less and less in it. Of a training that goes on, nothing is left out
-    that is needed to go on; of one that is over, the verdict stays."""
-    columns = body.get("rankColumns") or {}
-    timed = {k: v for k, v in (columns.get("ranks") or {}).items() if k not in ("podName", "node")}
-    body = {**body, "events": body["events"][-EVENTS_LEFT:], "worldSizeHistory": []}
-    body.pop("attempts", None)
-    yield {**body, "rankColumns": {**columns, "ranks": timed}}
-    if is_over:
-        yield {**body, "rankColumns": {}}
-        yield {name: value for name, value in body.items() if name not in OF_RANKS}
+def smaller_bodies(training: Training, status: Status, body: Json) -> Iterator[tuple[str, Json]]:
+    """The status again, with less and less in it, and what is left out."""
+    for words, smaller in smaller_statuses(status):
+        yield words, status_body(training, smaller, body["events"][-EVENTS_LEFT:])
 
 
 def with_condition(body: Json, kind: str, reason: str, message: str, now: float) -> Json:
-    """The status with this condition, which is true; since now if it was not before."""
-    others, since = [], rfc3339(now)
-    for condition in body.get("conditions") or ():
-        if condition.get("type") != kind:
-            others.append(condition)
-        elif condition.get("status") == "True":
-            since = condition.get("lastTransitionTime", since)
-    told = {"type": kind, "status": "True", "reason": reason, "message": message}
-    return {**body, "conditions": [*others, {**told, "lastTransitionTime": since}]}
+    """The status with this condition, which is true."""
+    known = []
+    for condition in _read_conditions(body.get("conditions")):
+        with contextlib.suppress(msgspec.ValidationError):  # somebody else wrote that one
+            known.append(convert(condition, Condition))
+    conditions = set_condition(known, kind, reason, message, now)
+    return {**body, "conditions": [_condition_body(condition) for condition in conditions]}
 
 
 def _condition_body(condition: Condition) -> Json:

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -31,7 +31,7 @@ from atoll.core.errors import (
     ValidationError,
 )
 from atoll.core.model import encode
-from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
+from atoll.core.ports import PAGE_BYTES, Change, Key, SettledTraining, Snapshot, TrainingPage
 from atoll.core.spec import Code
 from atoll.core.status import AttemptStatus, Event, Status, Training
 from atoll.kubernetes.client import Cluster, ObjectList
@@ -63,7 +63,6 @@ RETRY_S = 0.5
 READ_KEPT = 1000
 LISTED = 50  # objects of one request, which the API server cannot bound in bytes
 SCANNED = 2000
-LEFT_OUT = ("the pods and nodes of ranks", "what differs from rank to rank", "all about the ranks")
 
 
 class KubernetesStore:
@@ -122,9 +121,21 @@ class KubernetesStore:
         return to_training(raw)
 
     async def list(self, namespace: str | None = None) -> Sequence[Training]:
-        objects = await self._cluster.list(KIND, namespace or self._namespace)
-        trainings = [t for t in map(self._readable, objects.items) if t is not None]
-        return sorted(trainings, key=lambda t: (t.name, t.namespace))
+        return (await self._list(namespace))[1]
+
+    async def snapshot(self) -> Snapshot:
+        return _snapshot(*await self._list(None))
+
+    async def _list(self, namespace: str | None) -> tuple[int, Sequence[Training]]:
+        """And the version that they were read at."""
+        version, trainings = 0, list[Training]()
+        try:
+            async for page in self._cluster.pages(KIND, namespace or self._namespace):
+                version = version or int(page.version)
+                trainings += [t for t in map(self._readable, page.items) if t is not None]
+        except Gone as error:
+            raise Temporary("reading all trainings took too long; trying again") from error
+        return version, sorted(trainings, key=lambda t: (t.name, t.namespace))
 
     async def page(
         self,
@@ -204,7 +215,7 @@ class KubernetesStore:
         history, past = with_events(before, events), with_attempts(before, attempts)
         body = status_body(training, status, history, past)
         with _store_errors(training):
-            raw = await self._write_as_much(raw, body, status)
+            raw = await self._write_as_much(raw, body, training, status)
         self._copy(raw, events)
         self._remember(raw)
         return to_training(raw)
@@ -344,16 +355,17 @@ class KubernetesStore:
             KIND, metadata["namespace"], metadata["name"], patch, type="json", part="status"
         )
 
-    async def _write_as_much(self, raw: Json, body: Json, status: Status) -> Json:
+    async def _write_as_much(
+        self, raw: Json, body: Json, training: Training, status: Status
+    ) -> Json:
         """Writes the status, or what the API server takes of it; then a condition and an event say
         what it did not take. Raises StatusRefused if it takes nothing that will do."""
-        is_over = status.phase.is_terminal
         try:
             return await self._write_status(raw, body)
         except (Permanent, Denied) as error:
             refusal = error
-        for number, smaller in enumerate(smaller_bodies(body, is_over=is_over)):
-            words = f"{LEFT_OUT[number]} could not be stored: {refusal}"
+        for left_out, smaller in smaller_bodies(training, status, body):
+            words = f"{left_out} could not be stored: {refusal}"
             marked = with_condition(smaller, NOT_WHOLE, _reason(refusal), words, time.time())
             with contextlib.suppress(Permanent, Denied):
                 raw = await self._write_status(raw, marked)
@@ -411,6 +423,16 @@ class KubernetesStore:
         task = asyncio.create_task(quietly())
         self._copies.add(task)
         task.add_done_callback(self._copies.discard)
+
+
+def _snapshot(version: int, trainings: Iterable[Training]) -> Snapshot:
+    active, settled = list[Training](), list[SettledTraining]()
+    for each in trainings:
+        if each.is_settled:
+            settled.append(SettledTraining(each.uid, each.key, each.status.phase))
+        else:
+            active.append(each)
+    return Snapshot(version, active, settled)
 
 
 def _fitting(objects: Sequence[Json], max_bytes: int) -> int:

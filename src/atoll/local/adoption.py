@@ -19,7 +19,9 @@ from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.ports import Store
 from atoll.core.status import Event, Training
-from atoll.local.journal import write_durably
+from atoll.local.journal import clear_way, write_durably
+from atoll.local.reserve import Reserve
+from atoll.rank.ownership import make_private
 
 RECORD = "training.json"
 TOMBSTONE = "removed"
@@ -27,12 +29,13 @@ TOMBSTONE = "removed"
 log = logging.getLogger(__name__)
 
 
-def write_record(directory: Path, training: Training) -> None:
+def write_record(directory: Path, training: Training, reserve: Reserve | None = None) -> None:
     """Stores the training beside its gang, with a digest for its code. Raises Temporary."""
     if training.spec.source is not None:
         source = training.spec.source.by_digest()
         training = replace(training, spec=replace(training.spec, source=source))
-    _write(directory / RECORD, encode(training))
+    write = _write if reserve is None else reserve.save
+    write(directory / RECORD, encode(training))
 
 
 def read_record(directory: Path) -> Training | None:
@@ -50,7 +53,7 @@ def read_record(directory: Path) -> Training | None:
 
 def bury(directory: Path) -> None:
     """Marks the directory as that of a removed training. Raises Temporary."""
-    if directory.exists():
+    if directory.is_dir():
         _write(directory / TOMBSTONE, b"")
 
 
@@ -61,6 +64,8 @@ def is_buried(directory: Path) -> bool:
 def delete(directory: Path) -> None:
     """Deletes the directory, its tombstone last: what a crash leaves is deleted the next time."""
     with contextlib.suppress(OSError):
+        if not directory.is_dir():
+            directory.unlink()
         for path in directory.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -143,7 +148,8 @@ def _with_code(record: Training, directory: Path) -> Training:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(path.parent)
+        clear_way(path)
         write_durably(path, data)
     except OSError as error:
         raise Temporary(f"cannot write {path}: {error.strerror}") from error

@@ -37,17 +37,24 @@ def members(directory: Path) -> set[int]:
     """Processes in the group of an earlier supervisor or of this one, without this process."""
     pids: set[int] = set()
     with contextlib.suppress(OSError, ValueError):
-        folder = (directory / FILE).read_text()
-        name = Path(folder).name
-        if name == f"atoll-{directory.name}" or name.startswith(f"atoll-{directory.name}."):
-            pids = set(map(int, Path(folder, "cgroup.procs").read_text().split()))
+        pids = set(map(int, (_group_of(directory) / "cgroup.procs").read_text().split()))
     return pids - {os.getpid()}
 
 
 def remove(directory: Path) -> None:
     """Removes the group, if nothing is left in it."""
-    with contextlib.suppress(OSError):
-        Path((directory / FILE).read_text()).rmdir()
+    with contextlib.suppress(OSError, ValueError):
+        _group_of(directory).rmdir()
+
+
+def _group_of(directory: Path) -> Path:
+    """The folder that the gang's file names. Raises OSError if there is no file, and ValueError
+    for one that is damaged or names the group of others."""
+    folder = Path((directory / FILE).read_text())
+    own = f"atoll-{directory.name}"
+    if folder.name != own and not folder.name.startswith(f"{own}."):
+        raise ValueError(f"{directory / FILE} names {folder}, which is no group of this gang")
+    return folder
 
 
 def _own_group(root: Path) -> Path | None:

@@ -46,15 +46,11 @@ class Devices:
             return DeviceShare(count, self.ids or own or [])
         return DeviceShare(count, [device for device in self.ids if device in own])
 
-    def ranks(self, uid: str, share: DeviceShare) -> int:
-        """How many ranks of the training can have their devices now."""
-        return len(self._held.get(uid, {})) + len(self._free(share)) // share.each
-
     def assign(self, uid: str, size: int, share: DeviceShare) -> Held | None:
         """Devices for ranks `0..size-1`, and for the higher ones that still have theirs; None if
         there are too few."""
         held = dict(self._held.get(uid, {}))
-        free = self._free(share)
+        free = self.free(share)
         for rank in range(size):
             if rank not in held:
                 if len(free) < share.each:
@@ -80,13 +76,14 @@ class Devices:
 
     def in_words(self, share: DeviceShare, host: str, least: int) -> str:
         """Why ranks wait."""
-        used = len(share.of) - len(self._free(share))
+        used = len(share.of) - len(self.free(share))
         words = f"{used} of {len(share.of)} GPUs of {host} are in use, and each rank takes"
         if len(share.of) < least * share.each:
             return f"{words} {share.each}: {least} ranks need {least * share.each}"
         return f"{words} {share.each}"
 
-    def _free(self, share: DeviceShare) -> list[str]:
+    def free(self, share: DeviceShare) -> list[str]:
+        """Those that no rank has."""
         used = Counter(
             device
             for held in self._held.values()
@@ -121,6 +118,11 @@ def ids_of(field: str, value: object) -> list[str]:
         if all(isinstance(device, str) and re.fullmatch(r"[\w:./-]+", device) for device in ids):
             return ids
     raise ValidationError(field, value, "expected a number of GPUs, or a list such as [0, 1]")
+
+
+def count_visible(env: Mapping[str, str], machine: int) -> int:
+    """How many devices a process sees, on a machine with so many."""
+    return len(parse_ids(env[VARIABLE])) if VARIABLE in env else machine
 
 
 def present(env: Mapping[str, str], root: Path = Path("/")) -> list[str]:

@@ -1,11 +1,15 @@
-"""The journal of a gang as a file: appended durably by one writer, followed by any reader."""
+"""The journal of a gang as a file: appended durably by one writer, followed by any reader.
+
+One line is one batch of records, `{"n":17,"r":[…]}`, and `n` grows by one. What is torn or rolled
+back has no newline, so no reader sees a part of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +18,11 @@ from atoll.core.retry import restart_delay_s
 from atoll.local.processes import boot_id
 
 Record = Mapping[str, Any]
+FORMAT = 1  # of the journal, told in its first line
 PAST_KEPT = 20  # attempts of a rank before its newest, as many as stores keep
+# How often a supervisor shows that it lives, in the time stamp of its journal. A machine that loses
+# power dates the ends of its ranks by it, so this is what they may be charged too little.
+HEARTBEAT_S = 60.0
 
 
 class Attempt(NamedTuple):
@@ -63,8 +71,15 @@ class GangState:
         self.size: int | None = None
         self.redo: dict[int, int] = {}
         self.attempts: dict[int, Attempt] = {}
-        self.past: dict[int, deque[Attempt]] = {}  # the attempts before, by rank
+        self.past: dict[int, tuple[Attempt, ...]] = {}  # the attempts before, by rank
         self.anchor: Anchor | None = None
+
+    def copy(self) -> GangState:
+        """One that can be changed while others look at this one."""
+        other = GangState()
+        other.__dict__.update(self.__dict__)
+        other.attempts, other.past = dict(self.attempts), dict(self.past)
+        return other
 
     def fold(self, record: Record) -> None:
         kind = record["t"]
@@ -80,8 +95,8 @@ class GangState:
         elif kind == "start":
             last = self.attempts.get(record["rank"])
             if last is not None:
-                own = self.past.setdefault(last.rank, deque(maxlen=PAST_KEPT))
-                own.append(last._replace(previous=None))
+                past = (*self.past.get(last.rank, ()), last._replace(previous=None))
+                self.past[last.rank] = past[-PAST_KEPT:]
             self.attempts[record["rank"]] = Attempt(
                 record["rank"],
                 record["attempt"],
@@ -122,59 +137,155 @@ class GangState:
                 yield Due(rank, last.attempt + 1, last.restarts + 1, at)
 
 
-def encode_record(record: Record) -> bytes:
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
-
-
-def parse_records(data: bytes) -> tuple[list[Record], int]:
-    """The complete records in `data` and their size in bytes. A torn last line is left out."""
-    whole = data.rfind(b"\n") + 1
-    return [json.loads(line) for line in data[:whole].splitlines() if line], whole
-
-
 RESERVE_BYTES = 64 * 1024  # set aside at the start, so that exits still fit on a full disk
 
 
+class JournalDamaged(Exception):
+    """The journal is not what its writer wrote: lines are broken, missing, or older ones."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} is damaged: {what}")
+
+
+class Cursor(NamedTuple):
+    """How far a journal has been read. It is a value: reading twice from one is harmless."""
+
+    inode: int = 0
+    offset: int = 0
+    batch: int = 0  # the number of the last one read
+
+
+def encode_batch(number: int, records: Sequence[Record]) -> bytes:
+    head = {"format": FORMAT} if number == 1 else {}
+    return json.dumps({**head, "n": number, "r": records}, separators=(",", ":")).encode() + b"\n"
+
+
+def read_batches(data: bytes, after: int) -> Iterator[tuple[int, list[Record]]]:
+    """The size and the records of each whole batch in `data`, the first of which follows `after`.
+
+    What has no newline yet is left out. Raises ValueError at a line that is no such batch.
+    """
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(True), after + 1):
+        document = json.loads(line)
+        if not isinstance(document, dict) or document.get("n") != number:
+            raise ValueError(f"there is no batch {number} where it should be")
+        if number == 1 and document.get("format") != FORMAT:
+            raise ValueError(f"its format is {document.get('format')}, expected {FORMAT}")
+        yield len(line), document["r"]
+
+
+def is_salvageable(path: Path) -> bool:
+    """Whether a journal is broken, and begins with something that is not."""
+    found = 0
+    try:
+        for _ in read_batches(path.read_bytes(), 0):
+            found += 1
+    except OSError:
+        return False
+    except ValueError:
+        return found > 0
+    return False
+
+
 class JournalReader:
-    """The state of a gang as far as the file has been read."""
+    """The state of a gang as far as the file has been read. It has one user.
+
+    A state that was handed out is never changed: the next one is a copy.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.offset = 0
-        self.state = GangState()
+        self._view = (Cursor(), GangState())
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._view[0]
+
+    @property
+    def state(self) -> GangState:
+        return self._view[1]
 
     def refresh(self) -> bool:
-        """Reads on; returns whether there were new records."""
+        """Reads on; returns whether there were new records. A file that was replaced is read anew.
+
+        Raises JournalDamaged, and keeps what it has, if that is broken, or older than what was
+        read before. A journal that has not been written yet is empty.
+        """
+        before, state = self._view
+        try:
+            view = self._read(before, state)
+        except ValueError:
+            try:
+                view = self._read(Cursor(), GangState())
+            except ValueError as error:
+                raise JournalDamaged(self._path, str(error)) from error
+        if view[0].batch < before.batch:
+            words = f"it ends with batch {view[0].batch}, and had {before.batch}"
+            raise JournalDamaged(self._path, words)
+        self._view = view
+        return view[0] != before
+
+    def _read(self, cursor: Cursor, state: GangState) -> tuple[Cursor, GangState]:
+        """Raises ValueError if the cursor does not fit the file, or a line is broken."""
         try:
             with self._path.open("rb") as file:
-                file.seek(self.offset)
-                records, consumed = parse_records(file.read())
-        except FileNotFoundError:
-            if self.offset:
-                self.offset, self.state = 0, GangState()
-            return False
-        for record in records:
-            self.state.fold(record)
-        self.offset += consumed
-        return bool(records)
+                found = os.fstat(file.fileno())
+                if cursor.inode not in (0, found.st_ino) or found.st_size < cursor.offset:
+                    raise ValueError("it is another file")
+                file.seek(cursor.offset)
+                data = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            if cursor.inode:
+                raise ValueError("it is gone") from None
+            return cursor, state
+        except IsADirectoryError:
+            raise ValueError("it is a directory") from None
+        offset, batch, is_copied = cursor.offset, cursor.batch, False
+        for size, records in read_batches(data, batch):
+            state, is_copied = (state if is_copied else state.copy()), True
+            for record in records:
+                state.fold(record)
+            offset, batch = offset + size, batch + 1
+        return Cursor(found.st_ino, offset, batch), state
 
 
 class JournalWriter:
-    """Appends to the journal. The caller holds the gang's lock, so there is one writer."""
+    """Appends to the journal. The caller holds the gang's lock, so there is one writer.
+
+    It knows all that it has written, and writes it again where somebody has deleted or changed it.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = path
+        self._file = self._open()
         self.state = GangState()
+        self._batches = 0
+        self._data = bytearray()
+        self._last_at = 0.0
         data = b""
         while chunk := os.read(self._file, 1 << 20):
             data += chunk
-        records, self._end = parse_records(data)
-        os.ftruncate(self._file, self._end)  # a line torn by a crash was never acknowledged
-        for record in records:
-            self.state.fold(record)
-        self._last_at = max((record["at"] for record in records), default=0.0)
+        stamp = os.fstat(self._file).st_mtime
+        try:
+            self._take_over(data)
+            os.ftruncate(self._file, len(self._data))  # what a crash has torn was never told
+        except ValueError:  # the ranks are judged by what is whole
+            os.rename(path, path.with_name(path.name + ".damaged"))
+            self._write_anew()
         self._anchor = self._own_anchor(boot_id())
-        reserve(self._file, self._end)
+        self._last_alive = min(max(stamp, self._last_at), self._anchor_now())
+        reserve(self._file, len(self._data))
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _take_over(self, data: bytes) -> None:
+        for size, records in read_batches(data, 0):
+            for record in records:
+                self.state.fold(record)
+                self._last_at = max(self._last_at, record["at"])
+            self._data += data[len(self._data) : len(self._data) + size]
+            self._batches += 1
 
     def now(self) -> float:
         """The gang's own time: always later than the last one, so that records keep their order.
@@ -182,9 +293,24 @@ class JournalWriter:
         It starts as the wall clock and goes on as the monotonic one, under later supervisors too:
         setting the wall clock changes no duration.
         """
-        at = self._anchor.at + time.monotonic() - self._anchor.up
-        self._last_at = max(at, self._last_at + 1e-6)
+        self._last_at = max(self._anchor_now(), self._last_at + 1e-6)
         return self._last_at
+
+    def last_alive_at(self) -> float:
+        """When a supervisor before this one last showed that it lived, by the gang's own time."""
+        return self._last_alive
+
+    def is_of_this_boot(self) -> bool:
+        """Whether the journal tells the time of this boot, for readers and later supervisors."""
+        return self.state.anchor is not None and self.state.anchor.boot == self._anchor.boot
+
+    def heartbeat(self) -> None:
+        """Shows that the supervisor lives, in the time stamp of the file."""
+        with contextlib.suppress(OSError):  # a sign of life more or less
+            os.utime(self._file, times=(self.now(),) * 2)
+
+    def _anchor_now(self) -> float:
+        return self._anchor.at + time.monotonic() - self._anchor.up
 
     def _own_anchor(self, boot: str) -> Anchor:
         stored = self.state.anchor
@@ -198,18 +324,50 @@ class JournalWriter:
 
     def append(self, records: Sequence[Record]) -> None:
         """Writes the records durably. On a full disk it raises OSError and writes nothing."""
-        data = b"".join(encode_record(record) for record in records)
+        if not self._is_in_place():
+            # Where even the place for it is gone, it goes on in the file that has no name.
+            with contextlib.suppress(OSError):
+                self._write_anew()
+        data, end = encode_batch(self._batches + 1, records), len(self._data)
         try:
             written = 0
             while written < len(data):
-                written += os.pwrite(self._file, data[written:], self._end + written)
+                written += os.pwrite(self._file, data[written:], end + written)
             os.fsync(self._file)
         except OSError:
-            os.ftruncate(self._file, self._end)
+            os.ftruncate(self._file, end)
             raise
-        self._end += len(data)
+        self._data += data
+        self._batches += 1
         for record in records:
             self.state.fold(record)
+        self.heartbeat()
+
+    def restore(self) -> bool:
+        """Writes the journal again if it is not as it was written. Returns whether it was not."""
+        try:
+            if self._is_in_place() and self._path.read_bytes() == self._data:
+                return False
+        except OSError:
+            pass
+        self._write_anew()
+        return True
+
+    def _is_in_place(self) -> bool:
+        try:
+            found, own = os.stat(self._path), os.fstat(self._file)
+        except OSError:
+            return False
+        return os.path.samestat(found, own) and found.st_size == len(self._data)
+
+    def _write_anew(self) -> None:
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        clear_way(self._path)
+        write_durably(self._path, bytes(self._data))
+        file = self._open()
+        os.close(self._file)
+        self._file = file
+        reserve(self._file, len(self._data))
 
     def close(self) -> None:
         os.close(self._file)
@@ -227,6 +385,14 @@ def reserve(file: int, end: int) -> None:
         )  # without a reserve, a full disk is handled by retrying
     except (OSError, AttributeError):
         return
+
+
+def clear_way(path: Path) -> None:
+    """Removes a directory where a file should be."""
+    if path.is_dir() and not path.is_symlink():
+        from shutil import rmtree  # supervisors start without it
+
+        rmtree(path)
 
 
 def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:

@@ -43,8 +43,9 @@ class UseMeter:
                     own["cpu"] = max(0.0, used_s - before_s) / (now - then)
             own |= self._gpus.figures(_visible(attempt.pid), is_alone=is_alone)
             figures[attempt.pid] = own
-        self._before = {who: look for who, look in self._before.items() if now - look[0] < 60.0}
-        self._before |= seen
+        # Made anew: a measuring that was cancelled may still go on in its thread.
+        kept = {who: look for who, look in self._before.items() if now - look[0] < 60.0}
+        self._before = kept | seen
         return figures
 
 

@@ -51,6 +51,14 @@ def parent(pid: int) -> int:
     return int(fields[1]) if fields else 0
 
 
+def owner(pid: int) -> int | None:
+    """The user it runs as; None if it is gone."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
 def command_line(pid: int) -> list[bytes]:
     """The words it was started with; none if it is gone."""
     try:
@@ -65,6 +73,15 @@ def switches(pid: int) -> list[str]:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
         return [line.split()[1] for line in file if "ctxt_switches" in line]
     return []
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler of its own for the signal."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def children(pid: int) -> list[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atoll.local import processes
+from atoll.local.files import RESTORE
 
 BEAT_S = 1.0
 BEAT = b"h"
@@ -92,15 +93,31 @@ class Pulse:
 
 
 def pair_of(directory: Path) -> Pair:
-    """The processes in charge of a gang, of this release or the one before."""
+    """The processes in charge of a gang: by its mark, or by their command lines if that is lost."""
     keeper = _marked(directory)
     if keeper is not None:
         words = processes.command_line(keeper.pid)
         same = [p for p in processes.children(keeper.pid) if processes.command_line(p) == words]
         return Pair(keeper, _life(same[0]) if same else None)
-    shims = [pid for pid in processes.all_pids() if _is_shim(pid, os.fsencode(directory))]
-    first = [pid for pid in shims if processes.parent(pid) not in shims]
-    return Pair(None, _life(first[0]) if first else None)
+    shims = shims_of(directory)
+    catching = [pid for pid in shims if processes.catches(pid, RESTORE)]
+    # A child that waits to become a rank is like the supervisor that has forked it.
+    supervisors = [pid for pid in catching if processes.parent(pid) not in catching]
+    keepers = [pid for pid in shims if pid not in catching and processes.parent(pid) not in shims]
+    return Pair(
+        _life(keepers[0]) if keepers else None, _life(supervisors[0]) if supervisors else None
+    )
+
+
+def shims_of(directory: Path) -> list[int]:
+    """The pids of all keepers and supervisors that were started for a gang."""
+    return [pid for pid in processes.all_pids() if _is_shim(pid, os.fsencode(directory))]
+
+
+def ask_to_restore(supervisor: Life) -> None:
+    """One that has only just begun would die of the signal, and its files are new."""
+    if processes.catches(supervisor.pid, RESTORE):
+        send(supervisor, RESTORE)
 
 
 def send(life: Life, number: int) -> None:
@@ -130,6 +147,8 @@ def _marked(directory: Path) -> Life | None:
 
 def _is_shim(pid: int, directory: bytes) -> bool:
     words = processes.command_line(pid)
+    if processes.owner(pid) != os.geteuid():  # anybody can choose such words
+        return False
     return words[1:4] == [b"-S", b"-E", b"-c"] and directory in words[5:]
 
 

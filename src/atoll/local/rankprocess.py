@@ -37,6 +37,7 @@ class Process:
         self.output = output
         self.log = LogWriter(logs / str(attempt.rank), kept_bytes=log_bytes, clock=clock)
         self.is_stopping = False
+        self.stop_asked_at = 0.0  # wall, as ranks date their failures
         self.kill_at: float | None = None  # monotonic
         self.frozen_since: float | None = None  # monotonic
         self.is_frozen = False
@@ -49,6 +50,7 @@ def become_rank(
     supervisor: int,
     limits: tuple[int, int],
     *,
+    umask: int,
     go: int,
     output: int,
     failures: int,
@@ -65,14 +67,15 @@ def become_rank(
         os.dup2(output, 1)
         os.dup2(output, 2)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.umask(umask)
         if os.read(go, 1) != GO:
             # Not to run, and not to end with a code that could be taken for the command's own.
             os.kill(os.getpid(), signal.SIGKILL)
         where = what = gang["working_dir"] or str(directory)
         os.chdir(where)
         reason, what = RankEnd.COMMAND_NOT_FOUND, gang["command"][0]
-        env = {**gang["env"], "PWD": where, **_own(directory, gang, due)}
-        os.execvpe(what, gang["command"], env)
+        env = environment_of(directory, gang, due)
+        os.execvpe(what, gang["command"], {**env, "PWD": where})
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             reason = RankEnd.CANNOT_RUN
@@ -82,11 +85,15 @@ def become_rank(
         os._exit(126 if reason is RankEnd.CANNOT_RUN else 127)
 
 
-def _own(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
-    """The variables that differ between ranks and attempts."""
+def environment_of(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
+    """What an attempt of a rank finds."""
     devices = gang.get("devices", {}).get(str(due.rank))
+    local_ranks = gang["local_ranks"]
     return {
+        **gang["defaults"],
+        **gang["env"],
         **({} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}),
+        **({"LOCAL_RANK": str(due.rank % local_ranks)} if local_ranks > 1 else {}),
         **{name: str(due.rank) for name in gang["rank_variables"]},
         "ATOLL_ATTEMPT": str(due.attempt),
         "ATOLL_RESTARTS": str(due.restarts),

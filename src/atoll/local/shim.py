@@ -12,17 +12,15 @@ library and light modules are imported: a rank cannot start before this has load
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from atoll.local import cgroup, processes
-from atoll.local.journal import Attempt, JournalWriter, Record
+from atoll.local.journal import Attempt, JournalWriter, Record, clear_way
 from atoll.local.rankprocess import lost_record
 
 FROZEN_AFTER_S = 3.0
@@ -120,8 +118,19 @@ def _leave_mark(mark: Path) -> bool:
     """Writes the mark; returns whether there was one: an earlier shim was killed before its end."""
     was_there = mark.exists()
     with contextlib.suppress(OSError):  # on a full disk, the existing one is enough
-        mark.write_text(f"{os.getpid()} {processes.born(os.getpid())}")
+        write_mark(mark, keeper_words(os.getpid()))
     return was_there
+
+
+def keeper_words(pid: int) -> str:
+    return f"{pid} {processes.born(pid)}"
+
+
+def write_mark(mark: Path, words: str) -> None:
+    """Names the keeper. A mark that does so already is left alone."""
+    clear_way(mark)
+    if not mark.exists() or mark.read_bytes() != words.encode():
+        mark.write_text(words)
 
 
 def keep(directory: Path, supervisor: int) -> None:
@@ -198,11 +207,6 @@ def append_persistently(journal: JournalWriter, records: list[Record]) -> None:
             return
         except OSError:
             time.sleep(0.5)
-
-
-def read_gang(directory: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((directory / "gang.json").read_bytes())
-    return data
 
 
 if __name__ == "__main__":

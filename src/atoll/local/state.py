@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from atoll.core.errors import Permanent
+from atoll.rank.ownership import check_directory
 
 ENDPOINT = "endpoint.json"  # where its control plane listens
 
@@ -20,11 +21,19 @@ def home() -> Path | None:
         return None
 
 
-def state_dir() -> Path:
-    """ATOLL_STATE_DIR, else the user's state directory of the platform. Raises Permanent."""
-    given = os.environ.get("ATOLL_STATE_DIR")
-    if given:
-        return Path(given).absolute()
+def state_dir(given: Path | None = None) -> Path:
+    """The directory that is given, else ATOLL_STATE_DIR, else the user's own of the platform.
+
+    Raises Permanent if there is none, or others could give commands through it.
+    """
+    where = (given or _usual()).absolute()
+    check_directory(where)
+    return where
+
+
+def _usual() -> Path:
+    if given := os.environ.get("ATOLL_STATE_DIR"):
+        return Path(given)
     base = os.environ.get("XDG_STATE_HOME")
     if base:
         return Path(base) / "atoll"

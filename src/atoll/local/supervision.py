@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -14,16 +13,32 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 import atoll
-from atoll.core.errors import Permanent, Temporary
+from atoll.core.errors import BackendError, Permanent, Temporary
 from atoll.core.retry import Retry
 from atoll.local import cgroup, processes
-from atoll.local.journal import GangState, JournalReader, write_durably
-from atoll.local.pulse import BEAT, BEAT_S, GROWN, Pulse, pair_of, send
+from atoll.local.files import (
+    GANG,
+    SOCKET,
+    bound_socket,
+    read_gang,
+    short_name,
+    write_gang,
+)
+from atoll.local.journal import (
+    Attempt,
+    Cursor,
+    GangState,
+    JournalDamaged,
+    JournalReader,
+    clear_way,
+    is_salvageable,
+)
+from atoll.local.pulse import BEAT, BEAT_S, GROWN, Pulse, ask_to_restore, pair_of, send, shims_of
 from atoll.local.rankprocess import end_key, write_ends
 from atoll.local.shortage import (
     FIRST_PAUSE_S,
@@ -32,6 +47,7 @@ from atoll.local.shortage import (
     tells_of_shortage,
     waiting_words,
 )
+from atoll.rank.ownership import make_private, private
 
 SOURCE_ROOT = str(Path(atoll.__file__).parents[1])
 SHIM = (
@@ -39,12 +55,14 @@ SHIM = (
     "main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))"
 )
 FILES = (
-    *("gang.json", "journal", "control", "lock", "keeper", "shim.log"),
+    *(GANG, "journal", SOCKET, "lock", "keeper", "shim.log"),
     *("rendezvous.json", "etcd.log", "ends", "cgroup"),
 )
 KEEPER_STUCK_S = 3.0
 FRUITLESS_STARTS = 5
-ACCEPT_TIMEOUT_S = 10.0
+ACCEPT_TIMEOUT_S = 30.0  # a starved machine takes 10 s to start a Python
+END_TIMEOUT_S = 10.0  # for processes to go that were asked to, and again once they were killed
+RESTORED_S = 0.2  # how long a supervisor is given to write its files again
 LAST_WORDS_BYTES = 4096
 
 log = logging.getLogger(__name__)
@@ -69,7 +87,7 @@ class Supervision:
         self._shim: subprocess.Popen[bytes] | None = None
         self._unheard_since: float | None = None
         self._is_hurried = False
-        self._begun_at = -1  # size of the journal when the last shim was started
+        self._begun_at: Cursor | None = None  # what of the journal there was for the last shim
         self._log_at = 0  # size of the shims' log at that time
         self._is_weighed = True  # whether the end of the last shim has been counted
         self._fruitless = 0  # shims in a row that died without writing anything
@@ -79,18 +97,42 @@ class Supervision:
 
     @property
     def state(self) -> GangState:
-        self._journal.refresh()
+        """What the journal says; what it last said, if it is damaged by now."""
+        with contextlib.suppress(JournalDamaged):
+            self._journal.refresh()
         return self._journal.state
 
+    def living(self) -> list[Attempt]:
+        """The attempts that run as far as the journal has been read. Threads may have them."""
+        return self._journal.state.alive()
+
     def is_asked(self) -> bool:
-        return (self.directory / "gang.json").exists()
+        """Whether there is anything to go by: a wish, or the record of one."""
+        return any((self.directory / name).exists() for name in (GANG, "journal"))
 
     def gang(self) -> dict[str, Any]:
+        """The wish as it was written; empty if it is lost."""
+        return read_gang(self.directory)
+
+    def damage(self) -> str:
+        """What is amiss with the files of a gang that has run, in words; empty if nothing is."""
         try:
-            data: dict[str, Any] = json.loads((self.directory / "gang.json").read_bytes())
-        except FileNotFoundError:
-            return {}
-        return data
+            self._journal.refresh()
+        except JournalDamaged as error:
+            return str(error)
+        if not self.gang():
+            return f"{self.directory / GANG} is lost or damaged"
+        return "" if self._journal.state.version else f"{self.directory} has no journal any more"
+
+    def restore(self) -> bool:
+        """Asks the supervisor to write its files again. False if none lives."""
+        if self._connected():
+            self._say()
+            return True
+        supervisor = pair_of(self.directory).supervisor
+        if supervisor is not None:
+            ask_to_restore(supervisor)
+        return supervisor is not None
 
     async def wish(self, gang: dict[str, Any]) -> None:
         """Writes the gang document and waits until the shim accepts it. An older one is ignored."""
@@ -99,9 +141,10 @@ class Supervision:
             gang = before
         else:
             try:
-                self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-                (self.directory / "errors").mkdir(exist_ok=True)
-                write_durably(self.directory / "gang.json", json.dumps(gang).encode())
+                make_private(self.directory)
+                if not self.is_asked():  # from then on, a lock that is missing was lost
+                    (self.directory / "lock").touch(0o600)
+                write_gang(self.directory, gang)
             except OSError as error:
                 self.shortage = waiting_words(f"write to {self.directory}", error.strerror)
                 raise Temporary(self.shortage) from error
@@ -114,13 +157,14 @@ class Supervision:
                 raise Temporary(f"the supervisor in {self.directory} does not answer")
             if self._connected() or self._start():
                 self._say()
+            else:
+                self._hurry_keeper()
             await self._wait(0.05)
         self._pauses.has_worked()
 
     def is_supervised(self) -> bool:
         """Whether a shim acts on the wish. Starts a new one for ranks that have none."""
         if self._connected():
-            self._unheard_since = None
             return True
         lock = self._take_lock()
         if lock is None:  # the keeper is clearing up after a supervisor that died
@@ -129,8 +173,7 @@ class Supervision:
             return True
         self._unheard_since = None
         self._weigh(is_over=True)
-        is_needed = self.state.alive() or (self.directory / "keeper").exists()
-        if not is_needed or self._fruitless >= FRUITLESS_STARTS:
+        if not self._is_needed() or self._fruitless >= FRUITLESS_STARTS:
             os.close(lock)
             return False
         try:
@@ -140,24 +183,65 @@ class Supervision:
             return True
         return self._connected()  # to notice its messages and its end
 
-    async def clear(self) -> None:
-        """Ends all processes of the gang and removes its files, but for logs and data of ranks."""
-        if not self.directory.exists():
-            return
-        if self.is_asked() and self.is_supervised():
-            gang = self.gang()
-            await self.wish(
-                {**gang, "version": gang["version"] + 1, "size": 0, "stop_grace_s": 0.0}
-            )
-        while self.is_supervised():
-            await self._wait(0.05)
+    def _is_needed(self) -> bool:
+        """Whether a new shim has anything to do. The caller holds the lock: none lives.
+
+        Without any record, nobody knows which ranks have run: none is started again.
+        """
+        try:
+            self._journal.refresh()
+        except JournalDamaged:
+            self._journal = JournalReader(self.directory / "journal")
+            if is_salvageable(self.directory / "journal"):
+                return True
+        state = self.state
+        is_marked = (self.directory / "keeper").exists()
+        return bool(state.alive()) or (is_marked and state.version > 0)
+
+    async def clear(self, *, has_run: bool = True) -> None:
+        """Ends all processes of the gang and removes its files, but for logs and data of ranks.
+
+        It needs no file for that: what runs carries the uid of the training.
+        """
+        is_whole = self.is_asked() and not self.damage()
+        if not (is_whole and await self._is_stopped()) and has_run:
+            await self._end_all()
         self._hang_up()
+        self._journal = JournalReader(self.directory / "journal")
         cgroup.remove(self.directory)
+        if not self.directory.is_dir():
+            return
         # The wish is removed first: alone, it would count as ranks that hold slots.
         for name in FILES:
+            clear_way(self.directory / name)
             (self.directory / name).unlink(missing_ok=True)
         for name in ("errors", "source", "etcd"):
             shutil.rmtree(self.directory / name, ignore_errors=True)
+
+    async def _is_stopped(self) -> bool:
+        """Has the supervisor end all ranks and itself. False if that did not work in time."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                if self.is_supervised():
+                    gang = self.gang()
+                    more = {"version": gang["version"] + 1, "size": 0, "stop_grace_s": 0.0}
+                    await self.wish({**gang, **more})
+                while self.is_supervised():
+                    await self._wait(0.05)
+        except (TimeoutError, BackendError, KeyError):
+            return False
+        return True
+
+    async def _end_all(self) -> None:
+        """Kills the shim, whose guard ends all below it, and what carries the training's uid."""
+        uid, deadline = self.directory.name, time.monotonic() + END_TIMEOUT_S
+        while left := await asyncio.to_thread(processes_of, self.directory, uid):
+            if time.monotonic() > deadline:
+                pids = ", ".join(map(str, sorted(left)))
+                raise Temporary(f"processes of the training do not end: {pids}", retry_after_s=1.0)
+            for pid in left:
+                processes.kill(pid)
+            await asyncio.sleep(0.02)
 
     def close(self) -> None:
         """Closes the connection to the shim, which keeps running."""
@@ -177,15 +261,17 @@ class Supervision:
         except OSError as error:
             raise Temporary(waiting_words("reach the supervisor", error.strerror)) from error
         try:
-            with self._here() as here:
-                line.connect(f"{here}/control")
+            with short_name(self.directory) as here:
+                line.connect(f"{here}/{SOCKET}")
         except OSError:
             line.close()
             return False
         self._line, self._buffer, self._pulse = line, b"", Pulse()
+        self._unheard_since = None
         loop = asyncio.get_running_loop()
         loop.add_reader(line, self._hear)
         self._ticking = loop.call_later(BEAT_S, self._tick)
+        self._say()  # what was done to its files meanwhile is undone
         return True
 
     def _hear(self) -> None:
@@ -266,14 +352,22 @@ class Supervision:
         asyncio.get_running_loop().call_later(seconds, self._notify)
 
     def _take_lock(self) -> int | None:
+        path = self.directory / "lock"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            make_private(self.directory)
+            clear_way(path)
+            # A shim whose lock was deleted or replaced holds one that nobody else can see.
+            if not path.exists() and any(pair_of(self.directory)):
+                return None
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise Temporary(waiting_words("open the lock", error.strerror)) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            os.close(lock)
+            return None
+        if (self.directory / "keeper").exists() and any(pair_of(self.directory)):
             os.close(lock)
             return None
         return lock
@@ -294,9 +388,8 @@ class Supervision:
             self._weigh(is_over=True)
             if (left := self._again_at - time.monotonic()) > 0:
                 raise Temporary(self.shortage, retry_after_s=left)
-            self._journal.refresh()
-            self._begun_at = self._journal.offset
-            with (self.directory / "shim.log").open("ab") as words:
+            self._begun_at = self._position()
+            with open(self.directory / "shim.log", "ab", opener=private) as words:
                 self._log_at = words.tell()
                 self._shim = self._forked(lock, words)
             _shims.append(self._shim)
@@ -308,11 +401,7 @@ class Supervision:
             os.close(lock)
 
     def _forked(self, lock: int, words: IO[bytes]) -> subprocess.Popen[bytes]:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            (self.directory / "control").unlink(missing_ok=True)
-            with self._here() as here:
-                listener.bind(f"{here}/control")
-            listener.listen(16)
+        with bound_socket(self.directory) as listener:
             files = (lock, listener.fileno())
             return subprocess.Popen(
                 [sys.executable, "-S", "-E", "-c", SHIM, SOURCE_ROOT, str(self.directory)]
@@ -331,8 +420,7 @@ class Supervision:
         `is_over`: the caller holds the lock, so that it has surely ended.
         """
         _shims[:] = [shim for shim in _shims if shim.poll() is None]
-        self._journal.refresh()
-        if self._journal.offset > self._begun_at:
+        if self._position() != self._begun_at:
             self._fruitless = 0
             return
         if self._is_weighed or (self._shim in _shims and not is_over):
@@ -345,6 +433,11 @@ class Supervision:
             self._pause(words)
         else:
             self._fruitless += 1
+
+    def _position(self) -> Cursor:
+        with contextlib.suppress(JournalDamaged):
+            self._journal.refresh()
+        return self._journal.cursor
 
     def _pause(self, why: str) -> float:
         seconds = self._pauses.pause_s() or LONGEST_PAUSE_S
@@ -365,24 +458,34 @@ class Supervision:
         return lines[-1] if lines else ""
 
     def _hurry_keeper(self) -> None:
-        """Lets a keeper that was stopped go on; ends one that takes too long to clear up."""
+        """Lets a keeper that was stopped go on; ends one that takes too long to clear up.
+
+        A supervisor that runs and cannot be reached has lost its socket, and makes a new one.
+        """
         now = time.monotonic()
-        self._unheard_since = self._unheard_since or now
+        if self._unheard_since is None:
+            self._unheard_since = now
+            self.restore()
         if now < self._unheard_since + KEEPER_STUCK_S:
             return
         self._unheard_since = now
         pair = pair_of(self.directory)
+        if pair.supervisor is not None and not pair.is_stopped:
+            if not pair.supervisor.is_stopped:
+                ask_to_restore(pair.supervisor)
+            return
         number = signal.SIGCONT if pair.is_stopped and not self._is_hurried else signal.SIGKILL
         self._is_hurried = number == signal.SIGCONT
         for life in pair if pair.is_stopped else (pair.keeper,):
             if life is not None:
                 send(life, number)
 
-    @contextlib.contextmanager
-    def _here(self) -> Iterator[str]:
-        """A short name for the directory: socket paths may have 107 bytes at the most."""
-        folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield f"/proc/self/fd/{folder}"
-        finally:
-            os.close(folder)
+
+def processes_of(directory: Path, uid: str) -> set[int]:
+    """What runs for a training: its shims, its ranks, and what has the uid or the group of them."""
+    marked = {
+        pid
+        for pid in processes.all_pids()
+        if processes.environment_of(pid).get(b"ATOLL_UID") == uid.encode()
+    }
+    return ({*shims_of(directory)} | marked | cgroup.members(directory)) - {os.getpid()}

@@ -13,15 +13,19 @@ import resource
 import select
 import signal
 import socket
+import stat
 import time
 from collections.abc import Iterable
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from atoll.core.ends import RankEnd
+from atoll.core.lines import split_lines
 from atoll.core.retry import Retry
 from atoll.local import cgroup, processes
-from atoll.local.journal import Attempt, Due, JournalWriter, Record
+from atoll.local.files import RESTORE, SOCKET, bound_socket, read_gang, write_gang
+from atoll.local.journal import HEARTBEAT_S, Attempt, Due, JournalWriter, Record
 from atoll.local.muster import Muster
 from atoll.local.pulse import BEAT, BEAT_S, GROWN
 from atoll.local.rankprocess import (
@@ -39,16 +43,19 @@ from atoll.local.shim import (
     FROZEN_AFTER_S,
     append_persistently,
     bury,
+    keeper_words,
     kill_descendants,
     mark_of,
-    read_gang,
+    write_mark,
 )
 from atoll.local.shortage import FIRST_PAUSE_S, LONGEST_PAUSE_S, SHORT, waiting_words
 from atoll.rank.ranklog import last_lines
-from atoll.rank.report import own_word
+from atoll.rank.report import SEARCHED_BYTES, failure_tail, own_word
 
 PIPE_BYTES = 1 << 20
 TAIL_LINES = 20
+TAIL_CHARS = 4096
+SEARCHED_LINES = 1000
 SWEEP_EVERY_S = 0.05
 KILL_AGAIN_S = 1.0
 SLICE_S = 0.05  # how long ranks are forked before others are heard again
@@ -63,8 +70,10 @@ class Supervisor:
     def __init__(self, directory: Path, listener: int, *, is_heir: bool) -> None:
         self._directory = directory
         self._pid = os.getpid()
+        self._keeper = keeper_words(os.getppid())
         self._journal = JournalWriter(directory / "journal")
-        self._gang: dict[str, Any] = {}
+        self._wish: dict[str, Any] = {}  # as it was written
+        self._gang: dict[str, Any] = {}  # with what ranks are told of their rendezvous
         self._listener = socket.socket(fileno=listener)
         self._clients: dict[int, socket.socket] = {}
         self._by_pid: dict[int, Process] = {}
@@ -77,6 +86,7 @@ class Supervisor:
         self._pauses = Retry(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._shortage = ""
         self._beat_at = 0.0  # monotonic
+        self._signs_at = time.monotonic() + HEARTBEAT_S  # the next sign of life in the journal
         self._rendezvous: Rendezvous | None = None
         self._prepare(is_heir)
 
@@ -84,28 +94,34 @@ class Supervisor:
         processes.adopt_orphans()
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1], self._limits[1]))
+        self._umask = os.umask(
+            0o077
+        )  # what is written here is nobody else's; ranks get theirs back
         self._epoll = select.epoll()
         self._listener.setblocking(False)
         self._epoll.register(self._listener.fileno(), select.EPOLLIN)
         self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGCHLD, RESTORE):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._epoll.register(self._woken, select.EPOLLIN)
         self._failures, self._failures_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._socket_file = _socket_at(self._directory / SOCKET)
         left = self._journal.state.alive()
         if left or is_heir:
-            bury(left, self._directory, read_gang(self._directory)["uid"])
-            append_persistently(self._journal, [lost_record(a, {}, self._end_of(a)) for a in left])
+            ends = {a.rank: self._found_end_of(a) for a in left}
+            bury(left, self._directory, self._directory.name)
+            append_persistently(self._journal, [lost_record(a, {}, ends[a.rank]) for a in left])
             cgroup.remove(self._directory)
         shim = os.environ["ATOLL_SUPERVISOR"]
         cgroup.enter(self._directory, cgroup.place_for(self._directory, shim))
 
     def run(self) -> None:
-        self._accept_wish()
-        while self._step():
-            pass
+        if self._accept_wish():
+            while self._step():
+                pass
+            self._restore()
         kill_descendants()
         mark_of(self._directory).unlink(missing_ok=True)
 
@@ -115,7 +131,7 @@ class Supervisor:
         if not later and not self._by_pid:
             return False
         ended: list[Process] = []
-        for fd, _ in self._epoll.poll(min([*later, *self._beat()], default=None)):
+        for fd, _ in self._epoll.poll(min([*later, *self._beat(), self._show_life()])):
             self._handle(fd, ended)
         if ended:
             self._finish(ended)
@@ -131,7 +147,8 @@ class Supervisor:
                 self._copy_output(process)
         elif fd == self._woken:
             with contextlib.suppress(BlockingIOError):
-                os.read(self._woken, 4096)
+                if RESTORE in os.read(self._woken, 4096):
+                    self._restore()
             self._note_stops()
             self._reap_orphans()
         elif fd == self._listener.fileno():
@@ -188,6 +205,7 @@ class Supervisor:
         if process.is_stopping or not last.is_stopping:
             return
         process.is_stopping = True
+        process.stop_asked_at = time.time()
         process.kill_at = now + self._gang["stop_grace_s"]
         processes.kill_leader(process.attempt.pid, signal.SIGTERM)
         processes.kill_leader(process.attempt.pid, signal.SIGCONT)
@@ -275,7 +293,7 @@ class Supervisor:
                 os.close(go[1])
                 become_rank(
                     self._directory, self._gang, due, self._pid, self._limits,
-                    go=go[0], output=output, failures=self._failures_in,
+                    umask=self._umask, go=go[0], output=output, failures=self._failures_in,
                 )  # fmt: skip
             return pid
         finally:
@@ -324,7 +342,10 @@ class Supervisor:
         attempt = process.attempt
         record = attempt_end(attempt, status, self._end_of(attempt))
         failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
-        if process.is_stopping:
+        word = own_word(error_file(self._directory, attempt.rank, attempt.attempt))
+        # A rank that failed by itself may still be unwinding when it is told to stop.
+        is_stopped = process.is_stopping and word.get("failedAt", inf) >= process.stop_asked_at
+        if is_stopped:
             record["stopped"] = True
             record["reason"] = RankEnd.STOPPED if record["code"] else record["reason"]
         elif process.is_frozen:
@@ -335,9 +356,10 @@ class Supervisor:
         elif record["signal"] == "SIGKILL" and self._oom_kills < processes.oom_kills():
             record["reason"] = RankEnd.OOM_KILLED
         self._oom_kills = processes.oom_kills()
-        if record["code"] != 0 and not process.is_stopping:
-            record["tail"] = last_lines(self._directory / "logs" / str(attempt.rank), TAIL_LINES)
-            word = own_word(error_file(self._directory, attempt.rank, attempt.attempt))
+        if record["code"] != 0 and not is_stopped:
+            log = self._directory / "logs" / str(attempt.rank)
+            tail = failure_tail(last_lines(log, SEARCHED_LINES, SEARCHED_BYTES))[-TAIL_LINES:]
+            record["tail"] = split_lines("\n".join(tail)[-TAIL_CHARS:])
             record.update(word)
         return record
 
@@ -395,11 +417,20 @@ class Supervisor:
 
     # The control plane
 
-    def _accept_wish(self) -> None:
-        gang = read_gang(self._directory)
-        self._gang = gang
-        if gang["version"] == self._journal.state.version:
-            return
+    def _accept_wish(self) -> bool:
+        """Takes over the newest wish. False if there is none to go by.
+
+        One that is lost or damaged is written again as it was, and so is one of an older time.
+        """
+        gang, state = read_gang(self._directory), self._journal.state
+        if not gang or gang["version"] < max(self._wish.get("version", 0), state.version):
+            if self._wish:
+                with contextlib.suppress(OSError):  # a full disk: the next message tries again
+                    write_gang(self._directory, self._wish)
+            return bool(self._wish)
+        self._wish, self._gang = gang, dict(gang)
+        if gang["version"] == state.version and self._journal.is_of_this_boot():
+            return True
         record = {
             "t": "applied",
             "version": gang["version"],
@@ -409,6 +440,31 @@ class Supervisor:
         }
         append_persistently(self._journal, [record])
         self._tell_clients()
+        return True
+
+    def _restore(self) -> None:
+        """Writes again what somebody has deleted or damaged of the files that others go by."""
+        is_changed = False
+        # On a full disk, or without a place for the directory, the next message tries again.
+        with contextlib.suppress(OSError):
+            is_changed = self._journal.restore()
+        self._accept_wish()
+        with contextlib.suppress(OSError):
+            write_mark(mark_of(self._directory), self._keeper)
+            found = _socket_at(self._directory / SOCKET)
+            if found is None or found != self._socket_file:
+                self._listen_anew()
+        if is_changed:
+            self._tell_clients()
+
+    def _listen_anew(self) -> None:
+        listener = bound_socket(self._directory)
+        listener.setblocking(False)
+        self._ignore(self._listener.fileno())
+        self._listener.close()
+        self._listener = listener
+        self._socket_file = _socket_at(self._directory / SOCKET)
+        self._epoll.register(listener.fileno(), select.EPOLLIN)
 
     def _accept_client(self) -> None:
         with contextlib.suppress(OSError):
@@ -421,7 +477,7 @@ class Supervisor:
             self._tell_shortage([client])
 
     def _hear(self, fd: int) -> None:
-        """Any byte means: there is a new wish."""
+        """Any byte means: there is a new wish, or something is amiss with the files."""
         try:
             data = self._clients[fd].recv(4096)
         except BlockingIOError:
@@ -429,7 +485,7 @@ class Supervisor:
         except OSError:
             data = b""
         if data:
-            self._accept_wish()
+            self._restore()
             return
         self._epoll.unregister(fd)
         self._clients.pop(fd).close()
@@ -452,10 +508,28 @@ class Supervisor:
             self._beat_at = now + BEAT_S
         return [self._beat_at - now]
 
+    def _show_life(self) -> float:
+        """A sign of life in the journal now and then. Returns in how many seconds it is due."""
+        now = time.monotonic()
+        if now >= self._signs_at:
+            self._journal.heartbeat()
+            self._signs_at = now + HEARTBEAT_S
+        return self._signs_at - now
+
     def _send(self, data: bytes, clients: Iterable[socket.socket]) -> None:
         for client in clients:
             with contextlib.suppress(OSError):
                 client.send(data)
+
+    def _found_end_of(self, attempt: Attempt) -> float:
+        """When a rank without a supervisor ended: at its last sign of life if the machine was off,
+        and at most one sign later if it was not."""
+        if processes.is_running(attempt.pid, attempt.born) and self._journal.is_of_this_boot():
+            return self._journal.now()
+        latest = self._journal.last_alive_at()
+        if self._journal.is_of_this_boot():
+            latest = min(self._end_of(attempt), latest + HEARTBEAT_S)
+        return max(latest, attempt.started_at)
 
     def _end_of(self, attempt: Attempt) -> float:
         """When a rank that has just been found dead ended, as well as that can be known."""
@@ -463,3 +537,12 @@ class Supervisor:
         seen_up = read_ends(self._directory).get(end_key(attempt))
         late_s = 0.0 if seen_up is None else max(time.monotonic() - seen_up, 0.0)
         return max(now - late_s, attempt.started_at)
+
+
+def _socket_at(path: Path) -> tuple[int, int] | None:
+    """Tells one socket from another; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None

@@ -17,7 +17,7 @@ from atoll.core.executors import Home
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 from atoll.modal.client import AlreadyStarted, Sandboxes, check_credentials
-from atoll.modal.options import ModalOptions
+from atoll.modal.options import SUPPORTS, ModalOptions
 from atoll.modal.render import (
     ATTEMPT,
     RANK,
@@ -60,10 +60,11 @@ class _Gang:
 
 
 class ModalBackend(StoreBackend):
-    """The Executor of `core/ports.py` for Modal. Ranks do not reach each other."""
+    """The Executor of Modal. Ranks do not reach each other."""
 
     name = "modal"
     options_type = ModalOptions
+    SUPPORTS = SUPPORTS
     job_variable = "MODAL_TASK_ID"
 
     def __init__(self, options: ModalOptions, *, clock: Callable[[], float] | None = None) -> None:
@@ -96,9 +97,6 @@ class ModalBackend(StoreBackend):
 
     def check(self, spec: TrainingSpec) -> None:
         self.options.check(spec)
-
-    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
-        return self.options.ignored(spec)
 
     async def close(self) -> None:
         tasks = [task for gang in self._gangs.values() for task in gang.asked.values()]

@@ -13,6 +13,7 @@ from atoll.core.errors import ValidationError
 from atoll.core.extras import missing_package
 from atoll.core.model import SpecModel
 from atoll.core.spec import TrainingSpec
+from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 from atoll.modal.gpus import gpu_name, gpu_of
 
 MAX_LIFE_S = 86_400  # of a sandbox
@@ -25,6 +26,31 @@ OBJECT_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 SCALE = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate(("k", "M", "G", "T", "P", "E"), 1)}
 SCALE["Ki"] = 1024.0
+APART = "expected none: sandboxes of Modal do not reach each other"
+SUPPORTS = (
+    refuse("mesh", APART),
+    refuse("bench", APART),
+    refuse(
+        "rendezvous_backend",
+        "expected 'none': sandboxes of Modal meet in an object store alone",
+        when=lambda spec, options: spec.rendezvous.backend in ("etcd-v2", "static"),
+    ),
+    refuse(
+        "provider_filter", "expected none: the executor options cloud and region choose the place"
+    ),
+    NO_STALL_RESTART,
+    ignore("topology_spread", "Modal places sandboxes, see the options region and cloud"),
+    ignore(
+        "min_gpu_memory_gb",
+        "gpu_count is 0",
+        when=lambda spec, options: not spec.resources.gpu_count,
+    ),
+    ignore(
+        "gpu_models",
+        "a sandbox names one model, and has the first of these",
+        when=lambda spec, options: len(spec.resources.gpu_models) > 1,
+    ),
+)
 
 
 def check_installed(name: str) -> None:
@@ -136,39 +162,12 @@ class ModalOptions(SpecModel, frozen=True):
         gpu_of(spec.resources, self.gpu)
         cores_of(spec, self)
         mebibytes_of(spec, self)
-        alone = {"mesh": spec.mesh, "bench": spec.bench.mode != "off" and spec.bench.mode}
-        for field, value in alone.items():
-            if value:
-                raise ValidationError(
-                    field, value, "expected none: sandboxes of Modal do not reach each other"
-                )
-        if spec.rendezvous.backend in ("etcd-v2", "static"):
-            raise ValidationError(
-                "rendezvous_backend",
-                spec.rendezvous.backend,
-                "expected 'none': sandboxes of Modal meet in an object store alone",
-            )
-        chosen = spec.provider_filter
-        if chosen.include is not None or chosen.exclude:
-            raise ValidationError(
-                "provider_filter",
-                chosen.include or chosen.exclude,
-                "expected none: the executor options cloud and region choose the place",
-            )
+        check_supported(spec, SUPPORTS, self)
         for name in spec.env:
             if name.startswith("MODAL_"):
                 raise ValidationError(
                     f"env.{name}", spec.env[name], "expected another name: Modal sets those"
                 )
-
-    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
-        """Why, by each field of the spec that has no effect."""
-        table = {"topology_spread": "Modal places sandboxes, see the options region and cloud"}
-        if not spec.resources.gpu_count:
-            table["min_gpu_memory_gb"] = "gpu_count is 0"
-        if len(spec.resources.gpu_models) > 1:
-            table["gpu_models"] = "a sandbox names one model, and has the first of these"
-        return table
 
     def store_of(self, spec: TrainingSpec) -> str:
         """The store with the records of a training. Raises ValidationError if there is none."""

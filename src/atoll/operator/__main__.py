@@ -13,15 +13,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from atoll.core.checks import check_name
-from atoll.core.config import OBJECT_STORES, RoundStore
-from atoll.core.errors import AtollError, Permanent, ValidationError
+from atoll.core.errors import AtollError, Permanent
 from atoll.core.extras import to_install
 from atoll.core.model import encode
 
@@ -82,44 +81,22 @@ def needs_extra(body: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--data",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the series of trainings. Another operator goes on from copies in the cluster.",
+    help="Folder for metrics and messages to webhooks: a volume that outlives the operator.",
     show_default="a temporary one",
 )
 @click.option(
-    "--copy-kib",
-    type=click.IntRange(0, 900),
-    default=256,
-    help="KiB of each training's series and rounds that are copied to the cluster; 0 copies none.",
-    show_default=True,
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with [[webhooks]] and [[rounds.stores]], as in atoll.toml.",
 )
 @click.option(
     "--reports-uri",
     help="Address of this API as pods reach it, or an object store, for what ranks report.",
     show_default="ranks report nothing",
 )
-@click.option(
-    "--round-store",
-    "round_stores",
-    multiple=True,
-    metavar="URI=NAMESPACE,…",
-    help="Object store whose rosters are read for rounds of these namespaces, with the "
-    "operator's own credentials. May be repeated.",
-)
-@click.option(
-    "--private-webhooks",
-    multiple=True,
-    metavar="NAMESPACE",
-    help="Namespace whose webhooks may go to addresses inside the cluster. May be repeated.",
-)
 @options_option
 @needs_extra
-def run(
-    options: str,
-    lease_s: float,
-    reports_uri: str | None,
-    round_stores: tuple[str, ...],
-    **settings: Any,
-) -> None:
+def run(options: str, lease_s: float, reports_uri: str | None, **settings: Any) -> None:
     """Run the controller of a Kubernetes cluster.
 
     Runs until it is stopped. Ranks keep running.
@@ -129,25 +106,11 @@ def run(
     from atoll.kubernetes.manifests import read_options
     from atoll.server.lograte import quiet_log
 
-    settings |= {"lease_duration_s": lease_s, "round_stores": read_round_stores(round_stores)}
-    settings |= {"reports_uri": reports_uri, **read_options(options or "{}")}
+    settings |= {"lease_duration_s": lease_s, "reports_uri": reports_uri}
+    settings |= read_options(options or "{}")
     quiet_log(logging.INFO)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     asyncio.run(_run(settings))
-
-
-def read_round_stores(texts: Sequence[str]) -> list[RoundStore]:
-    """Raises ValidationError for one that is no `URI=NAMESPACE,…`."""
-    stores = []
-    for text in texts:
-        uri, _, names = text.rpartition("=")
-        if not uri.startswith(OBJECT_STORES) or not names:
-            expected = f"expected URI=NAMESPACE with one of {', '.join(OBJECT_STORES)}"
-            raise ValidationError("--round-store", text, expected)
-        for name in names.split(","):
-            check_name("--round-store", name)
-        stores.append(RoundStore(uri=uri, namespaces=names.split(",")))
-    return stores
 
 
 async def _run(settings: dict[str, Any]) -> None:
@@ -213,9 +176,20 @@ async def operator_tokens(home: str | None) -> AsyncIterator[KubernetesTokens]:
 @click.option(
     "--replicas",
     type=click.IntRange(min=1),
-    default=2,
-    help="Number of operators to run; one of them is active.",
+    default=1,
+    help="Number of operators to run; one of them leads, the others stand by and are not ready.",
     show_default=True,
+)
+@click.option(
+    "--volume",
+    metavar="CLAIM",
+    help="PersistentVolumeClaim for metrics and messages to webhooks.",
+    show_default="an emptyDir, which goes with the pod",
+)
+@click.option(
+    "--config",
+    metavar="SECRET",
+    help="Secret whose key atoll.toml has [[webhooks]] and [[rounds.stores]].",
 )
 @options_option
 @click.option("--json", "is_json", is_flag=True, help="Print JSON instead of YAML.")

@@ -1,53 +1,59 @@
 """`atoll operator`: the controller on custom resources and Indexed Jobs.
 
-Several operators may run; only the holder of the Lease acts, and answers what only it knows. It may
-be killed at any instant: all state is in the cluster, and the next holder continues from there.
+Several operators may run; only the holder of the Lease acts and answers. It may be killed at any
+instant: trainings are in the cluster, and the next holder continues from there. Metrics and
+messages to webhooks are in `--data`: the next holder has them if that is the same volume.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
-import functools
 import logging
 import os
+import secrets
 import socket
-import sqlite3
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from atoll.controller.informer import INFORMER, Informer
 from atoll.controller.loop import Controller
-from atoll.controller.reconcile import unknown
 from atoll.controller.sweep import keep_swept
 from atoll.core.clock import Time
-from atoll.core.config import RoundStore
-from atoll.core.errors import AtollError, BackendError, Denied, NotFound, Permanent, Temporary
+from atoll.core.config import Config, parse
+from atoll.core.errors import (
+    AtollError,
+    Conflict,
+    NotFound,
+    Permanent,
+    Temporary,
+    ValidationError,
+)
+from atoll.core.webhooks import Webhook
 from atoll.kubernetes.client import Cluster
 from atoll.kubernetes.executor import KubernetesBackend
 from atoll.kubernetes.lease import Lease
+from atoll.kubernetes.names import REPORT_KEY
 from atoll.kubernetes.store import KubernetesStore
 from atoll.kubernetes.tokens import KubernetesTokens
-from atoll.operator.forward import LeaderAnswers
-from atoll.operator.keep import COPY_KIB, SeriesCopies
-from atoll.operator.secret_key import report_key
-from atoll.operator.webhooks import ClusterWebhooks
+from atoll.operator.front import LeaderFront
+from atoll.operator.webhooks import WebhookEvents
 from atoll.rounds.follow import RoundFollower, figures_of, whose_of
 from atoll.series.collect import Collector
 from atoll.series.keep import SeriesKeeper
 from atoll.server.app import create_app
-from atoll.server.deliver import Deliverer
+from atoll.server.background import CONTROLLER, BackgroundTasks, Work
+from atoll.server.deliver import Deliverer, load_webhooks
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
 from atoll.server.serving import GuardedServer, listen
 from atoll.server.streams import Streams
-from atoll.store.outbox import Outbox, outbox_in_memory
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+from atoll.server.ui.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
@@ -63,69 +69,119 @@ RETRY_S = 2.0
 
 
 @dataclass
-class Shown:
-    """What a training shows of itself: the parts that only the leader uses."""
+class Operator:
+    """What an operator is made of, whether it leads or not."""
 
-    series: SeriesKeeper
-    copies: SeriesCopies
-    webhooks: ClusterWebhooks
-    deliverer: Deliverer
-    round_stores: Sequence[RoundStore] = ()
-    is_ready: bool = False  # what other operators left was read
+    cluster: Cluster
+    api_cluster: Cluster  # its watches of clients never hold up the lease
+    home: str
+    namespace: str | None
+    options: dict[str, Any]
+    folder: Path
+    config: Config = field(default_factory=Config)
+    webhooks: Sequence[Webhook] = ()
+    front: LeaderFront | None = None  # None: there is no HTTP API
 
-    async def begin(self) -> None:
-        """Before anything is done for a training: what it was told of must not be told again."""
+    def __post_init__(self) -> None:
+        self.informer = Informer(KubernetesStore(self.cluster, self.namespace))
+        self.gauges = Gauges(self.informer)
+
+    async def lead(self) -> None:
+        """What the holder of the lease does, until it is cancelled. Its files are open only now: an
+        operator that leads next may have the same volume."""
+        background = BackgroundTasks()
+        with (
+            contextlib.closing(SeriesKeeper(self.folder / "series.db")) as series,
+            contextlib.closing(
+                WebhookEvents(
+                    self.cluster, self.namespace, self.folder / "outbox.db", self.webhooks
+                )
+            ) as events,
+        ):
+            async with contextlib.AsyncExitStack() as serving:
+                informing = background.running(INFORMER, self.informer.run)
+                await serving.enter_async_context(informing)
+                if self.front is not None:
+                    api = self._serving(self.front, series, background)
+                    await serving.enter_async_context(api)
+                # Another controller whenever the API server fails or refuses.
+                await background.keep_running(
+                    CONTROLLER, lambda: self._control(series, events, background)
+                )
+
+    @contextlib.asynccontextmanager
+    async def _serving(
+        self, front: LeaderFront, series: SeriesKeeper, background: BackgroundTasks
+    ) -> AsyncIterator[None]:
+        """The HTTP API answers."""
+        cluster, key = self.api_cluster, self.options.get("report_key", "")
+        store = KubernetesStore(cluster, self.namespace)
+        tokens = KubernetesTokens(cluster, self.home)
+        executor = KubernetesBackend(cluster=cluster, **self.options)
+        streams = Streams()
+        app = create_app(
+            store=store,
+            tokens=tokens,
+            executors={executor.name: executor},
+            streams=streams,
+            setup=Setup(new_token=f"atoll token create --home {self.home} --namespace NAMESPACE"),
+            informer=self.informer,
+            gauges=self.gauges,
+            clock=lambda: Time(cluster.time()),
+            series=series,
+            report_key=bytes.fromhex(key),
+            background=background,
+            sessions=Sessions(key),
+            is_metrics_open=False,
+        )
         try:
-            await self.webhooks.load()
-        except Denied as error:
-            log.warning("no webhooks are delivered: %s; apply the manifests of this release", error)
+            async with front.serving(app, streams):
+                yield
+        finally:
+            await executor.stop()
+            await store.close()
 
-    def works(
-        self, store: KubernetesStore, executor: KubernetesBackend
-    ) -> list[Coroutine[Any, Any, None]]:
-        """What goes on beside the controller. None of it ends the controller."""
-        return [
-            self._keep(store, executor),
-            _again("webhooks", self.webhooks.run),
-            _again("deliveries to webhooks", self.deliverer.run),
-        ]
-
-    async def _keep(self, store: KubernetesStore, executor: KubernetesBackend) -> None:
-        while not self.is_ready:
-            try:
-                await self.copies.restore()
-                self.is_ready = True
-            except (AtollError, sqlite3.Error) as error:
-                log.warning("the series of other operators cannot be read: %s", error)
-                await asyncio.sleep(RETRY_S)
+    async def _control(
+        self, series: SeriesKeeper, events: WebhookEvents, background: BackgroundTasks
+    ) -> None:
+        """Runs a controller, and what goes on beside it; none of that ends the controller."""
+        cluster = self.cluster
+        store = KubernetesStore(cluster, self.namespace)
+        executor = KubernetesBackend(**self.options, cluster=cluster, is_owner=True)
         executors = {executor.name: executor}
-        collector = Collector(self.series, figures_of(executors))
+        controller = Controller(
+            store,
+            executors,
+            informer=self.informer,
+            clock=lambda: Time(cluster.time()),
+            on_pass=lambda done: self.gauges.reconciled(done.seconds),
+            quiet_s=series.stillness.quiet_s,
+            rounds=series.rounds.seen,
+        )
+        series.rounds.on_news = controller.wake
+        collector = Collector(series, figures_of(executors))
         follower = RoundFollower(
-            self.series.rounds,
+            series.rounds,
             whose_of(executors, {executor.name: KIND}),
-            self.round_stores,
+            self.config.round_stores,
             own_namespace="",  # nobody here is the operator's own user
         )
-        async with asyncio.TaskGroup() as tasks:
-            for what, work in (
-                ("copies of series", self.copies.run),
-                ("series", collector.run),
-                ("rounds", follower.run),
-            ):
-                tasks.create_task(_again(what, functools.partial(work, store)))
-
-
-async def _again(what: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Does the work, and again when it fails: the controller goes on meanwhile."""
-    while True:
+        works: dict[str, Work] = {
+            "sweep": lambda: keep_swept(store, executor),
+            "events for webhooks": events.run,
+            "webhooks": Deliverer(events.outbox).run,
+            "metrics": lambda: collector.run(self.informer),
+            "rounds": lambda: follower.run(self.informer),
+        }
         try:
-            await work()
-            return
-        except* (AtollError, OSError, sqlite3.Error) as group:
-            log.warning("%s: %s; trying again", what, _first(group))
-        except* Exception:  # whatever is shown of trainings, they are looked after
-            log.exception("%s; trying again", what)
-        await asyncio.sleep(RETRY_S)
+            await events.begin()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(controller.run())
+                for name, work in works.items():
+                    tasks.create_task(background.keep_running(name, work))
+        finally:
+            await executor.stop()
+            await store.close()
 
 
 async def run_operator(
@@ -138,20 +194,19 @@ async def run_operator(
     host: str = "0.0.0.0",
     port: int | None = None,
     data: Path | None = None,
-    copy_kib: int = COPY_KIB,
-    round_stores: Sequence[RoundStore] = (),
-    private_webhooks: Collection[str] = (),
+    config: Path | None = None,
     **options: Any,
 ) -> None:
     """Runs until cancelled. `namespace` is the one to serve (None: all), `home` the operator's own.
 
-    With `port`, the HTTP API is served there. `data` is where series are kept while it leads, and
-    `copy_kib` how much of each training is copied to the cluster. `private_webhooks` are namespaces
-    whose webhooks may go to private addresses. `options` are those of KubernetesExecutor.
+    With `port`, the HTTP API is served there. `data` is where metrics and messages to webhooks are
+    kept, `config` a file with webhooks and stores of rounds. `options` are those of
+    KubernetesExecutor.
     """
+    settings = read_config(config)
+    webhooks = load_webhooks(settings.webhooks, settings.path)
     # First, so that a port that is taken is said before anything has begun.
     listening = None if port is None else listen(host, port)
-    # Watches of clients have connections of their own: they never hold up the lease.
     api_cluster = cluster or Cluster.connect(most_connections=None)
     cluster = cluster or Cluster.connect()
     home = home or os.environ.get("POD_NAMESPACE") or cluster.namespace
@@ -162,7 +217,6 @@ async def run_operator(
         duration_s=lease_duration_s,
         renew_s=lease_duration_s / 5,
         retry_s=lease_duration_s / 8,
-        address="" if listening is None else _address(host, listening),
     )
     image = options.get("agent_image") or await _own_image(cluster, home)
     options = {**DEFAULTS, **options, "namespace": namespace, "agent_image": image}
@@ -171,37 +225,37 @@ async def run_operator(
         options["report_key"] = key.hex()
     elif str(options.get("reports_uri") or "").startswith("http"):
         options["reports_uri"] = None  # nobody takes what ranks would report there
-    gauges = Gauges()
     try:
         with _folder(data) as folder:
-            outbox = outbox_in_memory()
-            series = SeriesKeeper(folder / "series.db")
-            farewell_s = lease_duration_s / 5
-            shown = Shown(
-                series,
-                SeriesCopies(cluster, series, namespace, copy_kib * 2**10, farewell_s),
-                ClusterWebhooks(cluster, home, namespace, outbox, farewell_s),
-                Deliverer(outbox, trusted=private_webhooks),
-                round_stores,
+            operator = Operator(
+                *(cluster, api_cluster, home, namespace, options, folder, settings, webhooks)
             )
             async with asyncio.TaskGroup() as tasks:
                 if listening is not None:
-                    store = KubernetesStore(api_cluster, namespace)
-                    tokens = KubernetesTokens(api_cluster, home)
-                    app, streams = api_of(
-                        api_cluster, store, tokens, options, gauges, shown, outbox
-                    )
-                    answers = LeaderAnswers(
-                        app, lambda: lease.leader, lambda: lease.is_held and shown.is_ready
-                    )
-                    tasks.create_task(serve_api(answers, streams, listening))
+                    operator.front = LeaderFront()
+                    tasks.create_task(serve_api(operator.front, listening))
                 while True:
-                    await lease.lead(lambda: _lead(cluster, namespace, options, gauges, shown))
-                    shown.is_ready = False
-                    series.clear()  # it is the next leader's now
+                    await lease.lead(operator.lead)
     finally:
         await cluster.close()
         await api_cluster.close()
+
+
+def read_config(path: Path | None) -> Config:
+    """Raises ValidationError for what is wrong in it, or is of no use to an operator."""
+    if path is None:
+        return Config()
+    try:
+        config = parse(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ValidationError("--config", str(path), f"cannot read this file: {reason}") from error
+    expected = "expected [[webhooks]] and [[rounds.stores]] alone: an operator reads nothing else"
+    if config.executors != Config().executors:
+        raise ValidationError(f"{path}: executors", list(config.executors), expected)
+    if config.defaults:
+        raise ValidationError(f"{path}: defaults", list(config.defaults), expected)
+    return config
 
 
 @contextlib.contextmanager
@@ -226,25 +280,35 @@ def _folder(data: Path | None) -> Iterator[Path]:
             made.cleanup()
 
 
-def _address(host: str, listening: socket.socket) -> str:
-    """Where other operators reach this one; empty if that is unknown."""
-    port = listening.getsockname()[1]
-    where = os.environ.get("POD_IP") or ("" if host in ("0.0.0.0", "::") else host)
-    if not where:
-        return ""
-    return f"[{where}]:{port}" if ":" in where else f"{where}:{port}"
-
-
 async def _report_key(cluster: Cluster, home: str) -> bytes:
     while True:
         try:
-            return await report_key(cluster, home)
+            return await _shared_key(cluster, home)
         except Temporary as error:
             log.warning("the key of ranks' tokens cannot be read: %s; trying again", error)
             await asyncio.sleep(RETRY_S)
         except AtollError as error:
             log.warning("ranks cannot report: %s; apply the manifests of this release", error)
             return b""
+
+
+async def _shared_key(cluster: Cluster, home: str) -> bytes:
+    """The key with which all operators of a cluster sign and check the tokens of ranks, made on
+    first use. Raises Denied without the rights, and BackendError."""
+    while True:
+        try:
+            secret = await cluster.get("secrets", home, REPORT_KEY)
+            return base64.b64decode(secret["data"]["key"])
+        except NotFound:
+            pass
+        made: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": REPORT_KEY},
+            "data": {"key": base64.b64encode(secrets.token_bytes(32)).decode()},
+        }
+        with contextlib.suppress(Conflict):  # another operator was faster
+            await cluster.create("secrets", home, made)
 
 
 async def _own_image(cluster: Cluster, home: str) -> str | None:
@@ -263,89 +327,18 @@ async def _own_image(cluster: Cluster, home: str) -> str | None:
     return str(pod["spec"]["containers"][0]["image"])
 
 
-async def _lead(
-    cluster: Cluster,
-    namespace: str | None,
-    options: dict[str, Any],
-    gauges: Gauges,
-    shown: Shown | None = None,
-) -> None:
-    """Runs a controller, and another one whenever the API server fails or refuses."""
-    while True:
-        store = KubernetesStore(cluster, namespace)
-        executor = KubernetesBackend(**options, cluster=cluster, is_owner=True)
-        try:
-            if shown is not None:
-                await shown.begin()
-            async with asyncio.TaskGroup() as tasks:
-                controller = Controller(
-                    store,
-                    {executor.name: executor},
-                    clock=lambda: Time(cluster.time()),
-                    on_pass=lambda done: gauges.reconciled(done.seconds),
-                    quiet_s=unknown if shown is None else shown.series.stillness.quiet_s,
-                )
-                tasks.create_task(controller.run())
-                tasks.create_task(keep_swept(store, executor))
-                for work in () if shown is None else shown.works(store, executor):
-                    tasks.create_task(work)
-        except* (BackendError, Denied, NotFound) as group:
-            log.warning("the controller stopped and starts again: %s", _first(group))
-        finally:
-            await executor.stop()
-            await store.close()
-        await asyncio.sleep(RETRY_S)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first error of a group; the others say the same (a missing right, a missing CRD)."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
-
-
 class _Server(GuardedServer):
     def capture_signals(self) -> Any:
         """Signals are the operator's to handle, not the server's."""
         return contextlib.nullcontext()
 
 
-def api_of(
-    cluster: Cluster,
-    store: KubernetesStore,
-    tokens: KubernetesTokens,
-    options: dict[str, Any],
-    gauges: Gauges,
-    shown: Shown,
-    outbox: Outbox,
-) -> tuple[ASGIApp, Streams]:
-    """The HTTP API of this operator, and what its open streams hang on."""
-    executor = KubernetesBackend(cluster=cluster, **options)
-    streams = Streams()
-    app = create_app(
-        store=store,
-        tokens=tokens,
-        executors={executor.name: executor},
-        streams=streams,
-        setup=Setup(new_token=f"atoll token create --home {tokens.home} --namespace NAMESPACE"),
-        gauges=gauges,
-        clock=lambda: Time(cluster.time()),
-        series=shown.series,
-        outbox=outbox,
-        deliverer=shown.deliverer,
-        keep_webhooks=shown.webhooks.save,
-        report_key=bytes.fromhex(options.get("report_key", "")),
-        is_metrics_open=False,
-    )
-    return app, streams
-
-
-async def serve_api(app: LeaderAnswers, streams: Streams, listening: socket.socket) -> None:
-    """Serves until cancelled. Open watches end first, so that clients turn to another replica."""
-    server = _Server(app)
+async def serve_api(front: LeaderFront, listening: socket.socket) -> None:
+    """Serves until cancelled."""
+    server = _Server(front)
     task = asyncio.create_task(server.serve([listening]))
     try:
         await asyncio.shield(task)
     finally:
-        streams.close()
         server.should_exit = True
         await task
-        await app.close()

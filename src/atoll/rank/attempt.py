@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+from math import inf
 
 if __package__:
     from atoll.rank import report
@@ -290,6 +291,7 @@ class Warden:
         self._eviction_s = launch["eviction_s"]
         self._ends_at = ends_at  # monotonic: its place ends soon after, and another takes over
         self._kill_at: float | None = None
+        self.stop_asked_at = 0.0  # wall, as the program dates its failure
         # Where nobody else is left to keep it.
         deadline_s = launch.get("deadline_s")
         self._due_at = None if deadline_s is None else time.monotonic() + deadline_s + DUE_MARGIN_S
@@ -303,6 +305,7 @@ class Warden:
             self._kill("SupervisorLost", "it was given up as lost")
         elif self.reason != "Stopped" and (self._watch.is_stop_wanted or self._is_time_up(now)):
             self.reason, self._kill_at = "Stopped", now + self._grace_s
+            self.stop_asked_at = time.time()
             self.message = "" if self._watch.is_stop_wanted else HANDED_OVER
             command.kill(signal.SIGTERM)
         elif self._due_at is not None and now >= self._due_at and not self.reason:
@@ -527,6 +530,8 @@ def run(attempt: RankAttempt) -> int:
         log.close()
     if command.is_orphan and record["signal"] == "SIGKILL":
         warden.note_orphan()
+    if warden.reason == "Stopped" and record.get("failedAt", inf) < warden.stop_asked_at:
+        warden.reason = ""  # it failed by itself, and still unwound when it was told to stop
     if warden.reason and (record["code"] != 0 or warden.message == HANDED_OVER):
         record["reason"] = warden.reason
         record["message"] = warden.message or record.get("message", "")

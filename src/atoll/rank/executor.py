@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.core.ports import Key
-from atoll.core.spec import TrainingSpec
+from atoll.core.ports import Executor
 from atoll.core.status import Chore, LogLine, Seen, Training, Wish
 from atoll.rank.attempt import (
     CLAIM,
@@ -29,7 +28,7 @@ from atoll.rank.attempt import (
     name_of,
     write,
 )
-from atoll.rank.launch import TOGETHER, RankPlace, render_launch
+from atoll.rank.launch import TOGETHER, RankPlace, render_launch, store_uri_of
 from atoll.rank.look import (
     BackendJob,
     Conclude,
@@ -57,14 +56,13 @@ MEETING = {
 }
 
 
-class RecordedBackend:
-    """The Executor of `core/ports.py`, over the verbs of a backend.
+class RecordedBackend(Executor):
+    """The Executor over the verbs of a backend.
 
     A subclass has `start_jobs`, `list_jobs`, `stop_jobs`, `place_of` and `rank_place`, and may
     have `prepare`, `check`, `clear`, and logs with `log_places` and `logs_after`.
     """
 
-    name = ""
     pace = Pace()
     has_gate = True  # ranks start together; needs nothing of the backend
     has_network = True  # ranks reach each other, and meet at rank 0
@@ -105,9 +103,6 @@ class RecordedBackend:
     def rank_place(self, training: Training) -> RankPlace:
         raise NotImplementedError
 
-    def check(self, spec: TrainingSpec) -> None:
-        """Raises ValidationError for what can never run here."""
-
     def wrap_command(self, training: Training, command: list[str]) -> list[str]:
         """What the wrapper runs: the command, or something that runs it, such as a container."""
         return command
@@ -117,9 +112,6 @@ class RecordedBackend:
 
     async def clear(self, training: Training, *, with_logs: bool) -> None:
         """Removes what `prepare` made. Already removed is success."""
-
-    async def close(self) -> None:
-        """Ranks keep running."""
 
     # The port
 
@@ -162,7 +154,10 @@ class RecordedBackend:
     async def observe(self, training: Training) -> Seen:
         records = await self._records(training)
         if records.wish is None:
-            return Seen(has_gate=self.has_gate)
+            is_left = self._may_hold(training) and training.status.phase.is_terminal
+            jobs = await self.list_jobs(training) if is_left else {}
+            is_active = any(job.is_active for job in jobs.values())
+            return Seen(has_gate=self.has_gate, is_supervised=is_active)
         try:
             jobs = await self.list_jobs(training)
         except Temporary as error:
@@ -186,10 +181,10 @@ class RecordedBackend:
     async def release(self, training: Training) -> None:
         async with self._turn(training):
             records = await self._records(training)
-            if records.wish is None:
-                return
             wish = records.wish
-            if wish["size"]:  # wrappers that are still to start find that they are not wanted
+            if wish is None and not self._may_hold(training):
+                return
+            if wish is not None and wish["size"]:  # wrappers that are still to start find it
                 stop = Wish(version=wish["version"] + 1, size=0)
                 wish = wish_document(stop, wish, max_attempts(records.attempts), self._clock())
                 await self._put(training, WISH, wish)
@@ -204,10 +199,11 @@ class RecordedBackend:
         await self.release(training)
         await self.clear(training, with_logs=True)
 
-    async def changes(self) -> AsyncIterator[Key]:
-        """Nobody tells: `observe` says how soon to look again."""
-        await asyncio.Event().wait()
-        yield "", ""
+    def store_uri(self, training: Training) -> str:
+        return store_uri_of(training.spec, self.rank_place(training))
+
+    def metrics_uri(self, training: Training) -> str:
+        return self.rank_place(training).figures
 
     async def logs(
         self,
@@ -221,22 +217,12 @@ class RecordedBackend:
         async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
             yield line
 
-    async def log_places(
-        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
-    ) -> dict[int, int]:
-        raise NotImplementedError
-
-    def logs_after(
-        self,
-        training: Training,
-        places: Mapping[int, int],
-        *,
-        ranks: Sequence[int] | None = None,
-        follow: Callable[[], bool] | None = None,
-    ) -> AsyncIterator[LogLine]:
-        raise NotImplementedError
-
     # What is shared
+
+    @staticmethod
+    def _may_hold(training: Training) -> bool:
+        """Whether the backend may have jobs of it, though all records are lost."""
+        return training.status.asked is not None and not training.status.is_released
 
     def where(self, training: Training) -> str:
         place: Any = self.place_of(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,16 @@ RANK_ENV = "ATOLL_RANK_ENV"  # the name of the variable that the launcher chose 
 RANK = ("REPLICA_RANK", "RANK", "ATOLL_RANK", "JOB_COMPLETION_INDEX")
 WORLD = ("WORLD_SIZE", "ATOLL_WORLD_TARGET")
 URI = ("RENDEZVOUS_URI", "ATOLL_RENDEZVOUS_URI")
+
+# Entrypoints that name no code of the user's: what to call is among the arguments.
+OWN_MODULES = (
+    "atoll.replica_entrypoint",
+    "composer_replication.diloco.serverless.replica_entrypoint",
+)
+TRAINER, FUNCTION, KWARGS, KWARGS_JSON = (
+    *("trainer_module", "trainer_fn"),
+    *("trainer_kwargs", "trainer_kwargs_json"),
+)
 
 # A function that needs one of these, and is not given it, has it from the environment.
 FROM_ENVIRONMENT = ("rank", "world_size", "rendezvous_uri")
@@ -31,6 +42,26 @@ def missing_keywords(function: Callable[..., Any], args: Mapping[str, Any]) -> l
         and parameters[name].kind in by_name
         and parameters[name].default is inspect.Parameter.empty
     ]
+
+
+def trainer_call(args: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What `module:function` and with which arguments one of OWN_MODULES is to call.
+
+    Raises ValueError naming the argument that is missing or wrong.
+    """
+    module, function = args.get(TRAINER), args.get(FUNCTION, "train")
+    for name, value in ((TRAINER, module), (FUNCTION, function)):
+        if not isinstance(value, str) or not all(map(str.isidentifier, value.split("."))):
+            raise ValueError(f"{name}: {value!r}: expected the name of what the replicas run")
+    kwargs: Any = args.get(KWARGS) or {}
+    if text := args.get(KWARGS_JSON):
+        try:
+            kwargs = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{KWARGS_JSON}: {text!r}: expected JSON: {error}") from error
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"{KWARGS}: {kwargs!r}: expected names and values")
+    return f"{module}:{function}", kwargs
 
 
 def call(function: Callable[..., Any], args: Mapping[str, Any], env: Mapping[str, str]) -> Any:

@@ -23,6 +23,8 @@ RANK_VARIABLES = ("RANK", "REPLICA_RANK", "ATOLL_RANK", "BASILICA_RANK")
 RANK_ENV = "ATOLL_RANK_ENV"
 # How many ranks were started together.
 TOGETHER = "ATOLL_STARTED_TOGETHER"
+# Set by a launch of replicas: how many of them a first round needs.
+QUORUM = "ATOLL_QUORUM"
 # Set to the number of ranks that are wanted when the rank starts.
 SIZE_VARIABLES = ("WORLD_SIZE", "ATOLL_WORLD_TARGET", "BASILICA_WORLD_TARGET")
 # Set by `meeting_environment` once the meeting point is known.
@@ -47,8 +49,12 @@ TORCHRUN_VARIABLES = (
     "PET_RDZV_CONF",
     "PET_NODE_RANK",
 )
+# Which process of the world a rank is. With these alone, it meets nobody.
+PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # What torch.distributed, and frameworks on it, take for a world of processes.
-WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+WORLD_VARIABLES = (*PLACE_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+# As torchrun has it: several processes on a host would otherwise use all of its cores each.
+SHARED_HOST_DEFAULTS = {"OMP_NUM_THREADS": "1"}
 # Ranks may start minutes apart. A last call is for ranks that nobody asked for yet: those between
 # target and max.
 TORCHRUN_CONF = "timeout=1500,join_timeout=1500,last_call_timeout=5"
@@ -81,7 +87,9 @@ class RankPlace(NamedTuple):
     has_atoll: bool  # always there to be imported; without it, only functions need it
     rendezvous_uri: str  # for trainings that name none
     meeting: Meeting | None  # None: known later, by whoever starts the ranks
-    is_one_host: bool = False  # a rank's number is then its number on its host, too
+    is_one_host: bool = False  # all ranks of the training run on it
+    # Devices that all ranks of the one host see; None: each rank has its own, if any.
+    shared_devices: int | None = None
     code: CodePlace | None = None  # None: ranks run where the code is
     figures: str = ""  # where `atoll.report` hands on what ranks tell; empty: nowhere
     figures_token: str = ""  # needed there, where that is the control plane
@@ -92,6 +100,8 @@ class RankLaunch(NamedTuple):
     """What to start. A rank's environment is `env` and a value for each of the listed names.
 
     What `later` names is taken from `meeting_environment` when it is known, and never inherited.
+    `defaults` count only where neither the training nor the parent process has set them. Where
+    `local_ranks` is above 1, LOCAL_RANK is the rank modulo it.
     """
 
     command: list[str]
@@ -100,6 +110,8 @@ class RankLaunch(NamedTuple):
     size_variables: tuple[str, ...]
     node_variables: tuple[str, ...]
     later: tuple[str, ...]
+    defaults: dict[str, str]
+    local_ranks: int
 
 
 def render_launch(training: Training, place: RankPlace) -> RankLaunch:
@@ -136,7 +148,10 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
     # ranks itself knows how many it let go.
     if TOGETHER not in own and world.min == world.target:
         env[TOGETHER] = str(world.target)
-    by_rank = [*RANK_VARIABLES, *(("LOCAL_RANK",) if place.is_one_host else ())]
+    local_ranks = local_world_size(world.target, place)
+    env["LOCAL_WORLD_SIZE"] = str(local_ranks)
+    env["LOCAL_RANK"] = "0"
+    by_rank = [*RANK_VARIABLES]
     if RANK_ENV in own and own[RANK_ENV] not in by_rank:
         by_rank.append(own[RANK_ENV])
     by_size = [*SIZE_VARIABLES]
@@ -154,7 +169,20 @@ def render_launch(training: Training, place: RankPlace) -> RankLaunch:
         size_variables=size_variables,
         node_variables=("NODE_NAME",),
         later=tuple(dict.fromkeys([*later, *unset])),
+        defaults=SHARED_HOST_DEFAULTS if place.is_one_host and world.target > 1 else {},
+        local_ranks=1 if "LOCAL_RANK" in unset else local_ranks,
     )
+
+
+def local_world_size(ranks: int, place: RankPlace) -> int:
+    """The number of LOCAL_RANKs on a host: `torch.cuda.set_device(LOCAL_RANK)` works for each.
+
+    A rank with a host or devices of its own has LOCAL_RANK 0. Ranks that share devices are counted
+    through, and begin again at 0 where there are more ranks than devices.
+    """
+    if not place.is_one_host or place.shared_devices is None:
+        return 1
+    return min(ranks, place.shared_devices) or ranks
 
 
 def store_uri_of(spec: TrainingSpec, place: RankPlace) -> str:
@@ -168,6 +196,8 @@ def unset_variables(spec: TrainingSpec, own: dict[str, str]) -> tuple[str, ...]:
     names: tuple[str, ...] = ()
     if spec.rendezvous.backend == NO_BACKEND:
         names = (*WORLD_VARIABLES, *TORCHRUN_VARIABLES)
+        if QUORUM in own:  # replicas of a launch know which one of how many they are
+            names = tuple(name for name in names if name not in PLACE_VARIABLES)
     elif is_one_host(spec):
         names = TORCHRUN_VARIABLES
     return tuple(name for name in names if name not in own)

@@ -231,6 +231,9 @@ def _conclusion(
         reason = str(job.reason)
     if job is not None and job.words:
         words += f"; {job.words}"
+    ended_at = now - record.quiet_s
+    if record.beaten_at is not None:  # by the clock of the place, which may be ahead
+        ended_at = min(ended_at, record.beaten_at)
     return {
         "atollExit": 1,
         "by": BY_BACKEND,
@@ -239,7 +242,7 @@ def _conclusion(
         "signal": None,
         "reason": reason,
         "message": words,
-        "at": max(now - record.quiet_s, record.started_at or 0.0),
+        "at": max(ended_at, record.started_at or 0.0),
         "startedAt": record.started_at,
         "host": record.host,
         "stopped": is_leaving,
@@ -401,12 +404,14 @@ def _gate(
     """The gate opens for all ranks, or for `min` of them once the first has waited long enough."""
     if records.gate is not None or not size:
         return (), None
-    claims = [
-        records.attempts[rank, attempt].claim
+    waiting = [
+        records.attempts[rank, attempt]
         for rank, attempts in by_rank.items()
         for attempt, each in attempts.items()
         if rank < size and each.state == "waiting" and (rank, attempt) in records.attempts
     ]
+    # One that has ended at the gate may be shown as waiting, until its backend says why it ended.
+    claims = [record.claim for record in waiting if record.exit is None]
     times = [claim["at"] for claim in claims if claim is not None]
     left_s = min(times, default=now) + training.spec.start_grace_s - now
     if may_start(len(times), training.spec.world_size, is_grace_over=bool(times) and left_s <= 0):

@@ -73,7 +73,7 @@ class Objects:
     def entries(self) -> dict[str, int]:
         pages = self._ask("list", None, chunk_size=BATCH)
         return {
-            item["path"]: int(item["last_modified"].timestamp() * 1e6)
+            item["path"]: int(item["last_modified"].timestamp() * 1e6) * 1000
             for page in pages
             for item in page
         }

@@ -23,7 +23,8 @@ class RecordPlace(Protocol):
         """The stamp of `name` changes."""
 
     def entries(self) -> dict[str, int]:
-        """All names, in one question, each with a stamp that changes with a beat."""
+        """All names, in one question, each with a stamp that changes with a beat, and tells when
+        that was: in nanoseconds since 1970, by the clock of the place."""
 
     def delete(self, names: list[str]) -> None:
         """Already gone is success."""

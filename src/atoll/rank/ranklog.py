@@ -45,6 +45,7 @@ class LogWriter:
         self._segment_bytes = (kept_bytes or KEPT_BYTES) // SEGMENTS_KEPT
         self._file: int | None = None
         self._start = self._size = 0
+        self._last = b""  # the last byte written
         with contextlib.suppress(OSError):
             self._begin()
 
@@ -52,11 +53,18 @@ class LogWriter:
         with contextlib.suppress(OSError):
             if self._file is None:
                 self._begin()
+            elif os.fstat(self._file).st_nlink == 0:  # somebody has deleted it
+                self._rotate(self._file, self._last)
             elif self._size + self._stamps >= self._segment_bytes:
                 self._rotate(self._file)
             if self._file is not None:
                 self._stamp()
-                self._size += os.write(self._file, data)
+                self._put(self._file, data)
+
+    def _put(self, file: int, data: bytes) -> None:
+        written = os.write(file, data)
+        self._size += written
+        self._last = data[:written][-1:] or self._last
 
     def _stamp(self) -> None:
         """Notes the time first: a reader of what follows finds it."""
@@ -81,9 +89,12 @@ class LogWriter:
         with contextlib.suppress(FileNotFoundError):
             self._stamps = times_path(self._folder, self._start).stat().st_size
 
-    def _rotate(self, full: int) -> None:
-        start = self._start + self._size
+    def _rotate(self, full: int, kept: bytes = b"") -> None:
+        """Goes on in another segment, which begins with the bytes that are kept of this one: by
+        the last of them, readers know whether a line was cut."""
+        start = self._start + self._size - len(kept)
         try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = self._open(start)
         except OSError:
             return
@@ -91,6 +102,8 @@ class LogWriter:
         close_times(times_path(self._folder, self._start))
         self._file, self._start, self._size = file, start, 0
         self._stamped_at, self._stamps = -math.inf, 0
+        if kept:
+            self._put(file, kept)
         for old in segments(self._folder)[:-SEGMENTS_KEPT]:
             segment_path(self._folder, old).unlink(missing_ok=True)
             times_path(self._folder, old).unlink(missing_ok=True)

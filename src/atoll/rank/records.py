@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +23,17 @@ _NAME = re.compile(rf"(\d+)\.(\d+)\.({CLAIM}|{START}|{EXIT}|{BEAT})")
 
 
 class AttemptRecord(NamedTuple):
-    """One attempt. `quiet_s`: how long nothing of it has changed, by this reader's clock."""
+    """One attempt. `quiet_s`: how long nothing of it has changed, by this reader's clock.
+
+    `beaten_at`: when it last showed that it lived, as its place says, if this reader never saw it
+    change: it may have been silent for long before.
+    """
 
     claim: Json | None = None
     start: Json | None = None
     exit: Json | None = None
     quiet_s: float = 0.0
+    beaten_at: float | None = None
 
     @property
     def host(self) -> str | None:
@@ -46,16 +52,29 @@ class GangRecords(NamedTuple):
     attempts: dict[AttemptKey, AttemptRecord] = {}
 
 
+class _Change(NamedTuple):
+    """What a reader saw of the records of an attempt, and since when."""
+
+    stamps: dict[str, int]
+    since: float
+    is_first: bool  # look at it
+
+
 class RecordReader:
     """Reads the place of one training again and again. What never changes is read once."""
 
     def __init__(self, place: RecordPlace, clock: Callable[[], float] = time.monotonic) -> None:
         self.place = place
         self._clock = clock
+        self._turn = threading.Lock()  # a reading that was cancelled goes on in its thread
         self._documents: dict[str, Json] = {}
-        self._changed: dict[AttemptKey, tuple[object, float]] = {}
+        self._changed: dict[AttemptKey, _Change] = {}
 
     def read(self) -> GangRecords:
+        with self._turn:
+            return self._read()
+
+    def _read(self) -> GangRecords:
         wish = read(self.place, WISH)
         if wish is None:
             return GangRecords()
@@ -82,11 +101,12 @@ class RecordReader:
 
     def _attempt(self, key: AttemptKey, stamps: dict[str, int]) -> AttemptRecord:
         last, now = self._changed.get(key), self._clock()
-        state = sorted(stamps.items())
-        if last is None or last[0] != state:
-            last = self._changed[key] = (state, now)
+        if last is None or last.stamps != stamps:
+            last = self._changed[key] = _Change(stamps, now, is_first=last is None)
         known = {kind: self._documents.get(name_of(*key, kind)) for kind in (CLAIM, START, EXIT)}
-        return AttemptRecord(known[CLAIM], known[START], known[EXIT], now - last[1])
+        beaten_at = stamps[BEAT] / 1e9 if last.is_first and BEAT in stamps else None
+        quiet_s = now - last.since
+        return AttemptRecord(known[CLAIM], known[START], known[EXIT], quiet_s, beaten_at)
 
     def _fetch(self, names: Iterable[str]) -> None:
         missing = [name for name in names if name not in self._documents]

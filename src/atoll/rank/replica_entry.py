@@ -6,15 +6,13 @@ A script does not need this; it may call `give_result` to return a result.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pickle
 import sys
-import time
 import traceback
-from pathlib import Path
 from typing import Any
 
+from atoll.rank.entrypoint import write_error_file
 from atoll.rank.keywords import call
 from atoll.rank.result import give_result, hand_in
 
@@ -27,7 +25,7 @@ def main(payload: bytes) -> None:
         run(payload)
     except Exception as error:
         traceback.print_exc()
-        say_why(error)
+        write_error_file(error)
         sys.exit(1)
 
 
@@ -48,13 +46,3 @@ def named_function(name: str) -> Any:
     for part in attribute.split("."):
         value = getattr(value, part)
     return value
-
-
-def say_why(error: Exception) -> None:
-    """Writes when and why it failed, in the file and form that torch's own @record uses."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    message = f"{type(error).__name__}: {error}"
-    failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-    Path(path).write_text(json.dumps({"message": failure}))

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import select
 import signal
 import struct
@@ -31,6 +32,8 @@ RECORD_VARIABLE = "ATOLL_EXIT_RECORD"
 ERROR_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 TAIL_LINES = 40
 TAIL_BYTES = 16_384
+# Of output that is searched for a failure: tracebacks of eight processes and torchrun's report.
+SEARCHED_BYTES = 65_536
 CHUNK_BYTES = 65_536
 PIPE_BYTES = 1 << 20
 MANY_TIMES = 16 << 20  # bytes of pairs
@@ -99,7 +102,9 @@ def own_word(path: str) -> dict[str, Any]:
             return {}
         # Python strings may hold what is not UTF-8, such as file names, and cannot be stored.
         text = str(error["message"]).encode(errors="backslashreplace").decode()
-        word = {"failedAt": failed_at, "message": _lines(text)[-1][:500]}
+        # The exception comes first, but one of a child process comes last, after its traceback.
+        line = -1 if "Traceback (most recent call last)" in text else 0
+        word = {"failedAt": failed_at, "message": _lines(text)[line][:500]}
         if error["extraInfo"].get("reason") in OWN_REASONS:
             word["reason"] = error["extraInfo"]["reason"]
         return word
@@ -111,6 +116,38 @@ def _lines(text: str) -> list[str]:
     """Only a newline ends a line."""
     text = text[:-1] if text.endswith("\n") else text
     return text.split("\n") if text else []
+
+
+_TORCHRUN_ERROR = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+_TORCHRUN_LOG = re.compile(r"[A-Z]\d{4} .* torch/distributed/elastic/")
+_TRACEBACK = re.compile(r"(\[rank\d+\]: ?)?Traceback \(most recent call last\):")
+
+
+def failure_tail(lines: list[str]) -> list[str]:
+    """The lines up to the failure of the program: without torchrun's own report that follows it.
+
+    That report names the process that failed first, but not its exception. If nothing else
+    explains the failure, all lines are kept.
+    """
+    ends = [at for at, line in enumerate(lines) if line.startswith(_TORCHRUN_ERROR)]
+    if not ends:
+        return lines
+    starts = [at for at in range(ends[-1]) if lines[at].startswith("Traceback (most recent")]
+    own, report = lines[: starts[-1] if starts else ends[-1]], lines[ends[-1] :]
+    while own and _TORCHRUN_LOG.match(own[-1]):
+        own.pop()
+    prefix = f"[rank{_first_failed(report)}]: "
+    marked = [at for at, line in enumerate(own) if line.startswith(prefix)]
+    if marked:
+        own = own[: marked[-1] + 1]
+    return own if any(map(_TRACEBACK.match, own)) else lines
+
+
+def _first_failed(report: list[str]) -> str:
+    """The rank that torchrun calls the root cause, as it prints it."""
+    text = "\n".join(report).partition("Root Cause (first observed failure):")[2]
+    found = re.search(r"^ *rank *: (\d+) ", text, re.MULTILINE)
+    return found.group(1) if found else ""
 
 
 def record_line(record: dict[str, Any], limit: int) -> bytes:
@@ -331,7 +368,7 @@ class Command:
         data = os.read(self._output, CHUNK_BYTES)
         if data:
             self.said_at = time.monotonic()
-        self.tail = (self.tail + data)[-TAIL_BYTES:]
+        self.tail = (self.tail + data)[-SEARCHED_BYTES:]
         if self.times is not None and data:
             self.times.note()
         left = memoryview(data)
@@ -402,7 +439,7 @@ def record_of(command: Command, word: str, error_file: str, host: str) -> dict[s
         what = "its working directory" if command.is_folder_missing else word[:200]
         record["message"] = f"{what}: {os.strerror(command.failure)}"
     elif record["code"] != 0:
-        record["tail"] = _lines(command.tail.decode(errors="replace"))[-TAIL_LINES:]
+        record["tail"] = failure_tail(_lines(command.tail.decode(errors="replace")))[-TAIL_LINES:]
         record.update(own_word(error_file))
     return record
 

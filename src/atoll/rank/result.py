@@ -20,6 +20,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, NamedTuple
 
+from atoll.core.errors import ResultError
 from atoll.core.lines import RESULT_MARK as MARK
 
 MAX_BYTES = 16 * 2**20
@@ -45,10 +46,14 @@ class Result(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a log says of a rank's result. `trouble` is for people."""
+    """What a log says of a rank's result. `trouble` is for people.
+
+    `is_torn`: the rank gave one, and only a part of it is in the log.
+    """
 
     result: Result | None
     trouble: str = ""
+    is_torn: bool = False
 
 
 class ResultPart(NamedTuple):
@@ -83,7 +88,7 @@ def hand_in(value: Any) -> None:
     try:
         give_result(value)
     except Exception as error:  # a class of the user may fail in any way while it is pickled
-        words = f"the result cannot be handed in: {error}"
+        words = f"the result cannot be returned: {error}"
         sys.stderr.write(f"atoll: {words}\n")
         _print(Result(NONE, words.encode(errors="replace")[:_CHUNK]))
 
@@ -129,7 +134,8 @@ def read_result(lines: Iterable[str], nonce: str) -> Reading:
             last = Result(part.encoding, b"".join(mine[at] for at in range(part.total)))
             del pieces[part.call]
     if last is None and pieces:
-        return Reading(None, "the result is not complete: the rank ended while it was printed")
+        words = "the result is not complete in the log: the rank ended while it wrote it, or it was"
+        return Reading(None, f"{words} cut off", is_torn=True)
     if bad:
         words = f"{bad} marked line{'s' if bad > 1 else ''} of its log ignored"
         return Reading(last, f"{words}: broken, or the result of another launch")
@@ -196,24 +202,29 @@ def encode_value(value: Any, *, pickled: bool = False) -> Result:
         return Result(PICKLE, bytes(cloudpickle.dumps(value)))
     try:
         if _is_json(value):
-            return Result(JSON, json.dumps(value).encode())
+            return Result(JSON, json.dumps(value, ensure_ascii=False).encode())
         import msgspec
 
         return Result(MSGPACK, msgspec.msgpack.encode(_tagged(value)))
     except RecursionError as error:
         raise ValueError("the result is nested too deeply, or holds itself") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"expected text that UTF-8 can hold, not {error.object[:80]!a}: return the bytes of a "
+            "file name, as os.fsencode does"
+        ) from error
 
 
 def decode_value(result: Result, *, allow_pickle: bool = False) -> Any:
-    """Raises ValueError, in one line, where that cannot be done. Runs no code but for a pickle."""
+    """Raises ResultError, in one line, where that cannot be done. Runs no code but for a pickle."""
     if result.encoding == NONE:
-        raise ValueError(result.payload.decode(errors="replace"))
+        raise ResultError(result.payload.decode(errors="replace"))
     if result.encoding == PICKLE and not allow_pickle:
-        raise ValueError("the result is a pickle, which could run any code: allow_pickle takes it")
+        raise ResultError("the result is a pickle, which could run any code: allow_pickle takes it")
     try:
         return _decoded(result)
     except Exception as error:  # the payload may be anything; a pickle fails in its own way
-        raise ValueError(f"the result cannot be read here: {error!r}") from error
+        raise ResultError(f"the result cannot be read here: {error!r}") from error
 
 
 def _decoded(result: Result) -> Any:
@@ -268,8 +279,9 @@ def _tagged(value: Any) -> Any:
     if name in ("torch.Tensor", "torch.nn.parameter.Parameter") and value.layout is _strided():
         return Ext(_TENSOR, encode(_tensor_parts(value)))
     raise TypeError(
-        f"expected plain data such as numbers, text, lists and dicts, not a {name}; an executor "
-        "with allow_pickle=True takes whatever a function returns"
+        f"expected plain data such as numbers, text, lists and dicts, not a {name}: return its "
+        "parts, as dataclasses.asdict does, or a pickle: allow_pickle=True of an executor or of "
+        "Client.map; else atoll.give_result(x, pickled=True) and training.value(allow_pickle=True)"
     )
 
 

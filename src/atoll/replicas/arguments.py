@@ -27,13 +27,14 @@ from atoll.rank.launch import RANK_VARIABLES
 MAX_ARGS_BYTES = 120_000  # Linux takes at most 131,072 in one argument or variable
 RANK_ENV = "rank_env"
 URI = "rendezvous_uri"
+WORLD = "world_size"
 JOB_RANK = "JOB_COMPLETION_INDEX"  # the rank, as an Indexed Job of Kubernetes sets it
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 # Beside those that are reserved everywhere: what atoll and torch set for ranks, and what would
 # change how the replica's programs start.
 _SET_FOR_RANKS = re.compile(
-    rf"MASTER_(ADDR|PORT)|LOCAL_RANK|{JOB_RANK}|{ENTRYPOINT_VARIABLE}|(PET|TORCHELASTIC)_\w+"
+    rf"MASTER_(ADDR|PORT)|LOCAL_RANK|LOCAL_WORLD_SIZE|{JOB_RANK}|{ENTRYPOINT_VARIABLE}|(PET|TORCHELASTIC)_\w+"
 )
 _OF_PROGRAMS = re.compile(r"PATH|HOME|PWD|BASH_ENV|LD_\w+|PYTHON[A-Z]\w*")
 
@@ -45,8 +46,10 @@ class Arguments(NamedTuple):
     env: dict[str, str]
 
 
-def read_arguments(args: object, *, is_function: bool) -> Arguments:
+def read_arguments(args: object, *, n_replicas: int, is_function: bool) -> Arguments:
     """Raises ValidationError naming the argument that cannot reach a replica.
+
+    `world_size` may be among them, if it is the number of replicas.
 
     A function takes whatever can be pickled, of any size: its variables have what they can hold.
     """
@@ -56,7 +59,12 @@ def read_arguments(args: object, *, is_function: bool) -> Arguments:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ValidationError("entrypoint_args", key, "expected a name of letters and digits")
     values = {key: value for key, value in args.items() if key != RANK_ENV}
-    env = _scalars(values, is_function=is_function)
+    if (world := values.get(WORLD, n_replicas)) != n_replicas or isinstance(world, bool):
+        expected = f"expected {n_replicas}: so many replicas are launched"
+        raise ValidationError(f"entrypoint_args.{WORLD}", world, expected)
+    # Its variable is set for every replica.
+    others = {key: value for key, value in values.items() if key != WORLD}
+    env = _scalars(others, is_function=is_function)
     env |= _whole(values, is_function=is_function)
     rank_env = args.get(RANK_ENV)
     if rank_env is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import re
 import sys
@@ -13,8 +14,10 @@ from typing import Any, NamedTuple
 
 from atoll.core.checks import is_text
 from atoll.core.errors import ValidationError
-from atoll.rank.keywords import missing_keywords
+from atoll.rank.keywords import OWN_MODULES, missing_keywords, trainer_call
 from atoll.replicas.arguments import as_argv
+
+log = logging.getLogger(__name__)
 
 _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _MODULE = re.compile(_DOTTED)
@@ -42,7 +45,7 @@ class FunctionCall(NamedTuple):
 
 
 class InImage(NamedTuple):
-    """What a command of the image runs: it is only told of by its name."""
+    """What a command of the image runs: it is only told its name; empty if it has none."""
 
     name: str
 
@@ -59,6 +62,11 @@ def read_entry(
     text = os.fspath(entrypoint) if isinstance(entrypoint, str | os.PathLike) else None
     if not text or not is_text(text):
         raise ValidationError("entrypoint", entrypoint, "expected a script, a module or a function")
+    if text in OWN_MODULES:
+        try:
+            text, args = trainer_call(args)
+        except ValueError as error:
+            raise ValidationError("entrypoint_args", sorted(args), str(error)) from error
     if _FUNCTION.fullmatch(text):
         return FunctionCall(_payload({"name": text}, args))
     path = Path(text)
@@ -87,10 +95,17 @@ def name_of(entrypoint: object) -> str:
 
 
 def read_in_image(entrypoint: object) -> InImage:
-    """For a command of the image. Raises ValidationError for what cannot be told by a name."""
+    """For a command of the image. Raises ValidationError for what is no entrypoint.
+
+    A function is named if the image can import it; a command runs as it is in any case.
+    """
     name = name_of(entrypoint)
-    is_of_script = name.startswith("__main__:")
-    if not name or is_of_script or not is_text(name):
+    if callable(entrypoint):
+        name = "" if name.startswith("__main__:") else name
+        what = getattr(entrypoint, "__qualname__", repr(entrypoint))
+        log.warning("replicas run command=; the function %s is not sent to them", what)
+        return InImage(name)
+    if not name or not is_text(name):
         expected = "expected a name that is told to command in ENTRYPOINT, such as 'module:name'"
         raise ValidationError("entrypoint", entrypoint, expected)
     return InImage(name)

@@ -24,7 +24,7 @@ from atoll.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
 from atoll.kubernetes.pod import Pod, when
 from atoll.kubernetes.read import finished, wish_of
 from atoll.kubernetes.render import gang_name, render_job, render_service, render_world
-from atoll.replicas.shared import StopCause, with_cause
+from atoll.replicas.shared import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
 
@@ -90,7 +90,7 @@ def cause_of(job: Json, spec: TrainingSpec, wish: Wish) -> StopCause:
     return StopCause()
 
 
-class ScriptJobs(KubernetesBackend):
+class ScriptJobs(SharedBackend, KubernetesBackend):
     """The backend of launches from scripts."""
 
     async def find(self, job_name: str, uid: str | None) -> Training | None:

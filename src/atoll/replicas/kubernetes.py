@@ -19,7 +19,7 @@ from atoll.kubernetes.names import CONTAINER, REPLICA
 from atoll.kubernetes.options import KubernetesOptions, check_installed
 from atoll.replicas.entrypoints import Entry, InImage, read_in_image
 from atoll.replicas.plane import ScriptPlane
-from atoll.replicas.surface import Entrypoint, ReplicaSurface
+from atoll.replicas.surface import Entrypoint, ReplicaRendezvous, ReplicaSurface
 
 if TYPE_CHECKING:
     from atoll.kubernetes.client import Cluster
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-# A gang's name has 46 characters of it before its own mark, and `replicas-` in front.
+# A name has at most 63 characters, nine of which are the launch's own.
 RUN_ID_ROOM = 54
 TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 OPTIONS = {field.name: field for field in fields(KubernetesOptions)}
@@ -43,14 +43,14 @@ class KubernetesExecutor(ReplicaSurface):
 
     `command` runs exactly as it is, in the image; without it the code of the entrypoint is sent
     along, with the working directory unless `code` is False. `backoff_limit`: how often each
-    replica is restarted. `run_id` is in the Job's name. `batch_api` and `core_api`, of the
+    replica is restarted. The Job's name begins with `run_id`. With `rendezvous_backend="c10d"` the
+    replicas of a launch meet in one world. `batch_api` and `core_api`, of the
     official client, are the way to the cluster; else `context` and `kubeconfig` choose it, by
     default the pod's own, `KUBECONFIG` or ~/.kube/config. Other `options` are those of
     `KubernetesOptions`. Bad ones raise ValidationError here, clashes at the launch.
     """
 
     backend_name = "kubernetes"
-    supports_inter_replica_network = True
     launch_word = "Job"
 
     def __init__(
@@ -68,8 +68,10 @@ class KubernetesExecutor(ReplicaSurface):
         kubeconfig: str | None = None,
         allow_pickle: bool = False,
         code: bool = True,
+        rendezvous_backend: ReplicaRendezvous = "none",
         **options: Any,
     ) -> None:
+        self._take_rendezvous(rendezvous_backend)
         check_installed(type(self).__name__)
         _check_known(options)
         check_as("backoff_limit", backoff_limit, RESTARTS)
@@ -161,7 +163,7 @@ class KubernetesExecutor(ReplicaSurface):
     def launch_name(self, uid: str) -> str:
         if self._run is None:
             return super().launch_name(uid)
-        return f"{f'replicas-{self._run}'[:RUN_ID_ROOM].rstrip('-')}-{uid[:8]}"
+        return f"{self._run[:RUN_ID_ROOM].rstrip('-')}-{uid[:8]}"
 
     def render_replicas(
         self,

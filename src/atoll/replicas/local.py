@@ -33,10 +33,11 @@ from atoll.local import processes
 from atoll.local.adoption import bury, delete, is_buried, read_record, write_record
 from atoll.local.executor import LocalBackend
 from atoll.local.state import state_dir
+from atoll.rank.ownership import check_directory, make_private, private
 from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
 from atoll.replicas.plane import ScriptPlane
-from atoll.replicas.shared import StopCause
-from atoll.replicas.surface import ReplicaSurface
+from atoll.replicas.shared import SharedBackend, StopCause
+from atoll.replicas.surface import ReplicaRendezvous, ReplicaSurface
 
 CLEAR_S = 20.0
 PREFIX = "atoll-replicas-"
@@ -62,7 +63,8 @@ class LocalProcessExecutor(ReplicaSurface):
 
     With `detach=True` they go on, and so do their handles: `close` and `with` still end them. What
     is known of them is kept in `state_dir`, by default `ATOLL_STATE_DIR/replicas`, else
-    `~/.local/state/atoll/replicas`, and forgotten a week after their end.
+    `~/.local/state/atoll/replicas`, and forgotten a week after their end. With
+    `rendezvous_backend="c10d"` the replicas of a launch meet in one world.
     """
 
     backend_name = "local"
@@ -75,7 +77,9 @@ class LocalProcessExecutor(ReplicaSurface):
         detach: bool = False,
         state_dir: str | os.PathLike[str] | None = None,
         allow_pickle: bool = False,
+        rendezvous_backend: ReplicaRendezvous = "none",
     ) -> None:
+        self._take_rendezvous(rendezvous_backend)
         for field, value in (("detach", detach), ("allow_pickle", allow_pickle)):
             if not isinstance(value, bool):
                 raise ValidationError(field, value, "expected True or False")
@@ -124,7 +128,8 @@ class LocalProcessExecutor(ReplicaSurface):
         if not self.detach:
             return self._root / "gangs"
         try:
-            self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_directory(self.state_dir)
+            make_private(self.state_dir)
         except OSError as error:
             raise Permanent(f"cannot write to {self.state_dir}: {error.strerror}") from error
         clear_expired(self.state_dir)
@@ -143,8 +148,9 @@ class LocalProcessExecutor(ReplicaSurface):
         match entry:
             case FunctionCall(payload):
                 place = self._gangs_root / uid / "function.pkl"
-                place.parent.mkdir(parents=True, mode=0o700)
-                place.write_bytes(payload)
+                make_private(place.parent)
+                with open(place, "wb", opener=private) as file:
+                    file.write(payload)
                 command = [sys.executable, "-c", _ENTRY, source, str(place)]
             case Module(name, argv):
                 command = [sys.executable, "-m", name, *argv]
@@ -162,7 +168,7 @@ class LocalProcessExecutor(ReplicaSurface):
             self._guard.wait()
 
 
-class ScriptProcesses(LocalBackend):
+class ScriptProcesses(SharedBackend, LocalBackend):
     """The gangs of one directory, which several processes may follow."""
 
     def __init__(self, root: Path) -> None:
@@ -216,7 +222,7 @@ class ScriptProcesses(LocalBackend):
     async def _alone(self, training: Training) -> AsyncIterator[None]:
         """No other process writes to the gang's directory meanwhile."""
         directory = self.root / training.uid
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(directory)
         lock = os.open(directory / "turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while not _is_taken(lock):  # noqa: ASYNC110  other processes set no event
@@ -268,7 +274,9 @@ def clear_expired(root: Path) -> None:
 def new_root() -> Path:
     """A new directory whose name holds the process that owns it."""
     pid = os.getpid()
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{pid}-{processes.born(pid)}-"))
+    root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{pid}-{processes.born(pid)}-"))
+    check_directory(root)
+    return root
 
 
 def start_guard(root: Path) -> subprocess.Popen[bytes]:

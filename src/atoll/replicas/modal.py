@@ -1,4 +1,4 @@
-"""Replicas on Modal, launched from a script: `ModalExecutor`, also called `ModalSpawnExecutor`."""
+"""Replicas on Modal, launched from a script: `ModalExecutor`."""
 
 from __future__ import annotations
 
@@ -56,9 +56,6 @@ class ModalExecutor(RecordedReplicas):
 
         check_credentials()
         return ScriptSandboxes(self.options)
-
-
-ModalSpawnExecutor = ModalExecutor  # the name that scripts for composer's executor have
 
 
 def replace_image(options: ModalOptions, image: Any) -> ModalOptions:

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from atoll.controller.informer import Informer
 from atoll.controller.loop import Controller, Pass
 from atoll.core.ends import PhaseReason
-from atoll.core.errors import AtollError, Conflict, Gone, NotFound, Permanent, Temporary
+from atoll.core.errors import AtollError, Conflict, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key
 from atoll.core.status import Training
 from atoll.replicas.shared import SharedBackend, SharedExecutor
@@ -46,6 +47,9 @@ class Gang:
         self.last: Pass | None = None
         self.fault: Exception | None = None  # why it cannot be observed, unless that may pass
         self.results: dict[int, tuple[Any, str]] = {}
+        self.observed_at = 0.0  # by `time.perf_counter`, when the backend last told how it is
+        self.has_begun = False
+        self.cancelling = asyncio.Lock()
 
     @property
     def is_over(self) -> bool:
@@ -62,8 +66,10 @@ class Gang:
 
     def note(self, done: Pass) -> None:
         self.last = done
-        if not isinstance(done.error, Temporary | Conflict | NotFound):
-            self.fault = done.error
+        # What was refused after a good look keeps nobody from knowing how the gang is.
+        is_known = self.has_begun and self.observed_at >= done.started_at
+        if is_known or not isinstance(done.error, Temporary | Conflict | NotFound):
+            self.fault = None if is_known else done.error
 
     def is_passed(self, since: float) -> bool:
         """Whether a pass that started after `since` failed or had nothing more to do."""
@@ -148,20 +154,41 @@ class ScriptPlane:
     async def cancel(self, gang: Gang) -> None:
         """Stops the gang, and waits for its end for the length of the grace.
 
-        Raises if the backend did not accept it; the controller keeps trying.
+        Raises if the backend did not accept it. The gang goes on then, and nothing stops it later.
         """
-        if gang.is_over:
-            return
-        deadline = gang.grace_ends
+        async with gang.cancelling:
+            if gang.is_over:
+                return
+            deadline = gang.grace_ends
+            gang.fault = None
+            before = await self.store.get(gang.training.key)
+            spec = replace(before.spec, cancel=True)
+            await self.store.update_spec(replace(before, spec=spec))
+            since = time.perf_counter()
+            try:
+                await self.wait([gang], lambda: gang.is_over or gang.is_passed(since), deadline)
+                error = gang.error
+                if error is not None and not gang.is_over:
+                    if not isinstance(error, Conflict | NotFound):
+                        raise error
+            except AtollError:
+                await self._withdraw_cancel(gang, before)
+                raise
+            await self.wait([gang], lambda: gang.is_over, deadline)
+
+    async def _withdraw_cancel(self, gang: Gang, before: Training) -> None:
+        """The gang is wanted as `before`. What the backend did after all is seen as it is."""
         gang.fault = None
-        training = await self.store.get(gang.training.key)
-        await self.store.update_spec(replace(training, spec=replace(training.spec, cancel=True)))
-        since = time.perf_counter()
-        await self.wait([gang], lambda: gang.is_over or gang.is_passed(since), deadline)
-        error = gang.error
-        if error is not None and not gang.is_over and not isinstance(error, Conflict | NotFound):
-            raise error
-        await self.wait([gang], lambda: gang.is_over, deadline)
+        while not before.spec.cancel:
+            with contextlib.suppress(Conflict):  # a pass was faster
+                training = await self.store.get(before.key)
+                if training.status.phase.is_terminal:
+                    return
+                status = replace(training.status, asked=before.status.asked)
+                training = await self.store.update_status(training, status)
+                spec = replace(training.spec, cancel=False)
+                await self.store.update_spec(replace(training, spec=spec))
+                return
 
     async def wait(
         self, gangs: Sequence[Gang], until: Callable[[], bool], deadline: float | None
@@ -193,35 +220,38 @@ class ScriptPlane:
         executor = make()
         followed = executor
         if isinstance(executor, SharedBackend):
-            self._shared = SharedExecutor(executor, self.store, self._note_gone)
+            self._shared = SharedExecutor(
+                executor, self.store, self._note_gone, self._note_observed
+            )
             followed = self._shared
-        controller = Controller(self.store, {executor.name: followed}, on_pass=self._note_pass)
-        self._running = asyncio.create_task(self._follow_with(controller))
+        informer = Informer(self.store)
+        controller = Controller(
+            self.store, {executor.name: followed}, informer=informer, on_pass=self._note_pass
+        )
+        self._running = asyncio.create_task(self._follow_with(controller, informer))
         self._running.add_done_callback(self._note_death)
         return executor
 
-    async def _follow_with(self, controller: Controller) -> None:
+    async def _follow_with(self, controller: Controller, informer: Informer) -> None:
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(informer.run())
             tasks.create_task(controller.run())
-            tasks.create_task(self._follow())
+            tasks.create_task(self._follow(informer))
 
-    async def _follow(self) -> None:
+    async def _follow(self, informer: Informer) -> None:
         """Copies what the store says to each gang, and wakes whoever waits for it."""
-        while True:
-            version = await self.store.version()
-            stored = {training.key: training for training in await self.store.list()}
-            for key, gang in self._gangs.items():
-                gang.training = stored.get(key, gang.training)
-                gang.is_removed = key not in stored
-            self._wake()
-            with contextlib.suppress(Gone):
-                async for change in self.store.watch(version):
-                    if known := self._gangs.get(change.training.key):
-                        known.training, known.is_removed = change.training, change.is_removed
-                        self._wake()
+        async for update in informer.updates():
+            gang = self._gangs.get(update.key)
+            if gang is not None and gang.training.uid == update.uid:
+                gang.training = update.training or gang.training
+                gang.is_removed = update.is_removed
+                self._wake()
 
     def _note_gone(self, key: Key) -> None:
         self._gangs[key].is_gone = True
+
+    def _note_observed(self, key: Key) -> None:
+        self._gangs[key].observed_at = time.perf_counter()
 
     def _note_pass(self, done: Pass) -> None:
         if gang := self._gangs.get(done.key):  # a backend may report what others launched
@@ -288,6 +318,7 @@ class ScriptPlane:
             await self.wait([gang], is_decided, None)  # a slow backend is waited for
         if gang.error is not None:
             raise gang.error
+        gang.has_begun = True
         gang.training = await self.store.get(gang.training.key)
 
     async def _delete(self, gang: Gang, *, is_away: bool = False) -> None:
@@ -318,6 +349,4 @@ class ScriptPlane:
     async def _leave(self) -> None:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
-        close = getattr(self.executor, "close", None)
-        if close is not None:
-            await close()
+        await self.executor.close()

@@ -14,7 +14,7 @@ class ServerlessExecutor(Protocol):
     """Launches replicas somewhere, and tells how they are and how they ended."""
 
     backend_name: str
-    supports_inter_replica_network: bool
+    supports_inter_replica_network: bool  # replicas of a launch have a way to reach each other
 
     def launch_replicas(
         self,

@@ -22,7 +22,7 @@ from atoll.rank.executor import RecordedBackend
 from atoll.replicas.entrypoints import Entry, InImage, Module, read_in_image
 from atoll.replicas.kubernetes import RESTARTS
 from atoll.replicas.plane import ScriptPlane
-from atoll.replicas.shared import StopCause
+from atoll.replicas.shared import SharedBackend, StopCause
 from atoll.replicas.surface import Entrypoint, ReplicaSurface
 
 TRAINING, CAUSE = "training", "cause"
@@ -94,7 +94,7 @@ class RecordedReplicas(ReplicaSurface):
         return super().plane_for(metadata)
 
 
-class RecordedLaunches(RecordedBackend):
+class RecordedLaunches(SharedBackend, RecordedBackend):
     """To be placed before the class of a backend: its gangs can be followed by many."""
 
     async def apply(self, training: Training, wish: Wish) -> None:

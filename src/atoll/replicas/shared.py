@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from atoll.core.ends import RankEnd
-from atoll.core.errors import Temporary
-from atoll.core.ports import Executor, Key, Store, Tending
+from atoll.core.errors import Conflict
+from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import Chore, Exit, LogLine, Seen, SeenRank, Status, Training, Wish
 
 
@@ -25,27 +25,36 @@ class StopCause(NamedTuple):
     message: str = ""
 
 
-@runtime_checkable
-class SharedBackend(Executor, Protocol):
-    """A backend whose gangs any process can find. Its `release` keeps what others may read."""
+class SharedBackend(Executor):
+    """To be placed before the class of a backend: any process can find its gangs.
+
+    Its `release` keeps what others may read.
+    """
 
     async def find(self, job_name: str, uid: str | None) -> Training | None:
         """The launch of that name, as far as the backend knows it; None if there is none."""
+        raise NotImplementedError
 
     async def stop_cause(self, training: Training) -> StopCause:
         """Why another process has stopped it."""
+        raise NotImplementedError
 
 
-class SharedExecutor:
+class SharedExecutor(Executor):
     """The executor that the controller of a script works with."""
 
     def __init__(
-        self, backend: SharedBackend, store: Store, on_gone: Callable[[Key], None]
+        self,
+        backend: SharedBackend,
+        store: Store,
+        on_gone: Callable[[Key], None],
+        on_observed: Callable[[Key], None] = lambda key: None,
     ) -> None:
         self.name = backend.name
         self._backend = backend
         self._store = store
         self._on_gone = on_gone
+        self._on_observed = on_observed
         self._asked: set[str] = set()  # gangs that the backend was asked for
         self._there: set[str] = set()  # gangs that the backend has had
         self._concluded: set[str] = set()
@@ -66,6 +75,7 @@ class SharedExecutor:
         if training.status.phase.is_terminal:
             return Seen(is_supervised=training.uid not in self._concluded)
         seen = await self._backend.observe(training)
+        self._on_observed(training.key)
         if seen.wish is not None:
             self._there.add(training.uid)
             await self._follow_others(training, seen.wish)
@@ -82,8 +92,7 @@ class SharedExecutor:
         await self._backend.purge(training)
 
     async def perform(self, training: Training, chore: Chore) -> None:
-        if isinstance(self._backend, Tending):
-            await self._backend.perform(training, chore)
+        await self._backend.perform(training, chore)
 
     def changes(self) -> AsyncIterator[Key]:
         return self._backend.changes()
@@ -99,7 +108,7 @@ class SharedExecutor:
         return self._backend.logs(training, ranks=ranks, tail=tail, follow=follow)
 
     async def _follow_others(self, training: Training, wish: Wish) -> None:
-        """Takes over a wish of another process. Raises Temporary: the pass begins anew with it."""
+        """Takes over a wish of another process. Raises Conflict: the pass begins anew with it."""
         asked = training.status.asked
         if asked is None or wish == asked or wish.version < asked.version:
             return
@@ -109,7 +118,7 @@ class SharedExecutor:
         stored = await self._store.update_status(training, with_cause(status, cause))
         if is_stopped and not cause.reason:
             await self._store.update_spec(replace(stored, spec=replace(stored.spec, cancel=True)))
-        raise Temporary("another process has changed the gang", retry_after_s=0.0)
+        raise Conflict("another process has changed the gang")
 
     async def _note_gone(self, training: Training) -> None:
         if training.is_cancelling:
@@ -117,7 +126,7 @@ class SharedExecutor:
         self._on_gone(training.key)
         cancelled = replace(training.spec, cancel=True)
         await self._store.update_spec(replace(training, spec=cancelled))
-        raise Temporary("the gang no longer exists", retry_after_s=0.0)
+        raise Conflict("the gang no longer exists")
 
 
 def with_cause(status: Status, cause: StopCause) -> Status:
@@ -146,7 +155,11 @@ def without_gang(training: Training, seen: Seen, now: float) -> Seen:
     return replace(seen, ranks=[rank for rank in ranks if rank.state != "waiting"])
 
 
+# Ends of a rank's own, which no deletion of its gang explains.
+OWN_ENDS = frozenset({RankEnd.ERROR, RankEnd.OOM_KILLED, RankEnd.COMMAND_NOT_FOUND})
+
+
 def _stopped(rank: SeenRank) -> SeenRank:
-    if rank.exit is None or rank.exit.is_success:
+    if rank.exit is None or rank.exit.is_success or rank.exit.reason in OWN_ENDS:
         return rank
     return replace(rank, exit=replace(rank.exit, is_stopped=True))

@@ -14,6 +14,7 @@ from atoll.core.spec import TrainingSpec
 from atoll.local.state import state_dir
 from atoll.replicas.entrypoints import Entry, Script
 from atoll.replicas.recorded import RecordedLaunches, RecordedReplicas
+from atoll.replicas.surface import ReplicaRendezvous
 from atoll.slurm.executor import SlurmBackend, check_installed
 from atoll.slurm.options import SlurmOptions
 
@@ -28,13 +29,13 @@ class SlurmExecutor(RecordedReplicas):
     Options are those of `SlurmOptions`: `partition`, `account`, `time`, `folder` and so on.
     `command` runs exactly as it is; without it the code of the entrypoint is sent along, with the
     working directory. With `code` False replicas run in it, and all hosts have to see it.
-    `max_restarts`: how often each replica is restarted. Without `folder`, what hosts have to see is
+    `max_restarts`: how often each replica is restarted. With `rendezvous_backend="c10d"` the
+    replicas of a launch meet in one world. Without `folder`, what hosts have to see is
     in `ATOLL_STATE_DIR/slurm`, else in `~/.local/state/atoll/slurm`. Bad options raise
     ValidationError here.
     """
 
     backend_name = "slurm"
-    supports_inter_replica_network = True
     has_shared_folder = True
     launch_word = "job array"
     argument_of = {"directory": "folder"}
@@ -47,8 +48,10 @@ class SlurmExecutor(RecordedReplicas):
         max_restarts: int = 0,
         allow_pickle: bool = False,
         code: bool = True,
+        rendezvous_backend: ReplicaRendezvous = "none",
         **options: Any,
     ) -> None:
+        self._take_rendezvous(rendezvous_backend)
         self._take(command=command, max_restarts=max_restarts, allow_pickle=allow_pickle, code=code)
         self.options = options_of(SlurmOptions, options)
         self.image = image

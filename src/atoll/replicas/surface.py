@@ -28,6 +28,7 @@ from atoll.core.checks import (
     RESULTS_VARIABLE,
     TOGETHER_VARIABLE,
     check_as,
+    check_choice,
     check_int,
     check_timeout,
     is_text,
@@ -36,8 +37,8 @@ from atoll.core.ends import PhaseReason
 from atoll.core.errors import NotFound, ValidationError
 from atoll.core.lines import printed
 from atoll.core.narrate import exit_in_words
-from atoll.core.phase import Phase
-from atoll.core.ports import Checking, Executor, Trying
+from atoll.core.phase import TERMINAL, Phase
+from atoll.core.ports import Executor
 from atoll.core.spec import (
     MAX_GPUS,
     MAX_WORLD,
@@ -82,9 +83,10 @@ _SHIPPED = (
     "import base64\nfrom atoll.rank.replica_entry import main\nmain(base64.b64decode('{}'))\n"
 )
 
+# "none": each replica is a world of its own, and so is a torchrun in it.
+ReplicaRendezvous = Literal["none", "c10d", "static"]
 ReplicaState = Literal["pending", "running", "succeeded", "failed", "cancelled"]
 
-FINAL = frozenset({"succeeded", "failed", "cancelled"})
 STATES: dict[str, ReplicaState] = {
     "Pending": "pending",
     "Running": "running",
@@ -106,11 +108,19 @@ class ReplicaSurface:
     takes_only_variables: bool = False  # arguments reach replicas in their environment alone
     sends_code: bool = False  # the working directory travels to the replicas
     has_shared_folder: bool = False  # replicas see the launcher's files under the same paths
+    rendezvous_backend: ReplicaRendezvous = "none"
     namespace = "default"
     stop_grace_s = 5.0
     ends_with_script = False
     allow_pickle = False
     launch_word = "launch"  # what the backend calls one
+
+    def _take_rendezvous(self, backend: ReplicaRendezvous) -> None:
+        """For a backend whose replicas can reach each other. Raises ValidationError."""
+        check_choice("rendezvous_backend", backend, ReplicaRendezvous)
+        self.rendezvous_backend = backend
+        if backend != "none":
+            self.supports_inter_replica_network = True
 
     def make_executor(self) -> Executor:
         """Called once, in the thread that will use it."""
@@ -140,9 +150,7 @@ class ReplicaSurface:
 
     def check_launch(self, spec: TrainingSpec) -> None:
         """Raises ValidationError, naming the field, if the spec can never run here."""
-        executor = self._plane.executor
-        if isinstance(executor, Checking):
-            executor.check(spec)
+        self._plane.executor.check(spec)
 
     def launch_replicas(
         self,
@@ -166,9 +174,7 @@ class ReplicaSurface:
         training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         spec = replace(training.spec, executor=self._plane.executor.name)
         training = replace(training, namespace=self.namespace, spec=spec)
-        executor = self._plane.executor
-        if isinstance(executor, Trying):
-            self._plane.call(executor.try_out(spec))
+        self._plane.call(self._plane.executor.try_out(spec))
         gang = self._plane.launch(training)
         self._known[self.job_name(training)] = gang
         self.note_launch(training)
@@ -186,24 +192,24 @@ class ReplicaSurface:
         check_as("n_replicas", n_replicas, RankCount)
         check_as("timeout", timeout, Deadline | None)
         is_called = is_function(entrypoint) and not self.takes_only_variables
-        args = read_arguments(
-            {} if entrypoint_args is None else entrypoint_args, is_function=is_called
-        )
+        given = {} if entrypoint_args is None else entrypoint_args
+        args = read_arguments(given, n_replicas=n_replicas, is_function=is_called)
         entry = self.read_entry(entrypoint, args.values)
         folder = os.getcwd() if self.has_shared_folder else None
         uri = store_uri(f"entrypoint_args.{URI}", args.values.get(URI), folder)
+        name = entry.name if isinstance(entry, InImage) else name_of(entrypoint)
         uid = uuid.uuid4().hex
         is_pickled = self.allow_pickle and isinstance(entry, FunctionCall)
         spec = TrainingSpec(
             name=self.launch_name(uid),
             world_size=WorldSize(min=1, target=n_replicas, max=n_replicas),
-            rendezvous=RendezvousSpec(uri=uri),
+            rendezvous=RendezvousSpec(backend=self.rendezvous_backend, uri=uri),
             resources=read_gpu(gpu),
             deadline_s=timeout,
             stop_grace_s=self.stop_grace_s,
             env={
                 **args.env,
-                **({ENTRYPOINT_VARIABLE: name} if (name := name_of(entrypoint)) else {}),
+                **({ENTRYPOINT_VARIABLE: name} if name else {}),
                 **start_variables(n_replicas),
                 **({RESULTS_VARIABLE: PICKLE} if is_pickled else {}),
             },
@@ -262,7 +268,8 @@ class ReplicaSurface:
         """Stops the whole gang of this replica. Already ended, being stopped or unknown is
         success.
 
-        Raises if the backend did not accept it: the replicas may still run then.
+        Raises if the backend did not accept it: the replicas go on then, and a refused cancel is
+        not carried out later.
         """
         gang = self._gang(handle)
         if gang.plane is not None and not gang.is_over:
@@ -412,12 +419,12 @@ class ReplicaSurface:
         rank = rank_of(gang.training, handle.rank)
         state = state_of(gang.training, handle.rank)
         ended = rank.exit
-        result, trouble = self._result(gang, handle) if state in FINAL else (None, "")
+        result, trouble = self._result(gang, handle) if state in TERMINAL else (None, "")
         error = error_of(gang.training, rank, state)
         job_name = handle.metadata["job_name"]
         if gang.is_gone and state == "cancelled":
             error = f"the {self.launch_word} {job_name} no longer exists"
-        if state not in FINAL:
+        if state not in TERMINAL:
             error = f"{state} after {timeout:g} s of waiting"
             error += f": {rank.message}" if rank.message else ""
         return {
@@ -494,7 +501,7 @@ def is_done_of(
 ) -> Callable[[], bool]:
     """Whether all replicas of these gangs among `pairs` have ended."""
     ranks = [(gang, handle.rank) for gang, handle in pairs if gang in gangs]
-    return lambda: all(state_of(gang.training, rank) in FINAL for gang, rank in ranks)
+    return lambda: all(state_of(gang.training, rank) in TERMINAL for gang, rank in ranks)
 
 
 def rank_of(training: Training, rank: int) -> RankStatus:
@@ -513,10 +520,12 @@ def state_of(training: Training, rank: int) -> ReplicaState:
 
 
 def error_of(training: Training, rank: RankStatus, state: ReplicaState) -> str:
-    """Why the rank failed, in one line; empty if it did not."""
+    """Why the rank failed or was cancelled, in one line; empty if it ended well."""
+    status, ended = training.status, rank.exit
+    if state == "cancelled":
+        return f"cancelled: it {exit_in_words(ended)}" if ended else "cancelled before it started"
     if state != "failed":
         return ""
-    status, ended = training.status, rank.exit
     why = status.failing_message or status.message
     if ended is None:
         return why or "it was never started"

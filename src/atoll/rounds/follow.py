@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from atoll.controller.informer import Informer
 from atoll.core.config import RoundStore
-from atoll.core.errors import AtollError, Gone
-from atoll.core.ports import Store
+from atoll.core.errors import AtollError, NotFound
+from atoll.core.ports import Executor
 from atoll.core.rounds import OpenRound
 from atoll.core.status import Training
-from atoll.rank.launch import RankPlace, store_uri_of
 from atoll.rounds.permit import Whose, refusal, uri_of
 from atoll.series.rounds import RoundKeeper, StoreLook
 
@@ -28,18 +28,12 @@ TICK_S = 0.5
 FILES_EVERY_S = 1.0
 OBJECTS_EVERY_S = 10.0
 IDLE_EVERY_S = 60.0  # of a training that has shown no round yet, in the end
+MISSED_EVERY_S = 1.0
 PATIENCE_S = 10.0  # with a store that does not answer
 AT_ONCE = 4  # trainings that are looked at at the same time
 MOST_RUNS = 16  # in one store
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class MeetingPlace(Protocol):
-    """An executor that knows where ranks meet whose training names no URI."""
-
-    def rank_place(self, training: Training) -> RankPlace: ...
 
 
 class FollowedTraining:
@@ -69,28 +63,28 @@ class RoundFollower:
         self._own_namespace = own_namespace
         self._followed: dict[str, FollowedTraining] = {}
 
-    async def run(self, store: Store) -> None:
+    async def run(self, informer: Informer) -> None:
         """Until it is cancelled."""
-        while True:
-            try:
-                await self._follow(store)
-            except* Gone:  # too many changes at once: begin with a list again
-                pass
-
-    async def _follow(self, store: Store) -> None:
-        after = await store.version()
-        for training in await store.list():
-            self.note(training)
         async with asyncio.TaskGroup() as tasks:
-            looking = tasks.create_task(self._look_on())
-            try:
-                async for change in store.watch(after):
-                    if change.is_removed:
-                        self._followed.pop(change.training.uid, None)
-                    else:
-                        self.note(change.training)
-            finally:
-                looking.cancel()
+            tasks.create_task(self._follow(informer))
+            tasks.create_task(self._look_on())
+            tasks.create_task(self._note_missed(informer))
+
+    async def _follow(self, informer: Informer) -> None:
+        async for update in informer.updates():
+            if update.is_removed:
+                self._followed.pop(update.uid, None)
+            elif update.training is not None:
+                self.note(update.training)
+
+    async def _note_missed(self, informer: Informer) -> None:
+        """Settled trainings whose end an earlier control plane has not looked at: one by one."""
+        await informer.uids()
+        missed = [s for s in informer.settled.values() if not self._keeper.is_finished(s.uid)]
+        for settled in missed:
+            with contextlib.suppress(NotFound):
+                self.note(await informer.store.get(settled.key))
+            await asyncio.sleep(MISSED_EVERY_S)
 
     def note(self, training: Training) -> None:
         followed = self._followed.get(training.uid)
@@ -112,14 +106,22 @@ class RoundFollower:
             await asyncio.sleep(TICK_S)
 
     def look(self, followed: FollowedTraining) -> None:
-        """Keeps what is new, and says when to look again."""
+        """Keeps what is new, and says when to look again. Never raises."""
+        try:
+            self._look(followed)
+        except Exception as error:  # whatever one training has there, the others are looked at
+            log.warning("rounds of training %s", followed.training.name, exc_info=error)
+            followed.pause_s = min(IDLE_EVERY_S, 2 * max(followed.pause_s, FILES_EVERY_S))
+            followed.due_at = time.monotonic() + followed.pause_s
+
+    def _look(self, followed: FollowedTraining) -> None:
         training = followed.training
         is_over = training.status.phase.is_terminal
         try:
             why = refusal(
                 training, self._whose(training), self._stores, self._own_namespace
             ) or self._read(followed)
-        except (AtollError, OSError, sqlite3.Error) as error:
+        except (AtollError, OSError) as error:
             why, is_over = f"the store cannot be read: {error}", False
             followed.pause_s = min(IDLE_EVERY_S, 2 * followed.pause_s)
             log.warning("rounds of training %s: %s", training.name, error)
@@ -193,30 +195,29 @@ class RoundFollower:
                     followed.readers[name] = RunReader(blobs, name, first)
 
 
-def whose_of(executors: Mapping[str, object], kinds: Mapping[str, str]) -> Callable[..., Whose]:
+def whose_of(executors: Mapping[str, Executor], kinds: Mapping[str, str]) -> Callable[..., Whose]:
     """Looks a training's executor up in those of a control plane."""
 
     def whose(training: Training) -> Whose:
         executor = executors.get(training.executor)
         kind = kinds.get(training.executor, "")
-        if training.spec.rendezvous.uri or not isinstance(executor, MeetingPlace):
+        if training.spec.rendezvous.uri or executor is None:
             return Whose(kind, "", is_alone=False)
-        place = executor.rank_place(training)
-        uri = store_uri_of(training.spec, place)
-        return Whose(kind, uri, is_alone=uri == place.rendezvous_uri)
+        uri = executor.store_uri(training)
+        return Whose(kind, uri, is_alone=bool(uri) and training.spec.run_id is None)
 
     return whose
 
 
-def figures_of(executors: Mapping[str, object]) -> Callable[[Training], str]:
+def figures_of(executors: Mapping[str, Executor]) -> Callable[[Training], str]:
     """Where ranks of a training report to; empty if nowhere."""
 
     def where(training: Training) -> str:
         executor = executors.get(training.executor)
-        if not isinstance(executor, MeetingPlace):
+        if executor is None:
             return ""
         try:
-            return executor.rank_place(training).figures
+            return executor.metrics_uri(training)
         except AtollError:  # options that do not fit it any more
             return ""
 

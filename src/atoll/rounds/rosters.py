@@ -21,7 +21,7 @@ from atoll.core.rounds import OpenRound, RoundFacts
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.keys import LEFT, Keys, UploadName, parse_upload
 from atoll.diloco.allreduce.past import read_dated_rosters
-from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.roster import ROSTER, Roster
 from atoll.diloco.blobs import Blob, Blobs
 from atoll.diloco.facts import facts_of, fragment_of
 
@@ -119,7 +119,7 @@ class RunReader:
         try:
             data, at = self._blobs.get_dated(key, MOST_ROSTER)
             body = wire.unseal(wire.ROSTER, wire.fence(key), data)
-            return msgspec.json.decode(body, type=Roster), at
+            return ROSTER.decode(body), at
         except NotFound:
             return None
         except (wire.Corrupt, msgspec.MsgspecError) as error:

@@ -23,7 +23,7 @@ from atoll.rank.storebackend import StoreBackend
 from atoll.sagemaker.client import NameTaken, TrainingJobs, connect
 from atoll.sagemaker.logs import RankLogs
 from atoll.sagemaker.model import check_request
-from atoll.sagemaker.options import STOP_S, SageMakerOptions
+from atoll.sagemaker.options import STOP_S, SUPPORTS, SageMakerOptions
 from atoll.sagemaker.read import lacks_capacity, read_end, read_summary
 from atoll.sagemaker.render import NAMES, job_name, prefix_of, read_name, render_job, stem_of
 
@@ -42,10 +42,11 @@ class _Gang:
 
 
 class SageMakerBackend(StoreBackend):
-    """The Executor of `core/ports.py` for SageMaker. Ranks do not reach each other."""
+    """The Executor of SageMaker. Ranks do not reach each other."""
 
     name = "sagemaker"
     options_type = SageMakerOptions
+    SUPPORTS = SUPPORTS
     eviction_s = float(STOP_S)
     job_variable = "TRAINING_JOB_NAME"
 
@@ -84,9 +85,6 @@ class SageMakerBackend(StoreBackend):
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError for what SageMaker would refuse, by its own model."""
         check_spec(spec, self.options, self.jobs.region)
-
-    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
-        return self.options.ignored(spec)
 
     # The verbs
 

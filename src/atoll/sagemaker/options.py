@@ -12,6 +12,7 @@ from atoll.core.errors import ValidationError
 from atoll.core.extras import missing_package
 from atoll.core.model import SpecModel
 from atoll.core.spec import TrainingSpec
+from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 from atoll.sagemaker.instances import instance_for
 
 STOP_S = 120  # between SageMaker's SIGTERM and its SIGKILL
@@ -19,6 +20,44 @@ LONGEST_S = 28 * 86_400  # of a job
 WARM_S = 21_600
 OWN_VARIABLES = ("SAGEMAKER_", "SM_", "TRAINING_JOB_")
 STORE = "expected s3://bucket/prefix: where the records of ranks are"
+APART = "expected none: training jobs do not reach each other"
+SUPPORTS = (
+    refuse(
+        "stop_grace_s",
+        f"expected at most {STOP_S}: SageMaker kills a job that long after SIGTERM",
+        when=lambda spec, options: spec.stop_grace_s > STOP_S,
+    ),
+    refuse(
+        "deadline_s",
+        f"expected at most {LONGEST_S}: 28 days, as long as a job may run",
+        when=lambda spec, options: (spec.deadline_s or 0) > LONGEST_S,
+    ),
+    refuse("mesh", APART),
+    refuse("bench", APART),
+    refuse(
+        "rendezvous_backend",
+        "expected 'none': training jobs meet in an object store alone",
+        when=lambda spec, options: spec.rendezvous.backend in ("etcd-v2", "static"),
+    ),
+    refuse(
+        "provider_filter", "expected none: the executor options region and subnets choose the place"
+    ),
+    NO_STALL_RESTART,
+    ignore("topology_spread", "each rank is a job of its own, which SageMaker places"),
+    *(
+        ignore(
+            field,
+            lambda spec, options: f"ranks have what an {options.instance_of(spec)} has",
+            when=lambda spec, options: bool(spec.resources.gpu_models or options.instance_type),
+        )
+        for field in ("cpu", "memory", "min_gpu_memory_gb")
+    ),
+    ignore(
+        "gpu_count",
+        lambda spec, options: f"ranks have what an {options.instance_of(spec)} has",
+        when=lambda spec, options: bool(options.instance_type and not spec.resources.gpu_models),
+    ),
+)
 InputMode = Literal["File", "FastFile", "Pipe"]
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/\S*)?")
 
@@ -112,45 +151,16 @@ class SageMakerOptions(SpecModel, frozen=True):
             expected = "expected an image, of the training or of the executor"
             raise ValidationError("image", spec.image, expected)
         self.store_of(spec)
-        instance_for(spec.resources, self.instance_type)
-        if spec.stop_grace_s > STOP_S:
-            expected = f"expected at most {STOP_S}: SageMaker kills a job that long after SIGTERM"
-            raise ValidationError("stop_grace_s", spec.stop_grace_s, expected)
-        if spec.deadline_s is not None and spec.deadline_s > LONGEST_S:
-            expected = f"expected at most {LONGEST_S}: 28 days, as long as a job may run"
-            raise ValidationError("deadline_s", spec.deadline_s, expected)
-        self._check_alone(spec)
+        self.instance_of(spec)
+        check_supported(spec, SUPPORTS, self)
         for name, value in spec.env.items():
             if name.startswith(OWN_VARIABLES):
                 expected = "expected another name: SageMaker sets those"
                 raise ValidationError(f"env.{name}", value, expected)
 
-    def _check_alone(self, spec: TrainingSpec) -> None:
-        """Jobs of one instance do not reach each other."""
-        alone = {"mesh": spec.mesh, "bench": spec.bench.mode != "off" and spec.bench.mode}
-        for field, value in alone.items():
-            if value:
-                expected = "expected none: training jobs do not reach each other"
-                raise ValidationError(field, value, expected)
-        if spec.rendezvous.backend in ("etcd-v2", "static"):
-            expected = "expected 'none': training jobs meet in an object store alone"
-            raise ValidationError("rendezvous_backend", spec.rendezvous.backend, expected)
-        providers = spec.provider_filter
-        if providers.include is not None or providers.exclude:
-            expected = "expected none: the executor options region and subnets choose the place"
-            names = providers.include or providers.exclude
-            raise ValidationError("provider_filter", names, expected)
-
-    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
-        """Why, by each field of the spec that has no effect."""
-        table = {"topology_spread": "each rank is a job of its own, which SageMaker places"}
-        needs = spec.resources
-        if needs.gpu_models or self.instance_type:
-            instance = instance_for(needs, self.instance_type)
-            fields = ["cpu", "memory", "min_gpu_memory_gb"]
-            fields += [] if needs.gpu_models else ["gpu_count"]
-            table |= dict.fromkeys(fields, f"ranks have what an {instance} has")
-        return table
+    def instance_of(self, spec: TrainingSpec) -> str:
+        """The type of the instance that a rank has. Raises ValidationError if there is none."""
+        return instance_for(spec.resources, self.instance_type)
 
     def store_of(self, spec: TrainingSpec) -> str:
         """The store with the records of a training. Raises ValidationError if there is none."""

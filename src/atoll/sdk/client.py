@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from atoll.core.checks import check_name
-from atoll.core.errors import BelowMinimumWorld, ValidationError
+from atoll.core.errors import BelowMinimumWorld
 from atoll.core.executors import ExecutorStatus
 from atoll.core.html import ShownList, trainings_html
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
-from atoll.core.webhooks import Webhook, WebhookRequest, WebhookTest
 from atoll.sdk import flows
 from atoll.sdk.config import stated_training
 from atoll.sdk.effects import Flow, T
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 Trainings = list[DistributedTraining]
 Executors = list[ExecutorStatus]
-Webhooks = list[Webhook]
 
 
 class Client:
@@ -101,6 +99,7 @@ class Client:
         *,
         concurrency: int | None = None,
         name: str | None = None,
+        allow_pickle: bool = False,
         **options: Unpack[DeployOptions],
     ) -> Sweep:
         """Calls `function(**setting)` for each of the settings, each as a training of its own, at
@@ -108,10 +107,11 @@ class Client:
 
         Rows have `value`, `error` and `training`; `print` shows a table. The same call made again,
         after Ctrl-C say, goes on: what has succeeded or runs is not run again, what failed is.
-        With other code of the function or another `name` all are new. `options` are those of
+        With other code of the function or another `name` all are new. With `allow_pickle` results
+        travel as pickles, which can run any code here. `options` are those of
         `deploy_distributed`.
         """
-        sweeping = self._sweeping(function, settings, concurrency, name, options)
+        sweeping = self._sweeping(function, settings, concurrency, name, options, allow_pickle)
         try:
             return self.run(sweeping.run())
         except KeyboardInterrupt:
@@ -125,9 +125,11 @@ class Client:
         *,
         concurrency: int | None = None,
         name: str | None = None,
+        allow_pickle: bool = False,
         **options: Unpack[DeployOptions],
     ) -> Sweep:
-        return await self.arun(self._sweeping(function, settings, concurrency, name, options).run())
+        sweeping = self._sweeping(function, settings, concurrency, name, options, allow_pickle)
+        return await self.arun(sweeping.run())
 
     def _sweeping(
         self,
@@ -136,13 +138,19 @@ class Client:
         concurrency: int | None,
         name: str | None,
         options: DeployOptions,
+        allow_pickle: bool,
     ) -> SweepRun:
+        from atoll.rank.result import PICKLE, RESULTS_VARIABLE
         from atoll.sdk.sweep import SweepRun, jobs_of  # imported here: it loads slowly
 
+        if allow_pickle:
+            options = {**options, "env": {**(options.get("env") or {}), RESULTS_VARIABLE: PICKLE}}
         jobs = jobs_of(function, settings, name)
         for job in jobs[:1]:  # what is wrong with the options or the function is told before
             stated_training(job.name, {**options, "source": partial(function, **job.arguments)})
-        return SweepRun(self, self._shared, function, jobs, concurrency, options)
+        return SweepRun(
+            self, self._shared, function, jobs, concurrency, options, allow_pickle=allow_pickle
+        )
 
     def get(self, name: str) -> DistributedTraining:
         """The handle of an existing training. Raises NotFound."""
@@ -172,43 +180,6 @@ class Client:
 
     async def executors_async(self) -> Executors:
         return (await self.arun(flows.executors())).items
-
-    def webhooks(self) -> Webhooks:
-        """The webhooks of the namespace, and how their deliveries go."""
-        return self.run(flows.webhooks())
-
-    async def webhooks_async(self) -> Webhooks:
-        return await self.arun(flows.webhooks())
-
-    def add_webhook(
-        self, url: str, events: Sequence[str] = (), *, secret: str | None = None
-    ) -> Webhook:
-        """Posts events of the namespace's trainings to `url` from now on, signed. `events` are
-        reasons such as `Failed`, or `warnings`, or `*`. Only this answer has the secret."""
-        return self.run(flows.add_webhook(_wanted(url, events, secret)))
-
-    async def add_webhook_async(
-        self, url: str, events: Sequence[str] = (), *, secret: str | None = None
-    ) -> Webhook:
-        return await self.arun(flows.add_webhook(_wanted(url, events, secret)))
-
-    def remove_webhook(self, id: str) -> None:
-        """Raises NotFound."""
-        check_name("id", id)
-        self.run(flows.remove_webhook(id))
-
-    async def remove_webhook_async(self, id: str) -> None:
-        check_name("id", id)
-        await self.arun(flows.remove_webhook(id))
-
-    def test_webhook(self, id: str) -> WebhookTest:
-        """Posts a test message now, and says how it was answered."""
-        check_name("id", id)
-        return self.run(flows.test_webhook(id))
-
-    async def test_webhook_async(self, id: str) -> WebhookTest:
-        check_name("id", id)
-        return await self.arun(flows.test_webhook(id))
 
     def close(self) -> None:
         """Closes the connections; a private control plane ends, with its trainings."""
@@ -252,12 +223,6 @@ class Client:
     def _shared(self, spec: TrainingSpec) -> dict[str, Any]:
         """Fields that a local rank shares with its caller: the directory and the search paths."""
         return self.endpoint.shared(spec) if spec.executor in (None, "local") else {}
-
-
-def _wanted(url: str, events: Sequence[str], secret: str | None) -> WebhookRequest:
-    if isinstance(events, str):
-        raise ValidationError("events", events, "expected a list of reasons")
-    return WebhookRequest(url=url, events=list(events), secret=secret)
 
 
 def _note(name: str) -> str:

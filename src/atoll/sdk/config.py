@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from atoll.core.errors import Permanent, ValidationError
+from atoll.core.executors import LOCAL
 from atoll.local.state import home
+from atoll.rank.ownership import read_own
 
 if TYPE_CHECKING:
     from atoll.core.config import Config
@@ -23,34 +25,46 @@ MERGED = ("env", "nccl_env")
 
 
 def find() -> Path | None:
-    """ATOLL_CONFIG, else the one in the working directory, else the user's own."""
-    chosen = os.environ.get(VARIABLE)
-    if chosen:
+    """The file for a command: ATOLL_CONFIG, else the one in the working directory, else the
+    user's own."""
+    if not os.environ.get(VARIABLE) and os.path.lexists(NAME):
+        return Path(NAME).absolute()
+    return find_own()
+
+
+def find_own() -> Path | None:
+    """The file for the control plane of this user: ATOLL_CONFIG, else the user's own.
+
+    Not the one in the working directory: the control plane works for all directories, and goes on
+    when the command that started it has ended.
+    """
+    if chosen := os.environ.get(VARIABLE):
         return Path(chosen).absolute()
-    places = [Path(NAME)]
+    path = _own_path()
+    return path if path is not None and path.is_file() else None
+
+
+def _own_path() -> Path | None:
     if base := os.environ.get("XDG_CONFIG_HOME"):
-        places.append(Path(base) / "atoll" / NAME)
-    elif (user := home()) is not None:
-        places.append(user / ".config" / "atoll" / NAME)
-    for path in places:
-        if path.is_file():
-            return path.absolute()
-    return None
+        return Path(base).absolute() / "atoll" / NAME
+    user = home()
+    return None if user is None else user / ".config" / "atoll" / NAME
 
 
-def read(path: Path | None = None) -> Config:
-    """That file, or the one that `find` finds; without one, what holds where there is none.
+def read(path: Path | None) -> Config:
+    """What a file says; without one, what holds where there is none.
 
-    Raises Permanent if it cannot be read, and ValidationError naming the file, the field, its
-    value and what would be right.
+    Raises Permanent if it cannot be read or somebody else could choose what is in it, whether it
+    was found or named: who names a file once does not look at it before each use. Raises
+    ValidationError naming the file, the field, its value and what would be right.
     """
     from atoll.core.config import Config, in_file, parse
 
-    path = find() if path is None else path.absolute()
     if path is None:
         return Config()
+    path = path.absolute()
     try:
-        content = path.read_bytes()
+        content = read_own(path)
         text = content.decode()
     except OSError as error:
         raise Permanent(f"cannot read {path}: {error.strerror}") from error
@@ -61,6 +75,19 @@ def read(path: Path | None = None) -> Config:
         _check_defaults(config.defaults)
     except ValidationError as error:
         raise in_file(config.path, error, "defaults") from error
+    return config
+
+
+def read_for_plane(path: Path | None = None) -> Config:
+    """What a control plane of this user is configured with: that file, or the one that `find_own`
+    finds. Raises as `read` does."""
+    from atoll.core.config import in_file
+
+    config = read(path or find_own())
+    default = config.defaults.get("executor", LOCAL)
+    if default not in config.executors:
+        expected = f"expected one of {', '.join(config.executors)}"
+        raise in_file(config.path, ValidationError("executor", default, expected), "defaults")
     return config
 
 
@@ -91,6 +118,26 @@ def _check_defaults(defaults: Mapping[str, Any]) -> None:
     spec_of("defaults", options)
 
 
+def _check_only_defaults(config: Config) -> None:
+    """Raises ValidationError for what a file in a working directory says to the control plane,
+    which does not read it."""
+    from atoll.core.config import Config
+
+    expected = (
+        f"expected [defaults] alone in a working directory: move this to {_own_path()}, which the "
+        "control plane reads, or name the file with --config"
+    )
+    if config.executors != Config().executors:
+        names = [name for name, each in config.executors.items() if each.options or name != LOCAL]
+        raise ValidationError(f"{config.path}: executors", names, expected)
+    if config.round_stores:
+        uris = [store.uri for store in config.round_stores]
+        raise ValidationError(f"{config.path}: rounds.stores", uris, expected)
+    if config.webhooks:
+        urls = [webhook.url for webhook in config.webhooks]
+        raise ValidationError(f"{config.path}: webhooks", urls, expected)
+
+
 def as_options(defaults: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """The table as options of `deploy_distributed`. Paths are relative to the file."""
     from atoll.core.config import options_of
@@ -112,9 +159,11 @@ def as_options(defaults: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """What the caller says, and for the rest what the file says; `env` is merged by name."""
     stated = {name: value for name, value in options.items() if value is not None}
-    if find() is None:
+    if (path := find()) is None:
         return stated
-    config = read()
+    config = read(path)
+    if path != find_own():
+        _check_only_defaults(config)
     directory = Path(config.path).parent if config.path else Path()
     defaults = as_options(config.defaults, directory)
     for name in MERGED:

@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import atoll
-from atoll.core.errors import AtollError, Permanent
+from atoll.core.errors import AtollError, Permanent, Temporary
+from atoll.local.enclosing_rank import EnclosingRank, enclosing_rank
 from atoll.local.spare import FULL, has_room, make_spare, spare_directories
 from atoll.local.state import ENDPOINT, state_dir
+from atoll.rank.ownership import make_private, private
 from atoll.sdk import config
 from atoll.sdk.endpoint import Address, here
 from atoll.sdk.release import OtherRelease, difference
+from atoll.sdk.requests import NoControlPlane
 
 if TYPE_CHECKING:
     import subprocess
@@ -58,29 +61,36 @@ def begin() -> None:
         with contextlib.suppress(AtollError):
             Embedded().address()
 
-    if not os.environ.get("ATOLL_URL") and running(state_dir()) is None:
+    if (
+        not os.environ.get("ATOLL_URL")
+        and running(state_dir()) is None
+        and enclosing_rank() is None
+    ):
         threading.Thread(target=start_it, daemon=True).start()
 
 
 class Embedded:
-    """One a user. Ten programs may start at once: a lock lets one of them start the server."""
+    """One a user. Ten programs may start at once: a lock lets one of them start the server.
+
+    A process of a rank starts none, as it would end with the rank: it waits for one.
+    """
 
     def __init__(self, where: Path | None = None, token: str | None = None) -> None:
-        self._where = where or state_dir()
+        self._where = state_dir(where)
         self._token = token
         self._known: Address | None = None
+        self._is_awaited = False
         self._lock = threading.Lock()
 
     def address(self) -> Address:
         with self._lock:
             if self._known is None:
-                url = running(self._where)
-                if url is None:
-                    url = self._start()
+                if announced(self._where) is None:
+                    self._start()
                 else:
                     _warn_if_other(self._where)
-                token = self._token or read_token(self._where)
-                self._known = Address(url, token, _certificate(self._where))
+                self._known = found(self._where, self._token)
+                self._is_awaited = False
             return self._known
 
     def lost(self) -> None:
@@ -92,15 +102,31 @@ class Embedded:
     def close(self) -> None:
         pass
 
-    def _start(self) -> str:
+    def _start(self) -> None:
+        if (rank := enclosing_rank()) is not None:
+            raise self._awaited(rank)
         try:
-            self._where.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(self._where)
             with _only_one(self._where):
-                return running(self._where) or start(self._where).url
+                if announced(self._where) is None:
+                    start(self._where)
         except OSError as error:
             raise Permanent(
                 f"cannot keep state in {self._where}: {error.strerror}; set ATOLL_STATE_DIR"
             ) from error
+
+    def _awaited(self, rank: EnclosingRank) -> NoControlPlane:
+        """What is raised in a rank; the first time, what is waited for is told."""
+        how = "'atoll ps' outside of ranks starts it"
+        if not self._is_awaited:
+            self._is_awaited = True
+            words = f"{rank} waits for the control plane of {self._where} to run again: {how}"
+            sys.stderr.write(f"atoll: {words}\n")
+            sys.stderr.flush()
+        return NoControlPlane(
+            f"no control plane runs in {self._where}, and {rank} must not start one, as it would "
+            f"end with the rank: {how}; for another one set ATOLL_URL and ATOLL_TOKEN"
+        )
 
 
 class Private:
@@ -126,7 +152,7 @@ class Private:
                 self._where = Path(tempfile.mkdtemp(prefix="atoll-"))
                 self._owner = os.getpid()
             self._server = self._alive()
-            return Address(self._server.url, read_token(self._where))
+            return Address(self._server.url, read_token(self._where), self._where)
 
     def lost(self) -> None:
         pass
@@ -187,18 +213,21 @@ class Started:
 
 
 def start(where: Path, *, is_owned: bool = False) -> Started:
-    """A server on a free loopback port, once it answers. Raises Permanent if it does not."""
+    """A server, once it answers; its port, for browsers, is a free one of this machine.
+
+    Raises Permanent if it does not answer.
+    """
     import subprocess
 
     command = [sys.executable, "-m", "atoll.cli", "serve", "--json", "--state-dir", str(where)]
     command += ["--port", "0", *(["--owned"] if is_owned else [])]
-    if (file := config.find()) is not None:
-        config.read(file)  # what is wrong in it is told here, not in the server's log
-        command += ["--config", str(file)]
+    settings = config.read_for_plane()  # what is wrong in it is told here, not in the server's log
+    if settings.path is not None:
+        command += ["--config", settings.path]
     if slots := os.environ.get(SLOTS):
         command += ["--slots", slots]
     log = _place_of_log(where)
-    with log.open("ab") as errors:
+    with open(log, "ab", opener=private) as errors:
         said_before = errors.tell()
         process = subprocess.Popen(
             command,
@@ -251,13 +280,28 @@ def running(where: Path) -> str | None:
 
 
 def announced(where: Path) -> dict[str, Any] | None:
-    """What the server of this directory says of itself, there or in its spare place; None if no
-    server is alive."""
+    """What the server of this directory says of itself; None if no server is alive."""
+    place = _announced_in(where)
+    return None if place is None else place[1]
+
+
+def found(where: Path, token: str | None) -> Address:
+    """The server of this directory, and the token of its user unless there is another one."""
+    place = _announced_in(where)
+    if place is None:
+        raise Temporary(f"the control plane of {where} has ended: {where}/server.log may say why")
+    directory, endpoint = place
+    return Address(str(endpoint["url"]), token or read_token(where), directory)
+
+
+def _announced_in(where: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The directory in which a living server announces itself, with its socket beside: this one or
+    its spare place."""
     for directory in (where, *spare_directories(where)):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             endpoint: dict[str, Any] = json.loads((directory / ENDPOINT).read_bytes())
             if endpoint["url"] and start_time(int(endpoint["pid"])) == str(endpoint["startTime"]):
-                return endpoint
+                return directory, endpoint
     return None
 
 
@@ -268,12 +312,6 @@ def _warn_if_other(where: Path) -> None:
         pid = endpoint["pid"]
         after = f"'kill {pid}' stops it, the next use starts this one, ranks go on meanwhile"
         warnings.warn(f"{words}: {after}", OtherRelease, stacklevel=4)
-
-
-def _certificate(where: Path) -> str | None:
-    """The certificate of the server of this directory, a file; None if it has none."""
-    certificate = (announced(where) or {}).get("certificate")
-    return None if certificate is None else str(certificate)
 
 
 def read_token(where: Path) -> str:
@@ -296,11 +334,11 @@ def start_time(pid: int) -> str | None:
 @contextlib.contextmanager
 def _only_one(where: Path) -> Iterator[None]:
     try:
-        lock = (where / "start.lock").open("a")
+        lock = open(where / "start.lock", "a", opener=private)
     except OSError as error:
         if error.errno not in FULL:
             raise
-        lock = (make_spare(where) / "start.lock").open("a")
+        lock = open(make_spare(where) / "start.lock", "a", opener=private)
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -33,9 +34,12 @@ class PlainToken(UserWarning):
 
 
 class Address(NamedTuple):
+    """Where a control plane is. The user's own is reached through the socket in `directory`; its
+    URL is for browsers, and nothing is sent to it from here."""
+
     url: str
     token: str | None = None
-    certificate: str | None = None  # the server's own, a file: trusted whatever name it is for
+    directory: Path | None = None
 
     @property
     def is_local(self) -> bool:

@@ -25,13 +25,13 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.executors import MISSING, ExecutorList, absence
-from atoll.core.honour import asked
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model, encode
-from atoll.core.narrate import failure_in_words
+from atoll.core.narrate import failure_in_words, ranks_in_words, waiting_lines
 from atoll.core.phase import Phase
 from atoll.core.rounds import RoundItem, RoundList, ShownTraining
 from atoll.core.series import NewestFigures, SeriesList
+from atoll.core.spans import some_spans
 from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import (
     FIELDS_IGNORED,
@@ -42,9 +42,9 @@ from atoll.core.status import (
     Usage,
     WorldStatus,
 )
-from atoll.core.webhooks import Webhook, WebhookList, WebhookRequest, WebhookTest
+from atoll.core.support import ignorable_fields
 from atoll.sdk.effects import Flow, NextChange, Pack, Pause, Send
-from atoll.sdk.requests import PATIENCE_S, Clock, answered, new_retry, send
+from atoll.sdk.requests import Clock, answered, new_retry, send
 
 T = TypeVar("T")
 
@@ -52,7 +52,6 @@ READ_S = 10.0
 WATCH_S = 86_400.0  # the longest single watch: threads and the server refuse larger timeouts
 FOREVER_S = 1e12
 LAST_READ_S = 2.0  # for the read after a deadline
-HOOKS = "/v1/webhooks"
 ALL = "/v1/trainings"
 
 
@@ -73,7 +72,7 @@ class EventPage(Model, frozen=True):
 
 ROUNDS_A_PAGE = 2_000
 
-# What a state means to a wait: its result, None for "not yet", or an error that it raises.
+# What a state means to a wait: its result, or None for "not yet" and for a failure.
 Settle = Callable[[Training], T | None]
 OnRead = Callable[[Training], object]
 
@@ -102,7 +101,7 @@ def deploy(
 ) -> Flow[Training]:
     """The stored training, as `_stored` has it; what its executor will not honour is logged."""
     stored = yield from _stored(spec, shared, key, pack)
-    if asked(spec):
+    if ignorable_fields(spec):
         try:
             told = yield from events(Who(stored.name, stored.uid), None)
         except AtollError:  # it is stored all the same
@@ -154,7 +153,7 @@ def get(name: str) -> Flow[Training]:
 def read(
     who: Who,
     *,
-    patience_s: float = PATIENCE_S,
+    patience_s: float | None = None,
     answer_s: float = READ_S,
     clock: Clock = time.monotonic,
 ) -> Flow[Training]:
@@ -239,8 +238,8 @@ def delete(
     except NotFound:
         return
     if timeout > 0:
-        alive = [str(r.rank) for r in training.status.ranks if r.is_alive]
-        ranks = f": ranks {', '.join(alive[:10])} are still being stopped" if alive else ""
+        alive = [r.rank for r in training.status.ranks if r.is_alive]
+        ranks = f": still being stopped: {ranks_in_words(alive)}" if alive else ""
         raise Temporary(f"{who.name!r} is not removed after {timeout:g} s{ranks}; it goes on")
 
 
@@ -255,11 +254,12 @@ def attempts(who: Who, rank: int | None) -> Flow[list[AttemptStatus]]:
 
 
 class ValueAnswer(Model, frozen=True):
-    """The result of a rank, as the server sends it."""
+    """The result of a rank, as the server sends it; `error` says why there is none."""
 
     encoding: str
     value: Any = None
     payload: str | None = None
+    error: str | None = None
 
 
 def value(who: Who, rank: int) -> Flow[ValueAnswer]:
@@ -309,7 +309,7 @@ class UiCode(Model, frozen=True):
     """What signs a browser in once."""
 
     code: str
-    host: str = ""
+    host: str
 
 
 class EndedSessions(Model, frozen=True):
@@ -329,23 +329,6 @@ def metrics(who: Who) -> Flow[Metrics]:
     return answered((yield from send(effect)), Metrics)
 
 
-def webhooks() -> Flow[list[Webhook]]:
-    return answered((yield from send(Send("GET", HOOKS))), WebhookList).items
-
-
-def add_webhook(wanted: WebhookRequest) -> Flow[Webhook]:
-    effect = Send("POST", HOOKS, body=encode(wanted))
-    return answered((yield from send(effect, patience_s=0)), Webhook)
-
-
-def remove_webhook(id: str) -> Flow[Webhook]:
-    return answered((yield from send(Send("DELETE", f"{HOOKS}/{id}"))), Webhook)
-
-
-def test_webhook(id: str) -> Flow[WebhookTest]:
-    return answered((yield from send(Send("POST", f"{HOOKS}/{id}/test"))), WebhookTest)
-
-
 def usage(who: Who) -> Flow[Usage]:
     effect = Send("GET", f"{who.path}/usage", {"uid": who.uid})
     return answered((yield from send(effect)), Usage)
@@ -361,11 +344,18 @@ def wait(
     on_read: OnRead = ignore,
     clock: Clock = time.monotonic,
 ) -> Flow[T]:
-    """The result of `settle`, once it has one. `timeout=0` reads once.
+    """The result of `settle`, once it has one; an error if the training fails before that.
 
-    `at_entry` sees the first state, unless the server cannot be reached then;
-    `on_read` sees every state. A last read follows the deadline.
+    `timeout=0` reads once. `at_entry` sees the first state, unless the server cannot be reached
+    then; `on_read` sees every state. A last read follows the deadline.
     """
+
+    def settle_or_raise(training: Training) -> T | None:
+        answer = settle(training)
+        if answer is None:
+            _raise_if_lost(training, needed(training), timeout)
+        return answer
+
     deadline = inf if timeout is None else clock() + min(timeout, FOREVER_S)
     try:
         training = yield from read(who, patience_s=0, clock=clock)
@@ -377,20 +367,20 @@ def wait(
         training = yield from read(who, patience_s=deadline - clock(), clock=clock)
     while True:
         on_read(training)
-        answer = settle(training)
+        answer = settle_or_raise(training)
         if answer is not None:
             return answer
         left_s = deadline - clock()
         if left_s <= 0:
             ready = training.status.world.ready
             raise BelowMinimumWorld(
-                _late(training, needed(training), timeout or 0.0),
+                _late(training, timeout or 0.0),
                 ready=ready,
                 required_min=needed(training),
                 timeout=timeout,
                 rank_exits=training.status.rank_exits,
             )
-        training = yield from _next(who, training, left_s, settle, clock=clock)
+        training = yield from _next(who, training, left_s, settle_or_raise, clock=clock)
 
 
 def _next(
@@ -429,34 +419,31 @@ def _next(
         yield Pause(retry.pause_s() or 0.0)
 
 
-def _late(training: Training, needed: int, timeout: float) -> str:
-    status = training.status
-    waits = [f"rank {r.rank}: {r.message}" for r in status.ranks if r.phase == "Pending"][:3]
-    text = f"training {training.name!r}: {status.world.ready} of {needed} ranks"
-    text += f" ready after {timeout:g} s (phase {status.phase.value or 'not seen yet'})"
+def _late(training: Training, timeout: float) -> str:
+    status, size = training.status, training.spec.world_size
+    text = f"training {training.name!r}: {status.world.ready} of {size.target} ranks"
+    text += f" ready after {timeout:g} s (min {size.min}, "
+    text += f"phase {status.phase.value or 'not seen yet'})"
     if training.has_surplus:
-        target = training.spec.world_size.target
-        surplus = [str(r.rank) for r in status.ranks if r.rank >= target]
-        text += f"; above the target and still alive: {', '.join(surplus[:10])}"
-    return text + "".join(f"; {line}" for line in waits if not line.endswith(": "))
+        surplus = [r.rank for r in status.ranks if r.rank >= size.target]
+        text += f"; above the target and still alive: {some_spans(surplus)}"
+    return "; ".join([text, *waiting_lines(status.ranks)])
 
 
 def _has_min(training: Training) -> WorldStatus | None:
-    _raise_if_lost(training, training.spec.world_size.min)
     world = training.world
-    return world if _is_won(training) or world.ready >= world.min else None
-
-
-def _has_target(training: Training) -> WorldStatus | None:
-    _raise_if_lost(training, training.spec.world_size.target)
-    world = training.world
-    is_fresh = training.status.observed_generation >= training.generation
-    is_there = is_fresh and world.ready >= world.target and not training.has_surplus
+    is_there = world.ready >= world.min and not _is_ending(training)
     return world if _is_won(training) or is_there else None
 
 
+def _has_target(training: Training) -> WorldStatus | None:
+    world = training.world
+    is_fresh = training.status.observed_generation >= training.generation
+    is_there = is_fresh and world.ready >= world.target and not training.has_surplus
+    return world if _is_won(training) or (is_there and not _is_ending(training)) else None
+
+
 def _ended(training: Training) -> WorldStatus | None:
-    _raise_if_lost(training, training.spec.world_size.target)
     return training.world if _is_won(training) else None
 
 
@@ -466,11 +453,10 @@ def _refuse_if_over(training: Training) -> None:
         raise UDTerminalState(phase, message=f"the training is already {phase}")
 
 
-def ended(training: Training) -> WorldStatus:
-    """The result of a training that is over."""
-    answer = _ended(training)
-    assert answer is not None
-    return answer
+def ended(training: Training, timeout: float | None) -> WorldStatus:
+    """The result of a training that is over, for a caller who would have waited `timeout`."""
+    _raise_if_lost(training, _min(training), timeout)
+    return training.world
 
 
 def _min(training: Training) -> int:
@@ -481,11 +467,16 @@ def _target(training: Training) -> int:
     return training.spec.world_size.target
 
 
+def _is_ending(training: Training) -> bool:
+    """Whether it is over or will be: ranks that a cancel is about to stop are no world to use."""
+    return training.status.phase.is_terminal or training.is_cancelling
+
+
 def _is_won(training: Training) -> bool:
     return training.status.phase is Phase.SUCCEEDED
 
 
-def _raise_if_lost(training: Training, required: int) -> None:
+def _raise_if_lost(training: Training, required: int, timeout: float | None) -> None:
     status = training.status
     if status.phase not in (Phase.FAILED, Phase.CANCELLED):
         return
@@ -493,11 +484,12 @@ def _raise_if_lost(training: Training, required: int) -> None:
         failure_in_words(training),
         ready=status.world.ready,
         required_min=required,
+        timeout=timeout,
         rank_exits=[rank_exit for rank_exit in status.rank_exits if rank_exit.is_failure],
     )
 
 
 wait_until_min_world = partial(wait, settle=_has_min, needed=_min)
 wait_until_target_world = partial(wait, settle=_has_target, needed=_target)
-wait_until_complete = partial(wait, settle=_ended, needed=_target, at_entry=_refuse_if_over)
-result = partial(wait, settle=_ended, needed=_target)
+wait_until_complete = partial(wait, settle=_ended, needed=_min, at_entry=_refuse_if_over)
+result = partial(wait, settle=_ended, needed=_min)

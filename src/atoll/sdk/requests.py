@@ -16,26 +16,37 @@ Clock = Callable[[], float]
 
 FOREIGN = "this is not the answer of an atoll control plane; check its address"
 PATIENCE_S = 5.0  # how long one request is retried while the server is not reachable
+# The same where somebody else has to start the server: an upgrade takes minutes, and a rank that
+# gives up loses more than one that waits.
+ABSENT_S = 300.0
+
+
+class NoControlPlane(Temporary):
+    """None runs, and this process must not start one."""
 
 
 def send(
-    effect: Send, *, patience_s: float = PATIENCE_S, clock: Clock = time.monotonic
+    effect: Send, *, patience_s: float | None = None, clock: Clock = time.monotonic
 ) -> Flow[bytes]:
-    """The body of a 2xx answer; other answers are raised. Temporary errors are retried, unless the
-    server says that it will take longer than `patience_s`."""
-    retry = new_retry(patience_s, clock)
+    """The body of a 2xx answer; other answers are raised. Temporary errors are retried for
+    `patience_s`, or as long as is usual, unless the server says that it will take longer."""
+    limit_s = PATIENCE_S if patience_s is None else patience_s
+    retry = new_retry(limit_s, clock)
     while True:
         try:
             reply = yield effect
         except Temporary as error:
             trouble, asked_s = error, 0.0
+            if isinstance(error, NoControlPlane) and patience_s is None and limit_s != ABSENT_S:
+                limit_s = ABSENT_S
+                retry = new_retry(limit_s, clock)
         else:
             try:
                 return accepted(reply)
             except Temporary as error:
                 trouble, asked_s = error, error.retry_after_s
         pause_s = retry.pause_s(asked_s)
-        if pause_s is None or asked_s > patience_s:
+        if pause_s is None or asked_s > limit_s:
             raise trouble
         yield Pause(pause_s)
 

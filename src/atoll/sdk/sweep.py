@@ -220,6 +220,8 @@ class SweepRun:
         jobs: Sequence[Job],
         concurrency: int | None,
         options: Mapping[str, Any],
+        *,
+        allow_pickle: bool = False,
     ) -> None:
         at_once = min(len(jobs) or 1, os.cpu_count() or 1) if concurrency is None else concurrency
         check_int("concurrency", at_once, 1, MOST_AT_ONCE)
@@ -229,6 +231,7 @@ class SweepRun:
         self._jobs = jobs
         self._at_once = at_once
         self._options = options
+        self._allow_pickle = allow_pickle
         self._ended: dict[int, Training] = {}
         self._running: dict[str, tuple[Job, Training]] = {}  # by uid
 
@@ -308,11 +311,12 @@ class SweepRun:
             return SweepRow(job.arguments, None, ending, handle)
         try:
             answer = yield from flows.value(flows.Who(training.name, training.uid), 0)
-            value = decoded_value(answer, allow_pickle=False)
-        except NotFound:
-            value = None
-        except (AtollError, ValueError) as error:
-            return SweepRow(job.arguments, None, f"its value cannot be read: {error}", handle)
+            value = decoded_value(answer, allow_pickle=self._allow_pickle)
+        except NotFound:  # a function that ended well always returns something
+            error = "its result is not in its log any more"
+            return SweepRow(job.arguments, None, error, handle)
+        except AtollError as error:
+            return SweepRow(job.arguments, None, str(error), handle)
         return SweepRow(job.arguments, value, "", handle)
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
-from atoll.core.errors import AtollError, NotFound, ValidationError
+from atoll.core.errors import AtollError, NotFound, ResultError, ValidationError
 from atoll.core.metrics import Metrics
 from atoll.core.rounds import RoundList
 from atoll.core.series import SeriesList
@@ -145,6 +145,14 @@ class DistributedTraining:
         """Rank-seconds and GPU-seconds so far; they stand still once the ranks have stopped."""
         return self._run(flows.usage(self._who))
 
+    @property
+    def warnings(self) -> list[str]:
+        """What is wrong with how it trains, in sentences: the same batches in two replicas, a rank
+        that is absent from rounds, and others. Read after the end too: ranks report last then."""
+        with contextlib.suppress(NotFound):
+            self.refresh()
+        return list(self.last.status.warnings)
+
     def refresh(self) -> Training:
         """Reads the training from the server and returns all of it."""
         return self._keep(self._run(flows.read(self._who)))
@@ -190,20 +198,20 @@ class DistributedTraining:
     def result(self, timeout: float | None = None) -> WorldStatus:
         """Like a future: the same answer or error before, during and after the end."""
         if self.last.status.phase.is_terminal:
-            return flows.ended(self.last)
+            return flows.ended(self.last, timeout)
         return self._run(self._watched(flows.result, timeout))
 
     async def result_async(self, timeout: float | None = None) -> WorldStatus:
         if self.last.status.phase.is_terminal:
-            return flows.ended(self.last)
+            return flows.ended(self.last, timeout)
         return await self._arun(self._watched(flows.result, timeout))
 
     def value(self, rank: int = 0, *, allow_pickle: bool = False) -> Any:
         """What the function returned on that rank, or what its program last gave with
         `atoll.give_result`.
 
-        Raises NotFound if there is none. A pickle is opened only with `allow_pickle`, as it can
-        run any code here; ValueError tells of one.
+        Raises NotFound if nothing was returned, and ResultError with the reason if it could not
+        be returned or read. A pickle is opened only with `allow_pickle`: it can run any code here.
         """
         return decoded_value(self._run(self._value(rank)), allow_pickle=allow_pickle)
 
@@ -501,7 +509,9 @@ class DistributedTraining:
 
 
 def decoded_value(answer: flows.ValueAnswer, *, allow_pickle: bool) -> Any:
-    """The value. Raises ValueError for a pickle, unless it is allowed."""
+    """The value. Raises ResultError where there is none, and for a pickle that is not allowed."""
+    if answer.error is not None:
+        raise ResultError(answer.error)
     if answer.payload is None:
         return answer.value
     import base64

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING
 
 from atoll.core.errors import ValidationError
-from atoll.sdk.endpoint import Address
 
 if TYPE_CHECKING:
     import ssl
@@ -14,22 +13,17 @@ if TYPE_CHECKING:
 CA = "ATOLL_CA"
 
 
-def trust(address: Address) -> ssl.SSLContext | bool:
-    """What the server's certificate is checked against: the one that a control plane of this
-    machine names, else `ATOLL_CA`, else `SSL_CERT_FILE` and `SSL_CERT_DIR`, else the usual.
+def trust(url: str) -> ssl.SSLContext | bool:
+    """What the server's certificate is checked against: `ATOLL_CA`, else `SSL_CERT_FILE` and
+    `SSL_CERT_DIR`, else the usual.
 
     Raises ValidationError for a file that holds no certificate.
     """
     import ssl
 
-    if not address.url.startswith("https://"):
+    if not url.startswith("https://"):
         # Reading the system's certificates takes longer than all of a local request.
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if address.certificate is not None:
-        context = _only(address.certificate)
-        context.check_hostname = False
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        return context
     if path := os.environ.get(CA):
         return _only(path)
     if os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR"):

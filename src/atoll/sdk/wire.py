@@ -24,16 +24,16 @@ from atoll.core.spec import Code
 from atoll.core.status import Training
 from atoll.sdk.effects import Effect, NextChange, Pack, Pause, Reply, Send
 from atoll.sdk.endpoint import Address, Endpoint
-from atoll.sdk.loopback import LoopbackAnswer, LoopbackClient, Unreachable
+from atoll.sdk.local_http import LocalAnswer, LocalClient, Unreachable
 from atoll.sdk.release import HEADER
 from atoll.sdk.trust import distrust, trust
 
 if TYPE_CHECKING:
     import httpx2
 
-    # Clients for blocking requests. httpx2 is imported only for remote control planes.
-    Blocking = LoopbackClient | httpx2.Client
-    Answer = LoopbackAnswer | httpx2.Response
+    # Clients for blocking requests. httpx2 is imported only for control planes with a URL.
+    Blocking = LocalClient | httpx2.Client
+    Answer = LocalAnswer | httpx2.Response
 
 
 class Parser:
@@ -178,10 +178,14 @@ class AsyncPerformer:
             return await self._asyncio.sleep(effect.seconds)
         if isinstance(effect, NextChange):
             return await self._next(effect)
-        with translated(self._wire.endpoint):
-            client = await self._connected()
-            response = await client.request(**_request(effect))
-            return reply(response, response.content)
+        try:
+            with translated(self._wire.endpoint):
+                client = await self._connected()
+                response = await client.request(**_request(effect))
+                return reply(response, response.content)
+        except Temporary:
+            await self.close()  # the next attempt asks where the control plane is
+            raise
 
     async def _connected(self) -> httpx2.AsyncClient:
         if self._client is None:
@@ -203,8 +207,7 @@ class AsyncPerformer:
         except (Temporary, TimeoutError):
             change = None
         if change is None:
-            await self._exits.aclose()
-            self._changes = None
+            await self.close()
         return change
 
 
@@ -213,8 +216,8 @@ def reply(response: Answer, body: bytes) -> Reply:
 
 
 def _blocking(address: Address) -> Blocking:
-    if address.is_local and address.url.startswith("http://"):
-        return LoopbackClient(address.url, _headers(address))
+    if address.directory is not None:
+        return LocalClient(address.directory, _headers(address))
     import httpx2
 
     return httpx2.Client(**_settings(address))
@@ -228,12 +231,22 @@ def _headers(address: Address) -> dict[str, str]:
 def _settings(address: Address) -> dict[str, Any]:
     import httpx2
 
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
+    if address.directory is not None:
+        from atoll.sdk.local_transport import LocalTransport
+
+        return {
+            "base_url": "http://localhost",
+            "headers": _headers(address),
+            "transport": LocalTransport(address.directory, limits),
+            "trust_env": False,  # a proxy would be preferred to the transport
+        }
     return {
         "base_url": address.url,
         "headers": _headers(address),
-        "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=20),
+        "limits": limits,
         "trust_env": not address.is_local,
-        "verify": trust(address),
+        "verify": trust(address.url),
     }
 
 
@@ -293,7 +306,7 @@ def _cut_off(response: Answer, after_s: float) -> Iterator[None]:
     if after_s == inf:
         yield
         return
-    if isinstance(response, LoopbackAnswer):
+    if isinstance(response, LocalAnswer):
         connection = response.socket
     else:
         connection = response.extensions["network_stream"].get_extra_info("socket")

@@ -62,14 +62,15 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
                 continue
             seen = own.get(place)
             if seen is None:
-                own[place] = [least, mean * number, largest, number]
+                own[place] = [least, mean, largest, number]
             else:
-                seen[0] = min(seen[0], least)
-                seen[1] += mean * number
-                seen[2] = max(seen[2], largest)
-                seen[3] += number
-        for place, (least, total, largest, number) in own.items():
-            held.setdefault(place, []).append((least, total / number, largest))
+                total = seen[3] + number
+                # In two parts: a sum could overflow where the mean does not.
+                seen[1] = seen[1] * (seen[3] / total) + mean * (number / total)
+                seen[0], seen[2] = min(seen[0], least), max(seen[2], largest)
+                seen[3] = total
+        for place, (least, mean, largest, _) in own.items():
+            held.setdefault(place, []).append((least, mean, largest))
     band = Band([], [], [], [], [], [], [], bad)
     for place in sorted(held):
         lows, unsorted_means, highs = zip(*held[place], strict=True)
@@ -77,7 +78,7 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
         band.at.append(start + (place + 0.5) * width)
         band.low.append(min(lows))
         band.p10.append(_share(means, 0.1))
-        band.mean.append(math.fsum(means) / len(means))
+        band.mean.append(math.fsum(mean / len(means) for mean in means))
         band.p90.append(_share(means, 0.9))
         band.high.append(max(highs))
         band.ranks.append(len(means))

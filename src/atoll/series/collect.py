@@ -7,17 +7,16 @@ import contextlib
 import logging
 import os
 import shutil
-import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from atoll.core.errors import BackendError, Gone, ValidationError
-from atoll.core.ports import Store
+from atoll.core.errors import AtollError, BackendError, ValidationError
+from atoll.core.ports import TrainingIndex
 from atoll.core.series import MACHINE, RankUse
 from atoll.core.status import Training
 from atoll.rank.figures import Teller, batch_of
@@ -186,7 +185,7 @@ class Collector:
         self,
         keeper: SeriesKeeper,
         where: Callable[[Training], str],
-        measure: Callable[[], Mapping[str, Sequence[RankUse]]] = dict,
+        measure: Callable[[], Awaitable[Mapping[str, Sequence[RankUse]]]] | None = None,
         may_return: Callable[[str], bool] = lambda uid: False,
     ) -> None:
         self._keeper = keeper
@@ -197,6 +196,7 @@ class Collector:
         self._numbers: Counter[tuple[str, int]] = Counter()  # of lines, by training and rank
         self._readers: dict[str, FigureReader] = {}
         self._due: dict[str, float] = {}
+        self._removed: set[str] = set()  # trainings of which something may still be kept
         keeper.catch_up = self.catch_up
 
     async def catch_up(self, training: Training) -> None:
@@ -206,37 +206,30 @@ class Collector:
         if reader is not None and (reader.is_cheap or reader.is_last):
             await asyncio.to_thread(self._read_all, [reader])
 
-    async def run(self, store: Store) -> None:
-        """Until it is cancelled."""
-        while True:
-            try:
-                await self._follow(store)
-            except* Gone:  # too many changes at once: begin with a list again
-                pass
-
-    async def _follow(self, store: Store) -> None:
-        after = await store.version()
-        stored = {training.uid: training for training in await store.list()}
-        for uid in self._keeper.uids() - set(stored):
-            if not self._may_return(uid):
-                self._keeper.remove(uid)
-        for training in stored.values():
-            self._note(training)
+    async def run(self, trainings: TrainingIndex) -> None:
+        """Until it is cancelled. What a settled training has left is read when somebody asks."""
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._read()), tasks.create_task(self._look())]
-            try:
-                async for change in store.watch(after):
-                    if change.is_removed:
-                        self._readers.pop(change.training.uid, None)
-                        self._due.pop(change.training.uid, None)
-                        for key in [k for k in self._numbers if k[0] == change.training.uid]:
-                            del self._numbers[key]
-                        await asyncio.to_thread(self._keeper.remove, change.training.uid)
-                    else:
-                        self._note(change.training)
-            finally:
-                for task in beside:
-                    task.cancel()
+            tasks.create_task(self._follow(trainings))
+            tasks.create_task(self._read())
+            tasks.create_task(self._look())
+
+    async def _follow(self, trainings: TrainingIndex) -> None:
+        kept = await asyncio.to_thread(self._keeper.uids)
+        known = await trainings.uids()
+        self._removed |= {uid for uid in kept - known if not self._may_return(uid)}
+        async for update in trainings.updates():
+            if update.is_removed:
+                self._drop(update.uid)
+            elif update.training is not None:
+                self._note(update.training)
+
+    def _drop(self, uid: str) -> None:
+        self._readers.pop(uid, None)
+        self._due.pop(uid, None)
+        for key in list(self._numbers):  # a copy: the thread that measures adds to it
+            if key[0] == uid:
+                self._numbers.pop(key, None)
+        self._removed.add(uid)
 
     def _note(self, training: Training) -> None:
         uid, is_over = training.uid, training.status.phase.is_terminal
@@ -257,15 +250,20 @@ class Collector:
             now = time.monotonic()
             readers = [r for r in tuple(self._readers.values()) if self._due.get(r.uid, 0) <= now]
             await asyncio.to_thread(self._read_all, readers)
+            await asyncio.to_thread(self._forget_removed)
             await asyncio.sleep(EVERY_S)
 
     async def _look(self) -> None:
         while True:
             try:
-                use = await asyncio.to_thread(self._measure)
+                use = {} if self._measure is None else await self._measure()
                 await asyncio.to_thread(self._keep_use, use, time.time())
             except Exception:  # ranks come and go meanwhile; reports are read all the same
                 log.exception("the use of the machine could not be measured")
+            try:
+                await asyncio.to_thread(self._keeper.check)
+            except (AtollError, OSError) as error:
+                log.warning("%s", error)
             await asyncio.sleep(USE_EVERY_S)
 
     def _keep_use(self, use: Mapping[str, Sequence[RankUse]], now: float) -> None:
@@ -273,7 +271,7 @@ class Collector:
             lines = [self._line(uid, rank, now) for rank in ranks]
             try:
                 self._keeper.take(uid, lines)
-            except sqlite3.Error as error:
+            except AtollError as error:
                 log.warning("machine use of training %s: %s", uid, error)
 
     def _line(self, uid: str, use: RankUse, now: float) -> bytes:
@@ -298,6 +296,19 @@ class Collector:
                 reader.remove()
                 self._readers.pop(reader.uid, None)
                 self._due.pop(reader.uid, None)
-        except (OSError, ValidationError, sqlite3.Error) as error:  # nothing is lost
+        except (OSError, AtollError) as error:  # nothing is lost
             log.warning("reports of training %s: %s", reader.uid, error)
             self._due[reader.uid] = time.monotonic() + 4 * reader.every_s
+        except Exception:  # whatever one training has there, the others are read
+            log.exception("reports of training %s", reader.uid)
+            self._due[reader.uid] = time.monotonic() + 4 * reader.every_s
+
+    def _forget_removed(self) -> None:
+        """What is kept of trainings that are gone; what cannot be removed now, the next time."""
+        for uid in list(self._removed):
+            try:
+                self._keeper.remove(uid)
+            except AtollError as error:
+                log.warning("the series of a training that is removed: %s", error)
+                return
+            self._removed.discard(uid)

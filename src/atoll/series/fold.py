@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from atoll.core.series import MAX_COUNT, MAX_TIME
+
 FIELDS = ("at", "step", "min", "mean", "max", "count", "bad", "attempt")
 AT, STEP, LEAST, MEAN, LARGEST, COUNT, BAD, ATTEMPT = range(len(FIELDS))
 LEAST_BUCKETS = 16
@@ -130,9 +132,10 @@ def _paired(rows: Sequence[tuple[float, ...]]) -> Series:
 
 
 def point_of(parts: Sequence[Any]) -> tuple[float, ...]:
-    """A point as a rank sends it, in the form that `Series.add` takes. Raises ValueError.
+    """A point as a rank sends it, in the form that `Series.add` takes.
 
-    The short form is [time, step, value]; numbers that JSON does not have are text.
+    The short form is [time, step, value]; numbers that JSON does not have are text. Raises
+    ValueError or TypeError for what is no point, or has numbers that nobody could draw.
     """
     if len(parts) == 3:
         at, step, value = parts
@@ -142,8 +145,15 @@ def point_of(parts: Sequence[Any]) -> tuple[float, ...]:
     elif len(parts) == 7:
         at, step, *rest = parts
         figures = tuple(float(part) for part in rest)
-        if not (figures[3] >= 0 and figures[4] >= 0 and sum(figures[3:]) < math.inf):
-            raise ValueError(f"counts of a point must be 0 or more, got {rest[3:]}")
+        if not all(0 <= count <= MAX_COUNT for count in figures[3:]):
+            raise ValueError(f"counts of a point must be 0 to {MAX_COUNT}, got {rest[3:]}")
+        if figures[3] and not all(map(math.isfinite, figures[:3])):
+            raise ValueError(f"expected finite numbers, got {rest[:3]}")
     else:
         raise ValueError(f"a point has 3 or 7 parts, got {len(parts)}")
-    return (float(at), math.nan if step is None else float(step), *figures)
+    at = float(at)
+    if not 0 <= at <= MAX_TIME:
+        raise ValueError(f"expected a time in seconds since 1970, got {at}")
+    if step is not None and not abs(float(step)) <= MAX_COUNT:
+        raise ValueError(f"expected a step of at most {MAX_COUNT}, got {step}")
+    return (at, math.nan if step is None else float(step), *figures)

@@ -7,27 +7,33 @@ batch that arrives twice counts once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sqlite3
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable
+import zlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
+from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
 from atoll.core.escapes import visible
-from atoll.core.rounds import RoundWord
-from atoll.core.series import MACHINE
+from atoll.core.rounds import RoundWord, is_bounded
+from atoll.core.series import MACHINE, MAX_COUNT, MAX_TIME
+from atoll.core.spec import RankNumber
 from atoll.core.status import Training
+from atoll.core.warnings import MAX_WARNINGS
 from atoll.rank.figures import MAX_NAME, MOST_BATCH
-from atoll.series.copies import Losses, SeriesKey, pack, unpack
+from atoll.series.file import SeriesFile
 from atoll.series.fold import LEAST_BUCKETS, MEAN, Series, point_of
-from atoll.series.rounds import MOST_FRAGMENTS, RoundKeeper, transaction
+from atoll.series.rounds import MOST_FRAGMENTS, RoundKeeper, finished_in
+from atoll.series.rounds import SCHEMA as ROUNDS
 from atoll.series.stillness import ReportedStillness
 
 MOST_BUCKETS = 2_000  # of one series
@@ -37,20 +43,21 @@ MOST_HELD = 64  # trainings in memory
 MOST_ROUNDS = 10**9
 MOST_MISSED = 10**9  # batches that are counted
 MOST_ERROR = 500  # characters
+MOST_ID = 200  # characters
 LOG_BYTES = 4 * 2**20  # of one training, before it is folded into its series
 
 _SCHEMA = """
-create table if not exists series (
+create table series (
     uid text not null, rank integer not null, process integer not null, name text not null,
     body blob not null, primary key (uid, rank, process, name)) without rowid;
-create table if not exists batches (
+create table batches (
     id integer primary key autoincrement, uid text not null, body blob not null);
-create index if not exists batches_of_training on batches (uid, id);
-create table if not exists lives (
+create index batches_of_training on batches (uid, id);
+create table lives (
     uid text not null, life text not null, n integer not null, primary key (uid, life)
     ) without rowid;
-create table if not exists finished_reports (uid text primary key) without rowid;
-create table if not exists losses (
+create table finished_reports (uid text primary key) without rowid;
+create table losses (
     uid text primary key, skipped integer not null, missed integer not null) without rowid;
 """
 
@@ -59,18 +66,25 @@ _RUN = re.compile(r"[\w.+=@-]{1,200}")
 log = logging.getLogger(__name__)
 
 
-class _Wire(msgspec.Struct, frozen=True):
-    """What one process of a rank told since it told last, as `rank/figures.py` writes it."""
+SeriesKey = tuple[int, int, str]  # rank, process, name
+Counted = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
-    rank: int
-    attempt: int
-    process: int
-    id: str  # of the process
-    n: int  # 1, 2, …
+
+class _Wire(msgspec.Struct, frozen=True):
+    """What one process of a rank told since it told last, as `rank/figures.py` writes it.
+
+    Whatever ranks report comes in here, so this is where its numbers are checked.
+    """
+
+    rank: RankNumber
+    attempt: Counted
+    process: Counted
+    id: Annotated[str, Meta(max_length=MOST_ID)]  # of the process
+    n: Counted  # 1, 2, …
     figures: dict[str, list[list[float | str | None]]]
-    skipped: int = 0
+    skipped: Counted = 0
     rounds: list[RoundWord] = []
-    still: float | None = None
+    still: Annotated[float, Meta(le=MAX_TIME)] | None = None
 
 
 class Batch(NamedTuple):
@@ -115,17 +129,20 @@ class _Kept:
     def is_new(self, batch: Batch) -> bool:
         return batch.number > self.numbers.get(batch.life, 0)
 
+    def skip(self, count: int) -> None:
+        self.skipped = min(self.skipped + count, MAX_COUNT)
+
     def fold(self, batch: Batch) -> None:
         # They are counted one by one: what is between was told, and did not get here.
         lost = batch.number - self.numbers.get(batch.life, 0) - 1
         self.missed = min(self.missed + lost, MOST_MISSED)
         self.numbers[batch.life] = batch.number
-        self.skipped += batch.skipped
+        self.skip(batch.skipped)
         for name, points in batch.points.items():
             key = (batch.rank, batch.process, name)
             if key not in self.series:
                 if len(self.series) >= MOST_SERIES:
-                    self.skipped += len(points)
+                    self.skip(len(points))
                     continue
                 self.series[key] = Series()
             self.changed.add(key)
@@ -134,7 +151,7 @@ class _Kept:
                 add(point, batch.attempt, most)
 
 
-_DECODER = msgspec.json.Decoder(_Wire)
+_DECODER = json_decoder(_Wire)
 
 
 def decode_batch(line: bytes) -> Batch:
@@ -143,19 +160,26 @@ def decode_batch(line: bytes) -> Batch:
         raise ValidationError("report", f"{len(line)} bytes", f"expected {MOST_BATCH} at most")
     try:
         wire = _DECODER.decode(line)
-        points = {name: list(map(point_of, told)) for name, told in wire.figures.items()}
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         text = line[:60].decode(errors="replace")
         raise ValidationError("report", text, f"not a report: {error}") from error
-    names = {visible(name)[:MAX_NAME]: told for name, told in points.items()}
+    skipped = wire.skipped
+    names: dict[str, list[tuple[float, ...]]] = {}
+    for name, told in wire.figures.items():
+        points = names.setdefault(visible(name)[:MAX_NAME], [])
+        for parts in told:
+            try:
+                points.append(point_of(parts))
+            except (ValueError, TypeError):  # the others are as good as before
+                skipped += 1
     return Batch(
         wire.rank,
         wire.attempt,
         wire.process,
         wire.id,
         wire.n,
-        names,
-        max(0, wire.skipped),
+        {name: points for name, points in names.items() if points},
+        skipped,
         [_checked(word, wire.rank) for word in wire.rounds],
         wire.still if wire.still is None or wire.still >= 0 else None,
     )
@@ -171,12 +195,14 @@ def _checked(word: RoundWord, rank: int) -> RoundWord:
         and 0 <= word.round < MOST_ROUNDS
         and word.cost.rank == rank
         and (facts is None or (facts.run, facts.fragment, facts.round) == key)
+        and is_bounded(word)
     )
     if not is_good:
         raise ValidationError("report", str(word)[:60], "not a report: no such round")
     if facts is not None and facts.error:
         facts = replace(facts, error=visible(facts.error)[:MOST_ERROR])
-    return replace(word, facts=facts)
+    warnings = [visible(words)[:MOST_ERROR] for words in word.warnings[:MAX_WARNINGS]]
+    return replace(word, facts=facts, warnings=warnings)
 
 
 CatchUp = Callable[[Training], Awaitable[None]]
@@ -186,20 +212,34 @@ class SeriesKeeper:
     """All series. Its methods may be called from several threads."""
 
     def __init__(self, path: Path | str) -> None:
-        self._lock = threading.RLock()
         self._held: OrderedDict[str, _Kept] = OrderedDict()
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("pragma journal_mode = wal")
-        self._db.execute("pragma synchronous = normal")
-        self._db.executescript(_SCHEMA)
-        self.rounds = RoundKeeper(self._db, self._lock)
-        self._taken: Counter[str] = Counter()  # batches, since this process began
+        self._file = SeriesFile(path, _SCHEMA + ROUNDS)
+        self.rounds = RoundKeeper(self._file)
+        self._file.on_empty = self._write_all
+        self._finished = finished_in(self._file, "finished_reports")
         self.stillness = ReportedStillness()
         self.catch_up: CatchUp | None = None  # of whoever reads what ranks write
 
+    @property
+    def _db(self) -> sqlite3.Connection:
+        return self._file.db
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing could be kept last; empty if all is well."""
+        return self._file.trouble
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was lost since this process began, in words."""
+        return self._file.notes
+
+    def check(self) -> None:
+        """Puts things right if the file was deleted or replaced. Raises Temporary."""
+        self._file.check()
+
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        self._file.close()
 
     def take(self, uid: str, lines: Iterable[bytes]) -> int:
         """Keeps these batches, in one transaction. Returns how many of them were new.
@@ -207,7 +247,7 @@ class SeriesKeeper:
         Raises ValidationError for one that is none; nothing is kept then.
         """
         batches = [(line, decode_batch(line)) for line in lines]
-        with self._lock:
+        with self._file:
             kept = self._of(uid)
             numbers: dict[str, int] = {}
             new = []
@@ -215,7 +255,7 @@ class SeriesKeeper:
                 if kept.is_new(batch) and batch.number > numbers.get(batch.life, 0):
                     numbers[batch.life] = batch.number
                     new.append((line, batch))
-            with transaction(self._db):
+            with self._file.transaction():
                 self._db.executemany(
                     "insert into batches (uid, body) values (?, ?)",
                     [(uid, line) for line, _ in new],
@@ -226,7 +266,6 @@ class SeriesKeeper:
                 self._note_move(uid, batch)
                 kept.fold(batch)
                 kept.logged_bytes += len(line)
-            self._taken[uid] += len(new)
             if kept.logged_bytes > max(LOG_BYTES, sum(kept.sizes.values())):
                 self._write(uid, kept)
             return len(new)
@@ -236,7 +275,7 @@ class SeriesKeeper:
     ) -> list[OneSeries]:
         """A copy of the series of a training, in order of name, rank and process; all, or those of
         these names and ranks."""
-        with self._lock:
+        with self._file:
             kept = self._of(uid)
             wanted = [
                 (name, rank, process)
@@ -249,27 +288,29 @@ class SeriesKeeper:
             ]
 
     def keys(self, uid: str) -> list[SeriesKey]:
-        with self._lock:
+        with self._file:
             return list(self._of(uid).series)
 
     def first(self, uid: str, name: str) -> Series | None:
         """A copy of this series of the lowest rank that has one. Of a training that is not in
         memory, nothing else is read: lists of thousands ask for it."""
-        with self._lock:
+        with self._file:
             if uid not in self._held and not self._is_logged(uid):
                 row = self._db.execute(
                     "select body from series where uid = ? and name = ? order by rank, process "
                     "limit 1",
                     (uid, name),
                 ).fetchone()
-                return None if row is None else Series.unpacked(row[0])
+                with contextlib.suppress(ValueError, zlib.error):  # damaged
+                    return None if row is None else Series.unpacked(row[0])
+                return None
             kept = self._of(uid).series
             keys = [key for key in kept if key[2] == name]
             return kept[min(keys)].copy() if keys else None
 
     def lasts(self, uid: str, names: Collection[str]) -> dict[SeriesKey, float]:
         """The newest value of each series of these names."""
-        with self._lock:
+        with self._file:
             return {
                 key: series.columns[MEAN][-1]
                 for key, series in self._of(uid).series.items()
@@ -288,88 +329,35 @@ class SeriesKeeper:
 
     def skipped(self, uid: str) -> int:
         """How many figures were not kept, by a rank or here."""
-        with self._lock:
+        with self._file:
             return self._of(uid).skipped
 
     def missed(self, uid: str) -> int:
         """How many batches a rank told that were lost on the way, or with an earlier keeper."""
-        with self._lock:
+        with self._file:
             return self._of(uid).missed
 
-    def changes(self, uid: str) -> int:
-        """Another number each time something of the training was kept."""
-        with self._lock:
-            return self._taken[uid] + self.rounds.changes[uid]
-
     def remove(self, uid: str) -> None:
-        with self._lock, transaction(self._db):
-            self._remove(uid)
-
-    def _remove(self, uid: str) -> None:
-        self._held.pop(uid, None)
-        for counts in (self._taken, self.rounds.changes):
-            counts.pop(uid, None)
-        self.stillness.forget(uid)
-        for table in ("series", "batches", "lives", "finished_reports", "losses"):
-            self._db.execute(f"delete from {table} where uid = ?", (uid,))
-        self.rounds.remove(uid)
-
-    def clear(self) -> None:
-        """Nothing is kept any more."""
-        for uid in self.uids():
-            self.remove(uid)
-
-    def copied(self, uid: str, most_bytes: int) -> bytes:
-        """All of a training in so many bytes, a quarter of them for rounds; coarser if need be."""
-        with self._lock:
-            kept = self._of(uid)
-            series = {key: one.copy() for key, one in kept.series.items()}
-            losses = Losses(dict(kept.numbers), kept.skipped, kept.missed)
-            rounds = self.rounds.copied(uid, most_bytes // 4)
-            is_finished = self.is_finished(uid)
-        return pack(series, losses, rounds, most_bytes, is_finished=is_finished)
-
-    def restore(self, uid: str, data: bytes) -> bool:
-        """What was copied is kept here, in place of what is; unless that is as new: then False.
-
-        Raises ValidationError if this is no copy.
-        """
-        copy = unpack(data)
-        with self._lock:
-            own = self._of(uid).numbers
-            if own and all(own.get(life, 0) >= n for life, n in copy.losses.numbers.items()):
-                return False
-            with transaction(self._db):
-                self._remove(uid)
-                self._db.executemany(
-                    "insert into series values (?, ?, ?, ?, ?)",
-                    [(uid, *row) for row in copy.series],
-                )
-                self._db.executemany(
-                    "insert into lives values (?, ?, ?)",
-                    [(uid, life, n) for life, n in copy.losses.numbers.items()],
-                )
-                self._db.execute(
-                    "insert into losses values (?, ?, ?)",
-                    (uid, copy.losses.skipped, copy.losses.missed),
-                )
-                if copy.is_finished:
-                    self._db.execute("insert into finished_reports values (?)", (uid,))
-                self.rounds.restore(uid, copy.rounds)
-            return True
+        with self._file, self._file.transaction():
+            self._held.pop(uid, None)
+            self.stillness.forget(uid)
+            self._finished.discard(uid)
+            for table in ("series", "batches", "lives", "finished_reports", "losses"):
+                self._db.execute(f"delete from {table} where uid = ?", (uid,))
+            self.rounds.remove(uid)
 
     def finish(self, uid: str) -> None:
         """The training is over, and all that its ranks left behind was read."""
-        with self._lock, transaction(self._db):
+        with self._file, self._file.transaction():
             self._db.execute("insert or replace into finished_reports values (?)", (uid,))
+            self._finished.add(uid)
 
     def is_finished(self, uid: str) -> bool:
-        with self._lock:
-            found = self._db.execute("select 1 from finished_reports where uid = ?", (uid,))
-            return found.fetchone() is not None
+        """Waits for nobody: the event loop asks."""
+        return uid in self._finished
 
     def uids(self) -> set[str]:
-        with self._lock:
+        with self._file:
             rows = self._db.execute(
                 "select distinct uid from series union select distinct uid from batches"
             )
@@ -392,7 +380,10 @@ class SeriesKeeper:
             "select rank, process, name, body from series where uid = ?", (uid,)
         )
         for rank, process, name, body in rows:
-            kept.series[rank, process, name] = Series.unpacked(body)
+            try:
+                kept.series[rank, process, name] = Series.unpacked(body)
+            except (ValueError, zlib.error) as error:  # damaged: it hides no other
+                log.warning("%s of rank %s of training %s is left out: %s", name, rank, uid, error)
             kept.sizes[rank, process, name] = len(body)
         kept.numbers = dict(
             self._db.execute("select life, n from lives where uid = ?", (uid,)).fetchall()
@@ -406,10 +397,21 @@ class SeriesKeeper:
             "select body from batches where uid = ? order by id", (uid,)
         ):
             kept.logged_bytes += len(body)
-            batch = decode_batch(body)
+            try:
+                batch = decode_batch(body)
+            except ValidationError as error:
+                log.warning("training %s: %s", uid, error)
+                continue
             if kept.is_new(batch):
                 kept.fold(batch)
         return kept
+
+    def _write_all(self) -> None:
+        """What is in memory outlives the file that it came from."""
+        self.rounds.recount()
+        for uid, kept in self._held.items():
+            kept.changed, kept.sizes = set(kept.series), {}
+            self._write(uid, kept)
 
     def _write(self, uid: str, kept: _Kept) -> None:
         """Writes the folded series in place of the log."""
@@ -417,7 +419,7 @@ class SeriesKeeper:
             return
         changed = list(kept.changed)
         rows = [(uid, *key, kept.series[key].packed()) for key in changed]
-        with transaction(self._db):
+        with self._file.transaction():
             self._db.executemany("insert or replace into series values (?, ?, ?, ?, ?)", rows)
             self._db.executemany(
                 "insert or replace into lives values (?, ?, ?)",

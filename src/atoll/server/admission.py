@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from atoll.core.errors import Conflict, Temporary, ValidationError
-from atoll.core.honour import not_honoured
-from atoll.core.ports import Checking, Executor, Ignoring, Trying
+from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.status import Training
+from atoll.core.support import describe_unsupported, unsupported_fields
 from atoll.server.operations import Plane
 
 
@@ -31,35 +31,28 @@ def admitted(
     if executor is None:
         raise ValidationError("executor", name, plane.setup.refusal(name, plane.executors))
     plane.setup.check_namespace(name, namespace)
-    if spec.stall_restart and not getattr(executor, "restarts_stalled", False):
-        expected = f"expected none: the executor {name!r} starts no rank again that stands still"
-        raise ValidationError("stall_restart", True, expected)
     spec = replace(spec, executor=name)
-    if isinstance(executor, Checking):
-        executor.check(spec)
+    executor.check(spec)
     return spec
 
 
-def ignored(training: Training, plane: Plane) -> str:
-    """What its executor will not honour of the spec, in one line; empty if that is nothing."""
-    executor = plane.executors.get(training.executor)
-    if not isinstance(executor, Ignoring):
-        return ""
-    return not_honoured(training.executor, training.spec, executor.ignored(training.spec))
+def describe_ignored(training: Training, plane: Plane) -> str:
+    """What of its spec has no effect with its executor, in one line; empty if that is nothing."""
+    executor = plane.executors[training.executor]
+    fields = unsupported_fields(training.spec, executor.SUPPORTS, executor.options)
+    return describe_unsupported(training.executor, fields)
 
 
 async def check_backend(spec: TrainingSpec, plane: Plane) -> None:
     """Raises ValidationError if the backend itself says that it will never take the spec."""
-    executor = plane.executors.get(spec.executor or "")
-    if isinstance(executor, Trying):
-        await executor.try_out(spec)
+    await plane.executors[spec.executor or ""].try_out(spec)
 
 
 async def check_run(spec: TrainingSpec, plane: Plane, namespace: str) -> None:
     """Raises Conflict if the run of the spec is that of a training which has not ended."""
     if spec.run_id is None:
         return
-    for other in await plane.store.list():
+    for other in (await plane.store.snapshot()).active:
         is_itself = (other.namespace, other.name) == (namespace, spec.name)
         if is_itself or other.status.phase.is_terminal or other.spec.run_id != spec.run_id:
             continue
@@ -75,7 +68,7 @@ def check_growth(training: Training, spec: TrainingSpec, plane: Plane) -> None:
     """Lets the executor refuse more ranks than it can ever hold. Raises ValidationError."""
     executor = plane.executors.get(training.executor)
     is_larger = spec.world_size.target > training.spec.world_size.target
-    if is_larger and isinstance(executor, Checking):
+    if is_larger and executor is not None:
         executor.check(spec)
 
 

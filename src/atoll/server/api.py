@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from typing import Literal
 
 from starlette.responses import Response
 
+from atoll.controller.informer import INFORMER
 from atoll.core.attempts import AttemptList
 from atoll.core.checks import NAME_PATTERN
+from atoll.core.errors import Temporary
 from atoll.core.executors import ExecutorList
 from atoll.core.metrics import Metrics
 from atoll.core.model import Model
@@ -18,9 +21,9 @@ from atoll.core.rounds import RoundList, ShownTraining
 from atoll.core.series import NewestFigures, SeriesList
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogHit, PlacedLine, Training, TrainingList, Usage
-from atoll.core.webhooks import Webhook, WebhookList, WebhookRequest, WebhookTest
-from atoll.server import figures, logs, reports, rerun, results, rounds, series, trainings, webhooks
+from atoll.server import figures, logs, reports, rerun, results, rounds, series, trainings
 from atoll.server.auth import caller, token_of
+from atoll.server.background import CONTROLLER, TaskFailure
 from atoll.server.bodies import MAX_BODY_BYTES
 from atoll.server.operations import (
     NDJSON,
@@ -40,18 +43,30 @@ ALL = "/v1/trainings"
 METRICS = "/metrics"
 
 
-class Health(Model, frozen=True, omit_defaults=False):
-    status: str = "ok"
+class Health(Model, frozen=True):
+    """`failing`: what does not work; trainings are looked after all the same."""
+
+    status: Literal["ok", "degraded", "read-only"]
+    failing: list[TaskFailure] = []
 
 
 async def healthz(call: ApiCall) -> Answer:
-    return json_answer(Health())
+    return json_answer(Health(status="ok"))
 
 
 async def readyz(call: ApiCall) -> Answer:
-    """Ready when the store answers; 503 or 500 when it cannot be read."""
-    await call.plane.store.version()
-    return json_answer(Health(status="read-only" if call.plane.setup.read_only else "ok"))
+    """Ready when the store answers and trainings are looked after; 503 or 500 when not."""
+    plane = call.plane
+    await plane.store.version()
+    failing = plane.background.failures
+    for failure in failing:
+        if failure.name in (CONTROLLER, INFORMER):
+            raise Temporary(f"no training is looked after now: {failure.error}")
+    if plane.series is not None and plane.series.trouble:
+        failing.append(TaskFailure(name="metrics", error=plane.series.trouble))
+    if plane.setup.read_only:
+        return json_answer(Health(status="read-only", failing=failing))
+    return json_answer(Health(status="degraded" if failing else "ok", failing=failing))
 
 
 async def metrics(call: ApiCall) -> Answer:
@@ -77,7 +92,6 @@ _COMMON = _BAD | _DENIED | {503: _problem("The request cannot be served now; try
 _NAMED = _COMMON | _MISSING
 _GONE = {410: _problem("`after` is older than the oldest version in the store.")}
 _LARGE = {413: _problem("The body or the spec in it is too large; the answer names the field.")}
-_NO_HOOKS = {409: _problem("This control plane keeps no webhooks.")}
 _TRAINING = AnswerDoc("The training.", Training)
 _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
@@ -277,41 +291,6 @@ NATIVE = (
         "Rank-seconds and GPU-seconds that a training has used.",
         {200: AnswerDoc("Usage.", Usage), **_NAMED},
         query=reports.ReportQuery,
-    ),
-    Operation(
-        "POST",
-        "/v1/webhooks",
-        webhooks.add_webhook,
-        "Post events of the namespace to an address from now on, each signed, and again until it "
-        "is accepted. The answer is the only one that has the secret.",
-        {
-            201: AnswerDoc("The webhook, with its secret.", Webhook),
-            409: _problem("The namespace has too many, or this control plane keeps none."),
-            **_COMMON,
-            **_LARGE,
-        },
-        body=WebhookRequest,
-    ),
-    Operation(
-        "GET",
-        "/v1/webhooks",
-        webhooks.read_webhooks,
-        "Webhooks of the namespace, and how their deliveries go.",
-        {200: AnswerDoc("All webhooks.", WebhookList), **_COMMON, **_NO_HOOKS},
-    ),
-    Operation(
-        "DELETE",
-        "/v1/webhooks/{name}",
-        webhooks.remove_webhook,
-        "Remove a webhook, with what waits to be delivered to it.",
-        {200: AnswerDoc("It is removed.", Webhook), **_NAMED, **_NO_HOOKS},
-    ),
-    Operation(
-        "POST",
-        "/v1/webhooks/{name}/test",
-        webhooks.test_webhook,
-        "Post a test message to a webhook, and say how it was answered.",
-        {200: AnswerDoc("How it was answered.", WebhookTest), **_NAMED, **_NO_HOOKS},
     ),
     Operation(
         "GET",

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import cache, partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Router
 
 from atoll.controller.clock import machine_clock
+from atoll.controller.informer import INFORMER, Informer
 from atoll.core.clock import Time
 from atoll.core.model import encode
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.series.keep import SeriesKeeper
 from atoll.server import api, problems
-from atoll.server.auth import caller
-from atoll.server.background import beside
+from atoll.server.auth import caller, check_host
+from atoll.server.background import BackgroundTasks, Work
 from atoll.server.basilica import answers, deployments
-from atoll.server.deliver import Deliverer
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
-from atoll.server.operations import JSON, Operation, Plane, kept_already, routes
+from atoll.server.operations import JSON, Operation, Plane, routes
 from atoll.server.routing import Application, Route
 from atoll.server.streams import Streams
 from atoll.server.ui import routes as ui
+from atoll.server.ui.rows import Rows
 from atoll.server.ui.sessions import Sessions
-from atoll.store.outbox import Outbox
 
 
 def create_app(
@@ -37,26 +38,27 @@ def create_app(
     executors: Mapping[str, Executor],
     streams: Streams | None = None,
     setup: Setup | None = None,
+    informer: Informer | None = None,
     gauges: Gauges | None = None,
     clock: Callable[[], Time] | None = None,
     series: SeriesKeeper | None = None,
-    outbox: Outbox | None = None,
-    deliverer: Deliverer | None = None,
-    keep_webhooks: Callable[[], Awaitable[None]] = kept_already,
     sessions: Sessions | None = None,
     report_key: bytes = b"",
+    background: BackgroundTasks | None = None,
     is_metrics_open: bool = True,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
 ) -> Router:
     """The HTTP server of one control plane.
 
+    Without the `informer` of its process it runs one of its own.
     `/metrics` has totals of all namespaces; without `is_metrics_open` it needs a token.
-    `keep_webhooks` is awaited after webhooks were added or removed, before that is answered.
     `lifespan` is entered when the server starts. Call `streams.close()` when shutdown begins, so
     that open watches end.
     """
     streams = Streams() if streams is None else streams
-    gauges = Gauges() if gauges is None else gauges
+    has_own_informer = informer is None
+    informer = informer or Informer(store)
+    gauges = gauges or Gauges(informer)
     setup = Setup() if setup is None else setup
     clock = machine_clock() if clock is None else clock
     plane = Plane(
@@ -64,26 +66,37 @@ def create_app(
         tokens,
         executors,
         streams,
+        informer,
         gauges,
+        Rows(store),
         setup,
         clock,
         series=series,
-        outbox=outbox,
-        deliverer=deliverer,
         report_key=report_key,
         sessions=sessions or Sessions(),
-        keep_webhooks=keep_webhooks,
+        background=background or BackgroundTasks(),
     )
 
     @contextlib.asynccontextmanager
     async def counted(_: Router) -> AsyncIterator[None]:
-        async with beside(gauges.follow(store)), beside(plane.rows.follow(store)), lifespan():
+        works: dict[str, Work] = {
+            "gauges": gauges.follow,
+            "rows": lambda: plane.rows.follow(informer),
+        }
+        if has_own_informer:
+            works[INFORMER] = informer.run
+        async with contextlib.AsyncExitStack() as running:
+            for name, work in works.items():
+                await running.enter_async_context(plane.background.running(name, work))
+            await running.enter_async_context(lifespan())
             yield
 
     rows = api.native(is_metrics_open=is_metrics_open)
 
+    document = cache(partial(_document, rows))  # nobody needs a token to ask for it
+
     async def openapi(request: Request) -> Response:
-        return Response(_document(rows), media_type=JSON)
+        return Response(document(), media_type=JSON)
 
     table = [
         *routes(rows, plane, caller, problems.on_error),
@@ -91,7 +104,9 @@ def create_app(
         *ui.routes_of(plane),
         Route("GET", "/openapi.json", openapi, problems.on_error),
     ]
-    return Router(lifespan=counted, default=Application(table, _on_stray))
+    return Router(
+        lifespan=counted, default=Application(table, _on_stray, partial(check_host, plane))
+    )
 
 
 def _document(rows: Sequence[Operation]) -> bytes:

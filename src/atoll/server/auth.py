@@ -4,13 +4,14 @@ browser that came from one."""
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import secrets
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from atoll.core.errors import Denied
 from atoll.server.operations import Plane
-from atoll.server.ui.sessions import is_csrf_of
 
 CSRF = "x-atoll-csrf"
 
@@ -66,6 +67,7 @@ def _session_token(plane: Plane, request: Request) -> str | None:
 
     The browser sends its cookie whoever made the request: only a page of ours also knows the word
     that belongs to it. Reads need it too, as another server on this machine is the same site.
+    Whoever has the cookie alone is told nothing with it, that word neither.
     """
     if "authorization" in request.headers:
         return None
@@ -75,8 +77,9 @@ def _session_token(plane: Plane, request: Request) -> str | None:
     session = plane.sessions.find(cookie)
     if session is None:
         raise Denied("the session has ended: run 'atoll ui' to sign in again")
-    if not is_csrf_of(cookie, request.headers.get(CSRF, "")):
-        raise Denied("this request came from no page of atoll")
+    if not secrets.compare_digest(session.csrf.encode(), request.headers.get(CSRF, "").encode()):
+        raise HTTPException(403, "this request came from no page of atoll")
+    check_dashboard_host(plane, request)
     check_origin(request)
     return session.token
 
@@ -87,4 +90,47 @@ def check_origin(request: Request) -> None:
     own = f"{request.url.scheme}://{request.headers.get('host', '')}"
     site = request.headers.get("sec-fetch-site", "same-origin")
     if (origin is not None and origin != own) or site not in ("same-origin", "none"):
-        raise Denied("this request came from another origin")
+        raise HTTPException(403, "this request came from another origin")
+
+
+def check_host(plane: Plane, request: Request) -> None:
+    """Raises a 403 for a request without a token that is for another name than those of this
+    machine, where only this machine is served.
+
+    A page of others can have its own name lead here (DNS rebinding), and would then read what
+    needs no token.
+    """
+    name = _host(request)
+    if (
+        plane.sessions.is_loopback
+        and not _is_loopback(name)
+        and name != plane.sessions.host
+        and "authorization" not in request.headers
+    ):
+        raise HTTPException(403, "this control plane serves this machine only, by 127.0.0.1")
+
+
+def check_dashboard_host(plane: Plane, request: Request) -> None:
+    """Raises a 403 unless the dashboard may have its cookie under the name that is asked for.
+
+    What a browser keeps for 127.0.0.1 or localhost it sends to every port there, and so to servers
+    of other users.
+    """
+    check_host(plane, request)
+    name = _host(request)
+    if name != plane.sessions.host and _is_loopback(name):
+        raise HTTPException(
+            403, "the dashboard has a name of its own on this machine: run 'atoll ui' to open it"
+        )
+
+
+def _host(request: Request) -> str:
+    name = request.headers.get("host", "").lower()
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")

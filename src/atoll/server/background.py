@@ -1,24 +1,100 @@
-"""A background task that lives as long as a `with` block."""
+"""The background tasks of a control plane, by name.
+
+One that dies is logged at once, started again after a pause, and shown by `/readyz` until it works
+again: nothing that people rely on stops unseen.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+import logging
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from atoll.core.errors import AtollError
+from atoll.core.model import Model
+from atoll.core.retry import grown_s
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # short: people wait for what it shows
+STEADY_S = 10.0  # after which a task that was started again counts as working
+ERROR_LENGTH = 300  # characters
+
+log = logging.getLogger(__name__)
+
+CONTROLLER = "controller"  # without it no training is looked after
+
+Work = Callable[[], Awaitable[None]]
 
 
-@contextlib.asynccontextmanager
-async def beside(
-    work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], object] | None = None
-) -> AsyncIterator[None]:
-    """Runs `work` until the block ends, then cancels it; an error of `work` is raised then."""
-    task = asyncio.create_task(work)
-    if on_end is not None:
-        task.add_done_callback(on_end)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+class TaskFailure(Model, frozen=True, omit_defaults=False):
+    """A background task that does not work."""
+
+    name: str
+    error: str
+    since: float | None = None  # seconds since the epoch
+
+
+class BackgroundTasks:
+    """All background tasks of one process."""
+
+    def __init__(self, *, first_pause_s: float = FIRST_PAUSE_S, steady_s: float = STEADY_S) -> None:
+        self._first_pause_s = first_pause_s
+        self._steady_s = steady_s
+        self._failures: dict[str, TaskFailure] = {}
+
+    @property
+    def failures(self) -> list[TaskFailure]:
+        return list(self._failures.values())
+
+    @contextlib.asynccontextmanager
+    async def running(self, name: str, work: Work) -> AsyncIterator[None]:
+        """Keeps `work` running until the block ends."""
+        task = asyncio.create_task(self.keep_running(name, work), name=name)
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def keep_running(self, name: str, work: Work) -> None:
+        """Does the work until it returns or this is cancelled; again whenever it dies."""
+        loop = asyncio.get_running_loop()
+        deaths = 0
+        try:
+            while True:
+                began = time.monotonic()
+                steady = loop.call_later(self._steady_s, self._failures.pop, name, None)
+                try:
+                    return await work()
+                except Exception as error:  # whatever it is: the task must not stay dead
+                    if time.monotonic() - began > self._steady_s:
+                        deaths = 0
+                    pause_s = grown_s(self._first_pause_s, LONGEST_PAUSE_S, deaths)
+                    self._note(name, error, pause_s)
+                finally:
+                    steady.cancel()
+                deaths += 1
+                await asyncio.sleep(pause_s)
+        finally:
+            self._failures.pop(name, None)
+
+    def _note(self, name: str, error: Exception, pause_s: float) -> None:
+        cause = first_of(error)
+        text = " ".join(f"{type(cause).__name__}: {cause}".split())[:ERROR_LENGTH]
+        before = self._failures.get(name)
+        since = time.time() if before is None else before.since
+        self._failures[name] = TaskFailure(name=name, error=text, since=since)
+        log.error(
+            "the background task %r died of %s; it starts again in %g s",
+            *(name, text, pause_s),
+            # What is wrong outside is told by its message; a traceback would not help.
+            exc_info=None if isinstance(cause, AtollError | OSError | sqlite3.Error) else error,
+        )
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first error of a group; the others say the same (a missing right, a locked file)."""
+    return first_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -9,7 +9,9 @@ waited for.
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
+import socket
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from atoll.core.errors import Temporary
+from atoll.local.plane_socket import peer_uid
 
 HEAD_BYTES = 2**16
 MOST_FILES = 2**16
@@ -139,6 +142,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        if connection.family == socket.AF_UNIX and peer_uid(connection) != os.geteuid():
+            transport.abort()  # of another user: not a byte of it is read
+            return
         self._deadline = time.monotonic() + self.door.limits.head_s
         self.door.enter(self)
 

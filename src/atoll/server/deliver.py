@@ -1,8 +1,9 @@
 """Delivers messages to webhooks, and tries again with longer and longer pauses.
 
-A tenant's address must not make the server reach what the tenant could not: for namespaces that are
-not trusted, only addresses of the public internet are connected to, the very ones that were
-checked. No redirect is followed, and of what the other side answers only the status is told.
+Whoever can change what a name resolves to must not make the control plane reach its own network:
+unless the configuration says that a webhook is private, only addresses of the public internet are
+connected to, the very ones that were checked. No redirect is followed, and of what the other side
+answers only the status is told.
 """
 
 from __future__ import annotations
@@ -11,30 +12,39 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
+import os
 import random
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx2
 
-from atoll.core.errors import AtollError
+from atoll.core.config import in_file
+from atoll.core.errors import AtollError, ValidationError
 from atoll.core.retry import grown_s
 from atoll.core.webhooks import (
     FIRST_RETRY_S,
-    GIVEN_UP_S,
-    LONGEST_RETRY_S,
+    MAX_ATTEMPTS,
+    MAX_RETRY_S,
     Delivery,
+    Webhook,
+    WebhookConfig,
     signed_headers,
+    webhook_of,
 )
 from atoll.store.outbox import Outbox
 
-TIMEOUT_S = 10.0
-AT_ONCE = 64
+TIMEOUT_S = 10.0  # as the Standard Webhooks specification says receivers should answer: in seconds
 TRANSLATED = ipaddress.ip_network("64:ff9b::/32")  # to IPv4 addresses, whichever those are
-LOOK_S = 60.0  # the longest pause between two looks
+NOT_PUBLIC = "its host has no address on the public internet: set private = true if that is meant"
+# For others anything, for the group writing: the group of a mounted Secret may read it.
+OPEN_TO_OTHERS = 0o027
+MAX_FILE = 4096  # bytes
 
 log = logging.getLogger(__name__)
 
@@ -50,101 +60,103 @@ class Sent(NamedTuple):
         return self.status is not None and 200 <= self.status < 300
 
     @property
-    def words(self) -> str:
+    def problem(self) -> str:
         return "" if self.is_accepted else self.error or f"it answered {self.status}"
 
 
 class Deliverer:
-    """`trusted` are namespaces whose messages may go anywhere: their tokens may run commands where
-    the server runs, or whoever runs the server says so."""
+    """Delivers what waits in an outbox, for each webhook one message after another.
+
+    Pauses are measured by the steady clock, and are not stored: after a restart everything that
+    waits is tried at once.
+    """
 
     def __init__(
         self,
         outbox: Outbox,
         *,
-        trusted: Collection[str] = (),
         clock: Callable[[], float] = time.time,
-        jitter: Callable[[], float] = lambda: random.uniform(0.8, 1.2),
+        first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
         self._outbox = outbox
-        self._trusted = frozenset(trusted)
-        self._clock = clock
-        self._jitter = jitter
-        self._news = asyncio.Event()
-        self._busy: set[str] = set()
+        self._clock = clock  # for the time in a message, and for nothing else
+        self._first_retry_s = first_retry_s
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Until it is cancelled; returns at once if there is no webhook."""
         loop = asyncio.get_running_loop()
+        news = [(webhook, asyncio.Event()) for webhook in self._outbox.webhooks]
 
-        def on_news() -> None:
-            loop.call_soon_threadsafe(self._news.set)
+        def wake() -> None:
+            for _, event in news:
+                event.set()
 
-        self._outbox.on_news = on_news
-        slots = asyncio.Semaphore(AT_ONCE)
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                self._news.clear()
-                try:
-                    due = self._outbox.due(self._clock())
-                    next_at = self._outbox.next_due()
-                except AtollError as error:  # a full disk: nothing is lost
-                    log.warning("webhooks: %s", error)
-                    due, next_at = [], None
-                for delivery in due:
-                    if delivery.id not in self._busy:
-                        self._busy.add(delivery.id)
-                        tasks.create_task(self._deliver(delivery, slots))
-                pause_s = LOOK_S if next_at is None else next_at - self._clock()
-                if due:
-                    pause_s = max(pause_s, 0.2)  # those that are under way are due, too
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(max(pause_s, 0.01), LOOK_S)):
-                        await self._news.wait()
-
-    async def _deliver(self, delivery: Delivery, slots: asyncio.Semaphore) -> None:
+        self._outbox.on_news = lambda: loop.call_soon_threadsafe(wake)
         try:
-            async with slots:
-                sent = await self.send(delivery)
-            with contextlib.suppress(AtollError):
-                self._settle(delivery, sent)
+            async with asyncio.TaskGroup() as tasks:
+                for webhook, event in news:
+                    tasks.create_task(self._deliver_to(webhook, event))
         finally:
-            self._busy.discard(delivery.id)
-            self._news.set()
+            self._outbox.on_news = lambda: None
 
-    def _settle(self, delivery: Delivery, sent: Sent) -> None:
-        now = self._clock()
+    async def _deliver_to(self, webhook: Webhook, news: asyncio.Event) -> None:
+        due: dict[str, float] = {}  # by message: when it is tried; at once if it never was
+        while True:
+            news.clear()
+            try:
+                due = {id: due.get(id, 0.0) for id in self._outbox.waiting(webhook)}
+                # The oldest of those that were never tried, else the one whose pause ends first.
+                first = min(due, key=lambda id: due[id], default=None)
+                pause_s = math.inf if first is None else due[first] - time.monotonic()
+                if first is None or pause_s > 0:
+                    await _wait(news, pause_s)
+                else:
+                    retry_s = await self._deliver(webhook, first)
+                    due[first] = time.monotonic() + retry_s
+            except AtollError as error:  # a full disk: nothing is lost
+                log.warning("webhook %s: %s", webhook.host, error)
+                await asyncio.sleep(self._first_retry_s)
+
+    async def _deliver(self, webhook: Webhook, id: str) -> float:
+        """Tries once. Returns how long to wait before it is tried again."""
+        delivery = self._outbox.get(id)
+        if delivery is None:
+            return 0.0
+        sent = await self.send(webhook, delivery)
         if sent.is_accepted:
-            self._outbox.delivered(delivery, now)
-        elif now - delivery.created_at > GIVEN_UP_S:
-            self._outbox.given_up(delivery, sent.words, now)
-        else:
-            pause_s = grown_s(FIRST_RETRY_S, LONGEST_RETRY_S, delivery.attempts) * self._jitter()
-            self._outbox.postponed(delivery, sent.words, now, now + pause_s)
+            self._outbox.remove(id)
+            return 0.0
+        if delivery.attempts + 1 >= MAX_ATTEMPTS:
+            log.warning("webhook %s: message %s is given up: %s", webhook.host, id, sent.problem)
+            self._outbox.remove(id)
+            return 0.0
+        pause_s = grown_s(self._first_retry_s, MAX_RETRY_S, delivery.attempts)
+        log.warning(
+            "webhook %s: message %s is tried again in %.0f s: %s",
+            *(webhook.host, id, pause_s, sent.problem),
+        )
+        self._outbox.count_attempt(id)
+        return pause_s * random.uniform(0.8, 1.2)
 
-    def is_tenant(self, namespace: str) -> bool:
-        return namespace not in self._trusted
-
-    async def send(self, delivery: Delivery) -> Sent:
+    async def send(self, webhook: Webhook, delivery: Delivery) -> Sent:
         """Never raises."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return await self._send(delivery)
+                return await self._send(webhook, delivery)
         except TimeoutError:
             return Sent(None, f"no answer within {TIMEOUT_S:g} s")
         except (OSError, httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
             return Sent(None, " ".join(str(error).split())[:200] or type(error).__name__)
 
-    async def _send(self, delivery: Delivery) -> Sent:
-        headers, url = signed_headers(delivery, self._clock()), delivery.url
+    async def _send(self, webhook: Webhook, delivery: Delivery) -> Sent:
+        headers, url = signed_headers(webhook, delivery, self._clock()), webhook.url
         extensions: dict[str, Any] = {}
-        is_tenant = self.is_tenant(delivery.namespace)
-        if is_tenant:
-            address = await public_address(delivery.url)
+        if not webhook.is_private:
+            address = await public_address(url)
             if address is None:
-                return Sent(None, "its host has no address on the public internet")
-            url, headers["host"], extensions = pinned(delivery.url, address)
-        options: dict[str, Any] = {"trust_env": not is_tenant, "follow_redirects": False}
+                return Sent(None, NOT_PUBLIC)
+            url, headers["host"], extensions = pinned(url, address)
+        options: dict[str, Any] = {"trust_env": webhook.is_private, "follow_redirects": False}
         async with httpx2.AsyncClient(timeout=TIMEOUT_S, **options) as client:
             request = client.build_request(
                 "POST", url, headers=headers, content=delivery.body, extensions=extensions
@@ -152,6 +164,47 @@ class Deliverer:
             answer = await client.send(request, stream=True)
             await answer.aclose()  # its body is nobody's business
         return Sent(answer.status_code)
+
+
+async def _wait(news: asyncio.Event, pause_s: float) -> None:
+    """Until there is news, or the pause is over."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None if math.isinf(pause_s) else pause_s):
+            await news.wait()
+
+
+def load_webhooks(configs: Sequence[WebhookConfig], path: str | None) -> list[Webhook]:
+    """The webhooks with their secrets; paths are relative to the configuration, `path`.
+
+    Raises ValidationError naming the field if a secret is missing, wrong, or open to others.
+    """
+    webhooks = []
+    for at, config in enumerate(configs):
+        try:
+            webhooks.append(webhook_of(config, _secret(config, Path(path or "").parent)))
+        except ValidationError as error:
+            raise in_file(path, error, f"webhooks[{at}]") from error
+    return webhooks
+
+
+def _secret(config: WebhookConfig, directory: Path) -> str:
+    if config.secret_env is not None:
+        secret = os.environ.get(config.secret_env)
+        if secret is None:
+            expected = "expected an environment variable of the control plane: it has none"
+            raise ValidationError("secret_env", config.secret_env, expected)
+        return secret
+    path = directory / (config.secret_file or "")
+    try:
+        with path.open() as file:
+            if os.fstat(file.fileno()).st_mode & OPEN_TO_OTHERS:
+                expected = f"expected a file that others cannot read: chmod 600 {path}"
+                raise ValidationError("secret_file", config.secret_file, expected)
+            return file.read(MAX_FILE).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        expected = f"expected a file with the secret: {reason}"
+        raise ValidationError("secret_file", config.secret_file, expected) from error
 
 
 async def public_address(url: str) -> str | None:

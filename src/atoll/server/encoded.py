@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from datetime import UTC, datetime
 
 from msgspec.structs import replace
 
+from atoll.core.conditions import set_condition
 from atoll.core.model import encode
 from atoll.core.ports import Change
 from atoll.core.status import Training
 
+STALE = "StatusStale"
 KEPT_BYTES = 8 * 2**20
 MASK = "***"  # for the value of a variable: it may be a secret
 
@@ -37,6 +40,18 @@ def event_bytes(change: Change) -> bytes:
     kind = b"removed" if change.is_removed else b"changed"
     data = encode(shown(change.training))
     return b"event: %b\nid: %d\ndata: %b\n\n" % (kind, change.version, data)
+
+
+def with_staleness(training: Training, stale: tuple[float, str] | None) -> Training:
+    """The training with a condition that its status may be old, if statuses cannot be written."""
+    if stale is None or training.status.phase.is_terminal:
+        return training
+    since, why = stale
+    when = datetime.fromtimestamp(since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    message = f"this status may be out of date since {when}: {why}"
+    conditions = set_condition(training.status.conditions, STALE, "CannotWrite", message, since)
+    status = replace(training.status, conditions=conditions)
+    return replace(training, status=status)
 
 
 def shown(training: Training) -> Training:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from atoll.core.errors import AtollError, ValidationError
 from atoll.core.executors import LOCAL, ExecutorList, ExecutorStatus
-from atoll.core.ports import Executor, Probing
+from atoll.core.ports import Executor
 
 PROBE_S = 3.0
 
@@ -25,6 +25,8 @@ class Setup:
     config: str | None = None  # the file
     is_changed: Callable[[], bool] = lambda: False
     notes: Callable[[], Sequence[str]] = lambda: ()  # what else is to be told of the executors
+    # Since when statuses cannot be written, and why; None where they can.
+    stale: Callable[[], tuple[float, str] | None] = lambda: None
     read_only: str = ""  # why nothing can be written, and what to do; empty if all is well
     new_token: str = "atoll token create"  # how a token is made for this control plane
     restart: str = ""  # how to start the control plane with a new file; empty if it cannot be
@@ -85,8 +87,6 @@ async def probed(executors: Mapping[str, Executor], setup: Setup) -> ExecutorLis
 
 async def _why_not(executor: Executor) -> str:
     """Why the executor is not reachable, in one line; empty if it answers."""
-    if not isinstance(executor, Probing):
-        return ""
     try:
         async with asyncio.timeout(PROBE_S):
             await executor.probe()

@@ -1,4 +1,4 @@
-"""The figures of `/metrics`. They follow changes in the store, so that a scrape is cheap.
+"""The figures of `/metrics`, from what the informer knows at the time of a scrape.
 
 prometheus_client is imported at the first scrape: most local control planes are never scraped.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from atoll.core.errors import Gone
-from atoll.core.ports import Key, Store
+from atoll.controller.informer import Informer
+from atoll.core.phase import Phase
 from atoll.core.status import Training
 
 LABELS = ["namespace", "training"]
@@ -19,16 +19,40 @@ BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 1
 
 
 MOST_TRAININGS = 200  # with gauges of their own: the newest that are not over
-# Gauges of one training: name, help, and which of its figures.
-OF_TRAINING = (
-    ("ready", "Whether the training is ready: 1 or 0.", "is_ready"),
-    ("ranks_ready", "Ranks that are ready.", "ready"),
-    ("ranks_target", "Ranks that are wanted.", "target"),
-    ("ranks_min", "Ranks without which it is not ready.", "least"),
-    ("ranks_stalled", "Ranks that do not move, where stall_s is set.", "stalled"),
-    ("ranks_failed", "Ranks that are lost for good.", "failed"),
-    ("restarts", "Restarts of its ranks.", "restarts"),
-    ("age_seconds", "Seconds since it was stored.", "age_s"),
+# Gauges of one training: name, help, and the value at a time.
+OF_TRAINING: tuple[tuple[str, str, Callable[[Training, float], float]], ...] = (
+    (
+        "ready",
+        "Whether the training is ready: 1 or 0.",
+        lambda training, now: training.status.phase is Phase.READY,
+    ),
+    ("ranks_ready", "Ranks that are ready.", lambda training, now: training.status.world.ready),
+    (
+        "ranks_target",
+        "Ranks that are wanted.",
+        lambda training, now: training.spec.world_size.target,
+    ),
+    (
+        "ranks_min",
+        "Ranks without which it is not ready.",
+        lambda training, now: training.spec.world_size.min,
+    ),
+    (
+        "ranks_stalled",
+        "Ranks that do not move, where stall_s is set.",
+        lambda training, now: len(training.status.stalled),
+    ),
+    (
+        "ranks_failed",
+        "Ranks that are lost for good.",
+        lambda training, now: sum(rank.phase == "Failed" for rank in training.status.ranks),
+    ),
+    ("restarts", "Restarts of its ranks.", lambda training, now: _restarts(training)),
+    (
+        "age_seconds",
+        "Seconds since it was stored.",
+        lambda training, now: max(0.0, now - training.created_at),
+    ),
 )
 REPORTED = (
     ("loss", "The loss reported last, by the lowest rank that reports one."),
@@ -40,36 +64,12 @@ REPORTED = (
 Reported = Callable[[str], Mapping[str, float]]
 
 
-class TrainingCounts(NamedTuple):
-    """What one training adds to the totals, and its own figures."""
-
-    phase: str
-    ranks: Counter[str]
-    restarts: int
-    key: Key
-    created_at: float
-    is_over: bool
-    ready: int
-    target: int
-    least: int
-    stalled: int
-
-    @property
-    def is_ready(self) -> bool:
-        return self.phase == "ready"
-
-    @property
-    def failed(self) -> int:
-        return self.ranks["Failed"]
-
-
 class Gauges:
     """Trainings by phase, ranks by phase, restarts, and how long reconciling took."""
 
-    def __init__(self) -> None:
-        self._by_uid: dict[str, TrainingCounts] = {}
-        self._phases: Counter[str] = Counter()  # totals, so that a scrape adds nothing up
-        self._ranks: Counter[str] = Counter()
+    def __init__(self, informer: Informer) -> None:
+        self._informer = informer
+        self._restarts: dict[str, int] = {}  # of each active training
         self.restarts = 0
         self._buckets = [0] * (len(BOUNDS_S) + 1)
         self._sum_s = 0.0
@@ -79,34 +79,17 @@ class Gauges:
         self._buckets[bisect.bisect_left(BOUNDS_S, seconds)] += 1
         self._sum_s += seconds
 
-    async def follow(self, store: Store) -> None:
-        """Keeps the counts up to date until it is cancelled."""
-        while True:
-            after = await store.version()
-            self._by_uid, self._phases, self._ranks = {}, Counter(), Counter()
-            for training in await store.list():
-                self._count(training.uid, _counts(training))
-            try:
-                async for change in store.watch(after):
-                    self._update(change.training, is_removed=change.is_removed)
-                return
-            except Gone:
+    async def follow(self) -> None:
+        """Counts restarts until it is cancelled."""
+        async for update in self._informer.updates():
+            before = self._restarts.pop(update.uid, 0)
+            if update.training is None:
                 continue
-
-    def _update(self, training: Training, *, is_removed: bool) -> None:
-        before = self._by_uid.pop(training.uid, None)
-        now = _counts(training)
-        self.restarts += max(0, now.restarts - (before.restarts if before else 0))
-        if before is not None:
-            self._phases[before.phase] -= 1
-            self._ranks.subtract(before.ranks)
-        if not is_removed:
-            self._count(training.uid, now)
-
-    def _count(self, uid: str, counts: TrainingCounts) -> None:
-        self._by_uid[uid] = counts
-        self._phases[counts.phase] += 1
-        self._ranks.update(counts.ranks)
+            now = _restarts(update.training)
+            if not update.is_listed:
+                self.restarts += max(0, now - before)
+            if not update.is_removed:
+                self._restarts[update.uid] = now
 
     def exposition(
         self, namespace: str | None = None, reported: Reported = lambda uid: {}, now: float = 0.0
@@ -127,25 +110,23 @@ class Gauges:
         from prometheus_client.core import GaugeMetricFamily
 
         active = [
-            (uid, counts)
-            for uid, counts in self._by_uid.items()
-            if counts.key[0] == namespace and not counts.is_over
+            training
+            for training in list(self._informer.active.values())  # the event loop changes it
+            if training.namespace == namespace and not training.status.phase.is_terminal
         ]
-        active.sort(key=lambda pair: pair[1].created_at, reverse=True)
+        active.sort(key=lambda training: training.created_at, reverse=True)
         shown = active[:MOST_TRAININGS]
         yield GaugeMetricFamily(
             "atoll_trainings_without_gauges",
             f"Trainings that are not over, beyond the {MOST_TRAININGS} newest.",
             len(active) - len(shown),
         )
-        for name, text, field in OF_TRAINING:
+        for name, text, value_of in OF_TRAINING:
             family = GaugeMetricFamily(f"atoll_training_{name}", text, labels=LABELS)
-            for _, counts in shown:
-                age_s = max(0.0, now - counts.created_at)
-                value = age_s if field == "age_s" else getattr(counts, field)
-                family.add_metric(counts.key, value)
+            for training in shown:
+                family.add_metric(training.key, value_of(training, now))
             yield family
-        figures = [(counts.key, reported(uid)) for uid, counts in shown]
+        figures = [(training.key, reported(training.uid)) for training in shown]
         for name, text in REPORTED:
             family = GaugeMetricFamily(f"atoll_training_{name}", text, labels=LABELS)
             for key, known in figures:
@@ -161,12 +142,21 @@ class Gauges:
         )
 
         trainings = GaugeMetricFamily("atoll_trainings", "Trainings by phase.", labels=["phase"])
-        _fill(
-            trainings, ("new", "pending", "ready", "succeeded", "failed", "cancelled"), self._phases
-        )
+        active = list(self._informer.active.values())  # the event loop changes it meanwhile
+        phases = Counter(training.status.phase.value or "new" for training in active)
+        phases.update(each.phase for each in list(self._informer.settled.values()))
+        _fill(trainings, ("new", "pending", "ready", "succeeded", "failed", "cancelled"), phases)
         yield trainings
-        ranks = GaugeMetricFamily("atoll_ranks", "Ranks by phase.", labels=["phase"])
-        _fill(ranks, ("Pending", "Running", "Succeeded", "Failed", "Stopped"), self._ranks)
+        ranks = GaugeMetricFamily(
+            "atoll_ranks", "Ranks by phase, of trainings that are not over.", labels=["phase"]
+        )
+        by_phase = Counter[str](
+            rank.phase
+            for training in active
+            if not training.status.phase.is_terminal
+            for rank in training.status.ranks
+        )
+        _fill(ranks, ("Pending", "Running", "Succeeded", "Failed", "Stopped"), by_phase)
         yield ranks
         yield CounterMetricFamily(
             "atoll_rank_restarts", "Ranks started again since the start.", self.restarts
@@ -191,23 +181,11 @@ class _Collector:
         return self._families()
 
 
-def _fill(family: Any, labels: Iterable[str], counts: Counter[str]) -> None:
+def _fill(family: Any, labels: Iterable[str], counts: Mapping[str, int]) -> None:
     for label in labels:
         family.add_metric([label], counts[label])
 
 
-def _counts(training: Training) -> TrainingCounts:
+def _restarts(training: Training) -> int:
     status = training.status
-    every = (*status.ranks, *status.retired)
-    return TrainingCounts(
-        status.phase.value or "new",
-        Counter(rank.phase for rank in status.ranks),
-        sum(rank.restarts for rank in every),
-        training.key,
-        training.created_at,
-        status.phase.is_terminal,
-        status.world.ready,
-        training.spec.world_size.target,
-        training.spec.world_size.min,
-        len(status.stalled),
-    )
+    return sum(rank.restarts for rank in (*status.ranks, *status.retired))

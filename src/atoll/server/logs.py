@@ -6,23 +6,23 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from atoll.core.errors import Gone, Temporary, ValidationError
+from atoll.core.errors import Temporary, ValidationError
 from atoll.core.lines import visible
 from atoll.core.model import Model, encode
-from atoll.core.ports import Executor, LogFiles, Resuming, Store
+from atoll.core.ports import Executor
 from atoll.core.spec import LineCount, RankNumber
 from atoll.core.status import LogHit, LogLine, Training
 from atoll.rank.logs import since_places
 from atoll.rank.logsearch import LogSearch, lines_around
 from atoll.server.admission import executor_of
-from atoll.server.background import beside
 from atoll.server.operations import NDJSON, Answer, ApiCall, stream_answer
 from atoll.server.reports import ReportQuery, training_of
 from atoll.server.results import printed_logs, without_results
@@ -93,15 +93,12 @@ async def logs(call: ApiCall) -> Answer:
     if query.at is not None:
         return _around(training, executor, query)
     if query.search is not None and not query.follow and query.tail is None:
-        if query.since is None and isinstance(executor, LogFiles):
-            hits = _file_hits(call, training, executor, query.search, query)
+        if query.since is None and (folder := executor.log_folder(training)) is not None:
+            hits = _file_hits(call, folder, query.search, query)
             return _streamed(call, _lines_of(hits))
-    end = End(training)
-    follow = end.is_reached if query.follow else None
+    follow = partial(call.plane.informer.is_over, training) if query.follow else None
     lines, head = await _open_logs(executor, training, query, follow)
-    watched = end.watched(call.plane.store) if query.follow else contextlib.nullcontext()
-    chosen = _chosen(lines, query)
-    return _streamed(call, _encoded(chosen, watched, head))
+    return _streamed(call, _encoded(_chosen(lines, query), head))
 
 
 def _streamed(call: ApiCall, source: AsyncIterator[bytes]) -> Answer:
@@ -109,12 +106,12 @@ def _streamed(call: ApiCall, source: AsyncIterator[bytes]) -> Answer:
 
 
 def _around(training: Training, executor: Executor, query: LogQuery) -> Answer:
-    if not isinstance(executor, LogFiles):
+    folder = executor.log_folder(training)
+    if folder is None:
         expected = f"the executor {training.executor!r} has no files of logs: leave it out"
         raise ValidationError("at", query.at, expected)
     if len(query.rank) != 1:
         raise ValidationError("rank", query.rank, "expected one rank with at")
-    folder = executor.log_folder(training)
     lines = lines_around(folder, query.rank[0], query.at or 0, query.before, query.after)
     shown = (line for line in lines if visible(line.text) is not None)
     body = b"".join(encode(line) + b"\n" for line in shown)
@@ -149,8 +146,8 @@ async def _search(
     call: ApiCall, training: Training, executor: Executor, query: SearchQuery
 ) -> AsyncIterator[bytes]:
     count, places = 0, dict(read_places(query.places))
-    if isinstance(executor, LogFiles):
-        hits = _file_hits(call, training, executor, query.q, query)
+    if (folder := executor.log_folder(training)) is not None:
+        hits = _file_hits(call, folder, query.q, query)
     else:
         hits = _line_hits(training, executor, query)
     async with contextlib.aclosing(hits):
@@ -170,15 +167,11 @@ async def _search(
 
 
 async def _file_hits(
-    call: ApiCall,
-    training: Training,
-    executor: LogFiles,
-    text: str,
-    query: LogQuery | SearchQuery,
+    call: ApiCall, folder: Path, text: str, query: LogQuery | SearchQuery
 ) -> AsyncGenerator[LogHit | None, None]:
     """Hits in order of rank and place, found in a thread, step by step; None between steps."""
     looked = LogSearch(
-        executor.log_folder(training),
+        folder,
         text,
         ranks=query.rank or None,
         is_case_blind=query.ignore_case,
@@ -218,52 +211,21 @@ def read_places(text: str | None) -> dict[int, int]:
     return {int(rank): int(at) for rank, _, at in pairs}
 
 
-class End:
-    """Whether a training is over, kept up to date while its logs are followed."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._is_over = training.status.phase.is_terminal
-
-    def is_reached(self) -> bool:
-        return self._is_over
-
-    def watched(self, store: Store) -> AbstractAsyncContextManager[None]:
-        return beside(self._follow(store))
-
-    async def _follow(self, store: Store) -> None:
-        training = self._training
-        while not self._is_over:
-            try:
-                async for change in store.watch(training.resource_version, training.key):
-                    self._is_over = change.is_removed or change.training.status.phase.is_terminal
-                    if self._is_over:
-                        return
-                return
-            except Gone:
-                training = await store.get(training.key)
-                self._is_over = training.status.phase.is_terminal
-
-
 async def _open_logs(
     executor: Executor, training: Training, query: LogQuery, follow: Callable[[], bool] | None
 ) -> tuple[AsyncIterator[LogLine], bytes]:
     """The log lines, and the first line of the answer: the places to resume from, or nothing."""
     ranks = query.rank or None
-    if query.places is not None and not isinstance(executor, Resuming):
-        expected = f"the executor {training.executor!r} has none: leave them out"
-        raise ValidationError("places", query.places, expected)
     has_start = query.places is not None or query.since is not None
-    if not isinstance(executor, Resuming) or (follow is None and not has_start):
+    if follow is None and not has_start:
         tail = query.tail
         return printed_logs(executor, training, ranks=ranks, tail=tail, follow=follow), b""
     places: dict[int, int] = {}
     if query.tail is not None:
         places = await executor.log_places(training, query.tail, ranks=ranks)
-    if query.since is not None and isinstance(executor, LogFiles):
-        known = await asyncio.to_thread(
-            since_places, executor.log_folder(training), ranks, query.since
-        )
+    folder = executor.log_folder(training)
+    if query.since is not None and folder is not None:
+        known = await asyncio.to_thread(since_places, folder, ranks, query.since)
         places |= {rank: max(at, places.get(rank, 0)) for rank, at in known.items()}
     head = encode(LogPlaces(places=places)) + b"\n" if follow and query.tail is not None else b""
     places |= read_places(query.places)
@@ -271,18 +233,15 @@ async def _open_logs(
     return without_results(lines), head
 
 
-async def _encoded(
-    lines: AsyncIterator[LogLine], watched: AbstractAsyncContextManager[None], head: bytes
-) -> AsyncIterator[bytes]:
-    async with watched:
-        try:
-            if head:
-                yield head
-            async for line in lines:
-                yield encode(line) + b"\n"
-        except Temporary as error:
-            log.info("logs: %s", error)
-            yield CUT
-        finally:
-            if hasattr(lines, "aclose"):
-                await lines.aclose()
+async def _encoded(lines: AsyncIterator[LogLine], head: bytes) -> AsyncIterator[bytes]:
+    try:
+        if head:
+            yield head
+        async for line in lines:
+            yield encode(line) + b"\n"
+    except Temporary as error:
+        log.info("logs: %s", error)
+        yield CUT
+    finally:
+        if hasattr(lines, "aclose"):
+            await lines.aclose()

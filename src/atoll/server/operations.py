@@ -18,15 +18,17 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from atoll.controller.clock import machine_clock
+from atoll.controller.informer import Informer
 from atoll.core.checks import check_name
 from atoll.core.clock import Time
+from atoll.core.decoders import convert
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode, named
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.core.spec import MAX_SPEC_BYTES
 from atoll.series.keep import SeriesKeeper
+from atoll.server.background import BackgroundTasks
 from atoll.server.bodies import Bodies, decoded
-from atoll.server.deliver import Deliverer
 from atoll.server.encoded import EncodedChanges
 from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
@@ -35,7 +37,6 @@ from atoll.server.streams import Streams
 from atoll.server.ui.reuse import Reused
 from atoll.server.ui.rows import Rows
 from atoll.server.ui.sessions import Sessions
-from atoll.store.outbox import Outbox
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 Method = Literal["GET", "POST", "DELETE", "PUT", "PATCH"]
@@ -54,10 +55,6 @@ class NoQuery(Query, frozen=True):
     """For endpoints without options."""
 
 
-async def kept_already() -> None:
-    """Webhooks are stored where the outbox is."""
-
-
 @dataclass(frozen=True)
 class Plane:
     """The parts of the control plane that handlers use."""
@@ -66,7 +63,9 @@ class Plane:
     tokens: Tokens
     executors: Mapping[str, Executor]
     streams: Streams
+    informer: Informer
     gauges: Gauges
+    rows: Rows
     setup: Setup = field(default_factory=Setup)
     clock: Callable[[], Time] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
@@ -74,12 +73,9 @@ class Plane:
     series: SeriesKeeper | None = None  # None: figures of ranks are not kept here
     report_key: bytes = b""  # signs the tokens of ranks; empty: none report by HTTP
     searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
-    outbox: Outbox | None = None  # None: webhooks are not kept here
-    deliverer: Deliverer | None = None
-    keep_webhooks: Callable[[], Awaitable[None]] = kept_already
     sessions: Sessions = field(default_factory=Sessions)
-    rows: Rows = field(default_factory=Rows)
     curves: Reused = field(default_factory=Reused)
+    background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
 
 @dataclass(frozen=True)
@@ -178,7 +174,7 @@ def read_query(request: Request, kind: type[Q]) -> Q:
             # `?watch` alone means yes, as in the Kubernetes API.
             options[name] = "true" if name in switches and value == "" else value
     try:
-        query = msgspec.convert(options, kind, strict=False)
+        query = convert(options, kind, is_strict=False)
     except msgspec.ValidationError as error:
         raise named(error, kind, options) from error
     for name, value in options.items():

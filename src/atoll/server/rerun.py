@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from atoll.core.checks import check_name
 from atoll.core.errors import Conflict, NotFound
 from atoll.core.model import SpecModel
-from atoll.core.ports import OnThisMachine, Store
+from atoll.core.ports import Store
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
 from atoll.server.admission import admitted, check_backend, check_run
@@ -46,7 +46,7 @@ async def rerun(call: ApiCall) -> Answer:
     await check_run(spec, call.plane, call.namespace)
     await check_backend(spec, call.plane)
     executor = call.plane.executors[spec.executor or ""]
-    if isinstance(executor, OnThisMachine) and (gone := executor.gone(spec)):
+    if gone := executor.missing_path(spec):
         raise Conflict(f"training {old.name!r} cannot be run again: {gone} is gone")
     for name in names_after(old.name) if wanted.name is None else (wanted.name,):
         new = Training(

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from atoll.core.errors import NotFound
 from atoll.core.lines import RESULT_MARK, visible
-from atoll.core.model import Model
+from atoll.core.model import Model, encode
 from atoll.core.ports import Executor
 from atoll.core.spec import RankNumber
 from atoll.core.status import LogLine, Training
@@ -33,13 +33,14 @@ class ValueReport(Model, frozen=True, omit_defaults=False):
     """The result of a rank: `value` where it is JSON, else `payload` in base64.
 
     Other encodings are `msgpack` and, where the rank asked for it, `pickle`, which the server
-    never opens.
+    never opens. With the encoding `none` there is no value, and `error` says why.
     """
 
     rank: int
     encoding: str
     value: Any = None
     payload: str | None = None
+    error: str | None = None
 
 
 async def value(call: ApiCall) -> Answer:
@@ -54,23 +55,27 @@ async def value(call: ApiCall) -> Answer:
             yield line.text
 
     reading = await find_result(texts, nonce_of(training.uid))
-    report = None if reading.result is None else report_of(query.rank, *reading.result)
-    if report is None:
-        raise NotFound(f"result of rank {query.rank} of training", training.name)
-    return json_answer(report)
+    if reading.result is not None:
+        return json_answer(report_of(query.rank, *reading.result))
+    if reading.is_torn:
+        return json_answer(ValueReport(rank=query.rank, encoding=NONE, error=reading.trouble))
+    raise NotFound(f"result of rank {query.rank} of training", training.name)
 
 
-def report_of(rank: int, encoding: str, payload: bytes) -> ValueReport | None:
-    """None if it holds no value, or is JSON only by its name."""
+def report_of(rank: int, encoding: str, payload: bytes) -> ValueReport:
     if encoding == NONE:
-        return None
+        error = payload.decode(errors="replace")
+        return ValueReport(rank=rank, encoding=encoding, error=error)
     if encoding != JSON:
         packed = base64.b64encode(payload).decode()
         return ValueReport(rank=rank, encoding=encoding, payload=packed)
     try:
-        return ValueReport(rank=rank, encoding=encoding, value=json.loads(payload))
-    except (ValueError, RecursionError):
-        return None
+        report = ValueReport(rank=rank, encoding=encoding, value=json.loads(payload))
+        encode(report)  # JSON can name text that UTF-8 cannot hold
+        return report
+    except (ValueError, RecursionError) as error:
+        words = f"the result cannot be read: it is not JSON in UTF-8: {error}"
+        return ValueReport(rank=rank, encoding=NONE, error=words)
 
 
 async def without_results(lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:

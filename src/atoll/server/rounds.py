@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Annotated
 
 from msgspec import Meta
 
-from atoll.core.errors import NotFound
-from atoll.core.rounds import RoundItem, RoundList, RoundSummary, items_of
+from atoll.core.errors import NotFound, Temporary
+from atoll.core.rounds import RoundItem, RoundList, RoundSummary, items_of, with_absent
+from atoll.core.status import Training
 from atoll.series.rounds import RoundKeeper, StoreLook
 from atoll.server.operations import Answer, ApiCall, Plane, Query, json_answer
 
@@ -35,17 +37,18 @@ async def rounds(call: ApiCall) -> Answer:
     if call.plane.series is None:
         return json_answer(RoundList(items=[], is_kept=False))
     keeper = call.plane.series.rounds
-    return json_answer(await asyncio.to_thread(_rounds, keeper, training.uid, query))
+    return json_answer(await asyncio.to_thread(_rounds, keeper, training, query))
 
 
-def _rounds(keeper: RoundKeeper, uid: str, query: RoundsQuery) -> RoundList:
+def _rounds(keeper: RoundKeeper, training: Training, query: RoundsQuery) -> RoundList:
+    uid = training.uid
     run = query.run or keeper.run_of(uid)
     why = why_of(keeper.look(uid))
     if run is None:
-        return RoundList(items=[], summary=keeper.summary(uid), why=why)
+        return RoundList(items=[], summary=with_absent(keeper.summary(uid), training), why=why)
     return RoundList(
         items=chosen(keeper, uid, run, query),
-        summary=keeper.summary(uid, run),
+        summary=with_absent(keeper.summary(uid, run), training),
         why=why,
         dropped=keeper.dropped(uid, run)[0],
     )
@@ -67,7 +70,9 @@ def chosen(keeper: RoundKeeper, uid: str, run: str, query: RoundsQuery) -> list[
 
 
 async def summary_of_training(plane: Plane, uid: str) -> RoundSummary | None:
-    """None where there are no rounds."""
+    """None where there are no rounds, or none can be read: a training is read all the same."""
     if plane.series is None:
         return None
-    return await asyncio.to_thread(plane.series.rounds.summary, uid)
+    with contextlib.suppress(Temporary):
+        return await asyncio.to_thread(plane.series.rounds.summary, uid)
+    return None

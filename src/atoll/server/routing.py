@@ -96,11 +96,15 @@ async def _lingering(response: Response, request: Request, send: Send) -> None:
 
 
 class Application:
-    """Answers HTTP requests; `on_stray` answers those that match no route."""
+    """Answers HTTP requests. `check` raises for those that get no answer of a route, and `on_stray`
+    answers these and those that match none."""
 
-    def __init__(self, routes: Sequence[Route], on_stray: OnError) -> None:
+    def __init__(
+        self, routes: Sequence[Route], on_stray: OnError, check: Callable[[Request], None]
+    ) -> None:
         self._table = Table(routes)
         self._on_stray = on_stray
+        self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
@@ -117,6 +121,7 @@ class Application:
     async def _answer(self, request: Request) -> Response:
         on_error = self._on_stray
         try:
+            self._check(request)
             path_routes, name = self._table.find(request.scope["path"])
             route = path_routes.methods.get(request.method)
             if route is None and request.method == "OPTIONS":

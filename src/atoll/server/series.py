@@ -34,14 +34,15 @@ async def series(call: ApiCall) -> Answer:
     if keeper.catch_up is not None:
         await keeper.catch_up(training)
     chosen = await asyncio.to_thread(keeper.series, training.uid, query.name, query.rank)
-    items = await asyncio.to_thread(lambda: [columns_of(one) for one in chosen])
-    return json_answer(
-        SeriesList(
-            items=items,
+
+    def made() -> SeriesList:
+        return SeriesList(
+            items=[columns_of(one) for one in chosen],
             skipped=keeper.skipped(training.uid),
             missed=keeper.missed(training.uid),
         )
-    )
+
+    return json_answer(await asyncio.to_thread(made))
 
 
 class FiguresQuery(Query, frozen=True):
@@ -61,9 +62,9 @@ async def figures(call: ApiCall) -> Answer:
         return json_answer(NewestFigures(items=[], is_kept=False))
     wanted = set(query.training)
     uids = [
-        (row.name, row.uid)
-        for row in call.plane.rows.all_of(call.namespace)
-        if not wanted or row.name in wanted
+        (name, uid)
+        for uid, (namespace, name) in call.plane.informer.keys()
+        if namespace == call.namespace and (not wanted or name in wanted)
     ]
     items = await asyncio.to_thread(_newest, keeper, uids, query)
     return json_answer(NewestFigures(items=items))

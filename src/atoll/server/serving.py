@@ -52,24 +52,28 @@ class GuardedServer(uvicorn.Server):
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             raise Permanent("the server cannot start; its log says why")
+        self.servers = []
+        for listening in sockets or ():
+            await self.accept_from(listening)
+        self.started = True
+
+    async def accept_from(self, listening: socket.socket) -> None:
+        """Serves who connects to the socket, which is closed when the server stops."""
 
         def accept() -> asyncio.Protocol:
             return self.door.protocol(self.config, self.server_state, self.lifespan.state)
 
-        loop = asyncio.get_running_loop()
-        patience_s = None if self.tls is None else self.door.limits.head_s
-        self.servers = []
-        for listening in sockets or ():
-            server = await loop.create_server(
-                accept,
-                sock=listening,
-                ssl=self.tls,
-                ssl_handshake_timeout=patience_s,
-                backlog=ACCEPTED_AT_ONCE,
-            )
-            listening.listen(BACKLOG)  # for those that wait to be accepted
-            self.servers.append(server)
-        self.started = True
+        # What does not leave this machine, and is the user's own, needs no certificate.
+        tls = None if listening.family == socket.AF_UNIX else self.tls
+        server = await asyncio.get_running_loop().create_server(
+            accept,
+            sock=listening,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else self.door.limits.head_s,
+            backlog=ACCEPTED_AT_ONCE,
+        )
+        listening.listen(BACKLOG)  # for those that wait to be accepted
+        self.servers.append(server)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -23,15 +23,16 @@ from atoll.core.model import Model, SpecModel
 from atoll.core.rounds import with_rounds
 from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import FIELDS_IGNORED, Event, Training, TrainingList
+from atoll.core.warnings import find_warnings, merge_warnings
 from atoll.server.admission import (
     admitted,
     check_backend,
     check_growth,
     check_run,
     default_executor,
-    ignored,
+    describe_ignored,
 )
-from atoll.server.encoded import shown
+from atoll.server.encoded import shown, with_staleness
 from atoll.server.operations import Answer, ApiCall, Query, json_answer
 from atoll.server.rounds import summary_of_training
 from atoll.server.watch import last_event_id, watch
@@ -80,7 +81,7 @@ async def create(call: ApiCall) -> Answer:
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
     events = []
-    if words := ignored(wish, call.plane):
+    if words := describe_ignored(wish, call.plane):
         events = [Event(type="Warning", reason=FIELDS_IGNORED, message=words, at=time.time())]
     stored = await call.plane.store.create(
         wish, idempotency_key=idempotency_key(call), events=events
@@ -116,6 +117,15 @@ async def read(call: ApiCall) -> Answer:
         return await watch(call, call.name)
     _only_with_watch(query)
     training = await call.plane.store.get(call.key)
+    series = call.plane.series
+    if series is not None:
+        if series.catch_up and training.status.phase.is_terminal:
+            await series.catch_up(training)  # ranks report last as they end
+        # The controller writes warnings a moment later.
+        found = find_warnings(training, training.status.ranks, series.rounds.seen(training.uid))
+        status = replace(training.status, warnings=merge_warnings(training.status.warnings, found))
+        training = replace(training, status=status)
+    training = with_staleness(training, call.plane.setup.stale())
     summary = await summary_of_training(call.plane, training.uid)
     return json_answer(with_rounds(shown(training), summary))
 
@@ -138,7 +148,8 @@ async def read_many(call: ApiCall) -> Answer:
         phase=query.phase,
         prefix=query.prefix,
     )
-    items = [shown(training) for training in page.items]
+    stale = call.plane.setup.stale()
+    items = [shown(with_staleness(training, stale)) for training in page.items]
     return json_answer(TrainingList(items=items, resource_version=version, continue_=page.more))
 
 

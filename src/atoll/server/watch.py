@@ -12,7 +12,7 @@ from atoll.core.model import encode
 from atoll.core.ports import Change, Key, Store
 from atoll.core.problem import problem_of
 from atoll.core.status import Training
-from atoll.server.encoded import EncodedChanges, event_bytes
+from atoll.server.encoded import EncodedChanges
 from atoll.server.operations import SSE, Answer, ApiCall, stream_answer
 from atoll.server.problems import status_of
 
@@ -103,7 +103,7 @@ async def _changes(
         if present is not None:
             async for training in present:
                 shown[training.name] = training.resource_version
-                yield event_bytes(Change(version=training.resource_version, training=training))
+                yield encoded.of(Change(version=training.resource_version, training=training))
         ahead_to = max(shown.values(), default=0)
         async for change in rest:
             if change.version <= ahead_to and change.version <= shown.get(change.training.name, 0):

@@ -28,9 +28,10 @@ from atoll.rank.executor import Json, RecordedBackend
 from atoll.rank.launch import RankPlace
 from atoll.rank.logs import read_lines, tail_places
 from atoll.rank.look import BackendJob, Pace
+from atoll.rank.ownership import check_directory, make_private, private
 from atoll.rank.records import AttemptKey
 from atoll.rank.sinks import FIGURES
-from atoll.slurm.options import SlurmOptions
+from atoll.slurm.options import SUPPORTS, SlurmOptions
 from atoll.slurm.read import QueuedTask, best_of, read_queue
 from atoll.slurm.render import (
     LOGS,
@@ -71,10 +72,11 @@ KILL_WAIT_S = 30.0  # between Slurm's SIGTERM and its SIGKILL, where it does not
 
 
 class SlurmBackend(RecordedBackend):
-    """The Executor of `core/ports.py` for Slurm. Options are those of `SlurmOptions`."""
+    """The Executor of Slurm. Options are those of `SlurmOptions`."""
 
     name = "slurm"
     options_type = SlurmOptions
+    SUPPORTS = SUPPORTS
     job_variable = "SLURM_JOB_ID"
     eviction_s = KILL_WAIT_S
 
@@ -115,9 +117,6 @@ class SlurmBackend(RecordedBackend):
     def check(self, spec: TrainingSpec) -> None:
         self.options.check(spec)
 
-    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
-        return self.options.ignored(spec)
-
     async def try_out(self, spec: TrainingSpec) -> None:
         """By `sbatch --test-only`. Words that may be of the moment, such as nodes that are drained,
         are no refusal."""
@@ -138,11 +137,13 @@ class SlurmBackend(RecordedBackend):
                 raise ValidationError(field, value, f"sbatch: {words}")
 
     def _try_folder(self) -> None:
-        """Raises ValidationError if this user can neither use nor make the folder."""
+        """Raises ValidationError if this user can neither use nor make the folder, and Permanent if
+        others can put files into it."""
         there = next(path for path in (self.root, *self.root.parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             expected = "expected a folder that this user can write to, and that all hosts see"
             raise ValidationError("folder", str(self.root), expected)
+        check_directory(self.root)  # what is in it runs as this user on other hosts
 
     # The verbs
 
@@ -231,10 +232,10 @@ class SlurmBackend(RecordedBackend):
     def _prepare(self, training: Training) -> None:
         folder, source = self.folder_of(training), training.spec.source
         for name in (RECORDS, LOGS):
-            (folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(folder / name)
         _place(folder / FILE, wrapper_file())
         if source is not None:
-            (folder / "source").mkdir(exist_ok=True, mode=0o700)
+            make_private(folder / "source")
             _place(folder / "source" / source.filename, source.content)
 
     async def clear(self, training: Training, *, with_logs: bool) -> None:
@@ -354,5 +355,6 @@ def _one_line(trouble: str) -> str:
 
 def _place(path: Path, data: bytes) -> None:
     draft = path.with_name(path.name + ".new")
-    draft.write_bytes(data)
+    with open(draft, "wb", opener=private) as file:
+        file.write(data)
     draft.replace(path)

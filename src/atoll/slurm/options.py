@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from atoll.core.bench import has_floor
 from atoll.core.checks import check_bounds, check_choice, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
 from atoll.core.spec import TrainingSpec
+from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
 from atoll.rank.launch import ETCD_BACKEND
 
 Container = Literal["pyxis", "apptainer"]
@@ -28,6 +28,31 @@ OURS = frozenset(
     }
 )
 NAMED = ("partition", "account", "qos", "constraint", "reservation", "gres")
+SUPPORTS = (
+    refuse(
+        "image",
+        "expected none, or an executor with container = 'pyxis' or 'apptainer'",
+        when=lambda spec, options: options.container is None,
+    ),
+    refuse(
+        "rendezvous_backend",
+        "expected 'c10d', 'static' or 'none': atoll runs no etcd under Slurm",
+        when=lambda spec, options: spec.rendezvous.backend == ETCD_BACKEND,
+    ),
+    refuse("mesh", "expected False: Slurm has no etcd for its keys"),
+    refuse("bench_require_gbps", "expected none: links are not measured under Slurm"),
+    refuse("provider_filter", "expected none: choose nodes by partition and constraint"),
+    refuse("topology_spread", "expected 'none': Slurm places the ranks of an array by itself"),
+    refuse("min_gpu_memory_gb", "expected none: ask for a GPU by its name"),
+    refuse(
+        "gpu_models",
+        "expected one model: Slurm takes no alternatives",
+        when=lambda spec, options: len(spec.resources.gpu_models) > 1,
+    ),
+    NO_STALL_RESTART,
+    ignore("bench", "links are not measured under Slurm"),
+    ignore("gpu_models", "gpu_count is 0", when=lambda spec, options: not spec.resources.gpu_count),
+)
 
 
 class SlurmOptions(SpecModel, frozen=True):
@@ -90,43 +115,13 @@ class SlurmOptions(SpecModel, frozen=True):
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError, naming the field, for what Slurm will never run."""
-        resources, rendezvous = spec.resources, spec.rendezvous
-        if spec.image is not None and self.container is None:
-            expected = "expected none, or an executor with container = 'pyxis' or 'apptainer'"
-            raise ValidationError("image", spec.image, expected)
+        check_supported(spec, SUPPORTS, self)
+        resources = spec.resources
         if spec.image is None and self.container is not None:
             raise ValidationError("image", None, f"expected an image for {self.container} to run")
-        if rendezvous.backend == ETCD_BACKEND:
-            expected = "expected 'c10d', 'static' or 'none': atoll runs no etcd under Slurm"
-            raise ValidationError("rendezvous_backend", rendezvous.backend, expected)
-        if spec.mesh:
-            raise ValidationError("mesh", True, "expected False: Slurm has no etcd for its keys")
-        if has_floor(spec):
-            expected = "expected none: links are not measured under Slurm"
-            raise ValidationError("bench_require_gbps", spec.bench.require_gbps, expected)
-        filters = spec.provider_filter
-        if filters.include is not None or filters.exclude:
-            expected = "expected none: choose nodes by partition and constraint"
-            raise ValidationError("provider_filter", filters.include or filters.exclude, expected)
-        if spec.topology_spread != "none":
-            expected = "expected 'none': Slurm places the ranks of an array by itself"
-            raise ValidationError("topology_spread", spec.topology_spread, expected)
-        if resources.min_gpu_memory_gb is not None:
-            expected = "expected none: ask for a GPU by its name"
-            raise ValidationError("min_gpu_memory_gb", resources.min_gpu_memory_gb, expected)
-        if len(resources.gpu_models) > 1:
-            expected = "expected one model: Slurm takes no alternatives"
-            raise ValidationError("gpu_models", resources.gpu_models, expected)
         if resources.gpu_count and self.gres and re.search(r"(^|,)gpu\b", self.gres):
             expected = f"expected 0: the executor's gres already asks for {self.gres!r}"
             raise ValidationError("gpu_count", resources.gpu_count, expected)
         for name, value in spec.env.items():
             if name.startswith("SLURM_"):
                 raise ValidationError(f"env.{name}", value, "expected another name: Slurm sets it")
-
-    def ignored(self, spec: TrainingSpec) -> dict[str, str]:
-        """Why, by each field of the spec that has no effect."""
-        table = {"bench": "links are not measured under Slurm"}
-        if not spec.resources.gpu_count:
-            table["gpu_models"] = "gpu_count is 0"
-        return table

@@ -6,15 +6,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
 from atoll.core.errors import Temporary
-from atoll.core.ports import Key, Token
-from atoll.core.status import AttemptStatus
+from atoll.core.ports import Token
 from atoll.store.feed import Feed
-from atoll.store.schema import check_readable, is_current
+from atoll.store.schema import check_readable
 from atoll.store.sqlite import Changes, SQLiteStore, explained, locked
 from atoll.store.tokens import SQLiteTokens
 
@@ -35,17 +34,8 @@ class ReadOnlyStore(SQLiteStore):
             os.close(self._lock)
             raise
 
-    @property
-    def is_current(self) -> bool:
-        """Whether it can be written later without a migration, which keeps a copy of the file."""
-        return is_current(self._db)
-
-    async def attempts(self, key: Key) -> Sequence[AttemptStatus]:
-        """None of a file that an older release wrote: its tables have no place for them."""
-        return await super().attempts(key) if self.is_current else []
-
     @contextlib.contextmanager
-    def _write(self) -> Iterator[Changes]:
+    def _write(self, *, is_stopping: bool = False) -> Iterator[Changes]:
         raise Temporary(self._refusal, retry_after_s=RETRY_S)
         yield []
 

@@ -12,6 +12,7 @@ import logging
 import os
 import sqlite3
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -19,27 +20,40 @@ from pathlib import Path
 import msgspec
 
 from atoll.core.attempts import KEPT
+from atoll.core.decoders import json_decoder
 from atoll.core.errors import Conflict, Gone, NotFound, Permanent, Temporary
 from atoll.core.model import encode
-from atoll.core.ports import PAGE_BYTES, Change, Key, TrainingPage
+from atoll.core.ports import (
+    PAGE_BYTES,
+    Change,
+    Key,
+    SettledTraining,
+    Snapshot,
+    TrainingPage,
+)
 from atoll.core.status import AttemptStatus, Event, Status, Training
-from atoll.core.stored import decode_training, encode_training
+from atoll.rank.ownership import make_private_file
 from atoll.store.feed import Feed
 from atoll.store.outbox import Outbox
-from atoll.store.pages import cut_page
+from atoll.store.room import FileReserve, has_room
 from atoll.store.schema import prepare
 
 LOG_BYTES = 32 * 2**20
 EVENTS_KEPT = 1000
-RANK_BYTES = 250  # of one entry in an answer
 AFTER_NAMES = "\x7f"  # sorts after every character of a name
 
 Changes = list[Change]
+_ATTEMPT = json_decoder(AttemptStatus)
+_TRAINING = json_decoder(Training)
 log = logging.getLogger(__name__)
 
 
 class SQLiteStore:
     """The Store of `core/ports.py` on one file."""
+
+    # Since when nothing could be written, and why.
+    stale: tuple[float, str] | None = None
+    _reserves: Sequence[FileReserve] = ()
 
     def __init__(self, path: Path | str, *, log_bytes: int = LOG_BYTES) -> None:
         self._path = Path(path)
@@ -48,6 +62,7 @@ class SQLiteStore:
         self._wal_path = Path(f"{path}-wal")
         self._wal: os.stat_result | None = None  # known from the first write on
         self._is_lost = False
+        self._reserves = (FileReserve(), FileReserve())  # of the file and its write-ahead log
         self._lock = _owned(self._path)
         with contextlib.ExitStack() as opened:
             opened.callback(os.close, self._lock)
@@ -66,6 +81,8 @@ class SQLiteStore:
     def close(self) -> None:
         self._feed.close()
         self._db.close()
+        for reserve in self._reserves:
+            reserve.close()
         os.close(self._lock)
 
     async def create(
@@ -79,12 +96,12 @@ class SQLiteStore:
             existing = self._created_with(idempotency_key, training)
             if existing is not None:
                 return existing
-            stored = self._log(self._without_code(training), changes)
+            stored, body = self._log(self._without_code(training), changes)
             try:
                 self._db.execute(
-                    "insert into trainings values (?, ?, ?, ?, ?, ?, ?)",
+                    "insert into trainings values (?, ?, ?, ?, ?, ?, ?, ?)",
                     (*training.key, training.uid, stored.resource_version, stored.status.phase)
-                    + (idempotency_key, encode_training(stored)),
+                    + (stored.is_settled, idempotency_key, body),
                 )
             except sqlite3.IntegrityError as error:
                 raise Conflict(
@@ -97,18 +114,33 @@ class SQLiteStore:
     async def get(self, key: Key) -> Training:
         with explained(self._path):
             row = self._db.execute(
-                "select body from trainings where namespace = ? and name = ?", key
+                "select version, body from trainings where namespace = ? and name = ?", key
             ).fetchone()
         if row is None:
             raise NotFound("training", key[1])
-        return decode_training(row[0])
+        return decode_training(*row)
 
     async def list(self, namespace: str | None = None) -> Sequence[Training]:
         where = "" if namespace is None else "where namespace = ? "
-        query = f"select body from trainings {where}order by name, namespace"
+        query = f"select version, body from trainings {where}order by name, namespace"
         with explained(self._path):
             rows = self._db.execute(query, () if namespace is None else (namespace,)).fetchall()
-        return [decode_training(row[0]) for row in rows]
+        return [decode_training(*row) for row in rows]
+
+    async def snapshot(self) -> Snapshot:
+        version = await self.version()
+        with explained(self._path):
+            active = self._db.execute(
+                "select version, body from trainings where is_settled = 0 order by name, namespace"
+            ).fetchall()
+            settled = self._db.execute(
+                "select uid, namespace, name, phase from trainings where is_settled = 1"
+            ).fetchall()
+        return Snapshot(
+            version,
+            [decode_training(*row) for row in active],
+            [SettledTraining(uid, (namespace, name), ph) for uid, namespace, name, ph in settled],
+        )
 
     async def page(
         self,
@@ -129,16 +161,18 @@ class SQLiteStore:
             conditions["name >= ?"] = prefix
         if phase is not None:
             conditions["phase = ?"] = phase
-        query = f"select body from trainings where {' and '.join(conditions)} order by name"
+        query = (
+            f"select version, body from trainings where {' and '.join(conditions)} order by name"
+        )
         with explained(self._path), closing(self._db.cursor()) as rows:
             rows.execute(query, tuple(conditions.values()))
-            trainings = ((decode_training(body), len(body)) for (body,) in rows)
-            return cut_page(
-                ((t, _answer_bytes(t, size)) for t, size in trainings), limit, max_bytes
+            bodies = ((version, zlib.decompress(body)) for version, body in rows)
+            return _cut_page(
+                ((_read_training(*row), len(row[1])) for row in bodies), limit, max_bytes
             )
 
     async def update_spec(self, training: Training) -> Training:
-        with self._write() as changes:
+        with self._write(is_stopping=training.is_cancelling) as changes:
             current = self._current(training)
             grown = current.spec != training.spec
             return self._replace(
@@ -158,7 +192,8 @@ class SQLiteStore:
         events: Sequence[Event] = (),
         attempts: Sequence[AttemptStatus] = (),
     ) -> Training:
-        with self._write() as changes:
+        is_stopping = training.is_cancelling or status.phase.is_terminal
+        with self._write(is_stopping=is_stopping) as changes:
             current = self._current(training)
             for event in events:
                 self._add_event(current.uid, event)
@@ -166,7 +201,7 @@ class SQLiteStore:
             return self._replace(msgspec.structs.replace(current, status=status), changes)
 
     async def remove(self, training: Training) -> None:
-        with self._write() as changes:
+        with self._write(is_stopping=True) as changes:
             gone = self._db.execute(
                 "delete from trainings where namespace = ? and name = ? and uid = ?",
                 (*training.key, training.uid),
@@ -205,7 +240,7 @@ class SQLiteStore:
             rows = self._db.execute(
                 "select body from attempts where uid = ? order by rank, attempt", (training.uid,)
             ).fetchall()
-        return [msgspec.json.decode(row[0], type=AttemptStatus) for row in rows]
+        return [_ATTEMPT.decode(row[0]) for row in rows]
 
     def watch(self, after: int, key: Key | None = None) -> AsyncIterator[Change]:
         return self._feed.follow(self, after, key)
@@ -237,11 +272,14 @@ class SQLiteStore:
         return int(row[0]) if row else 0
 
     @contextlib.contextmanager
-    def _write(self) -> Iterator[Changes]:
-        """One transaction; the changes put into the list are published once it is durable."""
+    def _write(self, *, is_stopping: bool = False) -> Iterator[Changes]:
+        """One transaction; the changes put into the list are published once it is durable.
+
+        On a full disk only what stops a training may use the reserve.
+        """
         changes: Changes = []
-        self._check_there()
-        with explained(self._path):
+        with self._noting_full(), explained(self._path):
+            self._before_write(is_stopping)
             self._db.execute("begin immediate")
             try:
                 yield changes
@@ -250,13 +288,34 @@ class SQLiteStore:
                 if self._db.in_transaction:
                     self._db.execute("rollback")
                 raise
+        self._after_write()
+        if not is_stopping:
+            self.stale = None
+        for change in changes:
+            self._feed.publish(change)
+        if not is_stopping and self._logged_bytes > self._log_bytes:
+            self._trim()
+
+    def _before_write(self, is_stopping: bool) -> None:
+        self._check_there()
+        if not is_stopping and not has_room(self._path.parent):
+            raise sqlite3.OperationalError("the disk is full")
+
+    def _after_write(self) -> None:
         if self._wal is None:
             with contextlib.suppress(OSError):
                 self._wal = self._wal_path.stat()
-        for change in changes:
-            self._feed.publish(change)
-        if self._logged_bytes > self._log_bytes:
-            self._trim()
+        for reserve, path in zip(self._reserves, (self._path, self._wal_path), strict=True):
+            reserve.renew(path)
+
+    @contextlib.contextmanager
+    def _noting_full(self) -> Iterator[None]:
+        try:
+            yield
+        except Temporary as error:
+            since = time.time() if self.stale is None else self.stale[0]
+            self.stale = (since, str(error))
+            raise
 
     def _check_there(self) -> None:
         """Raises Permanent if the file or its write-ahead log was deleted or replaced: SQLite would
@@ -279,10 +338,13 @@ class SQLiteStore:
             log.error("%s", text)
         raise Permanent(text)
 
-    def check_files(self) -> None:
-        """Logs, once, that the files were deleted or replaced."""
-        with contextlib.suppress(Permanent):
+    def check_files(self) -> bool:
+        """Whether the files are where they were. Logs, once, that they were deleted or replaced."""
+        try:
             self._check_there()
+        except Permanent:
+            return False
+        return True
 
     def _without_code(self, training: Training) -> Training:
         """The training with digests for its code, which is stored once: not with every status."""
@@ -317,12 +379,12 @@ class SQLiteStore:
         if idempotency_key is None:
             return None
         row = self._db.execute(
-            "select body from trainings where namespace = ? and idempotency_key = ?",
+            "select version, body from trainings where namespace = ? and idempotency_key = ?",
             (training.namespace, idempotency_key),
         ).fetchone()
         if row is None:
             return None
-        existing = decode_training(row[0])
+        existing = decode_training(*row)
         if existing.name != training.name:
             raise Conflict(
                 f"this idempotency key made the training {existing.name!r}, not {training.name!r}"
@@ -331,12 +393,12 @@ class SQLiteStore:
 
     def _current(self, training: Training) -> Training:
         row = self._db.execute(
-            "select body from trainings where namespace = ? and name = ? and uid = ?",
+            "select version, body from trainings where namespace = ? and name = ? and uid = ?",
             (*training.key, training.uid),
         ).fetchone()
         if row is None:
             raise NotFound("training", training.name)
-        current = decode_training(row[0])
+        current = decode_training(*row)
         if current.resource_version != training.resource_version:
             raise Conflict(
                 f"training {training.name!r} was changed since version "
@@ -345,16 +407,18 @@ class SQLiteStore:
         return current
 
     def _replace(self, training: Training, changes: Changes) -> Training:
-        stored = self._log(training, changes)
+        stored, body = self._log(training, changes)
         self._db.execute(
-            "update trainings set version = ?, phase = ?, body = ? "
+            "update trainings set version = ?, phase = ?, is_settled = ?, body = ? "
             "where namespace = ? and name = ?",
-            (stored.resource_version, stored.status.phase, encode_training(stored), *stored.key),
+            (stored.resource_version, stored.status.phase, stored.is_settled, body, *stored.key),
         )
         return stored
 
-    def _log(self, training: Training, changes: Changes, *, is_removed: bool = False) -> Training:
-        """The training with the version of this write, which is logged."""
+    def _log(
+        self, training: Training, changes: Changes, *, is_removed: bool = False
+    ) -> tuple[Training, bytes]:
+        """The training with the version of this write, which is logged, and its stored form."""
         body = encode_training(training)
         version = self._db.execute(
             "insert into changes (namespace, name, is_removed, body) values (?, ?, ?, ?)",
@@ -364,7 +428,7 @@ class SQLiteStore:
         self._logged_bytes += len(body)
         stored = msgspec.structs.replace(training, resource_version=version)
         changes.append(Change(version=version, training=stored, is_removed=is_removed))
-        return stored
+        return stored, body
 
     def logged(self, after: int, key: Key | None) -> Iterator[Change]:
         namespace, name = key or ("", "")
@@ -377,7 +441,7 @@ class SQLiteStore:
                 ).fetchall()
             for version, is_removed, body in rows:
                 after = version
-                training = msgspec.structs.replace(decode_training(body), resource_version=version)
+                training = decode_training(version, body)
                 yield Change(version=version, training=training, is_removed=bool(is_removed))
             if len(rows) < 100:
                 return
@@ -404,7 +468,7 @@ class SQLiteStore:
 
     def _add_event(self, uid: str, event: Event) -> None:
         """Adds the event, or counts it onto the newest one if that says the same."""
-        self.outbox.note(uid, event, time.time())
+        self.outbox.post_stored(uid, event)
         last = self._db.execute(
             "select id, type, reason, message from events where uid = ? order by id desc limit 1",
             (uid,),
@@ -436,11 +500,32 @@ class SQLiteStore:
         )
 
 
-def _answer_bytes(training: Training, stored_bytes: int) -> int:
-    """About how long the training is in an answer, where ranks are listed one by one."""
-    status = training.status
-    rows = len(status.ranks) + len(status.retired) + len(status.rank_exits)
-    return stored_bytes + rows * RANK_BYTES
+def _cut_page(sized: Iterator[tuple[Training, int]], limit: int, max_bytes: int) -> TrainingPage:
+    """The first of these trainings, given with their sizes, in order of name. Reads one more, to
+    know whether there are more."""
+    items: list[Training] = []
+    left = max_bytes
+    for training, size in sized:
+        left -= size
+        if len(items) == limit or (items and left < 0):
+            return TrainingPage(items, items[-1].name)
+        items.append(training)
+    return TrainingPage(items)
+
+
+def encode_training(training: Training) -> bytes:
+    """Its JSON through zlib: 10,000 ranks are 2 to 6 MB of it, and nearly the same each."""
+    return zlib.compress(encode(training))
+
+
+def decode_training(version: int, body: bytes) -> Training:
+    return _read_training(version, zlib.decompress(body))
+
+
+def _read_training(version: int, content: bytes) -> Training:
+    """`version` is the one of the write, which was not known when it was encoded."""
+    training = _TRAINING.decode(content)
+    return msgspec.structs.replace(training, resource_version=version)
 
 
 def _is_same(path: Path, file: os.stat_result) -> bool:
@@ -460,7 +545,7 @@ def _owned(path: Path) -> int:
     lock = locked(path)
     with contextlib.suppress(OSError):  # SQLite reports it better
         # It holds the environment of ranks. The files that SQLite adds get the same mode.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        make_private_file(path)
     return lock
 
 

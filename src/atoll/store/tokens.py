@@ -13,6 +13,7 @@ from pathlib import Path
 
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.ports import Token, token_of, with_id
+from atoll.rank.ownership import make_private, make_private_file
 from atoll.store.schema import prepare
 
 BUSY_S = 10.0
@@ -54,7 +55,9 @@ class SQLiteTokens:
 
     @cached_property
     def _db(self) -> sqlite3.Connection:
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(self._path.parent)
+        with contextlib.suppress(OSError):  # SQLite says why it cannot be opened
+            make_private_file(self._path)
         db = sqlite3.connect(
             self._path, isolation_level=None, timeout=BUSY_S, check_same_thread=False
         )

@@ -28,6 +28,7 @@ CANNOT = {
     "preempted and requeued": "the row 'preempted' is this one: a Job always replaces evicted pods",
     "step daemon killed": "containerd ends the container of a shim that was killed, and the "
     "kubelet tells that as any other end",
+    "records lost": "pods are their own records",
     "listing that fails halfway": "a list is one answer of the API server: whole, or an error",
     "attempt started twice": "an index has one pod at a time: the Job controller waits for the "
     "end of the one before, and the API server keeps names unique",

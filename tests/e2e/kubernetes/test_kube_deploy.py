@@ -115,9 +115,7 @@ def test_a_user_runs_a_training_through_the_deployed_operator(
     assert space.json("get", "trainings,jobs")["items"] == []
 
 
-def test_another_replica_takes_over_when_the_leader_is_deleted(
-    deployed: Site, space: Space
-) -> None:
+def test_an_operator_takes_over_when_the_leader_is_deleted(deployed: Site, space: Space) -> None:
     def leader() -> str:
         lease = deployed.json("-n", HOME, "get", "lease", "atoll-operator")
         return str(lease["spec"].get("holderIdentity") or "").rpartition("_")[0]

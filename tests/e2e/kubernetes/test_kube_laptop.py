@@ -35,8 +35,8 @@ def laptop(space: Space, line: Proxy, tmp_path: Path) -> Iterator[Shell]:
     work.mkdir()
     config = json.loads(space.site.kubeconfig.read_text())
     config["clusters"][0]["cluster"]["server"] = line.url
-    (work / "kube.json").write_text(json.dumps(config))
-    (work / "atoll.toml").write_text(
+    shell = Shell(tmp_path / "state", work)
+    shell.configure(
         f"""
         [executors.eu]
         kind = "kubernetes"
@@ -49,7 +49,7 @@ def laptop(space: Space, line: Proxy, tmp_path: Path) -> Iterator[Shell]:
         stop_grace_s = 2
         """
     )
-    shell = Shell(tmp_path / "state", work)
+    (shell.toml.parent / "kube.json").write_text(json.dumps(config))
     yield shell
     shell.stop()
 
@@ -88,14 +88,14 @@ def test_a_training_goes_on_once_its_cluster_is_configured_again(
     laptop: Shell, space: Space, pods: None
 ) -> None:
     uids = _start(laptop, space)
-    settings = (laptop.cwd / "atoll.toml").read_text()
-    (laptop.cwd / "atoll.toml").write_text("")
+    settings = laptop.toml.read_text()
+    laptop.configure("")
     _stop_server(laptop)
     until(lambda: _absence(laptop) == "ExecutorMissing")
     assert laptop("cancel", "mine").returncode == 0
     until(lambda: "the cancelling waits" in laptop.json("status", "mine")["message"])
     assert _alive(space) == uids
-    (laptop.cwd / "atoll.toml").write_text(settings)
+    laptop.configure(settings)
     _stop_server(laptop)
     assert laptop("wait", "mine", "--timeout", "60").returncode == 1
     assert laptop.json("status", "mine")["phase"] == "cancelled"

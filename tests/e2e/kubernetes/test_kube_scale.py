@@ -342,4 +342,4 @@ def test_a_status_of_ten_thousand_ranks_fits_into_etcd(
     running, ended = asyncio.run(inside())
     record_property("running_bytes", running)
     record_property("ended_bytes", ended)
-    assert max(running, ended) < 700_000
+    assert max(running, ended) < 1_300_000  # etcd takes 1.5 MiB, with spec and events

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ class Operators:
             *("--host", "0.0.0.0" if pods_reach else "127.0.0.1", "--port", str(port)),
             *("--reports-uri", f"http://{pods_reach or '127.0.0.1'}:{first}", *options),
         )
-        wait_for("the server is ready", lambda: self._is_ready(f"http://127.0.0.1:{port}"))
+        wait_for("the server answers", lambda: self.status(name, "/healthz") == 200)
         if not self.token:
             self.token = self._new_token(self.running[name])
 
@@ -78,13 +79,16 @@ class Operators:
         )
         return made.stdout.strip()
 
-    def _is_ready(self, url: str) -> bool:
-        """Its API answers, also what only the leader knows."""
+    def status(self, name: str, path: str) -> int:
+        """What it answers; 0 if it does not."""
         try:
-            with urllib.request.urlopen(f"{url}/readyz", timeout=5) as answer:
-                return bool(answer.status == 200)
+            url = f"http://127.0.0.1:{self.ports[name]}{path}"
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return int(error.code)
         except OSError:
-            return False
+            return 0
 
     def client(self, name: str) -> atoll.Client:
         return atoll.Client(url=f"http://127.0.0.1:{self.ports[name]}", token=self.token)
@@ -151,7 +155,7 @@ def asked(ask: Callable[[], Any]) -> Any:
     return answer
 
 
-def test_what_a_process_with_a_pods_environment_reports_is_in_series_and_goes_with_its_training(
+def test_what_a_process_with_a_pods_environment_reports_is_in_series(
     operators: Operators, space: Space
 ) -> None:
     operators.start("one")
@@ -181,41 +185,45 @@ def test_what_a_process_with_a_pods_environment_reports_is_in_series_and_goes_wi
         request = urllib.request.Request(address, b"", {"Authorization": "Bearer x"})
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(request)
-        operators.running["one"].process.terminate()
-        operators.running["one"].process.wait(30)
-        copies = space.json("get", "configmaps", "-l", "atoll.dev/series")["items"]
-        assert [c["metadata"]["labels"]["atoll.dev/training"] for c in copies] == ["tiny"]
-        operators.running["one"].start()
+
+
+def test_the_next_leader_on_the_same_volume_has_the_series_and_only_the_leader_is_ready(
+    operators: Operators, space: Space, tmp_path: Path
+) -> None:
+    volume = ("--data", str(tmp_path))
+    operators.start("one", *volume)
+    with operators.client("one") as client:
+        training, pods = deploy(client, space)
         asked(training.series)
-        training.delete()
-        wait_for(
-            "its series are gone",
-            lambda: not space.json("get", "configmaps", "-l", "atoll.dev/series")["items"],
-        )
+        report_as(pods[0], 0, 5)
+    operators.start("two", *volume)
+    assert (operators.leader(), operators.status("one", "/readyz")) == ("one", 200)
+    assert [operators.status("two", path) for path in ("/readyz", "/v1/trainings")] == [503, 503]
+    operators.running["one"].kill()
+    with operators.client("two") as client:
+        training = asked(lambda: client.get("tiny"))
+        assert (operators.leader(), operators.status("two", "/readyz")) == ("two", 200)
+        table = training.series("loss")
+        assert (table["step"], table.missed) == ([0, 1, 2, 3, 4], 0)
+        assert training.rounds()["round"] == [0, 1, 2, 3, 4]
 
 
-def test_another_operator_goes_on_with_the_series_and_what_was_lost_is_counted(
+def test_without_a_volume_the_next_leader_begins_anew_and_counts_what_it_missed(
     operators: Operators, space: Space
 ) -> None:
-    """Through whichever operator one asks: those that do not lead hand on."""
     operators.start("one")
     with operators.client("one") as client:
         training, pods = deploy(client, space)
         asked(training.series)
         report_as(pods[0], 0, 5)
-    operators.start("two")
-    with operators.client("two") as client:
+    operators.running["one"].process.terminate()
+    operators.running["one"].process.wait(30)
+    operators.running["one"].start()
+    with operators.client("one") as client:
         training = client.get("tiny")
-        assert operators.leader() == "one"
-        assert training.series("loss")["step"] == [0, 1, 2, 3, 4]
-        report_as(pods[1], 0, 3)
-        operators.running["one"].process.terminate()  # it copies what is new
-        operators.running["one"].process.wait(30)
-        table = asked(lambda: training.series("loss"))
-        assert operators.leader() == "two"
-        assert training.rounds()["round"] == [0, 1, 2, 3, 4]
-        assert sorted(table["step"]) == [0, 0, 1, 1, 2, 2, 3, 4]
-        assert table.missed == 0
+        assert asked(lambda: training.series("loss"))["step"] == []
+        report_as(pods[0], 5, 8)
+        assert training.series("loss")["step"] == [5, 6, 7]
 
 
 class Receiver:
@@ -254,43 +262,34 @@ def receiver() -> Iterator[Receiver]:
 
 
 def test_a_webhook_is_told_by_the_leader_and_after_its_death_by_the_next(
-    operators: Operators, space: Space, receiver: Receiver
+    operators: Operators, space: Space, receiver: Receiver, tmp_path: Path
 ) -> None:
-    private = ("--private-webhooks", space.name)
-    operators.start("one", *private)
+    (tmp_path / "key").touch(0o600)
+    (tmp_path / "key").write_text("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    (tmp_path / "atoll.toml").write_text(
+        f"""
+        [[webhooks]]
+        url = "{receiver.url}"
+        events = ["Accepted", "Cancelled"]
+        secret_file = "key"
+        private = true
+        """
+    )
+    options = ("--config", str(tmp_path / "atoll.toml"), "--data", str(tmp_path / "data"))
+    operators.start("one", *options)
     with operators.client("one") as client:
-        hook = asked(lambda: client.add_webhook(receiver.url, ["Accepted", "Cancelled"]))
-        assert client.test_webhook(hook.id).is_accepted
-        training, _ = deploy(client, space)
-        wait_for("it was told", lambda: len(receiver.ids("Accepted")) == 1)
-        wait_for("that is counted", lambda: client.webhooks()[0].delivered == 1)
+        training, _ = asked(lambda: deploy(client, space))
+        wait_for("it was told", lambda: receiver.ids("Accepted"))
         receiver.status = 503
         training.cancel()
         wait_for("it is tried", lambda: receiver.ids("Cancelled"))
     operators.running["one"].kill()
-    receiver.status = 200
-    operators.start("two", *private)
-    with operators.client("two") as client:
-        asked(client.webhooks)
-        wait_for("it was told again", lambda: client.webhooks()[0].delivered >= 2)
-        (found,) = client.webhooks()
-        assert (found.id, found.secret) == (hook.id, None)
-        assert len(receiver.ids("Cancelled")) == 1, "the same message"
-        assert len(receiver.ids("Accepted")) == 1
-        client.remove_webhook(hook.id)
-        assert client.webhooks() == []
-    secret = space.json("get", "secret", "atoll-webhooks")
-    assert not secret.get("data")
-
-
-def test_a_webhook_of_a_namespace_that_is_not_trusted_stays_outside_of_the_cluster(
-    operators: Operators, receiver: Receiver
-) -> None:
-    operators.start("one")
-    with operators.client("one") as client:
-        asked(client.webhooks)
-        with pytest.raises(atoll.ValidationError, match="public internet"):
-            client.add_webhook(receiver.url, ["*"])
+    receiver.status, before = 200, len(receiver.messages)
+    operators.start("two", *options)
+    wait_for("it was told again", lambda: len(receiver.messages) > before)
+    assert [reason for _, reason in receiver.messages[before:]] == ["Cancelled"]
+    assert len(receiver.ids("Cancelled")) == 1, "the same message"
+    assert len(receiver.ids("Accepted")) == 1
 
 
 SCRIPT = """

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 import atoll
 from atoll.core.phase import Phase
+from atoll.core.ports import Executor
 from atoll.core.status import LogLine, Status, Training, WorldStatus
 from atoll.sdk.embedded import read_token, running, start, start_time
 from atoll.server.app import create_app
@@ -31,7 +32,7 @@ from atoll.store.tokens import SQLiteTokens
 PATIENCE_S = 60
 
 
-class PrintedLogs:
+class PrintedLogs(Executor):
     """An executor that only has logs: these tests write statuses by hand, so nothing runs."""
 
     name = "local"

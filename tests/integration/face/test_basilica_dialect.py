@@ -110,7 +110,7 @@ def test_create_answers_as_soon_as_the_ranks_are_there(
     thread.start()
     served.wait_for(lambda: bool(served.do(served.store.list("one"))))
     served.see("a", "ready", 2)
-    thread.join(20)
+    thread.join(60)
     assert answers[0].status_code == 201
     assert answers[0].json()["distributed"]["worldSize"]["ready"] == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from tests.support.foreign_listener import needs_root
 
 import atoll
 from atoll.core.errors import Permanent
@@ -38,7 +40,7 @@ def test_only_the_user_can_use_it(where: Path) -> None:
     with atoll.Client() as client:
         client.list()
     assert stat.S_IMODE(where.stat().st_mode) == 0o700
-    for name in ("token", "endpoint.json"):
+    for name in ("token", "endpoint.json", "socket"):
         assert stat.S_IMODE((where / name).stat().st_mode) == 0o600
     url = str(told(where)["url"])
     assert url.startswith("http://127.0.0.1:")
@@ -47,6 +49,53 @@ def test_only_the_user_can_use_it(where: Path) -> None:
     for file in where.rglob("*"):
         if file.is_file() and file.name != "token":
             assert token.encode() not in file.read_bytes()
+
+
+def test_what_it_is_found_by_is_made_again_when_somebody_deletes_it(where: Path) -> None:
+    serve = "from atoll import run; run.WATCH_FILES_S = 0.05; run.serve(port=0)"
+    with subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            before = told(where)
+            for name in ("socket", "endpoint.json"):
+                (where / name).unlink()
+                until((where / name).exists)
+                with atoll.Client() as client:
+                    assert client.list() == []
+                assert stat.S_IMODE((where / name).stat().st_mode) == 0o600
+                assert told(where) == before
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+    assert not (where / "socket").exists()
+
+
+@needs_root
+def test_another_user_who_reaches_the_socket_is_not_listened_to(where: Path) -> None:
+    with atoll.Client() as client:
+        client.list()
+    where.chmod(0o711)  # as if its mode had been changed
+    (where / "socket").chmod(0o666)
+    request = (
+        f"GET /v1/trainings HTTP/1.1\\r\\nHost: a\\r\\nAuthorization: Bearer {read_token(where)}"
+    )
+    code = textwrap.dedent(f"""
+        import os, socket, sys
+        uid = int(sys.argv[1])
+        directory = os.open({str(where)!r}, os.O_PATH)
+        os.setresuid(uid, uid, uid)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(f"/proc/self/fd/{{directory}}/socket")
+        try:
+            connection.sendall(b"{request}\\r\\n\\r\\n")
+            print(connection.recv(12).decode())
+        except ConnectionError:
+            print("")
+    """)
+    for uid, answer in ((0, "HTTP/1.1 200"), (65534, "")):
+        done = subprocess.run([sys.executable, "-c", code, str(uid)], stdout=-1, text=True)
+        assert done.stdout.strip() == answer
 
 
 def test_ten_programs_at_once_start_one(where: Path) -> None:
@@ -89,6 +138,22 @@ def test_one_that_is_gone_is_replaced_and_its_ranks_were_not_disturbed(
             (0, 0, 0),
             (1, 0, 0),
         ]
+
+
+def test_a_wait_on_an_event_loop_replaces_one_that_is_gone(where: Path, tmp_path: Path) -> None:
+    script = f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.05; done"
+
+    async def waited() -> int:
+        async with atoll.Client() as client:
+            t = await client.deploy_distributed_async("a", command=["sh", "-c", script])
+            await t.wait_until_target_world_async(PATIENCE_S)
+            wait = asyncio.create_task(t.wait_until_complete_async(PATIENCE_S))
+            await asyncio.to_thread(stop, where, signal.SIGKILL)
+            await asyncio.to_thread(until, lambda: running(where) is not None)
+            (tmp_path / "go").touch()
+            return (await wait).ready
+
+    assert asyncio.run(waited()) == 1
 
 
 def test_shutdown_is_prompt_with_open_watches_and_follows(where: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -56,6 +56,26 @@ def test_values_come_back_typed_and_what_failed_is_named(
     assert again.values == rows.values
     counts = {path.name: len(path.read_text()) for path in tmp_path.glob("fit-*")}
     assert [counts[row.training.name] for row in again] == [1, 1, 2]
+
+
+def test_a_result_that_cannot_be_returned_is_an_error_of_its_row(client: atoll.Client) -> None:
+    def give(size: int) -> Any:
+        import pathlib
+
+        return pathlib.PurePosixPath("x") if size == 0 else "x" * size
+
+    settings = [{"size": 1}, {"size": 0}, {"size": 17_000_000}]
+    rows = client.map(give, settings, concurrency=1)
+    assert rows.values == ["x", None, None]
+    assert [row.phase for row in rows] == ["succeeded"] * 3
+    assert [bool(row.error) for row in rows] == [False, True, True]
+    assert "not a pathlib.PurePosixPath" in rows[1].error
+    assert "Client.map" in rows[1].error
+    assert "expected at most 16" in rows[2].error
+    assert len(rows.failed) == 2
+    pickled = client.map(give, settings[:2], concurrency=1, name="pickled", allow_pickle=True)
+    assert pickled.values == ["x", PurePosixPath("x")]
+    assert not pickled.failed
 
 
 SCRIPT = """

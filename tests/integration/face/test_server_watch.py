@@ -154,9 +154,9 @@ def test_shutdown_ends_open_streams_at_once(served: Served, path: str) -> None:
     ready = threading.Event()
     reader = threading.Thread(target=read, args=(ready,))
     reader.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     served.loop.call_soon_threadsafe(served.streams.close)
-    assert ended.wait(10)
+    assert ended.wait(60)
     reader.join()
     if "logs" in path:
         assert b"".join(text).endswith(b'{"cut":true}\n')
@@ -174,7 +174,7 @@ def test_followed_logs_end_with_the_training(served: Served) -> None:
     reader.start()
     served.wait_for(lambda: len(served.streams) == 1)
     served.see("a", "succeeded", 2)
-    reader.join(10)
+    reader.join(60)
     assert not reader.is_alive()
     assert len(lines) == 6
 

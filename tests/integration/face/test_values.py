@@ -16,6 +16,7 @@ import pytest
 import atoll
 from atoll import NotFound, ValidationError
 from atoll.core.lines import RESULT_MARK
+from atoll.sdk import flows
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +79,41 @@ def test_a_function_that_returns_none_has_that_value(client: atoll.Client) -> No
     assert ended(client, "none", source=lambda: None).value() is None
 
 
-def test_what_cannot_be_handed_in_fails_nobody(client: atoll.Client) -> None:
-    training = ended(client, "odd", source=lambda: Path("x"))
-    with pytest.raises(NotFound, match="result of rank 0"):
+TORN = """
+import os
+from atoll.rank.result import Result, nonce_of, result_lines
+lines = result_lines(Result("json", b"1" * 9000), nonce_of(os.environ["ATOLL_UID"]), "0" * 8)
+os.write(1, lines[0])
+"""
+
+
+def nested() -> Any:
+    own: list[Any] = []
+    own.append(own)
+    return own
+
+
+LOST: dict[str, tuple[dict[str, Any], str]] = {
+    "odd": ({"source": lambda: Path("x")}, r"not a pathlib.*Path: .*allow_pickle=True"),
+    "large": ({"source": lambda: "x" * 17_000_000}, "has 16 MiB, expected at most 16: write it to"),
+    "nested": ({"source": nested}, "nested too deeply, or holds itself"),
+    "torn": ({"command": [sys.executable, "-c", TORN]}, "not complete in the log"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_why_a_result_cannot_be_had_is_told_to_whoever_asks(
+    client: atoll.Client, name: str
+) -> None:
+    options, why = LOST[name]
+    training = ended(client, name, **options)
+    assert training.phase == "succeeded"
+    with pytest.raises(atoll.ResultError, match=why):
         training.value()
-    assert any("expected plain data" in line.text for line in training.logs())
+    with pytest.raises(atoll.ResultError, match=why):
+        asyncio.run(training.value_async())
+    said = client.run(flows.value(flows.Who(training.name, training.last.uid), 0))
+    assert (said.encoding, said.value, said.payload) == ("none", None, None)
 
 
 class Evil:

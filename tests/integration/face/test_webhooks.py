@@ -19,7 +19,7 @@ import pytest
 
 import atoll
 
-from .conftest import Plane, Served, stop, until
+from .conftest import stop, until
 
 
 class Receiver:
@@ -65,62 +65,72 @@ def is_signed(secret: str, headers: dict[str, str], body: bytes) -> bool:
     return headers["webhook-signature"] == f"v1,{digest}"
 
 
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+
+
+@pytest.fixture
+def config(tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration of the control plane that a client starts."""
+    path = tmp_path / "config" / "atoll.toml"
+    path.parent.mkdir(mode=0o700)
+    path.write_text(
+        f"""
+        [[webhooks]]
+        url = "{receiver.url}"
+        events = ["Accepted", "Failed"]
+        secret_file = "webhook.key"
+        private = true
+        """
+    )
+    (path.parent / "webhook.key").touch(0o600)
+    (path.parent / "webhook.key").write_text(SECRET + "\n")
+    monkeypatch.setenv("ATOLL_CONFIG", str(path))
+    return path
+
+
+@pytest.mark.usefixtures("config")
 def test_events_wait_until_the_address_accepts_them(where: Path, receiver: Receiver) -> None:
+    """Over the end of the training, and the death of the control plane in the middle of it."""
+    receiver.status = 503
     with atoll.Client() as client:
-        made = client.add_webhook(receiver.url, ["Accepted", "Failed"])
-        assert made.secret is not None
-        receiver.status = 503
         training = client.deploy_distributed("a", command=["false"], world_size=1)
         with pytest.raises(atoll.BelowMinimumWorld):
             training.result(60)
         training.delete()  # what was not delivered outlives its training
         until(lambda: {"Accepted", "Failed"} <= set(receiver.reasons()))
-        until(lambda: "503" in client.webhooks()[0].last_error)
         stop(where, signal.SIGKILL)
-    receiver.status, receiver.messages = 200, []
+    before = {headers["webhook-id"] for headers, _ in receiver.messages}
+    receiver.messages, receiver.status = [], 200
     with atoll.Client() as client:
-        until(lambda: client.webhooks()[0].delivered == 2)
-        (hook,) = client.webhooks()
-        assert (hook.waiting, hook.dropped, hook.last_error, hook.secret) == (0, 0, "", None)
-        assert sorted(receiver.reasons()) == ["Accepted", "Failed"]
-        for headers, body in receiver.messages:
-            assert is_signed(made.secret, headers, body)
-        (failed,) = [body for _, body in receiver.messages if b'"Failed"' in body]
-        assert json.loads(failed)["data"]["training"] == "a"
-        client.remove_webhook(made.id)
-        assert client.webhooks() == []
-        with pytest.raises(atoll.NotFound, match=made.id):
-            client.remove_webhook(made.id)
+        assert client.list() == []
+        until(lambda: sorted(receiver.reasons()) == ["Accepted", "Failed"])
+    assert {headers["webhook-id"] for headers, _ in receiver.messages} == before
+    for headers, body in receiver.messages:
+        assert is_signed(SECRET, headers, body)
+    (failed,) = [body for _, body in receiver.messages if b'"Failed"' in body]
+    assert json.loads(failed)["data"]["training"] == "a"
 
 
-def test_the_command_adds_lists_tests_and_removes(
-    plane: Plane, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+def test_a_secret_that_others_can_read_keeps_the_control_plane_from_starting(
+    where: Path, config: Path
 ) -> None:
-    monkeypatch.setenv("ATOLL_URL", plane.url)
-    monkeypatch.setenv("ATOLL_TOKEN", plane.token)
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "atoll.cli", "webhook", *words]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    id, secret = run("add", receiver.url, "-e", "warnings").stdout.split("\nsecret: ")
-    assert receiver.url in run("list").stdout
-    assert "whsec" not in run("list", "--json").stdout
-    tested = run("test", id)
-    assert (tested.returncode, tested.stdout.startswith(f"{id}: accepted, 200")) == (0, True)
-    headers, body = receiver.messages[-1]
-    assert is_signed(secret.strip(), headers, body)
-    receiver.status = 302
-    tested = run("test", id)
-    assert (tested.returncode, tested.stderr) == (1, f"{id}: not accepted: it answered 302\n")
-    assert len(receiver.messages) == 2, "no redirect is followed"
-    bad = run("add", "ftp://x/")
-    assert (bad.returncode, "url" in bad.stderr) == (2, True)
-    assert run("rm", id).stdout == f"{id}: removed\n"
-    assert run("test", id).returncode == 1
+    (config.parent / "webhook.key").chmod(0o644)
+    command = [sys.executable, "-m", "atoll.cli", "serve", "--state-dir", str(where)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert f"{config}: webhooks[0].secret_file" in done.stderr
+    assert "chmod 600" in done.stderr
+    assert "whsec" not in done.stderr
 
 
-def test_a_namespace_has_its_own_and_a_plane_without_says_so(served: Served) -> None:
-    answer = served.http.get("/v1/webhooks")
-    assert answer.status_code == 409
-    assert "keeps no webhooks" in answer.text
+def test_a_file_in_the_working_directory_may_not_post_events_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hook = "[[webhooks]]\nurl = 'https://x/'\nsecret_env = 'HOME'\n"
+    (tmp_path / "atoll.toml").write_text(hook)
+    command = [sys.executable, "-m", "atoll.cli", "run", "--dry-run", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert "webhooks" in done.stderr
+    assert "expected [defaults] alone in a working directory" in done.stderr

@@ -12,7 +12,7 @@ A, B = ("n", "a"), ("n", "b")
 
 def run(test: Callable[[WorkQueue], Awaitable[None]]) -> None:
     async def inside() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await test(WorkQueue())
 
     asyncio.run(inside())

@@ -96,6 +96,12 @@ def test_a_look_whose_status_could_not_be_written_does_nothing() -> None:
     assert book.lines == ["observe", "write"]
 
 
+def test_a_look_at_what_another_process_has_changed_is_taken_again_at_once() -> None:
+    book = Notebook(chores("hall"), observe=Conflict("somebody was faster"))
+    assert book.reconcile() == 0.0
+    assert book.lines == ["observe"]
+
+
 def test_a_chore_is_done_though_an_action_has_to_wait() -> None:
     book = Notebook(chores("hall"), apply=Temporary("its last pod is still there"))
     with pytest.raises(Temporary):

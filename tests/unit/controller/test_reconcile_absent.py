@@ -14,6 +14,7 @@ from atoll.core.clock import Time
 from atoll.core.errors import Denied, Temporary
 from atoll.core.hindrance import is_hindered
 from atoll.core.phase import Phase
+from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import AttemptStatus, Event, Seen, SeenRank, Status, Training, Wish
 from atoll.store.memory import MemoryStore
@@ -25,7 +26,7 @@ SPEC = TrainingSpec(
 DOWN = Temporary("the API server did not answer")
 
 
-class Eu:
+class Eu(Executor):
     """An executor that runs whatever it is asked for, unless it is away."""
 
     name = "eu"

@@ -51,8 +51,6 @@ def test_executors_with_their_options() -> None:
         ("[executors.Eu]\nkind = 'kubernetes'", "a.toml: executors.Eu: 'Eu' is not valid"),
         ("[executors.eu]\nkind = 'local'", "executors.eu.kind: 'local' is not valid: expected ano"),
         ("[executors.local]\nkind = 'kubernetes'", "executors.local.kind: 'kubernetes' is not"),
-        ("[defaults]\nexecutor = 'us'", "a.toml: defaults.executor: 'us' is not valid: expected"),
-        ("[defaults]\nexecutor = ['us']", "a.toml: defaults.executor: ['us'] is not valid"),
     ],
 )
 def test_a_refusal_names_the_file_and_the_field(text: str, words: str) -> None:
@@ -115,3 +113,9 @@ def test_a_kind_without_its_packages_says_what_to_type(monkeypatch: pytest.Monke
         load("kubernetes")
     assert "pip install 'atoll[kubernetes]'" in str(refused.value)
     assert "pip install '.[kubernetes]' in a clone" in str(refused.value)
+
+
+def test_a_file_is_parsed_once_however_often_a_command_asks_for_it() -> None:
+    text = "[executors.lab]\nkind = 'slurm'\n"
+    assert parse(text, "atoll.toml") is parse(text, "atoll.toml")
+    assert parse(text + "account = 'x'\n", "atoll.toml") != parse(text, "atoll.toml"), "changed"

@@ -12,9 +12,12 @@ import pytest
 from msgspec.structs import replace
 
 import atoll
+from atoll.cli.report import end_report
 from atoll.core.ends import PhaseReason, RankEnd, listing, meaning_of, why_ended
+from atoll.core.html import text, training_html
 from atoll.core.model import decode, encode
 from atoll.core.narrate import (
+    describe_others,
     end_in_words,
     exit_in_words,
     exit_line,
@@ -43,9 +46,22 @@ PHASE_REASONS = (
 ).split()
 
 
-def ended(code: int | None, reason: str, signal: str | None = None, message: str = "") -> RankExit:
+def ended(
+    code: int | None,
+    reason: str,
+    signal: str | None = None,
+    message: str = "",
+    *,
+    rank: int = 1,
+    collateral: bool = False,
+) -> RankExit:
     return RankExit(
-        rank=1, exit_code=code, termination_reason=reason, signal=signal, message=message
+        rank=rank,
+        exit_code=code,
+        termination_reason=reason,
+        signal=signal,
+        message=message,
+        collateral=collateral,
     )
 
 
@@ -151,6 +167,58 @@ def test_every_end_is_told_by_everybody_in_the_same_words(reason: str) -> None:
     assert error_of(training, rank, "failed") == words
     told = replace(training, status=replace(training.status, message=line))
     assert deployment(told)["message"] == f"RankFailed: {line}"
+
+
+def oops(rank: int, **fields: Any) -> RankExit:
+    fields = {"message": "ValueError: oops", "collateral": rank != 1, **fields}
+    return RankExit(rank=rank, exit_code=1, termination_reason="Error", **fields)
+
+
+@pytest.mark.parametrize(
+    ("exits", "cause", "others"),
+    [
+        ([oops(0), oops(1)], "both ranks failed alike: ValueError: oops (rank 1 first)", []),
+        (
+            [oops(0), oops(1, restart_count=2), oops(2)],
+            "all 3 ranks failed alike: ValueError: oops (rank 1 first, after 2 restarts)",
+            [],
+        ),
+        (
+            [
+                oops(0),
+                oops(1),
+                oops(2, message="ConnectionError: peer"),
+                ended(143, "Stopped", rank=3, signal="SIGTERM", collateral=True),
+                ended(143, "Stopped", rank=4, signal="SIGTERM", collateral=True),
+                ended(0, "Completed", rank=5),
+            ],
+            "ranks 0-1 failed alike: ValueError: oops (rank 1 first)",
+            ["rank 2 failed after it: ConnectionError: peer", "ranks 3-4 were stopped by atoll"],
+        ),
+        (
+            [oops(1), ended(139, "Signal", rank=2, signal="SIGSEGV", collateral=True)],
+            "rank 1 failed first: it exited with code 1: ValueError: oops",
+            ["rank 2 failed after it: was killed by SIGSEGV (segmentation fault), exit code 139"],
+        ),
+    ],
+)
+def test_ranks_that_failed_alike_are_told_together(
+    exits: list[RankExit], cause: str, others: list[str]
+) -> None:
+    """By `atoll run`, the errors, the page and the notebook, from the same function."""
+    training = failed(next(e for e in exits if e.rank == 1), reason="RankFailed")
+    training = replace(training, status=replace(training.status, rank_exits=exits))
+    assert end_in_words(training) == f"t failed: {cause}"
+    assert describe_others(training.status) == others
+    assert end_report(training).split("\n")[: 1 + len(others)] == [
+        f"t failed: {cause}",
+        *(f"  {line}" for line in others),
+    ]
+    shown = training_html(training)
+    assert all(text(line) in shown for line in (cause, *others))
+    if "alike" in cause:
+        assert failure_in_words(training).startswith(f"training 't' failed: {cause}; rank 1: exit")
+        assert status_in_words(training.status) == cause
 
 
 @pytest.mark.parametrize("reason", PHASE_REASONS)

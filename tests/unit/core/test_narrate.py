@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.core.narrate import failure_in_words, narrate
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Status, Training
+from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Status, Training, WorldStatus
 
 
 def ended(rank: int, code: int, phase: RankPhase = "Failed") -> RankStatus:
@@ -62,3 +62,12 @@ def test_an_error_names_each_failed_rank_and_of_thousands_their_ranges() -> None
     assert "rank 1: exit_code=7 reason=Error" in words(3)
     assert "ranks 0-9999: exit_code=7 reason=Error" in words(10_000)
     assert len(words(10_000)) < 200
+
+
+def test_one_rank_is_wanted_and_two_ranks_are() -> None:
+    def accepted(target: int) -> str:
+        world = WorldStatus(ready=0, target=target, min=1, max=2, below_minimum=True)
+        new = Status(phase=Phase.PENDING, world=world)
+        return next(e.message for e in narrate(Status(), new, 1.0) if e.reason == "Accepted")
+
+    assert [accepted(1), accepted(2)] == ["1 rank wanted", "2 ranks wanted"]

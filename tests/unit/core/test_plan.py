@@ -585,6 +585,24 @@ def test_a_deadline_counts_from_the_start_by_the_executors_clock() -> None:
     assert timed(story, 9002.0, 12_600.0, at=53_600.0).status.failing == "DeadlineExceeded"
 
 
+@pytest.mark.parametrize("skew", [0.0, 40_000.0], ids=["one clock", "another clock there"])
+def test_no_deadline_counts_the_time_that_a_machine_was_off(skew: float) -> None:
+    """The executor's clock has gone on meanwhile, as the machine's own has."""
+    story = Story(target=2, deadline_s=3600)
+    story.look()
+    ranks = [SeenRank(rank=n, state="running", started_at=9000.0 + skew) for n in (0, 1)]
+    story.seen = replace(story.seen, ranks=ranks)
+    timed(story, 9010.0, 9010.0, at=9010.0 + skew)
+    made = timed(story, 99_020.0, 9020.0, at=99_020.0 + skew)  # after 25 hours
+    assert made.status.failing == ""
+    assert made.requeue_after_s == pytest.approx(3580.0)
+    made = timed(story, 102_599.0, 12_599.0, at=102_599.0 + skew)
+    assert made.status.failing == ""
+    assert made.requeue_after_s == pytest.approx(1.0)
+    made = timed(story, 102_600.0, 12_600.0, at=102_600.0 + skew)
+    assert made.status.failing == "DeadlineExceeded"
+
+
 def test_a_record_lives_as_long_as_it_is_to_by_the_steady_clock() -> None:
     story = running(Story(target=2, ttl_seconds=600), 2)
     story.seen = replace(story.seen, ranks=[

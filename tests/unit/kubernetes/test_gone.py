@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.errors import Gone
+from atoll.core.errors import Gone, Temporary
+from atoll.core.ports import Key
 from atoll.core.status import RankStatus, Status
 from atoll.kubernetes.client import ObjectList, WatchEvent
-from atoll.kubernetes.gone import PODS_READ, STEP_GROWTH, Departed, Past, PodMemory
+from atoll.kubernetes.gone import STEP_GROWTH, DeletedPods, Departed, Search
 from atoll.kubernetes.names import UID
 from tests.unit.kubernetes.kube import MADE, Json, ended, pod, running, training
 
@@ -50,26 +51,28 @@ class Remembering:
                 metadata = {**last["metadata"], "resourceVersion": str(at)}
                 yield WatchEvent("DELETED", {**last, "metadata": metadata})
 
-    async def list(
+    async def pages(
         self, kind: str, namespace: str | None, *, labels: str, version: str = ""
-    ) -> ObjectList:
+    ) -> AsyncIterator[ObjectList]:
         self.requests += 1
         at = int(version or self.now)
         if at < self.oldest:
             raise Gone(0, 0)
-        states = (self._at(name, at) for name in self.past)
-        return ObjectList([state for state in states if state is not None], str(at))
+        states = [state for name in self.past if (state := self._at(name, at)) is not None]
+        for first in range(0, max(len(states), 1), 2):  # a page has two
+            yield ObjectList(states[first : first + 2], str(at))
 
     def _at(self, name: str, version: int) -> Json | None:
         written = [at for at in self.past[name] if at <= version]
         return self.past[name][max(written)] if written else None
 
 
-def manifest(name: str, *, code: int | None = None, version: int = 0) -> Json:
+def manifest(name: str, *, code: int | None = None, version: int = 0, rank: int = 0) -> Json:
     state, phase = (running(), "Running") if code is None else (ended(code), "Failed")
-    made = pod(0, state, phase=phase)
+    made = pod(rank, state, phase=phase)
     made["metadata"] |= {
         "name": name,
+        "uid": f"uid-{name}",
         "resourceVersion": str(version),
         "labels": {UID: training().uid},
     }
@@ -90,12 +93,14 @@ def codes(states: dict[str, Json]) -> dict[str, int | None]:
     }
 
 
-def search(cluster: Any, *names: str) -> dict[str, Json]:
-    return asyncio.run(Past(cluster, SPACE, "").last_states(names))
+def search(cluster: Any, *targets: str | int) -> dict[str, Json]:
+    found = Search(cluster, SPACE, "", targets)
+    asyncio.run(found.run())
+    return found.states
 
 
 def test_the_end_of_a_pod_that_is_gone_is_found_in_the_past() -> None:
-    cluster = Remembering(now=10_000, oldest=4_000)
+    cluster = Remembering(now=10_000, oldest=4_000, oldest_watched=10_001)
     live(cluster, "a", made=500, over=9_000, gone=9_001, code=7)
     live(cluster, "b", made=500, over=6_000, gone=6_003, code=8)
     live(cluster, "c", made=500, over=3_000, gone=3_003, code=9)  # too long ago
@@ -103,10 +108,20 @@ def test_the_end_of_a_pod_that_is_gone_is_found_in_the_past() -> None:
     assert codes(search(cluster, "a", "b", "c", "d", "e")) == {"a": 7, "b": 8}
 
 
+def test_what_a_watch_of_the_past_brings_needs_no_lists_of_it() -> None:
+    cluster = Remembering(now=10_000, oldest_watched=9_990)
+    live(cluster, "a", made=9_991, over=9_992, gone=9_993, code=7)
+    assert codes(search(cluster, "a")) == {"a": 7}
+    before = cluster.requests
+    cluster.oldest = 10_000  # no list is left
+    assert codes(search(cluster, "a")) == {"a": 7}
+    assert cluster.requests == 2 * before
+
+
 @given(st.data())
 def test_a_pod_is_found_if_it_lived_a_quarter_as_long_as_it_is_gone(data: st.DataObject) -> None:
     now = data.draw(st.integers(100, 10**8))
-    cluster = Remembering(now, oldest=data.draw(st.integers(1, now)))
+    cluster = Remembering(now, data.draw(st.integers(1, now)), oldest_watched=now + 1)
     expected = {}
     for number in range(data.draw(st.integers(1, 4))):
         made = data.draw(st.integers(1, now - 8))
@@ -118,111 +133,183 @@ def test_a_pod_is_found_if_it_lived_a_quarter_as_long_as_it_is_gone(data: st.Dat
             live(cluster, str(number), made, over, gone, code=number)
             expected[str(number)] = number
     assert codes(search(cluster, *expected)) == expected
-    assert cluster.requests <= 100 + 40 * len(expected)
+    assert cluster.requests <= 160 + 40 * len(expected)
 
 
 def alive(name: str) -> RankStatus:
     return RankStatus(rank=0, attempt=int(MADE), started_at=MADE + 5, pod_name=name)
 
 
-def ask(memory: PodMemory, there: list[Json], *ranks: RankStatus) -> Departed:
-    given = training(status=Status(ranks=list(ranks)))
-    return asyncio.run(memory.departed(given, there, SPACE))
+class Looking:
+    """Looks at one training, and again when the past was read."""
+
+    def __init__(self, cluster: Any) -> None:
+        self.news: asyncio.Queue[Key] = asyncio.Queue()
+        self.pods = DeletedPods(cluster, self.news.put_nowait)
+
+    def look(
+        self, there: Collection[Json], *ranks: RankStatus, failed: Collection[int] = ()
+    ) -> Departed:
+        given = training(status=Status(ranks=list(ranks)))
+        return self.pods.departed(given, there, SPACE, failed)
+
+    async def told(self) -> None:
+        async with asyncio.timeout(30):
+            assert await self.news.get() == training().key
 
 
 def test_a_pod_that_was_watched_until_its_end_costs_no_request() -> None:
-    cluster: Any = Remembering(now=100)
-    memory = PodMemory(cluster)
-    assert ask(memory, [manifest("a", version=1)], alive("a")) == Departed()
-    asked = cluster.requests
-    memory.note(manifest("a", code=7, version=3))
-    memory.see(manifest("a", version=2))  # from a list that was on its way
-    assert codes({"a": ask(memory, [], alive("a")).manifests[0]}) == {"a": 7}
-    assert cluster.requests == asked
+    async def test() -> None:
+        cluster = Remembering(now=100)
+        looking = Looking(cluster)
+        assert looking.look([manifest("a", version=1)], alive("a")) == Departed()
+        looking.pods.note(manifest("a", code=7, version=3), is_final=True)
+        assert codes({"a": looking.look([], alive("a")).manifests[0]}) == {"a": 7}
+        looking.pods.note(manifest("a", version=2), is_final=False)  # from an older list
+        assert codes({"a": looking.look([], alive("a")).manifests[0]}) == {"a": 7}
+        assert cluster.requests == 0
+
+    asyncio.run(test())
+
+
+def test_a_pod_that_was_cut_off_while_it_ran_is_not_looked_for() -> None:
+    async def test() -> None:
+        cluster = Remembering(now=100)
+        looking = Looking(cluster)
+        looking.pods.note(manifest("a", version=3), is_final=True)
+        assert looking.look([], alive("a")) == Departed(unread=frozenset({"a"}))
+        assert cluster.requests == 0
+
+    asyncio.run(test())
 
 
 def test_what_is_stored_is_forgotten() -> None:
-    cluster: Any = Remembering(now=100)
-    memory = PodMemory(cluster)
-    memory.see(manifest("a", code=7))
-    stored = RankStatus(rank=0, attempt=int(MADE) + 1, started_at=MADE + 5, pod_name="b")
-    there = [manifest("b")]
-    assert ask(memory, there, stored) == Departed()
-    assert ask(memory, there) == Departed()
+    async def test() -> None:
+        looking = Looking(Remembering(now=100))
+        looking.pods.note(manifest("a", code=7), is_final=True)
+        stored = RankStatus(rank=0, attempt=int(MADE) + 1, started_at=MADE + 5, pod_name="b")
+        there = [manifest("b")]
+        assert looking.look(there, stored) == Departed()
+        assert looking.look(there) == Departed()
+
+    asyncio.run(test())
 
 
-def test_a_pod_that_nobody_saw_end_is_looked_for_once() -> None:
-    cluster: Any = Remembering(now=100, oldest=90)
-    memory = PodMemory(cluster)
-    assert ask(memory, [], alive("a")) == Departed([], frozenset({"a"}))
-    asked = cluster.requests
-    assert ask(memory, [], alive("a")) == Departed([], frozenset({"a"}))
-    assert cluster.requests == asked > 0
+def test_nothing_waits_for_the_past_and_what_it_does_not_tell_is_looked_for_once() -> None:
+    async def test() -> None:
+        cluster = Remembering(now=100, oldest=90)
+        looking = Looking(cluster)
+        assert looking.look([], alive("a")) == Departed(sought=frozenset({"a"}))
+        assert looking.look([], alive("a")) == Departed(sought=frozenset({"a"}))
+        await looking.told()
+        asked = cluster.requests
+        assert looking.look([], alive("a")) == Departed(unread=frozenset({"a"}))
+        assert cluster.requests == asked > 0
+
+    asyncio.run(test())
+
+
+def test_the_past_of_a_training_whose_pods_are_there_is_not_read() -> None:
+    """However large the cluster is, an operator that starts has nothing to wait for."""
+
+    async def test() -> None:
+        cluster = Remembering(now=1_000)
+        looking = Looking(cluster)
+        assert looking.look([]) == Departed()
+        assert looking.look([manifest("a", version=3)], alive("a")) == Departed()
+        assert cluster.requests == 0
+
+    asyncio.run(test())
 
 
 def test_a_pod_that_the_mirror_does_not_show_yet_is_not_gone() -> None:
-    cluster: Any = Remembering(now=100)
-    cluster.write("a", 50, manifest("a"))
-    memory = PodMemory(cluster)
-    assert ask(memory, [], alive("a")) == Departed()
+    async def test() -> None:
+        cluster = Remembering(now=100)
+        cluster.write("a", 50, manifest("a"))
+        looking = Looking(cluster)
+        for _ in range(2):
+            assert looking.look([], alive("a")) == Departed(sought=frozenset({"a"}))
+            await looking.told()
+
+    asyncio.run(test())
 
 
 def test_a_pod_last_seen_running_ended_as_the_past_says() -> None:
-    cluster: Any = Remembering(now=100)
-    live(cluster, "a", made=50, over=90, gone=95, code=7)
-    memory = PodMemory(cluster)
-    assert ask(memory, [manifest("a", version=50)], alive("a")) == Departed()
-    assert codes({"a": ask(memory, [], alive("a")).manifests[0]}) == {"a": 7}
+    async def test() -> None:
+        cluster = Remembering(now=100)
+        live(cluster, "a", made=50, over=90, gone=95, code=7)
+        looking = Looking(cluster)
+        looking.pods.note(manifest("a", version=50), is_final=False)  # a later list lacks it
+        assert looking.look([], alive("a")) == Departed(sought=frozenset({"a"}))
+        await looking.told()
+        assert codes({"a": looking.look([], alive("a")).manifests[0]}) == {"a": 7}
+
+    asyncio.run(test())
+
+
+def test_attempts_that_no_status_names_are_read_with_the_one_before_them() -> None:
+    async def test() -> None:
+        cluster = Remembering(now=1_000, oldest_watched=500)
+        live(cluster, "a", made=600, over=700, gone=701, code=7)
+        live(cluster, "b", made=710, over=800, gone=801, code=8)
+        cluster.write("c", 900, manifest("c", version=900))
+        looking = Looking(cluster)
+        there = [manifest("c", version=900)]
+        assert looking.look(there, alive("a")) == Departed(sought=frozenset({"a"}))
+        await looking.told()
+        found = looking.look(there, alive("a")).manifests
+        assert codes({m["metadata"]["name"]: m for m in found}) == {"a": 7, "b": 8}
+
+    asyncio.run(test())
+
+
+def test_how_a_rank_failed_that_only_the_job_knows_of_is_read() -> None:
+    """As for a process that attaches to a launch whose pods are gone."""
+
+    async def test() -> None:
+        cluster = Remembering(now=1_000, oldest_watched=990)
+        cluster.write("a", 700, manifest("a", code=7, version=700, rank=1))
+        cluster.write("a", 900, None)
+        looking = Looking(cluster)
+        assert looking.look([], failed={1, 2}) == Departed(sought_ranks=frozenset({1, 2}))
+        await looking.told()
+        departed = looking.look([], failed={1, 2})
+        assert codes({m["metadata"]["name"]: m for m in departed.manifests}) == {"a": 7}
+        assert departed.sought_ranks == frozenset()
+
+    asyncio.run(test())
+
+
+def test_a_past_that_could_not_be_read_is_read_again() -> None:
+    class Flaky(Remembering):
+        async def pages(self, *words: Any, **more: Any) -> AsyncIterator[ObjectList]:
+            if self.requests == 0:
+                self.requests += 1
+                raise Temporary("the API server is away")
+            async for page in super().pages(*words, **more):
+                yield page
+
+    async def test() -> None:
+        cluster = Flaky(now=100)
+        live(cluster, "a", made=50, over=90, gone=95, code=7)
+        looking = Looking(cluster)
+        async with asyncio.timeout(30):
+            while looking.news.empty():
+                assert looking.look([], alive("a")).sought == {"a"}
+                await asyncio.sleep(0)
+        assert codes({"a": looking.look([], alive("a")).manifests[0]}) == {"a": 7}
+
+    asyncio.run(test())
 
 
 def test_trainings_that_are_gone_are_forgotten() -> None:
-    memory = PodMemory(Remembering(now=100))  # type: ignore[arg-type]
-    memory.see(manifest("a", code=7))
-
     async def known() -> set[str]:
         return set()
 
-    asyncio.run(memory.sweep(known))
-    assert ask(memory, []) == Departed()
+    async def test() -> None:
+        looking = Looking(Remembering(now=100))
+        looking.pods.note(manifest("a", code=7), is_final=True)
+        await looking.pods.sweep(known)
+        assert looking.look([]) == Departed()
 
-
-def test_an_operator_that_starts_reads_the_ends_of_pods_that_no_status_names() -> None:
-    cluster: Any = Remembering(now=100_000, oldest_watched=60_000)
-    live(cluster, "short", made=70_000, over=70_001, gone=70_002, code=7)
-    live(cluster, "long", made=30_000, over=59_000, gone=59_001, code=8)  # before what is watched
-    cluster.write("b", 99_000, manifest("b", version=99_000))
-    memory = PodMemory(cluster)
-    departed = ask(memory, [manifest("b", version=99_000)])
-    assert codes({m["metadata"]["name"]: m for m in departed.manifests}) == {"short": 7, "long": 8}
-    asked = cluster.requests
-    assert len(ask(memory, [manifest("b", version=99_000)]).manifests) == 2
-    assert cluster.requests == asked
-
-
-def test_what_happened_while_the_watch_was_interrupted_is_read_from_where_it_stopped() -> None:
-    cluster: Any = Remembering(now=1_000)
-    cluster.write("b", 900, manifest("b", version=900))
-    there = [manifest("b", version=900)]
-    memory = PodMemory(cluster)
-    assert ask(memory, there) == Departed()
-    cluster.now = 2_000
-    live(cluster, "a", made=1_100, over=1_101, gone=1_102, code=7)
-    memory.miss()
-    asked = cluster.requests
-    assert codes({"a": ask(memory, there).manifests[0]}) == {"a": 7}
-    assert cluster.requests - asked <= 3
-
-
-def test_the_past_of_a_training_that_has_no_pods_yet_is_not_read() -> None:
-    cluster: Any = Remembering(now=1_000)
-    assert ask(PodMemory(cluster), []) == Departed()
-    assert cluster.requests == 0
-
-
-def test_a_large_past_is_read_in_part() -> None:
-    cluster: Any = Remembering(now=10**9, oldest_watched=10**9)
-    for number in range(500):
-        cluster.write(str(number), 1, manifest(str(number), version=1))
-    memory = PodMemory(cluster)
-    assert ask(memory, [manifest("0", version=1)]) == Departed()
-    assert cluster.requests <= 60 + PODS_READ / 500
+    asyncio.run(test())

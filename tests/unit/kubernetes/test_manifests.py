@@ -56,13 +56,31 @@ def test_options_reach_the_operator_and_bad_ones_are_refused() -> None:
         render_manifests(image="x", options="nope")
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_drain_may_take_an_operator_and_never_two_at_once(replicas: int) -> None:
-    made = {m["kind"]: m["spec"] for m in render_manifests(image="x", replicas=replicas)
-            if m["kind"] in ("Deployment", "PodDisruptionBudget")}  # fmt: skip
-    budget = made["PodDisruptionBudget"]
-    assert budget["selector"] == made["Deployment"]["selector"]
-    assert (budget["maxUnavailable"], "minAvailable" in budget) == (1, False)
+def test_nothing_waits_for_an_operator_that_stands_by_and_is_not_ready() -> None:
+    """Neither a rollout nor a drain: the leader alone is ready, however many there are."""
+    made = {m["kind"]: m.get("spec") for m in render_manifests(image="x", replicas=2)}
+    assert made["Deployment"]["strategy"] == {"type": "Recreate"}
+    assert "PodDisruptionBudget" not in made
+    assert made["Service"]["selector"] == made["Deployment"]["selector"]["matchLabels"]
+    (container,) = made["Deployment"]["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+
+
+def test_a_volume_and_a_configuration_are_mounted_where_the_operator_looks() -> None:
+    made = render_manifests(image="x", volume="metrics", config="atoll-config")
+    (deployment,) = (m for m in made if m["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    command = container["command"]
+    mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+    assert command[command.index("--data") + 1] == mounts["data"]
+    assert command[command.index("--config") + 1] == f"{mounts['config']}/atoll.toml"
+    volumes = {v.pop("name"): v for v in pod["volumes"]}
+    assert volumes["data"] == {"persistentVolumeClaim": {"claimName": "metrics"}}
+    assert volumes["config"]["secret"] == {"secretName": "atoll-config", "defaultMode": 0o440}
+    for manifest in render_manifests(image="x", volume="metrics", config="atoll-config"):
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
 
 
 def test_with_a_namespace_no_right_reaches_beyond_it() -> None:

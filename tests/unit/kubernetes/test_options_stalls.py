@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from atoll.core.support import unsupported_fields
+from atoll.kubernetes.options import SUPPORTS
 from tests.unit.kubernetes.kube import Options, training
 
 HERE = {"reports_uri": "http://atoll-operator.atoll-system.svc", "is_start_gated": True}
@@ -20,6 +22,7 @@ HERE = {"reports_uri": "http://atoll-operator.atoll-system.svc", "is_start_gated
     ],
 )
 def test_ranks_need_a_wrapper_and_somewhere_to_report(options: dict[str, object], why: str) -> None:
-    words = Options(**options).ignored(training(stall_s=60.0).spec).get("stall_s", "")
+    spec = training(stall_s=60.0).spec
+    _, words = unsupported_fields(spec, SUPPORTS, Options(**options)).get("stall_s", ("", ""))
     assert why in words
     assert bool(words) == bool(why)

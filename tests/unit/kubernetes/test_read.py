@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from atoll.core.plan import plan
-from atoll.core.status import Exit, RankStatus, Status
+from atoll.core.spec import WorldSize
+from atoll.core.status import Exit, RankStatus, Status, Training
 from atoll.kubernetes.gone import Departed
 from atoll.kubernetes.names import SHRINKS
 from atoll.kubernetes.patch import (
@@ -455,3 +456,97 @@ def test_a_pod_that_is_being_deleted_or_scaled_away_is_stopping() -> None:
         (1, "running", True),
         (2, "running", True),
     ]
+
+
+def counted(status: Json, size: int = 3, spec_size: int = 3) -> Json:
+    """A Job whose pods are gone: what it counts itself is all there is to know."""
+    gang = job(size, completions=spec_size)
+    gang["status"] = {"startTime": iso(MADE), "completionTime": iso(NOW - 60), **status}
+    return gang
+
+
+def ended_as(gang: Json, given: Training | None = None) -> Status:
+    """The status of a process that comes after the pods are gone."""
+    wish = wish_of(gang)
+    given = given or training(
+        world_size=WorldSize(min=1, target=3, max=3), status=Status(asked=wish)
+    )
+    return plan(given, look(given, gang, [], Options(), NOW).seen, NOW).status
+
+
+def test_a_gang_that_ended_well_is_known_by_what_its_job_counts() -> None:
+    status = ended_as(counted({"completedIndexes": "0-2"}))
+    assert status.phase == "succeeded"
+    assert [(e.rank, e.exit_code, e.termination_reason) for e in status.rank_exits] == [
+        (rank, 0, "Completed") for rank in range(3)
+    ]
+    assert {e.ended_at for e in status.rank_exits} == {NOW - 60}
+
+
+def test_a_gang_that_was_cancelled_after_it_had_ended_well_has_ended_well() -> None:
+    given = training(world_size=WorldSize(min=1, target=3, max=3), cancel=True)
+    gang = counted({"completedIndexes": "0-2", "failedIndexes": ""}, size=0)
+    given = replace(given, status=Status(asked=wish_of(gang)))
+    assert ended_as(gang, given).phase == "succeeded"
+
+
+def test_one_that_failed_beside_others_that_ended_well_is_the_one_that_failed() -> None:
+    status = ended_as(counted({"completedIndexes": "0,2", "failedIndexes": "1"}))
+    assert [r.phase for r in status.ranks] == ["Succeeded", "Failed", "Succeeded"]
+    assert [e.exit_code for e in status.rank_exits] == [0, None, 0]
+
+
+def test_what_a_stopped_job_counts_as_failed_was_stopped() -> None:
+    """The Job controller counts the pods that it deletes as failed."""
+    gang = counted({"completedIndexes": "0", "failedIndexes": "1-2"}, size=0)
+    given = training(world_size=WorldSize(min=1, target=3, max=3), cancel=True)
+    status = ended_as(gang, replace(given, status=Status(asked=wish_of(gang))))
+    assert (status.phase, [r.phase for r in status.ranks]) == (
+        "cancelled",
+        ["Succeeded", "Pending", "Pending"],
+    )
+
+
+def test_an_attempt_that_nobody_saw_counts_also_while_an_earlier_pod_is_there() -> None:
+    earlier = pod(0, ended(3, at=NOW - 70), phase="Failed")
+    stored = known(0, attempt=int(MADE), started_at=MADE + 5, exit=Exit(code=3, at=1, reason="E"))
+    given = training(max_restarts=1, status=Status(ranks=[stored]))
+    told = look(given, counted({"completedIndexes": "0"}), [earlier], Options(), NOW).seen
+    (rank,) = [r for r in told.ranks if r.rank == 0]
+    assert rank.exit is not None
+    assert (rank.exit.code, rank.attempt > stored.attempt) == (0, True)
+
+
+def test_a_rank_whose_end_is_being_read_stays_as_it_was() -> None:
+    given = training(status=Status(ranks=[alive(0)]))
+    departed = Departed(sought=frozenset({alive(0).pod_name}), sought_ranks=frozenset({1}))
+    gang = counted({"failedIndexes": "1"})
+    told = look(given, gang, [], Options(), NOW, departed=departed).seen
+    assert [(r.rank, r.state) for r in told.ranks] == [
+        (0, "running"),
+        (1, "waiting"),
+        (2, "waiting"),
+    ]
+    assert "reading how it ended" in told.ranks[0].message
+
+
+def test_a_quota_is_told_by_the_ranks_that_wait_for_it_and_by_no_others() -> None:
+    given = training()
+    stuck = pod(1, {"waiting": {"reason": "ContainerCreating"}}, phase="Pending")
+    quota = "exceeded quota: few"
+    view = look(given, job(), [pod(0, running()), stuck], Options(), NOW, trouble=quota)
+    ranks = plan(given, view.seen, NOW).status.ranks
+    assert quota in ranks[2].message
+    assert [quota in rank.message for rank in ranks] == [False, False, True]
+    assert ranks[1].message == "its container is being created"
+
+
+@pytest.mark.parametrize(("before_s", "is_stopped"), [(3, False), (1.5, False), (0.5, True)])
+def test_a_rank_that_ended_by_itself_before_a_scale_down_was_not_stopped(
+    before_s: float, is_stopped: bool
+) -> None:
+    """A kubelet tells whole seconds, so that the last one before the stop may be after it."""
+    gone = pod(2, ended(7, at=NOW - 20), phase="Failed", left_at=NOW - 19)
+    rank = only(seen(gone, gang=shrunk(2, 2, NOW - 20 + before_s)))
+    assert rank.exit is not None
+    assert (rank.exit.is_stopped, rank.exit.reason == "Stopped") == (is_stopped, is_stopped)

@@ -107,15 +107,15 @@ def room_for(step: int, status: Status) -> int:
     """Bytes that the status needs with that much left out, and no more."""
     server = OneObject(0)
     body = status_body(to_training(server.raw), status, [])
-    bodies = list(smaller_bodies(body, is_over=status.phase.is_terminal))
-    return len(msgspec.json.encode(bodies[step])) + 300  # and a condition
+    _, smaller = list(smaller_bodies(to_training(server.raw), status, body))[step]
+    return len(msgspec.json.encode(smaller)) + 300  # and a condition
 
 
 @pytest.mark.parametrize(
     ("step", "left_out", "has_codes", "has_times"),
     [
         (0, "the pods and nodes", True, True),
-        (1, "what differs from rank to rank", True, False),
+        (1, "all about ranks but their exit codes", True, False),
         (2, "all about the ranks", False, False),
     ],
 )

@@ -35,7 +35,7 @@ def test_purge_that_is_killed_before_it_deletes_is_finished_at_the_next_start(
     asyncio.run(local.start(store))
     assert not directory.exists()
     assert asyncio.run(store.list()) == []
-    assert local.set_aside == []
+    assert local.notes() == []
 
 
 def test_tombstone_is_deleted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

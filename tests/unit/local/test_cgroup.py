@@ -44,3 +44,26 @@ def test_only_a_group_of_that_very_gang_is_believed(tmp_path: Path) -> None:
     assert members(gang) == {1, 2}
     remove(gang)  # a group with processes stays
     assert own.exists()
+
+
+@pytest.mark.parametrize("damage", [b"/sys/fs/\xff\xfe", b"/sys/\0fs", b""])
+def test_a_gang_whose_file_is_damaged_has_no_group_and_can_be_removed(
+    tmp_path: Path, damage: bytes
+) -> None:
+    gang = tmp_path / "abc"
+    gang.mkdir()
+    (gang / FILE).write_bytes(damage)
+    remove(gang)
+    assert members(gang) == set()
+
+
+def test_only_a_group_of_that_very_gang_is_removed(tmp_path: Path) -> None:
+    gang, other, own = (tmp_path / name for name in ("abc", "empty", "atoll-abc.7"))
+    for folder in (gang, other, own):
+        folder.mkdir()
+    (gang / FILE).write_text(str(other))
+    remove(gang)
+    assert other.exists()
+    (gang / FILE).write_text(str(own))
+    remove(gang)
+    assert not own.exists()

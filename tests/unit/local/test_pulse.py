@@ -5,12 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atoll.local import processes
-from atoll.local.pulse import BEAT, BEAT_S, GROWN, HUNG, Life, Pair, Pulse, pair_of, send
+from atoll.local.pulse import (
+    BEAT,
+    BEAT_S,
+    GROWN,
+    HUNG,
+    Life,
+    Pair,
+    Pulse,
+    ask_to_restore,
+    pair_of,
+    send,
+    shims_of,
+)
 
 
 class Listener:
@@ -105,3 +120,51 @@ def test_signal_never_reaches_another_process_of_that_pid(tmp_path: Path) -> Non
         send(keeper, signal.SIGKILL)
         assert bystander.wait() == -signal.SIGKILL
     send(Life(os.getpid(), 0, True, True, ()), signal.SIGKILL)
+
+
+NOBODY = 65534
+SLEEP = "import time; time.sleep(1000)"
+CATCH = f"import signal; signal.signal(1, lambda *_: print('asked', flush=True)); {SLEEP}"
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_process_of_another_user_is_no_shim_whatever_its_words(tmp_path: Path) -> None:
+    words = [sys.executable, "-S", "-E", "-c", SLEEP, "/source", str(tmp_path)]
+    become = f"import os; os.setresuid({NOBODY}, {NOBODY}, {NOBODY}); {SLEEP}"
+    forged_words = [become if word == SLEEP else word for word in words]
+    own, forged = subprocess.Popen(words), subprocess.Popen(forged_words)
+    try:
+        until(lambda: processes.owner(forged.pid) == NOBODY)
+        until(lambda: own.pid in shims_of(tmp_path))
+        assert shims_of(tmp_path) == [own.pid]
+        own.kill()
+        own.wait()
+        assert not any(pair_of(tmp_path))
+    finally:
+        for each in (own, forged):
+            each.kill()
+            each.wait()
+
+
+def test_a_supervisor_that_has_only_just_begun_does_not_die_of_being_asked() -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", SLEEP]) as begun,
+        subprocess.Popen([sys.executable, "-c", CATCH], stdout=subprocess.PIPE) as ready,
+    ):
+        try:
+            until(lambda: processes.catches(ready.pid, signal.SIGHUP))
+            for each in (begun, ready):
+                ask_to_restore(Life(each.pid, processes.born(each.pid), False, True, ()))
+            assert ready.stdout is not None
+            assert ready.stdout.readline() == b"asked\n"
+            assert begun.poll() is None
+        finally:
+            begun.kill()
+            ready.kill()

@@ -27,7 +27,7 @@ def request(command: list[str], *, rank: int = 0, attempt: int = 0, **more: Any)
 
 
 async def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)

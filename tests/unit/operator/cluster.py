@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from copy import deepcopy
 from typing import Any
@@ -21,6 +22,9 @@ class Objects:
         self.version = 1
         self.writes: list[tuple[str, str]] = []
         self._watchers: list[tuple[str, asyncio.Queue[WatchEvent]]] = []
+
+    def time(self) -> float:
+        return time.time()
 
     def put(self, kind: str, body: Json, type: str = "MODIFIED") -> None:
         """As somebody else would write it."""
@@ -56,6 +60,11 @@ class Objects:
             and (not labels or labels in body["metadata"].get("labels", {}))
         ]
         return ObjectList(items, str(self.version), "")
+
+    async def pages(
+        self, kind: str, namespace: str | None = None, **_: Any
+    ) -> AsyncGenerator[ObjectList, None]:
+        yield await self.list(kind, namespace)
 
     async def create(self, kind: str, namespace: str, body: Json) -> Json:
         name = body["metadata"]["name"]

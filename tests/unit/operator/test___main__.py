@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.operator.__main__ import read_round_stores
+from atoll.operator.run import read_config
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,7 @@ from atoll.operator.__main__ import read_round_stores
         (["run", "--options", '{"nope": 1}'], "there is no such field"),
         (["run", "--options", '{"namespace": "a"}'], "expected as --namespace"),
         (["run"], "no usable Kubernetes configuration: Configuration file /nope not found"),
+        (["run", "--config", "/nope"], "--config: '/nope' is not valid: cannot read this file"),
         (["token", "--namespace", "a"], "no usable Kubernetes configuration"),
         (["manifests", "--image", "x", "--options", '{"nope": 1}'], "there is no such field"),
     ],
@@ -37,9 +39,17 @@ def test_one_line_and_no_traceback(words: list[str], said: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_stores_of_rounds_are_named_with_their_namespaces() -> None:
-    (store,) = read_round_stores(["s3://bucket/runs=team-a,team-b"])
-    assert (store.uri, store.namespaces) == ("s3://bucket/runs", ["team-a", "team-b"])
-    for text in ("s3://bucket/runs", "file:///x=team-a", "=team-a", "s3://bucket=", "s3://b=Bad_"):
-        with pytest.raises(ValidationError, match="--round-store"):
-            read_round_stores([text])
+def test_the_configuration_has_webhooks_and_stores_of_rounds_alone(tmp_path: Path) -> None:
+    path = tmp_path / "atoll.toml"
+    hook = "[[webhooks]]\nurl = 'https://x/'\nsecret_file = 'key'\n"
+    path.write_text(f"{hook}[[rounds.stores]]\nuri = 's3://b/runs'\nnamespaces = ['team-a']\n")
+    config = read_config(path)
+    assert [webhook.url for webhook in config.webhooks] == ["https://x/"]
+    assert [store.uri for store in config.round_stores] == ["s3://b/runs"]
+    assert read_config(None).webhooks == []
+    for table in ("[executors.eu]\nkind = 'kubernetes'", "[defaults]\nmax_restarts = 1"):
+        path.write_text(table)
+        with pytest.raises(ValidationError, match="an operator reads nothing else"):
+            read_config(path)
+    with pytest.raises(ValidationError, match="--config: .*No such file"):
+        read_config(tmp_path / "none")

@@ -1,47 +1,44 @@
-"""Webhooks outlive an operator: the next leader tells what the last one left, and no more."""
+"""Events of trainings reach the outbox of whichever operator leads, each once for each file."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll.core.errors import Denied
+from atoll.core.errors import Temporary
 from atoll.core.status import Event
-from atoll.core.webhooks import Delivery, new_secret
-from atoll.kubernetes.names import WEBHOOKS
+from atoll.core.webhooks import Webhook
 from atoll.kubernetes.resource import with_events
-from atoll.operator import webhooks
-from atoll.operator.webhooks import ClusterWebhooks
-from atoll.store.outbox import Outbox, outbox_in_memory
+from atoll.operator.webhooks import LOOK_BACK_S, WebhookEvents
 from tests.unit.operator.cluster import Objects
 
 Json = dict[str, Any]
-HOME = "atoll-system"
+WEBHOOK = Webhook("w", "http://x/", ["*"], None, b"k" * 16)
 
 
 class Life:
-    """One operator that leads."""
+    """One operator that leads, with its file."""
 
-    def __init__(self, cluster: Any) -> None:
-        self.outbox: Outbox = outbox_in_memory()
-        self.hooks = ClusterWebhooks(cluster, HOME, None, self.outbox)
+    def __init__(self, cluster: Any, folder: Path, *webhooks: Webhook) -> None:
+        folder.mkdir(exist_ok=True)
+        self.events = WebhookEvents(cluster, None, folder / "outbox.db", webhooks or (WEBHOOK,))
+        self.outbox = self.events.outbox
 
-    def due(self) -> list[Delivery]:
-        return self.outbox.due(1e12)
+    def waiting(self) -> list[str]:
+        return self.outbox.waiting(WEBHOOK)
 
     def reasons(self) -> list[str]:
-        return [msg.body.split(b'"')[3].decode() for msg in self.due()]
+        found = [self.outbox.get(id) for id in self.waiting()]
+        return [d.body.split(b'"')[3].decode() for d in found if d is not None]
 
-    def deliver(self) -> list[str]:
-        """What waits is delivered; its ids."""
-        sent = self.due()
-        for one in sent:
-            self.outbox.delivered(one, time.time())
-        return [one.id for one in sent]
+    def deliver(self) -> None:
+        for id in self.waiting():
+            self.outbox.remove(id)
 
 
 def training(uid: str = "u", namespace: str = "n") -> Json:
@@ -54,168 +51,122 @@ def happened(raw: Json, *reasons: str, ago_s: float = 0.0) -> Json:
     return {**raw, "status": {"events": with_events(raw["status"], events)}}
 
 
-def add(life: Life, *events: str, namespace: str = "n", ago_s: float = 100.0) -> str:
-    made_at = time.time() - ago_s
-    return life.outbox.add(namespace, "http://x/", list(events), new_secret(), made_at)
-
-
 def played(story: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(story(Objects()))
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
-def test_webhooks_and_their_secrets_are_there_for_the_next_operator() -> None:
-    async def story(cluster: Objects) -> None:
-        first, second = Life(cluster), Life(cluster)
-        await first.hooks.load()
-        ids = [add(first, "Failed"), add(first, namespace="other")]
-        await first.hooks.save()
-        await second.hooks.load()
-        assert {one.id for one, _ in second.outbox.everywhere()} == set(ids)
-        (hook,) = second.outbox.all("n")
-        assert hook == first.outbox.all("n")[0]
-        second.outbox.remove("n", ids[0])
-        await second.hooks.save()
-        assert set(cluster.kept["secrets", HOME, WEBHOOKS]["data"]) == {ids[1]}
-        writes = len(cluster.writes)
-        await second.hooks.save()
-        assert len(cluster.writes) == writes, "nothing new is not written"
-
-    played(story)
+def test_an_event_is_told_once_however_often_its_training_is_seen(tmp_path: Path) -> None:
+    life = Life(Objects(), tmp_path)
+    raw = happened(training(), "Accepted", "Failed")
+    life.events.note(raw)
+    life.events.note(raw)
+    assert life.reasons() == ["Accepted", "Failed"]
+    life.deliver()
+    life.events.note(raw)
+    assert life.waiting() == []
+    life.events.note(happened(raw, "Failed"))  # again: a count, and told again
+    assert life.reasons() == ["Failed"]
 
 
-def test_an_event_is_told_once_however_often_its_training_is_seen() -> None:
-    async def story(cluster: Objects) -> None:
-        life = Life(cluster)
-        add(life, "*")
-        raw = happened(training(), "Accepted", "Failed")
-        life.hooks.note(raw)
-        life.hooks.note(raw)
-        assert life.reasons() == ["Accepted", "Failed"]
-        life.deliver()
-        life.hooks.note(raw)
-        assert life.due() == []
-        life.hooks.note(happened(raw, "Failed"))  # again: a count, and told again
-        assert life.reasons() == ["Failed"]
-
-    played(story)
-
-
-def test_events_before_a_webhook_was_made_are_not_for_it() -> None:
-    async def story(cluster: Objects) -> None:
-        life = Life(cluster)
-        add(life, "*", ago_s=10.0)
-        life.hooks.note(happened(happened(training(), "Old", ago_s=60.0), "New"))
-        assert life.reasons() == ["New"]
-
-    played(story)
-
-
-def test_what_a_killed_leader_had_not_delivered_the_next_one_does_with_the_same_id() -> None:
-    async def story(cluster: Objects) -> None:
-        first, second = Life(cluster), Life(cluster)
-        add(first, "*", ago_s=1000.0)
-        raw = happened(training(), "Accepted", ago_s=900.0)
-        first.hooks.note(raw)
-        assert len(first.deliver()) == 1
-        raw = happened(raw, "Failed", ago_s=800.0)
-        first.hooks.note(raw)
-        (waiting,) = first.due()
-        await first.hooks.save()
-        await second.hooks.load()
-        assert second.due() == []
-        second.hooks.note(raw)
-        assert [one.id for one in second.due()] == [waiting.id]
-        second.deliver()
-        await second.hooks.save()
-
-    played(story)
-
-
-def test_what_was_delivered_is_not_told_again_by_the_next_leader() -> None:
-    async def story(cluster: Objects) -> None:
-        first, second = Life(cluster), Life(cluster)
-        add(first, "*", ago_s=1000.0)
-        raw = happened(training(), "Succeeded", ago_s=100.0)
-        first.hooks.note(raw)
-        first.deliver()
-        await first.hooks.save()
-        await second.hooks.load()
-        second.hooks.note(raw)
-        assert second.due() == []
-        second.hooks.note(happened(training("v"), "Failed"))
-        assert second.reasons() == ["Failed"]
-
-    played(story)
-
-
-def test_the_leader_follows_trainings_from_the_first_webhook_on_and_until_they_are_gone(
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_next_leader_on_the_same_volume_continues_and_tells_nothing_twice(
+    tmp_path: Path,
 ) -> None:
+    first = Life(Objects(), tmp_path)
+    raw = happened(training(), "Accepted")
+    first.events.note(raw)
+    first.deliver()
+    raw = happened(raw, "Failed")
+    first.events.note(raw)
+    (waiting,) = first.waiting()
+    first.events.close()  # as a killed one leaves it
+    second = Life(Objects(), tmp_path)
+    second.events.note(raw)
+    assert second.waiting() == [waiting]
+    second.deliver()
+    second.events.note(raw)
+    assert second.waiting() == []
+
+
+def test_a_leader_with_another_file_tells_the_newest_events_with_the_same_ids(
+    tmp_path: Path,
+) -> None:
+    first, second = (Life(Objects(), tmp_path / name) for name in ("one", "two"))
+    raw = happened(training(), "Old", ago_s=LOOK_BACK_S + 60)
+    raw = happened(raw, "Failed", ago_s=LOOK_BACK_S - 60)
+    for life in (first, second):
+        life.events.note(raw)
+    assert first.reasons() == ["Failed"]
+    assert second.waiting() == first.waiting()
+
+
+def test_the_leader_follows_trainings_until_they_are_gone(tmp_path: Path) -> None:
     async def story(cluster: Objects) -> None:
-        life = Life(cluster)
+        life = Life(cluster, tmp_path)
         cluster.put("trainings", happened(training(), "Accepted"))
-        await life.hooks.load()
-        running = asyncio.create_task(life.hooks.run())
-        await asyncio.sleep(0)
-        assert not cluster.is_watched, "nobody asks for events"
-        add(life, "*")
-        await life.hooks.save()
-        await until(lambda: cluster.is_watched)
+        await life.events.begin()
         assert life.reasons() == ["Accepted"]
+        running = asyncio.create_task(life.events.run())
+        await until(lambda: cluster.is_watched)
         raw = happened(cluster.kept["trainings", "n", "t-u"], "Deleted")
         cluster.put("trainings", raw, "DELETED")
         await until(lambda: life.reasons() == ["Accepted", "Deleted"])
-        life.deliver()
         running.cancel()
         await asyncio.wait({running})
-        again = Life(cluster)
-        await again.hooks.load()
-        assert again.outbox.all("n")[0].delivered == 2, "how it went is stored at the end"
-
-    monkeypatch.setattr(webhooks, "SAVE_S", 3600.0)
-    played(story)
-
-
-def test_an_entry_that_somebody_has_broken_hides_no_other() -> None:
-    async def story(cluster: Objects) -> None:
-        first, second = Life(cluster), Life(cluster)
-        kept = add(first, "*")
-        await first.hooks.save()
-        cluster.kept["secrets", HOME, WEBHOOKS]["data"]["wh-bad"] = "bm9uZQ=="
-        await second.hooks.load()
-        assert [one.id for one, _ in second.outbox.everywhere()] == [kept]
+        assert life.events._noted == {}, "nothing is remembered of what is gone"
 
     played(story)
 
 
-def test_without_the_right_to_the_secret_nothing_is_kept_in_silence() -> None:
-    class Refusing(Objects):
-        async def get(self, kind: str, namespace: str, name: str) -> Json:
-            raise Denied("Kubernetes refused")
-
-    async def story() -> None:
-        life = Life(Refusing())
-        with pytest.raises(Denied):
-            await life.hooks.load()
-
-    asyncio.run(story())
-
-
-def test_a_training_that_was_removed_right_after_the_lead_changed_has_told_all() -> None:
+def test_what_was_deleted_while_nobody_led_is_forgotten(tmp_path: Path) -> None:
     async def story(cluster: Objects) -> None:
-        first, second = Life(cluster), Life(cluster)
-        add(first, "*")
-        await first.hooks.save()
+        life = Life(cluster, tmp_path)
+        life.events.note(happened(training("gone"), "Accepted"))
+        life.events.close()
+        again = Life(cluster, tmp_path)
+        await again.events.begin()
+        assert again.events._noted == {}
+        assert again.reasons() == ["Accepted"], "what waits is delivered all the same"
+
+    played(story)
+
+
+def test_a_training_that_was_removed_right_after_the_lead_changed_has_told_all(
+    tmp_path: Path,
+) -> None:
+    async def story(cluster: Objects) -> None:
         raw = happened(training(), "Failed")
-        cluster.put("trainings", raw)  # the first one is killed here
-        await second.hooks.load()
+        cluster.put("trainings", raw)  # the last leader is killed here
+        second = Life(cluster, tmp_path)
+        await second.events.begin()
         cluster.put("trainings", raw, "DELETED")
         assert second.reasons() == ["Failed"]
 
     played(story)
+
+
+def test_without_webhooks_nobody_asks_for_events(tmp_path: Path) -> None:
+    async def story(cluster: Objects) -> None:
+        cluster.put("trainings", happened(training(), "Accepted"))
+        events = WebhookEvents(cluster, None, tmp_path / "outbox.db", ())  # type: ignore[arg-type]
+        await events.begin()
+        await events.run()  # returns
+        assert events._noted == {}
+
+    played(story)
+
+
+def test_a_cluster_that_does_not_answer_does_not_keep_the_leader_from_its_work(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Silent(Objects):
+        async def list(self, *_: Any, **__: Any) -> Any:
+            raise Temporary("no answer")
+
+    asyncio.run(Life(Silent(), tmp_path).events.begin())
+    assert "events for webhooks cannot be read: no answer" in caplog.text

@@ -122,3 +122,22 @@ def test_a_failing_function_exits_1_with_a_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [[], ["script"], ["program", "x"]])
 def test_wrong_words_are_a_usage_error(tmp_path: Path, words: list[str]) -> None:
     assert run(words, tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_what_torch_wrote_of_a_failed_replica_is_kept(tmp_path: Path, is_written: bool) -> None:
+    file = tmp_path / "error.json"
+    own = {"message": {"message": "torch's own", "extraInfo": {"timestamp": "1"}}}
+    code = f"""
+import json, pickle, pathlib, sys
+from atoll.rank import replica_entry
+path = pathlib.Path({str(file)!r})
+if {is_written}:
+    path.write_text(json.dumps({own!r}))
+replica_entry.main(pickle.dumps({{"path": [], "name": "math:nonesuch", "args": {{}}}}))
+"""
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    told = json.loads(file.read_text())["message"]["message"]
+    assert told == "torch's own" if is_written else told.startswith("AttributeError: ")

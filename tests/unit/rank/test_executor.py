@@ -15,10 +15,15 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.core.errors import Permanent, Temporary
+from atoll.core.phase import Phase
 from atoll.core.spec import Code, TrainingSpec, WorldSize
 from atoll.core.status import RankStatus, Seen, Status, Training, Wish
+from atoll.local import processes
 from atoll.rank.archive import pack
-from atoll.rank.look import BackendJob
+from atoll.rank.attempt import CLAIM, EXIT, WISH, name_of, write
+from atoll.rank.look import BackendJob, OpenStartGate
+from atoll.rank.records import wish_document
+from atoll.rank.report import record_line
 from tests.support.recorded import ProcessBackend
 
 SCRIPT = """echo $RANK $ATOLL_ATTEMPT >> {folder}/ran
@@ -85,8 +90,10 @@ class Stage:
 
     def rank_pids(self) -> list[int]:
         mark = str(self.folder / "ran").encode()
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        return [pid for pid in pids if mark in _words(pid) and _words(pid).startswith(b"sh")]
+        pids = [pid for pid in processes.all_pids() if mark in _words(pid)]
+        shells = [pid for pid in pids if _words(pid).startswith(b"sh")]
+        # Without the children of theirs that are about to become another command.
+        return [pid for pid in shells if processes.parent(pid) not in shells]
 
 
 def _words(pid: int) -> bytes:
@@ -249,7 +256,7 @@ def test_an_attempt_that_the_backend_starts_twice_runs_once(
         await stage.backend.apply(stage.training, Wish(version=1, size=3))
         await stage.running(3)
         again = [stage.backend.start(stage.training, rank, 0) for rank in range(3)]
-        assert [process.wait(20) for process in again] == [75] * 3
+        assert [process.wait(60) for process in again] == [75] * 3
         assert states(await stage.look()) == ["running"] * 3
         assert stage.ran() == ["0 0", "1 0", "2 0"]
 
@@ -280,7 +287,7 @@ def test_exits_are_told_while_the_backend_does_not_answer(staged: Callable[[Body
         with pytest.raises(Temporary):
             await stage.look()
         stage.tell("1.0", 3)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         seen = Seen()
         while not seen.ranks and time.monotonic() < deadline:
             try:
@@ -307,6 +314,33 @@ def test_a_wrapper_that_is_killed_or_frozen_is_told_of(
         assert (ended.code, ended.reason, ended.is_backends_word) == (None, "SupervisorLost", True)
         assert states(seen) == ["running", "exited", "running"]
         assert len(stage.rank_pids()) == 2
+
+    staged(body)
+
+
+def test_an_end_that_nobody_saw_is_dated_by_the_last_sign_of_life(
+    staged: Callable[[Body], None],
+) -> None:
+    """Not by who looks first, an hour later: that hour is charged to nobody."""
+
+    async def body(stage: Stage) -> None:
+        await stage.backend.apply(stage.training, Wish(version=1, size=3))
+        await stage.running(3)
+        place = stage.backend.place_of(stage.training)
+        deadline = time.monotonic() + 30
+        while sum(name.endswith(".beat") for name in place.entries()) < 3:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        for process in stage.backend.processes.values():
+            process.kill()
+        later = ProcessBackend(stage.backend.root, clock=lambda: time.time() + 3600)
+        later.processes = stage.backend.processes
+        stage.backend = later
+        seen = await stage.until(lambda s: states(s) == ["exited"] * 3)
+        for rank in seen.ranks:
+            assert rank.exit is not None
+            assert rank.started_at is not None
+            assert 0 <= rank.exit.at - rank.started_at < 60
 
     staged(body)
 
@@ -394,5 +428,61 @@ def test_code_that_somebody_changed_is_not_run(staged: Callable[[Body], None]) -
 
     async def nothing(*_: Any) -> None:
         pass
+
+    staged(body)
+
+
+def lose_records(stage: Stage) -> None:
+    for name in stage.backend.place_of(stage.training).entries():
+        os.unlink(stage.backend.root / stage.training.uid / name)
+
+
+def test_ranks_whose_records_are_lost_are_stopped_by_what_the_backend_lists(
+    staged: Callable[[Body], None],
+) -> None:
+    async def body(stage: Stage) -> None:
+        wish = Wish(version=1, size=3)
+        await stage.backend.apply(stage.training, wish)
+        await stage.running(3)
+        lose_records(stage)
+        ran = [RankStatus(rank=rank, attempt=0, started_at=1.0) for rank in range(3)]
+        lost = Status(phase=Phase.FAILED, ranks=ran, asked=wish)
+        stage.training = replace(stage.training, status=lost)
+        assert (await stage.backend.observe(stage.training)).is_supervised
+        with pytest.raises(Temporary, match="about to end"):
+            await stage.backend.release(stage.training)
+        for process in stage.backend.processes.values():
+            process.wait()
+        await stage.backend.release(stage.training)
+        assert not (await stage.backend.observe(stage.training)).is_supervised
+        asked = stage.backend.questions
+        released = replace(stage.training, status=replace(lost, is_released=True))
+        await stage.backend.purge(released)
+        assert stage.backend.questions == asked  # nothing can be left of it
+
+    staged(body)
+
+
+def test_the_start_gate_does_not_count_an_attempt_that_has_ended(
+    staged: Callable[[Body], None],
+) -> None:
+    """Killed at the gate: while its backend is asked why, it is shown as one that waits."""
+
+    async def body(stage: Stage) -> None:
+        world = WorldSize(min=2, target=2, max=2)
+        spec = replace(stage.training.spec, world_size=world, start_grace_s=600.0)
+        training = replace(stage.training, spec=spec)
+        place = stage.backend.place_of(training)
+        document = wish_document(Wish(version=1, size=2), None, {}, 1.0)
+        await stage.backend._put(training, WISH, document)
+        killed = {"atollExit": 1, "code": 137, "signal": "SIGKILL", "reason": "Signal", "at": 2.0,
+                  "ran": False, "stopped": False, "host": "h"}  # fmt: skip
+        for rank in range(2):
+            place.create(name_of(rank, 0, CLAIM), write({"token": "t", "host": "h", "at": 1.0}))
+            stage.backend.words[rank, 0] = BackendJob("running")
+        place.create(name_of(1, 0, EXIT), record_line(killed, 4096))
+        seen = await stage.backend.observe(training)
+        assert states(seen) == ["waiting", "waiting"]
+        assert not [chore for chore in seen.chores if isinstance(chore, OpenStartGate)]
 
     staged(body)

@@ -17,6 +17,7 @@ from atoll.rank.launch import (
     MEETING_VARIABLES,
     TOGETHER,
     TORCHRUN_VARIABLES,
+    WORLD_VARIABLES,
     Meeting,
     RankLaunch,
     RankPlace,
@@ -28,9 +29,9 @@ from tests.unit.kubernetes.kube import Options, training
 
 DIRECTORY = Path("/state/uid")
 # What a backend knows and another does not.
-OF_LOCAL = {"LOCAL_RANK", "ATOLL_REPORTS", TOGETHER}
+OF_LOCAL = {"ATOLL_REPORTS", TOGETHER}
 OF_THE_CLUSTER = {"ATOLL_ATTEMPT"}  # locally the supervisor sets it, with what it alone knows
-DIFFERENT = {*MEETING_VARIABLES, "ATOLL_RENDEZVOUS_URI", "NODE_NAME"}
+DIFFERENT = {*MEETING_VARIABLES, "ATOLL_RENDEZVOUS_URI", "NODE_NAME", "LOCAL_WORLD_SIZE"}
 
 
 def local_launch(**spec: Any) -> RankLaunch:
@@ -179,7 +180,7 @@ def test_a_shell_script_is_read_for_its_torchrun_and_a_variable_counts_too() -> 
 
 
 def test_without_a_rendezvous_a_rank_is_in_no_world_but_knows_its_number() -> None:
-    away = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", *TORCHRUN_VARIABLES}
+    away = {*WORLD_VARIABLES, *TORCHRUN_VARIABLES}
     none = RendezvousSpec(backend="none")
     document = gang(dict.fromkeys(away, "inherited"), rendezvous=none)
     local = document["env"].keys() | set(document["rank_variables"])

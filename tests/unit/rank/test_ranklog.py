@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,6 +53,21 @@ def test_a_writer_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     first.close()
     LogWriter(tmp_path / "0").write(b"two\n")
     assert last_lines(tmp_path / "0", 9) == ["one", "two"]
+
+
+@pytest.mark.parametrize("before", [b"one\n", b"one\ntw", b""])
+def test_a_log_that_is_deleted_goes_on_with_the_next_line(tmp_path: Path, before: bytes) -> None:
+    writer = LogWriter(tmp_path / "logs" / "0")
+    writer.write(before)
+    offset = log_end(tmp_path / "logs" / "0")
+    shutil.rmtree(tmp_path / "logs")
+    writer.write(b"three\n")
+    writer.write(b"four\n")
+    data, _ = read_log(tmp_path / "logs" / "0", offset)
+    assert data == b"three\nfour\n"  # to whom followed it, nothing was lost
+    cut = not before.endswith(b"\n") and before != b""
+    assert last_lines(tmp_path / "logs" / "0", 9) == ["three", "four"][cut:]
+    assert log_end(tmp_path / "logs" / "0") == len(before) + 11
 
 
 def test_nothing_written_reads_as_nothing(tmp_path: Path) -> None:

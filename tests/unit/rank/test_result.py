@@ -25,6 +25,7 @@ from atoll.rank.result import (
     read_result,
     result_lines,
 )
+from atoll.server.results import report_of
 
 NONCE = nonce_of("a-launch")
 
@@ -37,7 +38,7 @@ def lines_of(result: Result, nonce: str = NONCE, call: str = "00000001") -> list
     ("value", "encoding"),
     [
         (None, "json"),
-        ({"loss": 0.5, "names": ["a", None, True], "n": 2**80}, "json"),
+        ({"loss": 0.5, "names": ["a", "\u00e9", None, True], "n": 2**80}, "json"),
         (float("inf"), "msgpack"),
         ((3, 1), "msgpack"),
         ({"tag": b"\0\xff", "nested": [(1, {2, 3}), frozenset({"x"})]}, "msgpack"),
@@ -95,6 +96,20 @@ def test_what_is_no_type_of_tensors_is_not_looked_up() -> None:
 def test_what_is_not_plain_data_is_refused_by_its_type(value: Any) -> None:
     with pytest.raises(TypeError, match="expected plain data"):
         encode_value(value)
+
+
+@pytest.mark.parametrize("value", ["\ud800", {"name-\udcff": 1}, ("\udcff",)])
+def test_text_that_utf_8_cannot_hold_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected text that UTF-8 can hold") as refused:
+        encode_value(value)
+    assert str(refused.value).isascii()
+
+
+def test_a_result_that_a_rank_has_forged_is_an_answer() -> None:
+    report = report_of(0, "json", b'["\\ud800"]')
+    assert report.encoding == "none"
+    assert "not JSON in UTF-8" in str(report.error)
+    assert report_of(0, "json", b'["\\u00e9"]').value == ["\u00e9"]
 
 
 def test_what_holds_itself_is_refused() -> None:

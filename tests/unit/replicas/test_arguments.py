@@ -23,7 +23,7 @@ def test_scalars_are_upper_cased_variables_and_everything_is_json() -> None:
         "tags": ["a"],
         "net": {"d": 1},
     }
-    values, env = read_arguments(args, is_function=False)
+    values, env = read_arguments(args, n_replicas=3, is_function=False)
     assert values == args
     assert json.loads(env.pop("ATOLL_ENTRYPOINT_ARGS")) == args
     assert env == {
@@ -36,25 +36,28 @@ def test_scalars_are_upper_cased_variables_and_everything_is_json() -> None:
 
 
 def test_a_path_is_told_as_text() -> None:
-    values, env = read_arguments({"data": Path("/data")}, is_function=False)
+    values, env = read_arguments({"data": Path("/data")}, n_replicas=3, is_function=False)
     assert env == {"DATA": "/data", "ATOLL_ENTRYPOINT_ARGS": '{"data": "/data"}'}
     assert as_argv(values) == ["--data", "/data"]
 
 
 def test_the_name_of_the_ranks_variable_is_no_argument() -> None:
-    values, env = read_arguments({"rank_env": "MY_RANK", "lr": 1}, is_function=False)
+    values, env = read_arguments({"rank_env": "MY_RANK", "lr": 1}, n_replicas=3, is_function=False)
     assert values == {"lr": 1}
     assert json.loads(env.pop("ATOLL_ENTRYPOINT_ARGS")) == {"lr": 1}
     assert env == {"ATOLL_RANK_ENV": "MY_RANK", "LR": "1"}
-    assert "ATOLL_RANK_ENV" not in read_arguments({"rank_env": None}, is_function=False).env
+    assert (
+        "ATOLL_RANK_ENV"
+        not in read_arguments({"rank_env": None}, n_replicas=3, is_function=False).env
+    )
     for usual in ("REPLICA_RANK", "RANK", "JOB_COMPLETION_INDEX"):
-        read_arguments({"rank_env": usual}, is_function=False)
+        read_arguments({"rank_env": usual}, n_replicas=3, is_function=False)
 
 
 @pytest.mark.parametrize(
     "key",
     [
-        *("rank", "RANK", "replica_rank", "world_size", "node_name", "atoll_name", "basilica_rank"),
+        *("rank", "RANK", "replica_rank", "WORLD_SIZE", "node_name", "atoll_name", "basilica_rank"),
         *(
             "master_addr",
             "local_rank",
@@ -69,9 +72,9 @@ def test_the_name_of_the_ranks_variable_is_no_argument() -> None:
 def test_reserved_names_are_refused(key: str) -> None:
     for is_function in (False, True):
         with pytest.raises(ValidationError, match="expected another name") as refused:
-            read_arguments({key: "1"}, is_function=is_function)
+            read_arguments({key: "1"}, n_replicas=3, is_function=is_function)
         assert refused.value.field == f"entrypoint_args.{key}"
-    read_arguments({key: ["1"]}, is_function=False)  # it has no variable
+    read_arguments({key: ["1"]}, n_replicas=3, is_function=False)  # it has no variable
 
 
 @pytest.mark.parametrize(
@@ -96,10 +99,19 @@ def test_reserved_names_are_refused(key: str) -> None:
 )
 def test_what_cannot_be_told_is_refused_by_name(args: Any, field: str) -> None:
     with pytest.raises(ValidationError) as refused:
-        read_arguments(args, is_function=False)
+        read_arguments(args, n_replicas=3, is_function=False)
     assert refused.value.field == field
 
 
 def test_a_function_takes_what_no_variable_can_hold() -> None:
     args = {"big": "x" * 200_000, "thing": object(), "lr": 0.5, "text": "a\0b"}
-    assert read_arguments(args, is_function=True) == (args, {"LR": "0.5"})
+    assert read_arguments(args, n_replicas=3, is_function=True) == (args, {"LR": "0.5"})
+
+
+def test_world_size_is_an_argument_if_it_is_the_number_of_replicas() -> None:
+    values, env = read_arguments({"world_size": 3}, n_replicas=3, is_function=False)
+    assert values == {"world_size": 3}
+    assert "WORLD_SIZE" not in env, "every replica has it in any case"
+    for other in (2, "3", True, None, 3.5):
+        with pytest.raises(ValidationError, match=r"entrypoint_args\.world_size: .* expected 3"):
+            read_arguments({"world_size": other}, n_replicas=3, is_function=True)

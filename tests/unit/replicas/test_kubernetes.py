@@ -108,7 +108,7 @@ def test_all_fifteen_are_in_the_job() -> None:
     spec, pod = job["spec"], pod_of(job)
     (container,) = pod["containers"]
     assert job["metadata"]["namespace"] == "team"
-    assert "run-42" in job["metadata"]["name"]
+    assert job["metadata"]["name"].startswith("run-42-")
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (3, 3, "Indexed")
     assert spec["ttlSecondsAfterFinished"] == 60
     assert spec["backoffLimitPerIndex"] == 2
@@ -184,8 +184,7 @@ def test_with_a_command_the_entrypoint_is_only_told() -> None:
     )
     assert pod_of(job_of(executor))["containers"][0]["command"] == ["run", "me"]
     assert env_of(job_of(executor, entrypoint=Path("a.py")))["ENTRYPOINT"] == "a.py"
-    assert env_of(job_of(executor, entrypoint=json.dumps))["ENTRYPOINT"] == "json:dumps"
-    for unnamed in (lambda: None, None, 7, ""):
+    for unnamed in (None, 7, ""):
         with pytest.raises(ValidationError, match="entrypoint"):
             job_of(executor, entrypoint=unnamed)
     with pytest.raises(ValidationError, match=r"entrypoint_args\.big"):
@@ -311,3 +310,46 @@ def test_the_pod_option_may_name_the_container_as_the_job_does() -> None:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["name"] == "replica"
     assert env[0] in container["env"]
+
+
+def test_a_function_beside_a_command_is_ignored_with_a_note(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    executor = EKSExecutor("i", command=["run", "me"])
+    job = job_of(executor, entrypoint=json.dumps, args={"lr": 0.1})
+    assert env_of(job)["ENTRYPOINT"] == "json:dumps"
+    assert "replicas run command=; the function dumps is not sent to them" in caplog.text
+    job = job_of(executor, entrypoint=lambda: None, args={"lr": 0.1})
+    assert "ENTRYPOINT" not in env_of(job)
+    assert env_of(job)["LR"] == "0.1"
+    assert pod_of(job)["containers"][0]["command"] == ["run", "me"]
+
+
+def test_composers_arguments_reach_an_image_that_runs_the_entrypoint_of_replicas() -> None:
+    args = {"rendezvous_uri": "s3://b/run", "world_size": 3, "trainer_module": "m"}
+    command = ["python", "-m", "atoll.replica_entrypoint"]
+    env = env_of(job_of(EKSExecutor("i", command=command), entrypoint=command[-1], args=args))
+    assert env["ENTRYPOINT"] == command[-1]
+    assert json.loads(env["ATOLL_ENTRYPOINT_ARGS"]) == args
+    assert "configMapKeyRef" in env["WORLD_SIZE"]
+
+
+def test_replicas_are_given_no_way_to_each_other_unless_that_is_asked_for() -> None:
+    for kind in (EKSExecutor, KubernetesExecutor):
+        apart, together = kind("train:1"), kind("train:1", rendezvous_backend="c10d")
+        assert apart.supports_inter_replica_network is False
+        assert together.supports_inter_replica_network is True
+        for executor in (apart, together):
+            env = env_of(job_of(executor, entrypoint="package.train"))
+            met = {name for name in env if name.startswith(("PET_", "MASTER_"))}
+            assert bool(met) is (executor is together), met
+            assert "configMapKeyRef" in env["WORLD_SIZE"]
+            assert {"REPLICA_RANK", "RANK", "LOCAL_RANK"} <= env.keys()
+
+
+def test_the_name_of_a_job_begins_with_the_run_id() -> None:
+    for run_id in ("r", "Run_42", "x" * 80):
+        job = job_of(EKSExecutor("train:1", run_id=run_id), entrypoint="package.train")
+        start = run_id.lower().replace("_", "-")[:46]
+        assert job["metadata"]["name"].startswith(f"{start}-"), job["metadata"]["name"]
+        assert len(job["metadata"]["name"]) <= 55

@@ -10,18 +10,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from atoll.core import plan
 from atoll.core.ends import RankEnd
-from atoll.core.errors import NotFound, Permanent, Temporary, ValidationError
+from atoll.core.errors import Denied, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor, Key
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Exit, LogLine, Seen, SeenRank, Training, Wish
+from atoll.core.status import Chore, Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.replicas import plane
+from atoll.replicas.shared import SharedBackend, StopCause
 from atoll.replicas.surface import ReplicaSurface, read_gpu
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     """Ranks run as soon as they are asked for, and end when they are asked to, or by `end`."""
 
     name = "fake"
@@ -101,7 +103,22 @@ class Library(ReplicaSurface):
         return list(self._plane.call(self._plane.store.list()))
 
 
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+class SharedFake(SharedBackend, FakeExecutor):
+    """Other processes may find its gangs, and stop them."""
+
+    async def find(self, job_name: str, uid: str | None) -> Training | None:
+        return None
+
+    async def stop_cause(self, training: Training) -> StopCause:
+        return StopCause()
+
+    def stop_elsewhere(self, uid: str) -> None:
+        """Another process stops the gang, and nobody here has been told yet."""
+        self.wishes[uid] = Wish(version=self.wishes[uid].version + 1, size=0)
+        self.ended[uid] = Exit(code=143, at=time.time(), reason="Stopped", is_stopped=True)
+
+
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -258,31 +275,79 @@ def test_an_interrupted_launch_leaves_nothing() -> None:
         assert library.fake.wishes == {}
 
 
-def test_a_refused_cancel_raises_and_is_tried_again_unasked() -> None:
-    fake = FakeExecutor()
-    fake.refusal = lambda wish: Permanent("403 forbidden") if wish.size == 0 else None
+@pytest.mark.parametrize("error", [Denied("403 forbidden"), Permanent("500"), Temporary("away")])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_refused_cancel_raises_and_is_over(error: Exception, is_shared: bool) -> None:
+    fake = SharedFake() if is_shared else FakeExecutor()
+    fake.refusal = lambda wish: error if wish.size == 0 else None
+    with Library(fake) as library:
+        handles = library.launch_replicas(1, "os")
+        until(lambda: library.poll(handles[0]) == "running")
+        for _ in range(2):
+            with pytest.raises(type(error), match=str(error)):
+                library.cancel(handles[0])
+            assert library.poll(handles[0]) == "running"
+            (report,) = library.collect(handles, timeout=0)
+            assert report["status"] == "running"
+        refused = len(fake.applies)
+        fake.refusal = lambda wish: None
+        look_again(library, fake)  # nothing of it is left to be carried out
+        look_again(library, fake)
+        assert library.poll(handles[0]) == "running"
+        assert len(fake.applies) == refused
+        library.cancel(handles[0])
+        (report,) = library.collect(handles, timeout=60)
+        assert (report["status"], report["exit_code"]) == ("cancelled", 143)
+        assert report["error"].startswith("cancelled: it exited with code 143")
+
+
+def look_again(library: Library, fake: FakeExecutor) -> None:
+    """The controller looks at all trainings once more."""
+    asked = fake.questions
+    for training in library.trainings():
+        library._plane.call(fake.changed.put(training.key))
+    until(lambda: fake.questions > asked)
+
+
+def test_what_may_be_read_is_told_though_nothing_may_be_done() -> None:
+    """As with an account that may only look: a chore beside the look is refused."""
+
+    class Reading(SharedFake):
+        async def observe(self, training: Training) -> Seen:
+            seen = await super().observe(training)
+            return replace(seen, chores=(Chore(),))
+
+        async def perform(self, training: Training, chore: Chore) -> None:
+            if self.is_refusing:
+                raise Denied("403 forbidden")
+
+        is_refusing = False
+
+    fake = Reading()
+    with Library(fake) as library:
+        handles = library.launch_replicas(1, "os")
+        until(lambda: library.poll(handles[0]) == "running")
+        fake.is_refusing = True
+        look_again(library, fake)
+        look_again(library, fake)
+        assert library.poll(handles[0]) == "running"
+        (report,) = library.collect(handles, timeout=0)
+        assert report["status"] == "running"
+        fake.is_refusing = False
+
+
+def test_a_gang_that_failed_before_it_was_cancelled_has_failed() -> None:
+    fake = SharedFake()
     with Library(fake) as library:
         (handle,) = library.launch_replicas(1, "os")
         until(lambda: library.poll(handle) == "running")
-        with pytest.raises(Permanent, match="403"):
-            library.cancel(handle)
-        (report,) = library.collect([handle], timeout=0)
-        assert report["status"] == "running"
-        fake.refusal = lambda wish: None
-        (report,) = _collected(library, handle)
-        assert report["status"] == "cancelled"
+        uid = handle.metadata["uid"]
+        fake.ended[uid] = Exit(code=3, at=time.time(), reason=RankEnd.ERROR)  # not seen yet
         library.cancel(handle)
-
-
-def _collected(library: Library, handle: Any) -> list[dict[str, Any]]:
-    """Collecting raises while the last pass over the gang was refused."""
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            return library.collect([handle], timeout=20)
-        except Permanent:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        (report,) = library.collect([handle], timeout=60)
+        assert (report["status"], report["exit_code"]) == ("failed", 3)
+        (training,) = library.trainings()
+        assert training.status.phase == "failed"
 
 
 def test_asking_how_it_is_asks_nothing_of_the_backend() -> None:
@@ -332,3 +397,13 @@ def test_waiting_ends_when_the_gangs_can_no_longer_be_followed() -> None:
         with pytest.raises(Permanent, match="the watch broke"):
             library.launch_replicas(1, "os")
     assert fake.wishes == {}
+
+
+def test_a_cancel_beside_another_process_that_was_faster_is_no_error() -> None:
+    fake = SharedFake()
+    with Library(fake) as library:
+        (handle,) = library.launch_replicas(1, "os")
+        until(lambda: library.poll(handle) == "running")
+        fake.stop_elsewhere(handle.metadata["uid"])
+        library.cancel(handle)
+        assert library.poll(handle) == "cancelled"

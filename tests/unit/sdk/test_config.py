@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,61 @@ def test_the_nearest_file_counts(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert config.find() == here / "other.toml"
 
 
+def test_a_control_plane_obeys_no_file_of_a_working_directory(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "atoll.toml").write_text("[executors.local]\nslots = 1\n")
+    assert config.read_for_plane().path is None
+    users = here.parent / "user" / "atoll" / "atoll.toml"
+    users.write_text("[executors.local]\nslots = 2\n")
+    assert config.read_for_plane().executors["local"].options == {"slots": 2}
+    monkeypatch.setenv("ATOLL_CONFIG", "atoll.toml")
+    assert config.read_for_plane().executors["local"].options == {"slots": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("[executors.local]\nslots = 1\n", "executors: ['local']"),
+        ("[executors.eu]\nkind = 'kubernetes'\n", "executors: ['eu']"),
+        ("[[rounds.stores]]\nuri = 's3://b/r'\n", "rounds.stores: ['s3://b/r']"),
+    ],
+)
+def test_what_the_control_plane_would_not_read_is_refused(
+    here: Path, text: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "atoll.toml").write_text(text)
+    with pytest.raises(ValidationError) as refused:
+        config.with_defaults({})
+    words = f"{here}/atoll.toml: {field} is not valid: expected [defaults] alone"
+    assert str(refused.value).startswith(words)
+    assert f"move this to {here.parent}/user/atoll/atoll.toml" in str(refused.value)
+    monkeypatch.setenv("ATOLL_CONFIG", "atoll.toml")
+    assert config.with_defaults({}) == {}
+
+
+def test_a_default_executor_may_be_one_of_the_users_own_file(here: Path) -> None:
+    (here / "atoll.toml").write_text("[defaults]\nexecutor = 'eu'\n")
+    assert config.with_defaults({}) == {"executor": "eu"}
+    (here.parent / "user" / "atoll" / "atoll.toml").write_text("[defaults]\nexecutor = 'eu'\n")
+    with pytest.raises(ValidationError, match="defaults.executor: 'eu' is not valid: expected one"):
+        config.read_for_plane()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_file_of_another_user_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    path = here / "atoll.toml"
+    path.write_text("[defaults]\nmax_restarts = 1\n")
+    os.chown(path, 65534, 65534)
+    if is_named:
+        monkeypatch.setenv("ATOLL_CONFIG", str(path))
+    with pytest.raises(Permanent, match=r"atoll.toml is not used: it belongs to nobody \(uid 6553"):
+        config.with_defaults({})
+
+
 def test_a_named_file_that_is_not_there_is_refused(here: Path) -> None:
     with pytest.raises(Permanent, match=r"cannot read .*/work/other.toml: No such file"):
         config.read(Path("other.toml"))
@@ -53,7 +109,7 @@ def test_a_named_file_that_is_not_there_is_refused(here: Path) -> None:
 def test_defaults_are_checked_as_options_are(here: Path, line: str, words: str) -> None:
     (here / "atoll.toml").write_text(f"[defaults]\n{line}\n")
     with pytest.raises(ValidationError) as refused:
-        config.read()
+        config.with_defaults({})
     assert str(refused.value).startswith(f"{here}/atoll.toml: ")
     assert words in str(refused.value)
 
@@ -86,7 +142,7 @@ def test_without_a_file_nothing_is_added(here: Path) -> None:
 def test_a_file_that_is_edited_or_removed_has_changed(here: Path) -> None:
     path = here / "atoll.toml"
     path.write_text("[defaults]\n")
-    known = config.read()
+    known = config.read(path)
     assert not config.is_changed(known)
     path.write_text("[defaults]\ncpu = '1'\n")
     assert config.is_changed(known)

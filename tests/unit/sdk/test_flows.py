@@ -31,6 +31,7 @@ from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatu
 from atoll.sdk import flows
 from atoll.sdk.effects import Effect, Flow, NextChange, Pack, Pause, Reply, Send
 from atoll.sdk.flows import Who
+from atoll.sdk.requests import ABSENT_S, PATIENCE_S, NoControlPlane
 
 WHO = Who("t", "uid-1")
 CODE = Code(content=b"an archive", size=10, unpacked=30, files=2)
@@ -163,9 +164,39 @@ def test_a_failure_on_the_last_read_is_a_failure_not_a_timeout(wait: Any, phase:
     script = Script([training("pending"), training(phase, exits=[KILLED], version=2)])
     with pytest.raises(BelowMinimumWorld) as caught:
         script.wait(wait, 10)
-    assert caught.value.timeout is None
+    assert script.now == 10  # it was the last read
+    assert caught.value.timeout == 10
     assert "rank 1: exit_code=137 reason=OOMKilled" in str(caught.value)
     assert caught.value.rank_exits == [KILLED]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("timeout", [10.0, None])
+def test_the_timeout_of_a_failure_is_the_callers(wait: Any, timeout: float | None) -> None:
+    script = Script([training("ready")], [training("failed", 4, exits=[KILLED], version=2)])
+    with pytest.raises(BelowMinimumWorld) as caught:
+        script.wait(wait, timeout)
+    assert caught.value.timeout == timeout
+
+
+@pytest.mark.parametrize("wait", [flows.wait_until_complete, flows.result])
+@pytest.mark.parametrize("end", ["ready", "failed"])
+def test_a_wait_for_the_end_requires_min_ranks(wait: Any, end: str) -> None:
+    script = Script([training("ready", 3), training(end, 3, exits=[KILLED], version=2)])
+    with pytest.raises(BelowMinimumWorld) as caught:
+        script.wait(wait, 10)
+    assert caught.value.required_min == training().spec.world_size.min == 2
+
+
+def test_a_late_wait_says_what_all_ranks_wait_for() -> None:
+    ranks = [RankStatus(rank=rank, message=f"thing {rank // 3}") for rank in range(30)]
+    late = training("pending")
+    late = replace(late, status=replace(late.status, ranks=ranks))
+    with pytest.raises(BelowMinimumWorld) as caught:
+        Script([late]).wait(flows.wait_until_min_world, 5)
+    text = str(caught.value)
+    assert "; ranks 0-2: thing 0; ranks 3-5: thing 1;" in text
+    assert text.endswith("ranks 24-29: wait for 2 other things")
 
 
 @pytest.mark.parametrize("wait", [flows.wait_until_complete, flows.result])
@@ -249,6 +280,22 @@ def test_a_server_that_asks_for_time_is_given_it() -> None:
 def test_trouble_to_the_end_says_so() -> None:
     script = Script([Temporary("cannot reach host:1")])
     with pytest.raises(Temporary, match="cannot reach"):
+        script.wait(flows.wait_until_complete, 7)
+    assert script.now == pytest.approx(7)
+
+
+def test_a_control_plane_that_others_must_start_is_waited_for_longer_and_the_end_says_why() -> None:
+    absent = NoControlPlane("no control plane runs")
+    spec = training().spec
+    script = Script([absent] * 60 + [training()])
+    script.play(flows.create(spec, "key-1", clock=script.clock))
+    assert script.now > PATIENCE_S
+    script = Script([absent])
+    with pytest.raises(NoControlPlane, match="no control plane runs"):
+        script.play(flows.create(spec, "key-1", clock=script.clock))
+    assert script.now == pytest.approx(ABSENT_S)
+    script = Script([absent])
+    with pytest.raises(NoControlPlane):  # the caller's own timeout counts
         script.wait(flows.wait_until_complete, 7)
     assert script.now == pytest.approx(7)
 
@@ -465,12 +512,23 @@ def test_the_target_is_not_reached_while_a_rank_above_it_is_alive() -> None:
         assert Script([leaving]).wait(flows.wait_until_min_world, 0).ready == 2
 
 
+@pytest.mark.parametrize("wait", [flows.wait_until_min_world, flows.wait_until_target_world])
+def test_a_world_that_is_being_cancelled_is_not_there(wait: Any) -> None:
+    whole = training("ready", 4)
+    cancelled = replace(whole, spec=replace(whole.spec, cancel=True))
+    script = Script([cancelled], [training("cancelled", 0, version=2)])
+    with pytest.raises(BelowMinimumWorld):
+        script.wait(wait, 10)
+
+
 def test_a_removal_that_takes_longer_is_not_taken_for_done() -> None:
     alive = RankStatus(rank=3, phase="Running", started_at=1.0, attempt=0)
     base = training("pending")
     slow = replace(base, status=replace(base.status, ranks=[alive]))
     script = Script([slow])
-    with pytest.raises(Temporary, match="'t' is not removed after 10 s: ranks 3 are still"):
+    with pytest.raises(
+        Temporary, match="'t' is not removed after 10 s: still being stopped: rank 3;"
+    ):
         script.play(flows.delete(WHO, 10, clock=script.clock))
     assert Script([slow]).play(flows.delete(WHO, 0)) is None
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
+from msgspec.structs import replace
 
-from atoll.core.errors import Gone
+from atoll.controller.informer import Informer
 from atoll.core.phase import Phase
-from atoll.core.ports import Change
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.rank.figures import Teller, batch_of
 from atoll.rounds.follow import RoundFollower
+from atoll.rounds.permit import Whose
 from atoll.series.collect import Collector, FolderReader
 from atoll.series.fold import COUNT
 from atoll.series.keep import SeriesKeeper
@@ -26,9 +26,11 @@ def line(n: int, life: str = "a") -> bytes:
     return batch_of(Teller(0, 1, 0, life), n, {"loss": [[1.0, n, 0.5]]}, 0)
 
 
+SPEC = TrainingSpec(name="t", command=["true"], world_size=WorldSize(min=1, target=1, max=1))
+
+
 def training(phase: Phase) -> Training:
-    spec = TrainingSpec(name="t", command=["true"], world_size=WorldSize(min=1, target=1, max=1))
-    return Training(namespace="n", uid="u", spec=spec, status=Status(phase=phase))
+    return Training(namespace="n", uid="u", spec=SPEC, status=Status(phase=phase))
 
 
 def total(keeper: SeriesKeeper) -> int:
@@ -81,40 +83,6 @@ def test_a_folder_that_is_not_there_yet_is_no_trouble(tmp_path: Path) -> None:
     assert FolderReader("u", tmp_path / "none").read(SeriesKeeper(tmp_path / "db")) is False
 
 
-class ForgetfulStore(MemoryStore):
-    """Has dropped changes before they were read, once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watches = 0
-        self.is_watched_again = asyncio.Event()
-
-    async def watch(self, after: int, key: Any = None) -> AsyncIterator[Change]:
-        self.watches += 1
-        if self.watches == 1:
-            raise Gone(after, after + 1)
-        self.is_watched_again.set()
-        async for change in super().watch(after, key):
-            yield change
-
-
-@pytest.mark.parametrize("what", ["series", "rounds"])
-def test_whoever_misses_changes_begins_again_and_does_not_end(tmp_path: Path, what: str) -> None:
-    async def scene() -> None:
-        store, keeper = ForgetfulStore(), SeriesKeeper(tmp_path / "db")
-        whose: Any = None  # there are no trainings
-        follower = RoundFollower(keeper.rounds, whose)
-        collector = Collector(keeper, lambda training: "")
-        following = asyncio.create_task((collector if what == "series" else follower).run(store))
-        again = asyncio.create_task(store.is_watched_again.wait())
-        await asyncio.wait([following, again], return_when=asyncio.FIRST_COMPLETED)
-        assert not following.done()
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-
-    asyncio.run(scene())
-
-
 def test_whoever_asks_has_what_was_written_by_then(tmp_path: Path) -> None:
     """Ranks have ended, and nobody has looked since."""
     keeper, folder = SeriesKeeper(tmp_path / "db"), tmp_path / "figures"
@@ -130,3 +98,61 @@ def test_whoever_asks_has_what_was_written_by_then(tmp_path: Path) -> None:
     assert not folder.exists(), "it was read to its end"
     asyncio.run(keeper.catch_up(training(Phase.SUCCEEDED)))
     assert total(keeper) == 2
+
+
+def test_what_is_kept_of_a_removed_training_goes_once_the_file_can_be_written(
+    tmp_path: Path,
+) -> None:
+    """Somebody has the file locked while a training is removed: the others are read on."""
+
+    async def main() -> None:
+        keeper, store = SeriesKeeper(tmp_path / "db"), MemoryStore()
+        folder = tmp_path / "figures"
+        folder.mkdir()
+        stays, goes = [
+            await store.create(replace(one, uid=uid, spec=replace(SPEC, name=uid)))
+            for one, uid in zip([training(Phase.READY)] * 2, "uv", strict=True)
+        ]
+        keeper.take("v", [line(1)])
+        collector = Collector(keeper, lambda one: folder.as_uri() if one.uid == stays.uid else "")
+        other = sqlite3.connect(tmp_path / "db", isolation_level=None)
+        informer = Informer(store)
+        running = asyncio.gather(informer.run(), collector.run(informer))
+        try:
+            (folder / "0.1.0.a.000000").write_bytes(line(1))
+            await until(lambda: total(keeper) == 1)
+            other.execute("begin immediate")
+            await store.remove(goes)
+            await until(lambda: "locked" in keeper.trouble)
+            other.execute("rollback")
+            (folder / "0.1.0.b.000000").write_bytes(line(1, "b"))
+            await until(lambda: total(keeper) == 2 and keeper.uids() == {"u"})
+            assert not running.done()
+        finally:
+            running.cancel()
+            other.close()
+
+    asyncio.run(main())
+
+
+def test_rounds_are_followed_on_though_the_end_of_a_training_could_not_be_noted(
+    tmp_path: Path,
+) -> None:
+    keeper = SeriesKeeper(tmp_path / "db")
+    follower = RoundFollower(keeper.rounds, lambda one: Whose("local", "", is_alone=False))
+    over = training(Phase.SUCCEEDED)
+    follower.note(over)
+    (followed,) = follower._followed.values()
+    other = sqlite3.connect(tmp_path / "db", isolation_level=None)
+    other.execute("begin immediate")
+    follower.look(followed)  # does not raise
+    assert not keeper.rounds.is_finished("u")
+    other.close()
+    follower.look(followed)
+    assert keeper.rounds.is_finished("u")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)

@@ -10,6 +10,7 @@ import pytest
 
 from atoll.core.errors import Conflict, ValidationError
 from atoll.core.phase import Phase
+from atoll.core.ports import Executor, Snapshot
 from atoll.core.spec import Code, RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.server.admission import admitted, check_run
@@ -39,8 +40,8 @@ class Stored:
         self._stored = Training(namespace="default", uid="u", spec=spec, status=status)
         self.store = self
 
-    async def list(self) -> list[Training]:
-        return [self._stored]
+    async def snapshot(self) -> Snapshot:
+        return Snapshot(1, [self._stored], [])
 
 
 def test_a_run_of_a_training_that_has_not_ended_is_in_use() -> None:
@@ -60,14 +61,13 @@ def test_a_run_of_a_training_that_has_not_ended_is_in_use() -> None:
 
 
 def test_a_rank_that_stands_still_is_started_again_where_the_executor_can() -> None:
-    class Executor:
-        restarts_stalled = False
+    class Restarting(Executor):
+        SUPPORTS = ()
 
-    executor = Executor()
-    plane: Any = SimpleNamespace(executors={"local": executor}, setup=Setup())
+    plane: Any = SimpleNamespace(executors={"local": Executor()}, setup=Setup())
     spec = one("a", stall_s=5.0, stall_restart=True, max_restarts=1)
     with pytest.raises(ValidationError, match="stall_restart.*starts no rank again"):
         admitted(spec, plane, "default")
     assert admitted(one("a", stall_s=5.0), plane, "default").stall_s == 5.0, "it may be told of"
-    executor.restarts_stalled = True
+    plane.executors["local"] = Restarting()
     assert admitted(spec, plane, "default").stall_restart

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import jsonschema_rs
 import msgspec
 import pytest
@@ -15,9 +17,11 @@ from atoll.core.errors import ValidationError
 from atoll.core.fields import ON_WIRE, option_bounds
 from atoll.core.model import decode, encode
 from atoll.core.spec import TrainingSpec
-from atoll.server import api, trainings, watch
+from atoll.server import api, openapi, trainings, watch
+from atoll.server.app import create_app
 from atoll.server.openapi import RULES, document
 from atoll.server.operations import Operation, read_query
+from atoll.store.memory import MemoryStore
 
 DOCUMENT = document(api.NATIVE, api.STREAMED)
 BASE: dict[str, Any] = {
@@ -172,3 +176,18 @@ def test_every_number_in_the_document_of_a_spec_is_checked_by_a_bound() -> None:
     assert len(found) == len(option_bounds())
     assert all({"minimum", "maximum"} <= set(number) for number in found)
     assert msgspec.json.schema(TrainingSpec)
+
+
+def test_the_document_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may ask for it, as often as they like."""
+    made = []
+    monkeypatch.setattr(openapi, "document", lambda *words: made.append(words) or {})
+    app = create_app(store=MemoryStore(), tokens=Any, executors={})  # type: ignore[arg-type]
+
+    async def ask() -> int:
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return [(await http.get("/openapi.json")).status_code for _ in range(3)].count(200)
+
+    assert asyncio.run(ask()) == 3
+    assert len(made) == 1

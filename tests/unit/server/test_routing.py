@@ -81,7 +81,7 @@ def asked(method: str, path: str, *, is_gone: bool = False) -> list[Any]:
         Route("GET", "/broken", broken, on_error),
     ]
     scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}
-    asyncio.run(Application(routes, on_error)(scope, receive, send))
+    asyncio.run(Application(routes, on_error, lambda _: None)(scope, receive, send))
     return sent
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from atoll.core.errors import Conflict, NotFound
+from atoll.core.errors import Conflict
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Event, Status, Training
-from atoll.core.webhooks import MOST_OF_NAMESPACE, MOST_WAITING, new_secret
+from atoll.core.webhooks import MAX_WAITING, Webhook
+from atoll.store import outbox
 from atoll.store.sqlite import SQLiteStore
 
 SPEC = TrainingSpec(name="a", command=["x"], world_size=WorldSize(min=1, target=1, max=1))
@@ -16,6 +17,10 @@ SPEC = TrainingSpec(name="a", command=["x"], world_size=WorldSize(min=1, target=
 
 def event(reason: str, message: str = "m") -> Event:
     return Event(type="Warning", reason=reason, message=message, at=1.0)
+
+
+def webhook(id: str, *events: str, namespaces: tuple[str, ...] | None = None) -> Webhook:
+    return Webhook(id, f"http://{id}/", events, namespaces, b"k" * 16)
 
 
 @pytest.fixture
@@ -28,69 +33,76 @@ def made(store: SQLiteStore, namespace: str = "n") -> Training:
     return asyncio.run(store.create(training))
 
 
-def test_an_event_waits_for_each_webhook_of_its_namespace_that_wants_it(
-    store: SQLiteStore,
-) -> None:
+def messages(store: SQLiteStore, webhook: Webhook) -> list[bytes]:
+    found = [store.outbox.get(id) for id in store.outbox.waiting(webhook)]
+    return [delivery.body for delivery in found if delivery is not None]
+
+
+def test_an_event_waits_for_each_webhook_that_wants_it(store: SQLiteStore) -> None:
+    one, two = webhook("one", "Failed"), webhook("two", "*", namespaces=("n",))
+    three = webhook("three", "*", namespaces=("other",))
+    store.outbox.configure([one, two, three])
     training, other = made(store), made(store, "other")
-    store.outbox.add("n", "http://one/", ["Failed"], new_secret(), 1.0)
-    store.outbox.add("n", "http://two/", ["*"], new_secret(), 2.0)
-    store.outbox.add("other", "http://three/", ["*"], new_secret(), 3.0)
     asyncio.run(store.update_status(training, Status(), [event("Failed"), event("Scaled")]))
     asyncio.run(store.record(("n", "a"), event("Scaled")))  # again: counted, and told again
-    urls = [delivery.url for delivery in store.outbox.due(1e12)]
-    assert sorted(urls) == ["http://one/", *["http://two/"] * 3]
-    assert len({delivery.id for delivery in store.outbox.due(1e12)}) == 4
+    counts = [len(store.outbox.waiting(each)) for each in (one, two, three)]
+    assert counts == [1, 3, 0]
     asyncio.run(store.remove(asyncio.run(store.get(("n", "a")))))
-    assert len(store.outbox.due(1e12)) == 4, "it outlives its training"
+    assert len(store.outbox.waiting(two)) == 3, "they outlive their training"
     assert asyncio.run(store.get(other.key)).uid == "u-other"
     store.close()
 
 
 def test_nothing_waits_for_a_status_that_was_not_written(store: SQLiteStore) -> None:
+    one = webhook("one", "*")
+    store.outbox.configure([one])
     training = made(store)
-    store.outbox.add("n", "http://one/", ["*"], new_secret(), 1.0)
     asyncio.run(store.update_status(training, Status(message="1")))
     with pytest.raises(Conflict):
         asyncio.run(store.update_status(training, Status(message="2"), [event("Failed")]))
-    assert store.outbox.due(1e12) == []
+    assert store.outbox.waiting(one) == []
     store.close()
 
 
-def test_what_waits_is_bounded(store: SQLiteStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.store.outbox.MOST_WAITING", 3)
-    assert MOST_WAITING > 3
+def test_what_waits_is_bounded_in_order_and_there_after_a_restart(
+    store: SQLiteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_WAITING", 3)
+    assert MAX_WAITING > 3
+    one = webhook("one", "*")
+    store.outbox.configure([one])
     made(store)
-    id = store.outbox.add("n", "http://one/", ["*"], new_secret(), 1.0)
     for number in range(5):
         asyncio.run(store.record(("n", "a"), event("Failed", str(number))))
-    (hook,) = store.outbox.all("n")
-    assert (hook.waiting, hook.dropped) == (3, 2)
-    due = store.outbox.due(1e12)
-    assert [b'"message":"%d"' % n in d.body for n, d in zip((2, 3, 4), due, strict=True)] == [
+    store.close()
+    again = SQLiteStore(tmp_path / "db")
+    again.outbox.configure([one])
+    bodies = messages(again, one)
+    assert [b'"message":"%d"' % n in body for n, body in zip((2, 3, 4), bodies, strict=True)] == [
         True,
         True,
         True,
     ]
-    store.outbox.postponed(due[0], "no", 5.0, 1e13)
-    store.outbox.delivered(due[1], 6.0)
-    store.outbox.given_up(due[2], "never", 7.0)
-    (hook,) = store.outbox.all("n")
-    assert (hook.waiting, hook.delivered, hook.dropped, hook.last_error) == (1, 1, 3, "never")
-    assert store.outbox.due(1e12) == []
-    assert store.outbox.next_due() == 1e13
-    store.outbox.remove("n", id)
-    assert store.outbox.next_due() is None
-    store.close()
+    first, second, _ = again.outbox.waiting(one)
+    again.outbox.count_attempt(first)
+    again.outbox.remove(second)
+    tried = again.outbox.get(first)
+    assert tried is not None
+    assert tried.attempts == 1
+    assert again.outbox.get(second) is None
+    assert len(again.outbox.waiting(one)) == 2
+    again.close()
 
 
-def test_a_namespace_sees_and_removes_only_its_own(store: SQLiteStore) -> None:
-    id = store.outbox.add("n", "http://one/", [], new_secret(), 1.0)
-    assert store.outbox.all("other") == []
-    for attempt in (store.outbox.get, store.outbox.remove):
-        with pytest.raises(NotFound):
-            attempt("other", id)
-    for _ in range(MOST_OF_NAMESPACE - 1):
-        store.outbox.add("n", "http://one/", [], new_secret(), 1.0)
-    with pytest.raises(Conflict, match="remove one first"):
-        store.outbox.add("n", "http://one/", [], new_secret(), 1.0)
+def test_messages_to_a_webhook_that_is_not_configured_any_more_are_dropped(
+    store: SQLiteStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = webhook("one", "*"), webhook("two", "*")
+    store.outbox.configure([one, two])
+    made(store)
+    asyncio.run(store.record(("n", "a"), event("Failed")))
+    store.outbox.configure([two])
+    assert store.outbox.waiting(one) == []
+    assert len(store.outbox.waiting(two)) == 1
+    assert "1 messages are dropped" in caplog.text
     store.close()

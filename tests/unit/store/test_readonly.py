@@ -17,7 +17,6 @@ from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens
 from tests.contract.test_store import training as make_training
 
-SAVED = Path(__file__).parents[2] / "releases" / "state-0.1" / "atoll.db"
 EVENT = Event(type="Normal", reason="Tested", message="said", at=1.0)
 
 
@@ -95,18 +94,9 @@ def test_it_holds_the_lock(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_file_of_an_older_release_is_read_as_it_is(tmp_path: Path) -> None:
-    path = Path(shutil.copy(SAVED, tmp_path / "atoll.db"))
-    Path(f"{path}.lock").touch()
-    store = ReadOnlyStore(path, "it is full")
-    assert not store.is_current
-    trainings = asyncio.run(store.list())
-    assert trainings
-    assert asyncio.run(store.page("default", phase="succeeded", prefix="")).items
-    store.close()
-
-
-@pytest.mark.parametrize(("version", "reason"), [(0, "holds nothing yet"), (999, "later release")])
+@pytest.mark.parametrize(
+    ("version", "reason"), [(0, "holds nothing yet"), (999, "of another version")]
+)
 def test_what_cannot_be_read_is_refused(tmp_path: Path, version: int, reason: str) -> None:
     path, _ = left_behind(tmp_path, is_closed=True)
     db = sqlite3.connect(path)

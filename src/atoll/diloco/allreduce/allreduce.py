@@ -18,8 +18,11 @@ from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.arguments import (
     MOST_REPLICAS,
+    MOST_ROUNDS,
+    as_lists,
     check_seconds,
     read_min,
+    read_round,
     read_run_id,
     read_weight,
     read_whole,
@@ -63,7 +66,6 @@ from atoll.diloco.blobs import Blobs, Traffic
 log = logging.getLogger("atoll.allreduce")
 
 THREADS = 8
-MOST_ROUNDS = 10**8
 
 
 class ObjectStoreAllReduce:
@@ -86,18 +88,22 @@ class ObjectStoreAllReduce:
         rank: int,
         world_size: int,
         *,
+        round_id: int | None = None,
+        timeout_s: float = 1800.0,
+        poll_interval_s: float = 1.0,
         min_replicas: int | None = None,
         run_id: str | None = None,
         codec: str | Codec = "fp32",
         down_codec: str | Codec | None = None,
-        timeout: float = 600.0,
         grace_s: float | None = None,
         keep_rounds: int = 2,
         carries_late_work: bool | None = None,
         start: Start | None = None,
         team: Team | None = None,
     ) -> None:
-        """`grace_s`: how long stragglers and owners are waited for; None learns it from the rounds.
+        """`round_id`: the first round to do; None: the next one of the run. `poll_interval_s`: the
+        longest pause between two looks at the store. `grace_s`: how long stragglers and owners are
+        waited for; None learns it from the rounds.
 
         `carries_late_work`: when this replica was too late for a round, its values are added to
         what it brings to the next one. None: only with a lossy codec, where the same is done with
@@ -112,7 +118,8 @@ class ObjectStoreAllReduce:
         self.world_size = read_whole("world_size", world_size, 1, MOST_REPLICAS)
         self.rank = read_whole("rank", rank, 0, self.world_size - 1)
         least = read_min(min_replicas, self.world_size)
-        check_seconds("timeout", timeout)
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("poll_interval_s", poll_interval_s)
         if grace_s is not None:
             check_seconds("grace_s", grace_s)
         self.codec = get_codec(codec)
@@ -124,9 +131,9 @@ class ObjectStoreAllReduce:
         self.last_round: ReduceReport | None = None
         self.carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
         self.team: Team = Solo() if team is None else team
-        me = Me(self.rank, self.world_size, least, secrets.token_hex(8), timeout)
+        me = Me(self.rank, self.world_size, least, secrets.token_hex(8), timeout_s)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
-        self._history = History(grace_s, timeout)
+        self._history = History(grace_s, timeout_s, poll_interval_s)
         self._beginning = start or read_start(self.world_size, least, min_replicas, grace_s)
         self.settler = self._settler = Settler(
             self.blobs, self.keys, me, self._history, self._pool, self._beginning
@@ -135,7 +142,7 @@ class ObjectStoreAllReduce:
         self._feedback: dict[str, Feedback] = {}
         self._cargo: dict[str, Cargo] = {}
         self._shares: dict[str, Share] = {}
-        self._next: int | None = None  # the round to do next; None: ask the store
+        self._next = read_round(round_id)  # the round to do next; None: ask the store
         self.may_be_late = False  # rounds may have been decided without this replica
         self._sweep = StoreSweep(self.blobs, self.keys, self._pool, keep_rounds)
         self._lock = threading.Lock()
@@ -162,14 +169,9 @@ class ObjectStoreAllReduce:
         self._next = round
 
     def allreduce(
-        self,
-        tensors: Sequence[Any],
-        *,
-        weight: float = 1.0,
-        name: str = "",
-        out: Sequence[Any] | None = None,
-    ) -> list[Any]:
-        """The weighted mean of the roster, in the order, shapes and types of `tensors`.
+        self, tensors: Any, name: str = "", *, weight: float = 1.0, out: Any = None
+    ) -> Any:
+        """The weighted mean of the roster: a list like `tensors`, or a tensor for one tensor.
 
         `out`: tensors like `tensors`, or those themselves, to hold the mean; they are what is
         returned. A loop that gives the result of its first call to the later ones needs no fresh
@@ -182,6 +184,7 @@ class ObjectStoreAllReduce:
         """
         if self.team.processes > 1:
             raise ValidationError("tensors", len(tensors), "a process of several has a share only")
+        tensors, out, is_one = as_lists(tensors, out)
         arrays = layouts.as_arrays(tensors)
         layout, weight = self.describe(arrays, name), read_weight(weight)
         if out is not None:
@@ -191,9 +194,9 @@ class ObjectStoreAllReduce:
             cargo, feedback = self._load(layout)
             work = TensorWork.of(cargo, feedback, weight, arrays, out, is_plain=is_plain)
             self._allreduce(work)
-        mean = work.out
-        assert mean is not None
-        return layouts.unflatten(mean, arrays) if out is None else layouts.fill(mean, out)
+        assert (mean := work.out) is not None
+        means = layouts.unflatten(mean, arrays) if out is None else layouts.fill(mean, out)
+        return means[0] if is_one else means
 
     def describe(self, tensors: Sequence[Any], name: str = "") -> Layout:
         """The layout of a round with tensors like these."""

@@ -13,6 +13,7 @@ from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.start import least_of, read_launch
 
 MOST_REPLICAS = 99_999  # a rank has five digits in the names of objects
+MOST_ROUNDS = 10**8
 MOST_WEIGHT = 1e18
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -28,6 +29,20 @@ def read_whole(field: str, value: Any, low: int, high: int) -> int:
         number = value
     check_int(field, number, low, high)
     return int(number)
+
+
+def as_lists(tensors: Any, out: Any) -> tuple[Any, Any, bool]:
+    """Both as lists, and whether `tensors` is one tensor.
+
+    A tensor is a sequence too, of its rows: what has a shape is never taken for a list.
+    """
+    is_one = hasattr(tensors, "shape")
+    if out is not None and hasattr(out, "shape") != is_one:
+        expected = "expected one tensor, too" if is_one else "expected a list of tensors"
+        raise ValidationError("out", type(out).__name__, expected)
+    if not is_one:
+        return tensors, out, False
+    return [tensors], None if out is None else [out], True
 
 
 def check_seconds(field: str, seconds: float) -> None:
@@ -51,6 +66,10 @@ def read_run_id(run_id: str | None) -> str:
     if not isinstance(name, str) or not RUN_ID.fullmatch(name):
         raise ValidationError("run_id", name, "expected letters, digits, '.', '_' and '-'")
     return name
+
+
+def read_round(round_id: Any) -> int | None:
+    return None if round_id is None else read_whole("round_id", round_id, 0, MOST_ROUNDS)
 
 
 def read_weight(value: Any) -> float:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.core.decoders import msgpack_decoder
 from atoll.core.errors import Gone, NotFound, ValidationError
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce import past, wire
@@ -70,6 +71,11 @@ class Reader(Protocol):
 class _Arrays(msgspec.Struct, frozen=True):
     specs: list[tuple[str, tuple[int, ...]]]
     data: list[bytes]
+
+
+_STATE: msgspec.msgpack.Decoder[bytes | _Arrays] = msgpack_decoder(
+    bytes | _Arrays  # type: ignore[arg-type]
+)
 
 
 def save(blobs: Blobs, keys: Keys, number: int, state: bytes | Sequence[Any]) -> bool:
@@ -321,7 +327,7 @@ def _array(at: int, value: Any) -> NDArray[Any]:
 
 def _unpack(body: memoryview) -> bytes | list[Any]:
     try:
-        state = msgspec.msgpack.decode(body, type=bytes | _Arrays)
+        state = _STATE.decode(body)
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a checkpoint: {error}") from error
     if isinstance(state, bytes):

@@ -25,7 +25,7 @@ from atoll.diloco.allreduce.codecs import Codec
 from atoll.diloco.allreduce.feedback import Feedback, add_owed, set_left_out
 from atoll.diloco.allreduce.keys import Keys, parse_round
 from atoll.diloco.allreduce.layout import Vector
-from atoll.diloco.allreduce.pace import History, poll_pause
+from atoll.diloco.allreduce.pace import History
 from atoll.diloco.allreduce.pool import CORES, each
 from atoll.diloco.allreduce.roster import Roster, blamed_uploads
 from atoll.diloco.allreduce.sections import Sections, WeightedMean
@@ -318,7 +318,7 @@ class Exchange:
         lead_s = 0.0 if self.blobs.is_folder else started - self._started
         window, waited_s, due_s, is_waiting = 1, lead_s, lead_s, True
         if pending and usual > lead_s:
-            due_s = lead_s + poll_pause(lead_s, usual, is_cheap=self.blobs.is_folder)
+            due_s = lead_s + self.history.pause_s(lead_s, usual, is_cheap=self.blobs.is_folder)
             time.sleep(due_s - lead_s)
         while pending:
             missing = self._fetch(pending[:window], mean)
@@ -341,7 +341,7 @@ class Exchange:
             if now - progress > grace:
                 pending = self._give_up_on(pending, mean)
                 grace *= 2
-            pause_s = poll_pause(waited_s, usual, is_cheap=self.blobs.is_folder)
+            pause_s = self.history.pause_s(waited_s, usual, is_cheap=self.blobs.is_folder)
             due_s = waited_s + pause_s
             time.sleep(pause_s)
         self.history.note_wait(f"shards {self.layout.name}", waited_s)
@@ -402,7 +402,7 @@ class Exchange:
         """Raises Abandoned if the object is a note and no mean."""
         if wire.kind_of(head) == wire.ABANDONED:
             body = wire.unseal(wire.ABANDONED, fence, self.blobs.get(key))
-            raise Abandoned(msgspec.json.decode(body, type=wire.Blame))
+            raise Abandoned(wire.BLAME.decode(body))
 
     def _read_plain(self, place: MeanPlace, out: Vector) -> bool:
         """As `_read`, for a shard in the format without cells."""

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
 
 Vector = NDArray[np.float32]
@@ -123,9 +124,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             text = decoder.decompress(data, MOST_BYTES + 1)
             if len(text) > MOST_BYTES:
                 raise ValueError(f"not a layout: it expands to more than {MOST_BYTES} bytes")
-            return msgspec.json.decode(text, type=Layout)
+            return _LAYOUT.decode(text)
         except (zlib.error, msgspec.MsgspecError) as error:
             raise ValueError(f"not a layout: {error}") from error
+
+
+_LAYOUT = json_decoder(Layout)
 
 
 def cells_of(shard_size: int, codecs: Sequence[str]) -> int:

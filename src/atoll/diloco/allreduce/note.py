@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from atoll.core.decoders import msgpack_decoder
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Claim, Terms, difference
 from atoll.diloco.data.ranges import Ranges
@@ -54,6 +55,9 @@ class NoteInFull(msgspec.Struct, frozen=True):
 
     note: UploadNote
     terms: Terms | None = None
+
+
+_IN_FULL = msgpack_decoder(NoteInFull)
 
 
 class MemberNote(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -210,7 +214,7 @@ def sift(scribe: Scribe | None, uploads: Sequence[SaidUpload], rank: int) -> Sif
         is_foreign = note.data.base[:8] != data.base[:8]
         if is_foreign or note.data.took is None:
             try:
-                full = msgspec.msgpack.decode(each.read(), type=NoteInFull)
+                full = _IN_FULL.decode(each.read())
             except (msgspec.MsgspecError, ValueError) as error:
                 refused[each.rank] = str(error)
                 continue

@@ -15,33 +15,44 @@ MIN_GRACE_S = 3.0
 MAX_GRACE_S = 120.0
 FIRST_OWNER_GRACE_S = 10.0
 MEMORY = 8  # rounds
+POLL_S = 2.0  # the longest pause: news is not older, and a day of looks costs some cents
 
 
 def poll_pause(
-    elapsed_s: float, usual_s: float, *, is_cheap: bool = False, step: float = 0.3
+    elapsed_s: float,
+    usual_s: float,
+    *,
+    is_cheap: bool = False,
+    step: float = 0.3,
+    longest_s: float = POLL_S,
 ) -> float:
     """Seconds until the next look: doubling, but never less than `step` of the usual wait.
 
-    `is_cheap`: a look costs next to nothing, as in a folder. Then it comes soon.
+    `is_cheap`: a look costs next to nothing, as in a folder. Then it comes soon. Once the usual
+    wait is over, no pause is longer than `longest_s`.
     """
     if is_cheap:
-        return min(max(0.005, 0.1 * elapsed_s), 0.2)
+        return min(max(0.005, 0.1 * elapsed_s), 0.2, longest_s)
     due_s = 0.9 * usual_s
     if elapsed_s < due_s:
-        return min(due_s - elapsed_s, 2.0)
+        return min(due_s - elapsed_s, POLL_S)
     step_s = max(step * usual_s, 0.02)
-    longest_s = max(step_s, 0.2, 0.05 * elapsed_s)
-    return min(max(step_s, elapsed_s - due_s), longest_s, 2.0)
+    most_s = max(step_s, 0.2, 0.05 * elapsed_s)
+    return min(max(step_s, elapsed_s - due_s), most_s, longest_s)
 
 
 class History:
     """What the last rounds were like, as this replica saw them."""
 
-    def __init__(self, grace_s: float | None = None, timeout: float = inf) -> None:
-        """`grace_s`: use this for stragglers and owners instead of learning it.
+    def __init__(
+        self, grace_s: float | None = None, timeout: float = inf, poll_s: float = POLL_S
+    ) -> None:
+        """`grace_s`: use this for stragglers and owners instead of learning it. `poll_s`: the
+        longest pause between two looks at the store.
 
         No grace is longer than half of `timeout`: a round that can go on must not fail by waiting.
         """
+        self._poll_s = poll_s
         self._fixed = grace_s
         self._longest = timeout / 2
         self._waits: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=3))
@@ -50,6 +61,12 @@ class History:
         self._advice_s = 0.0
         self._late_round = -1
         self.slowest_owner = -1
+
+    def pause_s(
+        self, elapsed_s: float, usual_s: float, *, is_cheap: bool = False, step: float = 0.3
+    ) -> float:
+        """Seconds until the next look at the store, as `poll_pause` has it."""
+        return poll_pause(elapsed_s, usual_s, is_cheap=is_cheap, step=step, longest_s=self._poll_s)
 
     def note_wait(self, what: str, seconds: float) -> None:
         self._waits[what].append(seconds)

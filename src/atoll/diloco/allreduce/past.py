@@ -22,10 +22,11 @@ from typing import Any
 
 import msgspec
 
+from atoll.core.decoders import convert
 from atoll.core.errors import NotFound
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.keys import Keys, block_of, parse_attempt
-from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.roster import ROSTER, Roster
 from atoll.diloco.blobs import Blobs
 
 log = logging.getLogger("atoll.allreduce")
@@ -85,7 +86,7 @@ def read_dated_rosters(
         if where is None or block_of(where[0]) <= seen:
             continue
         try:
-            yield msgspec.json.decode(_read(blobs, blob.key), type=Roster), blob.modified
+            yield ROSTER.decode(_read(blobs, blob.key)), blob.modified
         except NotFound:  # folded since the listing
             folded = read_round(blobs, keys, where[0])
             yield from ((r, blob.modified) for r in folded if r.attempt == where[1])
@@ -150,7 +151,7 @@ def _pack(blobs: Blobs, rosters: Sequence[str], is_over: Callable[[], bool]) -> 
 def _slim(body: bytes) -> bytes:
     """A roster without what only its exchange needs. What this version does not know stays."""
     facts: dict[str, Any] = msgspec.json.decode(body)
-    msgspec.convert(facts, Roster)
+    convert(facts, Roster)
     facts |= OF_THE_EXCHANGE
     facts["members"] = [{**member, "sections": []} for member in facts["members"]]
     return msgspec.json.encode(facts)
@@ -165,7 +166,7 @@ def _read_block(blobs: Blobs, key: str) -> Iterable[Roster]:
     body = wire.unseal(wire.PAST, wire.fence(key), blobs.get(key))
     try:
         lines = zlib.decompress(body).splitlines()
-        return [msgspec.json.decode(line, type=Roster) for line in lines]
+        return [ROSTER.decode(line) for line in lines]
     except (zlib.error, msgspec.MsgspecError) as error:
         raise ValueError(f"not a block of rosters: {error}") from error
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.keys import WHOLE, UploadName, parse_upload
 from atoll.diloco.allreduce.note import DATA_ERROR, DataRound, MemberNote, RosterData, claim_of
@@ -100,6 +101,9 @@ class Roster(msgspec.Struct, frozen=True):
     @property
     def weights(self) -> dict[int, float]:
         return {m.rank: m.weight for m in self.members}
+
+
+ROSTER = json_decoder(Roster)
 
 
 class PastRound(NamedTuple):

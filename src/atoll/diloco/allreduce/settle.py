@@ -32,8 +32,8 @@ from atoll.diloco.allreduce.note import (
     read_note,
     sift,
 )
-from atoll.diloco.allreduce.pace import History, poll_pause
-from atoll.diloco.allreduce.roster import Member, PastRound, Roster
+from atoll.diloco.allreduce.pace import History
+from atoll.diloco.allreduce.roster import ROSTER, Member, PastRound, Roster
 from atoll.diloco.allreduce.start import Start
 from atoll.diloco.allreduce.upload import Blamed, read_footer
 from atoll.diloco.blobs import Blobs
@@ -223,9 +223,9 @@ class Settler:
 
     def _pause(self, ballot: Ballot, elapsed_s: float, usual_s: float) -> float:
         if self.blobs.is_folder:
-            return poll_pause(elapsed_s, usual_s, is_cheap=True)
+            return self.history.pause_s(elapsed_s, usual_s, is_cheap=True)
         # Uploads over one link take longer or shorter, and are all there at about the same time.
-        return poll_pause(ballot.lead_s + elapsed_s, usual_s, step=0.15)
+        return self.history.pause_s(ballot.lead_s + elapsed_s, usual_s, step=0.15)
 
     def read(self, key: str) -> Roster | None:
         """The roster at `key`, or None.
@@ -236,7 +236,7 @@ class Settler:
         for _ in range(3):
             try:
                 body = wire.unseal(wire.ROSTER, wire.fence(key), self.blobs.get(key))
-                roster = msgspec.json.decode(body, type=Roster)
+                roster = ROSTER.decode(body)
                 self.history.note_advice(roster.owner_grace_s)
                 return roster
             except NotFound:

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from atoll.core.decoders import json_decoder, msgpack_decoder
+
 Buffer = bytes | bytearray | memoryview
 
 SEAL = struct.Struct("<4s4s16sQI")
@@ -216,7 +218,8 @@ class Blame(msgspec.Struct, frozen=True):
     reason: str
 
 
-_FOOTER = msgspec.msgpack.Decoder(Footer)
+_FOOTER = msgpack_decoder(Footer)
+BLAME = json_decoder(Blame)
 
 
 def section_offsets(sections: Sequence[int]) -> list[int]:

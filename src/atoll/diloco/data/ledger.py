@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from atoll.core.decoders import json_decoder
 from atoll.diloco.data import ranges
 from atoll.diloco.data.ranges import Ranges
 
@@ -155,6 +156,9 @@ class Ledger(msgspec.Struct, frozen=True):
         return hashlib.blake2b(pack(self), digest_size=8).hexdigest()
 
 
+_LEDGER = json_decoder(Ledger)
+
+
 def pack(ledger: Ledger) -> bytes:
     ordered = dict(sorted(ledger.holds.items()))
     return msgspec.json.encode(msgspec.structs.replace(ledger, holds=ordered))
@@ -163,7 +167,7 @@ def pack(ledger: Ledger) -> bytes:
 def unpack(data: bytes) -> Ledger:
     """What `pack` made. Raises ValueError for anything else."""
     try:
-        return msgspec.json.decode(data, type=Ledger)
+        return _LEDGER.decode(data)
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a ledger: {error}") from error
 

@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,6 @@ from atoll.server.basilica.answers import CLOSE, UNSUPPORTED, Unsupported, answe
 from atoll.server.basilica.request import Create, Probe, spec_of
 from atoll.server.basilica.wire import deployment, event_item, is_settled, list_item, moment
 from atoll.server.bodies import MAX_BODY_BYTES, decoded
-from atoll.server.logs import End
 from atoll.server.operations import (
     Answer,
     AnswerDoc,
@@ -255,32 +255,28 @@ async def logs(call: ApiCall) -> Answer:
     """
     query: DeploymentLogQuery = call.query
     training = await call.plane.store.get(call.key)
-    end = End(training)
     lines = printed_logs(
         executor_of(training, call.plane),
         training,
         ranks=None,
         tail=query.tail,
-        follow=end.is_reached if query.follow else None,
+        follow=partial(call.plane.informer.is_over, training) if query.follow else None,
     )
     has_ranks = training.spec.world_size.max > 1
-    source = _text(lines, end, call.plane.store, has_rank_prefix=has_ranks)
+    source = _text(lines, has_rank_prefix=has_ranks)
     limit_s = FOLLOW_LIMIT_S if query.follow else None
     chunks = call.plane.streams.run(source, beat=b"", limit_s=limit_s)
     return StreamAnswer(chunks, "text/plain", CLOSE)
 
 
-async def _text(
-    lines: AsyncIterator[LogLine], end: End, store: Store, *, has_rank_prefix: bool
-) -> AsyncIterator[bytes]:
-    async with end.watched(store):
-        try:
-            async for line in lines:
-                prefix = f"[rank {line.rank}] " if has_rank_prefix else ""
-                yield f"{prefix}{line.text}\n".encode(errors="replace")
-        finally:
-            if hasattr(lines, "aclose"):
-                await lines.aclose()
+async def _text(lines: AsyncIterator[LogLine], *, has_rank_prefix: bool) -> AsyncIterator[bytes]:
+    try:
+        async for line in lines:
+            prefix = f"[rank {line.rank}] " if has_rank_prefix else ""
+            yield f"{prefix}{line.text}\n".encode(errors="replace")
+    finally:
+        if hasattr(lines, "aclose"):
+            await lines.aclose()
 
 
 _OK = {200: AnswerDoc("Done.")}

@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from atoll.core.errors import Denied
 from atoll.core.model import Model
-from atoll.server.auth import check_origin, cookie_of, hashed, token_of
+from atoll.server.auth import check_dashboard_host, check_origin, cookie_of, hashed, token_of
 from atoll.server.operations import Answer, ApiCall, json_answer
-from atoll.server.ui.sessions import LONGEST_S, csrf_of
+from atoll.server.ui.sessions import LONGEST_S
 
 SECRET = Annotated[str, Meta(max_length=200)]
 
@@ -24,6 +24,9 @@ class SignIn(Model, frozen=True):
 
 
 class SignedIn(Model, frozen=True, omit_defaults=False):
+    """`csrf` is told here and nowhere else. Pages keep it where only pages of the same host and
+    port find it, so a server to which the browser sends the cookie does not have it."""
+
     csrf: str
     namespace: str
 
@@ -32,7 +35,7 @@ class SignInCode(Model, frozen=True, omit_defaults=False):
     """Signs a browser in once, within a minute: open `/in#CODE`."""
 
     code: str
-    host: str  # a name of this machine under which no other control plane has its cookies
+    host: str  # the dashboard's own name on this machine, which takes the place of 127.0.0.1
 
 
 class SessionsEnded(Model, frozen=True, omit_defaults=False):
@@ -56,13 +59,12 @@ async def revoke(call: ApiCall) -> Answer:
 async def sign_in(call: ApiCall) -> Answer:
     """Not by a GET: opening or previewing a link uses nothing up. Nor by a page of others, which
     would sign a browser in as somebody else and so see what its user does."""
+    check_dashboard_host(call.plane, call.request)
     check_origin(call.request)
     plane, body = call.plane, call.body
     cookie = None
     if body.code is not None:
         cookie = plane.sessions.redeem(body.code)
-        if cookie is None:
-            raise Denied("this link was used or is older than a minute: run 'atoll ui' again")
     elif body.token is not None:
         namespace = await plane.tokens.namespace_of(hashed(body.token.strip()))
         if namespace is None:
@@ -72,7 +74,7 @@ async def sign_in(call: ApiCall) -> Answer:
         raise Denied("expected a code or a token")
     session = plane.sessions.find(cookie)
     assert session is not None
-    answer = json_answer(SignedIn(csrf=csrf_of(cookie), namespace=session.namespace))
+    answer = json_answer(SignedIn(csrf=session.csrf, namespace=session.namespace))
     answer.set_cookie(
         plane.sessions.cookie,
         cookie,
@@ -83,16 +85,6 @@ async def sign_in(call: ApiCall) -> Answer:
         samesite="strict",
     )
     return answer
-
-
-async def csrf(call: ApiCall) -> Answer:
-    """For a new tab, which has the cookie and nothing else. Only a page of ours may ask."""
-    cookie = cookie_of(call.plane, call.request)
-    session = call.plane.sessions.find(cookie) if cookie else None
-    is_ours = call.request.headers.get("sec-fetch-site") == "same-origin"
-    if cookie is None or session is None or not is_ours:
-        raise Denied("not signed in: run 'atoll ui'")
-    return json_answer(SignedIn(csrf=csrf_of(cookie), namespace=session.namespace))
 
 
 async def sign_out(call: ApiCall) -> Answer:

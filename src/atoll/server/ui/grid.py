@@ -23,8 +23,10 @@ from atoll.core.rounds import (
     RoundItem,
     RoundSummary,
     states,
+    with_absent,
 )
 from atoll.core.spans import spans
+from atoll.core.status import Training
 from atoll.series.rounds import RoundKeeper
 from atoll.server.operations import Answer, ApiCall, Query, json_answer
 from atoll.server.rounds import RoundNumber, RoundsQuery, chosen, why_of
@@ -80,12 +82,13 @@ async def rounds(call: ApiCall) -> Answer:
     if call.plane.series is None:
         return json_answer(grid_of([], None, "this control plane keeps no rounds", MOST_COLUMNS))
     keeper = call.plane.series.rounds
-    return json_answer(await asyncio.to_thread(_grid, keeper, training.uid, query))
+    return json_answer(await asyncio.to_thread(_grid, keeper, training, query))
 
 
-def _grid(keeper: RoundKeeper, uid: str, query: GridQuery) -> RoundGrid:
+def _grid(keeper: RoundKeeper, training: Training, query: GridQuery) -> RoundGrid:
+    uid = training.uid
     run = keeper.run_of(uid)
-    summary, why = keeper.summary(uid), why_of(keeper.look(uid))
+    summary, why = with_absent(keeper.summary(uid), training), why_of(keeper.look(uid))
     if run is None:
         return grid_of([], summary, why, query.columns)
     wanted = RoundsQuery(from_=query.from_, to=query.to)

@@ -13,7 +13,15 @@ from atoll.core.clock import Time
 from atoll.core.ends import why_ended
 from atoll.core.escapes import visible
 from atoll.core.model import Model
-from atoll.core.narrate import attempt_in_words, exit_in_words, raised, ranks_in_words
+from atoll.core.narrate import (
+    attempt_in_words,
+    describe_cause,
+    exit_in_words,
+    is_stopped_by_atoll,
+    ranks_alike,
+    ranks_in_words,
+    waiting_lines,
+)
 from atoll.core.status import (
     AttemptStatus,
     Condition,
@@ -27,10 +35,11 @@ from atoll.core.status import (
 )
 from atoll.core.usage import usage
 from atoll.server.encoded import shown
+from atoll.server.ui.code import python_of, shell_of
 from atoll.server.ui.rows import TrainingRow, row_of
 
 EACH_SHOWN = 128  # ranks that are sent one by one
-EXCEPTIONS = 50
+ODD_SHOWN = 50
 LINES = 8  # of what happened
 RESIZES = 20
 PLAIN_ENDS = ("Completed", "Error")  # the code says as much
@@ -59,7 +68,6 @@ class RankLine(Model, frozen=True, omit_defaults=False):
     started_at: float | None
     ended_at: float | None
     is_first: bool = False  # the first that failed
-    is_collateral: bool = False
     previous: str = ""
     previous_at: float | None = None
     earlier: list[EarlierAttempt] = []
@@ -73,7 +81,7 @@ class CauseCard(Model, frozen=True, omit_defaults=False):
     headline: str
     exit: str
     host: str
-    beside: list[int]  # other ranks on that host
+    beside: str  # other ranks on that host
     before: str
     at: float | None
     tail: list[str]
@@ -99,9 +107,11 @@ class PageOfTraining(Model, frozen=True, omit_defaults=False):
     rank_seconds: float
     cause: CauseCard | None
     waiting: list[str]
+    warnings: list[str]  # what is wrong with how it trains
     happened: list[Happening]
     tally: dict[str, int]
     ranks: list[RankLine]
+    odd_ranks: int  # that are not like the rest; `ranks` has the first of them if it has cells
     cells: str  # a letter for each rank, where not every rank is in `ranks`
     world: list[WorldPoint]
     conditions: list[Condition]
@@ -110,7 +120,8 @@ class PageOfTraining(Model, frozen=True, omit_defaults=False):
     is_kept: bool  # whether this control plane keeps series
     spec: dict[str, object]
     command: str
-    is_source: bool  # it runs code that was sent along, not a command
+    shell: str  # starts the same training again; empty where `atoll run` cannot
+    python: str
 
 
 def page_of(
@@ -122,7 +133,8 @@ def page_of(
     """`attempts` are those that have a successor. `series` is None where none are kept."""
     status = training.status
     lines = rank_lines(status, attempts)
-    is_large = len(lines) > EACH_SHOWN
+    again = f"{training.name[:61].rstrip('-')}-2"
+    odd, is_large = _odd_lines(lines), len(lines) > EACH_SHOWN
     return PageOfTraining(
         row=row_of(training),
         now=time.wall,
@@ -131,9 +143,11 @@ def page_of(
         rank_seconds=usage(training, time).rank_seconds,
         cause=cause_card(training),
         waiting=_waiting(status),
+        warnings=[visible(words) for words in status.warnings],
         happened=happenings(training),
         tally=_tally(status),
-        ranks=_exceptions(lines) if is_large else lines,
+        ranks=odd[:ODD_SHOWN] if is_large else lines,
+        odd_ranks=len(odd),
         cells="".join(map(_letter, lines)) if is_large else "",
         world=list(status.world_size_history),
         conditions=list(status.conditions),
@@ -142,7 +156,8 @@ def page_of(
         is_kept=series is not None,
         spec=_spec(training),
         command=_command(training),
-        is_source=training.spec.source is not None,
+        shell=shell_of(training.spec, again),
+        python=python_of(training.spec, again),
     )
 
 
@@ -190,21 +205,17 @@ def _line(rank: RankStatus, ended: RankExit | None, *, is_first: bool) -> RankLi
     final = ended if ended is not None else rank.exit
     at = None if final is None else final.ended_at if isinstance(final, RankExit) else final.at
     words = visible(rank.message) if final is None else exit_in_words(final)
-    is_collateral = bool(ended is not None and ended.collateral)
-    if final is not None and is_collateral:
-        words = "stopped with the rest"
     return RankLine(
         rank=rank.rank,
-        phase="Stopped" if is_collateral else rank.phase,
+        phase=rank.phase,
         host=rank.node or "",
         words=words[:300],
-        short="" if final is None or is_collateral else _short(final),
+        short="" if final is None else _short(final),
         restarts=rank.restarts,
         attempt=rank.attempt,
         started_at=rank.started_at,
         ended_at=at,
         is_first=is_first,
-        is_collateral=is_collateral,
         provider=rank.provider or "",
         region=rank.region or "",
         unit=rank.pod_name,
@@ -225,7 +236,7 @@ def _short(ended: Exit | RankExit) -> str:
     return visible(f"exit {code} {told}".strip())[:40]
 
 
-def _exceptions(lines: Sequence[RankLine]) -> list[RankLine]:
+def _odd_lines(lines: Sequence[RankLine]) -> list[RankLine]:
     """What is not like the rest: failed first, then waiting, then restarted."""
 
     def order(line: RankLine) -> tuple[bool, int, int]:
@@ -233,16 +244,17 @@ def _exceptions(lines: Sequence[RankLine]) -> list[RankLine]:
         return not line.is_first, kinds.get(line.phase, 2 if line.restarts else 3), line.rank
 
     odd = [line for line in lines if line.phase in ("Failed", "Pending") or line.restarts]
-    return sorted(odd, key=order)[:EXCEPTIONS]
+    return sorted(odd, key=order)
 
 
 def cause_card(training: Training) -> CauseCard | None:
     status, cause = training.status, training.status.root_cause
     if cause is None:
         return None
-    why = why_ended(cause.termination_reason, cause.message) or raised(cause.log_tail)
-    why = visible(why)
-    words = exit_in_words(cause)
+    why = visible(why_ended(cause.termination_reason, cause.message))
+    headline = f"Rank {cause.rank}: {why}" if why else f"Rank {cause.rank} {exit_in_words(cause)}"
+    if len(ranks_alike(status)) > 1:
+        headline = _capital(describe_cause(status))
     code = "unknown" if cause.exit_code is None else str(cause.exit_code)
     parts = [code, cause.signal or "", cause.termination_reason]
     attempts = f"attempt {cause.restart_count + 1}"
@@ -250,10 +262,10 @@ def cause_card(training: Training) -> CauseCard | None:
     beside = [r.rank for r in ranks if cause.host and r.node == cause.host and r.rank != cause.rank]
     return CauseCard(
         rank=cause.rank,
-        headline=f"Rank {cause.rank} {words}" if not why else f"Rank {cause.rank}: {why}",
+        headline=headline,
         exit=f"{', '.join(part for part in parts if part)}; {attempts}",
         host=cause.host or "",
-        beside=beside[:20],
+        beside=ranks_in_words(beside) if beside else "",
         before=_before(status, cause),
         at=cause.ended_at,
         tail=[visible(line) for line in cause.log_tail],
@@ -290,29 +302,32 @@ def happenings(training: Training) -> list[Happening]:
         at = min(r.previous.at for r in restarted if r.rank in ranks and r.previous)
         text = f"{_who(ranks, words)}, and {'was' if len(ranks) == 1 else 'were'} started again"
         lines.append(Happening(at=at, kind="failed", text=text))
-    cause = status.root_cause
+    cause, alike = status.root_cause, set(ranks_alike(status))
     if cause is not None and cause.ended_at is not None:
         text = f"Rank {cause.rank} {exit_in_words(cause)}"
+        if len(alike) > 1:
+            text = _capital(describe_cause(status))
         lines.append(Happening(at=cause.ended_at, kind="failed", text=text, is_first=True))
-    others = [e for e in status.rank_exits if cause is None or e.rank != cause.rank]
+    others = [e for e in status.rank_exits if e.rank not in alike]
     for kind, ended in (
-        ("failed", [e for e in others if e.is_failure and not e.collateral]),
-        ("cancelled", [e for e in others if e.collateral]),
-        ("succeeded", [e for e in others if not e.is_failure and not e.collateral]),
+        ("failed", [e for e in others if e.is_failure and not is_stopped_by_atoll(e)]),
+        ("cancelled", [e for e in others if is_stopped_by_atoll(e)]),
+        ("succeeded", [e for e in others if not e.is_failure]),
     ):
         told = [("" if kind == "cancelled" else exit_in_words(e), e.rank) for e in ended]
         for words, ranks in _alike(told):
             times = [e.ended_at for e in ended if e.rank in set(ranks) and e.ended_at is not None]
             if times:
-                if kind == "cancelled":
-                    words = "stopped with the rest; had not failed"
-                text = _who(ranks, words)
+                text = _who(ranks, words or "was stopped by atoll")
                 lines.append(Happening(at=min(times), kind=kind, text=text))
     lines.sort(key=lambda line: line.at)
     if len(lines) > LINES:
         first = next((at for at, line in enumerate(lines) if line.is_first), len(lines) - 1)
         begin = max(0, min(first - LINES // 2, len(lines) - LINES))
+        left = len(lines) - LINES
         lines = lines[begin : begin + LINES]
+        rest = f"and {left} more: see the events"
+        lines.append(Happening(at=lines[-1].at, kind="pending", text=rest))
     return lines
 
 
@@ -345,23 +360,27 @@ def _apart(seconds: float) -> str:
 
 def _waiting(status: Status) -> list[str]:
     """What ranks wait for, each once with those who do."""
-    if status.phase.is_terminal:
-        return []
-    pending = [(visible(r.message), r.rank) for r in status.ranks if r.phase == "Pending"]
-    groups = _alike([(words or "starting", rank) for words, rank in pending])
-    return [f"{_capital(ranks_in_words(ranks))}: {words}" for words, ranks in groups[:LINES]]
+    return [] if status.phase.is_terminal else [*map(_capital, waiting_lines(status.ranks))]
 
 
 def _tally(status: Status) -> dict[str, int]:
     if not status.rank_exits:
         return dict(Counter(rank.phase.lower() for rank in status.ranks))
-    exits = status.rank_exits
+    kinds = [_kind_of_exit(ended) for ended in status.rank_exits]
     return {
-        "failed": sum(e.is_failure and not e.collateral and e.exit_code is not None for e in exits),
-        "stopped with the rest": sum(e.collateral for e in exits),
-        "exited 0": sum(not e.is_failure and not e.collateral for e in exits),
-        "unknown": sum(e.exit_code is None and not e.collateral for e in exits),
+        "failed": sum(kind == "failed" for kind in kinds),
+        "stopped by atoll": sum(kind == "stopped" for kind in kinds),
+        "exited 0": sum(kind == "exited" for kind in kinds),
+        "unknown": sum(kind == "unknown" for kind in kinds),
     }
+
+
+def _kind_of_exit(ended: RankExit) -> str:
+    if is_stopped_by_atoll(ended):
+        return "stopped"
+    if ended.exit_code is None:
+        return "unknown"
+    return "failed" if ended.is_failure else "exited"
 
 
 def _spec(training: Training) -> dict[str, object]:

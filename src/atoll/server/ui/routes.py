@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
 from atoll.server import problems
-from atoll.server.auth import caller
+from atoll.server.auth import caller, check_dashboard_host
 from atoll.server.operations import Operation, Plane, routes
-from atoll.server.routing import Route
+from atoll.server.routing import Endpoint, Route
 from atoll.server.ui import assets, doors, grid, views
 
 MAX_BODY = 10_000
@@ -23,7 +27,6 @@ OPERATIONS = (
         max_body=MAX_BODY,
         is_open=True,
     ),
-    Operation("GET", "/ui/csrf", doors.csrf, "The word of this session.", {}, is_open=True),
     Operation("DELETE", "/ui/session", doors.sign_out, "Sign out.", {}),
     Operation("GET", "/ui/rows", views.rows, "Trainings as rows.", {}, query=views.RowsQuery),
     Operation("GET", "/ui/page/{name}", views.page, "One training.", {}, query=views.PageQuery),
@@ -38,6 +41,21 @@ PAGES = ("/", "/in", "/compare", "/t/*")
 def routes_of(plane: Plane) -> list[Route]:
     return [
         *routes(OPERATIONS, plane, caller, problems.on_error),
-        *(Route("GET", path, assets.shell, problems.on_error) for path in PAGES),
-        Route("GET", "/assets/*", assets.asset, problems.on_error),
+        *(Route("GET", path, _checked(plane, assets.shell), _in_words) for path in PAGES),
+        Route("GET", "/assets/*", _checked(plane, assets.asset), _in_words),
     ]
+
+
+def _checked(plane: Plane, endpoint: Endpoint) -> Endpoint:
+    async def answer(request: Request) -> Response:
+        check_dashboard_host(plane, request)
+        return await endpoint(request)
+
+    return answer
+
+
+def _in_words(request: Request, error: Exception) -> Response:
+    """A person reads this, not a program."""
+    if isinstance(error, HTTPException):
+        return PlainTextResponse(f"atoll: {error.detail}\n", error.status_code, assets.HEADERS)
+    return problems.on_error(request, error)

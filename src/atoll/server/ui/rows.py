@@ -1,4 +1,4 @@
-"""Every training as one row, kept in memory and up to date, so that lists of thousands are cheap.
+"""Trainings as rows, kept in memory and up to date, so that lists of thousands are cheap.
 
 What a row says is decided here, in the words of `core/narrate.py`; a browser only draws it.
 """
@@ -12,14 +12,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.controller.informer import Informer
 from atoll.core.ends import why_ended
-from atoll.core.errors import Gone, ValidationError
+from atoll.core.errors import ValidationError
 from atoll.core.escapes import visible
 from atoll.core.executors import absence
 from atoll.core.model import Model
-from atoll.core.narrate import end_in_words, phase_in_words, raised, status_in_words
+from atoll.core.narrate import end_in_words, phase_in_words, status_in_words
 from atoll.core.phase import Phase
-from atoll.core.ports import Store
+from atoll.core.ports import Store, Update
 from atoll.core.status import Training
 
 RECENT_S = 86_400.0
@@ -117,7 +118,7 @@ def _sentence(training: Training) -> tuple[str, str]:
         cause = status.root_cause
         if cause is None:
             return "", words.removeprefix(f"{status.phase.value}: ")
-        why = why_ended(cause.termination_reason, cause.message) or raised(cause.log_tail)
+        why = why_ended(cause.termination_reason, cause.message)
         return visible(why), words.removeprefix("failed: ")
     if where := absence(training):
         return f"Executor {where.removeprefix('Executor').lower()}", visible(status.message)
@@ -134,36 +135,55 @@ def _sentence(training: Training) -> tuple[str, str]:
 
 
 class Rows:
-    """The rows of all namespaces."""
+    """The rows of the namespaces that somebody has looked at."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._rows: dict[str, dict[str, TrainingRow]] = {}  # by namespace, then name
+        self._readings: dict[str, asyncio.Task[None]] = {}  # of all trainings of a namespace
+        self._removed: dict[str, set[str]] = {}  # by namespace: uids, while it is read
         self._texts: dict[str, str] = {}  # by uid: what a filter looks into
         self._changed = asyncio.Condition()
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=RECENT_KEPT)
         self.version = 0
 
-    async def follow(self, store: Store) -> None:
+    async def follow(self, informer: Informer) -> None:
         """Keeps the rows up to date until it is cancelled."""
-        while True:
-            after = await store.version()
-            self._rows, self._texts = {}, {}
-            for training in await store.list():
-                self._put(training)
-            self.version = after
-            try:
-                async for change in store.watch(after):
-                    if change.is_removed:
-                        self._drop(change.training)
-                    else:
-                        self._put(change.training)
-                    self.version = max(self.version, change.version)
-                    self._recent.append((change.version, *change.training.key))
-                    async with self._changed:
-                        self._changed.notify_all()
-                return
-            except Gone:
-                continue
+        await informer.uids()
+        self.version = informer.version
+        async for update in informer.updates():
+            if update.key[0] in self._rows:
+                if update.is_removed:
+                    self._drop(update)
+                elif update.training is not None:
+                    self._put(update.training)
+            self.version = max(self.version, update.version)
+            self._recent.append((update.version, *update.key))
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def read(self, namespace: str) -> None:
+        """Makes the rows of a namespace, once; afterwards they follow."""
+        reading = self._readings.get(namespace)
+        if reading is None or (reading.done() and (reading.cancelled() or reading.exception())):
+            reading = asyncio.create_task(self._read(namespace), name=f"rows of {namespace}")
+            self._readings[namespace] = reading
+        await asyncio.shield(reading)  # others wait for it, too
+
+    async def _read(self, namespace: str) -> None:
+        self._rows.setdefault(namespace, {})
+        removed = self._removed[namespace] = set()
+        try:
+            more: str | None = ""
+            while more is not None:
+                page = await self._store.page(namespace, after=more)
+                for training in page.items:
+                    if training.uid not in removed:
+                        self._put(training)
+                more = page.more
+                await asyncio.sleep(0)  # thousands of them hold up nobody
+        finally:
+            del self._removed[namespace]
 
     async def wait(self, after: int) -> int:
         """Returns once there is a version above `after`: that version."""
@@ -172,20 +192,23 @@ class Rows:
         return self.version
 
     def _put(self, training: Training) -> None:
-        row = row_of(training)
         rows = self._rows.setdefault(training.namespace, {})
         if training.name in rows:
+            if rows[training.name].version > training.resource_version:
+                return
             self._texts.pop(rows[training.name].uid, None)
-        rows[training.name] = row
+        row = rows[training.name] = row_of(training)
         hosts = {rank.node for rank in training.status.ranks if rank.node}
         text = " ".join((row.name, row.cause, row.sentence, row.where, *sorted(hosts)[:HOSTS]))
         self._texts[row.uid] = text.lower()
 
-    def _drop(self, training: Training) -> None:
-        rows = self._rows.get(training.namespace, {})
-        if training.name in rows and rows[training.name].uid == training.uid:
-            del rows[training.name]
-            self._texts.pop(training.uid, None)
+    def _drop(self, update: Update) -> None:
+        namespace, name = update.key
+        self._removed.get(namespace, set()).add(update.uid)
+        rows = self._rows[namespace]
+        if name in rows and rows[name].uid == update.uid:
+            del rows[name]
+            self._texts.pop(update.uid, None)
 
     def changed(self, namespace: str, after: int) -> list[str] | None:
         """The names that changed after a version; None if that is not known any more."""

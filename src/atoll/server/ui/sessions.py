@@ -1,26 +1,23 @@
-"""Sessions of browsers: a code of one use becomes a cookie, which is known by its hash alone.
+"""Sessions of browsers: a code of one use becomes a cookie, and a word that only our pages know.
 
-A session can do what its token can, and ends with it.
+They are in memory: a session ends with its control plane, so that who takes its port next is sent
+nothing of use. A session can do what its token can, and ends with it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import hmac
-import json
-import os
 import secrets
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
+
+from atoll.core.errors import Denied
 
 CODE_S = 60.0
 IDLE_S = 12 * 3600.0
 LONGEST_S = 7 * 86_400.0
-NOTE_S = 300.0  # how exactly the last use is kept in the file
-MOST = 1_000  # sessions, and codes that wait
+MOST = 1_000  # sessions, codes that wait, and codes that were used
 
 
 class BrowserSession(NamedTuple):
@@ -28,49 +25,80 @@ class BrowserSession(NamedTuple):
 
     namespace: str
     token: str  # the hash of the token that it came from
+    csrf: str  # what a page of ours knows beside the cookie; random, and never asked for by cookie
     began_at: float
     used_at: float
 
 
+class UnusedCode(NamedTuple):
+    ends_at: float
+    namespace: str
+    token: str
+
+
+def _boot_time() -> float:
+    """Goes on while the machine sleeps, and does not jump when its clock is set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Sessions:
-    """All sessions of a control plane; in a private file, if it has one."""
+    """All sessions of a control plane."""
 
     def __init__(
         self,
-        plane_id: str = "",
-        path: Path | None = None,
-        now: Callable[[], float] = time.time,
+        identity: str = "",
+        *,
+        is_loopback: bool = False,
+        now: Callable[[], float] = _boot_time,
     ) -> None:
-        self.cookie = f"atoll_ui_{plane_id[:12]}" if plane_id else "atoll_ui"
-        self.host = f"atoll-{plane_id[:8]}.localhost" if plane_id else ""
-        self._path = path
+        """`identity` is a secret that outlives the process, so that the dashboard keeps its name;
+        `is_loopback` says that the server listens on this machine only."""
+        label = _hash(f"dashboard {identity or secrets.token_hex(16)}")[:16]
+        # Browsers tell hosts apart and not ports. Nobody is told this name without a token: under
+        # it another server of this machine would be sent the cookie.
+        self.host = f"atoll-{label}.localhost"
+        self.cookie = f"atoll_ui_{label[:8]}"
+        self.is_loopback = is_loopback
         self._now = now
-        self._codes: dict[str, tuple[float, str, str]] = {}
-        self._sessions = self._read()
+        self._codes: dict[str, UnusedCode] = {}
+        self._redeemed: dict[str, float] = {}  # when
+        self._sessions: dict[str, BrowserSession] = {}  # by the hash of the cookie
 
     def new_code(self, namespace: str, token: str) -> str:
         """A code that signs in once, within a minute."""
         now = self._now()
-        self._codes = {c: kept for c, kept in self._codes.items() if kept[0] > now}
-        while len(self._codes) >= MOST:
-            del self._codes[next(iter(self._codes))]
+        self._codes = {c: kept for c, kept in self._codes.items() if kept.ends_at > now}
+        _make_room(self._codes)
         code = secrets.token_urlsafe(16)
-        self._codes[_hash(code)] = (now + CODE_S, namespace, token)
+        self._codes[_hash(code)] = UnusedCode(now + CODE_S, namespace, token)
         return code
 
-    def redeem(self, code: str) -> str | None:
-        """The cookie of a new session; None if the code is unknown, used or too old."""
-        ends_at, namespace, token = self._codes.pop(_hash(code), (0.0, "", ""))
-        return self.begin(namespace, token) if ends_at > self._now() else None
+    def redeem(self, code: str) -> str:
+        """The cookie of a new session. Raises Denied for a code that is unknown or too old, and for
+        one that was used, with the time: only its owner can know that it was somebody else."""
+        hashed, now = _hash(code), self._now()
+        if hashed in self._redeemed:
+            ago_s = now - self._redeemed[hashed]
+            clock = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - ago_s))
+            raise Denied(
+                f"this link was used already, at {clock}, {ago_s:.0f} s ago. If that was not you, "
+                "somebody else is signed in as you: run 'atoll ui --revoke', which signs all "
+                "browsers out, then 'atoll ui' again"
+            )
+        known = self._codes.pop(hashed, None)
+        if known is None or known.ends_at <= now:
+            raise Denied("this link is unknown here or older than a minute: run 'atoll ui' again")
+        _make_room(self._redeemed)
+        self._redeemed[hashed] = now
+        return self.begin(known.namespace, known.token)
 
     def begin(self, namespace: str, token: str) -> str:
         now = self._now()
         self._sessions = {h: s for h, s in self._sessions.items() if self._is_valid(s)}
         while len(self._sessions) >= MOST:
             del self._sessions[min(self._sessions, key=lambda h: self._sessions[h].used_at)]
-        cookie = secrets.token_urlsafe(32)
-        self._sessions[_hash(cookie)] = BrowserSession(namespace, token, now, now)
-        self._write()
+        cookie, csrf = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self._sessions[_hash(cookie)] = BrowserSession(namespace, token, csrf, now, now)
         return cookie
 
     def find(self, cookie: str) -> BrowserSession | None:
@@ -78,54 +106,28 @@ class Sessions:
         session = self._sessions.get(hashed)
         if session is None or not self._is_valid(session):
             return None
-        now = self._now()
-        if now - session.used_at > NOTE_S:
-            self._sessions[hashed] = session._replace(used_at=now)
-            self._write()
+        self._sessions[hashed] = session._replace(used_at=self._now())
         return session
 
     def end(self, cookie: str) -> None:
-        if self._sessions.pop(_hash(cookie), None) is not None:
-            self._write()
+        self._sessions.pop(_hash(cookie), None)
 
     def end_all(self, namespace: str) -> int:
-        """Ends the sessions of a namespace; returns how many there were."""
+        """Ends the sessions of a namespace and its codes; returns how many sessions there were."""
         kept = {h: s for h, s in self._sessions.items() if s.namespace != namespace}
         ended = len(self._sessions) - len(kept)
         self._sessions = kept
-        self._write()
+        self._codes = {h: c for h, c in self._codes.items() if c.namespace != namespace}
         return ended
 
     def _is_valid(self, session: BrowserSession) -> bool:
         now = self._now()
         return now - session.used_at < IDLE_S and now - session.began_at < LONGEST_S
 
-    def _read(self) -> dict[str, BrowserSession]:
-        if self._path is None:
-            return {}
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            stored = json.loads(self._path.read_bytes())
-            return {hashed: BrowserSession(*parts) for hashed, parts in stored.items()}
-        return {}
 
-    def _write(self) -> None:
-        """Keeps them for the next control plane here. Where it cannot, they end with this one."""
-        if self._path is None:
-            return
-        draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                json.dump(self._sessions, file)
-            draft.replace(self._path)
-
-
-def csrf_of(cookie: str) -> str:
-    """What a page of ours knows beside the cookie, and a page of others does not."""
-    return hmac.new(cookie.encode(), b"atoll csrf", hashlib.sha256).hexdigest()
-
-
-def is_csrf_of(cookie: str, told: str) -> bool:
-    return hmac.compare_digest(csrf_of(cookie), told)
+def _make_room(kept: dict[str, UnusedCode] | dict[str, float]) -> None:
+    while len(kept) >= MOST:
+        del kept[next(iter(kept))]
 
 
 def _hash(secret: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from math import fsum, isfinite
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 from msgspec.structs import replace
 
-from atoll.core.errors import NotFound, ValidationError
+from atoll.core.errors import NotFound, Temporary, ValidationError
 from atoll.core.model import Model, encode
 from atoll.core.series import Figure
 from atoll.core.spec import RankNumber
@@ -18,6 +19,8 @@ from atoll.core.status import Training
 from atoll.series.bins import band_of
 from atoll.series.fold import AT, MEAN, Series
 from atoll.series.keep import OneSeries, SeriesKeeper
+from atoll.server.encoded import with_staleness
+from atoll.server.logs import Moment
 from atoll.server.operations import JSON, NDJSON, Answer, ApiCall, Query, json_answer, stream_answer
 from atoll.server.series import spark_of
 from atoll.server.ui.page import PageOfTraining, RankLine, SeriesName, page_of, rank_lines
@@ -59,13 +62,13 @@ class CurvesQuery(Query, frozen=True):
         0  # without `rank`: so many, furthest from the mean
     )
     bins: Annotated[int, Meta(ge=10, le=2_000)] = 600
-    start: Annotated[float, Meta(ge=0)] | None = None
-    end: Annotated[float, Meta(ge=0)] | None = None
+    start: Moment | None = None
+    end: Moment | None = None
     uid: str | None = None
 
 
 class StreamQuery(Query, frozen=True):
-    after: Annotated[int, Meta(ge=0)] = 0
+    after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class CurveBand(Model, frozen=True, omit_defaults=False):
@@ -99,6 +102,7 @@ class StreamFrame(Model, frozen=True, omit_defaults=False):
 
 async def rows(call: ApiCall) -> Answer:
     query: RowsQuery = call.query
+    await call.plane.rows.read(call.namespace)
     page = call.plane.rows.page(
         call.namespace,
         q=query.q,
@@ -115,10 +119,14 @@ def _sparked(call: ApiCall, items: list[TrainingRow]) -> list[TrainingRow]:
     keeper = call.plane.series
     if keeper is None:
         return items
-    return [
-        replace(_with_loss(row, keeper.first(row.uid, LOSS)), round=keeper.rounds.reached(row.uid))
-        for row in items
-    ]
+    with contextlib.suppress(Temporary):  # rows are shown all the same
+        return [
+            replace(
+                _with_loss(row, keeper.first(row.uid, LOSS)), round=keeper.rounds.reached(row.uid)
+            )
+            for row in items
+        ]
+    return items
 
 
 def _with_loss(row: TrainingRow, series: Series | None) -> TrainingRow:
@@ -182,7 +190,7 @@ async def _training(call: ApiCall) -> Training:
     training = await call.plane.store.get(call.key)
     if call.query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
-    return training
+    return with_staleness(training, call.plane.setup.stale())
 
 
 async def curves(call: ApiCall) -> Answer:

@@ -37,7 +37,7 @@ class SlowBlobs(Blobs):
 
     def reader(self, key: str, start: int = 0, end: int | None = None) -> BlobReader:
         if key == self.refused:
-            self.is_stalled.wait(10)
+            self.is_stalled.wait(60)
             raise Permanent("refused")
         return SlowReader(self, key, start, end) if key == self.slow else super().reader(key)
 
@@ -96,7 +96,7 @@ def test_a_slow_read_of_an_attempt_that_was_given_up_does_not_spoil_the_next() -
         ((mean, _),) = replica.read_since(0, out)
         blobs.may_go.set()
         assert blobs.is_stalled.is_set()
-        assert blobs.is_over.wait(10)
+        assert blobs.is_over.wait(60)
     assert mean is out
     assert out.tolist() == [1.0] * SIZE
 
@@ -114,7 +114,7 @@ def test_memory_is_the_callers_again_once_a_read_has_failed() -> None:
             list(replica.read_since(0, out))
         out.fill(1.0)
         blobs.may_go.set()
-        assert blobs.is_over.wait(10)
+        assert blobs.is_over.wait(60)
     assert out.tolist() == [1.0] * SIZE
 
 

@@ -54,6 +54,13 @@ def test_a_look_that_costs_nothing_comes_soon_and_none_is_ever_skipped() -> None
     assert pauses == [0.005, pytest.approx(0.01), pytest.approx(0.1), 0.2]
 
 
+def test_pauses_are_no_longer_than_was_asked_for() -> None:
+    assert max(poll_pause(waited, 0.0) for waited in range(1000)) == 2.0
+    history = History(poll_s=0.25)
+    assert max(history.pause_s(waited, 0.0) for waited in range(1000)) == 0.25
+    assert history.pause_s(1000.0, 0.0, is_cheap=True) == 0.2
+
+
 @pytest.mark.parametrize(("lead_s", "slept"), [(0.0, [2.0]), (8.0, [1.0]), (10.0, [])])
 def test_a_rank_whose_upload_took_long_looks_for_the_roster_sooner(
     lead_s: float, slept: list[float], monkeypatch: pytest.MonkeyPatch

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec.structs import replace
 
 from atoll.core.clock import Time
+from atoll.core.html import training_html
 from atoll.core.model import encode
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
@@ -65,12 +67,54 @@ def test_a_failure_is_told_in_order_with_the_first_one_marked() -> None:
     assert page.cause.headline == "Rank 2 exited with code 7"
     assert page.cause.before == "scaled 2 → 4, 40 s earlier"
     assert page.cause.tail == ["\\x1b[31mboom"]
-    assert [line.text for line in page.happened][-1] == (
-        "Ranks 0-1, 3 stopped with the rest; had not failed"
-    )
+    assert [line.text for line in page.happened][-1] == "Ranks 0-1, 3 were stopped by atoll"
+    assert page.ranks[0].words == "exited with code 143: stopped by atoll"
     assert [line.is_first for line in page.happened] == [False, False, True, False]
-    assert page.tally == {"failed": 1, "stopped with the rest": 3, "exited 0": 0, "unknown": 0}
+    assert page.tally == {"failed": 1, "stopped by atoll": 3, "exited 0": 0, "unknown": 0}
     assert [line.is_first for line in page.ranks] == [False, False, True, False]
+
+
+def test_ranks_that_failed_alike_are_not_called_stopped() -> None:
+    exits = [
+        RankExit(
+            rank=rank,
+            exit_code=1,
+            termination_reason="Error",
+            message="ValueError: oops",
+            collateral=rank == 0,
+            ended_at=NOW - 5,
+        )
+        for rank in range(2)
+    ]
+    ranks = [RankStatus(rank=rank, phase="Failed", attempt=0) for rank in range(2)]
+    bad = world(2, phase=Phase.FAILED, root_cause=exits[1], rank_exits=exits, ranks=ranks)
+    page = page_of(bad, Time(NOW))
+    assert page.cause is not None
+    assert page.cause.headline == "Both ranks failed alike: ValueError: oops (rank 1 first)"
+    assert [line.text for line in page.happened] == [page.cause.headline]
+    assert [line.phase for line in page.ranks] == ["Failed", "Failed"]
+    assert {line.words for line in page.ranks} == {"exited with code 1: ValueError: oops"}
+    assert page.tally == {"failed": 2, "stopped by atoll": 0, "exited 0": 0, "unknown": 0}
+    assert "stopped" not in encode(page.ranks).decode().lower()
+    assert "stopped" not in training_html(bad).lower()
+
+
+def test_lists_of_ranks_that_are_cut_say_how_many_more() -> None:
+    ranks = [
+        RankStatus(rank=rank, phase="Failed", node="one", attempt=0, message=f"m{rank}")
+        for rank in range(200)
+    ]
+    first = RankExit(rank=0, exit_code=1, termination_reason="Error", host="one", ended_at=NOW)
+    exits = [
+        first,
+        *(replace(first, rank=n, exit_code=n, collateral=True) for n in range(2, 120, 2)),
+    ]
+    bad = world(200, phase=Phase.FAILED, root_cause=first, rank_exits=exits, ranks=ranks)
+    page = page_of(bad, Time(NOW))
+    assert page.cause is not None
+    assert page.cause.beside == "ranks 1-199"
+    assert (len(page.ranks), page.odd_ranks) == (50, 200)
+    assert page.happened[-1].text == "and 52 more: see the events"
 
 
 def test_an_exit_that_nobody_knows_is_unknown_and_not_zero() -> None:

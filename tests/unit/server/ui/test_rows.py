@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from msgspec.structs import replace
 
+from atoll.controller.informer import Informer
 from atoll.core.errors import ValidationError
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import RankExit, RankStatus, Status, Training, WorldStatus
 from atoll.server.ui.page import cause_card
 from atoll.server.ui.rows import Rows, row_of
+from atoll.store.memory import MemoryStore
 
 NOW = 2_000_000.0
 
@@ -33,7 +37,7 @@ def failed(name: str, *, ended_at: float = NOW - 10) -> Training:
 
 
 def rows_of(*trainings: Training) -> Rows:
-    rows = Rows()
+    rows = Rows(MemoryStore())
     for each in trainings:
         rows._put(each)
     return rows
@@ -50,29 +54,13 @@ def test_the_cause_of_a_failure_comes_first() -> None:
     assert row.sentence.startswith("rank 1 failed first")
 
 
-@pytest.mark.parametrize(
-    ("tail", "cause"),
-    [
-        (
-            ["Traceback (most recent call last):", "  x()", "ValueError: bad shape", ""],
-            "ValueError: bad shape",
-        ),
-        (
-            ["Traceback (most recent call last):", "torch.cuda.OutOfMemoryError"],
-            "torch.cuda.OutOfMemoryError",
-        ),
-        (["Traceback (most recent call last):", "  x()", "KeyError: 1", "then went on"], ""),
-        (["ValueError: printed by somebody"], ""),
-        ([], ""),
-    ],
-)
-def test_an_exception_that_ended_a_rank_is_its_cause(tail: list[str], cause: str) -> None:
-    end = RankExit(rank=1, exit_code=1, termination_reason="Error", log_tail=tail)
+def test_an_exception_that_ended_a_rank_is_its_cause() -> None:
+    end = RankExit(rank=1, exit_code=1, termination_reason="Error", message="ValueError: bad shape")
     ended = training("a", Phase.FAILED, root_cause=end, rank_exits=[end], ended_at=NOW - 10)
-    assert row_of(ended).cause == cause
+    assert row_of(ended).cause == "ValueError: bad shape"
     card = cause_card(ended)
     assert card is not None
-    assert card.headline == (f"Rank 1: {cause}" if cause else "Rank 1 exited with code 1")
+    assert card.headline == "Rank 1: ValueError: bad shape"
 
 
 def test_what_needs_a_look_is_on_top_then_what_runs_then_what_has_ended() -> None:
@@ -132,3 +120,29 @@ def test_control_characters_of_ranks_do_not_reach_the_page() -> None:
     cause = RankExit(rank=0, exit_code=1, termination_reason="Error", message="\x1b[2J<b>")
     bad = training("a", Phase.FAILED, root_cause=cause, rank_exits=[cause], ended_at=NOW)
     assert "\x1b" not in row_of(bad).cause + row_of(bad).sentence
+
+
+def test_rows_are_made_when_somebody_looks_and_then_follow() -> None:
+    async def check() -> None:
+        store = MemoryStore()
+        informer, rows = Informer(store), Rows(store)
+        gone = await store.create(training("gone"))
+        for name in ("ended", "runs"):
+            one = await store.create(training(name))
+            phase = Phase.SUCCEEDED if name == "ended" else Phase.READY
+            await store.update_status(one, Status(phase=phase, is_released=name == "ended"))
+        following = asyncio.gather(informer.run(), rows.follow(informer))
+        assert names(rows) == []
+        async with asyncio.timeout(30):
+            await asyncio.gather(rows.read("team"), rows.read("team"))
+            assert sorted(names(rows)) == ["ended", "gone", "runs"]
+            while rows.version < await store.version():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await store.remove(gone)
+            await store.create(training("new"))
+            await rows.wait(await store.version() - 1)
+            assert sorted(names(rows)) == ["ended", "new", "runs"]
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(check())

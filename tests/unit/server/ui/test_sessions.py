@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 import pytest
 
+from atoll.core.errors import Denied
 from atoll.server.ui import sessions
-from atoll.server.ui.sessions import CODE_S, IDLE_S, LONGEST_S, Sessions, csrf_of, is_csrf_of
+from atoll.server.ui.sessions import CODE_S, IDLE_S, LONGEST_S, Sessions
 
 
 class Clock:
@@ -26,16 +27,35 @@ def clock() -> Clock:
 def test_a_code_signs_in_once_and_within_a_minute(clock: Clock) -> None:
     book = Sessions("plane", now=clock)
     code = book.new_code("team", "hash")
-    cookie = book.redeem(code)
-    assert cookie is not None
-    session = book.find(cookie)
+    session = book.find(book.redeem(code))
     assert session is not None
     assert (session.namespace, session.token) == ("team", "hash")
-    assert book.redeem(code) is None
     late = book.new_code("team", "hash")
     clock.now += CODE_S
-    assert book.redeem(late) is None
-    assert book.redeem("made up") is None
+    for unknown in (late, "made up"):
+        with pytest.raises(Denied, match="unknown here or older than a minute: run 'atoll ui'"):
+            book.redeem(unknown)
+
+
+def test_a_code_that_was_used_says_when_and_what_to_do(clock: Clock) -> None:
+    book = Sessions("plane", now=clock)
+    code = book.new_code("team", "hash")
+    book.redeem(code)
+    for seconds in (17, 4000):
+        clock.now += seconds
+        with pytest.raises(Denied) as refused:
+            book.redeem(code)
+        words = r"used already, at \d\d:\d\d:\d\d UTC, \d+ s ago.*run 'atoll ui --revoke'"
+        assert re.search(words, str(refused.value))
+    assert "4017 s ago" in str(refused.value)
+
+
+def test_revoking_ends_codes_that_wait_too(clock: Clock) -> None:
+    book = Sessions("plane", now=clock)
+    code = book.new_code("team", "hash")
+    book.end_all("team")
+    with pytest.raises(Denied):
+        book.redeem(code)
 
 
 def test_a_session_ends_when_it_is_idle_and_after_a_week_in_any_case(clock: Clock) -> None:
@@ -51,27 +71,9 @@ def test_a_session_ends_when_it_is_idle_and_after_a_week_in_any_case(clock: Cloc
     assert book.find(used) is None
 
 
-def test_sessions_outlive_the_process_and_the_file_holds_no_cookie(
-    clock: Clock, tmp_path: Path
-) -> None:
-    path = tmp_path / "sessions.json"
-    cookie = Sessions("plane", path, clock).begin("team", "hash")
-    assert cookie not in path.read_text()
-    assert path.stat().st_mode & 0o777 == 0o600
-    again = Sessions("plane", path, clock)
-    assert again.find(cookie) is not None
-    again.end(cookie)
-    assert Sessions("plane", path, clock).find(cookie) is None
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"x": 1}', '{"x": ["a"]}'])
-def test_a_file_that_is_damaged_signs_everybody_out_and_no_more(
-    content: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "sessions.json"
-    path.write_text(content)
-    book = Sessions("plane", path)
-    assert book.find(book.begin("team", "hash")) is not None
+def test_a_session_ends_with_its_control_plane(clock: Clock) -> None:
+    cookie = Sessions("plane", now=clock).begin("team", "hash")
+    assert Sessions("plane", now=clock).find(cookie) is None
 
 
 def test_revoking_ends_the_sessions_of_one_namespace_only(clock: Clock) -> None:
@@ -86,17 +88,26 @@ def test_codes_and_sessions_are_bounded(clock: Clock, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sessions, "MOST", 3)
     book = Sessions("plane", now=clock)
     codes = [book.new_code("team", "a") for _ in range(5)]
-    assert [book.redeem(code) is not None for code in codes] == [False, False, True, True, True]
+    for code in codes[:2]:
+        with pytest.raises(Denied):
+            book.redeem(code)
+    assert all(book.redeem(code) for code in codes[2:])
     cookies = [book.begin("team", "a") for _ in range(5)]
     assert sum(book.find(cookie) is not None for cookie in cookies) == 3
 
 
-def test_two_control_planes_have_cookies_of_their_own() -> None:
+def test_a_control_plane_keeps_a_name_that_others_cannot_guess() -> None:
+    assert Sessions("one").host == Sessions("one").host
+    assert Sessions("one").host != Sessions("two").host
     assert Sessions("one").cookie != Sessions("two").cookie
+    assert Sessions().host != Sessions().host
     assert Sessions("one").host.endswith(".localhost")
+    assert "one" not in Sessions("one").host
 
 
-def test_the_word_of_a_page_belongs_to_its_cookie() -> None:
-    assert is_csrf_of("cookie", csrf_of("cookie"))
-    assert not is_csrf_of("cookie", csrf_of("other"))
-    assert not is_csrf_of("cookie", "")
+def test_the_word_of_a_page_is_not_made_from_its_cookie(clock: Clock) -> None:
+    book = Sessions("plane", now=clock)
+    sessions = [book.find(book.begin("team", "hash")) for _ in range(2)]
+    words = {session.csrf for session in sessions if session is not None}
+    assert len(words) == 2
+    assert all(len(word) >= 32 for word in words)

@@ -1,7 +1,8 @@
 // Requests with the session's cookie and the word that only our pages know.
 
-let csrf = sessionStorage.getItem("atoll-csrf");
-export const state = { namespace: sessionStorage.getItem("atoll-namespace") || "", skew: 0, isLive: false };
+// Kept by the browser for this host and port alone, unlike the cookie, which it sends to every port; shared by all tabs.
+const csrf = () => localStorage.getItem("atoll-csrf") || "";
+export const state = { namespace: localStorage.getItem("atoll-namespace") || "", skew: 0, isLive: false };
 
 export class Problem extends Error {
   constructor(status, document) {
@@ -12,10 +13,9 @@ export class Problem extends Error {
 }
 
 function keep(answer) {
-  csrf = answer.csrf;
   state.namespace = answer.namespace;
-  sessionStorage.setItem("atoll-csrf", csrf);
-  sessionStorage.setItem("atoll-namespace", answer.namespace);
+  localStorage.setItem("atoll-csrf", answer.csrf);
+  localStorage.setItem("atoll-namespace", answer.namespace);
 }
 
 async function checked(response) {
@@ -32,22 +32,14 @@ export async function signIn(body) {
   keep(await (await checked(response)).json());
 }
 
-// A new tab has the cookie, and asks for the word.
-export async function begin() {
-  if (csrf) return true;
-  const response = await fetch("/ui/csrf");
-  if (!response.ok) return false;
-  keep(await response.json());
-  return true;
-}
+export const isSignedIn = () => csrf() !== "";
 
 export function forget() {
-  csrf = null;
-  sessionStorage.removeItem("atoll-csrf");
+  localStorage.removeItem("atoll-csrf");
 }
 
 export async function send(method, path, body, options = {}) {
-  const headers = { "X-Atoll-CSRF": csrf || "" };
+  const headers = { "X-Atoll-CSRF": csrf() };
   if (body !== undefined) headers["Content-Type"] = "application/json";
   if (options.key) headers["Idempotency-Key"] = options.key;
   const response = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal: options.signal });
@@ -108,7 +100,7 @@ export async function follow(onChange, onState) {
         if (frame.names === null || frame.names.length) onChange(frame.names);
       }
     } catch (error) {
-      if (error.status === 401) { onState(false, since, error); return; }
+      if (error.status === 401 || error.status === 403) { onState(false, since, error); return; }
     }
     clearTimeout(silent);
     state.isLive = false;

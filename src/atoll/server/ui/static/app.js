@@ -1,6 +1,6 @@
 // The frame: signing in, addresses, the theme, the connection.
 
-import { begin, follow, forget, send, signIn, state } from "./api.js";
+import { follow, forget, isSignedIn, send, signIn, state } from "./api.js";
 import { button, clock, h, put } from "./dom.js";
 import { showCompare } from "./compare.js";
 import { showList } from "./list.js";
@@ -105,7 +105,7 @@ async function start() {
       return;
     } catch (error) { signInPage(error.message); return; }
   }
-  if (!(await begin())) { signInPage(""); return; }
+  if (!isSignedIn()) { signInPage(""); return; }
   if (location.pathname === "/in") history.replaceState({}, "", "/");
   put(document.getElementById("namespace"), `namespace ${state.namespace} `, button("Sign out", async () => {
     await send("DELETE", "/ui/session");

@@ -122,25 +122,26 @@ export function showTraining(main, name, rank, go) {
   }
 
   function drawTop() {
-    keep(top, [page.cause, page.waiting, isOver() && page.happened, page.tally], () => topPanels());
+    keep(top, [page.cause, page.waiting, page.warnings, isOver() && page.happened, page.tally], () => topPanels());
   }
 
   function topPanels() {
     const cause = page.cause;
-    if (!cause && !page.waiting.length && (!isOver() || !page.happened.length)) return [];
+    const warned = page.warnings.length ? h("section", { class: "panel wait", id: "warnings", "aria-labelledby": "h-warn" }, h("header", {}, h("h2", { id: "h-warn" }, "Warnings")), h("div", { class: "body" }, h("ul", {}, page.warnings.map((each) => h("li", {}, each))))) : null;
+    if (!cause && !page.waiting.length && (!isOver() || !page.happened.length)) return warned ? [warned] : [];
     const left = cause ? causeCard(cause) : page.waiting.length ? h("section", { class: "panel wait", "aria-labelledby": "h-wait" }, h("header", {}, h("h2", { id: "h-wait" }, "Waiting for")), h("div", { class: "body" }, h("ul", {}, page.waiting.map((each) => h("li", {}, each))))) : null;
     const first = cause?.at ?? null;
     const happened = page.happened.length ? h("section", { class: "panel", "aria-labelledby": "h-seq" }, h("header", {}, h("h2", { id: "h-seq" }, "What happened"), h("span", { class: "push small dim" }, "from exits and events")),
       h("div", { class: "body" }, h("ol", { class: "seq" }, page.happened.map((each) => h("li", { class: each.isFirst ? "first" : "" }, first !== null && each.at > first ? h("time", { title: new Date(each.at * 1000).toISOString() }, `+${duration(each.at - first)}`) : time(each.at, page.now), mark(each.kind), h("span", {}, each.text)))),
         h("div", { class: "tally" }, Object.entries(page.tally).map(([label, n]) => h("span", { class: n ? "" : "dim" }, `${n} ${label}`))))) : null;
-    return [left, isOver() || cause ? happened : null];
+    return [warned, left, isOver() || cause ? happened : null];
   }
 
   function causeCard(cause) {
     const text = () => [`${name}: ${cause.headline}`, `exit ${cause.exit}`, cause.host ? `host ${cause.host}` : "", cause.before, ...cause.tail].filter(Boolean).join("\n");
     return h("section", { class: "panel cause", id: "cause", "aria-labelledby": "h-cause" }, h("header", {}, h("h2", { id: "h-cause" }, mark("failed", 13), ` Root cause: rank ${cause.rank}`), h("span", { class: "push small soft" }, time(cause.at, page.now))),
       h("div", { class: "body" }, h("p", { class: "headline" }, capital(cause.headline)),
-        h("dl", { class: "kv" }, pair("Exit", cause.exit), cause.host ? pair("Host", cause.beside.length ? `${cause.host}, together with rank${cause.beside.length > 1 ? "s" : ""} ${cause.beside.join(", ")}` : cause.host) : null, cause.before ? pair("Before it", cause.before) : null),
+        h("dl", { class: "kv" }, pair("Exit", cause.exit), cause.host ? pair("Host", cause.beside ? `${cause.host}, together with ${cause.beside}` : cause.host) : null, cause.before ? pair("Before it", cause.before) : null),
         h("pre", { class: "tail", tabindex: 0, role: "region", "aria-label": `Last lines of rank ${cause.rank}` }, cause.tail.length ? cause.tail.map((line) => [h("span", { class: /error|exception|killed|fatal/i.test(line) ? "hit" : "" }, line), "\n"]) : "it printed nothing"),
         h("div", { class: "row" }, button(`Logs of rank ${cause.rank}`, () => { logs.choose(cause.rank); logPanel.panel.scrollIntoView(); }, { class: "mini" }), button("Copy as text", () => navigator.clipboard.writeText(text()), { class: "mini" }), h("code", { class: "small dim wide" }, `atoll status ${name}`))));
   }
@@ -175,7 +176,7 @@ export function showTraining(main, name, rank, go) {
     const parts = { charts, isOver: isOver(), address };
     const uses = few ? page.ranks.map((line) => [charts.lastOf("machine/memory", line.rank), charts.lastOf("machine/cpu", line.rank)]) : null;
     keep(laneBox, [page.ranks, cells, now_, uses, lanes, document.documentElement.dataset.theme, words.toString()], () => few ? strips(page, page.ranks, now_, parts)
-      : [mosaic(cells, (each) => go(address(each))), chooser(words.get("lanes") || "", async (text) => { note({ lanes: text }); await loadLanes().catch(() => { lanes = []; }); drawRanks(); }), lanes.length ? strips(page, lanes, now_, parts) : null, table(page.cells ? page.ranks : page.ranks.filter((line) => line.phase !== "Running" || line.restarts), "Ranks that are not like the rest", address)]);
+      : [mosaic(cells, (each) => go(address(each))), chooser(words.get("lanes") || "", async (text) => { note({ lanes: text }); await loadLanes().catch(() => { lanes = []; }); drawRanks(); }), lanes.length ? strips(page, lanes, now_, parts) : null, table(page.cells ? page.ranks : page.ranks.filter((line) => line.phase !== "Running" || line.restarts), page.cells && page.oddRanks > page.ranks.length ? `Ranks that are not like the rest: ${page.ranks.length} of ${page.oddRanks}` : "Ranks that are not like the rest", address)]);
   }
 
   function drawEvents() {
@@ -188,10 +189,9 @@ export function showTraining(main, name, rank, go) {
   let language = "shell";
   function drawCode() {
     const first = page.cause ? page.cause.rank : 0, series = page.series.find((each) => each.name === "loss")?.name || page.series[0]?.name;
-    const { row } = page;
     const texts = {
-      shell: [`atoll status ${name}`, `atoll logs ${name} --rank ${first} --tail 50`, series ? `atoll plot ${name} ${quoted(series)}` : null, `atoll series ${name} --csv`, `atoll events ${name}`, page.isSource ? null : `atoll run --name ${name}-2 -n ${row.target} --min ${row.min} -- ${page.command}`].filter(Boolean).join("\n"),
-      python: [`import atoll`, ``, `training = atoll.Client().get(${JSON.stringify(name)})`, `print(training.world, training.root_cause)`, `for line in training.logs(rank=${first}, tail=50):`, `    print(line)`, series ? `table = training.series(${JSON.stringify(series)})` : null].filter((line) => line !== null).join("\n"),
+      shell: [`atoll status ${name}`, `atoll logs ${name} --rank ${first} --tail 50`, series ? `atoll plot ${name} ${quoted(series)}` : null, `atoll series ${name} --csv`, `atoll events ${name}`, `atoll rerun ${name}`, page.shell || null].filter(Boolean).join("\n"),
+      python: [`import atoll`, ``, `training = atoll.Client().get(${JSON.stringify(name)})`, `print(training.world, training.root_cause)`, `for line in training.logs(rank=${first}, tail=50):`, `    print(line)`, series ? `table = training.series(${JSON.stringify(series)})` : null, ``, page.python || `again = training.rerun()`].filter((line) => line !== null).join("\n"),
       spec: JSON.stringify(page.spec, null, 2),
     };
     keep(code.aside, [language], () => h("div", { class: "seg push", role: "group", "aria-label": "Language" }, Object.entries(languages).map(([key, label]) => button(label, () => { language = key; drawCode(); }, { "aria-pressed": String(language === key) }))));

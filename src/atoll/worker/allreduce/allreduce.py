@@ -1,5 +1,0 @@
-"""`atoll.worker.allreduce.allreduce`, as the release before called it."""
-
-from atoll.diloco.allreduce import ObjectStoreAllReduce
-
-__all__ = ["ObjectStoreAllReduce"]
