@@ -67,7 +67,7 @@ def read_headers(bodies: Mapping[str, bytes | None]) -> dict[str, UploadHeader |
     return headers
 
 
-def find_place(last: Manifest | None, rank: int, world: int, *, is_idle: bool) -> int:
+def find_replica_config(last: Manifest | None, rank: int, world: int, *, is_idle: bool) -> int:
     """A rank's place in the order in which replicas begin to look at uploads."""
     order = [member.rank for member in last.present if member.rank < world] if last else []
     order = order or list(range(world))

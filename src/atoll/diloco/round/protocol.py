@@ -308,7 +308,9 @@ class RoundMachine:
     @property
     def _place(self) -> int:
         is_idle = self.offer is not None and not self.offer.steps
-        return decide.find_place(self.last, self.config.rank, self.config.world, is_idle=is_idle)
+        return decide.find_replica_config(
+            self.last, self.config.rank, self.config.world, is_idle=is_idle
+        )
 
     def _look(self, headers: dict[str, UploadHeader | None]) -> Steps[Look]:
         """List the uploads and read the headers that are new."""
