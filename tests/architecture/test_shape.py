@@ -82,7 +82,7 @@ SLOW = (
             HEAVY + SLOW,
         ),
         (
-            "import atoll.local.shim, atoll.local.supervisor",
+            "import atoll.backends.local.watchdog, atoll.backends.local.supervisor",
             (*HEAVY, *SLOW, "click", "inspect", "msgspec"),
         ),
     ],
@@ -205,7 +205,7 @@ def test_every_number_in_a_query_has_bounds() -> None:
     """Else `inf`, or more than SQLite holds, would get as far as the code behind."""
     from atoll.core.checks import bounds_of
     from atoll.server import app
-    from atoll.server.operations import Query
+    from atoll.server.http.operations import Query
 
     assert app
     unbounded = []

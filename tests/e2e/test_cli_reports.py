@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from atoll.rank.report_token import key_at, token_for
+from atoll.backends.metrics_token import key_at, token_for
 from tests.e2e.conftest import until
 
 FOREVER = "trap 'exit 0' TERM; while :; do sleep 0.05; done"

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atoll.backends.metrics_token import token_for
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.rank.report_token import token_for
-from atoll.series.keep import SeriesKeeper
+from atoll.metrics.store import SeriesKeeper
 from atoll.server.app import create_app
-from atoll.server.auth import hashed
+from atoll.server.http.auth import hashed
 from atoll.store.memory import MemoryStore
 from atoll.store.tokens import SQLiteTokens
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from atoll.core.attempts import AttemptList
+from atoll.core.describe import failure_in_words, ranks_in_words, waiting_lines
 from atoll.core.errors import (
     AtollError,
     BelowMinimumWorld,
@@ -25,14 +26,13 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.executors import MISSING, ExecutorList, absence
-from atoll.core.metrics import Metrics
+from atoll.core.metrics import NewestFigures, SeriesList
 from atoll.core.model import Model, encode
-from atoll.core.narrate import failure_in_words, ranks_in_words, waiting_lines
 from atoll.core.phase import Phase
+from atoll.core.rank_ranges import some_spans
 from atoll.core.rounds import RoundItem, RoundList, ShownTraining
-from atoll.core.series import NewestFigures, SeriesList
-from atoll.core.spans import some_spans
 from atoll.core.spec import TrainingSpec, check_spec_size
+from atoll.core.stats import Metrics
 from atoll.core.status import (
     FIELDS_IGNORED,
     AttemptStatus,

@@ -14,18 +14,28 @@ from atoll.core.attempts import AttemptList
 from atoll.core.checks import NAME_PATTERN
 from atoll.core.errors import Temporary
 from atoll.core.executors import ExecutorList
-from atoll.core.metrics import Metrics
+from atoll.core.metrics import NewestFigures, SeriesList
 from atoll.core.model import Model
 from atoll.core.problem import Problem
 from atoll.core.rounds import RoundList, ShownTraining
-from atoll.core.series import NewestFigures, SeriesList
 from atoll.core.spec import TrainingSpec
+from atoll.core.stats import Metrics
 from atoll.core.status import LogHit, PlacedLine, Training, TrainingList, Usage
-from atoll.server import figures, logs, reports, rerun, results, rounds, series, trainings
-from atoll.server.auth import caller, token_of
 from atoll.server.background import CONTROLLER, TaskFailure
-from atoll.server.bodies import MAX_BODY_BYTES
-from atoll.server.operations import (
+from atoll.server.handlers import (
+    logs,
+    metric_reports,
+    metrics,
+    reports,
+    rerun,
+    results,
+    rounds,
+    trainings,
+)
+from atoll.server.handlers.watch import EVENT_ID_PATTERN
+from atoll.server.http.auth import caller, token_of
+from atoll.server.http.bodies import MAX_BODY_BYTES
+from atoll.server.http.operations import (
     NDJSON,
     SSE,
     Answer,
@@ -35,8 +45,7 @@ from atoll.server.operations import (
     Operation,
     json_answer,
 )
-from atoll.server.problems import MEDIA_TYPE
-from atoll.server.watch import EVENT_ID_PATTERN
+from atoll.server.http.problems import MEDIA_TYPE
 
 ONE = "/v1/trainings/{name}"
 ALL = "/v1/trainings"
@@ -69,14 +78,14 @@ async def readyz(call: ApiCall) -> Answer:
     return json_answer(Health(status="degraded" if failing else "ok", failing=failing))
 
 
-async def metrics(call: ApiCall) -> Answer:
+async def prometheus(call: ApiCall) -> Answer:
     """Totals of all; with a token also the trainings of its namespace."""
     namespace = call.namespace or None
     if namespace is None and token_of(call.request):
         namespace = await caller(call.plane, call.request)
     gauges, now = call.plane.gauges, time.time()
     text, media_type = await asyncio.to_thread(
-        gauges.exposition, namespace, lambda uid: series.last_figures(call.plane, uid), now
+        gauges.exposition, namespace, lambda uid: metrics.last_figures(call.plane, uid), now
     )
     return Response(text, media_type=media_type)
 
@@ -220,20 +229,20 @@ NATIVE = (
     Operation(
         "GET",
         f"{ONE}/series",
-        series.series,
+        metrics.series,
         "What ranks reported over time (`atoll.report`), as columns: one series for each rank and "
         "name.",
         {200: AnswerDoc("The series.", SeriesList), **_NAMED},
-        query=series.SeriesQuery,
+        query=metrics.SeriesQuery,
     ),
     Operation(
         "GET",
         "/v1/figures",
-        series.figures,
+        metrics.figures,
         "What trainings reported last under these names, each by its lowest rank; with `ranks` by "
         "each of its ranks too.",
         {200: AnswerDoc("The newest figures.", NewestFigures), **_COMMON},
-        query=series.FiguresQuery,
+        query=metrics.FiguresQuery,
     ),
     Operation(
         "GET",
@@ -247,11 +256,11 @@ NATIVE = (
     Operation(
         "POST",
         f"{ONE}/reports",
-        figures.take,
+        metric_reports.take,
         "What a rank reports, as lines of JSON, with the token that its environment holds. Other "
         "tokens are refused, and that one is good for nothing else.",
         {
-            200: AnswerDoc("Kept.", figures.Taken),
+            200: AnswerDoc("Kept.", metric_reports.Taken),
             **_BAD,
             **_DENIED,
             **_MISSING,
@@ -314,7 +323,7 @@ NATIVE = (
     Operation(
         "GET",
         METRICS,
-        metrics,
+        prometheus,
         "Totals of the server, in the Prometheus text format; with a token also gauges of each "
         "training of its namespace that is not over, of the 200 newest.",
         {200: AnswerDoc("Metrics as text.", str, "text/plain")},
