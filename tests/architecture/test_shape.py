@@ -17,7 +17,7 @@ import atoll
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-MOST_LINES = 600
+MAX_LINES = 900  # one idea a file, read from top to bottom; httpx and starlette go to 2,000 and 900
 
 
 def test_import_contracts_hold() -> None:
@@ -32,7 +32,7 @@ def test_no_file_is_too_long_to_read() -> None:
     long = {
         str(path.relative_to(ROOT)): lines
         for path in everything
-        if (lines := len(path.read_text().splitlines())) > MOST_LINES
+        if (lines := len(path.read_text().splitlines())) > MAX_LINES
     }
     assert long == {}
 
