@@ -219,7 +219,7 @@ NATIVE = (
     ),
     Operation(
         "GET",
-        f"{ONE}/value",
+        f"{ONE}/result",
         results.value,
         "The result of a rank: what its function returned, or what its program handed in last. "
         "404 if there is none.",
