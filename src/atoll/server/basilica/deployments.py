@@ -108,13 +108,13 @@ async def _created(call: ApiCall, body: bytes) -> Answer:
             "atoll does not support inference deployments: it runs distributed trainings "
             "(basilica.distributed), which have 'distributed' in the request"
         )
-    wish = await decoded(body, Create)
-    if not wish.distributed.enabled:
+    create = await decoded(body, Create)
+    if not create.distributed.enabled:
         raise ValidationError("distributed.enabled", False, "expected true")
     executor = default_executor(call.plane)
     spec = spec_of(
-        wish,
-        backend=rendezvous_of(wish.distributed.rendezvous.backend, executor),
+        create,
+        backend=rendezvous_of(create.distributed.rendezvous.backend, executor),
         path_first=str(Path(sys.executable).parent) if executor == "local" else None,
     )
     spec = admitted(spec, call.plane, call.namespace)
