@@ -27,11 +27,11 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "src")]
 
 from tests.e2e.kubernetes.control_plane import ControlPlane, assets  # noqa: E402
 
+from atoll.backends.kubernetes.client import Cluster, gather  # noqa: E402
+from atoll.backends.kubernetes.executor import KubernetesBackend  # noqa: E402
 from atoll.core.errors import Temporary  # noqa: E402
 from atoll.core.spec import TrainingSpec, WorldSize  # noqa: E402
 from atoll.core.status import Training, Wish  # noqa: E402
-from atoll.kubernetes.client import Cluster, gather  # noqa: E402
-from atoll.kubernetes.executor import KubernetesBackend  # noqa: E402
 
 LOOKS = 20
 IDLE_S = 10.0

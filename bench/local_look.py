@@ -14,9 +14,9 @@ import time
 import uuid
 from pathlib import Path
 
+from atoll.backends.local.executor import LocalBackend
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Training, Wish
-from atoll.local.executor import LocalBackend
 
 SIZES = (1, 100, 1000)
 LOOKS = 20

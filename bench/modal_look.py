@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.allreduce.s3server import S3Server
 from tests.support.modal_stand_in import ModalStandIn
 
+from atoll.agent.wrapper import LAUNCH, WISH, name_of, write
+from atoll.backends.modal.executor import ModalBackend
+from atoll.backends.modal.options import ModalOptions
+from atoll.backends.modal.render import sandbox_name
+from atoll.backends.records import wish_document
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Training, Wish
-from atoll.modal.executor import ModalBackend
-from atoll.modal.options import ModalOptions
-from atoll.modal.render import sandbox_name
-from atoll.rank.attempt import LAUNCH, WISH, name_of, write
-from atoll.rank.records import wish_document
 
 SIZES = (1, 100, 1000)
 LOOKS = 5

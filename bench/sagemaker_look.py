@@ -21,11 +21,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from tests.allreduce.s3server import S3Server  # noqa: E402
 from tests.support import sagemaker_stand_in  # noqa: E402
 
+from atoll.agent.wrapper import RankAttempt  # noqa: E402
+from atoll.backends.sagemaker.executor import SageMakerBackend  # noqa: E402
+from atoll.backends.sagemaker.options import SageMakerOptions  # noqa: E402
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize  # noqa: E402
 from atoll.core.status import Training, Wish  # noqa: E402
-from atoll.rank.attempt import RankAttempt  # noqa: E402
-from atoll.sagemaker.executor import SageMakerBackend  # noqa: E402
-from atoll.sagemaker.options import SageMakerOptions  # noqa: E402
 
 LOOKS = 3
 RESULTS = ROOT / "bench/results/sagemaker_look.json"

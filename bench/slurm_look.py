@@ -22,13 +22,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.support.slurm_cluster import SlurmCluster, slurm_cluster, why_not  # noqa: E402
 
+from atoll.agent.wrapper import GATE, LAUNCH, WISH, RankAttempt, write  # noqa: E402
+from atoll.backends.records import wish_document  # noqa: E402
+from atoll.backends.slurm.executor import SHARED_S, SlurmBackend  # noqa: E402
+from atoll.backends.slurm.options import SlurmOptions  # noqa: E402
+from atoll.backends.slurm.render import job_name  # noqa: E402
 from atoll.core.spec import TrainingSpec, WorldSize  # noqa: E402
 from atoll.core.status import Training, Wish  # noqa: E402
-from atoll.rank.attempt import GATE, LAUNCH, WISH, RankAttempt, write  # noqa: E402
-from atoll.rank.records import wish_document  # noqa: E402
-from atoll.slurm.executor import SHARED_S, SlurmBackend  # noqa: E402
-from atoll.slurm.options import SlurmOptions  # noqa: E402
-from atoll.slurm.render import job_name  # noqa: E402
 
 SIZES = (1, 100, 1000)
 LOOKS = 7

@@ -40,10 +40,10 @@ _HOME = {
     "WorldSizeOutOfBounds": "core.errors",
     "WorldStatus": "core.status",
     "distributed": "sdk.distributed",
-    "give_result": "rank.result",
+    "give_result": "agent.result",
     "mesh_status": "mesh.gate",
     "mesh_wait": "mesh.gate",
-    "report": "rank.figures",
+    "report": "agent.metrics",
 }
 
 _EXTRA = {"ObjectStoreAllReduce": "store"}  # what imports only with these packages

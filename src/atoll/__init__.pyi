@@ -1,5 +1,7 @@
 """The public names with their types."""
 
+from atoll.agent.metrics import report as report
+from atoll.agent.result import give_result as give_result
 from atoll.core.errors import AtollError as AtollError
 from atoll.core.errors import BackendError as BackendError
 from atoll.core.errors import BelowMinimumWorld as BelowMinimumWorld
@@ -18,8 +20,6 @@ from atoll.core.status import RankStatus as RankStatus
 from atoll.core.status import WorldStatus as WorldStatus
 from atoll.diloco.allreduce import ObjectStoreAllReduce as ObjectStoreAllReduce
 from atoll.mesh.gate import mesh_status as mesh_status
-from atoll.rank.figures import report as report
-from atoll.rank.result import give_result as give_result
 from atoll.replicas.handle import ReplicaHandle as ReplicaHandle
 from atoll.replicas.kubernetes import EKSExecutor as EKSExecutor
 from atoll.replicas.kubernetes import KubernetesExecutor as KubernetesExecutor

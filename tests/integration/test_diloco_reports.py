@@ -13,7 +13,7 @@ import torch
 from atoll.core.rounds import KeptRound, RoundWord, items_of, with_seen, with_word
 from atoll.diloco import DiLoCo, facts
 from atoll.diloco.blobs import Blobs
-from atoll.rounds.rosters import RunReader
+from atoll.rounds.manifests import RunReader
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -263,7 +263,7 @@ def test_the_model_is_loaded_by_plain_safetensors(
     assert float(loaded["frozen"].sum()) == 15
     with safe_open(files[0], "pt") as file:
         words = file.metadata()
-    assert (words["format"], words["atoll.round"], words["atoll.run"]) == ("pt", "3", "run")
+    assert (words["format"], words["atoll.round"], words["atoll.main"]) == ("pt", "3", "run")
     if target == "many":
         assert (path / "model.safetensors.index.json").exists()
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, wait_for
 
+from atoll.backends.local.journal import GangState
+from atoll.backends.local.supervisor_client import Supervision
 from atoll.core.status import Training
-from atoll.local.journal import GangState
-from atoll.local.supervision import Supervision
 
 RANKS = 2
 SCRIPT = "echo up; read code < {folder}/$RANK; echo bye; exit $code"

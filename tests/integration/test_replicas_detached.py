@@ -20,8 +20,8 @@ from tests.integration.test_replicas import KEYS, marked, script, until
 
 import atoll
 from atoll import LocalProcessExecutor, NotFound, ReplicaHandle
-from atoll.local import processes
-from atoll.local.adoption import read_record
+from atoll.backends.local import processes
+from atoll.backends.local.adoption import read_record
 
 SOURCE = str(Path(atoll.__file__).parents[1])
 RANKS = f"""

@@ -14,7 +14,7 @@ from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.past import read_rosters
 from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.blobs import Blobs
-from atoll.rounds.rosters import RunReader
+from atoll.rounds.manifests import RunReader
 
 SIZE = 3
 

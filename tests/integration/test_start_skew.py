@@ -269,7 +269,7 @@ import os, time
 import numpy as np
 from atoll import ObjectStoreAllReduce
 from atoll.diloco.allreduce import pace
-from atoll.rank.replica_entry import give_result
+from atoll.agent.replica_entry import give_result
 pace.FIRST_GRACE_S = 0.1
 rank = int(os.environ["RANK"])
 uri = os.environ["ATOLL_RENDEZVOUS_URI"]

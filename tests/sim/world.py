@@ -16,11 +16,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.backends.local.journal import Attempt, GangState
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.plan import STALE_S
 from atoll.core.ports import Executor
 from atoll.core.status import Chore, Exit, Seen, SeenRank, Status, Training, Wish
-from atoll.local.journal import Attempt, GangState
 
 
 class Crash(BaseException):

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.slurm import executor as slurm
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.spec import Resources
 from atoll.core.status import Training
-from atoll.slurm import executor as slurm
 from tests.slurm.conftest import Lab
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm, wait_until
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from atoll.core.escapes import visible
-from atoll.core.series import NewestFigure
+from atoll.core.escape import visible
+from atoll.core.metrics import NewestFigure
 from atoll.core.status import Training
 from atoll.sdk import flows
 from atoll.sdk.client import Client

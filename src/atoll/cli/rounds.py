@@ -46,8 +46,8 @@ def rounds(name: str, is_csv: bool, is_json: bool) -> None:
 def as_text(name: str, table: RoundTable) -> str:
     from atoll.cli.show import clock, shortened
     from atoll.cli.show import table as aligned
+    from atoll.core.rank_ranges import some_spans
     from atoll.core.rounds import describe_counts
-    from atoll.core.spans import some_spans
 
     if table.summary is None:
         return f"{name} has had no outer round; they are those of atoll.diloco.DiLoCo"

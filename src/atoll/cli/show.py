@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from atoll.cli.terminal import PHASE_COLOURS, Painted, paint, wants_colour
-from atoll.core.escapes import visible
+from atoll.core.escape import visible
 from atoll.core.executors import absence
 from atoll.core.status import Training
 

@@ -24,8 +24,8 @@ def stop(is_all: bool, is_json: bool) -> None:
 
     None that runs is no error. A control plane that ATOLL_URL names is not stopped.
     """
+    from atoll.backends.local.state import state_dir
     from atoll.cli.show import counted, print_json
-    from atoll.local.state import state_dir
 
     if os.environ.get("ATOLL_URL"):
         words = "ATOLL_URL names a control plane: stop it where it runs, or unset ATOLL_URL"

@@ -8,10 +8,10 @@ from shutil import get_terminal_size
 
 from atoll.cli import show
 from atoll.cli.report import end_report
-from atoll.core.escapes import visible
-from atoll.core.narrate import attempt_in_words
+from atoll.core.describe import attempt_in_words
+from atoll.core.escape import visible
+from atoll.core.metrics import NewestFigure
 from atoll.core.rounds import ShownTraining
-from atoll.core.series import NewestFigure
 from atoll.core.status import AttemptStatus, Event, RankExit, RankStatus, Training
 from atoll.core.warnings import CONDITION as WARNINGS
 

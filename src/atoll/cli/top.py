@@ -13,7 +13,7 @@ import click
 from atoll.cli.options import json_option
 
 if TYPE_CHECKING:
-    from atoll.core.series import Figure, NewestFigure
+    from atoll.core.metrics import Figure, NewestFigure
     from atoll.core.status import Training
     from atoll.sdk.client import Client
 

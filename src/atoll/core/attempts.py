@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from atoll.core.ends import RankEnd
 from atoll.core.model import Model
 from atoll.core.ranks import explained, in_ms
+from atoll.core.reasons import RankEnd
 from atoll.core.status import AttemptStatus, Exit, RankStatus, Seen, Status
 
 KEPT = 20  # of one rank, before its newest

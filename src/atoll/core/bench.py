@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from atoll.core.ends import PhaseReason
+from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import BenchPhase, BenchResult, BenchStatus, Seen, Status, Training
 

@@ -16,6 +16,7 @@ AtollError
     ├── Temporary(retry_after_s)                 try again later
     └── Permanent                                trying again will not help
         ├── ObjectTooLarge                       it takes smaller objects only
+        ├── StoreDenied                          an object store refused the key; also Denied
         └── StatusRefused                        a status that the store will not keep
 """
 
@@ -164,6 +165,10 @@ class Permanent(BackendError):
 
 class ObjectTooLarge(Permanent):
     """The backend takes smaller objects only."""
+
+
+class StoreDenied(Permanent, Denied):
+    """An object store refused the key, or there is none."""
 
 
 class StatusRefused(Permanent):

@@ -16,12 +16,12 @@ from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
 from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
 from atoll.core.clock import STEP_S, Time
 from atoll.core.conditions import set_condition
-from atoll.core.ends import PhaseReason
+from atoll.core.describe import narrate, status_in_words
 from atoll.core.errors import UDTerminalState
 from atoll.core.gate import may_start
 from atoll.core.mesh import MeshState
-from atoll.core.narrate import narrate, status_in_words
 from atoll.core.phase import Phase, Tally, advance
+from atoll.core.rank_ranges import some_spans
 from atoll.core.ranks import (
     classify,
     final_exits,
@@ -31,7 +31,7 @@ from atoll.core.ranks import (
     root_cause_of,
     waiting_message,
 )
-from atoll.core.spans import some_spans
+from atoll.core.reasons import PhaseReason
 from atoll.core.spec import WorldSize
 from atoll.core.stall import STALLED, stall_condition, stalled_ranks
 from atoll.core.status import (

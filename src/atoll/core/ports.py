@@ -1,6 +1,6 @@
 """What the controller works through: a store of trainings, and executors.
 
-`run.py` builds the real ones. Every implementation passes the contract suite under
+`main.py` builds the real ones. Every implementation passes the contract suite under
 `tests/contract/`.
 """
 
@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from atoll.core.errors import Permanent
 from atoll.core.executors import Home
+from atoll.core.metrics import RankUse
 from atoll.core.model import Model
-from atoll.core.series import RankUse
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
     AttemptStatus,

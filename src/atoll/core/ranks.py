@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from atoll.core.ends import PhaseReason, RankEnd
+from atoll.core.describe import exit_in_words
 from atoll.core.exceptions import exception_in
 from atoll.core.lines import printed
-from atoll.core.narrate import exit_in_words
+from atoll.core.reasons import PhaseReason, RankEnd
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Seen, SeenRank, Status
 

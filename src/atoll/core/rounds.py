@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
+from atoll.core.metrics import MAX_COUNT, MAX_TIME
 from atoll.core.model import Model
-from atoll.core.series import MAX_COUNT, MAX_TIME
-from atoll.core.spans import some_spans
+from atoll.core.rank_ranges import some_spans
 from atoll.core.status import Training
 from atoll.core.warnings import MAX_WARNINGS, has_replica_per_rank
 

@@ -27,6 +27,7 @@ from atoll.core.errors import NotFound, Permanent, Temporary, ValidationError
 from atoll.core.retry import Retry
 from atoll.core.stores import missing_keys
 from atoll.diloco.silence import Silence, begin
+from atoll.objectstore import Traffic
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -63,22 +64,6 @@ class Blob:
     key: str
     size: int
     modified: datetime
-
-
-@dataclass
-class Traffic:
-    """What was asked of the store so far. Every try counts, failed ones too."""
-
-    requests: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-
-    def since(self, earlier: Traffic) -> Traffic:
-        return Traffic(
-            self.requests - earlier.requests,
-            self.bytes_up - earlier.bytes_up,
-            self.bytes_down - earlier.bytes_down,
-        )
 
 
 class Blobs:

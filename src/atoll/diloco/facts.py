@@ -11,6 +11,7 @@ from functools import lru_cache
 import msgspec
 from msgspec.structs import replace
 
+from atoll.agent.metrics import report_round
 from atoll.core.rounds import RoundCost, RoundFacts, RoundWord
 from atoll.diloco.allreduce.keys import parse_upload
 from atoll.diloco.allreduce.layout import Layout
@@ -19,7 +20,6 @@ from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.place import fragment_run
 from atoll.diloco.probe import read_bad
 from atoll.diloco.reports import RoundReport
-from atoll.rank.figures import report_round
 
 log = logging.getLogger("atoll.diloco")
 

@@ -143,7 +143,7 @@ class ReplicaFace(RunFace):
             self._receive()
             words = {"atoll.round": str(self.round), "atoll.step": str(self.step)}
             if self._home is not None:
-                words["atoll.run"] = self._home.name
+                words["atoll.main"] = self._home.name
             is_writer = not self._team.process
             return export.save(self._whole(), target, file_bytes, words, is_writer=is_writer)
 

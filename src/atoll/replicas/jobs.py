@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
+from atoll.backends.kubernetes.pod import Pod, when
+from atoll.backends.kubernetes.read import finished, wish_of
+from atoll.backends.kubernetes.render import gang_name, render_job, render_service, render_world
 from atoll.core.checks import RESULTS_VARIABLE
-from atoll.core.ends import PhaseReason
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
+from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Seen, Status, Training, Wish, sooner
-from atoll.kubernetes.executor import KubernetesBackend
-from atoll.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
-from atoll.kubernetes.pod import Pod, when
-from atoll.kubernetes.read import finished, wish_of
-from atoll.kubernetes.render import gang_name, render_job, render_service, render_world
 from atoll.replicas.shared import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]

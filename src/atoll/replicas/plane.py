@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from atoll.controller.informer import Informer
 from atoll.controller.loop import Controller, Pass
-from atoll.core.ends import PhaseReason
 from atoll.core.errors import AtollError, Conflict, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key
+from atoll.core.reasons import PhaseReason
 from atoll.core.status import Training
 from atoll.replicas.shared import SharedBackend, SharedExecutor
 from atoll.store.memory import MemoryStore

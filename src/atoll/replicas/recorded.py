@@ -12,13 +12,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.backends.recorded import RecordedBackend
 from atoll.core.checks import check_as, check_strings
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training, Wish
-from atoll.rank.executor import RecordedBackend
 from atoll.replicas.entrypoints import Entry, InImage, Module, read_in_image
 from atoll.replicas.kubernetes import RESTARTS
 from atoll.replicas.plane import ScriptPlane

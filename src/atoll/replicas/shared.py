@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from atoll.core.ends import RankEnd
 from atoll.core.errors import Conflict
 from atoll.core.ports import Executor, Key, Store
+from atoll.core.reasons import RankEnd
 from atoll.core.status import Chore, Exit, LogLine, Seen, SeenRank, Status, Training, Wish
 
 

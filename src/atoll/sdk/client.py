@@ -140,7 +140,7 @@ class Client:
         options: DeployOptions,
         allow_pickle: bool,
     ) -> SweepRun:
-        from atoll.rank.result import PICKLE, RESULTS_VARIABLE
+        from atoll.agent.result import PICKLE, RESULTS_VARIABLE
         from atoll.sdk.sweep import SweepRun, jobs_of  # imported here: it loads slowly
 
         if allow_pickle:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from atoll.core.attempts import AttemptList
+from atoll.core.describe import failure_in_words, ranks_in_words, waiting_lines
 from atoll.core.errors import (
     AtollError,
     BelowMinimumWorld,
@@ -25,14 +26,13 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.executors import MISSING, ExecutorList, absence
-from atoll.core.metrics import Metrics
+from atoll.core.metrics import NewestFigures, SeriesList
 from atoll.core.model import Model, encode
-from atoll.core.narrate import failure_in_words, ranks_in_words, waiting_lines
 from atoll.core.phase import Phase
+from atoll.core.rank_ranges import some_spans
 from atoll.core.rounds import RoundItem, RoundList, ShownTraining
-from atoll.core.series import NewestFigures, SeriesList
-from atoll.core.spans import some_spans
 from atoll.core.spec import TrainingSpec, check_spec_size
+from atoll.core.stats import Metrics
 from atoll.core.status import (
     FIELDS_IGNORED,
     AttemptStatus,
@@ -263,13 +263,13 @@ class ValueAnswer(Model, frozen=True):
 
 
 def value(who: Who, rank: int) -> Flow[ValueAnswer]:
-    effect = Send("GET", f"{who.path}/value", {"rank": rank, "uid": who.uid})
+    effect = Send("GET", f"{who.path}/result", {"rank": rank, "uid": who.uid})
     return answered((yield from send(effect)), ValueAnswer)
 
 
 def series(who: Who, names: Sequence[str], rank: int | None) -> Flow[SeriesList]:
     query = {"name": list(names) or None, "rank": rank, "uid": who.uid}
-    return answered((yield from send(Send("GET", f"{who.path}/series", query))), SeriesList)
+    return answered((yield from send(Send("GET", f"{who.path}/metrics", query))), SeriesList)
 
 
 def figures(
@@ -277,7 +277,7 @@ def figures(
 ) -> Flow[NewestFigures]:
     """What these trainings, or all, reported last."""
     query = {"name": list(names), "training": list(trainings) or None, "ranks": ranks or None}
-    return answered((yield from send(Send("GET", "/v1/figures", query))), NewestFigures)
+    return answered((yield from send(Send("GET", "/v1/metrics", query))), NewestFigures)
 
 
 def rounds(who: Who, first: int, last: int | None, *, has_costs: bool) -> Flow[RoundList]:
@@ -325,12 +325,12 @@ def end_sessions() -> Flow[EndedSessions]:
 
 
 def metrics(who: Who) -> Flow[Metrics]:
-    effect = Send("GET", f"{who.path}/metrics", {"uid": who.uid})
+    effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
     return answered((yield from send(effect)), Metrics)
 
 
 def usage(who: Who) -> Flow[Usage]:
-    effect = Send("GET", f"{who.path}/usage", {"uid": who.uid})
+    effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
     return answered((yield from send(effect)), Usage)
 
 

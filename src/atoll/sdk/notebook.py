@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from atoll.core.describe import end_in_words, status_in_words
 from atoll.core.errors import AtollError, NotFound, Temporary
-from atoll.core.escapes import visible
+from atoll.core.escape import visible
 from atoll.core.html import text, training_html
-from atoll.core.narrate import end_in_words, status_in_words
-from atoll.core.series import NewestFigure
+from atoll.core.metrics import NewestFigure
 from atoll.core.status import Training
 from atoll.sdk import flows
 

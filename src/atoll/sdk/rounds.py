@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.core.rounds import RoundItem, RoundList, RoundSummary
-from atoll.sdk.series import ColumnTable
+from atoll.sdk.metrics import ColumnTable
 
 COLUMNS = tuple(name for name in RoundItem.__struct_fields__ if name != "costs")
 

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.core.checks import check_int, check_name
+from atoll.core.describe import end_in_words
 from atoll.core.errors import AtollError, Conflict, NotFound, ValidationError
-from atoll.core.narrate import end_in_words
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, TrainingList
 from atoll.sdk import flows
 from atoll.sdk.effects import Flow, NextChange, Pause, Send
+from atoll.sdk.metrics import ColumnTable
 from atoll.sdk.requests import answered, send
-from atoll.sdk.series import ColumnTable
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client

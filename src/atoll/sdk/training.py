@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
 from atoll.core.errors import AtollError, NotFound, ResultError, ValidationError
-from atoll.core.metrics import Metrics
+from atoll.core.metrics import SeriesList
 from atoll.core.rounds import RoundList
-from atoll.core.series import SeriesList
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
+from atoll.core.stats import Metrics
 from atoll.core.status import (
     AttemptStatus,
     BenchResult,
@@ -35,9 +35,9 @@ from atoll.sdk import flows, logs
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
 from atoll.sdk.logs import Position
+from atoll.sdk.metrics import SeriesTable
 from atoll.sdk.options import world_of
 from atoll.sdk.rounds import RoundTable
-from atoll.sdk.series import SeriesTable
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
@@ -516,7 +516,7 @@ def decoded_value(answer: flows.ValueAnswer, *, allow_pickle: bool) -> Any:
         return answer.value
     import base64
 
-    from atoll.rank.result import Result, decode_value
+    from atoll.agent.result import Result, decode_value
 
     payload = base64.b64decode(answer.payload)
     return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)

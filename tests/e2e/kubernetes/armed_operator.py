@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.store import KubernetesStore
 from atoll.controller.loop import Controller
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.executor import KubernetesBackend
-from atoll.kubernetes.store import KubernetesStore
 from atoll.operator.run import DEFAULTS
 from tests.support.serve import Crashing
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training, Wish
-from atoll.kubernetes.executor import KubernetesBackend
 from tests.e2e.kubernetes.conformance_backend import ArmedOperator
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for

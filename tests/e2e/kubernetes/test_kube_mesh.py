@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.local.etcd_server import start_etcd, stop_etcd
 from atoll.core.mesh import MeshState
 from atoll.core.spec import BenchSpec, TrainingSpec, WorldSize
 from atoll.core.status import Seen, Training, Wish
-from atoll.kubernetes.executor import KubernetesBackend
-from atoll.local.etcd_server import start_etcd, stop_etcd
 from atoll.mesh.etcd import EtcdKeys
 from tests.e2e.kubernetes.conftest import Operator, Site, Space
 from tests.e2e.kubernetes.control_plane import wait_for

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 RANK = """
 import os, sys
 import atoll
-from atoll.rank import figures
+from atoll.agent import figures
 
 rank, first, last = int(os.environ["ATOLL_RANK"]), int(sys.argv[1]), int(sys.argv[2])
 for at in range(first, last):

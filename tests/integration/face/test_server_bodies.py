@@ -12,7 +12,7 @@ import pytest
 
 import atoll
 from atoll.core.spec import MAX_SPEC_BYTES
-from atoll.server import bodies
+from atoll.server.http import bodies
 
 from .conftest import Served
 

@@ -81,7 +81,7 @@ def test_a_function_that_returns_none_has_that_value(client: atoll.Client) -> No
 
 TORN = """
 import os
-from atoll.rank.result import Result, nonce_of, result_lines
+from atoll.agent.result import Result, nonce_of, result_lines
 lines = result_lines(Result("json", b"1" * 9000), nonce_of(os.environ["ATOLL_UID"]), "0" * 8)
 os.write(1, lines[0])
 """
@@ -127,7 +127,7 @@ class Evil:
 def test_a_pickle_needs_both_sides(client: atoll.Client, tmp_path: Path) -> None:
     evil = base64.b64encode(pickle.dumps(Evil(str(tmp_path / "ran")))).decode()
     program = (
-        "import os, base64\nfrom atoll.rank.result import Result, nonce_of, result_lines\n"
+        "import os, base64\nfrom atoll.agent.result import Result, nonce_of, result_lines\n"
         f"result = Result('pickle', base64.b64decode({evil!r}))\n"
         "for line in result_lines(result, nonce_of(os.environ['ATOLL_UID']), '0' * 8):\n"
         "    os.write(1, line)\n"

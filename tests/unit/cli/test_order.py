@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.cli.order import by_figure
-from atoll.core.series import Figure, NewestFigure
+from atoll.core.metrics import Figure, NewestFigure
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
 

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import pytest
 
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.options import KubernetesOptions
+from atoll.backends.kubernetes.render import render_job
 from atoll.core.errors import NotFound, Permanent
 from atoll.core.model import encode
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.options import KubernetesOptions
-from atoll.kubernetes.render import render_job
 from atoll.replicas.jobs import ScriptJobs, as_launch, training_of
 from atoll.replicas.shared import without_gang
 

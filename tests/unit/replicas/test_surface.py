@@ -13,9 +13,9 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.core import plan
-from atoll.core.ends import RankEnd
 from atoll.core.errors import Denied, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor, Key
+from atoll.core.reasons import RankEnd
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Chore, Exit, LogLine, Seen, SeenRank, Training, Wish
 from atoll.replicas import plane

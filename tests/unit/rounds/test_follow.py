@@ -12,11 +12,11 @@ from atoll.core.phase import Phase
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.diloco.blobs import Blobs
+from atoll.metrics.store import SeriesKeeper
 from atoll.rounds import follow
 from atoll.rounds.follow import FollowedTraining, RoundFollower
 from atoll.rounds.permit import Whose
-from atoll.series.keep import SeriesKeeper
-from tests.unit.rounds.test_rosters import decide, upload
+from tests.unit.rounds.test_manifests import decide, upload
 
 
 def training(

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import atoll
+from atoll.core.describe import failure_in_words
 from atoll.core.errors import (
     BelowMinimumWorld,
     Conflict,
@@ -22,7 +23,6 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.model import encode
-from atoll.core.narrate import failure_in_words
 from atoll.core.phase import Phase
 from atoll.core.ports import Change
 from atoll.core.problem import problem_of

@@ -61,7 +61,8 @@ from atoll.diloco.allreduce.work import (
     is_counted,
     settle_failed,
 )
-from atoll.diloco.blobs import Blobs, Traffic
+from atoll.diloco.blobs import Blobs
+from atoll.objectstore import Traffic
 
 log = logging.getLogger("atoll.allreduce")
 

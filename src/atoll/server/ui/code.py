@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from atoll.core.escapes import visible
+from atoll.core.escape import visible
 from atoll.core.executors import LOCAL
 from atoll.core.spec import BenchSpec, TrainingSpec
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from atoll.core.errors import NotFound
 from atoll.core.model import Model
+from atoll.core.rank_ranges import spans
 from atoll.core.rounds import (
     ABSENT,
     BAD,
@@ -25,11 +26,10 @@ from atoll.core.rounds import (
     states,
     with_absent,
 )
-from atoll.core.spans import spans
 from atoll.core.status import Training
-from atoll.series.rounds import RoundKeeper
-from atoll.server.operations import Answer, ApiCall, Query, json_answer
-from atoll.server.rounds import RoundNumber, RoundsQuery, chosen, why_of
+from atoll.metrics.rounds import RoundKeeper
+from atoll.server.handlers.rounds import RoundNumber, RoundsQuery, chosen, why_of
+from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
 N = TypeVar("N", int, float)
 

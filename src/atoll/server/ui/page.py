@@ -10,10 +10,7 @@ from msgspec.structs import replace
 
 from atoll.core.attempts import attempts_of
 from atoll.core.clock import Time
-from atoll.core.ends import why_ended
-from atoll.core.escapes import visible
-from atoll.core.model import Model
-from atoll.core.narrate import (
+from atoll.core.describe import (
     attempt_in_words,
     describe_cause,
     exit_in_words,
@@ -22,6 +19,9 @@ from atoll.core.narrate import (
     ranks_in_words,
     waiting_lines,
 )
+from atoll.core.escape import visible
+from atoll.core.model import Model
+from atoll.core.reasons import why_ended
 from atoll.core.status import (
     AttemptStatus,
     Condition,
@@ -34,7 +34,7 @@ from atoll.core.status import (
     WorldPoint,
 )
 from atoll.core.usage import usage
-from atoll.server.encoded import shown
+from atoll.server.http.encoded import shown
 from atoll.server.ui.code import python_of, shell_of
 from atoll.server.ui.rows import TrainingRow, row_of
 

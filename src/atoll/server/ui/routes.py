@@ -6,28 +6,28 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from atoll.server import problems
-from atoll.server.auth import caller, check_dashboard_host
-from atoll.server.operations import Operation, Plane, routes
-from atoll.server.routing import Endpoint, Route
-from atoll.server.ui import assets, doors, grid, views
+from atoll.server.http import problems
+from atoll.server.http.auth import caller, check_dashboard_host
+from atoll.server.http.operations import Operation, Plane, routes
+from atoll.server.http.routing import Endpoint, Route
+from atoll.server.ui import assets, auth, grid, views
 
 MAX_BODY = 10_000
 
 OPERATIONS = (
-    Operation("POST", "/ui/codes", doors.new_code, "Make a code that signs a browser in.", {}),
-    Operation("DELETE", "/ui/sessions", doors.revoke, "End all sessions of the namespace.", {}),
+    Operation("POST", "/ui/codes", auth.new_code, "Make a code that signs a browser in.", {}),
+    Operation("DELETE", "/ui/sessions", auth.revoke, "End all sessions of the namespace.", {}),
     Operation(
         "POST",
         "/ui/session",
-        doors.sign_in,
+        auth.sign_in,
         "Sign in with a code or a token.",
         {},
-        body=doors.SignIn,
+        body=auth.SignIn,
         max_body=MAX_BODY,
         is_open=True,
     ),
-    Operation("DELETE", "/ui/session", doors.sign_out, "Sign out.", {}),
+    Operation("DELETE", "/ui/session", auth.sign_out, "Sign out.", {}),
     Operation("GET", "/ui/rows", views.rows, "Trainings as rows.", {}, query=views.RowsQuery),
     Operation("GET", "/ui/page/{name}", views.page, "One training.", {}, query=views.PageQuery),
     Operation("GET", "/ui/ranks/{name}", views.ranks, "Some ranks.", {}, query=views.RanksQuery),

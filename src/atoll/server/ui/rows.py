@@ -1,6 +1,6 @@
 """Trainings as rows, kept in memory and up to date, so that lists of thousands are cheap.
 
-What a row says is decided here, in the words of `core/narrate.py`; a browser only draws it.
+What a row says is decided here, in the words of `core/describe.py`; a browser only draws it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.controller.informer import Informer
-from atoll.core.ends import why_ended
+from atoll.core.describe import end_in_words, phase_in_words, status_in_words
 from atoll.core.errors import ValidationError
-from atoll.core.escapes import visible
+from atoll.core.escape import visible
 from atoll.core.executors import absence
 from atoll.core.model import Model
-from atoll.core.narrate import end_in_words, phase_in_words, status_in_words
 from atoll.core.phase import Phase
 from atoll.core.ports import Store, Update
+from atoll.core.reasons import why_ended
 from atoll.core.status import Training
 
 RECENT_S = 86_400.0

@@ -12,17 +12,25 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from atoll.core.errors import NotFound, Temporary, ValidationError
+from atoll.core.metrics import Figure
 from atoll.core.model import Model, encode
-from atoll.core.series import Figure
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
-from atoll.series.bins import band_of
-from atoll.series.fold import AT, MEAN, Series
-from atoll.series.keep import OneSeries, SeriesKeeper
-from atoll.server.encoded import with_staleness
-from atoll.server.logs import Moment
-from atoll.server.operations import JSON, NDJSON, Answer, ApiCall, Query, json_answer, stream_answer
-from atoll.server.series import spark_of
+from atoll.metrics.bins import band_of
+from atoll.metrics.series import AT, MEAN, Series
+from atoll.metrics.store import OneSeries, SeriesKeeper
+from atoll.server.handlers.logs import Moment
+from atoll.server.handlers.metrics import spark_of
+from atoll.server.http.encoded import with_staleness
+from atoll.server.http.operations import (
+    JSON,
+    NDJSON,
+    Answer,
+    ApiCall,
+    Query,
+    json_answer,
+    stream_answer,
+)
 from atoll.server.ui.page import PageOfTraining, RankLine, SeriesName, page_of, rank_lines
 from atoll.server.ui.rows import TrainingRow, with_spark
 

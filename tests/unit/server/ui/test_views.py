@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.errors import ValidationError
-from atoll.series.fold import Series, point_of
-from atoll.series.keep import OneSeries
+from atoll.metrics.series import Series, point_of
+from atoll.metrics.store import OneSeries
 from atoll.server.ui.views import MOST_RANKS, chosen_ranks, furthest
 
 

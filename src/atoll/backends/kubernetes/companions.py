@@ -1,0 +1,385 @@
+"""What runs beside the ranks of a training: its etcd, the watch over its mesh, its link bench.
+
+Their pods come with the same list or watch as those of the ranks, so a look needs no extra request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.fabric import Members, fabric_folder, members
+from atoll.backends.kubernetes.followups import PatchJob
+from atoll.backends.kubernetes.names import BENCH, ETCD
+from atoll.backends.kubernetes.options import KubernetesOptions
+from atoll.backends.kubernetes.parts import (
+    address,
+    answering,
+    bench_name,
+    etcd_words,
+    is_bench_over,
+    read_bench,
+    render_bench,
+    render_bench_service,
+    render_etcd,
+    render_etcd_service,
+    trouble_of,
+)
+from atoll.backends.kubernetes.patch import is_held, render_unhold
+from atoll.backends.kubernetes.pod import BROKEN, HOPELESS, Pod
+from atoll.backends.kubernetes.render import etcd_name, owner_of, reference_to
+from atoll.core.bench import LIMIT_S
+from atoll.core.errors import BackendError, Conflict, NotFound
+from atoll.core.mesh import MeshState
+from atoll.core.ports import Key
+from atoll.core.status import BenchSeen, Chore, MeshStatus, Seen, Training, sooner
+from atoll.mesh.etcd import EtcdKeys
+from atoll.mesh.reach import MeshVerdict
+from atoll.mesh.watch import MeshWatch
+
+Json = dict[str, Any]
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 5.0  # between two attempts to create an etcd that has no pod
+BENCH_EVERY_S = 5.0
+HELD_EVERY_S = 30.0
+
+
+class StartEtcd(Chore, frozen=True):
+    """The etcd exists or is being started. Without a Training object, `job` owns it."""
+
+    job: Json | None
+
+
+class FollowMesh(Chore, frozen=True):
+    """The mesh watch expects these agents to reach each other, and reads their reports there."""
+
+    endpoint: str
+    members: Members | None
+
+
+class ClearBench(Chore, frozen=True):
+    """The result of the bench is stored, so its Job and Service are deleted."""
+
+
+class FollowedMesh:
+    """The watch over the mesh of one training, in one etcd."""
+
+    def __init__(
+        self,
+        training: Training,
+        endpoint: str,
+        deadline_s: float,
+        notify: Callable[[], None],
+        *,
+        is_alone: bool,
+    ):
+        self.endpoint = endpoint
+        self.agents: frozenset[str] = frozenset()
+        self._notify = notify
+        self._keys = EtcdKeys(endpoint)
+        self._task: asyncio.Task[None] | None = None
+        self.watch = MeshWatch(
+            self._keys,
+            self._on_verdict,
+            deadline_s=deadline_s,
+            folder=fabric_folder(training),
+            is_alone=is_alone,
+        )
+
+    def follow(self, members: Members, now: float) -> None:
+        if members.agents != self.agents:
+            self.agents = members.agents
+            already_s = max(now - members.placed_at, 0.0)
+            self._task = asyncio.create_task(self._run(self._task, already_s))
+            self._task.add_done_callback(_log_end)
+
+    async def _run(self, before: asyncio.Task[None] | None, already_s: float) -> None:
+        await _end(before)
+        await self.watch.run(self.agents, already_s)
+
+    async def close(self) -> None:
+        await _end(self._task)
+        self._task = None
+        await self._keys.close()
+
+    def _on_verdict(self, verdict: MeshVerdict) -> None:
+        self._notify()
+
+
+class Meshes:
+    """One watch for each training with a mesh. A changed verdict calls `notify`.
+
+    A watch reads what the agents report and writes the keys of their hosts as soon as it can tell.
+    It runs on between looks because the hosts wait for those keys. Reports come through the
+    training's etcd, in any order, and cost the API server nothing. Only a chore starts a watch or
+    changes it.
+    """
+
+    def __init__(
+        self, notify: Callable[[Key], None], deadline_s: float, *, is_alone: bool = True
+    ) -> None:
+        self._notify = notify
+        self._is_alone = is_alone  # each training has an etcd of its own
+        self._deadline_s = deadline_s
+        self._meshes: dict[str, FollowedMesh] = {}
+
+    def verdict(self, uid: str, endpoint: str) -> MeshStatus | None:
+        """The newest verdict in that etcd, in any if `endpoint` is empty; None if there is none."""
+        mesh = self._meshes.get(uid)
+        if mesh is None or (endpoint and mesh.endpoint != endpoint):
+            return None
+        verdict = mesh.watch.verdict
+        return MeshStatus(
+            state=verdict.state,
+            message=verdict.message,
+            hosts=len(mesh.watch.hosts),
+            foreign_writes=mesh.watch.foreign_writes,
+        )
+
+    def is_followed(self, uid: str, endpoint: str, members: Members | None) -> bool:
+        """Whether the watch has this etcd and these members.
+
+        `endpoint` is empty while the etcd does not answer, and `members` is None while ranks are
+        being scheduled. The watch stays as it is until they are known.
+        """
+        mesh = self._meshes.get(uid)
+        if mesh is None:
+            return not endpoint or members is None
+        is_there = not endpoint or mesh.endpoint == endpoint
+        return is_there and (members is None or members.agents == mesh.agents)
+
+    async def follow(
+        self, training: Training, endpoint: str, members: Members | None, now: float
+    ) -> None:
+        mesh = self._meshes.get(training.uid)
+        if mesh is not None and endpoint and mesh.endpoint != endpoint:
+            await self._meshes.pop(training.uid).close()
+            mesh = None
+        if mesh is None and endpoint and members is not None:
+            key = training.key
+            mesh = FollowedMesh(
+                training,
+                endpoint,
+                self._deadline_s,
+                lambda: self._notify(key),
+                is_alone=self._is_alone,
+            )
+            self._meshes[training.uid] = mesh
+        if mesh is not None and members is not None:
+            mesh.follow(members, now)
+
+    async def drop(self, training: Training, shared: str | None) -> None:
+        """The watch has ended, and the keys of the training in a shared etcd are deleted."""
+        mesh = self._meshes.pop(training.uid, None)
+        if mesh is not None:
+            await mesh.close()
+        if shared is None:
+            return
+        others = {host for other in self._meshes.values() for host in other.watch.hosts}
+        async with EtcdKeys(shared) as keys:
+            watch = MeshWatch(keys, folder=fabric_folder(training))
+            with contextlib.suppress(BackendError):  # an etcd that is down must not hold us up
+                await watch.clear(keep=others)
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        """The watches of trainings that were removed by force have ended."""
+        watched = set(self._meshes)
+        for uid in watched - await known() if watched else ():
+            if mesh := self._meshes.pop(uid, None):
+                await mesh.close()
+
+    async def close(self) -> None:
+        while self._meshes:
+            await self._meshes.popitem()[1].close()
+
+
+class Beside:
+    """Looks after the etcd, mesh and bench. `notify` gets trainings to be looked at again."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        options: KubernetesOptions,
+        notify: Callable[[Key], None],
+        *,
+        is_owner: bool,
+    ) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._is_owner = is_owner
+        self._meshes = Meshes(
+            notify, options.mesh_deadline_s, is_alone=options.etcd_endpoint is None
+        )
+        # By training: when each was last applied, and what kept the etcd from getting its pod.
+        self._etcds: dict[str, tuple[float, str]] = {}
+        self._benches: dict[str, float] = {}
+
+    async def close(self) -> None:
+        await self._meshes.close()
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        await self._meshes.sweep(known)
+
+    def look(
+        self,
+        training: Training,
+        job: Json | None,
+        newest: list[Pod],
+        pods: list[Pod],
+        seen: Seen,
+        now: float,
+    ) -> Seen:
+        """`seen`, completed with etcd, mesh and bench; `newest` is the last pod of each rank."""
+        etcd = [pod for pod in pods if pod.part == ETCD]
+        bench = [pod for pod in pods if pod.part == BENCH]
+        if job is not None and is_held(job) and answering(etcd) is not None:
+            seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_unhold(job)))
+        if seen.wish is None or seen.wish.size == 0:
+            return self._look_at_bench(training, newest, bench, seen, now)
+        is_ending = training.is_cancelling or bool(training.status.failing)
+        is_etcd_wanted = seen.is_supervised and not is_ending
+        if self._options.has_own_etcd(training.spec) and is_etcd_wanted:
+            seen = self._look_at_etcd(training, job, etcd, seen, now)
+        if self._options.has_gate(training.spec):
+            agents = None if seen.wish is None else members(newest, seen.wish)
+            seen = self._look_at_mesh(training, agents, etcd, seen)
+        return self._look_at_bench(training, newest, bench, seen, now)
+
+    async def perform(self, training: Training, namespace: str, chore: Chore, now: float) -> None:
+        match chore:
+            case StartEtcd(job=job):
+                await self._start_etcd(training, namespace, job, now)
+            case FollowMesh(endpoint=endpoint, members=agents):
+                await self._meshes.follow(training, endpoint, agents, now)
+            case ClearBench():
+                await self._clear_bench(training, namespace)
+
+    async def measure(
+        self, training: Training, namespace: str, job: Json | None, now: float
+    ) -> None:
+        owner, name = self._owner(training, job), bench_name(training)
+        service = render_bench_service(training, self._options, owner)
+        await self._cluster.patch("services", namespace, name, service, type="apply")
+        body = render_bench(training, self._options, owner, secrets.token_hex(16))
+        with contextlib.suppress(Conflict):  # this operator or the one before it made it
+            await self._cluster.create("jobs", namespace, body)
+        self._benches.setdefault(training.uid, now)
+
+    async def release(self, training: Training, namespace: str) -> None:
+        """The etcd, mesh and bench of the training are deleted. May be repeated."""
+        spec, options = training.spec, self._options
+        if options.has_own_etcd(spec):
+            for kind in ("deployments", "services"):
+                with contextlib.suppress(NotFound):
+                    await self._cluster.delete(kind, namespace, etcd_name(training))
+        self._etcds.pop(training.uid, None)
+        if options.has_gate(spec):
+            await self._meshes.drop(training, options.etcd_endpoint)
+        if spec.bench.mode != "off":
+            await self._clear_bench(training, namespace)
+
+    def _look_at_etcd(
+        self, training: Training, job: Json | None, pods: list[Pod], seen: Seen, now: float
+    ) -> Seen:
+        """An etcd without pods is applied again: somebody may have deleted it."""
+        asked_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
+        if not pods:
+            is_due = now - asked_at >= ASK_AGAIN_S
+            chores = (StartEtcd(job=job),) if is_due else ()
+            seen = _asking(seen, *chores, again_in_s=ASK_AGAIN_S)
+        if not is_held(job):
+            return seen
+        limit_s = self._options.image_timeout_s
+        seen = _asking(seen, again_in_s=min(limit_s, HELD_EVERY_S))
+        for pod in pods:
+            is_late = now - pod.created_at > limit_s
+            if pod.waiting_reason in HOPELESS or (is_late and pod.waiting_reason in BROKEN):
+                return replace(seen, fault=f"its etcd: {pod.waits_for}")
+        return replace(seen, message=etcd_words(pods, trouble))
+
+    async def _start_etcd(
+        self, training: Training, namespace: str, job: Json | None, now: float
+    ) -> None:
+        owner, name = self._owner(training, job), etcd_name(training)
+        service = render_etcd_service(training, self._options, owner)
+        await self._cluster.patch("services", namespace, name, service, type="apply")
+        body = render_etcd(training, self._options, owner)
+        deployment = await self._cluster.patch("deployments", namespace, name, body, type="apply")
+        self._etcds[training.uid] = (now, trouble_of(deployment))
+
+    def _look_at_mesh(
+        self, training: Training, agents: Members | None, etcd: list[Pod], seen: Seen
+    ) -> Seen:
+        pod = answering(etcd)
+        endpoint = self._options.etcd_endpoint or (address(pod) if pod else "")
+        status = self._meshes.verdict(training.uid, endpoint)
+        if status is None and training.status.mesh is None:
+            status = MeshStatus(state=MeshState.PENDING, message="its ranks are being placed")
+        if not self._meshes.is_followed(training.uid, endpoint, agents):
+            seen = _asking(seen, FollowMesh(endpoint=endpoint, members=agents), again_in_s=0.0)
+        return replace(seen, mesh=status)
+
+    def _look_at_bench(
+        self, training: Training, newest: list[Pod], pods: list[Pod], seen: Seen, now: float
+    ) -> Seen:
+        if training.spec.bench.mode == "off":
+            return seen
+        agents = None if seen.wish is None else members(newest, seen.wish)
+        asked_at = self._benches.get(training.uid)
+        bench = read_bench(
+            training,
+            pods,
+            newest,
+            self._options,
+            now,
+            made_at=asked_at,
+            are_ranks_placed=agents is not None,
+        )
+        seen = replace(seen, bench=bench)
+        if asked_at is None and all(pod.is_leaving for pod in pods):
+            return seen
+        if self._is_bench_to_go(training, bench, now) and not seen.fault:
+            return _asking(seen, ClearBench())
+        return _asking(seen, again_in_s=BENCH_EVERY_S)
+
+    def _is_bench_to_go(self, training: Training, bench: BenchSeen, now: float) -> bool:
+        """Whether the result of the bench is stored, or is about to be in this pass."""
+        since = training.status.bench.started_at
+        is_late = since is not None and now >= since + LIMIT_S
+        return is_bench_over(training) or is_late or bench.state in ("done", "failed")
+
+    async def _clear_bench(self, training: Training, namespace: str) -> None:
+        for kind in ("jobs", "services"):
+            with contextlib.suppress(NotFound):
+                await self._cluster.delete(kind, namespace, bench_name(training))
+        self._benches.pop(training.uid, None)
+
+    def _owner(self, training: Training, job: Json | None) -> Json | None:
+        """The object with which Kubernetes deletes it."""
+        if self._is_owner:
+            return owner_of(training)
+        return reference_to("batch/v1", "Job", job["metadata"]) if job else None
+
+
+def _asking(seen: Seen, *chores: Chore, again_in_s: float | None = None) -> Seen:
+    again_in_s = sooner(seen.again_in_s, again_in_s)
+    return replace(seen, chores=(*seen.chores, *chores), again_in_s=again_in_s)
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()):
+        log.error("the watch over a mesh ended: %s", error, exc_info=error)

@@ -1,0 +1,217 @@
+"""What the machine of a round asks its driver to do, and the answer to each.
+
+The machine yields an effect and is sent its answer. Where the store fails, the driver throws a
+StoreError in; whether a failed write happened is then unknown, and it may still happen later.
+Nothing here waits, and nothing knows a client, a thread or numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from atoll.diloco.data.ranges import Ranges
+from atoll.diloco.round.objects import Checkpoint, Manifest, Outcome, UploadHeader
+
+R = TypeVar("R")
+
+
+class StoreError(Exception):
+    """A request to the store failed for good: the driver has retried what may be retried."""
+
+
+FOREIGN = Outcome("foreign")  # the mean is not one that this replica can go on with
+
+
+# -- Effects on small objects: with several processes, the leader performs them alone -------------
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write an object. Answer: None."""
+
+    key: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Write an object unless its key is taken. Answer: bool.
+
+    False: the key was taken. That may be by an earlier try of the same request, so it is no error
+    and does not say whose object is there.
+    """
+
+    key: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete objects. Those that are not there are no error. Answer: None."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Read a small object. Answer: bytes, or None if it is not there."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """Read the headers of uploads, a ranged GET each. Answer: {key: bytes or None}.
+
+    None: the upload is not there, or has no header at its end. `objects.read_header` decodes.
+    """
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class List:
+    """List the keys that begin with `prefix` and come after `after`, sorted.
+
+    Answer: [(key, the store's time of its last write in seconds)]. It may be no snapshot: objects
+    written or deleted meanwhile are in it or not, each for itself.
+    """
+
+    prefix: str
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Wait, or only look at the clock (0). Answer: the local monotonic time afterwards.
+
+    A wish to leave ends it early.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Say something to the user. Answer: None."""
+
+    text: str
+
+
+# -- Effects on values: with several processes, each performs its share ---------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Encode the row of the fragment `round % fragments` and store it whole under `key`.
+
+    The driver fills in the header's `sections`. With several processes: parts, gather, and then
+    the header by the leader. Answer: the header as it is stored.
+    """
+
+    key: str
+    round: int
+    header: UploadHeader
+
+
+@dataclass(frozen=True, slots=True)
+class MakeMeans:
+    """Make these means and create them; in a direct round, read the uploads and create receipts.
+
+    A damaged input excludes its rank. One that is not there: the mean is not made, or with
+    `exclude_missing` made without that rank. A refused create is success: ApplyMeans reads what is
+    stored. Answer: {name: True, it is there now; or None, an input was not there}.
+    """
+
+    manifest: Manifest
+    names: tuple[str, ...]
+    exclude_missing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyMeans:
+    """Read stored means and take the outer step with them, each once.
+
+    Answer: {name: Outcome as stored; None, it is not there or damaged; or FOREIGN}. FOREIGN: it
+    names another manifest, or processes of this replica hold two different means of that name.
+    Means applied before are not read again; their outcomes are answered from memory.
+    In a direct round `names` are all receipts, and values are stepped once all are there. FOREIGN
+    then also: what was stepped while it was read is not what the receipts say, or an upload with a
+    good receipt can no longer be read.
+    """
+
+    manifest: Manifest
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """Store the pieces under the nonce of `meta`, gather, then create `key`. Answer: as Create."""
+
+    key: str
+    meta: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCheckpoint:
+    """Replace all values by those of a checkpoint; applied means are forgotten.
+
+    Answer: its meta, or None if it is not there or not whole, for any process. After None or an
+    error the values are undefined, until a load succeeds.
+    """
+
+    key: str
+
+
+Effect = (
+    Put
+    | Create
+    | Delete
+    | Get
+    | Headers
+    | List
+    | Sleep
+    | Log
+    | Upload
+    | MakeMeans
+    | ApplyMeans
+    | SaveCheckpoint
+    | LoadCheckpoint
+)
+VALUE_EFFECTS = (Upload, MakeMeans, ApplyMeans, SaveCheckpoint, LoadCheckpoint)
+
+# A part of the machine: it yields effects, is sent their answers and returns an R.
+Steps = Generator[Effect, Any, R]
+
+
+class LocalMemory(Protocol):
+    """The rows and values of this replica. Calls never wait, and happen between two effects.
+
+    With several processes the calls since the last effect on values are made by all of them, in
+    order, before the next one, and at the end of the machine's call.
+    """
+
+    @property
+    def fresh(self) -> Ranges:
+        """The positions trained on, and neither committed nor dropped, at this moment."""
+
+    def begin(self, manifest: Manifest) -> None:
+        """The means of this round come next. Forget applied means of any other manifest."""
+
+    def settle(self, manifest: Manifest, outcomes: Mapping[str, Outcome]) -> None:
+        """This replica is a member: subtract from the row what the upload carried.
+
+        Not where a mean excluded this rank. Add the rounding of means that this start of the
+        replica made (`made_by`), times total weight / own weight. The claim leaves `fresh`.
+        """
+
+    def drop(self) -> None:
+        """Drop the rows of all fragments and the training that is not uploaded yet.
+
+        The training thread goes on from the global values.
+        """
+
+    def end(self, manifest: Manifest) -> None:
+        """All means are applied: the values are those after this round. Forget the applied."""
