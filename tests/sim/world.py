@@ -92,7 +92,7 @@ class Machine:
                 "t": "applied",
                 "version": desired.version,
                 "size": desired.size,
-                "redo": discarded_attempts,
+                "discarded": discarded_attempts,
                 "at": now,
             }
         )

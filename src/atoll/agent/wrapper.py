@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from atoll.agent.record_store import RecordPlace
 
 
-DESIRED, LAUNCH, GATE, MEETING, CODE = "wish", "launch", "gate", "meeting", "code"
+DESIRED, LAUNCH, GATE, MEETING, CODE = "desired", "launch", "gate", "meeting", "code"
 CLAIM, START, EXIT, BEAT = "claim", "start", "exit", "beat"
 RECORD_BYTES = 16_384
 FROZEN_AFTER_S = 3.0

@@ -386,7 +386,7 @@ def _due(
         ended = attempts[last].exit
         if ended is None:
             continue
-        if last <= desired["redo"].get(str(rank), -1):
+        if last <= desired["discarded"].get(str(rank), -1):
             due.append(DueAttempt(rank, number, 0.0))
         elif not ended.is_stopped and not ended.is_success:
             restarts = restarts_of(desired, rank, last)

@@ -144,9 +144,9 @@ class RecordedBackend(Executor):
             view = self._view(training, records, jobs)
             if any(view.newest[rank] > known for rank, known in self._unlatched(records, view)):
                 # An attempt that had left no record when the wish was written: it stops, too.
-                document = desired_document(
-                    desired, records.desired, view.newest, records.desired["at"]
-                )  # type: ignore[index]
+                assert records.desired is not None
+                at = records.desired["at"]
+                document = desired_document(desired, records.desired, view.newest, at)
                 await self._put(training, DESIRED, document)
             stops = [followup for followup in view.seen.followups if isinstance(followup, StopJobs)]
             for followup in stops:

@@ -151,14 +151,14 @@ def desired_document(
     return {
         "version": desired.version,
         "size": desired.size,
-        "redo": {str(rank): attempt for rank, attempt in desired.discarded_attempts.items()},
+        "discarded": {str(rank): attempt for rank, attempt in desired.discarded_attempts.items()},
         "stops": {rank: sorted(those) for rank, those in stops.items()},
         "at": now,
     }
 
 
 def desired_of(document: Json) -> DesiredState:
-    discarded_attempts = {int(rank): attempt for rank, attempt in document["redo"].items()}
+    discarded_attempts = {int(rank): attempt for rank, attempt in document["discarded"].items()}
     return DesiredState(
         version=document["version"], size=document["size"], discarded_attempts=discarded_attempts
     )

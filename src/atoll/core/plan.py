@@ -94,7 +94,7 @@ def plan(training: Training, seen: Seen, time: Time | float) -> Plan:
     now = _moment(training.status, seen, time if isinstance(time, Time) else Time(time))
     if training.status.phase.is_terminal:
         return _after_the_end(training, seen, now)
-    desired, training = training, _within_reach(training, seen)
+    original, training = training, _within_reach(training, seen)
     status = _observed(training, seen, now)
     status, actions = _decided(training, status, seen, now)
     status = _concluded(training, status, seen, now)
@@ -103,8 +103,8 @@ def plan(training: Training, seen: Seen, time: Time | float) -> Plan:
     if status.phase.is_terminal:
         actions = ()
     events = narrate(training.status, status, now.wall)
-    if status.phase.is_terminal and training is not desired:
-        events = (*events, _refusal(desired, status.phase, now))
+    if status.phase.is_terminal and training is not original:
+        events = (*events, _refusal(original, status.phase, now))
     return Plan(
         status,
         actions,

@@ -47,7 +47,7 @@ _TABLE: dict[type[errors.AtollError], tuple[tuple[str, ...], _Maker]] = {
         ),
     ),
     errors.NotFound: (("kind", "name"), lambda p: errors.NotFound(p.kind or "", p.name or "")),
-    errors.Gone: (("asked", "oldest"), lambda p: errors.Gone(p.version or 0, p.oldest or 0)),
+    errors.Gone: (("version", "oldest"), lambda p: errors.Gone(p.version or 0, p.oldest or 0)),
     errors.UDTerminalState: (
         ("phase", "requested_target"),
         lambda p: errors.UDTerminalState(p.phase or "", p.requested_target, p.detail),

@@ -122,12 +122,14 @@ class RecordedLaunches(SharedBackend, RecordedBackend):
         records = await self._records(training)
         if records.desired is None:
             return None
-        desired = records.desired
+        document = records.desired
         cause = await self.stop_cause(training)
         desired = DesiredState(
-            version=desired["version"],
-            size=desired["size"],
-            discarded_attempts={int(rank): attempt for rank, attempt in desired["redo"].items()},
+            version=document["version"],
+            size=document["size"],
+            discarded_attempts={
+                int(rank): attempt for rank, attempt in document["discarded"].items()
+            },
         )
         is_cancelled = desired.size == 0 and not cause.reason
         status = replace(

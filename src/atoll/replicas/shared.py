@@ -116,15 +116,15 @@ class SharedExecutor(Executor):
     ) -> AsyncIterator[LogLine]:
         return self._backend.logs(training, ranks=ranks, tail=tail, follow=follow)
 
-    async def _follow_others(self, training: Training, desired: DesiredState) -> None:
+    async def _follow_others(self, training: Training, accepted: DesiredState) -> None:
         """Takes over a wish of another process. Raises Conflict: the pass begins anew with it."""
         desired = training.status.desired
-        if desired is None or desired == desired or desired.version < desired.version:
+        if desired is None or accepted == desired or accepted.version < desired.version:
             return
         status = replace(
-            training.status, desired=desired, discarded_attempts=dict(desired.discarded_attempts)
+            training.status, desired=accepted, discarded_attempts=dict(accepted.discarded_attempts)
         )
-        is_stopped = desired.size == 0 and not training.is_cancelling and not status.failing
+        is_stopped = accepted.size == 0 and not training.is_cancelling and not status.failing
         cause = await self._backend.stop_cause(training) if is_stopped else StopCause()
         stored = await self._store.update_status(training, with_cause(status, cause))
         if is_stopped and not cause.reason:

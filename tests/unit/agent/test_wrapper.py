@@ -60,8 +60,15 @@ class Gang:
         self.desired(size=3)
 
     def desired(self, size: int, **more: Any) -> None:
-        desired = {"version": 1, "size": size, "redo": {}, "stops": {}, "at": 0.0, **more}
-        self.place.put("wish", write(desired))
+        desired = {
+            "version": 1,
+            "size": size,
+            "discarded": {},
+            "stops": {},
+            "at": 0.0,
+            **more,
+        }
+        self.place.put("desired", write(desired))
 
     def launch(self, script: str | None = None, **more: Any) -> None:
         command = LAUNCH["command"] if script is None else ["sh", "-c", script]
@@ -189,7 +196,7 @@ def test_what_runs_goes_on_when_the_wish_is_lost(gang: Gang) -> None:
     gang.launch("touch $OUT; while [ ! -e $OUT.go ]; do sleep 0.02; done")
     process = gang.start()
     until(gang.out.exists)
-    gang.place.delete(["wish"])
+    gang.place.delete(["desired"])
     before = until(lambda: gang.place.entries().get("1.0.beat"))
     until(lambda: gang.place.entries()["1.0.beat"] != before)
     assert process.poll() is None

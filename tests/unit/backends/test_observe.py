@@ -38,7 +38,7 @@ def training(low: int = 1, target: int = 2, **spec: Any) -> Training:
 
 
 def desired(size: int = 2, **more: Any) -> Json:
-    return {"version": 3, "size": size, "redo": {}, "at": 990.0, **more}
+    return {"version": 3, "size": size, "discarded": {}, "at": 990.0, **more}
 
 
 def ended(code: int | None = 0, signal: str | None = None, **more: Any) -> Json:
@@ -296,8 +296,8 @@ def test_attempts_are_due_within_the_budget_and_no_sooner() -> None:
     assert due(1) == [DueAttempt(0, 1, 0.0)]
     assert due(1, 1) == []
     assert due(1, 1, max_restarts=2, quiet_s=0.25) == [DueAttempt(0, 2, 0.75)]
-    assert due(1, 1, discarded_attempts={"0": 1}, stops={"0": [1]}) == [DueAttempt(0, 2, 0.0)]
-    assert due(0, discarded_attempts={"0": 0}, stops={"0": [0]}) == [DueAttempt(0, 1, 0.0)]
+    assert due(1, 1, discarded={"0": 1}, stops={"0": [1]}) == [DueAttempt(0, 2, 0.0)]
+    assert due(0, discarded={"0": 0}, stops={"0": [0]}) == [DueAttempt(0, 1, 0.0)]
 
 
 def test_nothing_is_due_while_the_backend_does_not_answer() -> None:

@@ -32,7 +32,10 @@ TRAINING = Training(namespace="team", uid="0123", spec=SPEC, created_at=0.0)
 
 def job(desired: DesiredState, *finished: str, **annotations: str) -> dict[str, Any]:
     body = as_launch(render_job(TRAINING, DesiredState(version=1, size=3), OPTIONS), SPEC)
-    body["metadata"]["annotations"] |= {"atoll.dev/wish": encode(desired).decode(), **annotations}
+    body["metadata"]["annotations"] |= {
+        "atoll.dev/desired": encode(desired).decode(),
+        **annotations,
+    }
     body["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
     conditions = [{"type": "Failed", "status": "True", "reason": reason} for reason in finished]
     return {**body, "status": {"conditions": conditions}}

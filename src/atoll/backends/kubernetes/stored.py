@@ -79,7 +79,11 @@ def fold_status(status: Status) -> StoredStatus:
         desired_discarded=desired.discarded_attempts if desired else {},
     )
     return StoredStatus(
-        **head | {"redo": {}, "asked": desired and replace(desired, discarded_attempts={})},
+        **head
+        | {
+            "discarded_attempts": {},
+            "desired": desired and replace(desired, discarded_attempts={}),
+        },
         ranks=_rank_groups(status.ranks),
         removed_ranks=_rank_groups(status.removed_ranks),
         rank_exits=_exit_groups(status.rank_exits),
@@ -97,8 +101,8 @@ def unfold_status(raw: dict[str, Any]) -> Status:
     return Status(
         **fields
         | {
-            "redo": data.discarded_attempts,
-            "asked": desired and replace(desired, discarded_attempts=data.desired_discarded),
+            "discarded_attempts": data.discarded_attempts,
+            "desired": desired and replace(desired, discarded_attempts=data.desired_discarded),
         },
         ranks=data.ranks,
         removed_ranks=data.removed_ranks,

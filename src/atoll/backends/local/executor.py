@@ -126,7 +126,7 @@ def render_gang(
         "uid": training.uid,
         "version": desired.version,
         "size": desired.size,
-        "redo": {str(rank): attempt for rank, attempt in desired.discarded_attempts.items()},
+        "discarded": {str(rank): attempt for rank, attempt in desired.discarded_attempts.items()},
         "command": launch.command,
         "env": {**inherited, **launch.env, **filled_in},
         "rank_variables": list(launch.rank_variables),

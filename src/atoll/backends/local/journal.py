@@ -89,7 +89,7 @@ class GangState:
             self.version = record["version"]
             self.size = record["size"]
             self.discarded_attempts = {
-                int(rank): attempt for rank, attempt in record["redo"].items()
+                int(rank): attempt for rank, attempt in record["discarded"].items()
             }
             for attempt in self.alive():
                 if attempt.rank >= record["size"]:

@@ -435,7 +435,7 @@ class Supervisor:
             "t": "applied",
             "version": gang["version"],
             "size": gang["size"],
-            "redo": gang["redo"],
+            "discarded": gang["discarded"],
             **self._journal.stamp(),
         }
         append_persistently(self._journal, [record])

@@ -77,17 +77,21 @@ async def create(call: ApiCall) -> Answer:
     _check_default(call, spec)
     await check_run(spec, call.plane, call.namespace)
     await check_backend(spec, call.plane)
-    edit = Training(
+    training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
     events = []
-    if words := describe_ignored(edit, call.plane):
+    if words := describe_ignored(training, call.plane):
         events = [Event(type="Warning", reason=FIELDS_IGNORED, message=words, at=time.time())]
     stored = await call.plane.store.create(
-        edit, idempotency_key=idempotency_key(call), events=events
+        training, idempotency_key=idempotency_key(call), events=events
     )
-    is_new = stored.uid == edit.uid
-    if not is_new and stored.generation == 1 and stored.spec.by_digest() != edit.spec.by_digest():
+    is_new = stored.uid == training.uid
+    if (
+        not is_new
+        and stored.generation == 1
+        and stored.spec.by_digest() != training.spec.by_digest()
+    ):
         raise Conflict(f"this idempotency key belongs to {stored.name!r}, which has another spec")
     return json_answer(shown(stored), 201 if is_new else 200)
 

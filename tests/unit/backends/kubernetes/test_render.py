@@ -388,7 +388,7 @@ def test_a_rank_that_reports_by_http_has_a_token_of_its_training_alone() -> None
     key = b"k" * 32
     options = Options(reports_uri="https://plane:7878/", report_key=key.hex())
     env = environment(job_of(options))
-    assert env["ATOLL_REPORTS"] == f"https://plane:7878/v1/trainings/{training().name}/reports"
+    assert env["ATOLL_REPORTS"] == f"https://plane:7878/v1/trainings/{training().name}/metrics"
     spoken = read_token(key, env["ATOLL_REPORTS_TOKEN"])
     assert spoken == (training().namespace, training().uid)
     assert "ATOLL_REPORTS" not in environment(job_of(Options()))
