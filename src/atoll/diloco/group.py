@@ -17,7 +17,7 @@ from atoll.diloco.allreduce.team import Solo
 if TYPE_CHECKING:
     import torch
 
-MOST_KEPT = 1 << 22  # values of a slice whose memory is used again
+MAX_RETAINED = 1 << 22  # values of a slice whose memory is used again
 
 
 class ProcessTeam:
@@ -38,12 +38,12 @@ class ProcessTeam:
         )
         self._rooms: dict[str, torch.Tensor] = {}
 
-    def share(self, word: Any) -> list[Any]:
+    def share(self, message: Any) -> list[Any]:
         import torch.distributed as dist
 
-        words: list[Any] = [None] * self.processes
-        dist.all_gather_object(words, word, group=self._group)
-        return words
+        messages: list[Any] = [None] * self.processes
+        dist.all_gather_object(messages, message, group=self._group)
+        return messages
 
     def all_to_all(
         self,
@@ -80,7 +80,7 @@ class ProcessTeam:
         """Memory that is kept if it is small: slices that come and go would leave holes in it."""
         import torch
 
-        if size > MOST_KEPT:
+        if size > MAX_RETAINED:
             return torch.empty(size, dtype=torch.float32)
         room = self._rooms.get(name)
         if room is None or room.numel() < size:
