@@ -263,13 +263,13 @@ class ValueAnswer(Model, frozen=True):
 
 
 def value(who: Who, rank: int) -> Flow[ValueAnswer]:
-    effect = Send("GET", f"{who.path}/value", {"rank": rank, "uid": who.uid})
+    effect = Send("GET", f"{who.path}/result", {"rank": rank, "uid": who.uid})
     return answered((yield from send(effect)), ValueAnswer)
 
 
 def series(who: Who, names: Sequence[str], rank: int | None) -> Flow[SeriesList]:
     query = {"name": list(names) or None, "rank": rank, "uid": who.uid}
-    return answered((yield from send(Send("GET", f"{who.path}/series", query))), SeriesList)
+    return answered((yield from send(Send("GET", f"{who.path}/metrics", query))), SeriesList)
 
 
 def figures(
@@ -277,7 +277,7 @@ def figures(
 ) -> Flow[NewestFigures]:
     """What these trainings, or all, reported last."""
     query = {"name": list(names), "training": list(trainings) or None, "ranks": ranks or None}
-    return answered((yield from send(Send("GET", "/v1/figures", query))), NewestFigures)
+    return answered((yield from send(Send("GET", "/v1/metrics", query))), NewestFigures)
 
 
 def rounds(who: Who, first: int, last: int | None, *, has_costs: bool) -> Flow[RoundList]:
@@ -325,12 +325,12 @@ def end_sessions() -> Flow[EndedSessions]:
 
 
 def metrics(who: Who) -> Flow[Metrics]:
-    effect = Send("GET", f"{who.path}/metrics", {"uid": who.uid})
+    effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
     return answered((yield from send(effect)), Metrics)
 
 
 def usage(who: Who) -> Flow[Usage]:
-    effect = Send("GET", f"{who.path}/usage", {"uid": who.uid})
+    effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
     return answered((yield from send(effect)), Usage)
 
 
