@@ -86,15 +86,9 @@ class ProcessTeam:
     def share(self, message: Any) -> list[Any]:
         import torch.distributed as dist
 
-<<<<<<< HEAD
         messages: list[Any] = [None] * self.processes
-        dist.all_gather_object(messages, message, group=self._group)
+        self._group.call(dist.all_gather_object, messages, message)
         return messages
-=======
-        words: list[Any] = [None] * self.processes
-        self._group.call(dist.all_gather_object, words, word)
-        return words
->>>>>>> main
 
     def all_to_all(
         self,
