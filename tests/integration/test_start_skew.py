@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from obstore.store import MemoryStore
-from tests.allreduce.world import read_roster, run_threads
+from tests.allreduce.world import read_manifest, run_threads
 
 from atoll import LocalProcessExecutor
 from atoll.core.errors import BelowMinimumWorld, ValidationError
@@ -38,7 +38,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, count: int = WORLD) -> None:
 
 
 class Run:
-    """Replicas as threads; `rosters[rank]` is what each saw, in order."""
+    """Replicas as threads; `manifests[rank]` is what each saw, in order."""
 
     def __init__(self, world: int = WORLD, timeout: float = 20) -> None:
         self.store, self.world, self.timeout = MemoryStore(), world, timeout
@@ -64,7 +64,7 @@ class Run:
                         replica.allreduce([np.full(8, rank, np.float32)])
                         report = replica.last_round
                         assert report is not None
-                        known.append((report.round, sorted(report.manifest)))
+                        known.append((report.round, sorted(report.members)))
                         self.missing |= set(report.missing)
             except BelowMinimumWorld as error:
                 self.errors[rank] = error
@@ -92,7 +92,7 @@ def test_with_a_grace_of_the_caller_no_run_is_split_in_silence(
     chance, run = random.Random(seed), Run(timeout=2)
     late = [chance.uniform(0, 4 * GRACE_S) for _ in range(WORLD)]
     run_threads(*(run.replica(rank, late_s, grace_s=GRACE_S) for rank, late_s in enumerate(late)))
-    manifest = read_roster(Blobs(run.store, "memory"), 0, 0, run="abc")
+    manifest = read_manifest(Blobs(run.store, "memory"), 0, 0, run="abc")
     members = {member.rank for member in manifest.members}
     assert len(members) > WORLD / 2
     assert {*members, *manifest.missing} == set(range(WORLD))
@@ -239,7 +239,7 @@ def test_runs_that_begin_as_one_wait_once(monkeypatch: pytest.MonkeyPatch) -> No
         for part in parts:
             part.allreduce([np.full(8, rank, np.float32)])
             assert part.last_round is not None
-            run.manifests.setdefault(rank, []).append((0, sorted(part.last_round.manifest)))
+            run.manifests.setdefault(rank, []).append((0, sorted(part.last_round.members)))
 
     run_threads(lambda: two_fragments(0), lambda: two_fragments(2))
     assert run.manifests == {rank: [(0, [0, 2])] * 2 for rank in (0, 2)}
@@ -275,12 +275,12 @@ rank = int(os.environ["RANK"])
 uri = os.environ["ATOLL_RENDEZVOUS_URI"]
 if rank:
     time.sleep(0.5)
-rosters = []
+manifests = []
 with ObjectStoreAllReduce(uri, rank, int(os.environ["WORLD_SIZE"])) as replica:
     for _ in range(2):
         replica.allreduce([np.ones(4, np.float32)])
-        rosters.append(sorted(replica.last_round.roster))
-set_result(rosters)
+        manifests.append(sorted(replica.last_round.members))
+set_result(manifests)
 """
 
 

@@ -26,7 +26,7 @@ with ObjectStoreAllReduce(os.environ["ATOLL_RENDEZVOUS_URI"], rank, world) as re
     for _ in range(2):
         replica.allreduce([np.full(4, rank, np.float32)])
         report = replica.last_round
-        rounds.append([report.round, sorted(report.roster), sorted(report.missing)])
+        rounds.append([report.round, sorted(report.members), sorted(report.missing)])
 set_result(rounds)
 """
 
