@@ -40,7 +40,6 @@ from atoll.core.status import (
     Event,
     Training,
     TrainingList,
-    Usage,
     WorldStatus,
 )
 from atoll.core.support import ignorable_fields
@@ -285,12 +284,13 @@ def result(who: Who, rank: int, *, allow_pickle: bool = False) -> Flow[Any]:
     return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)
 
 
-def series(who: Who, names: Sequence[str], rank: int | None) -> Flow[SeriesList]:
+def metrics(who: Who, names: Sequence[str], rank: int | None) -> Flow[SeriesList]:
+    """What the ranks reported under these names, or under all."""
     query = {"name": list(names) or None, "rank": rank, "uid": who.uid}
     return answered((yield from send(Send("GET", f"{who.path}/metrics", query))), SeriesList)
 
 
-def figures(
+def newest_metrics(
     names: Sequence[str], trainings: Sequence[str] = (), *, ranks: bool = False
 ) -> Flow[NewestFigures]:
     """What these trainings, or all, reported last."""
@@ -342,14 +342,9 @@ def end_sessions() -> Flow[EndedSessions]:
     return answered((yield from send(Send("DELETE", "/ui/sessions"))), EndedSessions)
 
 
-def metrics(who: Who) -> Flow[Metrics]:
+def stats(who: Who) -> Flow[Metrics]:
     effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
     return answered((yield from send(effect)), Metrics)
-
-
-def usage(who: Who) -> Flow[Usage]:
-    effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
-    return answered((yield from send(effect)), Usage)
 
 
 def wait(

@@ -23,8 +23,8 @@ from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, TrainingList
 from atoll.sdk import flows
+from atoll.sdk.columns import ColumnTable
 from atoll.sdk.effects import Flow, NextChange, Pause, Send
-from atoll.sdk.metrics import ColumnTable
 from atoll.sdk.requests import answered, send
 
 if TYPE_CHECKING:
