@@ -199,7 +199,7 @@ def status_body(
     }
     body["phase"] = str(status.phase)
     body["observedGeneration"] = status.observed_generation
-    body["restarts"] = sum(r.restarts for r in (*status.ranks, *status.retired))
+    body["restarts"] = sum(r.restarts for r in (*status.ranks, *status.removed_ranks))
     conditions = [c for c in status.conditions if c.type != NOT_WHOLE]
     body["conditions"] = [_condition_body(c) for c in conditions]
     body["selector"] = f"atoll.dev/uid={training.uid}"
@@ -285,15 +285,15 @@ class RankData(Model, frozen=True):
     """What `rankData` holds."""
 
     ranks: list[RankStatus] = []
-    retired: list[RankStatus] = []
+    removed_ranks: list[RankStatus] = []
     rank_exits: list[RankExit] = []
-    redo: dict[int, int] = {}
-    asked_redo: dict[int, int] = {}
+    discarded_attempts: dict[int, int] = {}
+    desired_discarded: dict[int, int] = {}
 
 
 class StoredStatus(StatusHead, frozen=True):
     ranks: list[RankGroup] = []
-    retired: list[RankGroup] = []
+    removed_ranks: list[RankGroup] = []
     rank_exits: list[ExitGroup] = []
     rank_data: str = ""
 
@@ -307,15 +307,15 @@ def fold_status(status: Status) -> StoredStatus:
     asked = status.asked
     data = RankData(
         ranks=status.ranks,
-        retired=status.retired,
+        removed_ranks=status.removed_ranks,
         rank_exits=status.rank_exits,
-        redo=status.redo,
-        asked_redo=asked.redo if asked else {},
+        discarded_attempts=status.discarded_attempts,
+        desired_discarded=asked.discarded_attempts if asked else {},
     )
     return StoredStatus(
-        **head | {"redo": {}, "asked": asked and replace(asked, redo={})},
+        **head | {"redo": {}, "asked": asked and replace(asked, discarded_attempts={})},
         ranks=_rank_groups(status.ranks),
-        retired=_rank_groups(status.retired),
+        removed_ranks=_rank_groups(status.removed_ranks),
         rank_exits=_exit_groups(status.rank_exits),
         rank_data="" if data == RankData() else _packed(data),
     )
@@ -329,9 +329,13 @@ def unfold_status(raw: dict[str, Any]) -> Status:
     fields = {name: getattr(head, name) for name in StatusHead.__struct_fields__}
     asked = head.asked
     return Status(
-        **fields | {"redo": data.redo, "asked": asked and replace(asked, redo=data.asked_redo)},
+        **fields
+        | {
+            "redo": data.discarded_attempts,
+            "asked": asked and replace(asked, discarded_attempts=data.desired_discarded),
+        },
         ranks=data.ranks,
-        retired=data.retired,
+        removed_ranks=data.removed_ranks,
         rank_exits=data.rank_exits,
     )
 
@@ -345,11 +349,11 @@ def smaller_statuses(status: Status) -> Iterator[tuple[str, Status]]:
     status = replace(status, world_size_history=[])
     placeless = [
         [replace(r, pod_name="", node=None) for r in rows]
-        for rows in (status.ranks, status.retired)
+        for rows in (status.ranks, status.removed_ranks)
     ]
     yield (
         "the pods and nodes of ranks",
-        replace(status, ranks=placeless[0], retired=placeless[1]),
+        replace(status, ranks=placeless[0], removed_ranks=placeless[1]),
     )
     if status.phase.is_terminal:
         exits = [
@@ -361,11 +365,11 @@ def smaller_statuses(status: Status) -> Iterator[tuple[str, Status]]:
             replace(
                 status,
                 ranks=[_bare(r, status) for r in status.ranks],
-                retired=[_bare(r, status) for r in status.retired],
+                removed_ranks=[_bare(r, status) for r in status.removed_ranks],
                 rank_exits=exits,
             ),
         )
-        yield "all about the ranks", replace(status, ranks=[], retired=[], rank_exits=[])
+        yield "all about the ranks", replace(status, ranks=[], removed_ranks=[], rank_exits=[])
 
 
 def _bare(row: RankStatus, status: Status) -> RankStatus:
