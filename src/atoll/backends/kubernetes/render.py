@@ -397,7 +397,7 @@ def _figures(training: Training, options: Options) -> tuple[str, str]:
     if not base.startswith("http"):
         return f"{base}/atoll-ranks/{training.uid}/{FIGURES}", ""
     token = token_for(bytes.fromhex(options.report_key), training.namespace, training.uid)
-    return f"{base}/v1/trainings/{training.name}/reports", token
+    return f"{base}/v1/trainings/{training.name}/metrics", token
 
 
 def _environment(training: Training, launch: RankLaunch, options: Options) -> list[Json]:

@@ -304,16 +304,20 @@ _data = json_decoder(RankData)
 
 def fold_status(status: Status) -> StoredStatus:
     head = {name: getattr(status, name) for name in StatusHead.__struct_fields__}
-    asked = status.asked
+    desired = status.desired
     data = RankData(
         ranks=status.ranks,
         removed_ranks=status.removed_ranks,
         rank_exits=status.rank_exits,
         discarded_attempts=status.discarded_attempts,
-        desired_discarded=asked.discarded_attempts if asked else {},
+        desired_discarded=desired.discarded_attempts if desired else {},
     )
     return StoredStatus(
-        **head | {"redo": {}, "asked": asked and replace(asked, discarded_attempts={})},
+        **head
+        | {
+            "discarded_attempts": {},
+            "desired": desired and replace(desired, discarded_attempts={}),
+        },
         ranks=_rank_groups(status.ranks),
         removed_ranks=_rank_groups(status.removed_ranks),
         rank_exits=_exit_groups(status.rank_exits),
@@ -327,12 +331,12 @@ def unfold_status(raw: dict[str, Any]) -> Status:
     head = _head.decode(msgspec.json.encode({k: v for k, v in raw.items() if k != "rankData"}))
     data = _unpacked(packed) if packed else RankData()
     fields = {name: getattr(head, name) for name in StatusHead.__struct_fields__}
-    asked = head.asked
+    desired = head.desired
     return Status(
         **fields
         | {
-            "redo": data.discarded_attempts,
-            "asked": asked and replace(asked, discarded_attempts=data.desired_discarded),
+            "discarded_attempts": data.discarded_attempts,
+            "desired": desired and replace(desired, discarded_attempts=data.desired_discarded),
         },
         ranks=data.ranks,
         removed_ranks=data.removed_ranks,

@@ -1,30 +1,35 @@
-"""What ranks reported, over HTTP."""
+"""The metrics that ranks report, over HTTP: stored, read, and the newest of each training."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 
-from atoll.core.errors import NotFound, ValidationError
+from atoll.agent.metrics import MOST_BATCH
+from atoll.backends.metrics_token import read_token
+from atoll.core.errors import Denied, NotFound, ValidationError
 from atoll.core.metrics import Figure, NewestFigure, NewestFigures, SeriesColumns, SeriesList
+from atoll.core.model import Model
 from atoll.core.spec import RankNumber
 from atoll.metrics.bins import band_of
 from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, LARGEST, LEAST, MEAN, STEP, Series
 from atoll.metrics.store import OneSeries, SeriesKeeper
+from atoll.server.http.auth import token_of
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
 SPARK = 24  # points
 MOST_NAMES = 12
 
 
-class SeriesQuery(Query, frozen=True):
+class MetricsQuery(Query, frozen=True):
     name: list[str] = []
     rank: list[RankNumber] = []
     uid: str | None = None
 
 
-async def series(call: ApiCall) -> Answer:
-    query: SeriesQuery = call.query
+async def metrics(call: ApiCall) -> Answer:
+    query: MetricsQuery = call.query
     training = await call.plane.store.get(call.key)
     if query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
@@ -45,15 +50,15 @@ async def series(call: ApiCall) -> Answer:
     return json_answer(await asyncio.to_thread(made))
 
 
-class FiguresQuery(Query, frozen=True):
+class NewestQuery(Query, frozen=True):
     name: list[str] = []
     training: list[str] = []  # all, if there is none
     ranks: bool = False
 
 
-async def figures(call: ApiCall) -> Answer:
+async def newest_metrics(call: ApiCall) -> Answer:
     """What trainings reported last, for lists of them."""
-    query: FiguresQuery = call.query
+    query: NewestQuery = call.query
     if not 1 <= len(query.name) <= MOST_NAMES:
         expected = f"expected 1 to {MOST_NAMES} names of series"
         raise ValidationError("name", query.name, expected)
@@ -71,7 +76,7 @@ async def figures(call: ApiCall) -> Answer:
 
 
 def _newest(
-    keeper: SeriesKeeper, uids: list[tuple[str, str]], query: FiguresQuery
+    keeper: SeriesKeeper, uids: list[tuple[str, str]], query: NewestQuery
 ) -> list[NewestFigure]:
     items = []
     for training, uid in uids:
@@ -128,7 +133,7 @@ def _figure(value: float) -> Figure:
     return value if math.isfinite(value) else str(value)
 
 
-def last_figures(plane: Plane, uid: str) -> dict[str, float]:
+def newest_by_name(plane: Plane, uid: str) -> dict[str, float]:
     """What a training reported last, and its newest round; what is not known is absent."""
     keeper = plane.series
     if keeper is None:
@@ -142,3 +147,30 @@ def last_figures(plane: Plane, uid: str) -> dict[str, float]:
     if summary is not None and summary.round is not None:
         figures["round"] = float(summary.round)
     return figures
+
+
+class MetricsStored(Model, frozen=True, omit_defaults=False):
+    """How many of the batches in the request were new."""
+
+    batches: int
+
+
+async def report_metrics(call: ApiCall) -> Answer:
+    """Stores the batches in the body, one a line. A batch that arrives twice counts once."""
+    plane = call.plane
+    owner = None
+    if plane.report_key:
+        owner = read_token(plane.report_key, token_of(call.request))
+    if owner is None or plane.series is None:
+        raise Denied("expected the token of a rank of this training")
+    training = await plane.store.get((owner.namespace, call.name))
+    if training.uid != owner.uid:
+        raise NotFound("training", call.name)
+    async with contextlib.AsyncExitStack() as body_turn:
+        # Under a name of its own, so that metrics never delay the large bodies of users.
+        body = await plane.bodies.read(
+            call.request, f"metrics of {owner.namespace}", MOST_BATCH, body_turn
+        )
+        lines = [line for line in body.splitlines() if line]
+        batches = await asyncio.to_thread(plane.series.take, training.uid, lines)
+    return json_answer(MetricsStored(batches=batches))

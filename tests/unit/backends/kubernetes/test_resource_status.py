@@ -170,7 +170,7 @@ def scattered_status(seed: int) -> Status:
         ranks=[scattered_rank(n, dice) for n in numbers],
         removed_ranks=[scattered_rank(n, dice) for n in beyond],
         discarded_attempts=discarded_attempts,
-        asked=dice.choice(
+        desired=dice.choice(
             [None, DesiredState(version=1, size=3, discarded_attempts=discarded_attempts)]
         ),
     )

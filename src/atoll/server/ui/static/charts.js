@@ -125,7 +125,7 @@ export class Charts {
     const names = ["machine/memory", "machine/cpu"].filter((name) => this.page.series.some((each) => each.name === name));
     if (!names.length || this.page.cells || this.page.ranks.length > 64 || (this.page.row.endedAt && this.perRank.size)) return;
     try {
-      const answer = await get(`/v1/figures${query({ name: names, training: decodeURIComponent(this.path), ranks: "true" })}`, this.signal);
+      const answer = await get(`/v1/metrics${query({ name: names, training: decodeURIComponent(this.path), ranks: "true" })}`, this.signal);
       for (const one of answer.items) for (const [rank, figure] of Object.entries(one.ranks)) this.perRank.set(`${one.name}:${rank}`, value(figure));
     } catch (error) { if (error.name !== "AbortError") return; }
   }

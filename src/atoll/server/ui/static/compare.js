@@ -37,7 +37,7 @@ export function showCompare(main, go) {
       runs = await Promise.all(names.map(async (name) => {
         try {
           const page = await get(`/ui/page/${encodeURIComponent(name)}`, ended.signal);
-          const path = `/v1/trainings/${encodeURIComponent(name)}/series`;
+          const path = `/v1/trainings/${encodeURIComponent(name)}/metrics`;
           let curves = await get(`${path}${query({ name: series, rank: 0 })}`, ended.signal);
           if (!curves.items.length) curves = await get(`${path}${query({ name: series })}`, ended.signal);
           const one = curves.items[0];

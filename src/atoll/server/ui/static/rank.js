@@ -34,7 +34,7 @@ export class RankPanel {
       const uid = page.row.uid;
       const [lines, figures] = await Promise.all([
         get(`/ui/ranks/${this.path}${query({ ranks: rank, uid })}`, ended.signal),
-        page.series.length ? get(`/v1/figures${query({ name: page.series.slice(0, 12).map((each) => each.name), training: this.name, ranks: "true" })}`, ended.signal) : { items: [] },
+        page.series.length ? get(`/v1/metrics${query({ name: page.series.slice(0, 12).map((each) => each.name), training: this.name, ranks: "true" })}`, ended.signal) : { items: [] },
       ]);
       const tail = [];
       for await (const line of stream(`/v1/trainings/${this.path}/logs${query({ rank, tail: TAIL, uid })}`, ended.signal)) if (line.text !== undefined) tail.push(line.text);

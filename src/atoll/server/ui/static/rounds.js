@@ -143,14 +143,14 @@ export class Rounds {
     if (column.last > column.first) { this.range = [column.first, column.last]; this.at = null; await this.load(); return; }
     const answer = await get(`/v1/trainings/${this.path}/rounds${query({ from: column.first, to: column.first, costs: "true", uid: this.uid })}`, this.signal);
     const item = answer.items.find((each) => !column.fragment || each.fragment === column.fragment);
-    if (item) put(this.detail, this.roster(item));
+    if (item) put(this.detail, this.members(item));
   }
 
-  roster(item) {
+  members(item) {
     const costs = new Map((item.costs || []).map(([rank, ...rest]) => [rank, rest]));
-    const weights = new Map(item.roster.map((rank, n) => [rank, item.weights[n]]));
+    const weights = new Map(item.members.map((rank, n) => [rank, item.weights[n]]));
     const state = (rank) => item.bad.includes(rank) ? WORDS.n : item.joined.includes(rank) ? WORDS.j : weights.has(rank) ? WORDS.i : item.late.includes(rank) ? WORDS.l : item.blamed.includes(rank) ? "its upload could not be used" : item.missing.includes(rank) ? WORDS.m : WORDS["-"];
-    const ranks = [...new Set([...item.roster, ...item.missing, ...item.late, ...item.blamed, ...item.left, ...costs.keys()])].sort((a, b) => a - b);
+    const ranks = [...new Set([...item.members, ...item.missing, ...item.late, ...item.blamed, ...item.left, ...costs.keys()])].sort((a, b) => a - b);
     const label = `Round ${item.round}`, facts = [item.attempt ? `attempt ${item.attempt + 1}` : "", item.bitsPerParameter === null ? "" : `${number(item.bitsPerParameter)} bits a parameter, both ways`, item.bitsUp === null ? "" : `${number(item.bitsUp)} up`, item.tokens ? `${number(item.tokens)} tokens` : "", item.error].filter(Boolean).join("; ");
     return h("div", { class: "rdetail" }, h("h3", {}, label, " ", h("span", { class: "dim small" }, facts)), h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
       h("table", {}, h("caption", { class: "hidden" }, label), h("thead", {}, h("tr", {}, ["Rank", "State", "Weight", "Up", "Down", "Requests", "Hidden", "Blocked"].map((each) => h("th", { scope: "col" }, each)))),
