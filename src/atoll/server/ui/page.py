@@ -186,7 +186,7 @@ def rank_lines(status: Status, attempts: Sequence[AttemptStatus] = ()) -> list[R
             earlier.setdefault(one.rank, []).append(_earlier(one))
     first = None if status.root_cause is None else status.root_cause.rank
     exits = {ended.rank: ended for ended in status.rank_exits}
-    ranks = sorted((*status.ranks, *status.retired), key=lambda rank: rank.rank)
+    ranks = sorted((*status.ranks, *status.removed_ranks), key=lambda rank: rank.rank)
     return [
         replace(
             _line(rank, exits.get(rank.rank), is_first=rank.rank == first),
@@ -262,7 +262,7 @@ def cause_card(training: Training) -> CauseCard | None:
     code = "unknown" if cause.exit_code is None else str(cause.exit_code)
     parts = [code, cause.signal or "", cause.termination_reason]
     attempts = f"attempt {cause.restart_count + 1}"
-    ranks = (*status.ranks, *status.retired)
+    ranks = (*status.ranks, *status.removed_ranks)
     neighbours = [
         r.rank for r in ranks if cause.host and r.node == cause.host and r.rank != cause.rank
     ]

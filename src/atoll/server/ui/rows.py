@@ -99,7 +99,7 @@ def row_of(training: Training) -> TrainingRow:
         ready=status.world.ready,
         target=world.target,
         min=world.min,
-        restarts=sum(rank.restarts for rank in (*status.ranks, *status.retired)),
+        restarts=sum(rank.restarts for rank in (*status.ranks, *status.removed_ranks)),
         started_at=status.started_at,
         ended_at=ended_at,
         since=since or training.created_at,
