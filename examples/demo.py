@@ -132,7 +132,7 @@ def main() -> None:
         (config / "draft").write_text(str(last))
         (config / "draft").rename(config / "last-round")
         story.tell(f"all {GROWN} ranks train; round {last} is to be the last")
-        training.result(timeout=300)
+        training.wait_until_complete(timeout=300)
         story.wait_for(lambda: len(story.finals) == GROWN, "the last line of every rank", 30)
         follower.join(30)  # the stream ends with the training
         summary(story, training)

@@ -269,7 +269,7 @@ import os, time
 import numpy as np
 from atoll import ObjectStoreAllReduce
 from atoll.diloco.allreduce import pace
-from atoll.agent.replica_entry import give_result
+from atoll.agent.replica_entry import set_result
 pace.FIRST_GRACE_S = 0.1
 rank = int(os.environ["RANK"])
 uri = os.environ["ATOLL_RENDEZVOUS_URI"]
@@ -280,7 +280,7 @@ with ObjectStoreAllReduce(uri, rank, int(os.environ["WORLD_SIZE"])) as replica:
     for _ in range(2):
         replica.allreduce([np.ones(4, np.float32)])
         manifests.append(sorted(replica.last_round.members))
-give_result(manifests)
+set_result(manifests)
 """
 
 

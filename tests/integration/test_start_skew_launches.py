@@ -14,7 +14,7 @@ GRACE_S = 1.0
 SCRIPT = """
 import json, os, time
 import numpy as np
-from atoll import ObjectStoreAllReduce, give_result
+from atoll import ObjectStoreAllReduce, set_result
 from atoll.diloco.allreduce import pace
 args = json.loads(os.environ["ATOLL_ENTRYPOINT_ARGS"])
 if args["grace_s"]:
@@ -27,7 +27,7 @@ with ObjectStoreAllReduce(os.environ["ATOLL_RENDEZVOUS_URI"], rank, world) as re
         replica.allreduce([np.full(4, rank, np.float32)])
         report = replica.last_round
         rounds.append([report.round, sorted(report.members), sorted(report.missing)])
-give_result(rounds)
+set_result(rounds)
 """
 
 
