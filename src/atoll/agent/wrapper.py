@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from atoll.agent.record_store import RecordPlace
 
 
-WISH, LAUNCH, GATE, MEETING, CODE = "wish", "launch", "gate", "meeting", "code"
+DESIRED, LAUNCH, GATE, MEETING, CODE = "desired", "launch", "gate", "meeting", "code"
 CLAIM, START, EXIT, BEAT = "claim", "start", "exit", "beat"
 RECORD_BYTES = 16_384
 FROZEN_AFTER_S = 3.0
@@ -172,10 +172,10 @@ def write(document: dict[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True).encode() + b"\n"
 
 
-def is_unwanted(wish: dict[str, Any], rank: int, attempt: int) -> bool:
+def is_unwanted(desired: dict[str, Any], rank: int, attempt: int) -> bool:
     """Whether this attempt is to stop: its rank was scaled away, or a later attempt is wanted."""
-    stops = wish.get("stops", {}).get(str(rank), [])
-    return rank >= wish["size"] or any(attempt <= stop for stop in stops)
+    stops = desired.get("stops", {}).get(str(rank), [])
+    return rank >= desired["size"] or any(attempt <= stop for stop in stops)
 
 
 class RankAttempt:
@@ -186,7 +186,7 @@ class RankAttempt:
         self.rank = rank
         self.attempt = attempt
         self.host = host
-        self.wish: dict[str, Any] | None = None
+        self.desired: dict[str, Any] | None = None
 
     def claim(self, **facts: Any) -> bool:
         """Whether this process, and no other, is to run the attempt."""
@@ -224,11 +224,11 @@ class RankAttempt:
 
         `unless_missing`: what runs is not ended because a wish is lost.
         """
-        wish = read(self.place, WISH)
-        if wish is None:
+        desired = read(self.place, DESIRED)
+        if desired is None:
             return not unless_missing
-        self.wish = wish
-        return is_unwanted(wish, self.rank, self.attempt)
+        self.desired = desired
+        return is_unwanted(desired, self.rank, self.attempt)
 
     def _name(self, kind: str) -> str:
         return name_of(self.rank, self.attempt, kind)
@@ -427,7 +427,7 @@ def environment_for(
     attempt: RankAttempt, launch: dict[str, Any], gate: dict[str, Any], meeting: dict[str, str]
 ) -> dict[bytes, bytes]:
     """The environment of this host's process, and in it what the launch says."""
-    size = attempt.wish["size"] if attempt.wish else 0
+    size = attempt.desired["size"] if attempt.desired else 0
     together = gate.get("together")
     added = {
         **launch["env"],

@@ -14,16 +14,16 @@ from atoll.backends.records import (
     AttemptKey,
     AttemptRecord,
     GangRecords,
+    desired_of,
     restarts_of,
     stops_of,
-    wish_of,
 )
 from atoll.core.attempts import KEPT as ATTEMPTS_KEPT
 from atoll.core.attempts import ended_attempt
 from atoll.core.gate import may_start
 from atoll.core.reasons import RankEnd
 from atoll.core.retry import restart_delay_s
-from atoll.core.status import AttemptStatus, Chore, Exit, Seen, SeenRank, Training, sooner
+from atoll.core.status import AttemptStatus, Exit, Followup, Seen, SeenRank, Training, sooner
 
 Json = dict[str, Any]
 
@@ -62,7 +62,7 @@ class Pace(NamedTuple):
     leave_s: float = 5.0  # after the grace; then the backend is asked to end it
 
 
-class Conclude(Chore, frozen=True):
+class Conclude(Followup, frozen=True):
     """The end of an attempt is written by the executor: its wrapper could not."""
 
     rank: int
@@ -70,13 +70,13 @@ class Conclude(Chore, frozen=True):
     record: Json
 
 
-class StopJobs(Chore, frozen=True):
+class StopJobs(Followup, frozen=True):
     """The backend ends these attempts by its own means."""
 
     attempts: tuple[AttemptKey, ...]
 
 
-class OpenStartGate(Chore, frozen=True):
+class OpenStartGate(Followup, frozen=True):
     """The ranks that wait at the gate run, and so do all that come later."""
 
     together: int
@@ -116,10 +116,10 @@ def look(
     has_gate: bool = True,
 ) -> View:
     """`jobs` is None while the backend does not answer. `ended_for_s`: since when it said so."""
-    document = records.wish
+    document = records.desired
     if document is None:
         return View(Seen())
-    wish = wish_of(document)
+    desired = desired_of(document)
     by_rank: dict[int, dict[int, _Attempt]] = {}
     for key in sorted({*records.attempts, *(jobs or ())}):
         attempt = _attempt(
@@ -139,18 +139,20 @@ def look(
         for number, attempts in by_rank.items()
         if (rank := _rank(training, document, number, attempts, records, jobs)) is not None
     ]
-    chores, due_in_s = _gate(training, records, wish.size, by_rank, now) if has_gate else ((), None)
+    followups, due_in_s = (
+        _gate(training, records, desired.size, by_rank, now) if has_gate else ((), None)
+    )
     due = [] if jobs is None else list(_due(training, document, by_rank, records))
     later = min((each.in_s for each in due if each.in_s > 0), default=None)
     seen = Seen(
         ranks=ranks,
-        wish=wish,
+        desired=desired,
         has_gate=has_gate,
         gate_opened_at=(records.gate or {}).get("at"),
         unsettled=sum(
             attempt.is_unsettled for attempts in by_rank.values() for attempt in attempts.values()
         ),
-        chores=(*_chores(by_rank), *chores),
+        followups=(*_followups(by_rank), *followups),
         again_in_s=sooner(pace.look_s, due_in_s, later),
         at=now,
     )
@@ -160,7 +162,7 @@ def look(
 
 def _attempt(
     training: Training,
-    wish: Json,
+    desired: Json,
     key: AttemptKey,
     record: AttemptRecord,
     job: BackendJob | None,
@@ -170,7 +172,7 @@ def _attempt(
     pace: Pace,
     ended_for_s: float,
 ) -> _Attempt:
-    is_leaving = is_unwanted(wish, *key)
+    is_leaving = is_unwanted(desired, *key)
     is_active = not is_answered if job is None else job.is_active
     if record.exit is not None:
         return _ended(training, record, job, is_active=is_active, is_leaving=is_leaving, pace=pace)
@@ -186,7 +188,7 @@ def _attempt(
     is_silent = is_answered and not is_paused and record.quiet_s >= patience_s
     conclusion = _conclusion(record, job, now, is_leaving=is_leaving) if is_silent else None
     grace_s = training.spec.stop_grace_s + pace.leave_s
-    is_late = is_leaving and is_active and now >= wish["at"] + grace_s
+    is_late = is_leaving and is_active and now >= desired["at"] + grace_s
     must_stop = job is not None and is_active and (is_late or is_silent)
     if record.start is None:
         words = "start gate: it waits for the other ranks"
@@ -310,7 +312,7 @@ def exit_of(document: Json, job: BackendJob | None) -> Exit:
 
 def _rank(
     training: Training,
-    wish: Json,
+    desired: Json,
     rank: int,
     attempts: dict[int, _Attempt],
     records: GangRecords,
@@ -334,7 +336,7 @@ def _rank(
         rank=rank,
         state="waiting" if attempt.state == "none" else attempt.state,
         attempt=number,
-        restarts=restarts_of(wish, rank, number),
+        restarts=restarts_of(desired, rank, number),
         started_at=record.started_at,
         earlier_s=sum(map(_ran_s, earlier)),
         previous=None
@@ -342,7 +344,7 @@ def _rank(
         else exit_of(before.exit, (jobs or {}).get((rank, number - 1))),
         earlier=past,
         exit=attempt.exit,
-        is_stopping=attempt.state in ("running", "waiting") and is_unwanted(wish, rank, number),
+        is_stopping=attempt.state in ("running", "waiting") and is_unwanted(desired, rank, number),
         pod_name=f"{training.name}-{rank}",
         host=record.host or (job.host if job else None),
         message=attempt.message,
@@ -366,16 +368,16 @@ def _ran_s(record: AttemptRecord) -> float:
 
 def _due(
     training: Training,
-    wish: Json,
+    desired: Json,
     by_rank: dict[int, dict[int, _Attempt]],
     records: GangRecords,
 ) -> list[DueAttempt]:
     """The attempts to be started for the wish, within the restart budget."""
     due = []
-    for rank in range(wish["size"]):
+    for rank in range(desired["size"]):
         attempts = by_rank.get(rank, {})
         known = [n for n in attempts if (rank, n) in records.attempts]
-        number = max([*stops_of(wish, rank), *known], default=-1) + 1
+        number = max([*stops_of(desired, rank), *known], default=-1) + 1
         real = [n for n, attempt in attempts.items() if attempt.state != "none"]
         if not real:
             due.append(DueAttempt(rank, number, 0.0))
@@ -384,10 +386,10 @@ def _due(
         ended = attempts[last].exit
         if ended is None:
             continue
-        if last <= wish["redo"].get(str(rank), -1):
+        if last <= desired["discarded"].get(str(rank), -1):
             due.append(DueAttempt(rank, number, 0.0))
         elif not ended.is_stopped and not ended.is_success:
-            restarts = restarts_of(wish, rank, last)
+            restarts = restarts_of(desired, rank, last)
             if restarts < training.spec.max_restarts:
                 quiet_s = records.attempts[rank, last].quiet_s
                 due.append(DueAttempt(rank, number, restart_delay_s(restarts) - quiet_s))
@@ -400,7 +402,7 @@ def _gate(
     size: int,
     by_rank: dict[int, dict[int, _Attempt]],
     now: float,
-) -> tuple[tuple[Chore, ...], float | None]:
+) -> tuple[tuple[Followup, ...], float | None]:
     """The gate opens for all ranks, or for `min` of them once the first has waited long enough."""
     if records.gate is not None or not size:
         return (), None
@@ -419,7 +421,7 @@ def _gate(
     return (), left_s if times and left_s > 0 else None
 
 
-def _chores(by_rank: dict[int, dict[int, _Attempt]]) -> tuple[Chore, ...]:
+def _followups(by_rank: dict[int, dict[int, _Attempt]]) -> tuple[Followup, ...]:
     ends = [
         Conclude(rank, number, attempt.conclude)
         for rank, attempts in by_rank.items()

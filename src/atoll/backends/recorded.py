@@ -18,10 +18,10 @@ from atoll.agent.record_store import RecordPlace
 from atoll.agent.wrapper import (
     CLAIM,
     CODE,
+    DESIRED,
     EXIT,
     GATE,
     LAUNCH,
-    WISH,
     Folder,
     code_root,
     name_of,
@@ -38,10 +38,10 @@ from atoll.backends.observe import (
     View,
     look,
 )
-from atoll.backends.records import AttemptKey, GangRecords, RecordReader, wish_document
+from atoll.backends.records import AttemptKey, GangRecords, RecordReader, desired_document
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import Chore, LogLine, Seen, Training, Wish
+from atoll.core.status import DesiredState, Followup, LogLine, Seen, Training
 
 Json = dict[str, Any]
 
@@ -115,16 +115,16 @@ class RecordedBackend(Executor):
 
     # The port
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         try:
             self.check(training.spec)
         except ValidationError as error:
             raise Permanent(str(error)) from error
         async with self._turn(training):
             records = await self._records(training)
-            before = records.wish
+            before = records.desired
             if before is None:
-                if wish.size == 0:
+                if desired.size == 0:
                     return
                 if training.status.has_run:
                     raise Permanent(
@@ -133,27 +133,29 @@ class RecordedBackend(Executor):
                 await self.prepare(training)
                 await self._put_code(training)
                 await self._put(training, LAUNCH, self.launch(training))
-            if before is None or wish.version > before["version"]:
+            if before is None or desired.version > before["version"]:
                 known = max_attempts(records.attempts)
-                document = wish_document(wish, before, known, self._clock())
-                await self._put(training, WISH, document)
-                records = records._replace(wish=document)
-            elif wish.version < before["version"]:
+                document = desired_document(desired, before, known, self._clock())
+                await self._put(training, DESIRED, document)
+                records = records._replace(desired=document)
+            elif desired.version < before["version"]:
                 return
             jobs = await self.list_jobs(training)
             view = self._view(training, records, jobs)
             if any(view.newest[rank] > known for rank, known in self._unlatched(records, view)):
                 # An attempt that had left no record when the wish was written: it stops, too.
-                document = wish_document(wish, records.wish, view.newest, records.wish["at"])  # type: ignore[index]
-                await self._put(training, WISH, document)
-            stops = [chore for chore in view.seen.chores if isinstance(chore, StopJobs)]
-            for chore in stops:
-                await self.stop_jobs(training, chore.attempts)
+                assert records.desired is not None
+                at = records.desired["at"]
+                document = desired_document(desired, records.desired, view.newest, at)
+                await self._put(training, DESIRED, document)
+            stops = [followup for followup in view.seen.followups if isinstance(followup, StopJobs)]
+            for followup in stops:
+                await self.stop_jobs(training, followup.attempts)
             await self._start(training, view.due)
 
     async def observe(self, training: Training) -> Seen:
         records = await self._records(training)
-        if records.wish is None:
+        if records.desired is None:
             is_left = self._may_hold(training) and training.status.phase.is_terminal
             jobs = await self.list_jobs(training) if is_left else {}
             is_active = any(job.is_active for job in jobs.values())
@@ -168,8 +170,8 @@ class RecordedBackend(Executor):
             return _with_message(view.seen, str(error))
         return self._view(training, records, jobs).seen
 
-    async def perform(self, training: Training, chore: Chore) -> None:
-        match chore:
+    async def perform(self, training: Training, followup: Followup) -> None:
+        match followup:
             case Conclude(rank=rank, attempt=attempt, record=record):
                 await self._conclude(training, (rank, attempt), record)
             case StopJobs(attempts=attempts):
@@ -181,13 +183,15 @@ class RecordedBackend(Executor):
     async def release(self, training: Training) -> None:
         async with self._turn(training):
             records = await self._records(training)
-            wish = records.wish
-            if wish is None and not self._may_hold(training):
+            desired = records.desired
+            if desired is None and not self._may_hold(training):
                 return
-            if wish is not None and wish["size"]:  # wrappers that are still to start find it
-                stop = Wish(version=wish["version"] + 1, size=0)
-                wish = wish_document(stop, wish, max_attempts(records.attempts), self._clock())
-                await self._put(training, WISH, wish)
+            if desired is not None and desired["size"]:  # wrappers that are still to start find it
+                stop = DesiredState(version=desired["version"] + 1, size=0)
+                desired = desired_document(
+                    stop, desired, max_attempts(records.attempts), self._clock()
+                )
+                await self._put(training, DESIRED, desired)
             jobs = await self.list_jobs(training)
             active = [key for key, job in jobs.items() if job.is_active]
             if active:
@@ -222,7 +226,7 @@ class RecordedBackend(Executor):
     @staticmethod
     def _may_hold(training: Training) -> bool:
         """Whether the backend may have jobs of it, though all records are lost."""
-        return training.status.asked is not None and not training.status.is_released
+        return training.status.desired is not None and not training.status.is_released
 
     def where(self, training: Training) -> str:
         place: Any = self.place_of(training)
@@ -279,10 +283,10 @@ class RecordedBackend(Executor):
     @staticmethod
     def _unlatched(records: GangRecords, view: View) -> Iterable[tuple[int, int]]:
         """Ranks above the wish with the newest attempt that the wish tells to stop."""
-        assert records.wish is not None
-        stops = records.wish["stops"]
+        assert records.desired is not None
+        stops = records.desired["stops"]
         for rank in view.newest:
-            if rank >= records.wish["size"]:
+            if rank >= records.desired["size"]:
                 yield rank, max(stops.get(str(rank), []), default=-1)
 
     async def _start(self, training: Training, due: Iterable[DueAttempt]) -> None:
@@ -347,7 +351,7 @@ class RecordedBackend(Executor):
     async def _forget(self, training: Training) -> None:
         """The wish goes first: without it there is nothing to see."""
         place = self.place_of(training)
-        await asyncio.to_thread(place.delete, [WISH])
+        await asyncio.to_thread(place.delete, [DESIRED])
         names = [
             n for n in await asyncio.to_thread(place.entries) if "." in n or n in (GATE, LAUNCH)
         ]
@@ -376,7 +380,7 @@ def max_attempts(keys: Iterable[AttemptKey]) -> dict[int, int]:
 def has_news(training: Training, seen: Seen) -> bool:
     """Whether a rank has ended that the status does not know of."""
     status = training.status
-    known = {r.rank: r for r in (*status.ranks, *status.retired)}
+    known = {r.rank: r for r in (*status.ranks, *status.removed_ranks)}
     for rank in seen.ranks:
         before = known.get(rank.rank)
         is_known = before is not None and before.exit is not None
@@ -388,4 +392,4 @@ def has_news(training: Training, seen: Seen) -> bool:
 def _with_message(seen: Seen, message: str) -> Seen:
     from msgspec.structs import replace
 
-    return replace(seen, message=message, chores=())
+    return replace(seen, message=message, followups=())

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from atoll.agent.process import read_record
 from atoll.agent.record_store import RecordPlace
-from atoll.agent.wrapper import BEAT, CLAIM, EXIT, GATE, START, WISH, name_of, read
-from atoll.core.status import Wish
+from atoll.agent.wrapper import BEAT, CLAIM, DESIRED, EXIT, GATE, START, name_of, read
+from atoll.core.status import DesiredState
 
 Json = dict[str, Any]
 AttemptKey = tuple[int, int]  # rank, attempt
@@ -47,7 +47,7 @@ class AttemptRecord(NamedTuple):
 
 
 class GangRecords(NamedTuple):
-    wish: Json | None = None
+    desired: Json | None = None
     gate: Json | None = None
     attempts: dict[AttemptKey, AttemptRecord] = {}
 
@@ -75,8 +75,8 @@ class RecordReader:
             return self._read()
 
     def _read(self) -> GangRecords:
-        wish = read(self.place, WISH)
-        if wish is None:
+        desired = read(self.place, DESIRED)
+        if desired is None:
             return GangRecords()
         entries = self.place.entries()
         matches = {name: match for name in entries if (match := _NAME.fullmatch(name))}
@@ -88,7 +88,7 @@ class RecordReader:
             key = int(match[1]), int(match[2])
             kinds.setdefault(key, {})[match[3]] = entries[name]
         attempts = {key: self._attempt(key, stamps) for key, stamps in kinds.items()}
-        return GangRecords(wish, self._documents.get(GATE), attempts)
+        return GangRecords(desired, self._documents.get(GATE), attempts)
 
     def exit_of(self, key: AttemptKey) -> Json | None:
         """The record of an end, as of the last reading."""
@@ -135,29 +135,33 @@ def _document(name: str, data: bytes | None) -> Json | None:
     return document if isinstance(document, dict) else None
 
 
-def wish_document(wish: Wish, before: Json | None, newest: dict[int, int], now: float) -> Json:
+def desired_document(
+    desired: DesiredState, before: Json | None, newest: dict[int, int], now: float
+) -> Json:
     """The wish as wrappers read it. `newest`: the newest attempt of each rank that is known.
 
     `stops` only grows: an attempt that was told to stop stays so when its rank is wanted again.
     """
     stops = {rank: set(those) for rank, those in ((before or {}).get("stops") or {}).items()}
-    for rank, attempt in wish.redo.items():
+    for rank, attempt in desired.discarded_attempts.items():
         stops.setdefault(str(rank), set()).add(attempt)
     for rank, attempt in newest.items():
-        if rank >= wish.size:
+        if rank >= desired.size:
             stops.setdefault(str(rank), set()).add(attempt)
     return {
-        "version": wish.version,
-        "size": wish.size,
-        "redo": {str(rank): attempt for rank, attempt in wish.redo.items()},
+        "version": desired.version,
+        "size": desired.size,
+        "discarded": {str(rank): attempt for rank, attempt in desired.discarded_attempts.items()},
         "stops": {rank: sorted(those) for rank, those in stops.items()},
         "at": now,
     }
 
 
-def wish_of(document: Json) -> Wish:
-    redo = {int(rank): attempt for rank, attempt in document["redo"].items()}
-    return Wish(version=document["version"], size=document["size"], redo=redo)
+def desired_of(document: Json) -> DesiredState:
+    discarded_attempts = {int(rank): attempt for rank, attempt in document["discarded"].items()}
+    return DesiredState(
+        version=document["version"], size=document["size"], discarded_attempts=discarded_attempts
+    )
 
 
 def stops_of(document: Json, rank: int) -> list[int]:

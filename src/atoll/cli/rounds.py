@@ -66,7 +66,7 @@ def as_text(name: str, table: RoundTable) -> str:
             [
                 f"{number}.{fragment}" if is_cut else str(number),
                 "-" if when is None else clock(when),
-                ranks("roster", at) if table["roster"][at] else f"void: {shortened(error, 60)}",
+                ranks("members", at) if table["members"][at] else f"void: {shortened(error, 60)}",
                 shortened(some_spans(out, 8), 40) or "-",
                 ranks("late", at),
                 ranks("joined", at),

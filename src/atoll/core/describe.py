@@ -44,8 +44,8 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if new.last_resize is not None and new.last_resize != old.last_resize:
         resize = new.last_resize
         yield "Normal", "Scaled", f"target {resize.from_target} -> {resize.to_target}"
-    before = {r.rank: r for r in (*old.ranks, *old.retired)}
-    after = (*new.ranks, *new.retired)
+    before = {r.rank: r for r in (*old.ranks, *old.removed_ranks)}
+    after = (*new.ranks, *new.removed_ranks)
     started = [r.rank for r in after if r.is_alive and _is_new(before.get(r.rank), r)]
     ends: list[tuple[EventType, str, int, Exit]] = []
     for rank in after:

@@ -40,7 +40,7 @@ def measured(training: Training, time: Time) -> Metrics:
         ranks_running=phases.count("Running"),
         ranks_succeeded=phases.count("Succeeded"),
         ranks_failed=phases.count("Failed"),
-        restarts=sum(rank.restarts for rank in (*status.ranks, *status.retired)),
+        restarts=sum(rank.restarts for rank in (*status.ranks, *status.removed_ranks)),
         resizes=sum(a != b for a, b in zip(targets, targets[1:], strict=False)),
         generation=training.generation,
         observed_generation=status.observed_generation,

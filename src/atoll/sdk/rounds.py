@@ -9,7 +9,7 @@ COLUMNS = tuple(name for name in RoundItem.__struct_fields__ if name != "costs")
 
 
 class RoundTable(ColumnTable):
-    """Columns of equal length: `table["roster"]` is a list of lists. One row for each round of
+    """Columns of equal length: `table["members"]` is a list of lists. One row for each round of
     each fragment, in order.
 
     `why` says where the rounds come from, `summary` how far the run is (None before the first),

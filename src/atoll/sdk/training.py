@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
-from atoll.core.errors import AtollError, NotFound, ResultError, ValidationError
+from atoll.core.errors import AtollError, NotFound, ValidationError
 from atoll.core.metrics import SeriesList
 from atoll.core.rounds import RoundList
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
@@ -186,37 +186,39 @@ class DistributedTraining:
         return await self._arun(self._watched(flows.wait_until_target_world, timeout))
 
     def wait_until_complete(self, timeout: float | None = 1800) -> WorldStatus:
-        """Returns on success, raises BelowMinimumWorld on failure; see `result` for either.
+        """Wait for the training to succeed and return its final world.
 
-        Raises UDTerminalState if the training was over before the call.
+        Raises BelowMinimumWorld if it fails or `timeout` passes, and UDTerminalState if it was
+        over before the call. `result` has the same answer before, during and after the end.
         """
         return self._run(self._watched(flows.wait_until_complete, timeout))
 
     async def wait_until_complete_async(self, timeout: float | None = 1800) -> WorldStatus:
         return await self._arun(self._watched(flows.wait_until_complete, timeout))
 
-    def result(self, timeout: float | None = None) -> WorldStatus:
-        """Like a future: the same answer or error before, during and after the end."""
-        if self.last.status.phase.is_terminal:
-            return flows.ended(self.last, timeout)
-        return self._run(self._watched(flows.result, timeout))
+    def result(self, timeout: float | None = None, *, allow_pickle: bool = False) -> Any:
+        """Wait for the end and return what the function returned on rank 0, or what its program
+        set last with `atoll.set_result`; None if it set nothing.
 
-    async def result_async(self, timeout: float | None = None) -> WorldStatus:
-        if self.last.status.phase.is_terminal:
-            return flows.ended(self.last, timeout)
-        return await self._arun(self._watched(flows.result, timeout))
-
-    def value(self, rank: int = 0, *, allow_pickle: bool = False) -> Any:
-        """What the function returned on that rank, or what its program last gave with
-        `atoll.give_result`.
-
-        Raises NotFound if nothing was returned, and ResultError with the reason if it could not
-        be returned or read. A pickle is opened only with `allow_pickle`: it can run any code here.
+        Like the result of a future it is the same before, during and after the end. Raises
+        BelowMinimumWorld if the training does not succeed, and ResultError if the result could not
+        be sent or read. Pickles are opened only with `allow_pickle`: they can run any code here.
         """
-        return decoded_value(self._run(self._value(rank)), allow_pickle=allow_pickle)
+        return self._run(self._result(timeout, allow_pickle))
 
-    async def value_async(self, rank: int = 0, *, allow_pickle: bool = False) -> Any:
-        return decoded_value(await self._arun(self._value(rank)), allow_pickle=allow_pickle)
+    async def result_async(
+        self, timeout: float | None = None, *, allow_pickle: bool = False
+    ) -> Any:
+        return await self._arun(self._result(timeout, allow_pickle))
+
+    def results(self, timeout: float | None = None, *, allow_pickle: bool = False) -> list[Any]:
+        """Wait for the end and return the results of all ranks, in their order; see `result`."""
+        return self._run(self._results(timeout, allow_pickle))
+
+    async def results_async(
+        self, timeout: float | None = None, *, allow_pickle: bool = False
+    ) -> list[Any]:
+        return await self._arun(self._results(timeout, allow_pickle))
 
     def series(
         self, names: str | Sequence[str] | None = None, *, rank: int | None = None
@@ -446,9 +448,22 @@ class DistributedTraining:
             check_timeout(timeout)
         return flow(self._who, timeout, on_read=self._keep)  # type: ignore[no-any-return]
 
-    def _value(self, rank: int) -> Flow[flows.ValueAnswer]:
-        check_as("rank", rank, RankNumber)
-        return flows.value(self._who, rank)
+    def _result(self, timeout: float | None, allow_pickle: bool) -> Flow[Any]:
+        yield from self._wait_until_end(timeout)
+        return (yield from flows.result(self._who, 0, allow_pickle=allow_pickle))
+
+    def _results(self, timeout: float | None, allow_pickle: bool) -> Flow[list[Any]]:
+        yield from self._wait_until_end(timeout)
+        results = []
+        for rank in range(self.last.spec.world_size.target):
+            results.append((yield from flows.result(self._who, rank, allow_pickle=allow_pickle)))
+        return results
+
+    def _wait_until_end(self, timeout: float | None) -> Flow[WorldStatus]:
+        wait = self._watched(flows.wait_until_end, timeout)
+        if self.last.status.phase.is_terminal:
+            return flows.check_success(self.last, timeout)
+        return (yield from wait)
 
     def _rerun(
         self,
@@ -506,20 +521,6 @@ class DistributedTraining:
         if search is not None:
             chosen |= {"search": search, "ignoreCase": ignore_case or None}
         return Position(self._who, None if rank is None else [rank], tail, follow, chosen)
-
-
-def decoded_value(answer: flows.ValueAnswer, *, allow_pickle: bool) -> Any:
-    """The value. Raises ResultError where there is none, and for a pickle that is not allowed."""
-    if answer.error is not None:
-        raise ResultError(answer.error)
-    if answer.payload is None:
-        return answer.value
-    import base64
-
-    from atoll.agent.result import Result, decode_value
-
-    payload = base64.b64decode(answer.payload)
-    return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)
 
 
 def _seconds(since: float | datetime | None) -> float | None:

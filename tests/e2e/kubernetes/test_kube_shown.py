@@ -171,7 +171,7 @@ def test_what_a_process_with_a_pods_environment_reports_is_in_series(
         assert table["value"][0] == 1.0
         assert table.missed == 0
         rounds = training.rounds()
-        assert (rounds["round"], rounds["roster"]) == ([0, 1, 2, 3, 4], [[0, 1]] * 5)
+        assert (rounds["round"], rounds["members"]) == ([0, 1, 2, 3, 4], [[0, 1]] * 5)
         assert set(rounds["source"]) == {"reports"}
         metrics = urllib.request.Request(
             f"http://127.0.0.1:{operators.ports['one']}/metrics",

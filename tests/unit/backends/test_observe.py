@@ -37,8 +37,8 @@ def training(low: int = 1, target: int = 2, **spec: Any) -> Training:
     return Training(namespace="n", uid="u", spec=given)
 
 
-def wish(size: int = 2, **more: Any) -> Json:
-    return {"version": 3, "size": size, "redo": {}, "at": 990.0, **more}
+def desired(size: int = 2, **more: Any) -> Json:
+    return {"version": 3, "size": size, "discarded": {}, "at": 990.0, **more}
 
 
 def ended(code: int | None = 0, signal: str | None = None, **more: Any) -> Json:
@@ -56,7 +56,7 @@ def seen(
     ended_for_s: float = 0.0,
     gate: Json | None = None,
 ) -> View:
-    records = GangRecords(document or wish(), gate, attempts or {})
+    records = GangRecords(document or desired(), gate, attempts or {})
     asked = jobs or {}
     return look(
         of or training(),
@@ -86,17 +86,17 @@ def over(exit: Json, quiet_s: float = 0.0) -> AttemptRecord:
 
 
 def concluded(view: View) -> list[Json]:
-    return [chore.record for chore in view.seen.chores if isinstance(chore, Conclude)]
+    return [followup.record for followup in view.seen.followups if isinstance(followup, Conclude)]
 
 
 def stopped(view: View) -> list[tuple[int, int]]:
-    return [key for chore in view.seen.chores if isinstance(chore, StopJobs)
-            for key in chore.attempts]  # fmt: skip
+    return [key for followup in view.seen.followups if isinstance(followup, StopJobs)
+            for key in followup.attempts]  # fmt: skip
 
 
 def test_without_a_wish_there_is_nothing() -> None:
     view = look(training(), GangRecords(), {}, now=NOW, pace=PACE, ended_for_s={})
-    assert (view.seen.wish, view.seen.ranks, view.due) == (None, [], [])
+    assert (view.seen.desired, view.seen.ranks, view.due) == (None, [], [])
 
 
 def test_an_attempt_goes_from_the_queue_to_the_gate_to_its_run_to_its_end() -> None:
@@ -122,7 +122,7 @@ def test_a_paused_rank_is_no_silent_one() -> None:
     paused = BackendJob("running", is_paused=True)
     view = seen({(0, 0): started(quiet_s=500.0)}, {(0, 0): paused})
     assert (only(view).state, only(view).message) == ("running", "paused by its backend")
-    assert view.seen.chores == ()
+    assert view.seen.followups == ()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_what_the_backend_gave_up_by_itself_is_asked_for_again() -> None:
 
 
 def test_a_rank_scaled_away_stops_and_is_ended_once_its_grace_is_over() -> None:
-    shrunk = wish(1, at=NOW - 15.0)
+    shrunk = desired(1, at=NOW - 15.0)
     patient = training(stop_grace_s=10.1)
     view = seen({(1, 0): started()}, {(1, 0): RUNNING}, document=shrunk, of=patient)
     assert (only(view).is_stopping, stopped(view)) == (True, [])
@@ -202,7 +202,7 @@ def test_a_rank_scaled_away_stops_and_is_ended_once_its_grace_is_over() -> None:
     queued = seen(jobs={(1, 0): PENDING}, document=shrunk)
     assert (stopped(queued), queued.seen.unsettled) == ([(1, 0)], 1)
     gone = seen(jobs={(1, 0): ENDED}, document=shrunk, ended_for_s=60.0)
-    assert (gone.seen.ranks, gone.seen.chores, gone.seen.unsettled) == ([], (), 0)
+    assert (gone.seen.ranks, gone.seen.followups, gone.seen.unsettled) == ([], (), 0)
 
 
 def test_the_backends_word_on_an_end_keeps_its_place_until_nothing_runs() -> None:
@@ -278,7 +278,7 @@ def test_the_newest_attempt_tells_of_those_before_it() -> None:
     assert rank.previous is not None
     assert rank.previous.code == 2
     assert [past.attempt for past in rank.earlier] == [0, 1]
-    assert only(seen(attempts, {(0, 2): RUNNING}, document=wish(stops={"0": [1]}))).restarts == 0
+    assert only(seen(attempts, {(0, 2): RUNNING}, document=desired(stops={"0": [1]}))).restarts == 0
 
 
 def due(*codes: int | None, max_restarts: int = 1, quiet_s: float = 0.0, **more: Any) -> list[Any]:
@@ -287,7 +287,7 @@ def due(*codes: int | None, max_restarts: int = 1, quiet_s: float = 0.0, **more:
         (0, number): started() if code is None else over(ended(code), quiet_s)
         for number, code in enumerate(codes)
     }
-    return seen(attempts, document=wish(1, **more), of=training(max_restarts=max_restarts)).due
+    return seen(attempts, document=desired(1, **more), of=training(max_restarts=max_restarts)).due
 
 
 def test_attempts_are_due_within_the_budget_and_no_sooner() -> None:
@@ -296,8 +296,8 @@ def test_attempts_are_due_within_the_budget_and_no_sooner() -> None:
     assert due(1) == [DueAttempt(0, 1, 0.0)]
     assert due(1, 1) == []
     assert due(1, 1, max_restarts=2, quiet_s=0.25) == [DueAttempt(0, 2, 0.75)]
-    assert due(1, 1, redo={"0": 1}, stops={"0": [1]}) == [DueAttempt(0, 2, 0.0)]
-    assert due(0, redo={"0": 0}, stops={"0": [0]}) == [DueAttempt(0, 1, 0.0)]
+    assert due(1, 1, discarded={"0": 1}, stops={"0": [1]}) == [DueAttempt(0, 2, 0.0)]
+    assert due(0, discarded={"0": 0}, stops={"0": [0]}) == [DueAttempt(0, 1, 0.0)]
 
 
 def test_nothing_is_due_while_the_backend_does_not_answer() -> None:
@@ -311,7 +311,7 @@ def test_the_gate_opens_for_all_or_for_the_minimum_after_the_grace() -> None:
         return seen(attempts, jobs, of=training(start_grace_s=grace_s), **more)
 
     def opened(view: View) -> list[int]:
-        return [c.together for c in view.seen.chores if isinstance(c, OpenStartGate)]
+        return [c.together for c in view.seen.followups if isinstance(c, OpenStartGate)]
 
     assert opened(at_gate(2, 500.0)) == [2]
     assert opened(at_gate(1, 500.0)) == []
@@ -335,7 +335,7 @@ def test_the_host_of_a_rank_is_the_records_before_the_backends() -> None:
 def test_ranks_that_are_scaled_away_do_not_open_the_gate() -> None:
     attempts = {(rank, 0): claimed() for rank in (0, 2)}
     view = seen(attempts, dict.fromkeys(attempts, RUNNING), of=training(start_grace_s=500.0))
-    assert [c for c in view.seen.chores if isinstance(c, OpenStartGate)] == []
+    assert [c for c in view.seen.followups if isinstance(c, OpenStartGate)] == []
 
 
 def test_a_rank_that_exited_by_itself_has_no_words_of_the_backend() -> None:

@@ -15,15 +15,15 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.agent.process import record_line
-from atoll.agent.wrapper import CLAIM, EXIT, WISH, name_of, write
+from atoll.agent.wrapper import CLAIM, DESIRED, EXIT, name_of, write
 from atoll.backends.local import processes
 from atoll.backends.observe import BackendJob, OpenStartGate
-from atoll.backends.records import wish_document
+from atoll.backends.records import desired_document
 from atoll.code.archive import pack
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.phase import Phase
 from atoll.core.spec import Code, TrainingSpec, WorldSize
-from atoll.core.status import RankStatus, Seen, Status, Training, Wish
+from atoll.core.status import DesiredState, RankStatus, Seen, Status, Training
 from tests.support.recorded import ProcessBackend
 
 SCRIPT = """echo $RANK $ATOLL_ATTEMPT >> {folder}/ran
@@ -55,23 +55,25 @@ class Stage:
 
     async def look(self) -> Seen:
         seen = await self.backend.observe(self.training)
-        for chore in seen.chores:
-            await self.backend.perform(self.training, chore)
+        for followup in seen.followups:
+            await self.backend.perform(self.training, followup)
         return seen
 
-    async def until(self, holds: Callable[[Seen], bool], wish: Wish | None = None) -> Seen:
+    async def until(
+        self, holds: Callable[[Seen], bool], desired: DesiredState | None = None
+    ) -> Seen:
         deadline = time.monotonic() + 30
         while True:
             seen = await self.look()
             if holds(seen):
                 return seen
-            if wish is not None:
-                await self.backend.apply(self.training, wish)
+            if desired is not None:
+                await self.backend.apply(self.training, desired)
             assert time.monotonic() < deadline, seen
             await asyncio.sleep(0.05)
 
-    async def running(self, ranks: int, wish: Wish | None = None) -> Seen:
-        return await self.until(lambda s: states(s).count("running") == ranks, wish)
+    async def running(self, ranks: int, desired: DesiredState | None = None) -> Seen:
+        return await self.until(lambda s: states(s).count("running") == ranks, desired)
 
     async def recorded(self, ranks: int) -> None:
         """So many ends are written by their wrappers."""
@@ -128,18 +130,18 @@ async def _nothing() -> AsyncIterator[None]:
 
 def test_a_gang_starts_grows_shrinks_and_ends(staged: Callable[[Body], None]) -> None:
     async def body(stage: Stage) -> None:
-        await stage.backend.apply(stage.training, Wish(version=1, size=3))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         seen = await stage.running(3)
         assert seen.gate_opened_at is not None
-        assert seen.wish == Wish(version=1, size=3)
+        assert seen.desired == DesiredState(version=1, size=3)
         stage.training = stage.of(4)
-        await stage.backend.apply(stage.training, Wish(version=2, size=4))
+        await stage.backend.apply(stage.training, DesiredState(version=2, size=4))
         await stage.running(4)
         stage.training = stage.of(2)
-        await stage.backend.apply(stage.training, Wish(version=3, size=2))
-        await stage.backend.apply(stage.training, Wish(version=2, size=4))  # an older one
+        await stage.backend.apply(stage.training, DesiredState(version=3, size=2))
+        await stage.backend.apply(stage.training, DesiredState(version=2, size=4))  # an older one
         seen = await stage.until(lambda s: states(s).count("exited") == 2)
-        assert seen.wish == Wish(version=3, size=2)
+        assert seen.desired == DesiredState(version=3, size=2)
         gone = [rank.exit for rank in seen.ranks if rank.rank >= 2 and rank.exit]
         assert [(e.code, e.reason, e.is_stopped) for e in gone] == [(143, "Stopped", True)] * 2
         stage.tell("all", 0)
@@ -155,7 +157,7 @@ def test_a_gang_starts_grows_shrinks_and_ends(staged: Callable[[Body], None]) ->
 
 def test_one_question_to_the_backend_is_one_look(staged: Callable[[Body], None]) -> None:
     async def body(stage: Stage) -> None:
-        await stage.backend.apply(stage.training, Wish(version=1, size=3))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
         before = stage.backend.questions
         await stage.look()
@@ -166,18 +168,18 @@ def test_one_question_to_the_backend_is_one_look(staged: Callable[[Body], None])
 
 def test_a_failed_rank_is_restarted_within_its_budget(staged: Callable[[Body], None]) -> None:
     async def body(stage: Stage) -> None:
-        stage.training, wish = stage.of(2, max_restarts=1), Wish(version=1, size=2)
-        await stage.backend.apply(stage.training, wish)
+        stage.training, desired = stage.of(2, max_restarts=1), DesiredState(version=1, size=2)
+        await stage.backend.apply(stage.training, desired)
         await stage.running(2)
         stage.tell("1.0", 7)
-        seen = await stage.until(lambda s: s.ranks[1].attempt == 1, wish)
+        seen = await stage.until(lambda s: s.ranks[1].attempt == 1, desired)
         assert seen.ranks[1].previous is not None
         assert (seen.ranks[1].restarts, seen.ranks[1].previous.code) == (1, 7)
         stage.tell("1.1", 8)
-        seen = await stage.until(lambda s: s.ranks[1].state == "exited", wish)
+        seen = await stage.until(lambda s: s.ranks[1].state == "exited", desired)
         assert seen.ranks[1].exit is not None
         assert seen.ranks[1].exit.code == 8
-        await stage.backend.apply(stage.training, wish)
+        await stage.backend.apply(stage.training, desired)
         assert (1, 2) not in stage.backend.started
 
     staged(body)
@@ -188,16 +190,18 @@ def test_a_rank_scaled_away_and_wanted_again_has_its_whole_budget(
 ) -> None:
     async def body(stage: Stage) -> None:
         stage.training = stage.of(2, max_restarts=1)
-        await stage.backend.apply(stage.training, Wish(version=1, size=2))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=2))
         await stage.running(2)
-        await stage.backend.apply(stage.training, Wish(version=2, size=1))
-        await stage.backend.apply(stage.training, Wish(version=3, size=2))  # it still leaves
+        await stage.backend.apply(stage.training, DesiredState(version=2, size=1))
+        await stage.backend.apply(
+            stage.training, DesiredState(version=3, size=2)
+        )  # it still leaves
         seen = await stage.until(lambda s: s.ranks[1].state == "exited")
         assert seen.ranks[1].exit is not None
         assert seen.ranks[1].exit.is_stopped
-        wish = Wish(version=4, size=2, redo={1: 0})
-        await stage.backend.apply(stage.training, wish)
-        seen = await stage.running(2, wish)
+        desired = DesiredState(version=4, size=2, discarded_attempts={1: 0})
+        await stage.backend.apply(stage.training, desired)
+        seen = await stage.running(2, desired)
         assert (seen.ranks[1].attempt, seen.ranks[1].restarts) == (1, 0)
 
     staged(body)
@@ -214,10 +218,10 @@ def test_a_job_that_the_backend_forgot_is_asked_for_again_and_runs_once(
 
         truly = stage.backend.start_jobs
         stage.backend.start_jobs = lost  # type: ignore[method-assign]
-        wish = Wish(version=1, size=3)
-        await stage.backend.apply(stage.training, wish)
+        desired = DesiredState(version=1, size=3)
+        await stage.backend.apply(stage.training, desired)
         stage.backend.start_jobs = truly  # type: ignore[method-assign]
-        await stage.running(3, wish)
+        await stage.running(3, desired)
         assert started == [(0, [0, 1, 2])]
         assert stage.ran() == ["0 0", "1 0", "2 0"]
 
@@ -234,8 +238,8 @@ def test_a_job_that_the_backend_gave_up_is_asked_for_again(
             stage.backend.words = {(rank, attempt): given_up for rank in ranks}
 
         stage.backend.start_jobs = refuse  # type: ignore[method-assign]
-        wish = Wish(version=1, size=2)
-        await stage.backend.apply(stage.training, wish)
+        desired = DesiredState(version=1, size=2)
+        await stage.backend.apply(stage.training, desired)
 
         async def take(training: Training, attempt: int, ranks: Any) -> None:
             stage.backend.words = {}
@@ -243,7 +247,7 @@ def test_a_job_that_the_backend_gave_up_is_asked_for_again(
 
         stage.backend.start_jobs = take  # type: ignore[method-assign]
         stage.training = stage.of(2)
-        await stage.running(2, wish)
+        await stage.running(2, desired)
         assert stage.ran() == ["0 0", "1 0"]
 
     staged(body)
@@ -253,7 +257,7 @@ def test_an_attempt_that_the_backend_starts_twice_runs_once(
     staged: Callable[[Body], None],
 ) -> None:
     async def body(stage: Stage) -> None:
-        await stage.backend.apply(stage.training, Wish(version=1, size=3))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
         again = [stage.backend.start(stage.training, rank, 0) for rank in range(3)]
         assert [process.wait(60) for process in again] == [75] * 3
@@ -265,7 +269,7 @@ def test_an_attempt_that_the_backend_starts_twice_runs_once(
 
 def test_another_executor_sees_the_same(staged: Callable[[Body], None]) -> None:
     async def body(stage: Stage) -> None:
-        await stage.backend.apply(stage.training, Wish(version=1, size=3))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         before = await stage.running(3)
         other = ProcessBackend(stage.folder / "records")
         other.processes = stage.backend.processes
@@ -281,7 +285,7 @@ def test_another_executor_sees_the_same(staged: Callable[[Body], None]) -> None:
 
 def test_exits_are_told_while_the_backend_does_not_answer(staged: Callable[[Body], None]) -> None:
     async def body(stage: Stage) -> None:
-        await stage.backend.apply(stage.training, Wish(version=1, size=3))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
         stage.backend.is_silent = True
         with pytest.raises(Temporary):
@@ -305,7 +309,7 @@ def test_a_wrapper_that_is_killed_or_frozen_is_told_of(
     staged: Callable[[Body], None], number: int
 ) -> None:
     async def body(stage: Stage) -> None:
-        await stage.backend.apply(stage.training, Wish(version=1, size=3))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
         os.kill(stage.backend.processes[1, 0].pid, number)
         seen = await stage.until(lambda s: s.ranks[1].state == "exited")
@@ -324,7 +328,7 @@ def test_an_end_that_nobody_saw_is_dated_by_the_last_sign_of_life(
     """Not by who looks first, an hour later: that hour is charged to nobody."""
 
     async def body(stage: Stage) -> None:
-        await stage.backend.apply(stage.training, Wish(version=1, size=3))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
         place = stage.backend.place_of(stage.training)
         deadline = time.monotonic() + 30
@@ -352,7 +356,7 @@ def test_the_backend_names_what_it_did(
     staged: Callable[[Body], None], words: str, reason: str
 ) -> None:
     async def body(stage: Stage) -> None:
-        await stage.backend.apply(stage.training, Wish(version=1, size=3))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
         stage.backend.words = {(rank, 0): BackendJob("running") for rank in range(3)}
         for pid in stage.rank_pids():
@@ -371,9 +375,9 @@ def test_records_that_are_gone_are_never_run_again(staged: Callable[[Body], None
     async def body(stage: Stage) -> None:
         ran = Status(ranks=[RankStatus(rank=0, attempt=0, started_at=1.0)])
         training = replace(stage.training, status=ran)
-        await stage.backend.apply(training, Wish(version=2, size=0))
+        await stage.backend.apply(training, DesiredState(version=2, size=0))
         with pytest.raises(Permanent, match="the records of t are gone"):
-            await stage.backend.apply(training, Wish(version=2, size=3))
+            await stage.backend.apply(training, DesiredState(version=2, size=3))
         assert stage.backend.started == []
 
     staged(body)
@@ -399,15 +403,16 @@ def test_code_travels_to_every_attempt_and_goes_with_the_training(
         spec = replace(stage.of(2, max_restarts=1, code=code).spec, command=command)
         stage.training = replace(stage.training, spec=spec)
         records = stage.folder / "records/u1"
-        wish = Wish(version=1, size=2)
-        await stage.backend.apply(stage.training, wish)
+        desired = DesiredState(version=1, size=2)
+        await stage.backend.apply(stage.training, desired)
         await stage.until(
-            lambda s: [(r.attempt, r.exit and r.exit.code) for r in s.ranks] == [(1, 0)] * 2, wish
+            lambda s: [(r.attempt, r.exit and r.exit.code) for r in s.ranks] == [(1, 0)] * 2,
+            desired,
         )
         lines = (stage.folder / "records/out").read_text().splitlines()
         assert sorted(lines) == [f"{rank} a model" for rank in (0, 0, 1, 1)]
         assert f"tree-{code.digest[:12]}" in os.listdir(records)
-        await stage.backend.apply(stage.training, Wish(version=2, size=0))
+        await stage.backend.apply(stage.training, DesiredState(version=2, size=0))
         await stage.backend.release(stage.training)
         assert os.listdir(records) == []
 
@@ -418,7 +423,7 @@ def test_code_that_somebody_changed_is_not_run(staged: Callable[[Body], None]) -
     async def body(stage: Stage) -> None:
         stage.training = stage.of(1, code=project(stage.folder))
         stage.backend.start_jobs = nothing  # type: ignore[method-assign]
-        await stage.backend.apply(stage.training, Wish(version=1, size=1))
+        await stage.backend.apply(stage.training, DesiredState(version=1, size=1))
         (stage.folder / "records/u1/code").write_bytes(b"other code")
         stage.backend.start(stage.training, 0, 0)
         seen = await stage.until(lambda s: states(s) == ["exited"])
@@ -441,12 +446,12 @@ def test_ranks_whose_records_are_lost_are_stopped_by_what_the_backend_lists(
     staged: Callable[[Body], None],
 ) -> None:
     async def body(stage: Stage) -> None:
-        wish = Wish(version=1, size=3)
-        await stage.backend.apply(stage.training, wish)
+        desired = DesiredState(version=1, size=3)
+        await stage.backend.apply(stage.training, desired)
         await stage.running(3)
         lose_records(stage)
         ran = [RankStatus(rank=rank, attempt=0, started_at=1.0) for rank in range(3)]
-        lost = Status(phase=Phase.FAILED, ranks=ran, asked=wish)
+        lost = Status(phase=Phase.FAILED, ranks=ran, desired=desired)
         stage.training = replace(stage.training, status=lost)
         assert (await stage.backend.observe(stage.training)).is_supervised
         with pytest.raises(Temporary, match="about to end"):
@@ -455,10 +460,10 @@ def test_ranks_whose_records_are_lost_are_stopped_by_what_the_backend_lists(
             process.wait()
         await stage.backend.release(stage.training)
         assert not (await stage.backend.observe(stage.training)).is_supervised
-        asked = stage.backend.questions
+        desired = stage.backend.questions
         released = replace(stage.training, status=replace(lost, is_released=True))
         await stage.backend.purge(released)
-        assert stage.backend.questions == asked  # nothing can be left of it
+        assert stage.backend.questions == desired  # nothing can be left of it
 
     staged(body)
 
@@ -473,8 +478,8 @@ def test_the_start_gate_does_not_count_an_attempt_that_has_ended(
         spec = replace(stage.training.spec, world_size=world, start_grace_s=600.0)
         training = replace(stage.training, spec=spec)
         place = stage.backend.place_of(training)
-        document = wish_document(Wish(version=1, size=2), None, {}, 1.0)
-        await stage.backend._put(training, WISH, document)
+        document = desired_document(DesiredState(version=1, size=2), None, {}, 1.0)
+        await stage.backend._put(training, DESIRED, document)
         killed = {"atollExit": 1, "code": 137, "signal": "SIGKILL", "reason": "Signal", "at": 2.0,
                   "ran": False, "stopped": False, "host": "h"}  # fmt: skip
         for rank in range(2):
@@ -483,6 +488,6 @@ def test_the_start_gate_does_not_count_an_attempt_that_has_ended(
         place.create(name_of(1, 0, EXIT), record_line(killed, 4096))
         seen = await stage.backend.observe(training)
         assert states(seen) == ["waiting", "waiting"]
-        assert not [chore for chore in seen.chores if isinstance(chore, OpenStartGate)]
+        assert not [followup for followup in seen.followups if isinstance(followup, OpenStartGate)]
 
     staged(body)

@@ -19,7 +19,7 @@ from atoll.backends.slurm.options import SlurmOptions
 from atoll.backends.slurm.render import render_script
 from atoll.core.errors import ValidationError
 from atoll.core.spec import BenchSpec, ProviderFilter, Resources, TrainingSpec, WorldSize
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 from atoll.core.support import describe_unsupported, ignorable_fields, ignore, unsupported_fields
 
 PLAIN = TrainingSpec(name="t", world_size=WorldSize(min=1, target=1, max=1), command=["true"])
@@ -39,7 +39,7 @@ def slurm(spec: TrainingSpec, options: Any) -> object:
 
 def kubernetes(spec: TrainingSpec, options: Any) -> object:
     # What runs beside the ranks is not in their Job.
-    return kubernetes_job(of(spec), Wish(version=1, size=1), options), spec.bench
+    return kubernetes_job(of(spec), DesiredState(version=1, size=1), options), spec.bench
 
 
 Render = Callable[[TrainingSpec, Any], object]

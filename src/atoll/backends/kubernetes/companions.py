@@ -39,7 +39,7 @@ from atoll.core.bench import LIMIT_S
 from atoll.core.errors import BackendError, Conflict, NotFound
 from atoll.core.mesh import MeshState
 from atoll.core.ports import Key
-from atoll.core.status import BenchSeen, Chore, MeshStatus, Seen, Training, sooner
+from atoll.core.status import BenchSeen, Followup, MeshStatus, Seen, Training, sooner
 from atoll.mesh.etcd import EtcdKeys
 from atoll.mesh.reach import MeshVerdict
 from atoll.mesh.watch import MeshWatch
@@ -52,20 +52,20 @@ BENCH_EVERY_S = 5.0
 HELD_EVERY_S = 30.0
 
 
-class StartEtcd(Chore, frozen=True):
+class StartEtcd(Followup, frozen=True):
     """The etcd exists or is being started. Without a Training object, `job` owns it."""
 
     job: Json | None
 
 
-class FollowMesh(Chore, frozen=True):
+class FollowMesh(Followup, frozen=True):
     """The mesh watch expects these agents to reach each other, and reads their reports there."""
 
     endpoint: str
     members: Members | None
 
 
-class ClearBench(Chore, frozen=True):
+class ClearBench(Followup, frozen=True):
     """The result of the bench is stored, so its Job and Service are deleted."""
 
 
@@ -242,19 +242,21 @@ class Beside:
         bench = [pod for pod in pods if pod.part == BENCH]
         if job is not None and is_held(job) and answering(etcd) is not None:
             seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_unhold(job)))
-        if seen.wish is None or seen.wish.size == 0:
+        if seen.desired is None or seen.desired.size == 0:
             return self._look_at_bench(training, newest, bench, seen, now)
         is_ending = training.is_cancelling or bool(training.status.failing)
         is_etcd_wanted = seen.is_supervised and not is_ending
         if self._options.has_own_etcd(training.spec) and is_etcd_wanted:
             seen = self._look_at_etcd(training, job, etcd, seen, now)
         if self._options.has_gate(training.spec):
-            agents = None if seen.wish is None else members(newest, seen.wish)
+            agents = None if seen.desired is None else members(newest, seen.desired)
             seen = self._look_at_mesh(training, agents, etcd, seen)
         return self._look_at_bench(training, newest, bench, seen, now)
 
-    async def perform(self, training: Training, namespace: str, chore: Chore, now: float) -> None:
-        match chore:
+    async def perform(
+        self, training: Training, namespace: str, followup: Followup, now: float
+    ) -> None:
+        match followup:
             case StartEtcd(job=job):
                 await self._start_etcd(training, namespace, job, now)
             case FollowMesh(endpoint=endpoint, members=agents):
@@ -290,11 +292,11 @@ class Beside:
         self, training: Training, job: Json | None, pods: list[Pod], seen: Seen, now: float
     ) -> Seen:
         """An etcd without pods is applied again: somebody may have deleted it."""
-        asked_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
+        desired_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
         if not pods:
-            is_due = now - asked_at >= ASK_AGAIN_S
-            chores = (StartEtcd(job=job),) if is_due else ()
-            seen = _asking(seen, *chores, again_in_s=ASK_AGAIN_S)
+            is_due = now - desired_at >= ASK_AGAIN_S
+            followups = (StartEtcd(job=job),) if is_due else ()
+            seen = _asking(seen, *followups, again_in_s=ASK_AGAIN_S)
         if not is_held(job):
             return seen
         limit_s = self._options.image_timeout_s
@@ -332,19 +334,19 @@ class Beside:
     ) -> Seen:
         if training.spec.bench.mode == "off":
             return seen
-        agents = None if seen.wish is None else members(newest, seen.wish)
-        asked_at = self._benches.get(training.uid)
+        agents = None if seen.desired is None else members(newest, seen.desired)
+        desired_at = self._benches.get(training.uid)
         bench = read_bench(
             training,
             pods,
             newest,
             self._options,
             now,
-            made_at=asked_at,
+            made_at=desired_at,
             are_ranks_placed=agents is not None,
         )
         seen = replace(seen, bench=bench)
-        if asked_at is None and all(pod.is_leaving for pod in pods):
+        if desired_at is None and all(pod.is_leaving for pod in pods):
             return seen
         if self._is_bench_to_go(training, bench, now) and not seen.fault:
             return _asking(seen, ClearBench())
@@ -369,9 +371,9 @@ class Beside:
         return reference_to("batch/v1", "Job", job["metadata"]) if job else None
 
 
-def _asking(seen: Seen, *chores: Chore, again_in_s: float | None = None) -> Seen:
+def _asking(seen: Seen, *followups: Followup, again_in_s: float | None = None) -> Seen:
     again_in_s = sooner(seen.again_in_s, again_in_s)
-    return replace(seen, chores=(*seen.chores, *chores), again_in_s=again_in_s)
+    return replace(seen, followups=(*seen.followups, *followups), again_in_s=again_in_s)
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:

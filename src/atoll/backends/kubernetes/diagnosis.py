@@ -149,8 +149,8 @@ class Troubles:
         if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
             self._pod_errors.pop(training.uid, None)
             return Trouble()
-        asked_at, text = self._pod_errors.setdefault(training.uid, (now, ""))
-        left_s = asked_at + TROUBLE_AFTER_S - now
+        desired_at, text = self._pod_errors.setdefault(training.uid, (now, ""))
+        left_s = desired_at + TROUBLE_AFTER_S - now
         if left_s > 0:
             return Trouble(text, left_s)
         fields = f"involvedObject.uid={job['metadata']['uid']},reason=FailedCreate"
@@ -168,8 +168,8 @@ class Troubles:
             self._stuck.pop(training.uid, None)
             again_in_s = STUCK_AFTER_S if making else None
             return replace(seen, again_in_s=sooner(seen.again_in_s, again_in_s))
-        asked_at, text = self._stuck.get(training.uid, (0.0, ""))
-        if now - asked_at >= STUCK_EVERY_S:
+        desired_at, text = self._stuck.get(training.uid, (0.0, ""))
+        if now - desired_at >= STUCK_EVERY_S:
             text = await self._ask(stuck[0])
             self._stuck[training.uid] = (now, text)
         seen = replace(seen, again_in_s=sooner(seen.again_in_s, STUCK_EVERY_S))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from atoll.backends.kubernetes.names import AGENT, INDEX
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.pod import Pod, when
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 from atoll.mesh.reach import FABRIC_DIR, agent_name
 
 Json = dict[str, Any]
@@ -66,13 +66,13 @@ def render_agent(training: Training, etcd: str, options: KubernetesOptions) -> J
     }
 
 
-def members(newest: Iterable[Pod], wish: Wish) -> Members | None:
+def members(newest: Iterable[Pod], desired: DesiredState) -> Members | None:
     """The agents of the ranks that have a node; None while the scheduler has yet to decide on one.
 
     A rank for which there is no room is not waited for: it joins when it gets a node.
     """
-    pods = [pod for pod in newest if pod.rank < wish.size]
-    undecided = wish.size - len(pods) + sum(not _is_decided(pod) for pod in pods)
+    pods = [pod for pod in newest if pod.rank < desired.size]
+    undecided = desired.size - len(pods) + sum(not _is_decided(pod) for pod in pods)
     on_nodes = [p for p in pods if p.node is not None and not p.is_over and not p.is_leaving]
     if undecided or not on_nodes:
         return None

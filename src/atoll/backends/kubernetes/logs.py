@@ -238,7 +238,7 @@ def _by_rank(manifests: list[Json], ranks: Sequence[int] | None) -> dict[int, li
 
 
 def _statuses(training: Training) -> dict[int, RankStatus]:
-    return {r.rank: r for r in (*training.status.retired, *training.status.ranks)}
+    return {r.rank: r for r in (*training.status.removed_ranks, *training.status.ranks)}
 
 
 def _gone(training: Training, ranks: Sequence[int] | None) -> set[int]:

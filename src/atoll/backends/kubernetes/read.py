@@ -31,7 +31,7 @@ from atoll.backends.kubernetes.gate import (
     read_gate,
     render_opened,
 )
-from atoll.backends.kubernetes.names import REGION, SHRINKS, WISH
+from atoll.backends.kubernetes.names import DESIRED, REGION, SHRINKS
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.patch import (
     is_released,
@@ -45,7 +45,16 @@ from atoll.backends.kubernetes.pod import BROKEN, CLOCK_SKEW_S, HOPELESS, LATE_S
 from atoll.backends.kubernetes.render import gang_name, rendezvous_endpoint
 from atoll.core.model import decode
 from atoll.core.reasons import RankEnd
-from atoll.core.status import Chore, Exit, RankStatus, Seen, SeenRank, Training, Wish, sooner
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    RankStatus,
+    Seen,
+    SeenRank,
+    Training,
+    sooner,
+)
 
 Json = dict[str, Any]
 
@@ -70,21 +79,21 @@ class GangView(NamedTuple):
     newest: list[Pod]  # the last pod of each rank
 
 
-def wish_of(job: Json | None) -> Wish | None:
+def desired_of(job: Json | None) -> DesiredState | None:
     """The wish that the Job carries out; None if there is no Job or it is being deleted."""
     if job is None or "deletionTimestamp" in job["metadata"] or is_released(job):
         return None
-    text = (job["metadata"].get("annotations") or {}).get(WISH)
-    return decode(text, Wish) if text else None
+    text = (job["metadata"].get("annotations") or {}).get(DESIRED)
+    return decode(text, DesiredState) if text else None
 
 
 def is_unchanged(job: Json, manifests: Iterable[Json]) -> bool:
     """Whether a Job read earlier is still the same, as its pods show: each rank has exactly one."""
-    wish = wish_of(job)
-    if wish is None or job["spec"].get("suspend") or is_grace_unknown(job):
+    desired = desired_of(job)
+    if desired is None or job["spec"].get("suspend") or is_grace_unknown(job):
         return False
     there = [p.rank for p in map(Pod, manifests) if not p.is_leaving and p.rank >= 0]
-    return set(there) == set(range(wish.size))
+    return set(there) == set(range(desired.size))
 
 
 def finished(job: Json) -> str:
@@ -114,11 +123,13 @@ def look(
     for pod in () if is_released(job) else (*map(Pod, manifests), *gone):
         if pod.rank >= 0:
             by_rank[pod.rank].append(pod)
-    known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
-    wish = wish_of(job)
+    known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
+    desired = desired_of(job)
     shrinks = _shrinks(job)
-    newest = [_newest(pods) for rank, pods in by_rank.items() if wish is None or rank < wish.size]
-    gate = read_gate(training, job, wish, newest, now)
+    newest = [
+        _newest(pods) for rank, pods in by_rank.items() if desired is None or rank < desired.size
+    ]
+    gate = read_gate(training, job, desired, newest, now)
     ranks, may_go, leaving, lost, has_more = [], [], [], [], False
     unsettled: list[Pod] = []
     unread = {n: r for n, r in known.items() if r.is_alive and r.pod_name in departed.unread}
@@ -127,7 +138,7 @@ def look(
     for rank, pods in sorted({**dict.fromkeys((*unread, *sought), []), **by_rank}.items()):
         pods.sort(key=_age)
         there = [p for p in pods if p.name not in gone_names]
-        unsettled += [p for p in there if _is_unsettled(p, gate, wish, now)]
+        unsettled += [p for p in there if _is_unsettled(p, gate, desired, now)]
         if rank in unread:
             ranks.append(_unread(unread[rank], job, shrinks, now, is_last=not there))
             has_more = has_more or bool(there)
@@ -143,7 +154,7 @@ def look(
         lost += [p for p in there if p.is_lost(now)]
         has_more = has_more or bool(later)
         if not _is_unreportable(pod, now):
-            is_leaving = pod.is_leaving or (wish is not None and rank >= wish.size)
+            is_leaving = pod.is_leaving or (desired is not None and rank >= desired.size)
             is_over = pod.is_over or pod.is_lost(now)
             exit = _exit(pod, job, shrinks, now) if is_over else None
             ranks.append(_rank(pod, exit, is_leaving, gate, silent))
@@ -155,7 +166,7 @@ def look(
     held |= {r for r, pods in by_rank.items() if any(not is_stored(p, known.get(r)) for p in pods)}
     lost_unseen = {r.rank: r for r in vanished_ranks(training, job, held, known, now)}
     ranks = [rank for rank in ranks if rank.rank not in lost_unseen] + [*lost_unseen.values()]
-    for rank in {*range(wish.size if wish else 0)} - lost_unseen.keys():
+    for rank in {*range(desired.size if desired else 0)} - lost_unseen.keys():
         if rank not in by_rank and (rank not in known or known[rank].attempt < 0):
             ranks.append(SeenRank(rank=rank, state="waiting"))
     started_at = min((r.started_at for r in ranks if r.started_at is not None), default=None)
@@ -163,9 +174,9 @@ def look(
         started_at = when(job.get("status", {}).get("startTime")) or now
     seen = Seen(
         ranks=ranks,
-        wish=wish,
-        is_supervised=wish is not None and not (job and finished(job)),
-        is_closed=wish is not None and bool(job and finished(job)),
+        desired=desired,
+        is_supervised=desired is not None and not (job and finished(job)),
+        is_closed=desired is not None and bool(job and finished(job)),
         message=_message(job, trouble, options),
         rendezvous_endpoint=rendezvous_endpoint(training, options),
         has_gate=True,
@@ -186,12 +197,12 @@ def look(
         newest=newest,
     )
     view = view._replace(seen=_giving_way(view.seen, job, options, now))
-    chores = (*_chores_of_pods(view), *_chores_of_job(training, job, view, options, now))
+    followups = (*_followups_of_pods(view), *_followups_of_job(training, job, view, options, now))
     again_in_s = sooner(view.seen.again_in_s, _again_in_s(view, options))
-    return view._replace(seen=replace(view.seen, chores=chores, again_in_s=again_in_s))
+    return view._replace(seen=replace(view.seen, followups=followups, again_in_s=again_in_s))
 
 
-def _chores_of_pods(view: GangView) -> Iterator[Chore]:
+def _followups_of_pods(view: GangView) -> Iterator[Followup]:
     if view.leaving:
         yield KeepLogs(pods=tuple(view.leaving), ranks=len(view.seen.ranks))
     if view.lost:
@@ -200,12 +211,12 @@ def _chores_of_pods(view: GangView) -> Iterator[Chore]:
         yield LetGo(pods=tuple(view.may_go))
 
 
-def _chores_of_job(
+def _followups_of_job(
     training: Training, job: Json | None, view: GangView, options: KubernetesOptions, now: float
-) -> Iterator[Chore]:
+) -> Iterator[Followup]:
     """The chores for a Job that exists and must go on."""
-    wish = view.seen.wish
-    if job is None or wish is None:
+    desired = view.seen.desired
+    if job is None or desired is None:
         return
     if view.half and yielded_at(job) is None:
         yield MarkStopped(pods=tuple(view.half))
@@ -223,10 +234,10 @@ def _chores_of_job(
     name = gang_name(training)
     # The source, if there is one, is loaded only while the controller applies a wish.
     if training.spec.source is None and any(pod.misses(name) for pod in view.newest):
-        yield RestoreObjects(wish=wish, job=job)
-    if not view.half and (patch := render_size_restored(job, wish)):
+        yield RestoreObjects(desired=desired, job=job)
+    if not view.half and (patch := render_size_restored(job, desired)):
         yield PatchJob(why="somebody has changed its size", patch=patch)
-    if _waits_for_room(job, options, now) == 0.0 and wish.size > 0:
+    if _waits_for_room(job, options, now) == 0.0 and desired.size > 0:
         yield PatchJob(why="a gang that gave way tries again", patch=render_return(job))
 
 
@@ -394,12 +405,12 @@ def _is_unreportable(pod: Pod, now: float) -> bool:
     return is_gone and not pod.has_run and "terminated" not in pod.state
 
 
-def _is_unsettled(pod: Pod, gate: StartGate, wish: Wish | None, now: float) -> bool:
+def _is_unsettled(pod: Pod, gate: StartGate, desired: DesiredState | None, now: float) -> bool:
     """Whether a rank that is being stopped may have run, though its kubelet has not said so.
 
     It was let through the gate, and its container may have started and ended since the last word.
     """
-    is_stopping = pod.is_leaving or (wish is not None and pod.rank >= wish.size)
+    is_stopping = pod.is_leaving or (desired is not None and pod.rank >= desired.size)
     is_through = gate.opened_at is not None and (pod.has_passed or pod.is_gate_up)
     is_told = pod.is_over or pod.has_run or pod.is_turned_away or pod.waiting_reason in BROKEN
     return is_stopping and is_through and not is_told and not pod.is_late(now)
@@ -523,11 +534,11 @@ class JobIndexes(NamedTuple):
 
 def ended_ranks(job: Json | None, known: Mapping[int, RankStatus]) -> JobIndexes:
     """Of those that the Job has, the ranks whose end is not in the status."""
-    wish = wish_of(job)
-    if job is None or wish is None:
+    desired = desired_of(job)
+    if job is None or desired is None:
         return JobIndexes(set(), set())
     # A stopped Job keeps the indexes it had, and counts those it has stopped as failed.
-    sizes = (wish.size or job["spec"]["completions"], wish.size)
+    sizes = (desired.size or job["spec"]["completions"], desired.size)
     status = job.get("status", {})
     texts = (status.get("completedIndexes") or "", status.get("failedIndexes") or "")
     settled = {
@@ -546,7 +557,7 @@ def unexplained_failures(
     training: Training, job: Json | None, manifests: Iterable[Json]
 ) -> set[int]:
     """Ranks that the Job counts as failed, though neither the status nor a pod tells how."""
-    known = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
+    known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
     failed = ended_ranks(job, known).failed
     if not failed:
         return set()

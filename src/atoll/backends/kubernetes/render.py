@@ -33,6 +33,7 @@ from atoll.backends.kubernetes.gate import (
 )
 from atoll.backends.kubernetes.names import (
     CONTAINER,
+    DESIRED,
     ELASTIC,
     ETCD,
     FAILURES,
@@ -49,7 +50,6 @@ from atoll.backends.kubernetes.names import (
     STOPPED,
     TRAINING,
     UID,
-    WISH,
 )
 from atoll.backends.kubernetes.options import KubernetesOptions as Options
 from atoll.backends.kubernetes.placement import (
@@ -71,7 +71,7 @@ from atoll.core.errors import Permanent
 from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import encode
 from atoll.core.spec import Resources
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 
 Json = dict[str, Any]
 
@@ -109,7 +109,7 @@ def gang_labels(training: Training) -> dict[str, str]:
 
 def render_world(
     training: Training,
-    wish: Wish,
+    desired: DesiredState,
     options: Options,
     owner: Json | None,
     *,
@@ -121,7 +121,7 @@ def render_world(
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": gang_metadata(training, owner, options),
-        "data": render_size(wish),
+        "data": render_size(desired),
     }
     if options.gates_start(training.spec):
         body["data"] |= render_opened_world(is_opened=is_opened)
@@ -141,8 +141,8 @@ def render_world(
     return body
 
 
-def render_size(wish: Wish) -> dict[str, str]:
-    return {"size": str(wish.size)}
+def render_size(desired: DesiredState) -> dict[str, str]:
+    return {"size": str(desired.size)}
 
 
 def render_service(training: Training, options: Options, owner: Json | None) -> Json:
@@ -166,11 +166,13 @@ def render_headless(metadata: Json, training: Training, part: str, port: str, nu
     }
 
 
-def render_job(training: Training, wish: Wish, options: Options, owner: Json | None = None) -> Json:
+def render_job(
+    training: Training, desired: DesiredState, options: Options, owner: Json | None = None
+) -> Json:
     """The gang: ranks `0..size-1`, each restarted on its own up to `max_restarts` times."""
     spec = training.spec
     metadata = gang_metadata(training, owner, options)
-    metadata["annotations"] = {**options.annotations, WISH: encode(wish).decode()}
+    metadata["annotations"] = {**options.annotations, DESIRED: encode(desired).decode()}
     is_held = options.has_own_etcd(spec)
     if is_held:  # until its etcd answers
         metadata["annotations"][HELD] = ETCD
@@ -178,8 +180,8 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
         metadata["labels"][QUEUE] = options.kueue_queue
         metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
     body: Json = {
-        "completions": wish.size,
-        "parallelism": wish.size,
+        "completions": desired.size,
+        "parallelism": desired.size,
         "completionMode": "Indexed",
         "backoffLimitPerIndex": spec.max_restarts,
         # A rank never runs twice: its successor waits until the last one is gone.

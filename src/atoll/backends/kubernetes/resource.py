@@ -185,7 +185,7 @@ def status_body(
     }
     body["phase"] = str(status.phase)
     body["observedGeneration"] = status.observed_generation
-    body["restarts"] = sum(r.restarts for r in (*status.ranks, *status.retired))
+    body["restarts"] = sum(r.restarts for r in (*status.ranks, *status.removed_ranks))
     conditions = [c for c in status.conditions if c.type != NOT_WHOLE]
     body["conditions"] = [_condition_body(c) for c in conditions]
     body["selector"] = f"atoll.dev/uid={training.uid}"

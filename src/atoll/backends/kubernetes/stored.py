@@ -51,15 +51,15 @@ class RankData(Model, frozen=True):
     """What `rankData` holds."""
 
     ranks: list[RankStatus] = []
-    retired: list[RankStatus] = []
+    removed_ranks: list[RankStatus] = []
     rank_exits: list[RankExit] = []
-    redo: dict[int, int] = {}
-    asked_redo: dict[int, int] = {}
+    discarded_attempts: dict[int, int] = {}
+    desired_discarded: dict[int, int] = {}
 
 
 class StoredStatus(StatusHead, frozen=True):
     ranks: list[RankGroup] = []
-    retired: list[RankGroup] = []
+    removed_ranks: list[RankGroup] = []
     rank_exits: list[ExitGroup] = []
     rank_data: str = ""
 
@@ -70,18 +70,22 @@ _data = json_decoder(RankData)
 
 def fold_status(status: Status) -> StoredStatus:
     head = {name: getattr(status, name) for name in StatusHead.__struct_fields__}
-    asked = status.asked
+    desired = status.desired
     data = RankData(
         ranks=status.ranks,
-        retired=status.retired,
+        removed_ranks=status.removed_ranks,
         rank_exits=status.rank_exits,
-        redo=status.redo,
-        asked_redo=asked.redo if asked else {},
+        discarded_attempts=status.discarded_attempts,
+        desired_discarded=desired.discarded_attempts if desired else {},
     )
     return StoredStatus(
-        **head | {"redo": {}, "asked": asked and replace(asked, redo={})},
+        **head
+        | {
+            "discarded_attempts": {},
+            "desired": desired and replace(desired, discarded_attempts={}),
+        },
         ranks=_rank_groups(status.ranks),
-        retired=_rank_groups(status.retired),
+        removed_ranks=_rank_groups(status.removed_ranks),
         rank_exits=_exit_groups(status.rank_exits),
         rank_data="" if data == RankData() else _packed(data),
     )
@@ -93,11 +97,15 @@ def unfold_status(raw: dict[str, Any]) -> Status:
     head = _head.decode(msgspec.json.encode({k: v for k, v in raw.items() if k != "rankData"}))
     data = _unpacked(packed) if packed else RankData()
     fields = {name: getattr(head, name) for name in StatusHead.__struct_fields__}
-    asked = head.asked
+    desired = head.desired
     return Status(
-        **fields | {"redo": data.redo, "asked": asked and replace(asked, redo=data.asked_redo)},
+        **fields
+        | {
+            "discarded_attempts": data.discarded_attempts,
+            "desired": desired and replace(desired, discarded_attempts=data.desired_discarded),
+        },
         ranks=data.ranks,
-        retired=data.retired,
+        removed_ranks=data.removed_ranks,
         rank_exits=data.rank_exits,
     )
 
@@ -111,11 +119,11 @@ def smaller_statuses(status: Status) -> Iterator[tuple[str, Status]]:
     status = replace(status, world_size_history=[])
     placeless = [
         [replace(r, pod_name="", node=None) for r in rows]
-        for rows in (status.ranks, status.retired)
+        for rows in (status.ranks, status.removed_ranks)
     ]
     yield (
         "the pods and nodes of ranks",
-        replace(status, ranks=placeless[0], retired=placeless[1]),
+        replace(status, ranks=placeless[0], removed_ranks=placeless[1]),
     )
     if status.phase.is_terminal:
         exits = [
@@ -127,11 +135,11 @@ def smaller_statuses(status: Status) -> Iterator[tuple[str, Status]]:
             replace(
                 status,
                 ranks=[_bare(r, status) for r in status.ranks],
-                retired=[_bare(r, status) for r in status.retired],
+                removed_ranks=[_bare(r, status) for r in status.removed_ranks],
                 rank_exits=exits,
             ),
         )
-        yield "all about the ranks", replace(status, ranks=[], retired=[], rank_exits=[])
+        yield "all about the ranks", replace(status, ranks=[], removed_ranks=[], rank_exits=[])
 
 
 def _bare(row: RankStatus, status: Status) -> RankStatus:

@@ -41,7 +41,13 @@ from atoll.backends.local.devices import Devices, DeviceShare, Held, count_visib
 from atoll.backends.local.files import GANG
 from atoll.backends.local.idle import Stillness
 from atoll.backends.local.machine_use import UseMeter
-from atoll.backends.local.observe import EndStalled, next_look_s, seen_rank, stalled_chores, wish_of
+from atoll.backends.local.observe import (
+    EndStalled,
+    desired_of,
+    next_look_s,
+    seen_rank,
+    stalled_followups,
+)
 from atoll.backends.local.options import SUPPORTS, LocalOptions
 from atoll.backends.local.processes import boot_id
 from atoll.backends.local.queue import Capacity, StartQueue, Waiting
@@ -63,11 +69,11 @@ from atoll.core.ports import Executor, Key, Store
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
     BenchSeen,
-    Chore,
+    DesiredState,
+    Followup,
     LogLine,
     Seen,
     Training,
-    Wish,
     sooner,
 )
 from atoll.core.stores import apart
@@ -89,7 +95,7 @@ log = logging.getLogger(__name__)
 
 def render_gang(
     training: Training,
-    wish: Wish,
+    desired: DesiredState,
     *,
     directory: Path,
     host: str,
@@ -111,16 +117,16 @@ def render_gang(
     filled_in = {
         **dict.fromkeys(launch.size_variables, str(spec.world_size.target)),
         **dict.fromkeys(launch.node_variables, host),
-        TOGETHER: spec.env.get(TOGETHER) or started_together or str(wish.size),
+        TOGETHER: spec.env.get(TOGETHER) or started_together or str(desired.size),
     }
     inherited = {
         name: value for name, value in apart(base, launch.env).items() if name not in launch.later
     }
     return {
         "uid": training.uid,
-        "version": wish.version,
-        "size": wish.size,
-        "redo": {str(rank): attempt for rank, attempt in wish.redo.items()},
+        "version": desired.version,
+        "size": desired.size,
+        "discarded": {str(rank): attempt for rank, attempt in desired.discarded_attempts.items()},
         "command": launch.command,
         "env": {**inherited, **launch.env, **filled_in},
         "rank_variables": list(launch.rank_variables),
@@ -274,10 +280,10 @@ class LocalBackend(Executor):
         for gang in self._gangs.values():
             gang.close()
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         gang = self._gang(training)
         async with gang.turn:
-            if wish.size == 0 and not gang.is_asked():
+            if desired.size == 0 and not gang.is_asked():
                 return
             if training.status.has_run:
                 if (words := gang.damage()) and gang.restore():
@@ -285,16 +291,16 @@ class LocalBackend(Executor):
                 if not gang.state.version:
                     raise Permanent(f"all record of the ranks in {gang.directory} is gone")
             held = self._held.get(training.uid, 0)
-            if self._slots is not None and wish.size > held + self._free_slots():
+            if self._slots is not None and desired.size > held + self._free_slots():
                 raise Temporary("another training took the slots", retry_after_s=0.1)
             share = self._share(training)
-            devices = share and self._devices.assign(training.uid, wish.size, share)
+            devices = share and self._devices.assign(training.uid, desired.size, share)
             if share is not None and devices is None:
                 raise Temporary("another training took the GPUs", retry_after_s=0.1)
-            self._held[training.uid] = max(wish.size, _holds(gang))
-            is_new = wish.version > gang.gang().get("version", 0)
+            self._held[training.uid] = max(desired.size, _holds(gang))
+            is_new = desired.version > gang.gang().get("version", 0)
             if is_new:
-                write_record(gang.directory, training, self._reserve if wish.size == 0 else None)
+                write_record(gang.directory, training, self._reserve if desired.size == 0 else None)
             self._place_source(training, gang.directory)
             base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
             if self._state_dir is not None:
@@ -302,7 +308,7 @@ class LocalBackend(Executor):
             before = gang.gang() if gang.is_asked() else {}
             document = render_gang(
                 training,
-                wish,
+                desired,
                 directory=gang.directory,
                 host=self._host,
                 rendezvous=wanted_rendezvous(training, self._host, before.get("rendezvous", {})),
@@ -312,9 +318,9 @@ class LocalBackend(Executor):
                 machine_devices=self._machine_devices,
             )
             document["log_bytes"] = self._log_bytes
-            if is_new and wish.size == 0:
+            if is_new and desired.size == 0:
                 self._reserve.save(gang.directory / GANG, json.dumps(document).encode())
-            await gang.wish(document)
+            await gang.desired(document)
         self._enter_queue(training)
         self._wake_next()
 
@@ -359,9 +365,9 @@ class LocalBackend(Executor):
                 )
                 for rank, attempt in state.attempts.items()
             ],
-            chores=stalled_chores(training, state, quiet),
+            followups=stalled_followups(training, state, quiet),
             again_in_s=sooner(again_in_s, next_look_s(training)),
-            wish=wish_of(state),
+            desired=desired_of(state),
             message=gang.shortage or str(error or message),
             rendezvous_endpoint=seen_endpoint(training, gang.directory),
             mesh=seen_mesh(training, gang.directory),
@@ -383,11 +389,11 @@ class LocalBackend(Executor):
         attempts, now = gang.state.attempts.values(), time.monotonic()
         return self._stillness.quiet_s(training.uid, gang.directory, attempts, now)
 
-    async def perform(self, training: Training, chore: Chore) -> None:
+    async def perform(self, training: Training, followup: Followup) -> None:
         """Ends the attempt of a rank that does not move; its supervisor starts the next."""
-        assert isinstance(chore, EndStalled)
-        attempt = self._gang(training).state.attempts.get(chore.rank)
-        is_it = attempt is not None and attempt.attempt == chore.attempt and attempt.exit is None
+        assert isinstance(followup, EndStalled)
+        attempt = self._gang(training).state.attempts.get(followup.rank)
+        is_it = attempt is not None and attempt.attempt == followup.attempt and attempt.exit is None
         if attempt is not None and is_it and processes.born(attempt.pid) == attempt.born:
             processes.kill_group(attempt.pid, signal.SIGKILL)
 
@@ -403,7 +409,7 @@ class LocalBackend(Executor):
             if gang.is_asked() and not is_buried(gang.directory):
                 write_record(gang.directory, training, self._reserve)
             status = training.status
-            await gang.clear(has_run=status.asked is not None and not status.is_released)
+            await gang.clear(has_run=status.desired is not None and not status.is_released)
         self._gangs.pop(training.uid, None)
         self._held.pop(training.uid, None)
         self._devices.keep(training.uid, 0)

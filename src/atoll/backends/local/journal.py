@@ -69,7 +69,7 @@ class GangState:
     def __init__(self) -> None:
         self.version = 0
         self.size: int | None = None
-        self.redo: dict[int, int] = {}
+        self.discarded_attempts: dict[int, int] = {}
         self.attempts: dict[int, Attempt] = {}
         self.past: dict[int, tuple[Attempt, ...]] = {}  # the attempts before, by rank
         self.anchor: Anchor | None = None
@@ -88,7 +88,9 @@ class GangState:
         if kind == "applied":
             self.version = record["version"]
             self.size = record["size"]
-            self.redo = {int(rank): attempt for rank, attempt in record["redo"].items()}
+            self.discarded_attempts = {
+                int(rank): attempt for rank, attempt in record["discarded"].items()
+            }
             for attempt in self.alive():
                 if attempt.rank >= record["size"]:
                     self.attempts[attempt.rank] = attempt._replace(is_stopping=True)
@@ -125,9 +127,9 @@ class GangState:
     def due(self, max_restarts: int) -> Iterator[Due]:
         """The attempts to start for the wish, within the restart budget."""
         for rank in range(self.size or 0):
-            last, redone = self.attempts.get(rank), self.redo.get(rank, -1)
-            if last is None or (last.exit is not None and last.attempt <= redone):
-                attempt = max(redone, -1 if last is None else last.attempt) + 1
+            last, discarded = self.attempts.get(rank), self.discarded_attempts.get(rank, -1)
+            if last is None or (last.exit is not None and last.attempt <= discarded):
+                attempt = max(discarded, -1 if last is None else last.attempt) + 1
                 yield Due(rank, attempt, 0, 0.0)
                 continue
             if last.exit is None or last.exit["stopped"] or last.exit["code"] == 0:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from atoll.backends.local.journal import Attempt, GangState, Record
 from atoll.core.attempts import ended_attempt
 from atoll.core.stall import look_again_s
-from atoll.core.status import AttemptStatus, Chore, Exit, SeenRank, Training, Wish
+from atoll.core.status import AttemptStatus, DesiredState, Exit, Followup, SeenRank, Training
 
 
 def seen_rank(name: str, host: str, attempt: Attempt, past: Iterable[Attempt] = ()) -> SeenRank:
@@ -27,14 +27,14 @@ def seen_rank(name: str, host: str, attempt: Attempt, past: Iterable[Attempt] = 
     )
 
 
-class EndStalled(Chore, frozen=True):
+class EndStalled(Followup, frozen=True):
     """A rank that does not move, and that is to be started again."""
 
     rank: int
     attempt: int
 
 
-def stalled_chores(
+def stalled_followups(
     training: Training, state: GangState, quiet: Mapping[int, float]
 ) -> tuple[EndStalled, ...]:
     spec = training.spec
@@ -59,10 +59,12 @@ def _past_attempt(host: str, attempt: Attempt) -> AttemptStatus:
     return ended_attempt(bare, _exit(attempt.exit))
 
 
-def wish_of(state: GangState) -> Wish | None:
+def desired_of(state: GangState) -> DesiredState | None:
     if state.size is None:
         return None
-    return Wish(version=state.version, size=state.size, redo=dict(state.redo))
+    return DesiredState(
+        version=state.version, size=state.size, discarded_attempts=dict(state.discarded_attempts)
+    )
 
 
 def _exit(record: Record | None) -> Exit | None:

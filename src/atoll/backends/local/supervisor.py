@@ -72,7 +72,7 @@ class Supervisor:
         self._pid = os.getpid()
         self._keeper = keeper_words(os.getppid())
         self._journal = JournalWriter(directory / "journal")
-        self._wish: dict[str, Any] = {}  # as it was written
+        self._desired: dict[str, Any] = {}  # as it was written
         self._gang: dict[str, Any] = {}  # with what ranks are told of their rendezvous
         self._listener = socket.socket(fileno=listener)
         self._clients: dict[int, socket.socket] = {}
@@ -118,7 +118,7 @@ class Supervisor:
         cgroup.enter(self._directory, cgroup.place_for(self._directory, shim))
 
     def run(self) -> None:
-        if self._accept_wish():
+        if self._accept_desired():
             while self._step():
                 pass
             self._restore()
@@ -417,25 +417,25 @@ class Supervisor:
 
     # The control plane
 
-    def _accept_wish(self) -> bool:
+    def _accept_desired(self) -> bool:
         """Takes over the newest wish. False if there is none to go by.
 
         One that is lost or damaged is written again as it was, and so is one of an older time.
         """
         gang, state = read_gang(self._directory), self._journal.state
-        if not gang or gang["version"] < max(self._wish.get("version", 0), state.version):
-            if self._wish:
+        if not gang or gang["version"] < max(self._desired.get("version", 0), state.version):
+            if self._desired:
                 with contextlib.suppress(OSError):  # a full disk: the next message tries again
-                    write_gang(self._directory, self._wish)
-            return bool(self._wish)
-        self._wish, self._gang = gang, dict(gang)
+                    write_gang(self._directory, self._desired)
+            return bool(self._desired)
+        self._desired, self._gang = gang, dict(gang)
         if gang["version"] == state.version and self._journal.is_of_this_boot():
             return True
         record = {
             "t": "applied",
             "version": gang["version"],
             "size": gang["size"],
-            "redo": gang["redo"],
+            "discarded": gang["discarded"],
             **self._journal.stamp(),
         }
         append_persistently(self._journal, [record])
@@ -448,7 +448,7 @@ class Supervisor:
         # On a full disk, or without a place for the directory, the next message tries again.
         with contextlib.suppress(OSError):
             is_changed = self._journal.restore()
-        self._accept_wish()
+        self._accept_desired()
         with contextlib.suppress(OSError):
             write_mark(mark_of(self._directory), self._keeper)
             found = _socket_at(self._directory / SOCKET)

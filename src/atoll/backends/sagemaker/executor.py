@@ -210,7 +210,7 @@ class SageMakerBackend(StoreBackend):
         """The jobs of each rank, in order: those that are known, and those of the status."""
         keys = dict(self._gang(training).starts)
         status = training.status
-        for rank in (*status.ranks, *status.retired):
+        for rank in (*status.ranks, *status.removed_ranks):
             for attempt in range(rank.attempt + 1):
                 keys.setdefault((rank.rank, attempt), 0)
         by_rank: dict[int, list[str]] = {}

@@ -32,7 +32,7 @@ from atoll.backends.kubernetes.read import look as look_at_ranks
 from atoll.backends.kubernetes.render import gang_name, render_job, render_service
 from atoll.core.model import encode
 from atoll.core.spec import BenchSpec, RendezvousSpec
-from atoll.core.status import BenchResult, BenchStatus, Seen, Status, Wish
+from atoll.core.status import BenchResult, BenchStatus, DesiredState, Seen, Status
 from atoll.mesh.reach import FABRIC_DIR
 from tests.unit.backends.kubernetes.kube import (
     MADE,
@@ -67,7 +67,7 @@ def rendered() -> list[Json]:
     options = Options(agent_image="atoll:1", image_pull_secrets=["registry"])
     strict = training(bench=BenchSpec(mode="on-start", placement="strict"))
     return [
-        render_job(given, Wish(version=1, size=3), options),
+        render_job(given, DesiredState(version=1, size=3), options),
         render_etcd(given, options, None),
         render_etcd_service(given, options, None),
         render_bench(BENCHED, AGENT, None, "token"),
@@ -92,7 +92,7 @@ def test_requests_fit_the_published_schemas(version: str) -> None:
 
 
 def env_of(options: Options, **spec: Any) -> Json:
-    return environment(render_job(training(**spec), Wish(version=1, size=3), options))
+    return environment(render_job(training(**spec), DesiredState(version=1, size=3), options))
 
 
 def test_with_c10d_ranks_meet_at_rank_zero_and_only_the_gate_is_in_etcd() -> None:
@@ -118,7 +118,7 @@ def test_what_the_user_has_set_stays() -> None:
 
 def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
     options = Options(agent_image="atoll:1", etcd_endpoint="etcd.infra:2379")
-    made = render_job(training(mesh=True), Wish(version=1, size=3), options)
+    made = render_job(training(mesh=True), DesiredState(version=1, size=3), options)
     assert environment(made)["ATOLL_MESH_ENDPOINT"] == "etcd.infra:2379"
     assert not is_held(made)
     (agent,) = made["spec"]["template"]["spec"]["initContainers"]
@@ -127,7 +127,7 @@ def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
 
 
 def test_a_job_is_held_until_its_etcd_answers() -> None:
-    made = render_job(training(rendezvous=ETCD_V2), Wish(version=1, size=3), Options())
+    made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=3), Options())
     assert made["spec"]["suspend"] is True
     assert is_held(made)
     patch = render_unhold(made)
@@ -138,21 +138,23 @@ def test_a_job_is_held_until_its_etcd_answers() -> None:
 def test_a_job_in_a_queue_is_held_at_its_start_gate() -> None:
     """When it runs is the queue's business, and its pods do not start ranks before that."""
     options = Options(kueue_queue="research", is_start_gated=True)
-    made = render_job(training(rendezvous=ETCD_V2), Wish(version=1, size=1), options)
+    made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=1), options)
     assert is_held(made)
     assert "spec" not in render_unhold(made)
     made["status"] = {"startTime": stamp(MADE)}
     ranks = [Pod(waiting(rank)) for rank in range(3)]
-    given, wish = training(rendezvous=ETCD_V2), Wish(version=1, size=3)
-    assert not read_gate(given, made, wish, ranks, NOW).is_due
+    given, desired = training(rendezvous=ETCD_V2), DesiredState(version=1, size=3)
+    assert not read_gate(given, made, desired, ranks, NOW).is_due
     del made["metadata"]["annotations"][HELD]
-    assert read_gate(given, made, wish, ranks, NOW).is_due
+    assert read_gate(given, made, desired, ranks, NOW).is_due
 
 
 def test_the_agent_comes_before_the_start_gate_and_leaves_the_rank_its_class_of_service() -> None:
     options = Options(agent_image="atoll:1", is_start_gated=True)
     needs = Resources(cpu="1", memory="1Gi")
-    made = render_job(training(mesh=True, resources=needs), Wish(version=1, size=3), options)
+    made = render_job(
+        training(mesh=True, resources=needs), DesiredState(version=1, size=3), options
+    )
     before = made["spec"]["template"]["spec"]["initContainers"]
     assert [c["name"] for c in before] == ["atoll-fabric", "start-gate"]
     assert before[0]["restartPolicy"] == "Always"
@@ -206,17 +208,17 @@ PLACED = {"PodScheduled": {"status": "True", "lastTransitionTime": "2027-01-15T0
 
 
 def test_agents_are_those_of_the_ranks_that_have_a_node() -> None:
-    wish = Wish(version=1, size=3)
+    desired = DesiredState(version=1, size=3)
     pods = [
         pod(0, running(), node="a"),
         pod(1, running(), node="b", conditions=PLACED),
         pod(2, node=None, conditions=NO_ROOM),
     ]
-    found = members(newest(*pods), wish)
+    found = members(newest(*pods), desired)
     assert found is not None
     assert found.agents == {"rank-0@a", "rank-1@b"}
     assert found.placed_at == NOW
-    over = members(newest(pods[0], pod(1, ended(0), node="b"), pods[2]), wish)
+    over = members(newest(pods[0], pod(1, ended(0), node="b"), pods[2]), desired)
     assert over is not None
     assert over.agents == {"rank-0@a"}
 
@@ -231,7 +233,7 @@ def test_agents_are_those_of_the_ranks_that_have_a_node() -> None:
     ],
 )
 def test_while_places_are_being_decided_there_is_no_mesh_to_check(pods: list[Json]) -> None:
-    assert members(newest(*pods), Wish(version=1, size=2)) is None
+    assert members(newest(*pods), DesiredState(version=1, size=2)) is None
 
 
 def test_a_sidecar_that_is_not_ready_is_not_a_silent_node() -> None:
@@ -333,7 +335,7 @@ def test_two_nodes_are_preferred_to_one_however_many_ranks_are_on_it() -> None:
 
 def test_bench_pods_go_where_ranks_may_and_take_no_gpu() -> None:
     made = render_bench(BENCHED, AGENT, None, "t")["spec"]["template"]["spec"]
-    ranks = render_job(BENCHED, Wish(version=1, size=2), AGENT)["spec"]["template"]["spec"]
+    ranks = render_job(BENCHED, DesiredState(version=1, size=2), AGENT)["spec"]["template"]["spec"]
     assert made["affinity"]["nodeAffinity"] == ranks["affinity"]["nodeAffinity"]
     assert made["tolerations"] == ranks["tolerations"]
     assert "limits" not in made["containers"][0]["resources"]
@@ -365,7 +367,7 @@ def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Seen:
 
 
 def kinds(found: Seen) -> list[str]:
-    return [type(chore).__name__ for chore in found.chores]
+    return [type(followup).__name__ for followup in found.followups]
 
 
 HELD_JOB = job(annotations={HELD: "etcd"}, suspend=True)
@@ -385,7 +387,7 @@ def test_no_etcd_is_started_for_ranks_that_are_being_stopped(ending: Json) -> No
 
 def test_a_job_is_let_go_once_its_etcd_answers() -> None:
     found = asked_beside(etcd(True), rendezvous=ETCD_V2, gang=HELD_JOB)
-    (begun,) = found.chores
+    (begun,) = found.followups
     assert isinstance(begun, PatchJob)
     assert begun.patch == render_unhold(HELD_JOB)
 
@@ -393,7 +395,7 @@ def test_a_job_is_let_go_once_its_etcd_answers() -> None:
 def test_a_mesh_is_followed_by_a_chore_and_looked_at_next() -> None:
     ranks = [pod(rank, running(), node=f"node-{rank}") for rank in range(3)]
     found = asked_beside(etcd(True), *ranks, mesh=True)
-    (follow,) = found.chores
+    (follow,) = found.followups
     assert isinstance(follow, FollowMesh)
     assert (follow.endpoint, found.again_in_s) == ("10.0.0.9:2379", 0.0)
     assert follow.members is not None

@@ -18,6 +18,7 @@ from atoll.core.status import (
     BenchResult,
     BenchStatus,
     Condition,
+    DesiredState,
     Event,
     Exit,
     MeshStatus,
@@ -26,7 +27,6 @@ from atoll.core.status import (
     Resize,
     Status,
     Training,
-    Wish,
     WorldPoint,
 )
 
@@ -70,14 +70,15 @@ def full_status() -> Status:
                          is_worker_pair=False, points=[(1, 1.0)])  # fmt: skip
     status = Status(
         phase=Phase.FAILED, reason="RankFailed", message="m", observed_generation=3,
-        ranks=ranks[:299], retired=ranks[299:],
+        ranks=ranks[:299], removed_ranks=ranks[299:],
         root_cause=RankExit(rank=0, exit_code=1, termination_reason="Error", restart_count=1,
                             signal="s", started_at=1.0, ended_at=2.0, host="h", collateral=True,
                             message="m", log_tail=["l"]),
         conditions=[Condition(type="Ready", status="False", reason="r", message="m")],
         started_at=1.0, ended_at=2.0, gate_opened_at=1.0, failing="RankFailed",
-        failing_message="m", asked_at=1.0, asked=Wish(version=1, size=2, redo={0: 1}),
-        redo={0: 1}, world_size_history=[WorldPoint(at=1.0, target=2, ready=1)],
+        failing_message="m", desired_at=1.0, 
+        desired=DesiredState(version=1, size=2, discarded_attempts={0: 1}),
+        discarded_attempts={0: 1}, world_size_history=[WorldPoint(at=1.0, target=2, ready=1)],
         last_resize=Resize(from_target=1, to_target=2, at=1.0), is_released=True,
         rendezvous_endpoint="e", counted_from={"created": 1.5}, clock_skew=2.5,
         mesh=MeshStatus(state=MeshState.READY, message="m", hosts=2, foreign_writes=1),
@@ -102,7 +103,7 @@ def test_every_field_that_is_stored_is_shown(is_over: bool) -> None:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and path.split(".")[-1] not in ("redo", "countedFrom"):
+    if isinstance(value, dict) and path.split(".")[-1] not in ("discardedAttempts", "countedFrom"):
         for name, part in value.items():
             yield from _leaves(part, f"{path}.{name}")
     elif isinstance(value, list) and value and isinstance(value[0], dict):

@@ -16,7 +16,7 @@ from atoll.backends.kubernetes.render import render_job
 from atoll.core.phase import Phase
 from atoll.core.plan import plan
 from atoll.core.spec import WorldSize
-from atoll.core.status import Status, Training, Wish
+from atoll.core.status import DesiredState, Status, Training
 from tests.unit.backends.kubernetes.kube import (
     MADE,
     NO_ROOM,
@@ -77,7 +77,7 @@ def test_it_opens_when_all_ranks_have_reached_it() -> None:
 
 
 def test_opening_it_is_asked_for_and_not_done_by_the_look() -> None:
-    decision, told = seen(gated(), waiting(0), waiting(1), waiting(2)).seen.chores
+    decision, told = seen(gated(), waiting(0), waiting(1), waiting(2)).seen.followups
     assert isinstance(decision, PatchJob)
     assert decision.patch == {"metadata": {"annotations": {GATE_OPENED: str(NOW), GATE_COUNT: "3"}}}
     assert isinstance(told, OpenGate)
@@ -90,7 +90,7 @@ def test_it_is_not_opened_for_ranks_that_are_about_to_be_stopped(how: str) -> No
         {"cancel": True} if how == "cancel" else {"status": Status(failing="RankFailed")}
     )
     found = seen(gated(), waiting(0), waiting(1), waiting(2), **changes)
-    assert found.seen.chores == ()
+    assert found.seen.followups == ()
 
 
 def pass_over(given: Training, gang: Json | None, *pods: Json, now: float) -> Training:
@@ -106,7 +106,7 @@ def admitted(given: Training) -> str:
 def test_unschedulable_pods_are_not_admitted_and_use_up_no_deadline() -> None:
     given = training(deadline_s=60)
     given = pass_over(given, None, now=NOW)
-    assert given.status.asked is not None  # pods must be there to wait
+    assert given.status.desired is not None  # pods must be there to wait
     gang = gated(started_at=NOW)
     for now in (NOW + 1, NOW + 62, NOW + 3600):
         given = pass_over(given, gang, *map(homeless, range(3)), now=now)
@@ -133,7 +133,7 @@ def test_without_a_gate_ranks_are_let_go_when_the_first_one_runs() -> None:
 def deadlines(gang: Json, now: float = NOW, **options: Any) -> list[int]:
     ranks = [pod(rank, running(NOW - 1)) for rank in range(3)]
     found = look(training(deadline_s=60), gang, ranks, Options(**options), now)
-    patches = [c.patch.get("spec", {}) for c in found.seen.chores if isinstance(c, PatchJob)]
+    patches = [c.patch.get("spec", {}) for c in found.seen.followups if isinstance(c, PatchJob)]
     return [p["activeDeadlineSeconds"] for p in patches if "activeDeadlineSeconds" in p]
 
 
@@ -145,8 +145,10 @@ def test_the_jobs_own_deadline_counts_from_the_same_instant() -> None:
     assert deadlines(gang, deadline_margin_s=5) == []
     closed = gated(started_at=NOW - 100)
     found = look(training(deadline_s=60), closed, [waiting(0)], Options(), NOW)
-    assert found.seen.chores == ()
-    made = render_job(training(deadline_s=60), Wish(version=1, size=3), Options(is_controlled=True))
+    assert found.seen.followups == ()
+    made = render_job(
+        training(deadline_s=60), DesiredState(version=1, size=3), Options(is_controlled=True)
+    )
     assert "activeDeadlineSeconds" not in made["spec"]
 
 
@@ -220,13 +222,13 @@ def test_ranks_are_told_how_many_the_gate_let_go() -> None:
     """Fewer than all: the number is decided once, kept in the Job, and told to each of them."""
     late = gated(started_at=NOW - 100)
     found = seen(late, waiting(0), waiting(1), homeless(2))
-    decided, opening = found.seen.chores
+    decided, opening = found.seen.followups
     assert isinstance(decided, PatchJob)
     assert isinstance(opening, OpenGate)
     assert (decided.patch["metadata"]["annotations"][GATE_COUNT], opening.together) == ("2", 2)
     late["metadata"]["annotations"] |= decided.patch["metadata"]["annotations"]
     # The operator was killed; by the time of the next look a third rank is there.
-    (again,) = seen(late, waiting(0), waiting(1), waiting(2)).seen.chores
+    (again,) = seen(late, waiting(0), waiting(1), waiting(2)).seen.followups
     assert isinstance(again, OpenGate)
     assert (again.together, len(again.pods)) == (2, 3)
     assert render_start(again.together) == {"metadata": {"annotations": {START: "2"}}}
@@ -235,7 +237,7 @@ def test_ranks_are_told_how_many_the_gate_let_go() -> None:
 def test_the_number_reaches_a_rank_where_the_gate_may_let_fewer_than_all_go() -> None:
     def variable(least: int, *, is_gated: bool = True) -> Json | None:
         given = training(world_size=WorldSize(min=least, target=3, max=8))
-        made = render_job(given, Wish(version=1, size=3), Options(is_start_gated=is_gated))
+        made = render_job(given, DesiredState(version=1, size=3), Options(is_start_gated=is_gated))
         env = made["spec"]["template"]["spec"]["containers"][0]["env"]
         return next((v for v in env if v["name"] == "ATOLL_STARTED_TOGETHER"), None)
 
@@ -316,7 +318,7 @@ def test_a_job_read_before_it_could_start_is_read_again() -> None:
 def test_the_gate_asks_for_no_more_than_the_rank_and_keeps_its_class_of_service() -> None:
     needs = Resources(cpu="2", memory="4Gi", gpu_count=1)
     given = training(resources=needs)
-    made = render_job(given, Wish(version=1, size=3), Options(is_start_gated=True))
+    made = render_job(given, DesiredState(version=1, size=3), Options(is_start_gated=True))
     template = made["spec"]["template"]["spec"]
     (gate,), (rank,) = template["initContainers"], template["containers"]
     assert gate["image"] == rank["image"]

@@ -10,7 +10,7 @@ from atoll.agent.process import record_line
 from atoll.backends.kubernetes.names import SHRINKS
 from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.render import render_job
-from atoll.core.status import Exit, Wish
+from atoll.core.status import DesiredState, Exit
 from tests.unit.backends.kubernetes.kube import (
     NOW,
     TAINTED,
@@ -271,7 +271,7 @@ def test_a_rank_that_was_stopped_was_stopped_whatever_it_recorded() -> None:
 def recorder(state: Json) -> Pod:
     """A pod whose rank was to write a record."""
     manifest = pod(0, state, phase="Failed")
-    made = render_job(training(), Wish(version=1, size=1), Options(is_exit_recorded=True))
+    made = render_job(training(), DesiredState(version=1, size=1), Options(is_exit_recorded=True))
     manifest["spec"]["containers"] = made["spec"]["template"]["spec"]["containers"]
     return Pod(manifest)
 

@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.patch import (
     render_yield,
 )
 from atoll.backends.kubernetes.pod import WAITING, Pod
-from atoll.backends.kubernetes.read import finished, indexes, look, wish_of
+from atoll.backends.kubernetes.read import desired_of, finished, indexes, look
 from atoll.core.plan import plan
 from atoll.core.spec import WorldSize
 from atoll.core.status import Exit, RankStatus, Status, Training
@@ -147,7 +147,7 @@ def test_a_held_pod_may_go_once_what_was_seen_of_it_is_stored() -> None:
     assert [p.rank for p in view.may_go] == [0]
     assert only(view).exit is not None
     stored = known(0, attempt=int(MADE), exit=Exit(code=1, at=NOW, reason="Error"))
-    for status in (Status(ranks=[stored]), Status(retired=[stored])):
+    for status in (Status(ranks=[stored]), Status(removed_ranks=[stored])):
         found = look(training(status=status), job(), [gone], HOLDING, NOW)
         assert [p.rank for p in found.may_go] == [0]
 
@@ -178,7 +178,7 @@ def test_pods_kept_for_their_logs_are_no_ranks_any_more() -> None:
     over = pod(0, ended(0, "Completed"), phase="Succeeded")
     done = job(annotations=render_released()["metadata"]["annotations"])
     found = look(training(), done, [over], Options(), NOW)
-    assert (found.seen.ranks, found.seen.wish) == ([], None)
+    assert (found.seen.ranks, found.seen.desired) == ([], None)
 
 
 def test_a_silent_node_is_spoken_of_before_it_is_given_up() -> None:
@@ -279,10 +279,10 @@ def test_a_quota_that_is_used_up_is_told() -> None:
 
 
 def test_no_job_is_no_wish() -> None:
-    assert look(training(), None, [], Options(), NOW).seen.wish is None
+    assert look(training(), None, [], Options(), NOW).seen.desired is None
     going = job()
     going["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert wish_of(going) is None
+    assert desired_of(going) is None
 
 
 def test_a_finished_job_supervises_nothing() -> None:
@@ -297,12 +297,12 @@ def test_a_finished_job_supervises_nothing() -> None:
 def test_completions_change_together_with_parallelism_and_are_never_zero() -> None:
     gang = job(3)
     gang["metadata"]["resourceVersion"] = "7"
-    wish = wish_of(gang)
-    assert wish is not None
-    grown = render_resize(type(wish)(version=2, size=5), gang, NOW)
+    desired = desired_of(gang)
+    assert desired is not None
+    grown = render_resize(type(desired)(version=2, size=5), gang, NOW)
     assert grown["spec"] == {"completions": 5, "parallelism": 5}
     assert SHRINKS not in grown["metadata"]["annotations"]
-    stopped = render_resize(type(wish)(version=3, size=0), gang, NOW)
+    stopped = render_resize(type(desired)(version=3, size=0), gang, NOW)
     assert stopped["spec"] == {"parallelism": 0}
     assert SHRINKS in stopped["metadata"]["annotations"]
 
@@ -351,7 +351,7 @@ def test_every_exit_is_stored_before_its_pod_may_go(ranks: list[list[Json]]) -> 
     for _ in range(6):
         found = look(before, job(3), pods, HOLDING, NOW)
         status = plan(before, found.seen, NOW).status
-        for rank in (*status.ranks, *status.retired):
+        for rank in (*status.ranks, *status.removed_ranks):
             if rank.exit is not None:
                 stored.add((rank.rank, rank.attempt))
         assert {(p.rank, p.attempt) for p in found.may_go} <= stored
@@ -467,9 +467,9 @@ def counted(status: Json, size: int = 3, spec_size: int = 3) -> Json:
 
 def ended_as(gang: Json, given: Training | None = None) -> Status:
     """The status of a process that comes after the pods are gone."""
-    wish = wish_of(gang)
+    desired = desired_of(gang)
     given = given or training(
-        world_size=WorldSize(min=1, target=3, max=3), status=Status(asked=wish)
+        world_size=WorldSize(min=1, target=3, max=3), status=Status(desired=desired)
     )
     return plan(given, look(given, gang, [], Options(), NOW).seen, NOW).status
 
@@ -486,7 +486,7 @@ def test_a_gang_that_ended_well_is_known_by_what_its_job_counts() -> None:
 def test_a_gang_that_was_cancelled_after_it_had_ended_well_has_ended_well() -> None:
     given = training(world_size=WorldSize(min=1, target=3, max=3), cancel=True)
     gang = counted({"completedIndexes": "0-2", "failedIndexes": ""}, size=0)
-    given = replace(given, status=Status(asked=wish_of(gang)))
+    given = replace(given, status=Status(desired=desired_of(gang)))
     assert ended_as(gang, given).phase == "succeeded"
 
 
@@ -500,7 +500,7 @@ def test_what_a_stopped_job_counts_as_failed_was_stopped() -> None:
     """The Job controller counts the pods that it deletes as failed."""
     gang = counted({"completedIndexes": "0", "failedIndexes": "1-2"}, size=0)
     given = training(world_size=WorldSize(min=1, target=3, max=3), cancel=True)
-    status = ended_as(gang, replace(given, status=Status(asked=wish_of(gang))))
+    status = ended_as(gang, replace(given, status=Status(desired=desired_of(gang))))
     assert (status.phase, [r.phase for r in status.ranks]) == (
         "cancelled",
         ["Succeeded", "Pending", "Pending"],

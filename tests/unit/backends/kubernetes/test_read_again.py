@@ -63,17 +63,17 @@ def stuck(rank: int) -> Json:
 
 
 def test_objects_that_a_pod_misses_are_made_again() -> None:
-    chores = seen(*everybody_runs()[:2], stuck(2)).seen.chores
-    assert [type(chore) for chore in chores] == [RestoreObjects]
-    assert seen(*everybody_runs()).seen.chores == ()
+    followups = seen(*everybody_runs()[:2], stuck(2)).seen.followups
+    assert [type(followup) for followup in followups] == [RestoreObjects]
+    assert seen(*everybody_runs()).seen.followups == ()
 
 
 def test_objects_with_code_are_made_again_only_when_the_code_is_at_hand() -> None:
     """It is loaded while the controller applies a wish."""
     script = Source(kind="script", content=b"pass", filename="t.py")
     shipped = training(source=script, command=None)
-    chores = look(shipped, job(), [stuck(2)], Options(), NOW).seen.chores
-    assert RestoreObjects not in [type(chore) for chore in chores]
+    followups = look(shipped, job(), [stuck(2)], Options(), NOW).seen.followups
+    assert RestoreObjects not in [type(followup) for followup in followups]
 
 
 def test_a_rank_that_runs_on_a_node_that_answers_has_nothing_to_say() -> None:

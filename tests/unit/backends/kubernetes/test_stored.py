@@ -16,7 +16,7 @@ from atoll.core.errors import ValidationError
 from atoll.core.model import encode
 from atoll.core.phase import Phase
 from atoll.core.ranks import final_exits
-from atoll.core.status import Exit, RankPhase, RankStatus, Status, Wish
+from atoll.core.status import DesiredState, Exit, RankPhase, RankStatus, Status
 
 replace = msgspec.structs.replace
 BEGIN = 1_800_000_000.0
@@ -160,12 +160,14 @@ def scattered_status(seed: int) -> Status:
     numbers, beyond = (
         [n for n in range(a, b) if dice.random() < 0.6] for a, b in ((0, 9), (6, 14))
     )
-    redo = {n: dice.randrange(3) for n in numbers}
+    discarded_attempts = {n: dice.randrange(3) for n in numbers}
     status = Status(
         ranks=[scattered_rank(n, dice) for n in numbers],
-        retired=[scattered_rank(n, dice) for n in beyond],
-        redo=redo,
-        asked=dice.choice([None, Wish(version=1, size=3, redo=redo)]),
+        removed_ranks=[scattered_rank(n, dice) for n in beyond],
+        discarded_attempts=discarded_attempts,
+        desired=dice.choice(
+            [None, DesiredState(version=1, size=3, discarded_attempts=discarded_attempts)]
+        ),
     )
     exits = final_exits(status, next((r for r in status.ranks if r.exit), None))
     changed = [replace(e, host="elsewhere") for e in exits]

@@ -33,7 +33,7 @@ def ended(rank: int, attempt: int = 0, at: float = 2.0) -> Any:
 
 
 def accepted(version: int = 1, size: int = 2, at: float = 0.5) -> Any:
-    return {"t": "applied", "version": version, "size": size, "redo": {}, "at": at}
+    return {"t": "applied", "version": version, "size": size, "discarded": {}, "at": at}
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from atoll.core.config import parse
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.executors import Home, load
 from atoll.core.spec import Code, RendezvousSpec, Resources, Source, TrainingSpec, WorldSize
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 from atoll.store.memory import MemoryStore
 from tests.allreduce.s3server import S3Server
 from tests.support.modal_stand_in import ModalStandIn
@@ -255,8 +255,8 @@ def test_another_process_finds_what_runs_and_how_it_ended(uri: str, stand_in: Mo
         while not ends:
             assert time.monotonic() < deadline
             seen = await other.observe(now)
-            for chore in seen.chores:
-                await other.perform(now, chore)
+            for followup in seen.followups:
+                await other.perform(now, followup)
             ends = [rank for rank in seen.ranks if rank.exit is not None]
             await asyncio.sleep(0.05)
         (end,) = ends
@@ -425,6 +425,6 @@ def test_a_training_that_can_never_run_is_refused_before_anything_is_made(
         backend.check(spec)
     training = Training(namespace="n", uid="u", spec=spec)
     with pytest.raises(Permanent):
-        asyncio.run(backend.apply(training, Wish(version=1, size=1)))
+        asyncio.run(backend.apply(training, DesiredState(version=1, size=1)))
     assert stand_in.calls == {}
     assert modal.__name__ == "modal", "the package of that name here is not in its way"

@@ -23,7 +23,7 @@ from atoll.controller.loop import Controller
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.executors import Home, load
 from atoll.core.spec import RendezvousSpec, Resources, Source, TrainingSpec, WorldSize
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 from atoll.store.memory import MemoryStore
 from tests.support.sagemaker_stand_in import ROLE, SageMakerStandIn
 
@@ -136,14 +136,14 @@ def test_a_start_that_is_repeated_runs_nothing_twice(
         training = Training(namespace="n", uid="a" * 32, spec=spec, created_at=time.time())
         stand_in.list_lag_s = 1000  # the list has none of them
         for _ in range(3):
-            await backend.apply(training, Wish(version=1, size=2))
+            await backend.apply(training, DesiredState(version=1, size=2))
         assert sorted(stand_in.jobs) == [f"atoll-{'a' * 32}-r{rank}-a0" for rank in (0, 1)]
         asked = stand_in.calls["CreateTrainingJob"]
         stand_in.list_lag_s = 0
         other = make_backend()  # as after a restart of the control plane
-        await other.apply(training, Wish(version=1, size=2))
+        await other.apply(training, DesiredState(version=1, size=2))
         assert stand_in.calls["CreateTrainingJob"] == asked
-        await other.apply(training, Wish(version=2, size=0))
+        await other.apply(training, DesiredState(version=2, size=0))
 
     play(body)
 
@@ -308,9 +308,9 @@ def test_scaled_up_and_down_and_followed(stand_in: SageMakerStandIn, uri: str) -
             await here.change(made, world_size=WorldSize(min=1, target=3, max=8))
             await here.until_running(made, 3)
             await here.change(made, world_size=WorldSize(min=1, target=2, max=8))
-            gone = await here.until(made, lambda t: len(t.status.retired) == 1)
-            assert gone.status.retired[0].exit is not None
-            assert gone.status.retired[0].exit.is_stopped
+            gone = await here.until(made, lambda t: len(t.status.removed_ranks) == 1)
+            assert gone.status.removed_ranks[0].exit is not None
+            assert gone.status.removed_ranks[0].exit.is_stopped
             now = await here.store.get(made.key)
             is_over = [False, False, True]
             lines = here.backend.logs(now, ranks=[0, 1], follow=lambda: is_over.pop(0))

@@ -350,7 +350,7 @@ export class Rounds {
 
   members(item) {
     const costs = new Map((item.costs || []).map(([rank, ...cost]) => [rank, cost]));
-    const weights = new Map(item.roster.map((rank, n) => [rank, item.weights[n]]));
+    const weights = new Map(item.members.map((rank, n) => [rank, item.weights[n]]));
     const state = (rank) =>
       item.bad.includes(rank)
         ? STATES.n
@@ -367,7 +367,7 @@ export class Rounds {
                   : STATES["-"];
     const ranks = [
       ...new Set([
-        ...item.roster,
+        ...item.members,
         ...item.missing,
         ...item.late,
         ...item.blamed,
