@@ -62,7 +62,7 @@ def test_what_replicas_tell_equals_the_manifests(
     assert len(retained) == 3 * fragments
     blobs = Blobs.open(uri)
     for folder in blobs.folders():
-        for known in RunReader(blobs, folder).check().rounds:
+        for known in RunReader(blobs, folder).look().rounds:
             key = known.fragment, known.round
             is_reported = retained[key].is_reported
             assert is_reported is not None

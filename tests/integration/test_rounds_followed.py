@@ -40,7 +40,7 @@ def follow(rounds: int, number: int) -> None:
     def check(reader: RunReader) -> None:
         is_all = False
         while not is_all:
-            matches = reader.check()
+            matches = reader.look()
             for facts in matches.rounds:
                 retained[facts.round] = with_seen(retained.get(facts.round, KeptRound()), facts)
             is_all = matches.is_all
