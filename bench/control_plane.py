@@ -36,8 +36,8 @@ from tests.support.control_plane import (  # noqa: E402
     wait_for,
 )
 
+from atoll.backends.local import processes  # noqa: E402
 from atoll.core.status import Training  # noqa: E402
-from atoll.local import processes  # noqa: E402
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
 SLEEP = ["sleep", "1000"]

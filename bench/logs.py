@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from atoll.rank import ranklog
-from atoll.rank.logs import read_lines
-from atoll.rank.logsearch import LogSearch
+from atoll.logs import segments
+from atoll.logs.files import read_lines
+from atoll.logs.search import LogSearch
 
 LINE = b"step 000123 loss 2.3456 tokens 1048576 grad_norm 0.1234 lr 3.0e-04 and some more words\n"
 
@@ -31,16 +31,16 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def write(folder: Path, chunk: bytes, count: int, *, is_timed: bool) -> None:
-    stamp = ranklog.LogWriter._stamp
+    stamp = segments.LogWriter._stamp
     if not is_timed:
-        ranklog.LogWriter._stamp = lambda self: None  # type: ignore[method-assign]
+        segments.LogWriter._stamp = lambda self: None  # type: ignore[method-assign]
     try:
-        log = ranklog.LogWriter(folder, kept_bytes=2**40)
+        log = segments.LogWriter(folder, kept_bytes=2**40)
         for _ in range(count):
             log.write(chunk)
         log.close()
     finally:
-        ranklog.LogWriter._stamp = stamp  # type: ignore[method-assign]
+        segments.LogWriter._stamp = stamp  # type: ignore[method-assign]
 
 
 def read(folder: Path) -> int:

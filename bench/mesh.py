@@ -30,7 +30,7 @@ import asyncio, sys, time
 from pathlib import Path
 from atoll.mesh.watch import MeshWatch
 from atoll.mesh.etcd import EtcdKeys
-from atoll.local.etcd_server import start_etcd
+from atoll.backends.local.etcd_server import start_etcd
 
 async def main(address, directory, hosts):
     server = start_etcd(Path(directory), address)
@@ -113,8 +113,8 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 def mesh_waits(count: int) -> dict[str, list[float]]:
     """Seconds of `mesh_wait()` with the key there, beside one urllib request for the same key."""
+    from atoll.backends.local.etcd_server import start_etcd, stop_etcd
     from atoll.core.mesh import ready_path
-    from atoll.local.etcd_server import start_etcd, stop_etcd
 
     found: dict[str, list[float]] = {"mesh_wait, key there": [], "urllib, the same key": []}
     with tempfile.TemporaryDirectory() as folder:

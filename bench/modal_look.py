@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.allreduce.s3server import S3Server
 from tests.support.modal_stand_in import ModalStandIn
 
+from atoll.agent.wrapper import DESIRED, LAUNCH, name_of, write
+from atoll.backends.modal.executor import ModalBackend
+from atoll.backends.modal.options import ModalOptions
+from atoll.backends.modal.render import sandbox_name
+from atoll.backends.records import desired_document
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
-from atoll.core.status import Training, Wish
-from atoll.modal.executor import ModalBackend
-from atoll.modal.options import ModalOptions
-from atoll.modal.render import sandbox_name
-from atoll.rank.attempt import LAUNCH, WISH, name_of, write
-from atoll.rank.records import wish_document
+from atoll.core.status import DesiredState, Training
 
 SIZES = (1, 100, 1000)
 LOOKS = 5
@@ -43,7 +43,9 @@ async def measure(size: int, modal: ModalStandIn) -> dict[str, object]:
     training = Training(namespace="n", uid=uuid.uuid4().hex, spec=spec)
     backend = ModalBackend(ModalOptions(secrets=["store"]))
     place = backend.place_of(training)
-    place.put(WISH, write(wish_document(Wish(version=1, size=size), None, {}, time.time())))
+    place.put(
+        DESIRED, write(desired_document(DesiredState(version=1, size=size), None, {}, time.time()))
+    )
     place.put(LAUNCH, write(backend.launch(training)))
     place.put("gate", write({"at": time.time(), "together": size}))
     now = write({"host": "h", "at": time.time()})

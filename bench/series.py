@@ -13,11 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from atoll.rank.figures import Reporter, Teller, batch_of
-from atoll.rank.sinks import EVERY_S
-from atoll.series.collect import FolderReader
-from atoll.series.fold import COUNT
-from atoll.series.keep import SeriesKeeper
+from atoll.agent.metric_sinks import EVERY_S
+from atoll.agent.metrics import Reporter, Teller, batch_of
+from atoll.metrics.collect import FolderReader
+from atoll.metrics.series import COUNT
+from atoll.metrics.store import SeriesKeeper
 
 RANKS, NAMES, SECONDS = 1_000, 10, 30
 CALLS = 20_000

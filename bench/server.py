@@ -30,7 +30,7 @@ from atoll.core.phase import Phase
 from atoll.core.status import RankStatus, Status, WorldStatus
 from atoll.sdk.embedded import read_token, start
 from atoll.server.app import create_app
-from atoll.server.auth import hashed
+from atoll.server.http.auth import hashed
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens
 

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-from atoll.rank.entrypoint import write_error_file
-from atoll.rank.keywords import OWN_MODULES, RANK, READERS, URI, WORLD, call, trainer_call
+from atoll.agent.entrypoint import write_error_file
+from atoll.agent.keywords import OWN_MODULES, RANK, READERS, URI, WORLD, call, trainer_call
 
 ENTRYPOINT = "ENTRYPOINT"
 ARGS = "ATOLL_ENTRYPOINT_ARGS"
@@ -117,7 +117,7 @@ def run(entry: str, args: dict[str, Any], env: MutableMapping[str, str]) -> None
     sys.path.insert(0, os.getcwd())
     module, _, function = entry.partition(":")
     if function:
-        from atoll.rank.replica_entry import hand_in
+        from atoll.agent.replica_entry import hand_in
 
         hand_in(call(find_function(module, function), args, env))
         return

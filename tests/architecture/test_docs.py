@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from atoll.core.ends import PhaseReason, RankEnd, table
 from atoll.core.phase import RULES, diagram
+from atoll.core.reasons import PhaseReason, RankEnd, table
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

@@ -25,7 +25,7 @@ def exists(file: str, name: str) -> bool:
     if not name and (ROOT / file).exists():
         return True  # a file of the tests
     if file in ("options.py", "render.py", "executor.py"):
-        return (ROOT / "src/atoll/kubernetes" / file).exists()
+        return (ROOT / "src/atoll/backends/kubernetes" / file).exists()
     if not (ROOT / "src/atoll" / file).exists():
         return False
     dotted = "atoll." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")

@@ -17,7 +17,7 @@ import atoll
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-MOST_LINES = 600
+MAX_LINES = 900  # one idea a file, read from top to bottom; httpx and starlette go to 2,000 and 900
 
 
 def test_import_contracts_hold() -> None:
@@ -32,7 +32,7 @@ def test_no_file_is_too_long_to_read() -> None:
     long = {
         str(path.relative_to(ROOT)): lines
         for path in everything
-        if (lines := len(path.read_text().splitlines())) > MOST_LINES
+        if (lines := len(path.read_text().splitlines())) > MAX_LINES
     }
     assert long == {}
 
@@ -82,7 +82,7 @@ SLOW = (
             HEAVY + SLOW,
         ),
         (
-            "import atoll.local.shim, atoll.local.supervisor",
+            "import atoll.backends.local.watchdog, atoll.backends.local.supervisor",
             (*HEAVY, *SLOW, "click", "inspect", "msgspec"),
         ),
     ],
@@ -205,7 +205,7 @@ def test_every_number_in_a_query_has_bounds() -> None:
     """Else `inf`, or more than SQLite holds, would get as far as the code behind."""
     from atoll.core.checks import bounds_of
     from atoll.server import app
-    from atoll.server.operations import Query
+    from atoll.server.http.operations import Query
 
     assert app
     unbounded = []

@@ -20,8 +20,8 @@ from tests.support.control_plane import (
 )
 from tests.support.memory_group import MemoryGroup
 
+from atoll.backends.local import processes
 from atoll.core.status import Training
-from atoll.local import processes
 
 # Runs until a file says with which code to exit, or that it shall run out of memory.
 SCRIPT = """[ -e {folder}/deaf ] && trap '' TERM

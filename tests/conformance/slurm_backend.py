@@ -16,8 +16,8 @@ from tests.conformance.table import RANKS, Row
 from tests.support.control_plane import ControlPlane, PlaneDied, wait_for
 from tests.support.slurm_cluster import SlurmCluster, wait_until
 
+from atoll.backends.local import processes
 from atoll.core.spec import Resources
-from atoll.local import processes
 
 # Prints half of what the real one says, and ends well, while the file is there.
 SQUEUE = """#!/bin/sh

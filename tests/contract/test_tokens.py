@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.tokens import KubernetesTokens
 from atoll.core.errors import NotFound, Permanent
 from atoll.core.ports import Token
-from atoll.kubernetes.tokens import KubernetesTokens
 from atoll.store.tokens import SQLiteTokens
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from atoll.backends.local.spare import spare_directories
 from atoll.core.errors import AtollError, Temporary
 from atoll.core.spec import WorldSize
-from atoll.local.spare import spare_directories
 from atoll.sdk import embedded, flows
 from atoll.sdk.client import Client
 from atoll.sdk.training import DistributedTraining

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, serving, wait_for
 
+from atoll.backends.local import processes
 from atoll.core.status import Training
-from atoll.local import processes
 
 LIBRARY = glob("/usr/lib/*/faketime/libfaketime.so.1")
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from atoll.backends.local import etcd_server
+from atoll.backends.local.etcd_server import start_etcd, stop_etcd
+from atoll.backends.local.rendezvous_file import find_etcd
 from atoll.core.errors import Permanent, Temporary
-from atoll.local import etcd_server
-from atoll.local.etcd_server import start_etcd, stop_etcd
-from atoll.local.rendezvous_file import find_etcd
 from atoll.mesh.etcd import EtcdKeys, KeyChange
 
 SRC = Path(__file__).parents[2] / "src"
@@ -129,7 +129,8 @@ def test_two_at_once_do_not_meet(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_it_dies_with_its_parent_whoever_kills_that(tmp_path: Path, how: signal.Signals) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from atoll.local.etcd_server import *\n"
+        "import sys, time; from pathlib import Path\n"
+        "from atoll.backends.local.etcd_server import *\n"
         "print(start_etcd(Path(sys.argv[1])).process.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen(

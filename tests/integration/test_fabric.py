@@ -23,7 +23,7 @@ import asyncio, json, sys
 from pathlib import Path
 from atoll.mesh.watch import MeshWatch
 from atoll.mesh.etcd import EtcdKeys
-from atoll.local.etcd_server import start_etcd, stop_etcd
+from atoll.backends.local.etcd_server import start_etcd, stop_etcd
 
 def say(**what): print(json.dumps(what), flush=True)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from atoll.kubernetes import trouble
-from atoll.kubernetes.trouble import Hosts
+from atoll.backends.kubernetes import diagnosis
+from atoll.backends.kubernetes.diagnosis import Hosts
 
 KEY = ("team", "tiny")
 
@@ -66,7 +66,7 @@ async def _stops_and_answers_again() -> None:
 
 
 def test_a_machine_whose_kubelet_is_away_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trouble, "AGAIN_S", 0.01)
+    monkeypatch.setattr(diagnosis, "AGAIN_S", 0.01)
 
     async def scene() -> None:
         told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()

@@ -20,11 +20,11 @@ from tests.support.control_plane import (
 )
 from tests.support.small_disk import fill, small_disk
 
+from atoll.backends.local import processes
 from atoll.core.errors import Permanent
 from atoll.core.spec import Source
 from atoll.core.status import Training
-from atoll.local import processes
-from atoll.run import build
+from atoll.main import build
 from atoll.sdk import embedded
 
 UNTIL_TOLD = "echo up; while [ ! -e {folder}/end ]; do sleep 0.02; done; echo bye; exit $RANK"

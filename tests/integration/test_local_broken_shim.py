@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from tests.support.in_process import plane
 
+from atoll.backends.local import supervisor_client
 from atoll.core.phase import Phase
 from atoll.core.spec import WorldSize
-from atoll.local import supervision
 
 
 def test_a_supervisor_that_keeps_dying_fails_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if atoll had been replaced under a running control plane by one that does not fit.
-    monkeypatch.setattr(supervision, "SHIM", "raise SystemExit('this atoll does not fit')")
+    monkeypatch.setattr(supervisor_client, "SHIM", "raise SystemExit('this atoll does not fit')")
 
     async def check() -> None:
         async with plane(tmp_path) as control:

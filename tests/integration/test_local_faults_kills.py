@@ -18,9 +18,9 @@ import msgspec
 import pytest
 from tests.support.control_plane import ControlPlane, PlaneDied, make_spec, serving, wait_for
 
+from atoll.backends.local import processes
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
-from atoll.local import processes
 
 # name: script, options, what each rank ends with, phase, root cause, attempts a rank
 MIX = {

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
-from atoll.core.narrate import end_in_words
+from atoll.backends.local.journal import Due
+from atoll.backends.local.rank_process import become_rank
+from atoll.core.describe import end_in_words
 from atoll.core.status import Training
-from atoll.local.journal import Due
-from atoll.local.rankprocess import become_rank
 
 FOREVER = "exec sleep 1000"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
+from atoll.backends.local import processes
+from atoll.backends.local.cgroup import place_for
+from atoll.backends.local.journal import JournalWriter, encode_batch
 from atoll.core.status import Training
-from atoll.local import processes
-from atoll.local.cgroup import place_for
-from atoll.local.journal import JournalWriter, encode_batch
 
 RANKS = 3
 # Each rank has a child, one in a session of its own, and a double-forked daemon.

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
+from atoll.backends.local import processes
 from atoll.core.status import Training
-from atoll.local import processes
 
 RANKS = 3
 

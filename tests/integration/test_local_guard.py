@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import serving
 
-from atoll.local import processes
-from atoll.local.cgroup import place_for
+from atoll.backends.local import processes
+from atoll.backends.local.cgroup import place_for
 
 MARK = b"TIDE_MARK"
 

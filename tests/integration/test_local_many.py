@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from tests.support.control_plane import ControlPlane, journal_records, wait_for
 from tests.support.in_process import plane as in_process
 
+from atoll.backends.local import processes
+from atoll.backends.local.capacity import Bound, Machine
+from atoll.backends.local.executor import LocalBackend
 from atoll.core.errors import ValidationError
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.local import processes
-from atoll.local.capacity import Bound, Machine
-from atoll.local.executor import LocalBackend
 
 MANY = 600
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from tests.support.control_plane import ControlPlane, serving
 
+from atoll.backends.local.executor import LocalBackend
 from atoll.controller.loop import Controller, Pass
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.local.executor import LocalBackend
 from atoll.store.memory import MemoryStore
 
 FOREVER = ["sleep", "1000"]

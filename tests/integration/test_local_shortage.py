@@ -14,11 +14,11 @@ import pytest
 from tests.support.control_plane import journal_records
 from tests.support.in_process import Plane, plane
 
+from atoll.backends.local import supervisor_client
+from atoll.backends.local.liveness import pair_of
 from atoll.core.phase import Phase
 from atoll.core.spec import WorldSize
 from atoll.core.status import Training
-from atoll.local import supervision
-from atoll.local.pulse import pair_of
 
 SHORT_STARTS = 7  # more than a supervisor that keeps dying is given
 
@@ -26,8 +26,8 @@ SHORT_STARTS = 7  # more than a supervisor that keeps dying is given
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses are as many as they are, and short."""
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(supervision, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(supervisor_client, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor_client, "LONGEST_PAUSE_S", 0.2)
 
 
 def waits_for(text: str) -> Any:
@@ -53,7 +53,7 @@ def test_supervisor_that_cannot_be_forked_for_a_while(
             raise OSError(number, os.strerror(number))
         return real(*words, **options)
 
-    monkeypatch.setattr(supervision.subprocess, "Popen", popen)
+    monkeypatch.setattr(supervisor_client.subprocess, "Popen", popen)
 
     async def check() -> None:
         async with plane(tmp_path) as control:
@@ -82,7 +82,7 @@ def test_supervisor_that_dies_of_a_shortage_for_a_while(
         f"is_told = os.path.exists({str(tmp_path / 'told')!r})\n"
         f"if os.path.getsize(path) <= {SHORT_STARTS} or not is_told: {death}\n"
     )
-    monkeypatch.setattr(supervision, "SHIM", short + supervision.SHIM)
+    monkeypatch.setattr(supervisor_client, "SHIM", short + supervisor_client.SHIM)
 
     async def check() -> None:
         async with plane(tmp_path) as control:
@@ -131,7 +131,7 @@ def test_training_that_waits_for_the_machine_can_be_cancelled_and_removed(
     def popen(*words: Any, **options: Any) -> Any:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(supervision.subprocess, "Popen", popen)
+    monkeypatch.setattr(supervisor_client.subprocess, "Popen", popen)
 
     async def check() -> None:
         async with plane(tmp_path) as control:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from atoll.backends.local.etcd_server import start_etcd, stop_etcd
 from atoll.core.mesh import degraded_path, escaped, ready_path, split_endpoint
-from atoll.local.etcd_server import start_etcd, stop_etcd
 
 SRC = Path(__file__).parents[2] / "src"
 SCRIPT = SRC / "atoll/mesh/mesh_wait.sh"

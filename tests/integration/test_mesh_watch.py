@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from atoll.backends.local.etcd_server import EtcdServer, start_etcd, stop_etcd
 from atoll.core.mesh import MeshState
 from atoll.core.model import decode
-from atoll.local.etcd_server import EtcdServer, start_etcd, stop_etcd
 from atoll.mesh import fabric
 from atoll.mesh.etcd import EtcdKeys
 from atoll.mesh.reach import FABRIC_DIR, HostRoster, MeshVerdict, ReachReport, agent_name

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from atoll.backends.local import ports
+from atoll.backends.local.ports import lease_port, outside
 from atoll.core.errors import Temporary
-from atoll.local import ports
-from atoll.local.ports import lease_port, outside
 
 SRC = Path(__file__).parents[2] / "src"
 LEASE_MANY = """
 import sys
-from atoll.local.ports import lease_port
+from atoll.backends.local.ports import lease_port
 leases = [lease_port() for _ in range(40)]
 print(*[lease.port for lease in leases], flush=True)
 sys.stdin.read()
@@ -26,7 +26,9 @@ sys.stdin.read()
 
 def test_processes_that_lease_at_once_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     # Few ports, so that they do collide where nothing prevents it.
-    code = "import atoll.local.ports as p; p.LOWEST, p.HIGHEST = 15000, 15399\n" + LEASE_MANY
+    code = (
+        "import atoll.backends.local.ports as p; p.LOWEST, p.HIGHEST = 15000, 15399\n" + LEASE_MANY
+    )
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", code],

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from tests.support.in_process import plane
 
+from atoll.backends.local.etcd_server import start_etcd, stop_etcd
+from atoll.backends.local.processes import is_running
+from atoll.backends.local.rendezvous_file import read_rendezvous
 from atoll.core.mesh import degraded_path, ready_path
 from atoll.core.spec import RendezvousSpec, WorldSize
-from atoll.local.etcd_server import start_etcd, stop_etcd
-from atoll.local.processes import is_running
-from atoll.local.rendezvous_file import read_rendezvous
 from atoll.mesh.etcd import EtcdKeys
 
 SHOW = (
@@ -144,7 +144,7 @@ def test_a_private_etcd_lives_as_long_as_its_training(
 
 def etcd_of(port: int) -> tuple[int, int]:
     """The pid, and when it was born, of the etcd that listens there."""
-    from atoll.local.processes import all_pids, born
+    from atoll.backends.local.processes import all_pids, born
 
     wanted = f":{port}".encode()
     for pid in all_pids():

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, wait_for
 
+from atoll.backends.local.processes import all_pids, born, is_running
+from atoll.backends.local.rendezvous_file import read_rendezvous
 from atoll.core.mesh import MeshState
 from atoll.core.spec import RendezvousSpec
 from atoll.core.status import Training
-from atoll.local.processes import all_pids, born, is_running
-from atoll.local.rendezvous_file import read_rendezvous
 
 ETCD = RendezvousSpec(backend="etcd-v2")
 SCRIPT = 'echo "$BASILICA_RDZV_ENDPOINT"; while [ ! -e "$0" ]; do sleep 0.05; done'

@@ -20,8 +20,8 @@ from tests.integration.test_replicas import KEYS, marked, script, until
 
 import atoll
 from atoll import LocalProcessExecutor, NotFound, ReplicaHandle
-from atoll.local import processes
-from atoll.local.adoption import read_record
+from atoll.backends.local import processes
+from atoll.backends.local.adoption import read_record
 
 SOURCE = str(Path(atoll.__file__).parents[1])
 RANKS = f"""
@@ -33,7 +33,7 @@ rank = os.environ["RANK"]
 print("hello from", rank, flush=True)
 while not Path(sys.argv[2], "go").exists():
     time.sleep(0.01)
-atoll.give_result({{"rank": int(rank)}})
+atoll.set_result({{"rank": int(rank)}})
 sys.exit(int(rank) * 3)
 """
 LAUNCH = """

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane
 
+from atoll.agent import process
+from atoll.core.describe import end_in_words
 from atoll.core.exceptions import exception_in
-from atoll.core.narrate import end_in_words
-from atoll.rank import report
 
 pytest.importorskip("torch")
 
@@ -62,7 +62,7 @@ def test_torchrun_does_not_hide_the_exception(
 def test_the_record_of_a_wrapped_rank_ends_with_the_exception(tmp_path: Path) -> None:
     """As ranks of clusters record their ends."""
     (tmp_path / "program.py").write_text(WORLD)
-    wrapper = [sys.executable, "-S", "-I", report.__file__, "--record", str(tmp_path / "record")]
+    wrapper = [sys.executable, "-S", "-I", process.__file__, "--record", str(tmp_path / "record")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*wrapper, "--", *TORCHRUN, "2", str(tmp_path / "program.py")],
@@ -71,6 +71,6 @@ def test_the_record_of_a_wrapped_rank_ends_with_the_exception(tmp_path: Path) ->
         timeout=200,
     )
     assert done.returncode == 1
-    record = report.read_record((tmp_path / "record").read_text())
+    record = process.read_record((tmp_path / "record").read_text())
     assert record is not None
     assert exception_in(record["tail"]) == "ValueError: oops"

@@ -16,20 +16,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atoll.backends.metrics_token import token_for
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.rank.report_token import token_for
-from atoll.series.keep import SeriesKeeper
+from atoll.metrics.store import SeriesKeeper
 from atoll.server.app import create_app
-from atoll.server.auth import hashed
+from atoll.server.http.auth import hashed
 from atoll.store.memory import MemoryStore
 from atoll.store.tokens import SQLiteTokens
 
 KEY = b"k" * 32
 READ = (
-    *("/v1/trainings", "/v1/trainings/t", "/v1/trainings/t/series", "/v1/trainings/t/rounds"),
-    *("/v1/trainings/t/rounds?costs", "/v1/figures?name=loss&ranks", "/metrics", "/readyz"),
-    *("/ui/rows", "/ui/page/t", "/ui/curves/t?name=loss", "/ui/rounds/t"),
+    *("/v1/trainings", "/v1/trainings/t", "/v1/trainings/t/metrics", "/v1/trainings/t/rounds"),
+    *("/v1/trainings/t/rounds?costs", "/v1/metrics?name=loss&ranks", "/metrics", "/readyz"),
+    *("/ui/rows", "/ui/page/t", "/ui/metrics/t?name=loss", "/ui/rounds/t"),
 )
 
 odd = st.sampled_from(
@@ -107,7 +107,7 @@ class Reading:
 
     async def check(self, body: bytes) -> int:
         reporting = {"Authorization": f"Bearer {token_for(KEY, 'n', 'u')}"}
-        taken = await self.http.post("/v1/trainings/t/reports", content=body, headers=reporting)
+        taken = await self.http.post("/v1/trainings/t/metrics", content=body, headers=reporting)
         assert taken.status_code in (200, 400, 413), (body, taken.text)
         owner = {"Authorization": "Bearer owner"}
         for path in READ:

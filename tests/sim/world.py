@@ -16,22 +16,22 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.backends.local.journal import Attempt, GangState
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.plan import STALE_S
 from atoll.core.ports import Executor
-from atoll.core.status import Chore, Exit, Seen, SeenRank, Status, Training, Wish
-from atoll.local.journal import Attempt, GangState
+from atoll.core.status import DesiredState, Exit, Followup, Seen, SeenRank, Status, Training
 
 
 class Crash(BaseException):
     """The controller was killed at this step."""
 
 
-class Open(Chore, frozen=True):
+class Open(Followup, frozen=True):
     """The start gate: the ranks are ready."""
 
 
-class LetExitGo(Chore, frozen=True):
+class LetExitGo(Followup, frozen=True):
     """Nobody can learn of it again."""
 
     rank: int
@@ -80,13 +80,21 @@ class Machine:
     def alive(self) -> list[Run]:
         return [run for run in self.runs if run.ended_at is None]
 
-    def accept(self, wish: Wish, now: float) -> None:
+    def accept(self, desired: DesiredState, now: float) -> None:
         self.is_released = False
-        if wish.version < self.state.version:
+        if desired.version < self.state.version:
             return
-        redo = {str(rank): attempt for rank, attempt in wish.redo.items()}
+        discarded_attempts = {
+            str(rank): attempt for rank, attempt in desired.discarded_attempts.items()
+        }
         self.state.fold(
-            {"t": "applied", "version": wish.version, "size": wish.size, "redo": redo, "at": now}
+            {
+                "t": "applied",
+                "version": desired.version,
+                "size": desired.size,
+                "discarded": discarded_attempts,
+                "at": now,
+            }
         )
         self.is_supervised = True
         if self.has_gate and self.ready_at is None:
@@ -220,31 +228,33 @@ class Machine:
         """What was true then. Times before the first wish show nothing."""
         nothing = Seen(has_gate=self.has_gate)
         seen = next((seen for when, seen in reversed(self.history) if when <= at), nothing)
-        is_shut = seen.wish is not None and seen.wish.size > 0 and seen.gate_opened_at is None
+        is_shut = seen.desired is not None and seen.desired.size > 0 and seen.gate_opened_at is None
         if not self.has_gate or not is_shut or self.ready_at is None:
             return seen
         if at < self.ready_at:
             return replace(seen, again_in_s=self.ready_at - at)
-        return replace(seen, chores=(*seen.chores, Open()))
+        return replace(seen, followups=(*seen.followups, Open()))
 
     def remember(self, now: float) -> None:
         self.history.append((now, self.show()))
 
     def show(self) -> Seen:
-        wish = None
+        desired = None
         if self.state.size is not None:
-            wish = Wish(
-                version=self.state.version, size=self.state.size, redo=dict(self.state.redo)
+            desired = DesiredState(
+                version=self.state.version,
+                size=self.state.size,
+                discarded_attempts=dict(self.state.discarded_attempts),
             )
         shown = [a for a in self.state.attempts.values() if (a.rank, a.attempt) not in self.gone]
         ended = [a for a in shown if a.exit is not None and self.is_exit_held]
         return Seen(
             ranks=[_seen(a) for a in shown],
-            wish=wish,
+            desired=desired,
             is_supervised=self.is_supervised,
             has_gate=self.has_gate,
             gate_opened_at=self.gate_opened_at,
-            chores=tuple(LetExitGo(rank=a.rank, attempt=a.attempt) for a in ended),
+            followups=tuple(LetExitGo(rank=a.rank, attempt=a.attempt) for a in ended),
         )
 
 
@@ -286,14 +296,14 @@ class SimExecutor(Executor):
         self._clock = clock
         self._faults = faults
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         with self._faults.step("apply"):
             if self.machine.state.size is None:
-                if wish.size == 0:
+                if desired.size == 0:
                     return
                 if training.status.has_run:
                     raise Permanent("there is no record of the ranks")
-            self.machine.accept(wish, self._clock())
+            self.machine.accept(desired, self._clock())
 
     async def release(self, training: Training) -> None:
         with self._faults.step("release"):
@@ -308,9 +318,9 @@ class SimExecutor(Executor):
             lag = STALE_S * 0.99 * self._faults.lateness()
             return replace(self.machine.shown_at(self._clock() - lag), at=self._clock())
 
-    async def perform(self, training: Training, chore: Chore) -> None:
+    async def perform(self, training: Training, followup: Followup) -> None:
         with self._faults.step("perform"):
-            match chore:
+            match followup:
                 case Open():
                     self.machine.open(self._clock())
                 case LetExitGo(rank=rank, attempt=attempt):
@@ -320,7 +330,7 @@ class SimExecutor(Executor):
 
 def has_exit(status: Status, rank: int, attempt: int) -> bool:
     """Whether it knows the end of that attempt, or has known it and knows a later one."""
-    known = {r.rank: r for r in (*status.ranks, *status.retired)}.get(rank)
+    known = {r.rank: r for r in (*status.ranks, *status.removed_ranks)}.get(rank)
     if known is None or known.attempt < attempt:
         return False
     return known.attempt > attempt or known.exit is not None

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from atoll.backends.slurm import executor as slurm
+from atoll.backends.slurm.executor import SlurmBackend
+from atoll.backends.slurm.options import SlurmOptions
 from atoll.controller.loop import Controller
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.slurm import executor as slurm
-from atoll.slurm.executor import SlurmBackend
-from atoll.slurm.options import SlurmOptions
 from atoll.store.memory import MemoryStore
 from tests.support.slurm_cluster import SlurmCluster, slurm_cluster
 

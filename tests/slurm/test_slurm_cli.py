@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.local.state import ENDPOINT
+from atoll.backends.local.state import ENDPOINT
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm
 
 pytestmark = [needs_slurm, pytest.mark.slurm]

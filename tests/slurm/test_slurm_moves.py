@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from atoll.controller.informer import Informer
+from atoll.metrics.collect import Collector
+from atoll.metrics.store import SeriesKeeper
 from atoll.rounds.follow import figures_of
-from atoll.series.collect import Collector
-from atoll.series.keep import SeriesKeeper
 from tests.slurm.conftest import Lab
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm
 

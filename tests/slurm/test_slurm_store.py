@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from atoll.agent.bucket import Objects
+from atoll.agent.bundle import FILE
+from atoll.agent.wrapper import name_of
+from atoll.backends.records import RecordReader
+from atoll.backends.slurm.executor import SlurmBackend
+from atoll.backends.slurm.options import SlurmOptions
+from atoll.backends.slurm.render import RECORDS
 from atoll.core.status import Training
-from atoll.rank.attempt import name_of
-from atoll.rank.bundle import FILE
-from atoll.rank.objects import Objects
-from atoll.rank.records import RecordReader
-from atoll.slurm.executor import SlurmBackend
-from atoll.slurm.options import SlurmOptions
-from atoll.slurm.render import RECORDS
 from tests.allreduce.s3server import S3Server
 from tests.slurm.conftest import Lab
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm
@@ -44,7 +44,7 @@ class StoreArrays(SlurmBackend):
         text, folder = super().script(training, attempt, offset, tasks), self.folder_of(training)
         beside = f"-S -I {folder}/{FILE} {folder}/{RECORDS}"
         assert beside in text
-        return text.replace(beside, f"-m atoll.rank.attempt {self.uri(training)}")
+        return text.replace(beside, f"-m atoll.agent.wrapper {self.uri(training)}")
 
 
 def test_claims_and_ends_are_in_the_store(

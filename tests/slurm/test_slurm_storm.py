@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from atoll.backends.local import processes
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
-from atoll.local import processes
 from tests.support.control_plane import ControlPlane, make_spec, serving
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm, own_pids, slurm_cluster
 

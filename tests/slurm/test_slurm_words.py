@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.slurm import executor as slurm
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.spec import Resources
 from atoll.core.status import Training
-from atoll.slurm import executor as slurm
 from tests.slurm.conftest import Lab
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm, wait_until
 
@@ -51,7 +51,7 @@ def test_a_gang_runs_grows_shrinks_and_is_asked_for_in_one_question(lab: Play) -
         await lab.ask(training, target=4)
         await lab.until_running(training, 4)
         await lab.ask(training, target=2)
-        await lab.until(training, lambda t: len(t.status.retired) == 2)
+        await lab.until(training, lambda t: len(t.status.removed_ranks) == 2)
         executor, before = lab.executor, lab.executor.questions
         await asyncio.sleep(0.3)  # an answer may be shared no longer
         looks = [executor.observe(await lab.get(training)) for _ in range(5)]

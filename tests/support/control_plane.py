@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from atoll.backends.local import processes
+from atoll.backends.local.journal import read_batches
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Event, LogLine, Training
-from atoll.local import processes
-from atoll.local.journal import read_batches
 
 SERVE = Path(__file__).with_name("serve.py")
 WAIT_S = 60.0

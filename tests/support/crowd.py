@@ -14,7 +14,7 @@ from atoll.core.errors import NotFound
 from atoll.core.model import decode, encode
 from atoll.core.ports import Executor, Key
 from atoll.core.spec import MAX_WORLD, TrainingSpec, WorldSize
-from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
+from atoll.core.status import DesiredState, Exit, Seen, SeenRank, Training
 from atoll.server.basilica.wire import distributed
 
 BEGIN = 1_800_000_000.0
@@ -25,17 +25,17 @@ class Crowd(Executor):
     """Its ranks run at once, and end when and how the test says."""
 
     def __init__(self) -> None:
-        self.wish: Wish | None = None
+        self.desired: DesiredState | None = None
         self.ends: dict[int, Exit] = {}
 
-    async def apply(self, training: Training, wish: Wish) -> None:
-        self.wish = wish
+    async def apply(self, training: Training, desired: DesiredState) -> None:
+        self.desired = desired
 
     async def observe(self, training: Training) -> Seen:
-        if self.wish is None:
+        if self.desired is None:
             return Seen()
         ranks = [self._look(rank) for rank in range(training.spec.world_size.target)]
-        return Seen(ranks=ranks, wish=self.wish, is_supervised=True)
+        return Seen(ranks=ranks, desired=self.desired, is_supervised=True)
 
     def _look(self, rank: int) -> SeenRank:
         ended = self.ends.get(rank)
@@ -49,10 +49,10 @@ class Crowd(Executor):
         )
 
     async def release(self, training: Training) -> None:
-        self.wish = None
+        self.desired = None
 
     async def purge(self, training: Training) -> None:
-        self.wish = None
+        self.desired = None
 
     async def changes(self) -> AsyncIterator[Key]:
         yield "", NAME

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import httpx2
 from msgspec.structs import replace
 
+from atoll.agent.metrics import Teller, batch_of
 from atoll.cli.ui import link_of
 from atoll.core.phase import Phase
 from atoll.core.ports import Executor
@@ -31,12 +32,11 @@ from atoll.core.status import (
     WorldPoint,
     WorldStatus,
 )
-from atoll.rank.figures import Teller, batch_of
-from atoll.series.keep import SeriesKeeper
+from atoll.metrics.store import SeriesKeeper
 from atoll.server.app import create_app
-from atoll.server.auth import hashed
-from atoll.server.serving import GuardedServer, listen
-from atoll.server.streams import Streams
+from atoll.server.http.auth import hashed
+from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.local import plane_socket
+from atoll.backends.local import plane_socket
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -13,10 +13,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from atoll.backends.local.executor import LocalBackend
 from atoll.controller.loop import Controller
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
-from atoll.local.executor import LocalBackend
 from atoll.store.sqlite import SQLiteStore
 
 

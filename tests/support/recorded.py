@@ -12,15 +12,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from atoll.agent.bundle import FILE, wrapper_file
+from atoll.agent.record_store import RecordPlace
+from atoll.agent.wrapper import Folder
+from atoll.backends.launch import RankPlace
+from atoll.backends.observe import BackendJob, Pace
+from atoll.backends.recorded import RecordedBackend
+from atoll.backends.records import AttemptKey
 from atoll.core.errors import Temporary
 from atoll.core.status import Training
-from atoll.rank.attempt import Folder
-from atoll.rank.bundle import FILE, wrapper_file
-from atoll.rank.executor import RecordedBackend
-from atoll.rank.launch import RankPlace
-from atoll.rank.look import BackendJob, Pace
-from atoll.rank.place import RecordPlace
-from atoll.rank.records import AttemptKey
 
 
 class ProcessBackend(RecordedBackend):

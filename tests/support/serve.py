@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from atoll.backends.local.executor import LocalBackend
 from atoll.controller.clock import machine_clock, write_mark
 from atoll.controller.loop import Controller
 from atoll.core.clock import Clock
@@ -25,7 +26,6 @@ from atoll.core.executors import Home, load
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
 from atoll.core.usage import usage
-from atoll.local.executor import LocalBackend
 from atoll.store.sqlite import SQLiteStore
 
 

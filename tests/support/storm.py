@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import msgspec
 from tests.support.control_plane import ControlPlane, journal_records, make_spec, wait_for
 
+from atoll.backends.local import processes
+from atoll.backends.local.cgroup import place_for
 from atoll.core.status import Training
-from atoll.local import processes
-from atoll.local.cgroup import place_for
 
 RANKS = 3
 RESTARTS = 100  # more than the storm can use up

@@ -123,8 +123,8 @@ def extras() -> Iterator[Finding]:
 
 
 def gpus() -> Iterator[Finding]:
+    from atoll.backends.local.devices import ids_of, present
     from atoll.core.executors import LOCAL
-    from atoll.local.devices import ids_of, present
     from atoll.sdk.config import read_for_plane
 
     listed = read_for_plane().executors[LOCAL].options.get("gpus")
@@ -137,7 +137,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def state() -> Iterator[Finding]:
-    from atoll.local.state import state_dir
+    from atoll.backends.local.state import state_dir
 
     where = state_dir()
     there = _existing(where)
@@ -149,7 +149,7 @@ def state() -> Iterator[Finding]:
 
 
 def disk() -> Iterator[Finding]:
-    from atoll.local.state import state_dir
+    from atoll.backends.local.state import state_dir
 
     where = _existing(state_dir())
     free = shutil.disk_usage(where).free
@@ -175,7 +175,7 @@ def shm() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    from atoll.local.capacity import Machine
+    from atoll.backends.local.capacity import Machine
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < ENOUGH_FILES:
@@ -291,7 +291,7 @@ def tried(uri: str, blobs: Blobs) -> Iterator[Finding]:
 
 
 def _plane() -> str | None:
-    from atoll.local.state import state_dir
+    from atoll.backends.local.state import state_dir
     from atoll.sdk.embedded import running
 
     return os.environ.get("ATOLL_URL") or running(state_dir())

@@ -36,7 +36,7 @@ def _limit(ctx: click.Context, param: click.Parameter, slots: int | None) -> int
     that has others."""
     if slots is None:
         return None
-    from atoll.local.state import state_dir
+    from atoll.backends.local.state import state_dir
     from atoll.sdk.embedded import SLOTS, announced
 
     if os.environ.get("ATOLL_URL"):

@@ -16,10 +16,10 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atoll.core.ends import PhaseReason
 from atoll.core.errors import AtollError
 from atoll.core.executors import absence
 from atoll.core.phase import Phase
+from atoll.core.reasons import PhaseReason
 from atoll.core.status import LogLine, Training
 from atoll.sdk import flows
 from atoll.sdk.client import Client

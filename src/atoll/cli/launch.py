@@ -145,12 +145,12 @@ def _preview(launch: Launch) -> str:
     from pathlib import Path
     from typing import Any
 
+    from atoll.backends.local.state import state_dir
     from atoll.core.config import in_file, options_of
     from atoll.core.errors import ValidationError
     from atoll.core.executors import LOCAL, Home, load
     from atoll.core.status import Training
     from atoll.core.support import describe_unsupported, unsupported_fields
-    from atoll.local.state import state_dir
     from atoll.sdk.config import read_for_plane, stated_spec
 
     spec, config = stated_spec(launch.name, launch.options), read_for_plane()
@@ -191,7 +191,7 @@ def _begin(launch: Launch) -> None:
 def _say_code(code: Code | None) -> None:
     """How much of the working directory travels with the training."""
     if code is not None:
-        from atoll.rank.archive import in_words
+        from atoll.code.archive import in_words
 
         files = "1 file" if code.files == 1 else f"{code.files} files"
         sizes = f"{in_words(code.unpacked)}, {in_words(code.size)} packed"

@@ -16,7 +16,7 @@ import atoll
 from atoll.cli.start import INTERRUPTED, leave
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
-from atoll.core.escapes import visible
+from atoll.core.escape import visible
 
 PROFILES = {
     "bash": "~/.bashrc",
@@ -48,9 +48,9 @@ COMMANDS = {
     "ps": "look",
     "status": "look",
     "logs": "look",
-    "value": "look",
-    "series": "series",
-    "plot": "series",
+    "result": "look",
+    "series": "metrics",
+    "plot": "metrics",
     "rounds": "rounds",
     "scale": "change",
     "wait": "change",

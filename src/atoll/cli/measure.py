@@ -10,7 +10,7 @@ import click
 
 from atoll.cli.options import json_option, name_argument
 from atoll.core.errors import ValidationError
-from atoll.core.escapes import visible
+from atoll.core.escape import visible
 
 _with_default = partial(click.option, show_default=True)
 

@@ -355,7 +355,7 @@ def complete(incomplete: str) -> list[str]:
 
     try:
         if not os.environ.get("ATOLL_URL"):
-            from atoll.local.state import state_dir
+            from atoll.backends.local.state import state_dir
             from atoll.sdk.embedded import running
 
             if running(state_dir()) is None:

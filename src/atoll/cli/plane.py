@@ -80,16 +80,16 @@ def serve(
 
     Once it answers requests it prints one line of JSON with its URL and process id.
     """
-    from atoll import run as main
-    from atoll.local import state
-    from atoll.local.enclosing_rank import enclosing_rank
+    from atoll import main as main
+    from atoll.backends.local import state
+    from atoll.backends.local.enclosing_rank import enclosing_rank
 
     if not is_owned and (rank := enclosing_rank()) is not None:
         raise Permanent(
             f"{rank} must not run a control plane, as it would end with the rank, and so would "
             "what it runs: start it outside of ranks, or use Client.local()"
         )
-    from atoll.rank.ownership import make_private
+    from atoll.files.ownership import make_private
 
     where = state.state_dir(state_dir)
     try:
@@ -142,7 +142,7 @@ def create(
     import asyncio
 
     from atoll.cli.show import full, print_json
-    from atoll.server.auth import hashed, new_token
+    from atoll.server.http.auth import hashed, new_token
 
     check_name("namespace", namespace)
     if home is not None:
@@ -206,8 +206,8 @@ async def _with_tokens(
 
 
 def _tokens(state_dir: Path | None) -> Tokens:
-    from atoll.local import state
-    from atoll.rank.ownership import make_private
+    from atoll.backends.local import state
+    from atoll.files.ownership import make_private
     from atoll.store.tokens import SQLiteTokens
 
     if os.environ.get("ATOLL_URL") and state_dir is None and "ATOLL_STATE_DIR" not in os.environ:

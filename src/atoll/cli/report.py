@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from atoll.cli.show import counted, duration, print_json, says, training_json, world_json
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
-from atoll.core.escapes import colours_only, visible
+from atoll.core.describe import TAIL_LINES, describe_others, end_in_words, ranks_in_words
+from atoll.core.escape import colours_only, visible
 from atoll.core.executors import absence
-from atoll.core.narrate import TAIL_LINES, describe_others, end_in_words, ranks_in_words
 from atoll.core.phase import Phase
 from atoll.core.rounds import ShownTraining, describe_counts
 from atoll.core.status import LogLine, Training

@@ -10,11 +10,18 @@ from typing import Any
 import msgspec
 
 from atoll.cli.terminal import PHASE_COLOURS, Painted, paint, wants_colour
-from atoll.core.escapes import visible
+from atoll.core.escape import visible
 from atoll.core.executors import absence
 from atoll.core.status import Training
 
-_NOT_SHOWN = ("redo", "failing", "failingMessage", "askedAt", "isReleased", "gateOpenedAt")
+_NOT_SHOWN = (
+    "discardedAttempts",
+    "failing",
+    "failingMessage",
+    "desiredAt",
+    "isReleased",
+    "gateOpenedAt",
+)
 
 
 def print_json(value: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from atoll.cli.options import json_option
-from atoll.core.errors import BelowMinimumWorld, DistributedError, Permanent
+from atoll.core.errors import BelowMinimumWorld, Permanent, UDTerminalState
 
 STOP_S = 60.0
 LOOK_S = 0.02
@@ -24,8 +24,8 @@ def stop(is_all: bool, is_json: bool) -> None:
 
     None that runs is no error. A control plane that ATOLL_URL names is not stopped.
     """
+    from atoll.backends.local.state import state_dir
     from atoll.cli.show import counted, print_json
-    from atoll.local.state import state_dir
 
     if os.environ.get("ATOLL_URL"):
         words = "ATOLL_URL names a control plane: stop it where it runs, or unset ATOLL_URL"
@@ -58,11 +58,11 @@ def cancelled(where: Path) -> list[str]:
             training.cancel()
         for training in trainings:
             try:
-                training.result(timeout=training.last.spec.stop_grace_s + STOP_S)
+                training.wait_until_complete(training.last.spec.stop_grace_s + STOP_S)
             except BelowMinimumWorld as error:
                 if not training.last.status.phase.is_terminal:
                     raise Permanent(f"{training.name} did not end: {error}") from error
-            except DistributedError:
+            except UDTerminalState:
                 pass  # over before it was cancelled
     return [training.name for training in trainings]
 

@@ -79,8 +79,8 @@ def write_redirect(url: str) -> Path:
     OSError."""
     from html import escape
 
-    from atoll.local.state import state_dir
-    from atoll.rank.ownership import make_private, private
+    from atoll.backends.local.state import state_dir
+    from atoll.files.ownership import make_private, private
 
     where = state_dir()
     make_private(where)

@@ -139,7 +139,7 @@ class Reconciler:
         Chores come first: an action may have to wait for one, as for the last pod of a rank to go.
         But one that fails keeps nobody from being stopped: it is raised after the actions.
         """
-        trouble = await self._tend(training, seen)
+        trouble = await self._perform_followups(training, seen)
         for action in actions:
             if not await self._act(training, action):
                 return False
@@ -215,11 +215,11 @@ class Reconciler:
             spec = replace(spec, code=code)
         return replace(training, spec=spec)
 
-    async def _tend(self, training: Training, seen: Seen) -> AtollError | None:
+    async def _perform_followups(self, training: Training, seen: Seen) -> AtollError | None:
         """The first error of a chore; the chores after it are left to the next look."""
         try:
-            for chore in seen.chores:
-                await self._executors[training.executor].perform(training, chore)
+            for followup in seen.followups:
+                await self._executors[training.executor].perform(training, followup)
         except AtollError as error:
             return error
         return None
@@ -229,8 +229,8 @@ class Reconciler:
         executor = self._executors[training.executor]
         try:
             match action:
-                case Apply(wish):
-                    await executor.apply(await self._whole(training), wish)
+                case Apply(desired):
+                    await executor.apply(await self._whole(training), desired)
                 case Measure():
                     await executor.measure(training)
                 case Release():
@@ -241,7 +241,7 @@ class Reconciler:
                     for memory in (self._faults, self._unwritten, self.keys):
                         memory.pop(training.uid, None)
         except Permanent as error:
-            if not isinstance(action, Apply) or action.wish.size == 0:
+            if not isinstance(action, Apply) or action.desired.size == 0:
                 raise  # what may still run has not ended
             self._faults[training.uid] = str(error)
             return False
@@ -252,13 +252,13 @@ def _only_ranks(seen: Seen, fault: str) -> Seen:
     """What counts of a look at a training that the executor will never run as it is asked to."""
     return Seen(
         ranks=seen.ranks,
-        wish=seen.wish,
+        desired=seen.desired,
         is_supervised=seen.is_supervised,
         fault=fault,
         has_gate=seen.has_gate,
         gate_opened_at=seen.gate_opened_at,
         unsettled=seen.unsettled,
-        chores=seen.chores,
+        followups=seen.followups,
         again_in_s=seen.again_in_s,
         at=seen.at,
     )

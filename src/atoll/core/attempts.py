@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from atoll.core.ends import RankEnd
 from atoll.core.model import Model
 from atoll.core.ranks import explained, in_ms
+from atoll.core.reasons import RankEnd
 from atoll.core.status import AttemptStatus, Exit, RankStatus, Seen, Status
 
 KEPT = 20  # of one rank, before its newest
@@ -28,10 +28,10 @@ class AttemptList(Model, frozen=True):
 
 def superseded(old: Status, new: Status, seen: Seen) -> tuple[AttemptStatus, ...]:
     """The attempts that have a successor in `new` and had none in `old`."""
-    before = {r.rank: r for r in (*old.ranks, *old.retired)}
+    before = {r.rank: r for r in (*old.ranks, *old.removed_ranks)}
     looks = {look.rank: look for look in seen.ranks}
     ended: list[AttemptStatus] = []
-    for rank in (*new.ranks, *new.retired):
+    for rank in (*new.ranks, *new.removed_ranks):
         was = before.get(rank.rank) or RankStatus(rank=rank.rank)
         if rank.attempt <= max(was.attempt, 0):
             continue
@@ -88,7 +88,7 @@ def attempts_of(status: Status, stored: Iterable[AttemptStatus]) -> list[Attempt
     Where an executor tells attempts apart by their times, they are counted from 0.
     """
     known = {(a.rank, a.attempt): a for a in stored}
-    for rank in (*status.ranks, *status.retired):
+    for rank in (*status.ranks, *status.removed_ranks):
         if rank.attempt >= 0:
             known[rank.rank, rank.attempt] = attempt_of(rank, rank.exit)
     counts: dict[int, int] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from atoll.core.ends import PhaseReason
+from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import BenchPhase, BenchResult, BenchStatus, Seen, Status, Training
 
@@ -59,7 +59,7 @@ def must_measure(spec: TrainingSpec, status: Status, seen: Seen) -> bool:
     is_idle = seen.bench is not None and seen.bench.state == "idle"
     if spec.bench.mode == "off" or status.bench.phase in DONE or not is_idle:
         return False
-    return status.asked is not None or has_floor(spec)
+    return status.desired is not None or has_floor(spec)
 
 
 def holds_start(spec: TrainingSpec, bench: BenchStatus) -> bool:
@@ -72,14 +72,14 @@ def why_refused(spec: TrainingSpec, status: Status) -> tuple[str, str]:
     floor, bench = spec.bench.require_gbps, status.bench
     if not has_floor(spec) or bench.phase not in DONE or status.gate_opened_at is not None:
         return "", ""
-    asked = f"bench_require_gbps={floor:g}"
+    desired = f"bench_require_gbps={floor:g}"
     if bench.result is None:
         return (
             PhaseReason.BENCH_NOT_MEASURED,
-            f"{asked}, but the link is not known: {bench.message}",
+            f"{desired}, but the link is not known: {bench.message}",
         )
     if _rate(bench.result) < (floor or 0.0):
-        return PhaseReason.LINK_TOO_SLOW, f"{asked}, but {bench.message}"
+        return PhaseReason.LINK_TOO_SLOW, f"{desired}, but {bench.message}"
     return "", ""
 
 

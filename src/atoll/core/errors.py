@@ -16,6 +16,7 @@ AtollError
     ├── Temporary(retry_after_s)                 try again later
     └── Permanent                                trying again will not help
         ├── ObjectTooLarge                       it takes smaller objects only
+        ├── StoreDenied                          an object store refused the key; also Denied
         └── StatusRefused                        a status that the store will not keep
 """
 
@@ -77,15 +78,15 @@ class Conflict(AtollError):
 class Gone(AtollError):
     """The version asked for is older than the oldest one kept."""
 
-    def __init__(self, asked: int, oldest: int) -> None:
+    def __init__(self, version: int, oldest: int) -> None:
         super().__init__(
-            f"version {asked} is no longer kept (oldest: {oldest}): read again, then watch"
+            f"version {version} is no longer kept (oldest: {oldest}): read again, then watch"
         )
-        self.asked = asked
+        self.version = version
         self.oldest = oldest
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.asked, self.oldest)
+        return type(self), (self.version, self.oldest)
 
 
 class Denied(AtollError):
@@ -124,8 +125,8 @@ class UDTerminalState(DistributedError):
     """The training is over, so this cannot be done to it."""
 
     def __init__(self, phase: str, requested_target: int | None = None, message: str = "") -> None:
-        wish = "" if requested_target is None else f", cannot scale to {requested_target}"
-        super().__init__(message or f"the training is {phase}{wish}")
+        refusal = "" if requested_target is None else f", cannot scale to {requested_target}"
+        super().__init__(message or f"the training is {phase}{refusal}")
         self.phase = phase
         self.requested_target = requested_target
 
@@ -164,6 +165,10 @@ class Permanent(BackendError):
 
 class ObjectTooLarge(Permanent):
     """The backend takes smaller objects only."""
+
+
+class StoreDenied(Permanent, Denied):
+    """An object store refused the key, or there is none."""
 
 
 class StatusRefused(Permanent):

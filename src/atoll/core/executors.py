@@ -20,11 +20,11 @@ MISSING = "ExecutorMissing"
 UNREACHABLE = "ExecutorUnreachable"
 
 KINDS = {
-    LOCAL: "atoll.local.executor:LocalBackend",
-    "kubernetes": "atoll.kubernetes.executor:KubernetesBackend",
-    "slurm": "atoll.slurm.executor:SlurmBackend",
-    "modal": "atoll.modal.executor:ModalBackend",
-    "sagemaker": "atoll.sagemaker.executor:SageMakerBackend",
+    LOCAL: "atoll.backends.local.executor:LocalBackend",
+    "kubernetes": "atoll.backends.kubernetes.executor:KubernetesBackend",
+    "slurm": "atoll.backends.slurm.executor:SlurmBackend",
+    "modal": "atoll.backends.modal.executor:ModalBackend",
+    "sagemaker": "atoll.backends.sagemaker.executor:SageMakerBackend",
 }
 # Kinds that need packages which a plain `pip install atoll` does not bring.
 EXTRAS = {"kubernetes": "kubernetes", "modal": "modal", "sagemaker": "sagemaker"}

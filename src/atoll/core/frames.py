@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from atoll.core.escapes import visible
+from atoll.core.escape import visible
 
 OWN = str(Path(__file__).parents[1])
 MOST_FRAMES = 5

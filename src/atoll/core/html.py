@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from atoll.core.escapes import visible
+from atoll.core.escape import visible
 
 if TYPE_CHECKING:
-    from atoll.core.series import NewestFigure
+    from atoll.core.metrics import NewestFigure
     from atoll.core.status import LogLine, RankExit, RankStatus, Training, WorldStatus
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def world_html(world: WorldStatus) -> str:
 
 
 def exits_html(exits: Sequence[RankExit]) -> str:
-    from atoll.core.narrate import exit_in_words, is_stopped_by_atoll
+    from atoll.core.describe import exit_in_words, is_stopped_by_atoll
 
     rows = [
         (
@@ -130,7 +130,7 @@ def _more(count: int, most: int) -> str:
 
 
 def training_html(training: Training, figures: Sequence[NewestFigure] = ()) -> str:
-    from atoll.core.narrate import describe_others, end_in_words, status_in_words
+    from atoll.core.describe import describe_others, end_in_words, status_in_words
 
     status = training.status
     is_over = status.phase.is_terminal
@@ -179,7 +179,7 @@ def spark_svg(values: Sequence[Any]) -> str:
 
 def trainings_html(trainings: Sequence[Any]) -> str:
     """Of handles, as they were read last."""
-    from atoll.core.narrate import end_in_words, status_in_words
+    from atoll.core.describe import end_in_words, status_in_words
 
     rows = []
     for handle in trainings[:MOST_ROWS]:

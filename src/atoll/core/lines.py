@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
 
-RESULT_MARK = "\x1eatoll-result "  # begins what is a result of a rank, `rank/result.py`
+RESULT_MARK = "\x1eatoll-result "  # begins what is a result of a rank, `agent/result.py`
 
 
 class Lines:

@@ -1,52 +1,70 @@
-"""The numbers of a training, all computed from its status."""
+"""Series as clients read them."""
 
 from __future__ import annotations
 
-from atoll.core.clock import Time
+from typing import NamedTuple
+
 from atoll.core.model import Model
-from atoll.core.status import Training
-from atoll.core.usage import usage
+
+# Names of what is measured from outside of a rank begin with this.
+MACHINE = "machine/"
+
+# Bounds of what ranks may send: beyond them numbers cannot be stored, shown or added up.
+MAX_COUNT = 2**53  # whole numbers to there are exact in every language that reads them
+MAX_TIME = 253_402_300_799.0  # the end of the year 9999, the last that a date can have
+
+Figure = float | str  # `nan`, `inf` and `-inf` are text
 
 
-class Metrics(Model, frozen=True, omit_defaults=False):
-    """Counted from what was seen of the training. Durations in seconds."""
+class RankUse(NamedTuple):
+    """What a rank uses of its machine: `cpu` in cores, `memory` in bytes, and so on."""
 
-    ready: int
-    target: int
-    ranks_running: int
-    ranks_succeeded: int
-    ranks_failed: int
-    restarts: int
-    resizes: int
-    generation: int
-    observed_generation: int
-    age_s: float
-    running_s: float
-    time_to_first_rank_s: float | None
-    rank_seconds: float
-    gpu_seconds: float
+    rank: int
+    attempt: int
+    figures: dict[str, float]
 
 
-def measured(training: Training, time: Time) -> Metrics:
-    status = training.status
-    spent = usage(training, time)
-    created_at = status.counted_from.get("created", training.created_at)
-    started = status.started_at
-    phases = [rank.phase for rank in status.ranks]
-    targets = [point.target for point in status.world_size_history]
-    return Metrics(
-        ready=status.world.ready,
-        target=training.spec.world_size.target,
-        ranks_running=phases.count("Running"),
-        ranks_succeeded=phases.count("Succeeded"),
-        ranks_failed=phases.count("Failed"),
-        restarts=sum(rank.restarts for rank in (*status.ranks, *status.retired)),
-        resizes=sum(a != b for a, b in zip(targets, targets[1:], strict=False)),
-        generation=training.generation,
-        observed_generation=status.observed_generation,
-        age_s=max(0.0, time.steady - created_at),
-        running_s=status.ran_for(time.steady + status.clock_skew) or 0.0,
-        time_to_first_rank_s=None if started is None else max(0.0, started - training.created_at),
-        rank_seconds=spent.rank_seconds,
-        gpu_seconds=spent.gpu_seconds,
-    )
+class SeriesColumns(Model, frozen=True, omit_defaults=False):
+    """One name of one rank over time, as columns.
+
+    Each entry stands for `count` points, which it merges, and `bad` more that were not finite.
+    """
+
+    name: str
+    rank: int
+    process: int
+    attempt: list[int]
+    step: list[int | None]
+    at: list[float]
+    min: list[Figure]
+    mean: list[Figure]
+    max: list[Figure]
+    count: list[int]
+    bad: list[int]
+
+
+class SeriesList(Model, frozen=True, omit_defaults=False):
+    """The series of a training, in order of name and rank."""
+
+    items: list[SeriesColumns]
+    skipped: int = 0  # figures that were told and not kept
+    missed: int = 0  # batches of figures that were told and lost before they were kept
+    is_kept: bool = True  # False where the control plane keeps none
+
+
+class NewestFigure(Model, frozen=True, omit_defaults=False):
+    """What a training reported last under one name: by the lowest rank that reports it."""
+
+    training: str
+    uid: str
+    name: str
+    value: Figure
+    step: int | None
+    at: float
+    spark: list[Figure] = []  # the way there, in a few points
+    ranks: dict[str, Figure] = {}  # of each rank, where that was asked for
+
+
+class NewestFigures(Model, frozen=True, omit_defaults=False):
+    items: list[NewestFigure]
+    is_kept: bool = True  # False where the control plane keeps none

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
-from atoll.core.ends import PhaseReason
+from atoll.core.reasons import PhaseReason
 
 
 class Phase(StrEnum):

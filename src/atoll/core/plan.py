@@ -16,34 +16,34 @@ from atoll.core.bench import LIMIT_S as BENCH_LIMIT_S
 from atoll.core.bench import bench_after, bench_over, holds_start, must_measure, why_refused
 from atoll.core.clock import STEP_S, Time
 from atoll.core.conditions import set_condition
-from atoll.core.ends import PhaseReason
+from atoll.core.describe import narrate, status_in_words
 from atoll.core.errors import UDTerminalState
 from atoll.core.gate import may_start
 from atoll.core.mesh import MeshState
-from atoll.core.narrate import narrate, status_in_words
 from atoll.core.phase import Phase, Tally, advance
+from atoll.core.rank_ranges import some_spans
 from atoll.core.ranks import (
     classify,
     final_exits,
+    is_discardable,
     is_lost,
     merge_ranks,
-    must_redo,
     root_cause_of,
     waiting_message,
 )
-from atoll.core.spans import some_spans
+from atoll.core.reasons import PhaseReason
 from atoll.core.spec import WorldSize
 from atoll.core.stall import STALLED, stall_condition, stalled_ranks
 from atoll.core.status import (
     AttemptStatus,
     Condition,
+    DesiredState,
     Event,
     RankStatus,
     Resize,
     Seen,
     Status,
     Training,
-    Wish,
     WorldPoint,
     WorldStatus,
 )
@@ -55,7 +55,7 @@ HISTORY_KEPT = 100
 
 
 class Apply(NamedTuple):
-    wish: Wish
+    desired: DesiredState
 
 
 class Release(NamedTuple):
@@ -94,7 +94,7 @@ def plan(training: Training, seen: Seen, time: Time | float) -> Plan:
     now = _moment(training.status, seen, time if isinstance(time, Time) else Time(time))
     if training.status.phase.is_terminal:
         return _after_the_end(training, seen, now)
-    asked, training = training, _within_reach(training, seen)
+    original, training = training, _within_reach(training, seen)
     status = _observed(training, seen, now)
     status, actions = _decided(training, status, seen, now)
     status = _concluded(training, status, seen, now)
@@ -103,8 +103,8 @@ def plan(training: Training, seen: Seen, time: Time | float) -> Plan:
     if status.phase.is_terminal:
         actions = ()
     events = narrate(training.status, status, now.wall)
-    if status.phase.is_terminal and training is not asked:
-        events = (*events, _refusal(asked, status.phase, now))
+    if status.phase.is_terminal and training is not original:
+        events = (*events, _refusal(original, status.phase, now))
     return Plan(
         status,
         actions,
@@ -135,23 +135,23 @@ def _observed(training: Training, seen: Seen, now: Moment) -> Status:
     """The status with its ranks as observed, merged with what was known of them."""
     old, world = training.status, training.spec.world_size
     merged = with_bounded_ends(
-        merge_ranks([*old.ranks, *old.retired], seen, training.spec, now.there).values()
+        merge_ranks([*old.ranks, *old.removed_ranks], seen, training.spec, now.there).values()
     )
-    redo = dict(old.redo)
-    ranks, retired = [], []
+    discarded_attempts = dict(old.discarded_attempts)
+    ranks, removed_ranks = [], []
     for number in sorted({*merged, *range(world.target)}):
         rank = merged.get(number) or RankStatus(rank=number)
         if number < world.target or rank.is_alive or rank.is_stopping:
             ranks.append(rank)
         else:
-            retired.append(rank)
-            redo[number] = rank.attempt
+            removed_ranks.append(rank)
+            discarded_attempts[number] = rank.attempt
     is_stopping = bool(old.failing) or training.is_cancelling
     for rank in ranks:
-        if rank.exit is not None and must_redo(rank.exit) and not is_stopping:
-            redo[rank.rank] = rank.attempt
+        if rank.exit is not None and is_discardable(rank.exit) and not is_stopping:
+            discarded_attempts[rank.rank] = rank.attempt
     target = world.target
-    started = [r.started_at for r in (*ranks, *retired) if r.started_at is not None]
+    started = [r.started_at for r in (*ranks, *removed_ranks) if r.started_at is not None]
     skew = now.there - now.steady
     bench_from = _counted_from(old, "bench", old.bench.started_at or now.steady)
     bench = bench_after(training, old.bench, seen, now.wall, now.steady - bench_from)
@@ -161,9 +161,12 @@ def _observed(training: Training, seen: Seen, now: Moment) -> Status:
         old = replace(old, counted_from=_counting(old, "bench", now))
     status = replace(
         old,
-        ranks=[classify(r, training.spec, is_redone=_is_redone(r, redo, target)) for r in ranks],
-        retired=[classify(r, training.spec) for r in retired],
-        redo=redo,
+        ranks=[
+            classify(r, training.spec, is_discarded=_is_discarded(r, discarded_attempts, target))
+            for r in ranks
+        ],
+        removed_ranks=[classify(r, training.spec) for r in removed_ranks],
+        discarded_attempts=discarded_attempts,
         started_at=old.started_at if old.started_at is not None else min(started, default=None),
         rendezvous_endpoint=seen.rendezvous_endpoint or old.rendezvous_endpoint,
         mesh=seen.mesh or old.mesh,
@@ -191,13 +194,13 @@ def _decided(
         reason, message = _reason_to_fail(training, status, seen, now)
         status = replace(status, failing=reason, failing_message=message)
     if is_cancelling or status.failing:
-        is_held = seen.wish is not None and _alive(status, seen, now) > 0
+        is_held = seen.desired is not None and _alive(status, seen, now) > 0
         return _asking(status, seen, 0, now) if is_held else (status, ())
     if status.gate_opened_at is None and not _may_start(training, status, seen, now):
         return status, ()
     if status.gate_opened_at is None and not seen.has_gate:
         status = replace(status, gate_opened_at=now.wall)
-    if seen.wish is None and status.has_run:
+    if seen.desired is None and status.has_run:
         return status, ()  # the wish is late or lost; asking again would start ranks twice
     size = world.target if seen.room is None else min(world.target, seen.room)
     return _asking(status, seen, size, now) if size else (status, ())
@@ -205,7 +208,7 @@ def _decided(
 
 def _has_fallen(status: Status, world: WorldSize) -> bool:
     """Whether all ranks ended by themselves and too many failed: there is nothing to cancel."""
-    if status.asked is not None and status.asked.size == 0:
+    if status.desired is not None and status.desired.size == 0:
         return False  # they were told to stop before
     ranks = status.ranks[: world.target]
     ended = [r for r in ranks if r.phase in ("Succeeded", "Failed")]
@@ -216,16 +219,24 @@ def _asking(
     status: Status, seen: Seen, size: int, now: Moment
 ) -> tuple[Status, tuple[Action, ...]]:
     """Records the wish for `size` ranks, and applies it unless the executor already has it."""
-    redo = {rank: attempt for rank, attempt in status.redo.items() if rank < size}
-    wish = status.asked
-    if wish is None or (wish.size, wish.redo) != (size, redo):
-        wish = Wish(version=wish.version + 1 if wish else 1, size=size, redo=redo)
+    discarded_attempts = {
+        rank: attempt for rank, attempt in status.discarded_attempts.items() if rank < size
+    }
+    desired = status.desired
+    if desired is None or (desired.size, desired.discarded_attempts) != (size, discarded_attempts):
+        desired = DesiredState(
+            version=desired.version + 1 if desired else 1,
+            size=size,
+            discarded_attempts=discarded_attempts,
+        )
     status = replace(
-        status, asked=wish, asked_at=now.steady if seen.wish is None else status.asked_at
+        status,
+        desired=desired,
+        desired_at=now.steady if seen.desired is None else status.desired_at,
     )
     is_work_left = any(r.phase == "Pending" for r in status.ranks[:size])
-    is_kept = seen.wish == wish and (seen.is_supervised or not is_work_left)
-    return status, () if is_kept else (Apply(wish),)
+    is_kept = seen.desired == desired and (seen.is_supervised or not is_work_left)
+    return status, () if is_kept else (Apply(desired),)
 
 
 def _concluded(training: Training, status: Status, seen: Seen, now: Moment) -> Status:
@@ -292,7 +303,7 @@ def _after_the_end(training: Training, seen: Seen, now: Moment) -> Plan:
         )
     if not status.is_released:
         is_measuring = seen.bench is not None and seen.bench.state == "running"
-        if seen.wish is not None or seen.ranks or seen.is_supervised or is_measuring:
+        if seen.desired is not None or seen.ranks or seen.is_supervised or is_measuring:
             return Plan(status, (Release(),), requeue_after_s=0.0)
         return Plan(replace(status, is_released=True), requeue_after_s=0.0)
     if training.deletion_requested_at is not None:
@@ -307,9 +318,13 @@ def _after_the_end(training: Training, seen: Seen, now: Moment) -> Plan:
 def _within_reach(training: Training, seen: Seen) -> Training:
     """The training with a target it can reach: a scale-up may arrive after all ranks have ended."""
     world = training.spec.world_size
-    if not seen.is_closed or seen.wish is None or not world.min <= seen.wish.size < world.target:
+    if (
+        not seen.is_closed
+        or seen.desired is None
+        or not world.min <= seen.desired.size < world.target
+    ):
         return training
-    world = replace(world, target=seen.wish.size)
+    world = replace(world, target=seen.desired.size)
     return replace(training, spec=replace(training.spec, world_size=world))
 
 
@@ -323,7 +338,7 @@ def _reason_to_fail(training: Training, status: Status, seen: Seen, now: Moment)
     spec, world = training.spec, training.spec.world_size
     if seen.fault:
         return PhaseReason.EXECUTOR_REFUSED, seen.fault
-    has_no_record = seen.wish is None and not seen.is_supervised
+    has_no_record = seen.desired is None and not seen.is_supervised
     if has_no_record and status.has_run and not _may_be_late(status, now):
         words = f"the {training.executor} executor has lost all record of the ranks"
         return PhaseReason.EXECUTOR_LOST, words
@@ -367,31 +382,31 @@ def _grace_end(training: Training, status: Status) -> float:
     return created_at + training.spec.start_grace_s
 
 
-def _is_redone(rank: RankStatus, redo: dict[int, int], target: int) -> bool:
-    return rank.rank < target and rank.attempt <= redo.get(rank.rank, -1)
+def _is_discarded(rank: RankStatus, discarded_attempts: dict[int, int], target: int) -> bool:
+    return rank.rank < target and rank.attempt <= discarded_attempts.get(rank.rank, -1)
 
 
 def _may_be_late(status: Status, now: Moment) -> bool:
     """Whether an observation without ranks may date from before the executor was asked."""
-    return status.asked_at is not None and now.steady < status.asked_at + STALE_S
+    return status.desired_at is not None and now.steady < status.desired_at + STALE_S
 
 
 def _alive(status: Status, seen: Seen, now: Moment) -> int:
     """The number of ranks that are alive or may still be started under the accepted wish."""
-    ranks = (*status.ranks, *status.retired)
+    ranks = (*status.ranks, *status.removed_ranks)
     alive = sum(r.is_alive for r in ranks)
-    if seen.wish is None:
+    if seen.desired is None:
         return alive + (seen.is_supervised or _may_be_late(status, now))
-    if seen.wish != status.asked:
+    if seen.desired != status.desired:
         return alive + 1  # the effect of the newest wish is not known yet
-    unsettled = seen.wish.size - sum(_is_settled(r, seen.wish) for r in ranks)
+    unsettled = seen.desired.size - sum(_is_settled(r, seen.desired) for r in ranks)
     return alive + unsettled + seen.unsettled
 
 
-def _is_settled(rank: RankStatus, wish: Wish) -> bool:
+def _is_settled(rank: RankStatus, desired: DesiredState) -> bool:
     """Whether an executor that keeps `wish` will leave the rank, or its end, as it is."""
-    is_redone = rank.attempt <= wish.redo.get(rank.rank, -1)
-    return rank.rank < wish.size and rank.phase != "Pending" and not is_redone
+    is_discarded = rank.attempt <= desired.discarded_attempts.get(rank.rank, -1)
+    return rank.rank < desired.size and rank.phase != "Pending" and not is_discarded
 
 
 def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
@@ -414,7 +429,7 @@ def _conditions(old: Status, status: Status, now: float) -> list[Condition]:
     if lost:
         message = f"lost for good: {some_spans(lost)}"
         wanted.append(("RanksLost", True, PhaseReason.RANK_FAILED, message))
-    ranks = (*status.ranks, *status.retired)
+    ranks = (*status.ranks, *status.removed_ranks)
     if silent := [r.rank for r in ranks if r.exit is not None and r.exit.is_backends_word]:
         message = f"the executor reported the exits of {some_spans(silent)}: they left no record"
         wanted.append(("ExitsFromBackend", True, "NoRecord", message))
@@ -459,8 +474,8 @@ def _requeue_after_s(training: Training, status: Status, seen: Seen, now: Moment
     if status.bench.phase == "Running" and status.bench.started_at is not None:
         started_at = _counted_from(status, "bench", status.bench.started_at)
         times.append(started_at + BENCH_LIMIT_S - now.steady)
-    if status.asked_at is not None:
-        times.append(status.asked_at + STALE_S - now.steady)
+    if status.desired_at is not None:
+        times.append(status.desired_at + STALE_S - now.steady)
     lost = [r.missing_since + STALE_S for r in status.ranks if r.missing_since is not None]
     times += [at - now.there for at in lost]
     return min((t for t in times if t > 0), default=None)

@@ -1,6 +1,6 @@
 """What the controller works through: a store of trainings, and executors.
 
-`run.py` builds the real ones. Every implementation passes the contract suite under
+`main.py` builds the real ones. Every implementation passes the contract suite under
 `tests/contract/`.
 """
 
@@ -12,18 +12,18 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from atoll.core.errors import Permanent
 from atoll.core.executors import Home
+from atoll.core.metrics import RankUse
 from atoll.core.model import Model
-from atoll.core.series import RankUse
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
     AttemptStatus,
-    Chore,
+    DesiredState,
     Event,
+    Followup,
     LogLine,
     Seen,
     Status,
     Training,
-    Wish,
 )
 from atoll.core.support import NO_STALL_RESTART, Limit, check_supported
 
@@ -58,7 +58,7 @@ class Executor:
 
     # Ranks
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         """Ranks `0..size-1` are being started or kept; higher ones are being stopped, politely for
         the spec's grace. Size 0 stops them all; what is known of them is kept.
 
@@ -77,7 +77,7 @@ class Executor:
         """
         raise NotImplementedError
 
-    async def perform(self, training: Training, chore: Chore) -> None:
+    async def perform(self, training: Training, followup: Followup) -> None:
         """Performs the chore, unless it is no longer necessary. The status of `training` already
         holds what was seen."""
 

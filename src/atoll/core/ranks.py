@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from atoll.core.ends import PhaseReason, RankEnd
+from atoll.core.describe import exit_in_words
 from atoll.core.exceptions import exception_in
 from atoll.core.lines import printed
-from atoll.core.narrate import exit_in_words
+from atoll.core.reasons import PhaseReason, RankEnd
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Exit, RankExit, RankPhase, RankStatus, Seen, SeenRank, Status
 
@@ -126,17 +126,17 @@ def _missing(before: RankStatus, now: float) -> RankStatus:
     return _ended(before, _unlearned(since, f"not seen for {LOST_AFTER_S:g} s"))
 
 
-def must_redo(exit: Exit) -> bool:
+def is_discardable(exit: Exit) -> bool:
     """Whether an attempt that ended so does not count if the rank is wanted again: atoll stopped
     it, or the executor lost it."""
     return exit.is_stopped or exit.reason == RankEnd.VANISHED
 
 
-def classify(rank: RankStatus, spec: TrainingSpec, *, is_redone: bool = False) -> RankStatus:
-    return replace(rank, phase=_phase(rank, spec, is_redone))
+def classify(rank: RankStatus, spec: TrainingSpec, *, is_discarded: bool = False) -> RankStatus:
+    return replace(rank, phase=_phase(rank, spec, is_discarded))
 
 
-def _phase(rank: RankStatus, spec: TrainingSpec, is_redone: bool) -> RankPhase:
+def _phase(rank: RankStatus, spec: TrainingSpec, is_discarded: bool) -> RankPhase:
     if rank.is_alive:
         return "Running"
     if rank.exit is None:
@@ -144,7 +144,7 @@ def _phase(rank: RankStatus, spec: TrainingSpec, is_redone: bool) -> RankPhase:
     has_budget = rank.restarts < spec.max_restarts
     if rank.exit.reason == RankEnd.VANISHED and not has_budget:
         return "Failed"
-    if is_redone:
+    if is_discarded:
         return "Pending"
     if rank.exit.is_stopped:
         return "Stopped"
@@ -167,7 +167,7 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
     if rank.rank >= world.target and (rank.is_alive or rank.is_stopping):
         return "stopping: scaled down"
     if rank.phase == "Running" and rank.is_stopping:
-        is_wanted = status.asked is not None and rank.rank < status.asked.size
+        is_wanted = status.desired is not None and rank.rank < status.desired.size
         return "stopping: it starts anew once it has ended" if is_wanted else "stopping"
     if rank.phase == "Running":
         return rank.message
@@ -179,7 +179,7 @@ def _message(rank: RankStatus, status: Status, seen: Seen, world: WorldSize) -> 
         return f"start gate: room for {seen.room} of {world.target} ranks; {seen.message}"
     if seen.room is not None and rank.rank >= seen.room:
         return f"no room: {seen.message}"
-    if rank.exit is not None and not must_redo(rank.exit):
+    if rank.exit is not None and not is_discardable(rank.exit):
         return f"restarting: it {exit_in_words(rank.exit)}"
     # What the executor says of this rank; what it says of all is for those it cannot place.
     return rank.message or seen.message or "starting"
@@ -210,7 +210,7 @@ def _order(rank: RankStatus) -> float:
 
 def final_exits(status: Status, root: RankStatus | None) -> list[RankExit]:
     """One record for every rank that ever ran."""
-    ran = (r for r in (*status.ranks, *status.retired) if r.exit is not None)
+    ran = (r for r in (*status.ranks, *status.removed_ranks) if r.exit is not None)
     return [_record(r, root) for r in sorted(ran, key=lambda r: r.rank)]
 
 

@@ -182,7 +182,7 @@ class Source(SpecModel, frozen=True):
 
 
 class Code(SpecModel, frozen=True):
-    """The directory that a training was deployed from, as `rank/archive.py` packs it. Ranks start
+    """The directory that a training was deployed from, as `code/archive.py` packs it. Ranks start
     in its root."""
 
     option_prefix: ClassVar[str] = "code."

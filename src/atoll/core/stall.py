@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
+from atoll.core.rank_ranges import some_spans
 from atoll.core.ranks import in_ms
-from atoll.core.spans import some_spans
 from atoll.core.status import RankStatus, Seen, Training, sooner
 
 STALLED = "Stalled"

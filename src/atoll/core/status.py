@@ -195,7 +195,7 @@ class MeshStatus(Model, frozen=True):
     foreign_writes: int = 0  # to keys of the gate, by somebody else; they were put right
 
 
-class Wish(Model, frozen=True):
+class DesiredState(Model, frozen=True):
     """What an executor keeps: ranks `0..size-1`. Size 0 is: stop them all.
 
     `redo` names attempts that no longer count: such a rank starts anew, its budget whole.
@@ -204,7 +204,7 @@ class Wish(Model, frozen=True):
 
     version: int
     size: int
-    redo: dict[int, int] = {}
+    discarded_attempts: dict[int, int] = {}
 
 
 class StatusHead(Model, frozen=True):
@@ -223,9 +223,11 @@ class StatusHead(Model, frozen=True):
     failing: str = ""  # a decision to fail, kept until every rank is stopped: the reason
     failing_message: str = ""
     # By the steady clock: when the executor, seen with nothing, was last asked for ranks.
-    asked_at: float | None = None
-    asked: Wish | None = None  # the newest wish
-    redo: dict[int, int] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
+    desired_at: float | None = None
+    desired: DesiredState | None = None  # the newest wish
+    discarded_attempts: dict[
+        int, int
+    ] = {}  # rank -> attempt that no longer counts: scaled away, wanted again
     stalled: dict[int, float] = {}  # ranks that do not move, and since when
     warnings: list[str] = []  # what is wrong with how it trains, in sentences
     world_size_history: list[WorldPoint] = []
@@ -243,13 +245,13 @@ class Status(StatusHead, frozen=True):
     """All that is known of a training. Written by the controller alone, once a pass."""
 
     ranks: list[RankStatus] = []
-    retired: list[RankStatus] = []  # ranks scaled away, kept for their exits
+    removed_ranks: list[RankStatus] = []  # ranks scaled away, kept for their exits
     rank_exits: list[RankExit] = []
 
     @property
     def has_run(self) -> bool:
         """Whether any rank was ever seen to start."""
-        return any(r.attempt >= 0 for r in (*self.ranks, *self.retired))
+        return any(r.attempt >= 0 for r in (*self.ranks, *self.removed_ranks))
 
     def ran_for(self, now: float) -> float | None:
         """Seconds from the first rank's start to the last one's end, or to now.
@@ -375,7 +377,7 @@ class SeenRank(Model, frozen=True):
     message: str = ""
 
 
-class Chore(Model, frozen=True):
+class Followup(Model, frozen=True):
     """What a look makes necessary beside the plan. Only the executor that asks knows what it is.
 
     It may be repeated, and is never stored: the next look asks for what is still to be done.
@@ -401,7 +403,7 @@ class Seen(Model, frozen=True):
     """
 
     ranks: list[SeenRank] = []
-    wish: Wish | None = None  # the one accepted; None while there is none
+    desired: DesiredState | None = None  # the one accepted; None while there is none
     is_supervised: bool = False  # something acts on the wish without being asked again
     is_closed: bool = False  # every rank of the wish has ended, and it can take no larger one
     room: int | None = None  # ranks this training may hold now; None is no limit
@@ -413,7 +415,7 @@ class Seen(Model, frozen=True):
     has_gate: bool = False  # the executor holds ranks back by itself
     gate_opened_at: float | None = None  # and let them go then
     unsettled: int = 0  # ranks being stopped of which it is not known yet whether they ran
-    chores: tuple[Chore, ...] = ()  # to be performed once what was seen is stored
+    followups: tuple[Followup, ...] = ()  # to be performed once what was seen is stored
     again_in_s: float | None = None  # look again then, though nothing may change
     at: float | None = None  # the time by the clock that dates the ranks; None: the steady one
     rounds: RoundsSeen | None = None  # added by the controller, where rounds are kept

@@ -58,10 +58,10 @@ def ignorable_fields(spec: TrainingSpec) -> dict[str, object]:
         "bench": "" if spec.bench.mode == "off" else spec.bench.mode,
         "stall_s": spec.stall_s,
     }
-    asked: dict[str, object] = {name: value for name, value in fields.items() if value}
+    requested: dict[str, object] = {name: value for name, value in fields.items() if value}
     if chosen or providers.include is not None:  # none of the providers is a wish, too
-        asked["provider_filter"] = chosen
-    return asked
+        requested["provider_filter"] = chosen
+    return requested
 
 
 def check_supported(spec: TrainingSpec, limits: Sequence[Limit], options: Any) -> None:

@@ -27,6 +27,7 @@ from atoll.core.errors import NotFound, Permanent, Temporary, ValidationError
 from atoll.core.retry import Retry
 from atoll.core.stores import missing_keys
 from atoll.diloco.silence import Silence, begin
+from atoll.objectstore import Traffic
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -63,22 +64,6 @@ class Blob:
     key: str
     size: int
     modified: datetime
-
-
-@dataclass
-class Traffic:
-    """What was asked of the store so far. Every try counts, failed ones too."""
-
-    requests: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-
-    def since(self, earlier: Traffic) -> Traffic:
-        return Traffic(
-            self.requests - earlier.requests,
-            self.bytes_up - earlier.bytes_up,
-            self.bytes_down - earlier.bytes_down,
-        )
 
 
 class Blobs:
@@ -300,8 +285,8 @@ class Blobs:
                     problem: Exception = e
                 except (failures.BaseError, OSError, Temporary) as e:
                     if _NO_BUCKET.search(str(e)):
-                        words = "there is no such bucket: make it first"
-                        raise Permanent(f"{self.name}: {words}") from None
+                        message = "there is no such bucket: make it first"
+                        raise Permanent(f"{self.name}: {message}") from None
                     problem = e
                 self._silence.fail(_first_line(problem))
                 pause_s = retry.pause_s()
@@ -309,8 +294,8 @@ class Blobs:
                     is_answer = False
                     missing = ", ".join(missing_keys(self.name, os.environ))
                     keys = f"; not set: {missing}" if missing else ""
-                    words = f"{self.name}: no answer for {self._patience_s:g} s"
-                    raise Temporary(f"{words}: {_first_line(problem)}{keys}") from None
+                    message = f"{self.name}: no answer for {self._patience_s:g} s"
+                    raise Temporary(f"{message}: {_first_line(problem)}{keys}") from None
                 time.sleep(pause_s)
         finally:
             end(is_answer)
@@ -570,5 +555,5 @@ def _first_line(error: Exception) -> str:
     """The error in one line, with the reason that its debug output has below."""
     first, _, rest = str(error).partition("\n")
     reason = _REASON.search(rest)
-    words = f"{type(error).__name__}: {first}"
-    return f"{words}: {reason[1]}" if reason and reason[1] not in first else words
+    message = f"{type(error).__name__}: {first}"
+    return f"{message}: {reason[1]}" if reason and reason[1] not in first else message

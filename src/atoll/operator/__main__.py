@@ -25,8 +25,8 @@ from atoll.core.extras import to_install
 from atoll.core.model import encode
 
 if TYPE_CHECKING:
+    from atoll.backends.kubernetes.tokens import KubernetesTokens
     from atoll.core.ports import Token
-    from atoll.kubernetes.tokens import KubernetesTokens
 
 namespace_option = click.option(
     "--namespace", help="Namespace whose trainings are served.", show_default="all namespaces"
@@ -103,8 +103,8 @@ def run(options: str, lease_s: float, reports_uri: str | None, **settings: Any) 
     """
     import asyncio
 
-    from atoll.kubernetes.manifests import read_options
-    from atoll.server.lograte import quiet_log
+    from atoll.backends.kubernetes.manifests import read_options
+    from atoll.server.http.log_rate import quiet_log
 
     settings |= {"lease_duration_s": lease_s, "reports_uri": reports_uri}
     settings |= read_options(options or "{}")
@@ -143,7 +143,7 @@ def token(namespace: str, home: str | None, label: str) -> None:
 
 async def new_operator_token(home: str | None, namespace: str, label: str) -> tuple[str, Token]:
     """The token and its record. Raises ValidationError if the namespace does not exist."""
-    from atoll.server.auth import hashed, new_token
+    from atoll.server.http.auth import hashed, new_token
 
     check_name("namespace", namespace)
     secret = new_token()
@@ -155,8 +155,8 @@ async def new_operator_token(home: str | None, namespace: str, label: str) -> tu
 @contextlib.asynccontextmanager
 async def operator_tokens(home: str | None) -> AsyncIterator[KubernetesTokens]:
     """The tokens of the operator in that namespace: its own in a pod, else the current one."""
-    from atoll.kubernetes.client import Cluster
-    from atoll.kubernetes.tokens import KubernetesTokens
+    from atoll.backends.kubernetes.client import Cluster
+    from atoll.backends.kubernetes.tokens import KubernetesTokens
 
     cluster = Cluster.connect()
     try:
@@ -201,7 +201,7 @@ def manifests(is_json: bool, **settings: Any) -> None:
     """
     import yaml  # type: ignore[import-untyped]
 
-    from atoll.kubernetes.manifests import render_manifests
+    from atoll.backends.kubernetes.manifests import render_manifests
 
     items = render_manifests(**settings)
     if is_json:

@@ -15,8 +15,8 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from atoll.core.errors import Temporary
-from atoll.server.problems import on_error
-from atoll.server.streams import Streams
+from atoll.server.http.problems import on_error
+from atoll.server.http.streams import Streams
 
 RETRY_AFTER_S = 2  # until the Service knows the next leader: the period of the readiness probe
 

@@ -21,6 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.lease import Lease
+from atoll.backends.kubernetes.names import REPORT_KEY
+from atoll.backends.kubernetes.store import KubernetesStore
+from atoll.backends.kubernetes.tokens import KubernetesTokens
 from atoll.controller.informer import INFORMER, Informer
 from atoll.controller.loop import Controller
 from atoll.controller.sweep import keep_swept
@@ -35,24 +41,18 @@ from atoll.core.errors import (
     ValidationError,
 )
 from atoll.core.webhooks import Webhook
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.executor import KubernetesBackend
-from atoll.kubernetes.lease import Lease
-from atoll.kubernetes.names import REPORT_KEY
-from atoll.kubernetes.store import KubernetesStore
-from atoll.kubernetes.tokens import KubernetesTokens
+from atoll.metrics.collect import Collector
+from atoll.metrics.store import SeriesKeeper
 from atoll.operator.front import LeaderFront
 from atoll.operator.webhooks import WebhookEvents
 from atoll.rounds.follow import RoundFollower, figures_of, whose_of
-from atoll.series.collect import Collector
-from atoll.series.keep import SeriesKeeper
 from atoll.server.app import create_app
 from atoll.server.background import CONTROLLER, BackgroundTasks, Work
 from atoll.server.deliver import Deliverer, load_webhooks
-from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
-from atoll.server.serving import GuardedServer, listen
-from atoll.server.streams import Streams
+from atoll.server.handlers.executors import Setup
+from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
 
 log = logging.getLogger(__name__)

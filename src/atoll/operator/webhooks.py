@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.resource import read_events
 from atoll.core.errors import AtollError, Gone, Temporary
 from atoll.core.webhooks import Webhook
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.resource import read_events
-from atoll.series.file import SeriesFile
+from atoll.metrics.file import SeriesFile
 from atoll.store.outbox import SCHEMA, Outbox
 
 Json = dict[str, Any]

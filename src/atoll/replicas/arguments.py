@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from atoll.backends.launch import RANK_VARIABLES
 from atoll.core.checks import (
     ARGS_VARIABLE,
     ENTRYPOINT_VARIABLE,
@@ -22,7 +23,6 @@ from atoll.core.checks import (
     is_text,
 )
 from atoll.core.errors import ValidationError
-from atoll.rank.launch import RANK_VARIABLES
 
 MAX_ARGS_BYTES = 120_000  # Linux takes at most 131,072 in one argument or variable
 RANK_ENV = "rank_env"

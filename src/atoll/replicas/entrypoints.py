@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.agent.keywords import OWN_MODULES, missing_keywords, trainer_call
 from atoll.core.checks import is_text
 from atoll.core.errors import ValidationError
-from atoll.rank.keywords import OWN_MODULES, missing_keywords, trainer_call
 from atoll.replicas.arguments import as_argv
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Module(NamedTuple):
 
 
 class FunctionCall(NamedTuple):
-    """A function, with its arguments, pickled for `atoll.rank.replica_entry`."""
+    """A function, with its arguments, pickled for `atoll.agent.replica_entry`."""
 
     payload: bytes
 

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import fields
 
+from atoll.backends.kubernetes.gpus import EKS_GPU_NODES
+from atoll.backends.kubernetes.names import CONTAINER, REPLICA
+from atoll.backends.kubernetes.options import KubernetesOptions, check_installed
 from atoll.core.checks import check_as, check_name
 from atoll.core.errors import ValidationError
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Training, Wish
-from atoll.kubernetes.gpus import EKS_GPU_NODES
-from atoll.kubernetes.names import CONTAINER, REPLICA
-from atoll.kubernetes.options import KubernetesOptions, check_installed
+from atoll.core.status import DesiredState, Training
 from atoll.replicas.entrypoints import Entry, InImage, read_in_image
 from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.surface import Entrypoint, ReplicaRendezvous, ReplicaSurface
 
 if TYPE_CHECKING:
-    from atoll.kubernetes.client import Cluster
+    from atoll.backends.kubernetes.client import Cluster
     from atoll.replicas.jobs import ScriptJobs
 
 Json = dict[str, Any]
@@ -126,7 +126,7 @@ class KubernetesExecutor(ReplicaSurface):
         return ScriptJobs(cluster=cluster, **self._given | {"namespace": self.namespace})
 
     def job_name(self, training: Training) -> str:
-        from atoll.kubernetes.render import gang_name
+        from atoll.backends.kubernetes.render import gang_name
 
         return gang_name(training)
 
@@ -175,17 +175,17 @@ class KubernetesExecutor(ReplicaSurface):
         timeout: float | None = 3600,
     ) -> list[Json]:
         """What such a launch would create, the Job last; the cluster is not asked."""
-        from atoll.kubernetes.code import render_parts
-        from atoll.kubernetes.render import render_job, render_service, render_world
+        from atoll.backends.kubernetes.code import render_parts
+        from atoll.backends.kubernetes.render import render_job, render_service, render_world
         from atoll.replicas.jobs import as_launch
 
         training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
-        wish = Wish(version=1, size=n_replicas)
+        desired = DesiredState(version=1, size=n_replicas)
         objects = [
             *(render_parts(training.spec.code) if training.spec.code else ()),
-            render_world(training, wish, self.options, None),
+            render_world(training, desired, self.options, None),
             render_service(training, self.options, None),
-            as_launch(render_job(training, wish, self.options), training.spec),
+            as_launch(render_job(training, desired, self.options), training.spec),
         ]
         for item in objects:
             item["metadata"]["namespace"] = self.namespace
@@ -203,12 +203,12 @@ class KubernetesExecutor(ReplicaSurface):
             self._official()
 
     def _official(self) -> Any:
-        from atoll.kubernetes.official import access_of
+        from atoll.backends.kubernetes.access import access_of
 
         return access_of(self.batch_api, self.core_api, self.namespace)
 
     def _connect(self) -> Cluster:
-        from atoll.kubernetes.client import Cluster
+        from atoll.backends.kubernetes.client import Cluster
 
         if self.batch_api is None and self.core_api is None:
             return Cluster.connect(*self._way)

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import atoll
+from atoll.backends.local import processes
+from atoll.backends.local.adoption import bury, delete, is_buried, read_record, write_record
+from atoll.backends.local.executor import LocalBackend
+from atoll.backends.local.state import state_dir
 from atoll.core.checks import is_text
 from atoll.core.errors import AtollError, NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import Training, Wish
-from atoll.local import processes
-from atoll.local.adoption import bury, delete, is_buried, read_record, write_record
-from atoll.local.executor import LocalBackend
-from atoll.local.state import state_dir
-from atoll.rank.ownership import check_directory, make_private, private
+from atoll.core.status import DesiredState, Training
+from atoll.files.ownership import check_directory, make_private, private
 from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
 from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.shared import SharedBackend, StopCause
@@ -43,7 +43,7 @@ CLEAR_S = 20.0
 PREFIX = "atoll-replicas-"
 _ENTRY = (
     "import pathlib, sys; sys.path.append(sys.argv.pop(1)); "
-    "from atoll.rank.replica_entry import main; main(pathlib.Path(sys.argv[1]).read_bytes())"
+    "from atoll.agent.replica_entry import main; main(pathlib.Path(sys.argv[1]).read_bytes())"
 )
 _GUARD = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -175,9 +175,9 @@ class ScriptProcesses(SharedBackend, LocalBackend):
         super().__init__(root)
         self.root = root
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         async with self._alone(training):
-            await super().apply(training, wish)
+            await super().apply(training, desired)
 
     async def release(self, training: Training) -> None:
         """The gang is over, and its record says how it ended. Its files stay to be read."""

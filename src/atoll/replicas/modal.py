@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from atoll.backends.modal.options import ModalOptions, check_installed
 from atoll.core.config import options_of
 from atoll.core.errors import ValidationError
-from atoll.modal.options import ModalOptions, check_installed
 from atoll.replicas.recorded import RecordedReplicas
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ModalExecutor(RecordedReplicas):
         self.address = {"store": self.store, "app": self.options.app}
 
     def make_executor(self) -> ScriptSandboxes:
-        from atoll.modal.client import check_credentials
+        from atoll.backends.modal.client import check_credentials
         from atoll.replicas.sandboxes import ScriptSandboxes
 
         check_credentials()

@@ -13,12 +13,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from atoll.backends.modal.options import check_installed
 from atoll.core.checks import check_as, check_int, check_timeout
 from atoll.core.errors import AtollError, ValidationError
 from atoll.core.phase import TERMINAL
 from atoll.core.spec import Deadline, RankCount
 from atoll.core.stores import store_uri
-from atoll.modal.options import check_installed
 from atoll.replicas.arguments import RANK_ENV, URI, WORLD
 from atoll.replicas.handle import ReplicaHandle, read_handle
 from atoll.replicas.surface import Entrypoint, ReplicaState, all_handles
@@ -97,7 +97,7 @@ class ModalSpawnExecutor:
 
     def cancel(self, handle: ReplicaHandle) -> None:
         """Ends the replica. Already ended or unknown is success."""
-        from atoll.modal.functions import cancel
+        from atoll.backends.modal.functions import cancel
 
         cancel(self._call_of(handle))
 
@@ -126,7 +126,7 @@ class ModalSpawnExecutor:
 
     def close(self) -> None:
         """Cancels everything that was launched here."""
-        from atoll.modal.functions import cancel
+        from atoll.backends.modal.functions import cancel
 
         for id, call in list(self._calls.items()):
             cancel(call)
@@ -156,7 +156,7 @@ class ModalSpawnExecutor:
         return args
 
     def _call_of(self, handle: ReplicaHandle) -> Any:
-        from atoll.modal.functions import find_call
+        from atoll.backends.modal.functions import find_call
 
         metadata = read_handle(handle, self.backend_name).metadata
         id = metadata.get("call_id")
@@ -165,7 +165,7 @@ class ModalSpawnExecutor:
         return self._calls.get(id) or find_call(id)
 
     def _report(self, handle: ReplicaHandle) -> dict[str, Any]:
-        from atoll.modal.functions import cancel, look_at
+        from atoll.backends.modal.functions import cancel, look_at
 
         call, metadata = self._call_of(handle), handle.metadata
         seen = look_at(call)

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from atoll.controller.informer import Informer
 from atoll.controller.loop import Controller, Pass
-from atoll.core.ends import PhaseReason
 from atoll.core.errors import AtollError, Conflict, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key
+from atoll.core.reasons import PhaseReason
 from atoll.core.status import Training
 from atoll.replicas.shared import SharedBackend, SharedExecutor
 from atoll.store.memory import MemoryStore
@@ -184,7 +184,7 @@ class ScriptPlane:
                 training = await self.store.get(before.key)
                 if training.status.phase.is_terminal:
                     return
-                status = replace(training.status, asked=before.status.asked)
+                status = replace(training.status, desired=before.status.desired)
                 training = await self.store.update_status(training, status)
                 spec = replace(training.spec, cancel=False)
                 await self.store.update_spec(replace(training, spec=spec))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from atoll.backends.sagemaker.options import STORE, SageMakerOptions, check_installed
 from atoll.core.config import options_of
 from atoll.core.errors import ValidationError
 from atoll.core.spec import TrainingSpec
 from atoll.replicas.recorded import RecordedReplicas
-from atoll.sagemaker.options import STORE, SageMakerOptions, check_installed
 
 if TYPE_CHECKING:
     from atoll.replicas.trainingjobs import ScriptTrainingJobs
@@ -57,7 +57,7 @@ class SageMakerExecutor(RecordedReplicas):
         self.address = {"store": self.store}
 
     def check_launch(self, spec: TrainingSpec) -> None:
-        from atoll.sagemaker.executor import check_spec
+        from atoll.backends.sagemaker.executor import check_spec
 
         check_spec(spec, self.options, self.options.region or "")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.modal.executor import ModalBackend
+from atoll.backends.modal.executor import ModalBackend
 from atoll.replicas.recorded import RecordedLaunches
 
 

@@ -12,10 +12,19 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from atoll.core.ends import RankEnd
 from atoll.core.errors import Conflict
 from atoll.core.ports import Executor, Key, Store
-from atoll.core.status import Chore, Exit, LogLine, Seen, SeenRank, Status, Training, Wish
+from atoll.core.reasons import RankEnd
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    LogLine,
+    Seen,
+    SeenRank,
+    Status,
+    Training,
+)
 
 
 class StopCause(NamedTuple):
@@ -67,18 +76,18 @@ class SharedExecutor(Executor):
         """Whether anything of the gang may be with the backend."""
         return training.uid in self._asked
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         self._asked.add(training.uid)
-        await self._backend.apply(training, wish)
+        await self._backend.apply(training, desired)
 
     async def observe(self, training: Training) -> Seen:
         if training.status.phase.is_terminal:
             return Seen(is_supervised=training.uid not in self._concluded)
         seen = await self._backend.observe(training)
         self._on_observed(training.key)
-        if seen.wish is not None:
+        if seen.desired is not None:
             self._there.add(training.uid)
-            await self._follow_others(training, seen.wish)
+            await self._follow_others(training, seen.desired)
         elif training.uid in self._there and not seen.is_supervised:
             await self._note_gone(training)
             return without_gang(training, seen, time.time())
@@ -91,8 +100,8 @@ class SharedExecutor(Executor):
     async def purge(self, training: Training) -> None:
         await self._backend.purge(training)
 
-    async def perform(self, training: Training, chore: Chore) -> None:
-        await self._backend.perform(training, chore)
+    async def perform(self, training: Training, followup: Followup) -> None:
+        await self._backend.perform(training, followup)
 
     def changes(self) -> AsyncIterator[Key]:
         return self._backend.changes()
@@ -107,13 +116,15 @@ class SharedExecutor(Executor):
     ) -> AsyncIterator[LogLine]:
         return self._backend.logs(training, ranks=ranks, tail=tail, follow=follow)
 
-    async def _follow_others(self, training: Training, wish: Wish) -> None:
+    async def _follow_others(self, training: Training, accepted: DesiredState) -> None:
         """Takes over a wish of another process. Raises Conflict: the pass begins anew with it."""
-        asked = training.status.asked
-        if asked is None or wish == asked or wish.version < asked.version:
+        desired = training.status.desired
+        if desired is None or accepted == desired or accepted.version < desired.version:
             return
-        status = replace(training.status, asked=wish, redo=dict(wish.redo))
-        is_stopped = wish.size == 0 and not training.is_cancelling and not status.failing
+        status = replace(
+            training.status, desired=accepted, discarded_attempts=dict(accepted.discarded_attempts)
+        )
+        is_stopped = accepted.size == 0 and not training.is_cancelling and not status.failing
         cause = await self._backend.stop_cause(training) if is_stopped else StopCause()
         stored = await self._store.update_status(training, with_cause(status, cause))
         if is_stopped and not cause.reason:

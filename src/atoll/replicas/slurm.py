@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from atoll.backends.local.state import state_dir
+from atoll.backends.slurm.executor import SlurmBackend, check_installed
+from atoll.backends.slurm.options import SlurmOptions
 from atoll.core.config import options_of
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec
-from atoll.local.state import state_dir
 from atoll.replicas.entrypoints import Entry, Script
 from atoll.replicas.recorded import RecordedLaunches, RecordedReplicas
 from atoll.replicas.surface import ReplicaRendezvous
-from atoll.slurm.executor import SlurmBackend, check_installed
-from atoll.slurm.options import SlurmOptions
 
 
 class ScriptArrays(RecordedLaunches, SlurmBackend):

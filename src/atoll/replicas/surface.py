@@ -22,6 +22,13 @@ from typing import Any, Literal, Self
 
 from msgspec.structs import replace
 
+from atoll.agent.result import (
+    PICKLE,
+    Reading,
+    decode_value,
+    find_result,
+    nonce_of,
+)
 from atoll.core.checks import (
     ENTRYPOINT_VARIABLE,
     QUORUM_VARIABLE,
@@ -33,12 +40,12 @@ from atoll.core.checks import (
     check_timeout,
     is_text,
 )
-from atoll.core.ends import PhaseReason
+from atoll.core.describe import exit_in_words
 from atoll.core.errors import NotFound, ValidationError
 from atoll.core.lines import printed
-from atoll.core.narrate import exit_in_words
 from atoll.core.phase import TERMINAL, Phase
 from atoll.core.ports import Executor
+from atoll.core.reasons import PhaseReason
 from atoll.core.spec import (
     MAX_GPUS,
     MAX_WORLD,
@@ -53,13 +60,6 @@ from atoll.core.spec import (
 )
 from atoll.core.status import Exit, RankStatus, Status, Training
 from atoll.core.stores import store_uri
-from atoll.rank.result import (
-    PICKLE,
-    Reading,
-    decode_value,
-    find_result,
-    nonce_of,
-)
 from atoll.replicas.arguments import URI, read_arguments
 from atoll.replicas.entrypoints import (
     Entry,
@@ -80,7 +80,7 @@ Entrypoint = str | os.PathLike[str] | Callable[..., Any]
 
 NOTHING_YET = "(nothing to read yet)"
 _SHIPPED = (
-    "import base64\nfrom atoll.rank.replica_entry import main\nmain(base64.b64decode('{}'))\n"
+    "import base64\nfrom atoll.agent.replica_entry import main\nmain(base64.b64decode('{}'))\n"
 )
 
 # "none": each replica is a world of its own, and so is a torchrun in it.
@@ -223,7 +223,7 @@ class ReplicaSurface:
         """The working directory, where it travels. Raises ValidationError if it is too large."""
         if not self.sends_code or isinstance(entry, InImage):
             return None
-        from atoll.rank.archive import pack, why_not
+        from atoll.code.archive import pack, why_not
 
         if why := why_not("."):
             log.warning("no code is sent: %s; code=False says so", why)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from atoll.backends.sagemaker.executor import SageMakerBackend
 from atoll.replicas.recorded import RecordedLaunches
-from atoll.sagemaker.executor import SageMakerBackend
 
 
 class ScriptTrainingJobs(RecordedLaunches, SageMakerBackend):

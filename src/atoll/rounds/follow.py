@@ -17,12 +17,12 @@ from atoll.core.errors import AtollError, NotFound
 from atoll.core.ports import Executor
 from atoll.core.rounds import OpenRound
 from atoll.core.status import Training
+from atoll.metrics.rounds import RoundKeeper, StoreLook
 from atoll.rounds.permit import Whose, refusal, uri_of
-from atoll.series.rounds import RoundKeeper, StoreLook
 
 if TYPE_CHECKING:
     from atoll.diloco.blobs import Blobs
-    from atoll.rounds.rosters import RunReader
+    from atoll.rounds.manifests import RunReader
 
 TICK_S = 0.5
 FILES_EVERY_S = 1.0
@@ -175,7 +175,7 @@ class RoundFollower:
     def _discover(self, followed: FollowedTraining, blobs: Blobs, *, is_alone: bool) -> None:
         """Finds the runs of the training in its store: in one of its own, all that there are."""
         from atoll.diloco.facts import fragment_of
-        from atoll.rounds.rosters import RunReader
+        from atoll.rounds.manifests import RunReader
 
         training = followed.training
         spec = training.spec

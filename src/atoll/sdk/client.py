@@ -105,7 +105,7 @@ class Client:
         """Calls `function(**setting)` for each of the settings, each as a training of its own, at
         most `concurrency` of them at once (as many as there are CPUs). Returns when all are over.
 
-        Rows have `value`, `error` and `training`; `print` shows a table. The same call made again,
+        Rows have `result`, `error` and `training`; `print` shows a table. The same call made again,
         after Ctrl-C say, goes on: what has succeeded or runs is not run again, what failed is.
         With other code of the function or another `name` all are new. With `allow_pickle` results
         travel as pickles, which can run any code here. `options` are those of
@@ -140,7 +140,7 @@ class Client:
         options: DeployOptions,
         allow_pickle: bool,
     ) -> SweepRun:
-        from atoll.rank.result import PICKLE, RESULTS_VARIABLE
+        from atoll.agent.result import PICKLE, RESULTS_VARIABLE
         from atoll.sdk.sweep import SweepRun, jobs_of  # imported here: it loads slowly
 
         if allow_pickle:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from atoll.backends.local.state import home
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.executors import LOCAL
-from atoll.local.state import home
-from atoll.rank.ownership import read_own
+from atoll.files.ownership import read_own
 
 if TYPE_CHECKING:
     from atoll.core.config import Config

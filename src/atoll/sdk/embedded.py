@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import atoll
+from atoll.backends.local.enclosing_rank import EnclosingRank, enclosing_rank
+from atoll.backends.local.spare import FULL, has_room, make_spare, spare_directories
+from atoll.backends.local.state import ENDPOINT, state_dir
 from atoll.core.errors import AtollError, Permanent, Temporary
-from atoll.local.enclosing_rank import EnclosingRank, enclosing_rank
-from atoll.local.spare import FULL, has_room, make_spare, spare_directories
-from atoll.local.state import ENDPOINT, state_dir
-from atoll.rank.ownership import make_private, private
+from atoll.files.ownership import make_private, private
 from atoll.sdk import config
 from atoll.sdk.endpoint import Address, here
 from atoll.sdk.release import OtherRelease, difference

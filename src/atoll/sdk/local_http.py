@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from atoll.local import plane_socket
+from atoll.backends.local import plane_socket
 
 IDLE_S = 5.0  # kept open for the next request; servers keep theirs longer
 PIECE = 1 << 16

@@ -131,7 +131,7 @@ def pack_of(spec: TrainingSpec, options: Mapping[str, Any]) -> Pack | None:
     """
     if options.get("code") is False or spec.executor == LOCAL:
         return None
-    from atoll.rank.archive import why_not  # imported here: local trainings do not need it
+    from atoll.code.archive import why_not  # imported here: local trainings do not need it
 
     root = spec.working_dir or os.getcwd()
     if not os.path.isdir(root):

@@ -64,7 +64,7 @@ def _change(block: bytes) -> Change | None:
 
 
 def packed(effect: Pack) -> Code | None:
-    from atoll.rank.archive import pack
+    from atoll.code.archive import pack
 
     return pack(effect.root, effect.path)
 

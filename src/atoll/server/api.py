@@ -14,18 +14,27 @@ from atoll.core.attempts import AttemptList
 from atoll.core.checks import NAME_PATTERN
 from atoll.core.errors import Temporary
 from atoll.core.executors import ExecutorList
-from atoll.core.metrics import Metrics
+from atoll.core.metrics import NewestFigures, SeriesList
 from atoll.core.model import Model
 from atoll.core.problem import Problem
 from atoll.core.rounds import RoundList, ShownTraining
-from atoll.core.series import NewestFigures, SeriesList
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import LogHit, PlacedLine, Training, TrainingList, Usage
-from atoll.server import figures, logs, reports, rerun, results, rounds, series, trainings
-from atoll.server.auth import caller, token_of
+from atoll.core.stats import Metrics
+from atoll.core.status import LogHit, PlacedLine, Training, TrainingList
 from atoll.server.background import CONTROLLER, TaskFailure
-from atoll.server.bodies import MAX_BODY_BYTES
-from atoll.server.operations import (
+from atoll.server.handlers import (
+    logs,
+    metrics,
+    reports,
+    rerun,
+    results,
+    rounds,
+    trainings,
+)
+from atoll.server.handlers.watch import EVENT_ID_PATTERN
+from atoll.server.http.auth import caller, token_of
+from atoll.server.http.bodies import MAX_BODY_BYTES
+from atoll.server.http.operations import (
     NDJSON,
     SSE,
     Answer,
@@ -35,8 +44,7 @@ from atoll.server.operations import (
     Operation,
     json_answer,
 )
-from atoll.server.problems import MEDIA_TYPE
-from atoll.server.watch import EVENT_ID_PATTERN
+from atoll.server.http.problems import MEDIA_TYPE
 
 ONE = "/v1/trainings/{name}"
 ALL = "/v1/trainings"
@@ -69,14 +77,14 @@ async def readyz(call: ApiCall) -> Answer:
     return json_answer(Health(status="degraded" if failing else "ok", failing=failing))
 
 
-async def metrics(call: ApiCall) -> Answer:
+async def prometheus(call: ApiCall) -> Answer:
     """Totals of all; with a token also the trainings of its namespace."""
     namespace = call.namespace or None
     if namespace is None and token_of(call.request):
         namespace = await caller(call.plane, call.request)
     gauges, now = call.plane.gauges, time.time()
     text, media_type = await asyncio.to_thread(
-        gauges.exposition, namespace, lambda uid: series.last_figures(call.plane, uid), now
+        gauges.exposition, namespace, lambda uid: metrics.newest_by_name(call.plane, uid), now
     )
     return Response(text, media_type=media_type)
 
@@ -210,30 +218,30 @@ NATIVE = (
     ),
     Operation(
         "GET",
-        f"{ONE}/value",
-        results.value,
-        "The result of a rank: what its function returned, or what its program handed in last. "
+        f"{ONE}/result",
+        results.result,
+        "Read the result of a rank: what its function returned, or what its program set last. "
         "404 if there is none.",
-        {200: AnswerDoc("The result.", results.ValueReport), **_NAMED},
-        query=results.ValueQuery,
+        {200: AnswerDoc("The result.", results.RankResult), **_NAMED},
+        query=results.ResultQuery,
     ),
     Operation(
         "GET",
-        f"{ONE}/series",
-        series.series,
-        "What ranks reported over time (`atoll.report`), as columns: one series for each rank and "
-        "name.",
-        {200: AnswerDoc("The series.", SeriesList), **_NAMED},
-        query=series.SeriesQuery,
+        f"{ONE}/metrics",
+        metrics.metrics,
+        "Read the metrics that ranks reported with `atoll.report`, as columns: one series for "
+        "each name and rank.",
+        {200: AnswerDoc("One series for each name and rank.", SeriesList), **_NAMED},
+        query=metrics.MetricsQuery,
     ),
     Operation(
         "GET",
-        "/v1/figures",
-        series.figures,
-        "What trainings reported last under these names, each by its lowest rank; with `ranks` by "
-        "each of its ranks too.",
-        {200: AnswerDoc("The newest figures.", NewestFigures), **_COMMON},
-        query=series.FiguresQuery,
+        "/v1/metrics",
+        metrics.newest_metrics,
+        "Read the newest value of these metrics for every training, as its lowest rank reported "
+        "it; with `ranks`, the newest value of each rank too.",
+        {200: AnswerDoc("The newest values.", NewestFigures), **_COMMON},
+        query=metrics.NewestQuery,
     ),
     Operation(
         "GET",
@@ -246,12 +254,12 @@ NATIVE = (
     ),
     Operation(
         "POST",
-        f"{ONE}/reports",
-        figures.take,
-        "What a rank reports, as lines of JSON, with the token that its environment holds. Other "
-        "tokens are refused, and that one is good for nothing else.",
+        f"{ONE}/metrics",
+        metrics.report_metrics,
+        "Store the metrics of a rank, sent as lines of JSON. Only the token in the environment of "
+        "a rank is accepted here, and it is valid for nothing else.",
         {
-            200: AnswerDoc("Kept.", figures.Taken),
+            200: AnswerDoc("Stored.", metrics.MetricsStored),
             **_BAD,
             **_DENIED,
             **_MISSING,
@@ -278,18 +286,11 @@ NATIVE = (
     ),
     Operation(
         "GET",
-        f"{ONE}/metrics",
-        reports.metrics,
-        "Metrics of a training.",
-        {200: AnswerDoc("Metrics.", Metrics), **_NAMED},
-        query=reports.ReportQuery,
-    ),
-    Operation(
-        "GET",
-        f"{ONE}/usage",
-        reports.usage,
-        "Rank-seconds and GPU-seconds that a training has used.",
-        {200: AnswerDoc("Usage.", Usage), **_NAMED},
+        f"{ONE}/stats",
+        reports.stats,
+        "Read the counters of a training: ranks by phase, restarts, resizes, and the rank-seconds "
+        "and GPU-seconds it has used.",
+        {200: AnswerDoc("The counters.", Metrics), **_NAMED},
         query=reports.ReportQuery,
     ),
     Operation(
@@ -314,7 +315,7 @@ NATIVE = (
     Operation(
         "GET",
         METRICS,
-        metrics,
+        prometheus,
         "Totals of the server, in the Prometheus text format; with a token also gauges of each "
         "training of its namespace that is not over, of the 200 newest.",
         {200: AnswerDoc("Metrics as text.", str, "text/plain")},

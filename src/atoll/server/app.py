@@ -16,16 +16,17 @@ from atoll.controller.informer import INFORMER, Informer
 from atoll.core.clock import Time
 from atoll.core.model import encode
 from atoll.core.ports import Executor, Store, Tokens
-from atoll.series.keep import SeriesKeeper
-from atoll.server import api, problems
-from atoll.server.auth import caller, check_host
+from atoll.metrics.store import SeriesKeeper
+from atoll.server import api
 from atoll.server.background import BackgroundTasks, Work
 from atoll.server.basilica import answers, deployments
-from atoll.server.executors import Setup
 from atoll.server.gauges import Gauges
-from atoll.server.operations import JSON, Operation, Plane, routes
-from atoll.server.routing import Application, Route
-from atoll.server.streams import Streams
+from atoll.server.handlers.executors import Setup
+from atoll.server.http import problems
+from atoll.server.http.auth import caller, check_host
+from atoll.server.http.operations import JSON, Operation, Plane, routes
+from atoll.server.http.routing import Application, Route
+from atoll.server.http.streams import Streams
 from atoll.server.ui import routes as ui
 from atoll.server.ui.rows import Rows
 from atoll.server.ui.sessions import Sessions
@@ -110,7 +111,7 @@ def create_app(
 
 
 def _document(rows: Sequence[Operation]) -> bytes:
-    from atoll.server.openapi import document  # slow to import, and rarely asked for
+    from atoll.server.http.openapi import document  # slow to import, and rarely asked for
 
     return encode(document(rows, api.STREAMED))
 

@@ -32,7 +32,7 @@ from atoll.core.ports import (
     TrainingPage,
 )
 from atoll.core.status import AttemptStatus, Event, Status, Training
-from atoll.rank.ownership import make_private_file
+from atoll.files.ownership import make_private_file
 from atoll.store.feed import Feed
 from atoll.store.outbox import Outbox
 from atoll.store.room import FileReserve, has_room

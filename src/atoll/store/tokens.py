@@ -13,7 +13,7 @@ from pathlib import Path
 
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.ports import Token, token_of, with_id
-from atoll.rank.ownership import make_private, make_private_file
+from atoll.files.ownership import make_private, make_private_file
 from atoll.store.schema import prepare
 
 BUSY_S = 10.0

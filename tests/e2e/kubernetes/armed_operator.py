@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.store import KubernetesStore
 from atoll.controller.loop import Controller
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.executor import KubernetesBackend
-from atoll.kubernetes.store import KubernetesStore
 from atoll.operator.run import DEFAULTS
 from tests.support.serve import Crashing
 
@@ -41,7 +41,7 @@ async def main(namespace: str, options: dict[str, Any], file: Path) -> None:
     executor = KubernetesBackend(
         cluster=cluster, is_owner=True, namespace=namespace, **{**DEFAULTS, **options}
     )
-    executor._chores._keeper = Armed(executor._keeper, file)  # its steps are within a chore
+    executor._followups._keeper = Armed(executor._keeper, file)  # its steps are within a chore
     armed = Armed(executor, file)
     await Controller(Armed(store, file), {"kubernetes": armed}).run()
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.manifests import render_manifests
+from atoll.backends.kubernetes.resource import to_training
 from atoll.core.model import encode
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.manifests import render_manifests
-from atoll.kubernetes.resource import to_training
 from tests.e2e.kubernetes.control_plane import ControlPlane, assets, wait_for
 from tests.e2e.kubernetes.nodes import IMAGE, Node
 
@@ -32,7 +32,7 @@ SKIPPED = "no cluster: set KUBEBUILDER_ASSETS (kube-apiserver, …) or KUBECONFI
 REPOSITORY = Path(__file__).parents[3]
 
 
-RANK_LISTS = ("ranks", "retired", "rankExits")  # stored folded
+RANK_LISTS = ("ranks", "removedRanks", "rankExits")  # stored folded
 
 
 class Site:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.names import CONTAINER, GATE
+from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import AtollError, Conflict, Gone, NotFound, Temporary
-from atoll.kubernetes.client import Cluster
-from atoll.kubernetes.names import CONTAINER, GATE
-from atoll.kubernetes.pod import Pod
 
 Json = dict[str, Any]
 START = "atoll.dev/start"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atoll.kubernetes.pod import Pod
+from atoll.backends.kubernetes.pod import Pod
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.test_kube_operator import FOREVER, restarts, sh

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Training, Wish
-from atoll.kubernetes.executor import KubernetesBackend
+from atoll.core.status import DesiredState, Training
 from tests.e2e.kubernetes.conformance_backend import ArmedOperator
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
@@ -239,7 +239,7 @@ def test_a_look_at_ranks_that_wait_costs_one_request(space: Space, run: Callable
         training = Training(
             namespace=space.name, uid=str(uuid.uuid4()), spec=spec, created_at=time.time()
         )
-        await executor.apply(training, Wish(version=1, size=2))
+        await executor.apply(training, DesiredState(version=1, size=2))
         asked = executor.cluster.requests
         while True:
             messages = [r.message for r in (await executor.observe(training)).ranks]

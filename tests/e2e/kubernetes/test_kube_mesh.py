@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.local.etcd_server import start_etcd, stop_etcd
 from atoll.core.mesh import MeshState
 from atoll.core.spec import BenchSpec, TrainingSpec, WorldSize
-from atoll.core.status import Seen, Training, Wish
-from atoll.kubernetes.executor import KubernetesBackend
-from atoll.local.etcd_server import start_etcd, stop_etcd
+from atoll.core.status import DesiredState, Seen, Training
 from atoll.mesh.etcd import EtcdKeys
 from tests.e2e.kubernetes.conftest import Operator, Site, Space
 from tests.e2e.kubernetes.control_plane import wait_for
@@ -287,12 +287,12 @@ def test_a_look_costs_one_request_by_list_and_none_by_watch(space: Space, run: A
                 seen = await executor.observe(training)
                 if test(seen):
                     return
-                for chore in seen.chores:
-                    await executor.perform(training, chore)
+                for followup in seen.followups:
+                    await executor.perform(training, followup)
                 await asyncio.sleep(0.1)
 
         try:
-            await executor.apply(training, Wish(version=1, size=2))
+            await executor.apply(training, DesiredState(version=1, size=2))
             await until(lambda seen: seen.mesh and seen.mesh.state is MeshState.READY)
             await executor.measure(training)
             await until(lambda seen: seen.bench and "made" not in seen.bench.message)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.options import KubernetesOptions
+from atoll.backends.kubernetes.render import render_job
 from atoll.core.errors import ValidationError
-from atoll.core.status import Wish
-from atoll.kubernetes.options import KubernetesOptions
-from atoll.kubernetes.render import render_job
+from atoll.core.status import DesiredState
 from tests.e2e.kubernetes.conftest import Space
-from tests.unit.kubernetes.kube import training
+from tests.unit.backends.kubernetes.kube import training
 
 Json = dict[str, Any]
 
@@ -109,7 +109,7 @@ HOPELESS: dict[str, list[Any]] = {
 
 
 def _job(options: Json, name: str) -> Json:
-    job = render_job(training(), Wish(version=1, size=3), KubernetesOptions(**options))
+    job = render_job(training(), DesiredState(version=1, size=3), KubernetesOptions(**options))
     return {**job, "metadata": {**job["metadata"], "name": name}}
 
 
@@ -137,8 +137,10 @@ def _forced(options: Json, name: str) -> Json:
     """The Job that would be made if nothing were checked."""
     unchecked = pytest.MonkeyPatch()
     with unchecked.context() as patch:
-        patch.setattr("atoll.kubernetes.podpatch.flaws_of", lambda pod: ())
-        patch.setattr("atoll.kubernetes.options.check_labels", lambda *labels, **more: None)
+        patch.setattr("atoll.backends.kubernetes.podpatch.flaws_of", lambda pod: ())
+        patch.setattr(
+            "atoll.backends.kubernetes.options.check_labels", lambda *labels, **more: None
+        )
         return _job(options, name)
 
 

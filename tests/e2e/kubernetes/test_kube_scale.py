@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.manifests import render_manifests
+from atoll.backends.kubernetes.store import KubernetesStore
 from atoll.controller.loop import Controller
 from atoll.core.errors import ObjectTooLarge, Temporary
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
-from atoll.kubernetes.executor import KubernetesBackend
-from atoll.kubernetes.manifests import render_manifests
-from atoll.kubernetes.store import KubernetesStore
 from tests.e2e.kubernetes.conftest import SKIPPED, Site
 from tests.e2e.kubernetes.control_plane import ControlPlane, assets, wait_for
 from tests.e2e.kubernetes.fake_kubelet import FakeKubelet, KubeletCluster

@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.pod import Pod, when
+from atoll.backends.kubernetes.resource import to_training
 from atoll.core.errors import AtollError
 from atoll.core.status import Exit
-from atoll.kubernetes.pod import Pod, when
-from atoll.kubernetes.resource import to_training
 from tests.e2e.kubernetes.conftest import Operator, Space
 from tests.e2e.kubernetes.control_plane import wait_for
 from tests.e2e.kubernetes.test_kube_operator import left, sh
@@ -88,7 +88,7 @@ class Checker:
     def _note_training(self, raw: Json) -> None:
         training = to_training(raw)
         status = training.status
-        for rank in (*status.ranks, *status.retired):
+        for rank in (*status.ranks, *status.removed_ranks):
             if rank.exit is not None:
                 self._store(training.name, rank.rank, rank.attempt, rank.exit)
         if status.world.ready > max(status.world.target, training.spec.world_size.target):

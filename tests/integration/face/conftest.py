@@ -22,10 +22,10 @@ from atoll.core.ports import Executor
 from atoll.core.status import LogLine, Status, Training, WorldStatus
 from atoll.sdk.embedded import read_token, running, start, start_time
 from atoll.server.app import create_app
-from atoll.server.auth import hashed
-from atoll.server.connections import Limits
-from atoll.server.serving import GuardedServer, listen
-from atoll.server.streams import Streams
+from atoll.server.http.auth import hashed
+from atoll.server.http.connections import Limits
+from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.streams import Streams
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from tests.integration.face.conftest import Served
 
-from atoll.core.phase import Phase
-from atoll.core.status import Status
-from atoll.rank.launch import (
+from atoll.backends.launch import (
     TORCHRUN_VARIABLES,
     WORLD_VARIABLES,
     Meeting,
     RankPlace,
     render_launch,
 )
+from atoll.core.phase import Phase
+from atoll.core.status import Status
 from atoll.server.basilica import deployments
 
 

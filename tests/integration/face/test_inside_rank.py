@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import atoll
-from atoll.local import processes
+from atoll.backends.local import processes
 from atoll.sdk.embedded import running
 
 from .conftest import PATIENCE_S, stop, told, until

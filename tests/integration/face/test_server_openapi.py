@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from atoll.server import api
-from atoll.server.openapi import document
+from atoll.server.http.openapi import document
 
 from .conftest import Served
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from atoll.core.ports import Change
 from atoll.sdk.wire import Parser
-from atoll.server import encoded as encoded_module
+from atoll.server.http import encoded as encoded_module
 
 from .conftest import Served
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.contract.test_tokens import SecretsInMemory
 
+from atoll.backends.kubernetes.client import Cluster
 from atoll.cli.plane import token
 from atoll.core.errors import Denied, NotFound, ValidationError
-from atoll.kubernetes.client import Cluster
+from tests.contract.test_tokens import SecretsInMemory
 
 
 class SmallCluster(SecretsInMemory):

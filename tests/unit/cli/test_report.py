@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from atoll.backends.kubernetes.client import Cluster
 from atoll.cli.look import moment
 from atoll.cli.main import refused
 from atoll.cli.measure import count
@@ -17,13 +18,12 @@ from atoll.cli.report import end_report
 from atoll.cli.show import duration, full, ran_cell, table, training_json
 from atoll.cli.terminal import last_look, paint
 from atoll.core.clock import Time
+from atoll.core.describe import end_in_words
 from atoll.core.errors import Temporary, ValidationError
-from atoll.core.metrics import measured
-from atoll.core.narrate import end_in_words
 from atoll.core.phase import Phase
 from atoll.core.spec import Source, TrainingSpec, WorldSize
+from atoll.core.stats import measured
 from atoll.core.status import RankExit, Status, Training
-from atoll.kubernetes.client import Cluster
 
 SPEC = TrainingSpec(name="t", world_size=WorldSize(min=1, target=1, max=1), command=["true"])
 

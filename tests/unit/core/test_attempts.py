@@ -5,13 +5,13 @@ from atoll.core.plan import plan
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import (
     AttemptStatus,
+    DesiredState,
     Exit,
     RankStatus,
     Seen,
     SeenRank,
     Status,
     Training,
-    Wish,
 )
 
 ONE = WorldSize(min=1, target=1, max=1)
@@ -27,13 +27,13 @@ def failed(at: float, code: int = 1) -> Exit:
 
 
 def test_an_attempt_is_kept_when_its_successor_is_seen() -> None:
-    wish = Wish(version=1, size=1)
+    desired = DesiredState(version=1, size=1)
     first = SeenRank(rank=0, state="exited", attempt=0, started_at=1.0, exit=failed(2.0), host="h")
-    seen = Seen(ranks=[first], wish=wish, is_supervised=True)
+    seen = Seen(ranks=[first], desired=desired, is_supervised=True)
     one = plan(training(Status()), seen, 3.0)
     assert one.attempts == ()
     again = SeenRank(rank=0, state="running", attempt=1, restarts=1, started_at=4.0, host="h")
-    two = plan(training(one.status), Seen(ranks=[again], wish=wish, is_supervised=True), 5.0)
+    two = plan(training(one.status), Seen(ranks=[again], desired=desired, is_supervised=True), 5.0)
     assert two.attempts == (
         AttemptStatus(
             rank=0,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from atoll.core.bench import LIMIT_S
 from atoll.core.plan import Apply, Measure, Plan, Release, plan
 from atoll.core.spec import BenchSpec, TrainingSpec, WorldSize
-from atoll.core.status import BenchResult, BenchSeen, Exit, Seen, SeenRank, Training, Wish
+from atoll.core.status import BenchResult, BenchSeen, DesiredState, Exit, Seen, SeenRank, Training
 
 RESULT = BenchResult(measured_at=5.0, probe_node_a="a", probe_node_b="b", busbw_gbps_p50=9.5)
 IDLE, RUNNING = BenchSeen(state="idle"), BenchSeen(state="running")
@@ -40,16 +40,21 @@ def run(of: Training, *looks: tuple[Seen, float]) -> tuple[Training, Plan]:
     return of, made
 
 
-def running(bench: BenchSeen | None, wish: Wish | None = None) -> Seen:
+def running(bench: BenchSeen | None, desired: DesiredState | None = None) -> Seen:
     rank = SeenRank(rank=0, state="running", started_at=1.0)
-    return Seen(ranks=[rank], wish=wish or Wish(version=1, size=1), is_supervised=True, bench=bench)
+    return Seen(
+        ranks=[rank],
+        desired=desired or DesiredState(version=1, size=1),
+        is_supervised=True,
+        bench=bench,
+    )
 
 
 def ended(bench: BenchSeen | None) -> Seen:
     rank = SeenRank(
         rank=0, state="exited", started_at=1.0, exit=Exit(code=0, at=9.0, reason="Completed")
     )
-    return Seen(ranks=[rank], wish=Wish(version=1, size=1), bench=bench)
+    return Seen(ranks=[rank], desired=DesiredState(version=1, size=1), bench=bench)
 
 
 def kinds(made: Plan) -> list[type]:

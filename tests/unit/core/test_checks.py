@@ -8,17 +8,17 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+from atoll.backends.kubernetes import options as kubernetes
+from atoll.backends.kubernetes.crd import spec_schema
 from atoll.cli.options import SET, Number, WholeNumber
 from atoll.core.checks import Bounds, bounds_of, check_as, field_bounds
 from atoll.core.errors import ValidationError
 from atoll.core.fields import ON_WIRE, option_bounds, renamed
 from atoll.core.model import decode
 from atoll.core.spec import BenchSpec, RankCount, Resources, TrainingSpec, WorldSize
-from atoll.kubernetes import options as kubernetes
-from atoll.kubernetes.crd import spec_schema
 from atoll.server.api import NATIVE, STREAMED
-from atoll.server.openapi import document
-from atoll.server.trainings import ListQuery
+from atoll.server.handlers.trainings import ListQuery
+from atoll.server.http.openapi import document
 
 TEN_YEARS = 315_360_000
 TABLE: dict[str, tuple[float, float]] = {

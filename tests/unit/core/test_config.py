@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.options import ClusterOptions
+from atoll.backends.local.executor import LocalBackend, LocalOptions
+from atoll.backends.modal.executor import ModalBackend
+from atoll.backends.sagemaker.executor import SageMakerBackend
+from atoll.backends.slurm.executor import SlurmBackend
 from atoll.core.config import ExecutorConfig, options_of, parse
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.executors import KINDS, load
-from atoll.kubernetes.executor import KubernetesBackend
-from atoll.kubernetes.options import ClusterOptions
-from atoll.local.executor import LocalBackend, LocalOptions
-from atoll.modal.executor import ModalBackend
-from atoll.sagemaker.executor import SageMakerBackend
-from atoll.slurm.executor import SlurmBackend
 
 LOCAL = ExecutorConfig(kind="local")
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.core import html
+from atoll.core.metrics import NewestFigure
 from atoll.core.phase import Phase
-from atoll.core.series import NewestFigure
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import LogLine, RankExit, RankStatus, Status, Training, WorldStatus
 

@@ -7,12 +7,12 @@ from msgspec.structs import replace
 from atoll.core.mesh import MeshState
 from atoll.core.plan import plan
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import MeshStatus, Seen, SeenRank, Status, Training, Wish
+from atoll.core.status import DesiredState, MeshStatus, Seen, SeenRank, Status, Training
 
 
 def look(mesh: MeshStatus | None) -> Seen:
     ranks = [SeenRank(rank=0, state="running", started_at=1.0)]
-    return Seen(ranks=ranks, wish=Wish(version=1, size=1), is_supervised=True, mesh=mesh)
+    return Seen(ranks=ranks, desired=DesiredState(version=1, size=1), is_supervised=True, mesh=mesh)
 
 
 def conditions(status: Status) -> dict[str, tuple[str, str, str, float]]:

@@ -11,7 +11,7 @@ from atoll.core.clock import Time
 from atoll.core.phase import Phase
 from atoll.core.plan import Apply, Forget, Plan, Release, plan
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Exit, Seen, SeenRank, Training, Wish
+from atoll.core.status import DesiredState, Exit, Seen, SeenRank, Training
 from atoll.core.usage import usage
 
 replace = msgspec.structs.replace
@@ -38,7 +38,7 @@ class Story:
         self.told += [event.reason for event in made.events]
         for action in made.actions:
             if isinstance(action, Apply):
-                self.seen = replace(self.seen, wish=action.wish, is_supervised=True)
+                self.seen = replace(self.seen, desired=action.desired, is_supervised=True)
         self.last = made
         return made
 
@@ -86,8 +86,8 @@ class Story:
         return self.training.status
 
     @property
-    def wished(self) -> int | None:
-        return self.seen.wish.size if self.seen.wish else None
+    def desired_size(self) -> int | None:
+        return self.seen.desired.size if self.seen.desired else None
 
 
 def running(story: Story, count: int = 4) -> Story:
@@ -99,7 +99,7 @@ def running(story: Story, count: int = 4) -> Story:
 def test_ranks_are_asked_for_at_once_where_there_is_no_limit() -> None:
     story = Story()
     made = story.look()
-    assert [a.wish.size for a in made.actions if isinstance(a, Apply)] == [4]
+    assert [a.desired.size for a in made.actions if isinstance(a, Apply)] == [4]
     assert story.status.phase is Phase.PENDING
 
 
@@ -133,14 +133,14 @@ def test_the_gate_opens_for_the_minimum_after_the_grace() -> None:
     made = story.look(room=3)
     assert made.requeue_after_s == pytest.approx(29.0)
     story.look(after_s=29.0)
-    assert story.wished == 3
+    assert story.desired_size == 3
     assert story.status.ranks[3].message.startswith("no room")
 
 
 def test_the_gate_stays_shut_below_the_minimum_however_long_it_takes() -> None:
     story = Story(start_grace_s=30)
     story.look(after_s=1000.0, room=1)
-    assert story.wished is None
+    assert story.desired_size is None
 
 
 def admitted(story: Story) -> str:
@@ -159,7 +159,7 @@ def test_where_ranks_are_let_go_at_once_they_are_admitted_by_the_plan() -> None:
 def test_an_executor_with_a_gate_is_asked_for_ranks_before_it_opens() -> None:
     story = Story()
     story.look(has_gate=True)
-    assert story.wished == 4
+    assert story.desired_size == 4
     assert (admitted(story), story.status.gate_opened_at) == ("False", None)
     assert story.status.reason == "WaitingForRoom"
 
@@ -193,7 +193,7 @@ def test_a_later_rank_joins_when_there_is_room() -> None:
     story.look(room=2)
     story.ranks(r0="running", r1="running")
     story.look(room=4)
-    assert story.wished == 4
+    assert story.desired_size == 4
     assert story.status.phase is Phase.READY
 
 
@@ -236,7 +236,7 @@ def test_a_rank_lost_above_the_minimum_is_a_condition() -> None:
 def test_below_the_minimum_for_good_the_rest_are_stopped_then_it_fails() -> None:
     story = running(Story(low=4))
     story.ranks(r1="exit 3")
-    assert story.wished == 0
+    assert story.desired_size == 0
     assert story.status.phase is Phase.PENDING
     assert story.status.rank_exits == []
     story.ranks(r0="stopped", r2="stopped", r3="exit 1")
@@ -282,7 +282,7 @@ def test_scaling_down_stops_the_highest_ranks_and_keeps_their_exits() -> None:
     story = running(Story())
     story.scale(2)
     story.look()
-    assert story.wished == 2
+    assert story.desired_size == 2
     assert story.status.observed_generation == 2
     assert story.status.world.target == story.status.world.ready == 2
     assert story.status.ranks[3].message == "stopping: scaled down"
@@ -300,8 +300,8 @@ def test_a_rank_scaled_away_and_wanted_again_starts_anew() -> None:
     story.look()
     story.scale(4)
     story.look()
-    assert story.seen.wish is not None
-    assert story.seen.wish.redo == {3: 0}
+    assert story.seen.desired is not None
+    assert story.seen.desired.discarded_attempts == {3: 0}
     assert story.status.ranks[3].phase == "Pending"
     story.ranks(r3="again")
     assert story.status.world.ready == 4
@@ -319,16 +319,16 @@ def test_a_finished_world_is_not_over_while_a_scaled_away_rank_lives() -> None:
 
 def test_a_look_that_does_not_show_the_newest_wish_says_nothing_of_what_became_of_it() -> None:
     story = running(Story(low=1, target=2), count=2)
-    first = story.seen.wish
+    first = story.seen.desired
     story.scale(3)
     story.look()
     story.scale(2)
     story.look()
     # Taken before the third rank was asked for; it may have been started since.
-    story.seen = replace(story.seen, wish=first)
+    story.seen = replace(story.seen, desired=first)
     made = story.ranks(r0="exit 0", r1="exit 0")
     assert made.status.phase is Phase.READY
-    assert [a.wish for a in made.actions if isinstance(a, Apply)] == [story.status.asked]
+    assert [a.desired for a in made.actions if isinstance(a, Apply)] == [story.status.desired]
     # The third wish is being kept, and nobody is left of the second one.
     assert story.look().status.phase is Phase.SUCCEEDED
 
@@ -337,7 +337,7 @@ def test_cancel_stops_then_ends_and_keeps_the_record() -> None:
     story = running(Story())
     story.spec(cancel=True)
     story.look()
-    assert story.wished == 0
+    assert story.desired_size == 0
     assert story.status.phase is Phase.PENDING
     story.ranks(r0="stopped", r1="stopped", r2="stopped", r3="exit 0")
     assert story.status.phase is Phase.CANCELLED
@@ -362,7 +362,7 @@ def test_a_late_look_does_not_end_a_training_that_is_starting() -> None:
     assert story.status.phase is Phase.PENDING
     story.seen = accepted
     story.look(after_s=0.1)
-    assert story.wished == 0
+    assert story.desired_size == 0
     assert story.status.phase is Phase.PENDING
     story.look(after_s=0.1)
     assert story.status.phase is Phase.CANCELLED
@@ -373,7 +373,7 @@ def test_a_deadline_fails_it_with_nobody_to_blame() -> None:
     made = story.look()
     assert made.requeue_after_s is not None
     story.look(after_s=10)
-    assert story.wished == 0
+    assert story.desired_size == 0
     story.ranks(r0="stopped", r1="stopped", r2="stopped", r3="stopped")
     assert story.status.phase is Phase.FAILED
     assert story.status.reason == "DeadlineExceeded"
@@ -464,8 +464,8 @@ def test_a_finished_world_keeps_its_count() -> None:
 
 def closed(story: Story, size: int) -> Story:
     """As after a wish for more that came when every rank of the last one had ended."""
-    wish = Wish(version=1, size=size)
-    story.seen = replace(story.seen, wish=wish, is_closed=True, is_supervised=False)
+    desired = DesiredState(version=1, size=size)
+    story.seen = replace(story.seen, desired=desired, is_closed=True, is_supervised=False)
     return story
 
 
@@ -485,7 +485,7 @@ def test_a_scale_up_that_the_executor_could_not_take_any_more_is_given_up() -> N
     story.scale(4)
     assert [type(a) for a in story.look().actions] == [Apply]
     closed(story, 2).ranks(r0="exit 0", r1="exit 0")
-    assert story.wished == 2
+    assert story.desired_size == 2
     story.look(is_supervised=False)
     assert story.status.phase is Phase.SUCCEEDED
     assert story.told.count("UDTerminalState") == 1
@@ -625,7 +625,7 @@ def test_a_start_grace_is_measured_and_not_dated() -> None:
     timed(story, 7200.0, 1.0)
     assert timed(story, 9000.0, 2.0).actions == ()
     made = timed(story, 10.0, 31.0)
-    assert [a.wish.size for a in made.actions if isinstance(a, Apply)] == [3]
+    assert [a.desired.size for a in made.actions if isinstance(a, Apply)] == [3]
 
 
 def test_no_step_of_a_clock_makes_a_rank_missing_or_an_executor_lost() -> None:

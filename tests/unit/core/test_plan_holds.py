@@ -21,28 +21,28 @@ def test_ranks_that_have_run_are_not_asked_for_again_where_the_wish_is_not_seen(
     story = Story()
     story.look()
     story.ranks(**{f"r{rank}": "running" for rank in range(4)})
-    asked = story.status.asked
-    made = story.look(after_s=0.5, ranks=[], wish=None, is_supervised=is_supervised)
+    desired = story.status.desired
+    made = story.look(after_s=0.5, ranks=[], desired=None, is_supervised=is_supervised)
     assert made.actions == ()
-    assert (made.status.asked, made.status.failing) == (asked, "")
+    assert (made.status.desired, made.status.failing) == (desired, "")
 
 
 def test_ranks_that_have_never_run_are_asked_for_again_where_the_wish_is_not_seen() -> None:
     story = Story()
     story.look()
-    made = story.look(wish=None, is_supervised=False)
-    assert [action.wish.size for action in made.actions if isinstance(action, Apply)] == [4]
+    made = story.look(desired=None, is_supervised=False)
+    assert [action.desired.size for action in made.actions if isinstance(action, Apply)] == [4]
 
 
-def redone(story: Story) -> dict[int, int]:
-    assert story.seen.wish is not None
-    return story.seen.wish.redo
+def discarded(story: Story) -> dict[int, int]:
+    assert story.seen.desired is not None
+    return story.seen.desired.discarded_attempts
 
 
 def test_a_rank_that_atoll_stopped_and_still_wants_starts_anew() -> None:
     story = running(Story())
     story.ranks(r1="stopped")
-    assert redone(story) == {1: 0}
+    assert discarded(story) == {1: 0}
     assert story.status.ranks[1].phase == "Pending"
 
 
@@ -56,8 +56,8 @@ def test_a_rank_that_was_stopped_for_good_does_not_start_anew(why: str) -> None:
         story.ranks(r0="exit 1")
         assert story.status.failing == "RankFailed"
     story.ranks(r1="stopped")
-    assert redone(story) == {}
-    assert story.status.redo == {}
+    assert discarded(story) == {}
+    assert story.status.discarded_attempts == {}
 
 
 def test_an_end_that_nobody_asked_to_change_refuses_nothing() -> None:
@@ -88,7 +88,7 @@ def test_a_start_grace_is_counted_from_the_first_look_by_the_steady_clock() -> N
     assert timed(story, 7201.0, 30.0).actions == ()
     (action,) = timed(story, 7202.0, 31.0).actions
     assert isinstance(action, Apply)
-    assert action.wish.size == 3
+    assert action.desired.size == 3
 
 
 @pytest.mark.parametrize("step", [-5000.0, 0.0, 5000.0])
@@ -172,7 +172,7 @@ def test_how_many_ranks_are_ready_is_told_beside_the_minimum() -> None:
 
 def test_ranks_are_not_given_up_while_somebody_supervises_them() -> None:
     story = running(Story())
-    story.look(after_s=100.0, wish=None, is_supervised=True)
+    story.look(after_s=100.0, desired=None, is_supervised=True)
     assert story.status.failing == ""
     story.look(after_s=100.0, is_supervised=False)
     assert story.status.failing == "ExecutorLost"
@@ -182,7 +182,7 @@ def test_a_cancel_asks_nothing_of_an_executor_whose_wish_is_not_seen() -> None:
     story = Story()
     story.look()
     story.spec(cancel=True)
-    made = story.look(after_s=0.5, wish=None, is_supervised=False)
+    made = story.look(after_s=0.5, desired=None, is_supervised=False)
     assert made.actions == ()
     assert story.status.phase is Phase.PENDING
 
@@ -204,7 +204,7 @@ def test_a_change_after_the_end_is_refused_aloud_and_a_deletion_is_not() -> None
 
 def test_what_is_supervised_after_the_end_is_released() -> None:
     story = ended("succeeded")
-    assert story.look(wish=None, ranks=[], is_supervised=True).actions == (Release(),)
+    assert story.look(desired=None, ranks=[], is_supervised=True).actions == (Release(),)
     assert story.look(is_supervised=False).actions == ()
     assert story.status.is_released
 
@@ -213,7 +213,7 @@ def test_a_record_goes_when_its_time_is_over() -> None:
     story = running(Story(target=2, ttl_seconds=600), 2)
     story.ranks(r0="exit 0", r1="exit 0")
     for _ in range(2):
-        story.look(after_s=1.0, wish=None, ranks=[], is_supervised=False)
+        story.look(after_s=1.0, desired=None, ranks=[], is_supervised=False)
     assert story.look(after_s=500.0).actions == ()
     assert story.look(after_s=100.0).actions == (Forget(),)
 
@@ -232,11 +232,11 @@ def test_the_newest_rendezvous_endpoint_counts_and_none_takes_nothing_back() -> 
 def test_every_new_wish_has_the_next_version() -> None:
     """An executor ignores what is older than what it has."""
     story = running(Story())
-    versions = [story.status.asked.version]
+    versions = [story.status.desired.version]
     for target in (6, 3, 6):
         story.scale(target)
         story.look()
-        versions.append(story.status.asked.version)
+        versions.append(story.status.desired.version)
     assert versions == [1, 2, 3, 4]
 
 
@@ -252,14 +252,14 @@ def test_a_single_rank_is_stopped_by_a_cancel() -> None:
     story = running(Story(low=1, target=1), 1)
     story.spec(cancel=True)
     story.look()
-    assert story.wished == 0
+    assert story.desired_size == 0
 
 
 def test_a_cancel_is_not_over_while_somebody_may_still_start_ranks() -> None:
     story = Story()
     story.look()
     story.spec(cancel=True)
-    story.look(after_s=100.0, wish=None, is_supervised=True)
+    story.look(after_s=100.0, desired=None, is_supervised=True)
     assert story.status.phase is Phase.PENDING
     story.look(is_supervised=False)
     assert story.status.phase is Phase.CANCELLED

@@ -9,7 +9,7 @@ from atoll.core.errors import ValidationError
 from atoll.core.plan import Plan, plan
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.stall import look_again_s, with_quiet
-from atoll.core.status import Condition, Seen, SeenRank, Status, Training, Wish
+from atoll.core.status import Condition, DesiredState, Seen, SeenRank, Status, Training
 
 SPEC = TrainingSpec(
     name="t", command=["true"], world_size=WorldSize(min=1, target=3, max=3), stall_s=10.0
@@ -22,7 +22,7 @@ def after(status: Status, now: float, *quiet_s: float | None, spec: TrainingSpec
         for rank, quiet in enumerate(quiet_s)
     ]
     training = Training(namespace="n", uid="u", spec=spec, status=status)
-    seen = Seen(ranks=ranks, wish=Wish(version=1, size=3), is_supervised=True)
+    seen = Seen(ranks=ranks, desired=DesiredState(version=1, size=3), is_supervised=True)
     return plan(training, seen, now)
 
 

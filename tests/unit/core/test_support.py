@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from atoll.backends.kubernetes.options import KubernetesOptions
+from atoll.backends.kubernetes.render import render_job as kubernetes_job
+from atoll.backends.modal.options import ModalOptions
+from atoll.backends.modal.render import render_sandbox
+from atoll.backends.sagemaker.options import SageMakerOptions
+from atoll.backends.sagemaker.render import render_job as sagemaker_job
+from atoll.backends.slurm.options import SlurmOptions
+from atoll.backends.slurm.render import render_script
 from atoll.core.errors import ValidationError
 from atoll.core.spec import BenchSpec, ProviderFilter, Resources, TrainingSpec, WorldSize
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 from atoll.core.support import describe_unsupported, ignorable_fields, ignore, unsupported_fields
-from atoll.kubernetes.options import KubernetesOptions
-from atoll.kubernetes.render import render_job as kubernetes_job
-from atoll.modal.options import ModalOptions
-from atoll.modal.render import render_sandbox
-from atoll.sagemaker.options import SageMakerOptions
-from atoll.sagemaker.render import render_job as sagemaker_job
-from atoll.slurm.options import SlurmOptions
-from atoll.slurm.render import render_script
 
 PLAIN = TrainingSpec(name="t", world_size=WorldSize(min=1, target=1, max=1), command=["true"])
 A100 = Resources(gpu_count=1, gpu_models=["A100"])
@@ -39,7 +39,7 @@ def slurm(spec: TrainingSpec, options: Any) -> object:
 
 def kubernetes(spec: TrainingSpec, options: Any) -> object:
     # What runs beside the ranks is not in their Job.
-    return kubernetes_job(of(spec), Wish(version=1, size=1), options), spec.bench
+    return kubernetes_job(of(spec), DesiredState(version=1, size=1), options), spec.bench
 
 
 Render = Callable[[TrainingSpec, Any], object]

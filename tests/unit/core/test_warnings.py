@@ -10,6 +10,7 @@ from atoll.core.plan import plan
 from atoll.core.rounds import KeptRound, RankRounds, RoundFacts, summary_of, with_rounds
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import (
+    DesiredState,
     Exit,
     RankPhase,
     RankStatus,
@@ -17,7 +18,6 @@ from atoll.core.status import (
     Seen,
     SeenRank,
     Training,
-    Wish,
 )
 from atoll.core.warnings import MAX_WARNINGS, find_warnings, merge_warnings
 
@@ -40,7 +40,9 @@ def running(*started: float | None) -> list[RankStatus]:
 
 def seen_ranks(rounds: RoundsSeen | None) -> Seen:
     ranks = [SeenRank(rank=rank, state="running", started_at=1.0) for rank in range(3)]
-    return Seen(ranks=ranks, wish=Wish(version=1, size=3), is_supervised=True, rounds=rounds)
+    return Seen(
+        ranks=ranks, desired=DesiredState(version=1, size=3), is_supervised=True, rounds=rounds
+    )
 
 
 def events(made: Any) -> list[tuple[str, str]]:

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 from copy import deepcopy
 from typing import Any
 
+from atoll.backends.kubernetes.client import ObjectList, WatchEvent
 from atoll.core.errors import Conflict, NotFound
-from atoll.kubernetes.client import ObjectList, WatchEvent
 
 Json = dict[str, Any]
 

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from atoll.operator.front import LeaderFront
 from atoll.operator.run import serve_api
-from atoll.server.serving import listen
-from atoll.server.streams import Streams
+from atoll.server.http.serving import listen
+from atoll.server.http.streams import Streams
 
 
 @contextlib.asynccontextmanager

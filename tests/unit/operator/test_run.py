@@ -17,7 +17,7 @@ from atoll.operator import run
 from atoll.operator.run import Operator
 from atoll.server import background
 from tests.e2e.kubernetes.control_plane import free_port
-from tests.unit.kubernetes.kube import pod, running
+from tests.unit.backends.kubernetes.kube import pod, running
 from tests.unit.operator.cluster import Objects
 
 NEAR = pod(0, running())

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.resource import with_events
 from atoll.core.errors import Temporary
 from atoll.core.status import Event
 from atoll.core.webhooks import Webhook
-from atoll.kubernetes.resource import with_events
 from atoll.operator.webhooks import LOOK_BACK_S, WebhookEvents
 from tests.unit.operator.cluster import Objects
 

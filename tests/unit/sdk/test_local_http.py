@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.local import plane_socket
+from atoll.backends.local import plane_socket
 from atoll.sdk.local_http import Broken, LocalClient, Unreachable
 
 TIMEOUT = (5.0, 5.0, 5.0, None)

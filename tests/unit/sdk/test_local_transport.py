@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from atoll.backends.local import plane_socket
 from atoll.core.errors import Permanent
-from atoll.local import plane_socket
 from atoll.sdk.local_http import Unreachable
 from atoll.sdk.local_transport import LocalTransport
 from tests.support.foreign_listener import listening_in, needs_root

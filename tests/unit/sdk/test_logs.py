@@ -13,13 +13,13 @@ import pytest
 
 from atoll.core.model import encode
 from atoll.core.status import LogLine
-from atoll.rank.logs import read_lines
-from atoll.rank.ranklog import LogWriter
+from atoll.logs.files import read_lines
+from atoll.logs.segments import LogWriter
 from atoll.sdk import logs
 from atoll.sdk.flows import Who
 from atoll.sdk.logs import Position
 from atoll.sdk.wire import Wire
-from atoll.server.logs import read_places
+from atoll.server.handlers.logs import read_places
 
 # What each rank writes, in this order, each a second after the one before. Rank 2 has no times.
 WRITES = [

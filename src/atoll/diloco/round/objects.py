@@ -32,7 +32,7 @@ from atoll.diloco.data.ranges import Ranges
 
 T = TypeVar("T")
 
-FORMAT: Final = 2  # of all objects of a run; 1 had rosters with attempts
+FORMAT: Final = 2  # of all objects of a run; 1 had manifests with attempts
 MAX_ROUND = 99_999_999  # eight digits: at a round a second, three years
 MAX_RANK = 99_999
 MAX_PROCESSES = 99_999

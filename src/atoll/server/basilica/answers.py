@@ -16,8 +16,8 @@ from atoll.core.fields import renamed
 from atoll.core.model import encode
 from atoll.server.basilica.request import FIELDS
 from atoll.server.basilica.wire import Json, moment
-from atoll.server.operations import JSON, Answer
-from atoll.server.problems import status_of
+from atoll.server.http.operations import JSON, Answer
+from atoll.server.http.problems import status_of
 
 CLOSE = {"Connection": "close"}
 # Parts of the Basilica platform that atoll does not have, by the path they live under.

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 import atoll
+from atoll.backends.local.rendezvous_file import find_etcd
 from atoll.core.errors import (
     BackendError,
     Conflict,
@@ -32,15 +33,15 @@ from atoll.core.errors import (
 )
 from atoll.core.ports import Change, Key, Store
 from atoll.core.status import LogLine, Training
-from atoll.local.rendezvous_file import find_etcd
-from atoll.server import trainings
-from atoll.server.admission import admitted, default_executor, executor_of
-from atoll.server.auth import caller
 from atoll.server.basilica.answers import CLOSE, UNSUPPORTED, Unsupported, answer, on_error
 from atoll.server.basilica.request import Create, Probe, spec_of
 from atoll.server.basilica.wire import deployment, event_item, is_settled, list_item, moment
-from atoll.server.bodies import MAX_BODY_BYTES, decoded
-from atoll.server.operations import (
+from atoll.server.handlers import trainings
+from atoll.server.handlers.admission import admitted, default_executor, executor_of
+from atoll.server.handlers.results import printed_logs
+from atoll.server.http.auth import caller
+from atoll.server.http.bodies import MAX_BODY_BYTES, decoded
+from atoll.server.http.operations import (
     Answer,
     AnswerDoc,
     ApiCall,
@@ -50,8 +51,7 @@ from atoll.server.operations import (
     StreamAnswer,
     routes,
 )
-from atoll.server.results import printed_logs
-from atoll.server.routing import REST, Route
+from atoll.server.http.routing import REST, Route
 
 ONE = "/deployments/{name}"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -108,13 +108,13 @@ async def _created(call: ApiCall, body: bytes) -> Answer:
             "atoll does not support inference deployments: it runs distributed trainings "
             "(basilica.distributed), which have 'distributed' in the request"
         )
-    wish = await decoded(body, Create)
-    if not wish.distributed.enabled:
+    order = await decoded(body, Create)
+    if not order.distributed.enabled:
         raise ValidationError("distributed.enabled", False, "expected true")
     executor = default_executor(call.plane)
     spec = spec_of(
-        wish,
-        backend=rendezvous_of(wish.distributed.rendezvous.backend, executor),
+        order,
+        backend=rendezvous_of(order.distributed.rendezvous.backend, executor),
         path_first=str(Path(sys.executable).parent) if executor == "local" else None,
     )
     spec = admitted(spec, call.plane, call.namespace)

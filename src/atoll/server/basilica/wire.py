@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from atoll.core.narrate import phase_in_words
+from atoll.core.describe import phase_in_words
 from atoll.core.phase import Phase
 from atoll.core.status import BenchStatus, Event, RankStatus, Status, Training, WorldStatus
 

@@ -1,0 +1,587 @@
+"""Runs one attempt of one rank, and keeps its records where everybody can read them.
+
+`python3 -S -I atoll.pyz PLACE RANK ATTEMPT [--host NAME]`
+
+PLACE is a folder that all hosts see, or the URI of an object store. An attempt is claimed once: a
+second process that is started for it ends at once. The first one waits for the start gate, runs
+the command, beats while it runs, stops it when the wish says so, and writes how it ended. With
+`agent/process.py` this is one file for Python 3.7 and its standard library (`agent/bundle.py`);
+only an object store needs atoll with its `store` extra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from math import inf
+
+if __package__:
+    from atoll.agent import process
+else:  # beside it in one archive
+    process = __import__("process")
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from atoll.agent.record_store import RecordPlace
+
+
+DESIRED, LAUNCH, GATE, MEETING, CODE = "desired", "launch", "gate", "meeting", "code"
+CLAIM, START, EXIT, BEAT = "claim", "start", "exit", "beat"
+RECORD_BYTES = 16_384
+FROZEN_AFTER_S = 3.0
+WRITE_PATIENCE_S = 600.0
+DUE_MARGIN_S = 10.0  # after the deadline, which a controller keeps to the moment
+EVICTION_MARGIN_S = 1.0  # before the backend's own kill, in which the record is written
+SILENT_BEATS = 3
+HANDED_OVER = "the time of its place is over: the next attempt takes over"
+
+
+def name_of(rank: int, attempt: int, kind: str) -> str:
+    return f"{rank}.{attempt}.{kind}"
+
+
+class Folder:
+    """A place for records that is a folder."""
+
+    poll_s = 0.25
+    beat_s = 1.0
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def create(self, name: str, data: bytes) -> bool:
+        """By a link to a whole file: whoever sees the name sees all of it."""
+        draft = self._write(name, data)
+        try:
+            os.link(draft, self._of(name))
+        except FileExistsError:
+            pass  # or this very link, if the answer of a file server was lost
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                raise
+            return self._create_by_name(name, data)
+        finally:
+            os.unlink(draft)
+        self._sync()
+        return self.get(name) == data
+
+    def put(self, name: str, data: bytes) -> None:
+        os.replace(self._write(name, data), self._of(name))
+        self._sync()
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            with open(self._of(name), "rb") as file:
+                return file.read()
+        except FileNotFoundError:
+            return None
+
+    def beat(self, name: str) -> None:
+        try:
+            os.utime(self._of(name))
+        except FileNotFoundError:
+            with open(self._of(name), "wb"):
+                pass
+
+    def entries(self) -> dict[str, int]:
+        stamps = {}
+        try:
+            with os.scandir(self.path) as listing:
+                for entry in listing:
+                    stamps[entry.name] = 0
+                    if entry.name.endswith("." + BEAT):
+                        with contextlib.suppress(FileNotFoundError):
+                            stamps[entry.name] = os.stat(entry.path).st_mtime_ns
+        except FileNotFoundError:
+            return {}
+        return stamps
+
+    def delete(self, names: list[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._of(name))
+
+    def _of(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def _write(self, name: str, data: bytes) -> str:
+        draft = f"{self.path}/.{name}.{os.uname().nodename}.{os.getpid()}.{time.monotonic_ns()}"
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        return draft
+
+    def _create_by_name(self, name: str, data: bytes) -> bool:
+        try:
+            fd = os.open(self._of(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        self._sync()
+        return True
+
+    def _sync(self) -> None:
+        with contextlib.suppress(OSError):  # not every file system can
+            fd = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def open_place(uri: str) -> RecordPlace:
+    """The records under a path, file:// or the URI of an object store."""
+    if uri.startswith("/"):
+        return Folder(uri)
+    if uri.startswith("file://"):
+        from urllib.parse import unquote, urlsplit
+
+        return Folder(unquote(urlsplit(uri).path))
+    from atoll.agent.bucket import Objects
+
+    return Objects.open(uri)
+
+
+def read(place: RecordPlace, name: str) -> dict[str, Any] | None:
+    """The document of that name; None if there is none, or something else."""
+    data = place.get(name)
+    if data is None:
+        return None
+    try:
+        document = json.loads(data.decode())
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def write(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, sort_keys=True).encode() + b"\n"
+
+
+def is_unwanted(desired: dict[str, Any], rank: int, attempt: int) -> bool:
+    """Whether this attempt is to stop: its rank was scaled away, or a later attempt is wanted."""
+    stops = desired.get("stops", {}).get(str(rank), [])
+    return rank >= desired["size"] or any(attempt <= stop for stop in stops)
+
+
+class RankAttempt:
+    """The records of one attempt, as its own process writes them."""
+
+    def __init__(self, place: RecordPlace, rank: int, attempt: int, host: str) -> None:
+        self.place = place
+        self.rank = rank
+        self.attempt = attempt
+        self.host = host
+        self.desired: dict[str, Any] | None = None
+
+    def claim(self, **facts: Any) -> bool:
+        """Whether this process, and no other, is to run the attempt."""
+        token = f"{self.host}-{os.getpid()}-{time.time_ns()}"
+        claim = {"token": token, "host": self.host, "at": time.time(), "pid": os.getpid()}
+        return self.place.create(self._name(CLAIM), write({**claim, **facts}))
+
+    def started(self, pid: int) -> None:
+        start = {"host": self.host, "at": time.time(), "pid": pid}
+        self.place.put(self._name(START), write(start))
+
+    def beat(self) -> None:
+        self.place.beat(self._name(BEAT))
+
+    def end(self, record: dict[str, Any]) -> bool:
+        """Writes how it ended, once; False if somebody else has concluded that already."""
+        deadline, pause_s = time.monotonic() + WRITE_PATIENCE_S, 0.1
+        line = process.record_line(record, RECORD_BYTES)
+        while True:
+            try:
+                return self.place.create(self._name(EXIT), line)
+            except Exception as error:  # of whatever client the place has
+                if time.monotonic() > deadline:
+                    raise
+                say(f"the record of its end cannot be written yet: {error}")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 10.0)
+
+    def is_concluded(self) -> bool:
+        """Whether somebody has written how it ended."""
+        return self.place.get(self._name(EXIT)) is not None
+
+    def is_unwanted(self, *, unless_missing: bool = False) -> bool:
+        """As the wish is now; what was last read of it is kept in `wish`.
+
+        `unless_missing`: what runs is not ended because a wish is lost.
+        """
+        desired = read(self.place, DESIRED)
+        if desired is None:
+            return not unless_missing
+        self.desired = desired
+        return is_unwanted(desired, self.rank, self.attempt)
+
+    def _name(self, kind: str) -> str:
+        return name_of(self.rank, self.attempt, kind)
+
+
+class Watch:
+    """Follows the wish beside a running command, in a thread: a place may be slow to answer."""
+
+    def __init__(self, attempt: RankAttempt, command: process.Command) -> None:
+        self.is_stop_wanted = False
+        self.is_concluded = False
+        self._attempt = attempt
+        self._command = command
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(timeout=5.0)
+
+    def _follow(self) -> None:
+        place, beaten_at, is_told = self._attempt.place, 0.0, bool(self._command.failure)
+        while True:
+            with contextlib.suppress(Exception):  # of whatever client the place has: asked again
+                now = time.monotonic()
+                if not is_told:
+                    self._attempt.started(self._command.pid)
+                    is_told = True
+                if now >= beaten_at + place.beat_s:
+                    is_late = beaten_at and now > beaten_at + SILENT_BEATS * place.beat_s
+                    beaten_at = now
+                    self._attempt.beat()
+                    # Who was silent may have been given up, and must not run on.
+                    if is_late and self._attempt.is_concluded():
+                        self.is_concluded = True
+                        self._command.wake()
+                if not self.is_stop_wanted and self._attempt.is_unwanted(unless_missing=True):
+                    self.is_stop_wanted = True
+                    self._command.wake()
+            if self._over.wait(place.poll_s):
+                return
+
+
+class Warden:
+    """Decides when a running command is told to end, and when it is killed."""
+
+    def __init__(
+        self,
+        command: process.Command,
+        watch: Watch,
+        launch: dict[str, Any],
+        ends_at: float | None = None,
+    ) -> None:
+        self.reason = ""  # why it was ended; empty if it ended by itself
+        self.message = ""
+        self._command = command
+        self._watch = watch
+        self._grace_s = launch["stop_grace_s"]
+        self._eviction_s = launch["eviction_s"]
+        self._ends_at = ends_at  # monotonic: its place ends soon after, and another takes over
+        self._kill_at: float | None = None
+        self.stop_asked_at = 0.0  # wall, as the program dates its failure
+        # Where nobody else is left to keep it.
+        deadline_s = launch.get("deadline_s")
+        self._due_at = None if deadline_s is None else time.monotonic() + deadline_s + DUE_MARGIN_S
+
+    def tick(self) -> float:
+        """Acts, and returns the seconds after which to look again at the latest."""
+        now, command = time.monotonic(), self._command
+        if command.is_orphan:
+            self.note_orphan()
+        elif self._watch.is_concluded:
+            self._kill("SupervisorLost", "it was given up as lost")
+        elif self.reason != "Stopped" and (self._watch.is_stop_wanted or self._is_time_up(now)):
+            self.reason, self._kill_at = "Stopped", now + self._grace_s
+            self.stop_asked_at = time.time()
+            self.message = "" if self._watch.is_stop_wanted else HANDED_OVER
+            command.kill(signal.SIGTERM)
+        elif self._due_at is not None and now >= self._due_at and not self.reason:
+            self.reason, self._kill_at = "DeadlineExceeded", now + self._grace_s
+            command.kill(signal.SIGTERM)
+        elif command.signalled and self._kill_at is None:
+            self._kill_at = now + max(self._eviction_s - EVICTION_MARGIN_S, 0.1)
+        elif command.stopped_at is not None and now >= command.stopped_at + FROZEN_AFTER_S:
+            self._kill("Frozen", f"stopped by a signal for over {FROZEN_AFTER_S:g} s")
+        if self._kill_at is not None and now >= self._kill_at:
+            command.kill(signal.SIGKILL)
+            self._kill_at = now + 1.0
+        return 0.5 if self._kill_at is None else max(min(self._kill_at - now, 0.5), 0.01)
+
+    def note_orphan(self) -> None:
+        self._kill("SupervisorLost", "the process that started its wrapper has ended")
+
+    def _is_time_up(self, now: float) -> bool:
+        return self._ends_at is not None and now >= self._ends_at
+
+    def _kill(self, reason: str, message: str) -> None:
+        if not self.reason:
+            self.reason, self.message = reason, message
+        self._kill_at = 0.0
+
+
+class Interrupted(Exception):
+    """The backend has told this process to end before it ran anything."""
+
+
+def _interrupt(number: int, _: object) -> None:
+    raise Interrupted(signal.Signals(number).name)
+
+
+def wait_at_gate(attempt: RankAttempt, launch: dict[str, Any]) -> dict[str, Any] | None:
+    """What the gate says once it is open; None if the attempt is not to run after all."""
+    parent, place = os.getppid(), attempt.place
+    beaten_at = 0.0
+    while not attempt.is_unwanted() and os.getppid() == parent:
+        if not launch.get("gated"):
+            return {}
+        gate = read(place, GATE)
+        if gate is not None:
+            return gate
+        if time.monotonic() >= beaten_at + place.beat_s:
+            beaten_at = time.monotonic()
+            attempt.beat()
+        time.sleep(place.poll_s)
+    return None
+
+
+def meeting_of(attempt: RankAttempt, launch: dict[str, Any]) -> dict[str, str]:
+    """Where the ranks meet: at rank 0, which says so when it is claimed."""
+    if not launch.get("meeting"):
+        return {}
+    meeting = read(attempt.place, MEETING)
+    while meeting is None and not attempt.is_unwanted():  # rank 0 is on its way
+        time.sleep(attempt.place.poll_s)
+        meeting = read(attempt.place, MEETING)
+    if meeting is None:
+        return {}
+    own = f"{meeting['host']}:{meeting['port']}"
+    values = {"host": meeting["host"], "port": str(meeting["port"]), "endpoint": own}
+    return {name: values[kind] for name, kind in launch["meeting"].items()}
+
+
+def call_meeting(attempt: RankAttempt) -> None:
+    """Rank 0 names its host and a free port; on the same host it stays where it was."""
+    before = read(attempt.place, MEETING)
+    if before is not None and before["host"] == attempt.host:
+        return
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    attempt.place.put(MEETING, write({"host": attempt.host, "port": port}))
+
+
+def unpack_code(place: RecordPlace, launch: dict[str, Any]) -> str:
+    """The root of the code that travels with the training, unpacked; empty if it has none.
+
+    Beside the records if they are in a folder, so that all ranks have it once. Raises Refused, and
+    OSError.
+    """
+    code = launch.get("code")
+    if not code:
+        return ""
+    if __package__:
+        from atoll.agent import unpack
+    else:
+        unpack = __import__("unpack")
+    root = code_root(place, launch["uid"], code["digest"])
+    if not os.path.isdir(root):
+        data = place.get(CODE)
+        if data is None:
+            raise OSError("the code of the training is gone")
+        unpack.check_digest(data, code["digest"], "what is stored as code")
+        unpack.unpack_or_refuse(data, root)
+    return root
+
+
+def code_root(place: RecordPlace, uid: str, digest: str) -> str:
+    base = getattr(place, "path", "")
+    if base:
+        return f"{base}/tree-{digest[:12]}"
+    import tempfile
+
+    return f"{tempfile.gettempdir()}/atoll-{uid[:12]}-{digest[:12]}"
+
+
+def with_path(env: dict[bytes, bytes], root: str, folders: list[str]) -> dict[bytes, bytes]:
+    """The environment in which Python looks for modules in these folders of the code, too."""
+    paths = [os.fsencode(os.path.normpath(os.path.join(root, folder))) for folder in folders]
+    before = env.get(b"PYTHONPATH")
+    joined = os.pathsep.encode().join([*paths, *([before] if before else [])])
+    return {**env, b"PWD": os.fsencode(root), **({b"PYTHONPATH": joined} if paths else {})}
+
+
+def environment_for(
+    attempt: RankAttempt, launch: dict[str, Any], gate: dict[str, Any], meeting: dict[str, str]
+) -> dict[bytes, bytes]:
+    """The environment of this host's process, and in it what the launch says."""
+    size = attempt.desired["size"] if attempt.desired else 0
+    together = gate.get("together")
+    added = {
+        **launch["env"],
+        **meeting,
+        **dict.fromkeys(launch["rank_variables"], str(attempt.rank)),
+        **dict.fromkeys(launch["size_variables"], str(size)),
+        **dict.fromkeys(launch["node_variables"], attempt.host),
+        **({launch["together"]: str(together)} if together and launch.get("together") else {}),
+        "ATOLL_ATTEMPT": str(attempt.attempt),
+    }
+    env = {k: v for k, v in process.environment().items() if k.decode() not in launch["unset"]}
+    return {**env, **{os.fsencode(name): os.fsencode(value) for name, value in added.items()}}
+
+
+def open_log(attempt: RankAttempt, launch: dict[str, Any]) -> Any:
+    """Where the output goes beside this process's own, if its place is no folder; else None."""
+    if not launch.get("logs"):
+        return None
+    from atoll.agent.bucket import Objects
+    from atoll.logs.bucket import UploadedLog
+
+    store = Objects.open("{}/{}".format(launch["logs"], attempt.rank))
+    return UploadedLog(store, attempt.attempt, often_s=min(attempt.place.poll_s, 0.5))
+
+
+def open_times(attempt: RankAttempt, launch: dict[str, Any]) -> Any:
+    """Where the times of the output go, if this process writes to a log itself; else None."""
+    times = launch.get("times")
+    with contextlib.suppress(OSError):  # a log without times is read all the same
+        return times and process.OutputTimes(times.format(rank=attempt.rank))
+    return None
+
+
+def fetch(place: RecordPlace, name: str, path: str) -> None:
+    """Puts a file of the place where ranks look for it. Other ranks may do the same there."""
+    data = place.get(name)
+    if data is None:
+        raise FileNotFoundError(errno.ENOENT, "the records have no such file", name)
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    draft = f"{path}.{os.uname().nodename}.{os.getpid()}"
+    with open(draft, "wb") as file:
+        file.write(data)
+    os.replace(draft, path)
+
+
+def run(attempt: RankAttempt) -> int:
+    """Claims the attempt and runs it to its end. The code to exit with."""
+    launch = read(attempt.place, LAUNCH)
+    born_at = time.monotonic()
+    if launch is None or attempt.is_unwanted():
+        say("nobody wants this attempt any more")
+        return 0
+    attempt.place.poll_s = launch.get("poll_s", attempt.place.poll_s)
+    attempt.place.beat_s = launch.get("beat_s", attempt.place.beat_s)
+    if not attempt.claim(job=os.environ.get(launch.get("job_variable", ""), "")):
+        say(f"another process has run, or runs, rank {attempt.rank}, attempt {attempt.attempt}")
+        return process.CLAIMED
+    for number in process.ENDING:
+        signal.signal(number, _interrupt)
+    log = open_log(attempt, launch)
+    try:
+        for path, name in launch.get("files", {}).items():
+            fetch(attempt.place, name, path)
+        if attempt.rank == 0 and launch.get("meeting"):
+            call_meeting(attempt)
+        root = unpack_code(attempt.place, launch)
+        gate = wait_at_gate(attempt, launch)
+        if gate is None:
+            return _unstarted(attempt, None)
+        env = environment_for(attempt, launch, gate, meeting_of(attempt, launch))
+        if root:
+            env = with_path(env, root, launch["code"]["path"])
+        is_own_file = not env.get(process.ERROR_VARIABLE.encode())
+        error_file = process.error_file_of(env)
+        started_at = time.time()
+        command = process.Command(
+            launch["command"], env, is_bound=True, is_leader=True, folder=root or launch["folder"]
+        )
+    except Interrupted as error:
+        return _unstarted(attempt, str(error))
+    except OSError as error:  # no process to be had, or no place for files
+        return _unstarted(attempt, None, f"{error}")
+    command.times = open_times(attempt, launch)
+    use = process.watch_use(env, command, is_contained=False)
+    watch = Watch(attempt, command)
+    life_s = launch.get("life_s")
+    ends_at = None if life_s is None else born_at + life_s
+    warden = Warden(command, watch, launch, ends_at)
+    command.wait(warden.tick)
+    watch.close()
+    if use is not None:
+        use.close()
+    record = process.record_of(command, launch["command"][0], error_file, attempt.host)
+    record["startedAt"] = started_at
+    if command.failure:
+        say(record["message"])
+    if command.signalled:
+        record["signalled"] = signal.Signals(command.signalled).name
+    if log is not None:
+        log.close()
+    if command.is_orphan and record["signal"] == "SIGKILL":
+        warden.note_orphan()
+    if warden.reason == "Stopped" and record.get("failedAt", inf) < warden.stop_asked_at:
+        warden.reason = ""  # it failed by itself, and still unwound when it was told to stop
+    if warden.reason and (record["code"] != 0 or warden.message == HANDED_OVER):
+        record["reason"] = warden.reason
+        record["message"] = warden.message or record.get("message", "")
+    record["stopped"] = warden.reason == "Stopped"
+    if not watch.is_concluded:
+        attempt.end(record)
+    leave_word(launch, record)
+    if is_own_file:
+        process.remove_error_file(error_file)
+    process.end_as(record, None if command.failure else command.status)
+
+
+def leave_word(launch: dict[str, Any], record: dict[str, Any]) -> None:
+    """Why the rank failed, in the file that the backend shows, if it has one."""
+    path = launch.get("failure_file")
+    if not path or not record["code"]:
+        return
+    name = record["signal"] or record["code"]
+    words = record.get("message") or "\n".join(record.get("tail", [])[-5:])
+    with contextlib.suppress(OSError), open(path, "w", errors="replace") as file:
+        file.write(f"rank ended with {name}: {words}"[:1000])
+
+
+def _unstarted(attempt: RankAttempt, signalled: str | None, failure: str = "") -> int:
+    """It was claimed and ends before it has run anything."""
+    record = process.exit_record(None, time.time())
+    is_stopped = signalled is None and not failure
+    record.update(host=attempt.host, ran=False, stopped=is_stopped, signalled=signalled)
+    if failure:
+        say(failure)
+        record.update(code=process.CANNOT_RUN, reason="CannotRun", message=failure)
+    attempt.end(record)
+    return 0 if is_stopped else process.CANNOT_RUN if failure else 143
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"atoll: {text}\n".encode(errors="replace"))
+
+
+def main(words: list[str]) -> int:
+    host = os.uname().nodename
+    if len(words) == 5 and words[3] == "--host":
+        host = words[4] or host
+        words = words[:3]
+    if len(words) != 3 or not words[1].isdigit() or not words[2].isdigit():
+        sys.stderr.write("usage: atoll.pyz PLACE RANK ATTEMPT [--host NAME]\n")
+        return 2
+    return run(RankAttempt(open_place(words[0]), int(words[1]), int(words[2]), host))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

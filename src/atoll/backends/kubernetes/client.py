@@ -1,0 +1,557 @@
+"""The Kubernetes API as atoll needs it: eight verbs over plain JSON objects.
+
+lightkube reads configuration, credentials and TLS. Objects stay dictionaries, so fields that a
+newer server adds are kept. Only this module translates the errors of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from urllib.parse import quote
+
+import httpx2
+import msgspec
+from lightkube.core.exceptions import ConfigError
+
+from atoll.backends.kubernetes.access import Access, no_credentials, read_access
+from atoll.backends.kubernetes.pod import PodManifest, share_parts
+from atoll.core.decoders import json_decoder
+from atoll.core.errors import (
+    AtollError,
+    Conflict,
+    Denied,
+    Gone,
+    NotFound,
+    ObjectTooLarge,
+    Permanent,
+    Temporary,
+)
+from atoll.core.lines import alines_of
+
+Json = dict[str, Any]
+
+PatchType = Literal["merge", "strategic", "json", "apply"]
+
+FIELD_MANAGER = "atoll"
+KINDS = {
+    "configmaps": "api/v1",
+    "customresourcedefinitions": "apis/apiextensions.k8s.io/v1",
+    "deployments": "apis/apps/v1",
+    "events": "api/v1",
+    "jobs": "apis/batch/v1",
+    "leases": "apis/coordination.k8s.io/v1",
+    "namespaces": "api/v1",
+    "nodes": "api/v1",
+    "pods": "api/v1",
+    "secrets": "api/v1",
+    "services": "api/v1",
+    "trainings": "apis/atoll.dev/v1",
+}
+PATCH_TYPES = {
+    "merge": "application/merge-patch+json",
+    "strategic": "application/strategic-merge-patch+json",
+    "json": "application/json-patch+json",
+    "apply": "application/apply-patch+yaml",
+}
+TOO_LARGE = ("request is too large", "larger than max")  # etcd's words, with code 500
+ErrorT = TypeVar("ErrorT", bound=AtollError)
+IS_THERE = "does 'kubectl cluster-info' answer? KUBECONFIG names the file with its address"
+MAY_I = "'kubectl auth can-i --list' shows what this account may do"
+NO_LOG = re.compile(r"unable to retrieve container logs for \w+://[0-9a-f]{64}")
+WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
+# Objects of one request. 500 pods are 5 MB, decoded in 20 ms; a training may have 1 MB.
+PAGES = {"pods": 500, "jobs": 200}
+PAGE = 50
+RESTARTS = 3  # of a list whose continue token expired, as it may when etcd is compacted
+
+# A peer that vanished silently is noticed in under half a minute, even on idle watches.
+_KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+]
+
+
+class ObjectList(NamedTuple):
+    """The objects of one kind, and the version of the cluster they were read at."""
+
+    items: list[Json]
+    version: str
+    more: str = ""  # where the rest begins, if `limit` left some out
+
+
+class WatchEvent(NamedTuple):
+    """One watch event. A `BOOKMARK` carries only the version reached."""
+
+    type: str
+    object: Json
+
+
+class _PodList(TypedDict, total=False):
+    metadata: Json
+    items: list[PodManifest] | None
+
+
+class _PodEvent(TypedDict):
+    type: str
+    object: PodManifest
+
+
+class _EventType(TypedDict):
+    type: str
+
+
+_JSON: msgspec.json.Decoder[Any] = json_decoder(Any)
+_EVENT_TYPE = json_decoder(_EventType)
+_LISTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(_PodList)}
+_EVENTS: dict[str, msgspec.json.Decoder[Any]] = {"pods": json_decoder(_PodEvent)}
+
+
+class Cluster:
+    """A client of one API server. `requests` counts the requests sent, by verb and kind."""
+
+    def __init__(self, client: httpx2.AsyncClient, namespace: str = "default") -> None:
+        self._http = client
+        self.namespace = namespace
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.time = ServerTime()
+
+    @classmethod
+    def connect(
+        cls,
+        context: str | None = None,
+        kubeconfig: str | None = None,
+        *,
+        most_connections: int | None = 200,
+    ) -> Cluster:
+        """Reads the pod's service account, `KUBECONFIG` or ~/.kube/config, in that order."""
+        return cls.reach(read_access(context, kubeconfig), most_connections)
+
+    @classmethod
+    def reach(cls, access: Access, most_connections: int | None = 200) -> Cluster:
+        client = httpx2.AsyncClient(
+            base_url=access.server,
+            auth=access.auth,
+            headers=access.headers,
+            timeout=httpx2.Timeout(10.0, pool=60.0),
+            transport=httpx2.AsyncHTTPTransport(
+                verify=access.verify,
+                proxy=access.proxy,
+                socket_options=_KEEPALIVE,
+                limits=httpx2.Limits(
+                    max_connections=most_connections, max_keepalive_connections=20
+                ),
+            ),
+        )
+        return cls(client, access.namespace)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def version(self) -> str:
+        """The server's version. Raises Temporary if it does not answer, Denied if it refuses."""
+        answer = await self._send("get", "version", "/version")
+        return str(_object(answer).get("gitVersion", ""))
+
+    async def get(self, kind: str, namespace: str | None, name: str) -> Json:
+        return _object(await self._send("get", kind, _path(kind, namespace, name)))
+
+    async def list(
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        labels: str = "",
+        fields: str = "",
+        limit: int = 0,
+        after: str = "",
+        version: str = "",
+    ) -> ObjectList:
+        """All objects, page by page; or `limit` of them, from the start or where the list before
+        ended: `after` is its `more`. With `version`, as they were then.
+
+        Raises Gone if that is too long ago.
+        """
+        if limit or after:
+            return await self._page(kind, namespace, labels, fields, limit, after, version)
+        for _ in range(RESTARTS):
+            items: list[Json] = []
+            newest = ""
+            try:
+                pages = self.pages(kind, namespace, labels=labels, fields=fields, version=version)
+                async for page in pages:
+                    items += page.items
+                    newest = page.version
+            except Gone:
+                if version:
+                    raise
+                continue  # from the start: the rest of it would be of another version
+            return ObjectList(items, newest)
+        raise Temporary(f"the list of {kind} did not end before the cluster forgot its version")
+
+    async def pages(
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        labels: str = "",
+        fields: str = "",
+        version: str = "",
+    ) -> AsyncGenerator[ObjectList, None]:
+        """All objects of one version, page by page. Raises Gone if it is too long ago."""
+        limit, more = PAGES.get(kind, PAGE), ""
+        while True:
+            page = await self._page(kind, namespace, labels, fields, limit, more, version)
+            yield page
+            more = page.more
+            if not more:
+                return
+
+    async def _page(
+        self,
+        kind: str,
+        namespace: str | None,
+        labels: str,
+        fields: str,
+        limit: int,
+        after: str,
+        version: str,
+    ) -> ObjectList:
+        params = _selectors(labels, fields) | ({"limit": str(limit)} if limit else {})
+        if after:  # it holds the version, too
+            params["continue"] = after
+        elif version:
+            params |= {"resourceVersion": version, "resourceVersionMatch": "Exact"}
+        answer = await self._send("list", kind, _path(kind, namespace), params=params)
+        reply = _decoded(_LISTS.get(kind, _JSON), answer.content)
+        items = [_lean(kind, item) for item in reply.get("items") or ()]
+        metadata = reply["metadata"]
+        return ObjectList(items, metadata["resourceVersion"], metadata.get("continue") or "")
+
+    async def create(
+        self, kind: str, namespace: str | None, body: Json, *, is_trial: bool = False
+    ) -> Json:
+        """The object as it was created; with `is_trial` as it would be."""
+        # Without Strict, the server silently drops fields that it does not know.
+        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **_trial(is_trial)}
+        answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
+        return _object(answer)
+
+    async def replace(
+        self, kind: str, namespace: str | None, name: str, body: Json, *, part: str = ""
+    ) -> Json:
+        """Raises Conflict if `body` carries a version that is no longer the newest."""
+        path = _path(kind, namespace, name, part)
+        params = {"fieldManager": FIELD_MANAGER}
+        return _object(await self._send("replace", kind, path, body=body, params=params))
+
+    async def patch(
+        self,
+        kind: str,
+        namespace: str | None,
+        name: str,
+        body: Any,
+        *,
+        type: PatchType = "merge",
+        part: str = "",
+        is_trial: bool = False,
+    ) -> Json:
+        params = {"fieldManager": FIELD_MANAGER, **_trial(is_trial)}
+        if type == "apply":
+            params["force"] = "true"
+        path = _path(kind, namespace, name, part)
+        headers = {"Content-Type": PATCH_TYPES[type]}
+        answer = await self._send("patch", kind, path, body=body, params=params, headers=headers)
+        return _object(answer)
+
+    async def delete(
+        self,
+        kind: str,
+        namespace: str | None,
+        name: str,
+        *,
+        propagation: str = "Background",
+        uid: str | None = None,
+        version: str | None = None,
+    ) -> None:
+        """The object is being deleted. Raises NotFound; Conflict if `uid` or `version` differs."""
+        identity = {"uid": uid, "resourceVersion": version}
+        options: Json = {"propagationPolicy": propagation}
+        if preconditions := {k: v for k, v in identity.items() if v is not None}:
+            options["preconditions"] = preconditions
+        await self._send("delete", kind, _path(kind, namespace, name), body=options)
+
+    async def delete_all(
+        self, kind: str, namespace: str | None, *, labels: str, fields: str = ""
+    ) -> None:
+        params = _selectors(labels, fields)
+        await self._send("delete", kind, _path(kind, namespace), params=params)
+
+    async def watch(
+        self,
+        kind: str,
+        namespace: str | None = None,
+        *,
+        after: str,
+        labels: str = "",
+        fields: str = "",
+        seconds: int = WATCH_S,
+    ) -> AsyncGenerator[WatchEvent, None]:
+        """Every change after that version, until the server ends the watch after so many seconds.
+
+        Raises Gone, Temporary.
+        """
+        params = _selectors(labels, fields) | {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": after,
+            "timeoutSeconds": str(seconds),
+        }
+        limits = httpx2.Timeout(10.0, read=seconds + 60.0)
+        async with self._stream("watch", kind, _path(kind, namespace), params, limits) as lines:
+            async for line in lines:
+                if _decoded(_EVENT_TYPE, line)["type"] == "ERROR":
+                    status = _JSON.decode(line)["object"]
+                    raise _error(status, status.get("code", 500), kind)
+                event = _decoded(_EVENTS.get(kind, _JSON), line)
+                yield WatchEvent(event["type"], _lean(kind, event["object"]))
+
+    async def log(
+        self,
+        namespace: str,
+        pod: str,
+        *,
+        tail: int | None = None,
+        follow: bool = False,
+        more: Mapping[str, str] | None = None,
+        on_open: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[str, None]:
+        """The lines of the pod's main container, not of sidecars. Raises NotFound, Temporary."""
+        params = dict(more or {})
+        if tail is not None:
+            params["tailLines"] = str(tail)
+        if follow:
+            params["follow"] = "true"
+        path = _path("pods", namespace, pod, "log")
+        limits = httpx2.Timeout(10.0, read=None if follow else 30.0)
+        async with self._stream("log", "pods", path, params, limits) as lines:
+            on_open()
+            async for line in lines:
+                if NO_LOG.fullmatch(line):  # the kubelet's words, where the log should be
+                    raise NotFound("log of pod", pod)
+                yield line
+
+    async def dated_log(
+        self,
+        namespace: str,
+        pod: str,
+        *,
+        after: int = 0,
+        tail: int | None = None,
+        follow: bool = False,
+    ) -> AsyncGenerator[tuple[int, str], None]:
+        """Like `log`, with the nanosecond each line was written at; only lines after `after`."""
+        params = {"timestamps": "true"}
+        if after:  # the API server takes whole seconds only
+            since = datetime.fromtimestamp(after // 10**9, UTC)
+            params["sinceTime"] = since.strftime("%Y-%m-%dT%H:%M:%SZ")
+        lines = self.log(namespace, pod, tail=tail, follow=follow, more=params)
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                stamp, _, text = line.partition(" ")
+                at = _nanosecond(stamp)
+                if at > after:
+                    yield at, text
+
+    async def _send(
+        self,
+        verb: str,
+        kind: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx2.Response:
+        self.requests[verb, kind] += 1
+        method = {"get": "GET", "list": "GET", "create": "POST", "replace": "PUT"}.get(
+            verb, verb.upper()
+        )
+        content = None if body is None else msgspec.json.encode(body)
+        all_headers = {"Content-Type": "application/json", **(headers or {})}
+        try:
+            answer = await self._http.request(
+                method, path, params=params, content=content, headers=all_headers
+            )
+        except httpx2.HTTPError as error:
+            raise _unreachable(error) from error
+        except (ConfigError, OSError) as error:
+            raise no_credentials(error) from error
+        self.time.hear(answer.headers.get("Date"))
+        if answer.is_error:
+            raise _error(_status(answer), answer.status_code, kind)
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _stream(
+        self, verb: str, kind: str, path: str, params: Mapping[str, str], limits: httpx2.Timeout
+    ) -> AsyncIterator[AsyncIterator[str]]:
+        """The lines of the answer. The connection is closed even if the caller stops early."""
+        self.requests[verb, kind] += 1
+        try:
+            async with self._http.stream("GET", path, params=params, timeout=limits) as answer:
+                self.time.hear(answer.headers.get("Date"))
+                if answer.is_error:
+                    await answer.aread()
+                    raise _error(_status(answer), answer.status_code, kind)
+                async with contextlib.aclosing(alines_of(answer.aiter_bytes())) as lines:
+                    yield lines
+        except httpx2.HTTPError as error:
+            raise _unreachable(error) from error
+        except (ConfigError, OSError) as error:
+            raise no_credentials(error) from error
+
+
+async def gather(limit: int, calls: list[Any]) -> None:
+    """Runs all calls, at most `limit` at once. When all have ended, raises the first error."""
+    gate = asyncio.Semaphore(limit)
+
+    async def one(call: Any) -> None:
+        async with gate:
+            await call
+
+    for outcome in await asyncio.gather(*map(one, calls), return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> str:
+    parts = [KINDS[kind]]
+    if namespace is not None:
+        parts += ["namespaces", quote(namespace, safe="")]
+    parts.append(kind)
+    if name:
+        parts.append(quote(name, safe=""))
+    if part:
+        parts.append(part)
+    return "/" + "/".join(parts)
+
+
+def _trial(is_trial: bool) -> dict[str, str]:
+    """The server checks everything, rights included, and writes nothing."""
+    return {"dryRun": "All"} if is_trial else {}
+
+
+def _selectors(labels: str, fields: str) -> dict[str, str]:
+    selectors = {"labelSelector": labels, "fieldSelector": fields}
+    return {name: value for name, value in selectors.items() if value}
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], text: bytes | str) -> Any:
+    try:
+        return decoder.decode(text)
+    except msgspec.DecodeError as error:
+        raise Temporary(f"the answer of the Kubernetes API server is damaged: {error}") from error
+
+
+def _lean(kind: str, item: Json) -> Json:
+    """The object without what nobody here reads, which may be most of it."""
+    item["metadata"].pop("managedFields", None)
+    return share_parts(item) if kind == "pods" else item
+
+
+def _object(answer: httpx2.Response) -> Json:
+    body: Json = _JSON.decode(answer.content)
+    return body
+
+
+def _status(answer: httpx2.Response) -> Json:
+    try:
+        status = _JSON.decode(answer.content)
+    except msgspec.DecodeError:
+        status = None
+    return status if isinstance(status, dict) else {"message": answer.text[:500]}
+
+
+def _error(status: Json, code: int, kind: str) -> Exception:
+    """The server's answer as an atoll error, with the server's message."""
+    text = status.get("message") or status.get("reason") or f"HTTP {code}"
+    details = status.get("details") or {}
+    if code == 404:
+        return NotFound(details.get("kind") or kind, details.get("name", ""))
+    if code == 409:
+        return Conflict(text)
+    causes = {cause.get("reason") for cause in details.get("causes") or ()}
+    if code == 410 or "ResourceVersionTooLarge" in causes:
+        return Gone(0, 0)
+    if code in (401, 403):
+        return _hinted(Denied(f"Kubernetes refused: {text}"), MAY_I)
+    if code == 413 or any(words in text for words in TOO_LARGE):
+        return ObjectTooLarge(f"Kubernetes refused: {text}")
+    if code == 429 or code >= 500:
+        return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
+    return Permanent(f"Kubernetes refused: {text}")
+
+
+def _hinted(error: ErrorT, hint: str) -> ErrorT:
+    error.hint = hint
+    return error
+
+
+def _unreachable(error: httpx2.HTTPError) -> Temporary:
+    detail = str(error) or type(error).__name__
+    return _hinted(Temporary(f"the Kubernetes API server did not answer: {detail}"), IS_THERE)
+
+
+def _nanosecond(text: str) -> int:
+    """Nanoseconds since the epoch of an RFC 3339 time with any number of fraction digits."""
+    second, point, rest = text.partition(".")
+    if not point:
+        return int(datetime.fromisoformat(text).timestamp()) * 10**9
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    whole = int(datetime.fromisoformat(second + rest[len(digits) :]).timestamp())
+    return whole * 10**9 + int(digits.ljust(9, "0")[:9])
+
+
+STEP_S = 5.0  # a server whose clock was set back by more is believed
+
+
+class ServerTime:
+    """Called, it tells the time as the server would."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall = wall
+        self._monotonic = monotonic
+        self._ahead_s: float | None = None  # of the server, compared with the monotonic clock
+
+    def __call__(self) -> float:
+        return self._wall() if self._ahead_s is None else self._monotonic() + self._ahead_s
+
+    def hear(self, date: str | None) -> None:
+        """Takes a date of whole seconds, cut off, that was some time on its way.
+
+        So each is too early by up to a second and more, and the latest is the best.
+        """
+        if date is None:
+            return
+        try:
+            ahead_s = parsedate_to_datetime(date).timestamp() - self._monotonic()
+        except ValueError:
+            return
+        last = self._ahead_s
+        if last is None or ahead_s > last or ahead_s < last - STEP_S:
+            self._ahead_s = ahead_s

@@ -1,0 +1,299 @@
+"""Pods that no longer exist: how they ended, from what was seen of them or from the cluster's past.
+
+No pod waits for a controller before it leaves, so a node can be drained while none runs. A watch
+brings the last state of every pod that is deleted. Of those that were deleted while nobody watched,
+the API server still knows: for a minute or more, a watch that starts at an earlier version brings
+them all; until etcd is compacted (every five minutes, unless set otherwise), a list shows what
+there was at an earlier version. After that the exit is unknown.
+
+The past is read only for a training that misses a pod, beside everything else: until it is known,
+only the rank of that pod is held as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.names import UID
+from atoll.backends.kubernetes.pod import Pod
+from atoll.core.errors import Denied, Gone, NotFound, Permanent, Temporary
+from atoll.core.ports import Key
+from atoll.core.status import RankStatus, Training
+
+Json = dict[str, Any]
+log = logging.getLogger(__name__)
+
+FIRST_STEP, STEP_GROWTH, STEPS = 4, 1.25, 100  # in versions before now
+WATCHED = 2**20  # versions before now; an API server keeps the last 100,000 changes of pods at most
+SEARCH_S = 60.0  # for one training; a rank is held no longer than this
+SEARCHES = 4  # at once: after a node was drained, many trainings miss a pod
+
+
+class Departed(NamedTuple):
+    """The pods of a gang that are gone: as they last were, and by name those nobody knows of.
+
+    `sought` are those whose end is being looked for, and `sought_ranks` ranks that have ended in
+    pods of unknown names.
+    """
+
+    manifests: list[Json] = []
+    unread: frozenset[str] = frozenset()
+    sought: frozenset[str] = frozenset()
+    sought_ranks: frozenset[int] = frozenset()
+
+
+class DeletedPods:
+    """Pods that left and whose exits are not stored yet, by training and name.
+
+    `notify` gets the trainings of which more is known now.
+    """
+
+    def __init__(self, cluster: Cluster, notify: Callable[[Key], None] = lambda key: None) -> None:
+        self._cluster = cluster
+        self._notify = notify
+        self._left: dict[str, dict[str, Json]] = {}
+        self._final: set[str] = set()  # uids of pods whose very last state was seen
+        self._in_vain: dict[str, set[str | int]] = {}  # what was looked for, by training
+        self._searching: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(SEARCHES)
+
+    def note(self, manifest: Json, *, is_final: bool) -> None:
+        """A pod has left. `is_final`: this is its last state; it may have changed since if not."""
+        pod, uid = Pod(manifest), _training_uid(manifest)
+        has_run = pod.is_over or pod.has_run or (pod.node is not None and not is_final)
+        before = self._left.get(uid, {}).get(pod.name)
+        is_older = before is not None and _version(before) > _version(manifest)
+        if pod.rank < 0 or not has_run or is_older:
+            return
+        self._left.setdefault(uid, {})[pod.name] = manifest
+        if is_final:
+            self._final.add(_pod_uid(manifest))
+
+    def forget(self, uid: str) -> None:
+        for manifest in self._left.pop(uid, {}).values():
+            self._final.discard(_pod_uid(manifest))
+        self._in_vain.pop(uid, None)
+        if task := self._searching.pop(uid, None):
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._searching.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        """Trainings that no longer exist are forgotten."""
+        uids = {*self._left, *self._in_vain}
+        if uids:
+            for uid in uids - await known():
+                self.forget(uid)
+
+    def departed(
+        self,
+        training: Training,
+        there: Iterable[Json],
+        namespace: str,
+        failed: Collection[int] = (),
+    ) -> Departed:
+        """The pods that are gone, and whose exits are not stored. `there` are those that exist.
+
+        `failed` are ranks that the Job counts as failed, though no pod of theirs tells how.
+        """
+        uid = training.uid
+        names = {manifest["metadata"]["name"] for manifest in there}
+        ranks = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
+        left = self._left.get(uid, {})
+        gone = {name: Pod(manifest) for name, manifest in left.items() if name not in names}
+        for name in [name for name, pod in gone.items() if is_stored(pod, ranks.get(pod.rank))]:
+            self._final.discard(_pod_uid(left.pop(name)))
+            del gone[name]
+        unfinished = {name for name, pod in gone.items() if not pod.is_over}
+        cut_off = {name for name in unfinished if _pod_uid(left[name]) in self._final}
+        running = {r.pod_name for r in ranks.values() if r.is_alive and r.pod_name}
+        targets: set[str | int] = {*(running - names - gone.keys()), *(unfinished - cut_off)}
+        targets |= set(failed) - {pod.rank for pod in gone.values()}
+        in_vain = self._in_vain.get(uid, set()) - (gone.keys() - unfinished)
+        sought = targets - in_vain
+        if sought and uid not in self._searching:
+            search = Search(self._cluster, namespace, f"{UID}={uid}", sought)
+            self._searching[uid] = asyncio.create_task(self._run(training.key, uid, search))
+        unread = {name for name in in_vain if isinstance(name, str)} | cut_off
+        return Departed(
+            [pod.manifest for name, pod in gone.items() if name not in unread | sought],
+            frozenset(unread - names),
+            frozenset(name for name in sought if isinstance(name, str)),
+            frozenset(rank for rank in sought if isinstance(rank, int)),
+        )
+
+    async def _run(self, key: Key, uid: str, search: Search) -> None:
+        try:
+            async with self._slots:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SEARCH_S):
+                        await search.run()
+        except Temporary as error:  # the next look begins it again
+            log.info("cannot read how pods ended that are gone: %s; trying again", error)
+            return
+        except (Denied, Permanent, NotFound) as error:
+            log.warning("cannot read how pods ended that are gone: %s", error)
+        finally:
+            if self._searching.get(uid) is asyncio.current_task():
+                del self._searching[uid]
+        for manifest in search.states.values():
+            self.note(manifest, is_final=True)
+        self._in_vain.setdefault(uid, set()).update(search.unknown())
+        self._notify(key)
+
+
+class Search:
+    """Pods of one training at earlier versions of the cluster.
+
+    `targets` are names of pods, and ranks whose pods have unknown names.
+    """
+
+    def __init__(
+        self, cluster: Cluster, namespace: str | None, labels: str, targets: Collection[str | int]
+    ) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+        self._labels = labels
+        self._names = {target for target in targets if isinstance(target, str)}
+        self._ranks = {target for target in targets if isinstance(target, int)}
+        self._there: frozenset[str] = frozenset()
+        self.states: dict[str, Json] = {}  # of pods that are gone, as they last were
+
+    async def run(self) -> None:
+        """The targets are among `states` if they are on record. Raises Temporary, Denied."""
+        now = await self._look()
+        if self._is_done:
+            return
+        start = now
+        for earlier in _starts(now):
+            with contextlib.suppress(Gone):
+                await self._replay(earlier, now)
+                start = earlier
+                break
+        await self._walk(start)
+
+    def unknown(self) -> set[str | int]:
+        """The targets whose end is not on record. A pod that exists is not gone: the mirror that
+        misses it is behind."""
+        ended = {name for name, manifest in self.states.items() if Pod(manifest).is_over}
+        return {*(self._names - self._there - ended), *(self._ranks - self._known_ranks)}
+
+    @property
+    def _known_ranks(self) -> set[int]:
+        return {Pod(manifest).rank for manifest in self.states.values()}
+
+    @property
+    def _is_done(self) -> bool:
+        return self._names - self._there <= self.states.keys() and self._ranks <= self._known_ranks
+
+    async def _look(self) -> int:
+        """Notes the pods that exist; the version of now."""
+        names: set[str] = set()
+        version = 0
+        async for page in self._cluster.pages("pods", self._namespace, labels=self._labels):
+            names |= {item["metadata"]["name"] for item in page.items}
+            version = int(page.version)
+        self._there = frozenset(names)
+        return version
+
+    async def _replay(self, start: int, now: int) -> None:
+        """The last states of the pods that left from `start` to `now`. Raises Gone."""
+        before = -1
+        while before < start < now:  # until a second passes without a change
+            before = start
+            events = self._cluster.watch(
+                "pods", self._namespace, after=str(start), labels=self._labels, seconds=1
+            )
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    start = int(event.object["metadata"]["resourceVersion"])
+                    if start > now:
+                        break
+                    if event.type == "DELETED":
+                        self.states[event.object["metadata"]["name"]] = event.object
+
+    async def _walk(self, top: int) -> None:
+        """The last states of targets that are gone at `top`, from ever earlier lists."""
+        above, floor, step = top, 0, float(FIRST_STEP)  # nothing is known of versions up to `floor`
+        for _ in range(STEPS):
+            version = top - int(step)
+            if version <= floor:
+                version = (floor + above) // 2
+            if self._is_done or version <= floor:
+                break
+            pods = await self._at(version)
+            if pods is None:
+                floor = version
+                continue
+            await self._narrow(version, above, pods.keys() - self.states.keys(), pods)
+            above, step = version, step * STEP_GROWTH
+
+    async def _narrow(self, low: int, high: int, names: set[str], pods: dict[str, Json]) -> None:
+        """`names` existed at `low`, as `pods` shows them, and not at `high`."""
+        self.states.update({name: pods[name] for name in names})
+        names = {name for name in names if not Pod(pods[name]).is_over}  # an end does not change
+        if not names or high - low <= 1:
+            return
+        middle = (low + high) // 2
+        later = await self._at(middle)
+        if later is None:
+            return
+        alive = names & later.keys()
+        await self._narrow(middle, high, alive, later)
+        await self._narrow(low, middle, names - alive, pods)
+
+    async def _at(self, version: int) -> dict[str, Json] | None:
+        """The targets among the pods at that version; None if it is too long ago."""
+        found: dict[str, Json] = {}
+        try:
+            pages = self._cluster.pages(
+                "pods", self._namespace, labels=self._labels, version=str(version)
+            )
+            async with contextlib.aclosing(pages):
+                async for page in pages:
+                    targets = filter(self._is_target, page.items)
+                    found |= {item["metadata"]["name"]: item for item in targets}
+        except (Gone, Permanent):
+            return None
+        return found
+
+    def _is_target(self, manifest: Json) -> bool:
+        pod = Pod(manifest)
+        is_sought = pod.name in self._names or pod.rank in self._ranks
+        return is_sought and pod.name not in self._there
+
+
+def _starts(now: int) -> Iterator[int]:
+    """Where a watch of the past may start: as early as the server allows."""
+    distance = min(WATCHED, now - 1)
+    while distance >= 1:
+        yield now - distance
+        distance = distance * 3 // 4
+
+
+def is_stored(pod: Pod, known: RankStatus | None) -> bool:
+    """Whether the stored status has the exit of this pod or of a later one."""
+    if known is None or known.attempt < pod.attempt:
+        return False
+    return known.attempt > pod.attempt or known.exit is not None
+
+
+def _training_uid(manifest: Json) -> str:
+    return str((manifest["metadata"].get("labels") or {}).get(UID, ""))
+
+
+def _pod_uid(manifest: Json) -> str:
+    return str(manifest["metadata"].get("uid"))
+
+
+def _version(manifest: Json) -> int:
+    return int(manifest["metadata"].get("resourceVersion") or 0)

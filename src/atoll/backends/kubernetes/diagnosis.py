@@ -1,0 +1,191 @@
+"""Signs of trouble that a Job and its pods do not show.
+
+`Hosts` notices in seconds that a node has stopped answering; the cluster takes most of a minute.
+This is reported but not acted on: a node that only this process cannot reach still runs its ranks,
+and a second copy of them would be worse than a late one. `Troubles` reads events when needed: only
+they say why a Job's pods are missing (quota, admission) or why a pod on its node does not start (a
+volume, the network).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.pod import Pod
+from atoll.backends.kubernetes.read import finished
+from atoll.core.errors import Denied
+from atoll.core.ports import Key
+from atoll.core.status import Seen, Training, sooner
+
+Json = dict[str, Any]
+
+TROUBLE_AFTER_S = 3.0  # if pods are missing for this long, read the Job's events
+STUCK_AFTER_S = 10.0  # if a container is not created for this long, read its pod's events
+STUCK_EVERY_S = 15.0
+
+CONNECT_S = 1.5
+AGAIN_S = 1.0
+# The kernel probes an idle connection every second and gives up after three missing answers.
+KEEPALIVE = (
+    (socket.SO_KEEPALIVE, socket.SOL_SOCKET, 1),
+    (socket.TCP_KEEPIDLE, socket.IPPROTO_TCP, 1),
+    (socket.TCP_KEEPINTVL, socket.IPPROTO_TCP, 1),
+    (socket.TCP_KEEPCNT, socket.IPPROTO_TCP, 3),
+)
+
+
+class Hosts:
+    """One idle connection to each node's kubelet. `notify` gets the trainings that are affected.
+
+    A node that never answered is not called silent: it may be unreachable by design.
+    """
+
+    def __init__(self, port: int | None, notify: Callable[[Key], None]) -> None:
+        self._port = port
+        self._notify = notify
+        self._addresses: dict[Key, frozenset[str]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._silent: set[str] = set()
+
+    def follow(self, key: Key, pods: Iterable[Json]) -> Collection[str]:
+        """Watches the nodes of the training's pods; returns the addresses of silent nodes."""
+        running = (p for p in map(Pod, pods) if "running" in p.state)
+        addresses = frozenset(p.address for p in running if p.address)
+        if self._port is None or self._addresses.get(key, frozenset()) == addresses:
+            return self._silent
+        self._addresses[key] = addresses
+        if not addresses:
+            del self._addresses[key]
+        in_use = frozenset[str]().union(*self._addresses.values())
+        for gone in self._tasks.keys() - in_use:
+            self._tasks.pop(gone).cancel()
+            self._silent.discard(gone)
+        for new in in_use - self._tasks.keys():
+            self._tasks[new] = asyncio.create_task(self._ask(new, self._port))
+        return self._silent
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _ask(self, address: str, port: int) -> None:
+        has_answered = False
+        while True:
+            writer = None
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    reader, writer = await asyncio.open_connection(address, port)
+                has_answered = True
+                self._mark(address, is_silent=False)
+                for option, level, value in KEEPALIVE:
+                    writer.get_extra_info("socket").setsockopt(level, option, value)
+                await reader.read(1)  # returns when the peer closes it or the kernel gives it up
+            except (ConnectionRefusedError, ConnectionResetError):
+                has_answered = True  # the machine answers, though its kubelet is down
+                self._mark(address, is_silent=False)
+            except OSError:  # a timeout is one too
+                if has_answered:
+                    self._mark(address, is_silent=True)
+            finally:
+                if writer is not None:
+                    with contextlib.suppress(OSError):
+                        writer.close()
+            await asyncio.sleep(AGAIN_S)
+
+    def _mark(self, address: str, *, is_silent: bool) -> None:
+        if is_silent == (address in self._silent):
+            return
+        (self._silent.add if is_silent else self._silent.discard)(address)
+        for key, addresses in self._addresses.items():
+            if address in addresses:
+                self._notify(key)
+
+
+class Trouble(NamedTuple):
+    """Why pods are missing, and when to ask again."""
+
+    text: str = ""
+    again_in_s: float | None = None
+
+
+class Troubles:
+    """Explanations for missing and stuck pods, and when they were last read, by training."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._pod_errors: dict[str, tuple[float, str]] = {}
+        self._stuck: dict[str, tuple[float, str]] = {}
+        self._refused: dict[str, str] = {}
+
+    def forget(self, uid: str) -> None:
+        self._pod_errors.pop(uid, None)
+        self._stuck.pop(uid, None)
+        self._refused.pop(uid, None)
+
+    @contextlib.contextmanager
+    def watch_refusal(self, uid: str) -> Iterator[None]:
+        """Remembers why a Job created inside was refused: quota, admission, missing rights."""
+        try:
+            yield
+        except Denied as error:
+            self._refused[uid] = str(error)
+            raise
+        self._refused.pop(uid, None)
+
+    async def of(self, training: Training, job: Json | None, pods: int, now: float) -> Trouble:
+        """Why pods of the Job are missing, if any are; `pods` is the number that exist."""
+        if job is None:
+            return Trouble(self._refused.get(training.uid, ""))
+        if job["spec"].get("suspend") or finished(job):
+            return Trouble()
+        if pods >= job["spec"]["parallelism"]:  # 0 while it gives way
+            self._pod_errors.pop(training.uid, None)
+            return Trouble()
+        desired_at, text = self._pod_errors.setdefault(training.uid, (now, ""))
+        left_s = desired_at + TROUBLE_AFTER_S - now
+        if left_s > 0:
+            return Trouble(text, left_s)
+        fields = f"involvedObject.uid={job['metadata']['uid']},reason=FailedCreate"
+        namespace = job["metadata"]["namespace"]
+        events = await self._cluster.list("events", namespace, fields=fields)
+        text = events.items[-1].get("message", "") if events.items else ""
+        self._pod_errors[training.uid] = (now, text)
+        return Trouble(text, TROUBLE_AFTER_S)
+
+    async def explain(self, training: Training, seen: Seen, newest: list[Pod], now: float) -> Seen:
+        """`seen`, with the kubelet's message about containers that cannot be created."""
+        making = [pod for pod in newest if pod.is_being_made]
+        stuck = [pod for pod in making if now - pod.created_at >= STUCK_AFTER_S]
+        if not stuck:
+            self._stuck.pop(training.uid, None)
+            again_in_s = STUCK_AFTER_S if making else None
+            return replace(seen, again_in_s=sooner(seen.again_in_s, again_in_s))
+        desired_at, text = self._stuck.get(training.uid, (0.0, ""))
+        if now - desired_at >= STUCK_EVERY_S:
+            text = await self._ask(stuck[0])
+            self._stuck[training.uid] = (now, text)
+        seen = replace(seen, again_in_s=sooner(seen.again_in_s, STUCK_EVERY_S))
+        return _with_words(seen, {p.name for p in stuck}, text)
+
+    async def _ask(self, pod: Pod) -> str:
+        fields = f"involvedObject.uid={pod.metadata['uid']},type=Warning"
+        events = await self._cluster.list("events", pod.metadata["namespace"], fields=fields)
+        return " ".join(events.items[-1].get("message", "").split()) if events.items else ""
+
+
+def _with_words(seen: Seen, pods: set[str], text: str) -> Seen:
+    if not text:
+        return seen
+    ranks = [
+        replace(rank, message=f"{rank.message}: {text}") if rank.pod_name in pods else rank
+        for rank in seen.ranks
+    ]
+    return replace(seen, ranks=ranks)

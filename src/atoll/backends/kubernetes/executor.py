@@ -1,0 +1,424 @@
+"""The Kubernetes backend: the ranks of a training are the pods of one elastic Indexed Job.
+
+The Job controller starts, replaces and stops pods. This module creates the Job, resizes it, and
+reads what became of each rank. One watch covers all ranks of all trainings. Without it, a look is
+one request (two when ranks come or go), however many ranks there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import fields, replace
+
+from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.companions import Beside
+from atoll.backends.kubernetes.deleted_pods import DeletedPods
+from atoll.backends.kubernetes.diagnosis import Hosts, Troubles
+from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, PodKeeper
+from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_places
+from atoll.backends.kubernetes.mirror import Mirror
+from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
+from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
+from atoll.backends.kubernetes.patch import render_released, render_resize
+from atoll.backends.kubernetes.pod import Pod, part_of
+from atoll.backends.kubernetes.podfields import flaws_of
+from atoll.backends.kubernetes.read import (
+    desired_of,
+    finished,
+    is_unchanged,
+    look,
+    unexplained_failures,
+)
+from atoll.backends.kubernetes.render import (
+    gang_name,
+    owner_of,
+    rank_place,
+    render_job,
+    render_service,
+    render_world,
+)
+from atoll.backends.launch import store_uri_of
+from atoll.backends.metrics_token import key_at
+from atoll.core.config import options_of
+from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
+from atoll.core.executors import Home
+from atoll.core.ports import Executor, Key
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import DesiredState, Followup, LogLine, Seen, Training, sooner
+
+Json = dict[str, Any]
+
+UNTRIED = DesiredState(version=1, size=1)
+CATCH_UP_S = 1.0  # how long the mirror may take to show this process's own last write
+FEW = 16  # gangs of more ranks are looked at less often than their pods change
+PAUSE_A_RANK_S = 0.002
+
+
+class KubernetesBackend(Executor):
+    """The Executor of a cluster. Options are those of `KubernetesOptions`.
+
+    With `is_owner`, the Job belongs to a Training object of the same cluster, and Kubernetes
+    deletes it with that object.
+    """
+
+    name = "kubernetes"
+    options_type = ClusterOptions
+    SUPPORTS = SUPPORTS
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster | None = None,
+        context: str | None = None,
+        is_owner: bool = False,
+        clock: Callable[[], float] | None = None,
+        **options: Any,
+    ) -> None:
+        try:
+            self.options = KubernetesOptions(**options)
+        except TypeError as error:
+            raise ValidationError("options", sorted(options), str(error)) from error
+        self.cluster = cluster or Cluster.connect(context)
+        self._is_owner = is_owner
+        self._clock = clock = clock or (lambda: self.cluster.time())
+        self._keeper = PodKeeper(self.cluster)
+        self._archive = Archive(self.cluster)
+        self._objects = GangObjects(self.cluster, self.options, is_owner=is_owner)
+        self._followups = GangFollowups(
+            self._keeper, self._objects, self._archive, self._patch_job, clock
+        )
+        self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
+        self._jobs = Mirror(self.cluster, "jobs", self.options.namespace, self._note)
+        self._deleted = DeletedPods(self.cluster, self._changed.put_nowait)
+        self._pods = Mirror(
+            *(self.cluster, "pods", self.options.namespace, self._note),
+            lambda pod, is_final: self._deleted.note(pod, is_final=is_final),
+        )
+        self._written: dict[
+            str, int
+        ] = {}  # newest version of a Job that this process wrote, by training
+        self._last: dict[str, Json] = {}  # Jobs as last read from the API server, by training
+        self._hosts = Hosts(self.options.kubelet_port, self._changed.put_nowait)
+        self._watching: list[asyncio.Task[None]] = []
+        self._delayed: set[Key] = set()  # large gangs whose next look is scheduled
+        self._troubles = Troubles(self.cluster)
+        self._beside = Beside(
+            self.cluster, self.options, self._changed.put_nowait, is_owner=is_owner
+        )
+
+    @classmethod
+    def configured(cls, name: str, options: dict[str, Any], home: Home) -> KubernetesBackend:
+        """Built from `[executors.NAME]`; the default namespace is the kubeconfig context's."""
+        table = options_of(ClusterOptions, options)
+        file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
+        cluster = Cluster.connect(table.context, file)
+        settings = {field.name: getattr(table, field.name) for field in fields(KubernetesOptions)}
+        settings["namespace"] = table.namespace or cluster.namespace
+        settings["labels"] = {**table.labels, PLANE: home.plane}
+        if table.reports_uri is not None:
+            settings["report_key"] = key_at(home.state_dir).hex()
+        executor = cls(cluster=cluster, **settings)
+        executor.name = name
+        return executor
+
+    def store_uri(self, training: Training) -> str:
+        return store_uri_of(training.spec, rank_place(training, self.options))
+
+    def metrics_uri(self, training: Training) -> str:
+        return rank_place(training, self.options).figures
+
+    @classmethod
+    def preview(cls, options: ClusterOptions, home: Home, training: Training) -> str:
+        """The objects of the ranks, as `kubectl create -f` takes them. No cluster is asked."""
+        check_spec(training.spec, options)
+        desired = DesiredState(version=1, size=training.spec.world_size.target)
+        objects = [
+            render_world(training, desired, options, None),
+            render_service(training, options, None),
+            render_job(training, desired, options),
+        ]
+        for item in objects:
+            item["metadata"]["namespace"] = options.namespace or "default"
+        return json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2) + "\n"
+
+    async def probe(self) -> None:
+        await self.cluster.version()
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError if this training cannot run here with these options."""
+        check_spec(spec, self.options)
+
+    async def close(self) -> None:
+        await self.stop()
+        await self.cluster.close()
+
+    async def stop(self) -> None:
+        """Ends its tasks. The connection to the cluster stays, which others may use."""
+        for task in self._watching:
+            task.remove_done_callback(self._note_end)
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._beside.close()
+        await self._archive.close()
+        await self._hosts.close()
+        await self._deleted.close()
+
+    async def apply(self, training: Training, desired: DesiredState) -> None:
+        try:
+            self.check(training.spec)
+        except ValidationError as error:
+            raise Permanent(str(error)) from error
+        job = await self._job(training)
+        if job is not None:
+            await self._resize(training, desired, job)
+        elif desired.size > 0:
+            if training.status.has_run:
+                raise Permanent(
+                    f"the Job {gang_name(training)} is gone, and what its ranks did is lost"
+                )
+            with self._troubles.watch_refusal(training.uid):
+                await self._create(training, desired)
+
+    async def observe(self, training: Training) -> Seen:
+        job, pods = await self._job_and_pods(training)
+        now = self._clock()
+        beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
+        trouble = await self._troubles.of(training, job, len(pods) - len(beside), now)
+        silent = self._hosts.follow(training.key, pods)
+        failed = unexplained_failures(training, job, pods)
+        departed = self._deleted.departed(training, pods, self._place(training)[0], failed)
+        view = look(training, job, pods, self.options, now, trouble.text, silent, departed)
+        again_in_s = sooner(view.seen.again_in_s, trouble.again_in_s)
+        seen = replace(view.seen, again_in_s=again_in_s, at=now)
+        seen = await self._troubles.explain(training, seen, view.newest, now)
+        return self._beside.look(training, job, view.newest, beside, seen, now)
+
+    async def perform(self, training: Training, followup: Followup) -> None:
+        await self._followups.perform(training, followup)
+        await self._beside.perform(training, self._place(training)[0], followup, self._clock())
+
+    async def measure(self, training: Training) -> None:
+        job = await self._job(training)
+        await self._beside.measure(training, self._place(training)[0], job, self._clock())
+
+    async def release(self, training: Training) -> None:
+        """The Job is over for good. It and its pods stay for their logs until they are purged."""
+        namespace, name = self._place(training)
+        _, pods = await self._job_and_pods(training)
+        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+            # The Job would count it as running, and delete it with its log.
+            raise Temporary("the last pods are about to end", retry_after_s=0.2)
+        with contextlib.suppress(NotFound):
+            job = await self.cluster.patch("jobs", namespace, name, render_released())
+            if job["spec"].get("suspend"):  # it never ran, and would not end by itself
+                await self.cluster.delete("jobs", namespace, name)
+        for kind in ("services", "configmaps"):
+            with contextlib.suppress(NotFound):
+                await self.cluster.delete(kind, namespace, name)
+        await self._beside.release(training, namespace)
+        await self._keeper.let_all_go(namespace, _labels(training))
+        self._hosts.follow(training.key, ())
+        self._troubles.forget(training.uid)
+        self._deleted.forget(training.uid)
+        for memory in (self._written, self._last):
+            memory.pop(training.uid, None)
+
+    async def purge(self, training: Training) -> None:
+        namespace, name = self._place(training)
+        with contextlib.suppress(NotFound):
+            await self.cluster.delete("jobs", namespace, name)
+        await self._beside.release(training, namespace)
+        await self.cluster.delete_all("pods", namespace, labels=_labels(training))
+        await self._archive.drop(namespace, training.uid)
+        await self._keeper.let_all_go(namespace, _labels(training))
+
+    async def changes(self) -> AsyncIterator[Key]:
+        tasks = [asyncio.create_task(mirror.run()) for mirror in (self._jobs, self._pods)]
+        self._watching = tasks
+        for task in tasks:
+            task.add_done_callback(self._note_end)
+        try:
+            while True:
+                change = await self._changed.get()
+                if isinstance(change, BaseException):
+                    raise change
+                yield change
+        finally:
+            for task in tasks:
+                task.remove_done_callback(self._note_end)
+                task.cancel()
+            await self._beside.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        return read_logs(self._log_source(training), ranks=ranks, tail=tail, follow=follow)
+
+    async def log_places(
+        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
+    ) -> dict[int, int]:
+        return await tail_places(self._log_source(training), ranks=ranks, tail=tail)
+
+    def logs_after(
+        self,
+        training: Training,
+        places: Mapping[int, int],
+        *,
+        ranks: Sequence[int] | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        is_over = follow or (lambda: True)
+        return follow_logs(self._log_source(training), places, ranks=ranks, is_over=is_over)
+
+    def _log_source(self, training: Training) -> LogSource:
+        namespace, _ = self._place(training)
+        return LogSource.of(training, namespace, self.cluster, self._pods, self._archive)
+
+    async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
+        """Pods kept for deleted trainings are let go. `known` returns the uids of all others."""
+        await self._keeper.sweep(self.options.namespace, known, self.options.labels.get(PLANE))
+        await self._beside.sweep(known)
+        await self._deleted.sweep(known)
+
+    def _place(self, training: Training) -> tuple[str, str]:
+        return self.options.namespace or training.namespace, gang_name(training)
+
+    async def _job(self, training: Training) -> Json | None:
+        if await self._is_fresh(training):
+            return self._jobs.of(training.uid).get(gang_name(training))
+        try:
+            job = await self.cluster.get("jobs", *self._place(training))
+        except NotFound:
+            self._last.pop(training.uid, None)
+            return None
+        self._last[training.uid] = job
+        return job
+
+    async def _job_and_pods(self, training: Training) -> tuple[Json | None, list[Json]]:
+        """The Job and its pods, from the mirrors if those are up to date."""
+        if await self._is_fresh(training) and self._pods.is_live:
+            job = self._jobs.of(training.uid).get(gang_name(training))
+            return job, list(self._pods.of(training.uid).values())
+        namespace, _ = self._place(training)
+        pods = await self.cluster.list("pods", namespace, labels=_labels(training))
+        last = self._last.get(training.uid)
+        if last is not None and is_unchanged(last, pods.items):
+            return last, pods.items
+        return await self._job(training), pods.items
+
+    async def _is_fresh(self, training: Training) -> bool:
+        return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
+
+    async def _create(self, training: Training, desired: DesiredState) -> None:
+        namespace, name = self._place(training)
+        await self._objects.make(training, desired)
+        owner = owner_of(training) if self._is_owner else None
+        body = render_job(training, desired, self.options, owner)
+        try:
+            job = await self.cluster.create("jobs", namespace, body)
+        except Conflict as error:
+            raise Temporary(f"the Job {name} exists or is still being deleted: {error}") from error
+        except Permanent:
+            await self._objects.drop_code(training)
+            raise
+        self._note_job(training, job)
+        await self._objects.tie(training, job)
+
+    async def _resize(self, training: Training, desired: DesiredState, job: Json) -> None:
+        namespace, name = self._place(training)
+        before, current = job["spec"]["completions"], desired_of(job)
+        if current is None:
+            raise Temporary(f"the Job {name} is being deleted", retry_after_s=0.5)
+        if desired.version < current.version:
+            return
+        if desired.size > before:
+            if reason := finished(job):  # the next look reports that it is closed
+                raise Temporary(
+                    f"the Job {name} is over ({reason}) and cannot grow to {desired.size}"
+                )
+            await self._check_room_above(training, before, desired.size)
+        elif desired.size < before:
+            _, pods = await self._job_and_pods(training)
+            stopping = [
+                p for p in map(Pod, pods) if p.rank >= desired.size and "running" in p.state
+            ]
+            await self._archive.begin(stopping, len(pods))
+        await self._objects.resize(training, desired, job)
+        try:
+            await self._patch_job(training, render_resize(desired, job, self._clock()))
+        except Conflict:  # its status has changed; its wish may have, too
+            await self._resize(training, desired, await self.cluster.get("jobs", namespace, name))
+
+    async def _check_room_above(self, training: Training, before: int, size: int) -> None:
+        """Raises Temporary while a rank to be added is still being stopped.
+
+        Its end would count as a failure if the rank were wanted again now.
+        """
+        _, pods = await self._job_and_pods(training)
+        leaving = [p.rank for p in map(Pod, pods) if before <= p.rank < size and not p.is_over]
+        if leaving:
+            ranks = ", ".join(map(str, sorted(leaving)))
+            raise Temporary(f"ranks {ranks} are still being stopped", retry_after_s=0.3)
+
+    async def _patch_job(self, training: Training, patch: Json) -> None:
+        try:
+            job = await self.cluster.patch("jobs", *self._place(training), patch)
+        except (Conflict, NotFound):
+            self._last.pop(training.uid, None)  # it has changed since it was read
+            raise
+        self._note_job(training, job)
+
+    def _note_job(self, training: Training, job: Json) -> None:
+        self._written[training.uid] = _version(job)
+        self._last[training.uid] = job
+
+    def _note(self, item: Json) -> None:
+        """Asks for another look; for a large gang after a pause, as each look writes a status."""
+        labels = item["metadata"].get("labels") or {}
+        if NAMESPACE not in labels or TRAINING not in labels:
+            return
+        key = (labels[NAMESPACE], labels[TRAINING])
+        ranks = len(self._pods.of(labels.get(UID, "")))
+        if ranks <= FEW:
+            self._changed.put_nowait(key)
+        elif key not in self._delayed:
+            self._delayed.add(key)
+            pause_s = min(ranks * PAUSE_A_RANK_S, 1.0)
+            asyncio.get_running_loop().call_later(pause_s, self._end_pause, key)
+
+    def _end_pause(self, key: Key) -> None:
+        self._delayed.discard(key)
+        self._changed.put_nowait(key)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._changed.put_nowait(error)
+
+
+def _labels(training: Training) -> str:
+    return f"{UID}={training.uid}"
+
+
+def _version(item: Json) -> int:
+    return int(item["metadata"]["resourceVersion"])
+
+
+def check_spec(spec: TrainingSpec, options: KubernetesOptions) -> None:
+    """Raises ValidationError if this training cannot run with these options."""
+    options.check(spec)
+    # What only the two together make wrong, such as a request above the training's limit.
+    job = render_job(Training(namespace="x", uid="x", spec=spec), UNTRIED, options)
+    for flaw in flaws_of(job["spec"]["template"]["spec"]):
+        raise flaw.refuse("pod")

@@ -1,0 +1,266 @@
+"""Chores: the changes that a look at a gang asks for, as data, and the code that performs them.
+
+A look changes nothing. The reconciler performs its chores after the status with what was seen has
+been written, and only the holder of the lease runs a reconciler. Every chore may be repeated; an
+object that no longer exists counts as success.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from atoll.backends.kubernetes.client import Cluster, gather
+from atoll.backends.kubernetes.code import CodeMaps, CodeMissing
+from atoll.backends.kubernetes.gate import is_open, render_opened_world, render_start
+from atoll.backends.kubernetes.logs import Archive
+from atoll.backends.kubernetes.names import PLANE, SELECTOR, UID
+from atoll.backends.kubernetes.options import KubernetesOptions
+from atoll.backends.kubernetes.patch import LET_GO, render_lost, render_stopped
+from atoll.backends.kubernetes.pod import Pod
+from atoll.backends.kubernetes.render import (
+    gang_name,
+    owner_of,
+    reference_to,
+    render_service,
+    render_size,
+    render_world,
+)
+from atoll.core.errors import Conflict, NotFound, Permanent
+from atoll.core.status import DesiredState, Followup, Training
+
+Json = dict[str, Any]
+
+CODE_S = 60.0  # how long the code of a new training may take to arrive
+AT_ONCE = 20  # requests under way at a time where every pod needs one
+LOG_S = 1.0  # how long a pod that may be deleted waits for its log to be stored
+
+
+class KeepLogs(Followup, frozen=True):
+    """The logs of these pods, deleted while they ran, are archived; they would be lost."""
+
+    pods: tuple[Pod, ...]
+    ranks: int
+
+
+class GiveUp(Followup, frozen=True):
+    """Pods on nodes that do not answer are marked as failed, so that the Job replaces them."""
+
+    pods: tuple[Pod, ...]
+
+
+class LetGo(Followup, frozen=True):
+    """Pods whose exits are stored, or that have none, lose their finalizer."""
+
+    pods: tuple[Pod, ...]
+
+
+class MarkStopped(Followup, frozen=True):
+    """The end of these pods does not count as a failure of their ranks."""
+
+    pods: tuple[Pod, ...]
+
+
+class PatchJob(Followup, frozen=True):
+    """A merge patch of the Job. One that names a version is dropped if the Job has changed."""
+
+    why: str
+    patch: Json
+
+
+class OpenGate(Followup, frozen=True):
+    """These pods pass the start gate, and so do all that are created later."""
+
+    pods: tuple[Pod, ...]
+    together: int | None = None  # how many ranks the gate let go; not known of older Jobs
+
+
+class RestoreObjects(Followup, frozen=True):
+    """The ConfigMap and the Service of a gang exist again after somebody has deleted them."""
+
+    desired: DesiredState
+    job: Json
+
+
+class GangObjects:
+    """The other objects of a gang: the ConfigMap that ranks read, the Service for their names.
+
+    With `is_owner` they belong to the Training object, else to the Job.
+    """
+
+    def __init__(self, cluster: Cluster, options: KubernetesOptions, *, is_owner: bool) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._is_owner = is_owner
+        self._code = CodeMaps(cluster)
+
+    async def make(
+        self, training: Training, desired: DesiredState, job: Json | None = None
+    ) -> None:
+        """Both objects exist. Called before the Job is created, and when they are missing later."""
+        owner = self._owner(training, job)
+        if job is None:
+            await self._put_code(training)
+        world = render_world(training, desired, self._options, owner, is_opened=is_open(job))
+        await self._cluster.patch("configmaps", *self._place(training), world, type="apply")
+        await self._make_service(training, owner)
+
+    async def _put_code(self, training: Training) -> None:
+        try:
+            await self._code.put(self._place(training)[0], training.spec.code)
+        except CodeMissing as error:
+            # Whoever stores a training with code sends that right after it.
+            if time.time() - training.created_at < CODE_S:
+                raise
+            raise Permanent(str(error)) from error
+
+    async def drop_code(self, training: Training) -> None:
+        """Its Job was refused."""
+        await self._code.drop_unowned(self._place(training)[0], training.spec.code)
+
+    async def tie(self, training: Training, job: Json) -> None:
+        """Kubernetes deletes them with the Job, even if no controller is left to do it."""
+        if self._is_owner:
+            return
+        metadata = job["metadata"]
+        patch = {"metadata": {"ownerReferences": [_job_as_owner(job)]}}
+        for kind in ("configmaps", "services"):
+            await self._cluster.patch(kind, metadata["namespace"], metadata["name"], patch)
+        await self._code.keep(metadata["namespace"], training.spec.code, _job_as_owner(job))
+
+    async def resize(self, training: Training, desired: DesiredState, job: Json) -> None:
+        """Ranks that start from now on read the new size and have DNS names."""
+        if desired.size > job["spec"]["completions"]:
+            await self._make_service(training, self._owner(training, job))
+        patch = {"data": render_size(desired)}
+        try:
+            await self._cluster.patch("configmaps", *self._place(training), patch)
+        except NotFound:
+            if desired.size > 0:
+                await self.make(training, desired, job)
+
+    async def note_opened(self, training: Training) -> None:
+        """Pods that are created from now on find the gate open."""
+        world = {"data": render_opened_world()}
+        with contextlib.suppress(NotFound):  # deleted; it is created again when a pod needs it
+            await self._cluster.patch("configmaps", *self._place(training), world)
+
+    async def _make_service(self, training: Training, owner: Json | None) -> None:
+        service = render_service(training, self._options, owner)
+        await self._cluster.patch("services", *self._place(training), service, type="apply")
+
+    def _owner(self, training: Training, job: Json | None) -> Json | None:
+        if self._is_owner:
+            return owner_of(training)
+        return None if job is None else _job_as_owner(job)
+
+    def _place(self, training: Training) -> tuple[str, str]:
+        return self._options.namespace or training.namespace, gang_name(training)
+
+
+class PodKeeper:
+    """Removes the finalizers that keep pods until their exit is stored, and patches pods."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def let_go(self, pods: Iterable[Pod]) -> None:
+        await gather(AT_ONCE, [self._let_go(pod) for pod in pods if pod.is_held])
+
+    async def let_all_go(self, namespace: str, labels: str) -> None:
+        pods = await self._cluster.list("pods", namespace, labels=labels)
+        await self.let_go(map(Pod, pods.items))
+
+    async def sweep(
+        self,
+        namespace: str | None,
+        known: Callable[[], Awaitable[set[str]]],
+        plane: str | None = None,
+    ) -> None:
+        """Pods of trainings that no longer exist lose their finalizer, or they would stay forever.
+
+        Pods of another control plane are left alone: their trainings are not known here.
+        """
+        own = f"!{PLANE}" if plane is None else f"{PLANE}={plane}"
+        held: list[Pod] = []
+        async for page in self._cluster.pages("pods", namespace, labels=f"{SELECTOR},{own}"):
+            held += [pod for pod in map(Pod, page.items) if pod.is_held]
+        if held:
+            # Read after the pods, so that the pods of a new training are not taken for strays.
+            known_uids = await known()
+            await self.let_go(p for p in held if p.metadata["labels"].get(UID) not in known_uids)
+
+    async def give_up(self, pods: Iterable[Pod]) -> None:
+        """The pods are marked as failed, as the cluster does once their node is removed."""
+        await gather(AT_ONCE, [self._patch_status(p, render_lost(p.node)) for p in pods])
+
+    async def mark_stopped(self, pods: Iterable[Pod], now: float) -> None:
+        await gather(AT_ONCE, [self._patch_status(p, render_stopped(now)) for p in pods])
+
+    async def let_start(self, pods: Iterable[Pod], together: int | None) -> None:
+        """The pods pass the start gate."""
+        await gather(AT_ONCE, [self._let_start(pod, together) for pod in pods])
+
+    async def _let_start(self, pod: Pod, together: int | None) -> None:
+        patch = render_start(together)
+        with contextlib.suppress(NotFound):
+            await self._cluster.patch("pods", pod.metadata["namespace"], pod.name, patch)
+
+    async def _let_go(self, pod: Pod) -> None:
+        with contextlib.suppress(NotFound):
+            await self._cluster.patch(
+                "pods", pod.metadata["namespace"], pod.name, LET_GO, type="strategic"
+            )
+
+    async def _patch_status(self, pod: Pod, patch: Json) -> None:
+        with contextlib.suppress(NotFound):
+            await self._cluster.patch(
+                "pods", pod.metadata["namespace"], pod.name, patch, type="strategic", part="status"
+            )
+
+
+class GangFollowups:
+    """Performs the chores that concern ranks."""
+
+    def __init__(
+        self,
+        keeper: PodKeeper,
+        objects: GangObjects,
+        archive: Archive,
+        patch_job: Callable[[Training, Json], Awaitable[None]],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._keeper = keeper
+        self._objects = objects
+        self._archive = archive
+        self._patch_job = patch_job
+        self._clock = clock
+
+    async def perform(self, training: Training, followup: Followup) -> None:
+        match followup:
+            case KeepLogs(pods=pods, ranks=ranks):
+                # Reading goes on until the pod has ended; this pass does not wait for it.
+                for pod in pods:
+                    self._archive.capture(pod, ranks)
+            case GiveUp(pods=pods):
+                await self._keeper.give_up(pods)
+            case LetGo(pods=pods):
+                await self._archive.settle(pods, LOG_S)
+                await self._keeper.let_go(pods)
+            case MarkStopped(pods=pods):
+                await self._keeper.mark_stopped(pods, self._clock())
+            case OpenGate(pods=pods, together=together):
+                await self._objects.note_opened(training)
+                await self._keeper.let_start(pods, together)
+            case RestoreObjects(desired=desired, job=job):
+                await self._objects.make(training, desired, job)
+            case PatchJob(patch=patch):
+                # The Job was changed or deleted since it was read: the next look asks again.
+                with contextlib.suppress(Conflict, NotFound):
+                    await self._patch_job(training, patch)
+
+
+def _job_as_owner(job: Json) -> Json:
+    return reference_to("batch/v1", "Job", job["metadata"])

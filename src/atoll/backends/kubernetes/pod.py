@@ -1,0 +1,477 @@
+"""A pod's manifest, read: which rank and attempt it is, whether it runs, how it ended. Pure.
+
+`PodManifest` names the fields that are read: lists and watches decode no others, so that a pod
+takes 5 KB of memory instead of 50.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+from datetime import datetime
+from typing import Any, TypedDict
+
+import msgspec
+from msgspec.structs import replace
+
+from atoll.agent.process import TAIL_LINES, read_record
+from atoll.backends.kubernetes.names import (
+    CONTAINER,
+    FAILURES,
+    FINALIZER,
+    GATE,
+    INDEX,
+    PART,
+    REPLICA,
+    REPORT_DIR,
+)
+from atoll.core.lines import split_lines
+from atoll.core.reasons import RankEnd
+from atoll.core.status import Exit
+
+Json = dict[str, Any]
+
+TURNED_AWAY = 143  # exit code of a start gate whose pod is taken away
+CLOCK_SKEW_S = 5.0
+NO_SHELL = "the executor option is_exit_recorded=False runs the command without sh"
+LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
+
+# Why the cluster took a pod away, by the reason of its DisruptionTarget condition.
+DISRUPTIONS = {
+    "PreemptionByScheduler": RankEnd.PREEMPTED,
+    "DeletionByTaintManager": RankEnd.EVICTED,
+    "EvictionByEvictionAPI": RankEnd.EVICTED,
+    "DeletionByPodGC": RankEnd.HOST_LOST,
+    "TerminationByKubelet": RankEnd.EVICTED,
+}
+EXPECTED_WHEN_STOPPED = frozenset(
+    {
+        RankEnd.ERROR,
+        RankEnd.SIGNAL,
+        RankEnd.UNKNOWN,
+        RankEnd.EVICTED,
+        RankEnd.DEADLINE_EXCEEDED,
+    }
+)
+# Reasons of a pod's status that say more than its container's.
+POD_REASONS = {
+    "Evicted": RankEnd.EVICTED,
+    "NodeLost": RankEnd.HOST_LOST,
+    "NodeShutdown": RankEnd.EVICTED,
+    "Terminated": RankEnd.EVICTED,
+    "Preempting": RankEnd.PREEMPTED,
+    "DeadlineExceeded": RankEnd.DEADLINE_EXCEEDED,
+    "NodeAffinity": RankEnd.REJECTED,
+    "UnexpectedAdmissionError": RankEnd.REJECTED,
+}
+# A container that is not there yet, by the reason it waits for.
+WAITING = {
+    "ContainerCreating": "its container is being created",
+    "PodInitializing": "its container is being created",
+    "ErrImagePull": "the image {image} cannot be pulled: {message}",
+    "ImagePullBackOff": "the image {image} cannot be pulled: {message}",
+    "InvalidImageName": "{image!r} is not an image name: {message}",
+    "ErrImageNeverPull": "the image {image} is not on the node and may not be pulled",
+    "ImageInspectError": "the image {image} cannot be read: {message}",
+    "CreateContainerConfigError": "its container cannot be set up: {message}",
+    "CreateContainerError": "its container cannot be made: {message}",
+    "RunContainerError": "its container cannot be started: {message}",
+}
+HOPELESS = frozenset({"InvalidImageName", "ErrImageNeverPull"})
+BEING_MADE = frozenset({"ContainerCreating", "PodInitializing"})
+BROKEN = frozenset(WAITING) - BEING_MADE
+
+
+MAX_SHARED = 10_000  # distinct parts of manifests; a gang has a handful
+
+
+# A bookmark of a watch has null in place of lists and times. No value is checked here.
+class PodMetadata(TypedDict, total=False):
+    name: Any
+    namespace: Any
+    uid: Any
+    resourceVersion: Any
+    creationTimestamp: Any
+    deletionTimestamp: Any
+    deletionGracePeriodSeconds: Any
+    labels: Any
+    annotations: Any
+    finalizers: Any
+    ownerReferences: Any
+
+
+class PodContainer(TypedDict, total=False):
+    name: Any
+    image: Any
+    command: Any
+
+
+class PodSpec(TypedDict, total=False):
+    nodeName: Any
+    schedulingGates: Any
+    containers: list[PodContainer] | None
+    initContainers: list[PodContainer] | None
+
+
+class PodCondition(TypedDict, total=False):
+    type: Any
+    status: Any
+    reason: Any
+    message: Any
+
+
+class ContainerStatus(TypedDict, total=False):
+    name: Any
+    state: Any
+
+
+class PodStatus(TypedDict, total=False):
+    phase: Any
+    reason: Any
+    message: Any
+    hostIP: Any
+    podIP: Any
+    conditions: list[PodCondition] | None
+    containerStatuses: list[ContainerStatus] | None
+    initContainerStatuses: list[ContainerStatus] | None
+
+
+class PodManifest(TypedDict, total=False):
+    """What of a pod is read here; a plain dictionary, as every other manifest."""
+
+    metadata: PodMetadata
+    spec: PodSpec | None
+    status: PodStatus | None
+
+
+_shared: dict[bytes, Any] = {}
+
+
+def share_parts(manifest: Json) -> Json:
+    """The manifest, with one object for what the pods of a gang have alike. Never change it."""
+    spec, status = manifest.get("spec") or {}, manifest.get("status") or {}
+    for field in ("containers", "initContainers"):
+        if field in spec:
+            spec[field] = _share(spec[field])
+    if "ownerReferences" in manifest["metadata"]:
+        manifest["metadata"]["ownerReferences"] = _share(manifest["metadata"]["ownerReferences"])
+    if "conditions" in status:
+        status["conditions"] = _share(status["conditions"])
+    return manifest
+
+
+def _share(part: Any) -> Any:
+    if len(_shared) >= MAX_SHARED:
+        _shared.clear()
+    return _shared.setdefault(msgspec.json.encode(part), part)
+
+
+@functools.lru_cache(maxsize=10_000)
+def when(text: str | None) -> float | None:
+    """Seconds since the epoch, or None: Kubernetes writes the epoch itself for 'never'."""
+    at = datetime.fromisoformat(text).timestamp() if text else 0.0
+    return at or None
+
+
+def part_of(manifest: Json) -> str:
+    """What the pod does for its training: it is a rank, an etcd or a bench."""
+    return str((manifest["metadata"].get("labels") or {}).get(PART, CONTAINER))
+
+
+class Pod:
+    """A pod's manifest with names for what atoll asks of it."""
+
+    def __init__(self, manifest: Json) -> None:
+        self.manifest = manifest
+        self.metadata: Json = manifest["metadata"]
+        self.spec: Json = manifest.get("spec", {})
+        self.status: Json = manifest.get("status", {})
+        self.name: str = self.metadata["name"]
+        self.annotations: Json = self.metadata.get("annotations") or {}
+        self.restarts = int(self.annotations.get(FAILURES, 0))
+        self.created_at = when(self.metadata.get("creationTimestamp")) or 0.0
+        self.node: str | None = self.spec.get("nodeName") or None
+        # The name of its container, too, but for launches from scripts.
+        self.part = part_of(manifest)
+        self.index = int(self.annotations.get(INDEX, -1))
+        self.rank = self.index if self.part == CONTAINER else -1
+        self.address: str = self.status.get("hostIP", "")  # of its node
+        statuses = self.status.get("containerStatuses") or []
+        names = (CONTAINER, REPLICA) if self.part == CONTAINER else (self.part,)
+        self.container: Json = next((c for c in statuses if c["name"] in names), {})
+        self.state: Json = self.container.get("state") or {}
+        self._before: list[Json] = self.status.get("initContainerStatuses") or []
+        self._gate: Json = next(
+            (c.get("state") or {} for c in self._before if c["name"] == GATE), {}
+        )
+        self._conditions: dict[str, Json] = {
+            c["type"]: c for c in self.status.get("conditions") or ()
+        }
+
+    @property
+    def attempt(self) -> int:
+        """The second the pod was created in: a rank has one pod after another.
+
+        It grows over restarts, scalings and new Jobs alike, and needs no memory.
+        """
+        return int(self.created_at)
+
+    @property
+    def is_held(self) -> bool:
+        """A finalizer keeps the pod until its exit is stored."""
+        return FINALIZER in (self.metadata.get("finalizers") or ())
+
+    @property
+    def is_leaving(self) -> bool:
+        return "deletionTimestamp" in self.metadata
+
+    @property
+    def left_at(self) -> float | None:
+        """When its deletion was requested."""
+        at = when(self.metadata.get("deletionTimestamp"))
+        return None if at is None else at - self.metadata.get("deletionGracePeriodSeconds", 0)
+
+    @property
+    def is_over(self) -> bool:
+        return "terminated" in self.state or self.status.get("phase") in ("Succeeded", "Failed")
+
+    def is_ending(self, now: float) -> bool:
+        """Its rank has ended, and the kubelet is about to report the end of the pod."""
+        at = when((self.state.get("terminated") or {}).get("finishedAt"))
+        is_reported = self.status.get("phase") in ("Succeeded", "Failed") or self.is_leaving
+        return at is not None and not is_reported and now < at + LATE_S
+
+    @property
+    def started_at(self) -> float | None:
+        state = self.state.get("running") or self.state.get("terminated") or {}
+        # A command that could not be run has an end and no start.
+        return when(state.get("startedAt")) or when(state.get("finishedAt"))
+
+    @property
+    def has_run(self) -> bool:
+        return self.started_at is not None
+
+    @property
+    def is_being_made(self) -> bool:
+        """The pod has its node, but no container runs yet; only events tell what it lacks."""
+        is_on_its_way = self.node is not None and not self.is_leaving and not self.is_over
+        return is_on_its_way and not self.is_gate_up and self.waiting_reason in BEING_MADE
+
+    @property
+    def is_gate_up(self) -> bool:
+        """Its start gate runs, according to the kubelet's last report."""
+        return "running" in self._gate and not self.is_over
+
+    @property
+    def is_at_gate(self) -> bool:
+        """The pod has its node and its image, and waits at the gate for the other ranks."""
+        return self.is_gate_up and not self.is_leaving
+
+    @property
+    def has_passed(self) -> bool:
+        """The start gate has let it through."""
+        return self._gate_code == 0
+
+    @property
+    def is_turned_away(self) -> bool:
+        """The pod was stopped at the start gate: it never ran, and used up no restart."""
+        return self._gate_code == TURNED_AWAY and not self.has_run
+
+    @property
+    def _gate_end(self) -> Json:
+        return self._gate.get("terminated") or {}
+
+    @property
+    def _gate_code(self) -> int | None:
+        code: int | None = self._gate_end.get("exitCode")
+        return code
+
+    @property
+    def is_silent(self) -> bool:
+        """The cluster has given up its node: it is not ready, and the kubelet did not say so."""
+        ready = self.condition("Ready")
+        is_expected = ready.get("reason") in ("ContainersNotReady", "PodCompleted")
+        return ready.get("status") == "False" and not is_expected and not self.is_leaving
+
+    def is_late(self, now: float) -> bool:
+        """Whether a kubelet that answers would have ended it by now."""
+        return now > (when(self.metadata.get("deletionTimestamp")) or now) + LATE_S
+
+    def is_lost(self, now: float) -> bool:
+        """The pod is being deleted on a node that does not answer, and may never report again."""
+        is_silent = self.condition("Ready").get("status") != "True"
+        reason = self.condition("DisruptionTarget").get("reason")
+        is_given_up = reason == "DeletionByTaintManager" or self.status.get("reason") == "NodeLost"
+        is_given_up = is_given_up and self.has_run  # at the start gate no pod is Ready
+        is_running = self.is_leaving and not self.is_over and (self.has_run or self.is_gate_up)
+        return is_running and is_silent and (is_given_up or self.is_late(now))
+
+    def condition(self, kind: str) -> Json:
+        return self._conditions.get(kind, {})
+
+    @property
+    def waiting_reason(self) -> str:
+        if self.condition("PodScheduled").get("status") == "False":
+            return str(self.condition("PodScheduled").get("reason", "Unschedulable"))
+        return str(self._waiting[0].get("reason", ""))
+
+    def misses(self, name: str) -> bool:
+        """Whether it cannot start because the ConfigMap of that name is missing."""
+        is_stuck = self.waiting_reason == "CreateContainerConfigError" and not self.is_leaving
+        return is_stuck and f'"{name}"' in self.waits_for
+
+    @property
+    def _waiting(self) -> tuple[Json, str]:
+        """Why the container whose turn it is waits, and its image."""
+        waiting: Json = {}
+        if "running" in self.state:  # a restarting sidecar does not concern the rank
+            return waiting, ""
+        for status in (*self._before, self.container):
+            waiting = (status.get("state") or {}).get("waiting") or waiting
+            if waiting.get("reason", "PodInitializing") != "PodInitializing":
+                return waiting, self._image_of(status["name"])
+        return waiting, ""
+
+    def _image_of(self, name: str) -> str:
+        containers = [*self.spec.get("initContainers", ()), *self.spec.get("containers", ())]
+        return next(
+            (str(c.get("image", "")) for c in containers if c.get("name", name) == name), ""
+        )
+
+    @property
+    def waits_for(self) -> str:
+        """What the pod waits for, in one line with the scheduler's or the kubelet's message."""
+        scheduled = self.condition("PodScheduled")
+        reason = self.waiting_reason
+        if reason == "Unschedulable":
+            return f"no room: {scheduled.get('message', '')}"
+        if reason == "SchedulingGated":
+            gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
+            return f"held back by the scheduling gate {gates}"
+        template = WAITING.get(reason, "{reason} {message}")
+        waiting, image = self._waiting
+        message = " ".join(str(waiting.get("message", "")).split())
+        return template.format(image=image, message=message, reason=reason).strip()
+
+    def exit(self, *, is_stopped: bool, now: float) -> Exit:
+        """How it ended, from the rank's own record first and the kubelet's report second.
+
+        An exit code that Kubernetes makes up because it has none counts as unknown.
+        """
+        ended: Json = self.state.get("terminated") or {}
+        text = str(ended.get("message") or "")
+        record = read_record(text)
+        is_lost = self.is_lost(now)
+        reason, words = self._why(ended, is_lost)
+        code: int | None = ended.get("exitCode")
+        if ended.get("reason") == "ContainerStatusUnknown" or is_lost:
+            code = None
+        if reason == RankEnd.COMMAND_NOT_FOUND:
+            code = 127  # there was no process; a shell uses this code
+        last = ended if self.has_run else ended or self._gate_end
+        exit = Exit(
+            code=code,
+            at=when(last.get("finishedAt")) or self.left_at or now,
+            reason=reason,
+            signal=_signal(code),
+            message=words,
+            log_tail=[] if words and words in text else split_lines(text)[-TAIL_LINES:],
+        )
+        if record is not None:
+            exit = recorded_exit(exit, record)
+        elif self._is_recorder and reason in (RankEnd.ERROR, RankEnd.SIGNAL) and not is_stopped:
+            exit = replace(exit, is_backends_word=True)
+        if is_stopped and exit.reason in EXPECTED_WHEN_STOPPED:
+            return replace(exit, is_stopped=True, reason=RankEnd.STOPPED)
+        return replace(exit, is_stopped=is_stopped)
+
+    @property
+    def _is_recorder(self) -> bool:
+        """Whether its rank runs under the wrapper that records its exit."""
+        containers = self.spec.get("containers") or ()
+        ranks = (c for c in containers if c.get("name") in (CONTAINER, REPLICA))
+        return any(f" {REPORT_DIR}/" in word for c in ranks for word in c.get("command", ())[2:3])
+
+    def _why(self, ended: Json, is_lost: bool) -> tuple[RankEnd, str]:
+        disruption = self.condition("DisruptionTarget")
+        pod_reason = self.status.get("reason", "")
+        if is_lost:
+            return RankEnd.HOST_LOST, f"its node {self.node} does not answer"
+        if pod_reason.startswith("OutOf"):  # the kubelet found less room than the scheduler
+            return RankEnd.REJECTED, str(self.status.get("message", ""))
+        if pod_reason in POD_REASONS:
+            return POD_REASONS[pod_reason], str(self.status.get("message", ""))
+        if disruption.get("reason") in DISRUPTIONS:
+            return DISRUPTIONS[disruption["reason"]], str(disruption.get("message", ""))
+        if not ended and self._gate_code not in (None, 0):
+            return RankEnd.START_GATE_FAILED, self._gate_trouble()
+        if not ended and (init := self._failed_init):
+            return RankEnd.INIT_FAILED, init
+        native = ended.get("reason", "")
+        # With exit code 0, a child of the rank was killed, and the rank went on.
+        if native == "OOMKilled" and ended.get("exitCode") != 0:
+            return RankEnd.OOM_KILLED, ""
+        if native in ("StartError", "ContainerCannotRun"):
+            message = " ".join(str(ended.get("message", "")).split())
+            if self._is_recorder and '"sh"' in message:
+                message += f" ({NO_SHELL})"
+            is_missing = "not found" in message or "no such file" in message
+            return RankEnd.COMMAND_NOT_FOUND if is_missing else RankEnd.CANNOT_RUN, message
+        if native == "ContainerStatusUnknown" or not ended:
+            return RankEnd.UNKNOWN, str(ended.get("message") or self.status.get("message", ""))
+        code = ended.get("exitCode", 0)
+        if code == 0:
+            return RankEnd.COMPLETED, ""
+        return RankEnd.SIGNAL if _signal(code) else RankEnd.ERROR, ""
+
+    @property
+    def _failed_init(self) -> str:
+        """The init container of the option `pod` that failed, and how; empty if none did."""
+        for container in self._before:
+            end = (container.get("state") or {}).get("terminated") or {}
+            if end.get("exitCode") and container["name"] != GATE:
+                code = end["exitCode"]
+                message = " ".join(str(end.get("message", "")).split())
+                return f"{container['name']}: exit code {code}" + (message and f": {message}")
+        return ""
+
+    def _gate_trouble(self) -> str:
+        image = (self.spec.get("containers") or [{}])[0].get("image", "")
+        message = " ".join(str(self._gate_end.get("message", "")).split())
+        return (
+            f"the start gate needs sh and sleep, and cannot run in the image {image} "
+            f"({message or f'exit code {self._gate_code}'}); "
+            "the executor option is_start_gated=False does without it"
+        )
+
+
+def recorded_exit(exit: Exit, record: Json) -> Exit:
+    """`exit`, the kubelet's report, with the rank's own record. The message says if they differ.
+
+    A failure in either counts: the Job goes by the kubelet's code.
+    """
+    code: int | None = record.get("code")
+    at = record.get("at")
+    message = str(record.get("message", ""))
+    changes: Json = {"log_tail": [str(line) for line in record.get("tail", ())][-TAIL_LINES:]}
+    if at is not None and abs(at - exit.at) <= CLOCK_SKEW_S:  # the kubelet reports whole seconds
+        changes["at"] = at
+    if isinstance(record.get("failedAt"), int | float):
+        changes["failed_at"] = record["failedAt"]
+    if code == exit.code or code:
+        changes |= {"code": code, "signal": record.get("signal")}
+        if exit.reason in ("Completed", "Error", "Signal"):
+            changes["reason"] = str(record.get("reason", exit.reason))
+    if code != exit.code:
+        both = f"the rank's record says exit code {code}, its kubelet {exit.code}"
+        message = f"{message}; {both}" if message else both
+    changes["message"] = exit.message or message
+    return replace(exit, **changes)
+
+
+def _signal(code: int | None) -> str | None:
+    """The signal behind an exit code above 128, as every container runtime counts it."""
+    try:
+        return signal.Signals((code or 0) - 128).name
+    except ValueError:
+        return None

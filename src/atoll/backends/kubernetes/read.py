@@ -1,0 +1,593 @@
+"""One look at a gang: from the Job and its pods to `Seen`, with the chores that follow. Pure.
+
+A rank may have several pods, one after another. Each look reports one of them, the oldest first,
+so that every exit is stored before its successor is reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from atoll.backends.kubernetes.deleted_pods import Departed, is_stored
+from atoll.backends.kubernetes.followups import (
+    GiveUp,
+    KeepLogs,
+    LetGo,
+    MarkStopped,
+    OpenGate,
+    PatchJob,
+    RestoreObjects,
+)
+from atoll.backends.kubernetes.gate import (
+    StartGate,
+    is_gated,
+    is_grace_unknown,
+    read_gate,
+    render_opened,
+)
+from atoll.backends.kubernetes.names import DESIRED, REGION, SHRINKS
+from atoll.backends.kubernetes.options import KubernetesOptions
+from atoll.backends.kubernetes.patch import (
+    is_released,
+    render_deadline,
+    render_return,
+    render_size_restored,
+    render_yield,
+    yielded_at,
+)
+from atoll.backends.kubernetes.pod import BROKEN, CLOCK_SKEW_S, HOPELESS, LATE_S, Pod, when
+from atoll.backends.kubernetes.render import gang_name, rendezvous_endpoint
+from atoll.core.model import decode
+from atoll.core.reasons import RankEnd
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    RankStatus,
+    Seen,
+    SeenRank,
+    Training,
+    sooner,
+)
+
+Json = dict[str, Any]
+
+NOBODY = Departed()
+DELETED = RankEnd.DELETED.meaning
+RECORD_SKEW_S = 0.1  # between clocks of nodes that are kept by NTP
+
+WAITING_EVERY_S = 30.0
+LOST_EVERY_S, LEAVING_EVERY_S = 1.0, 5.0
+
+
+class GangView(NamedTuple):
+    """What one look learns about a gang."""
+
+    seen: Seen
+    may_go: list[Pod]  # being deleted, with nothing to report that is not in `seen`
+    leaving: list[Pod]  # being deleted while they run: their logs are lost with them
+    lost: list[Pod]  # on nodes that do not answer, given up by the cluster
+    has_more: bool  # the next look reports more exits
+    half: list[Pod]  # they hold nodes for fewer than `min` ranks, for too long
+    gate: StartGate
+    newest: list[Pod]  # the last pod of each rank
+
+
+def desired_of(job: Json | None) -> DesiredState | None:
+    """The wish that the Job carries out; None if there is no Job or it is being deleted."""
+    if job is None or "deletionTimestamp" in job["metadata"] or is_released(job):
+        return None
+    text = (job["metadata"].get("annotations") or {}).get(DESIRED)
+    return decode(text, DesiredState) if text else None
+
+
+def is_unchanged(job: Json, manifests: Iterable[Json]) -> bool:
+    """Whether a Job read earlier is still the same, as its pods show: each rank has exactly one."""
+    desired = desired_of(job)
+    if desired is None or job["spec"].get("suspend") or is_grace_unknown(job):
+        return False
+    there = [p.rank for p in map(Pod, manifests) if not p.is_leaving and p.rank >= 0]
+    return set(there) == set(range(desired.size))
+
+
+def finished(job: Json) -> str:
+    """The reason the Job states for being over; empty if it is not."""
+    for condition in job.get("status", {}).get("conditions") or ():
+        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
+            return condition.get("reason") or str(condition["type"])
+    return ""
+
+
+def look(
+    training: Training,
+    job: Json | None,
+    manifests: Iterable[Json],
+    options: KubernetesOptions,
+    now: float,
+    trouble: str = "",
+    silent: Collection[str] = (),
+    departed: Departed = NOBODY,
+) -> GangView:
+    """`trouble` is what the Job controller says when it cannot make pods.
+
+    `silent` are addresses of nodes that have stopped answering, `departed` pods that are gone.
+    """
+    by_rank: defaultdict[int, list[Pod]] = defaultdict(list)
+    gone = [p for p in map(Pod, departed.manifests) if not _is_unreportable(p, now)]
+    for pod in () if is_released(job) else (*map(Pod, manifests), *gone):
+        if pod.rank >= 0:
+            by_rank[pod.rank].append(pod)
+    known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
+    desired = desired_of(job)
+    shrinks = _shrinks(job)
+    newest = [
+        _newest(pods) for rank, pods in by_rank.items() if desired is None or rank < desired.size
+    ]
+    gate = read_gate(training, job, desired, newest, now)
+    ranks, may_go, leaving, lost, has_more = [], [], [], [], False
+    unsettled: list[Pod] = []
+    unread = {n: r for n, r in known.items() if r.is_alive and r.pod_name in departed.unread}
+    sought = {n: r for n, r in known.items() if r.is_alive and r.pod_name in departed.sought}
+    gone_names = {p.name for p in gone}
+    for rank, pods in sorted({**dict.fromkeys((*unread, *sought), []), **by_rank}.items()):
+        pods.sort(key=_age)
+        there = [p for p in pods if p.name not in gone_names]
+        unsettled += [p for p in there if _is_unsettled(p, gate, desired, now)]
+        if rank in unread:
+            ranks.append(_unread(unread[rank], job, shrinks, now, is_last=not there))
+            has_more = has_more or bool(there)
+            continue
+        if rank in sought:
+            ranks.append(_sought(sought[rank]))
+            continue
+        pod, later = _pod_to_report(pods, known.get(rank), now)
+        is_done = [p for p in there if p not in later and p not in unsettled]
+        may_go += [p for p in there if p.is_held and not options.is_exit_held]
+        may_go += [p for p in is_done if options.is_exit_held and _may_go(p, now)]
+        leaving += [p for p in there if p.is_leaving and p.has_run and not p.is_lost(now)]
+        lost += [p for p in there if p.is_lost(now)]
+        has_more = has_more or bool(later)
+        if not _is_unreportable(pod, now):
+            is_leaving = pod.is_leaving or (desired is not None and rank >= desired.size)
+            is_over = pod.is_over or pod.is_lost(now)
+            exit = _exit(pod, job, shrinks, now) if is_over else None
+            ranks.append(_rank(pod, exit, is_leaving, gate, silent))
+        elif pod in unsettled:
+            ranks.append(
+                SeenRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
+            )
+    held = {*unread, *sought, *departed.sought_ranks}
+    held |= {r for r, pods in by_rank.items() if any(not is_stored(p, known.get(r)) for p in pods)}
+    lost_unseen = {r.rank: r for r in vanished_ranks(training, job, held, known, now)}
+    ranks = [rank for rank in ranks if rank.rank not in lost_unseen] + [*lost_unseen.values()]
+    for rank in {*range(desired.size if desired else 0)} - lost_unseen.keys():
+        if rank not in by_rank and (rank not in known or known[rank].attempt < 0):
+            ranks.append(SeenRank(rank=rank, state="waiting"))
+    started_at = min((r.started_at for r in ranks if r.started_at is not None), default=None)
+    if started_at is None and lost_unseen and job is not None:
+        started_at = when(job.get("status", {}).get("startTime")) or now
+    seen = Seen(
+        ranks=ranks,
+        desired=desired,
+        is_supervised=desired is not None and not (job and finished(job)),
+        is_closed=desired is not None and bool(job and finished(job)),
+        message=_message(job, trouble, options),
+        rendezvous_endpoint=rendezvous_endpoint(training, options),
+        has_gate=True,
+        # Without a gate, a rank is let go when its container starts.
+        gate_opened_at=started_at if gate.opened_at is None else gate.opened_at,
+        unsettled=len(unsettled),
+        again_in_s=LATE_S if unsettled else None,
+    )
+    fault = _fault(training, newest, options, now) or _unstarted(training, job, seen)
+    view = GangView(
+        seen=replace(seen, fault=fault),
+        may_go=may_go,
+        leaving=leaving,
+        lost=lost,
+        has_more=has_more,
+        half=_half(training, newest, options, now, _idle_since(job, gate, newest, trouble)),
+        gate=gate,
+        newest=newest,
+    )
+    view = view._replace(seen=_giving_way(view.seen, job, options, now))
+    followups = (*_followups_of_pods(view), *_followups_of_job(training, job, view, options, now))
+    again_in_s = sooner(view.seen.again_in_s, _again_in_s(view, options))
+    return view._replace(seen=replace(view.seen, followups=followups, again_in_s=again_in_s))
+
+
+def _followups_of_pods(view: GangView) -> Iterator[Followup]:
+    if view.leaving:
+        yield KeepLogs(pods=tuple(view.leaving), ranks=len(view.seen.ranks))
+    if view.lost:
+        yield GiveUp(pods=tuple(view.lost))
+    if view.may_go:
+        yield LetGo(pods=tuple(view.may_go))
+
+
+def _followups_of_job(
+    training: Training, job: Json | None, view: GangView, options: KubernetesOptions, now: float
+) -> Iterator[Followup]:
+    """The chores for a Job that exists and must go on."""
+    desired = view.seen.desired
+    if job is None or desired is None:
+        return
+    if view.half and yielded_at(job) is None:
+        yield MarkStopped(pods=tuple(view.half))
+        yield PatchJob(why="half a gang gives way", patch=render_yield(job, now))
+    if view.gate.is_due and view.gate.together is not None:
+        # The decision comes first: if the rest fails, the next look asks for it again.
+        patch = render_opened(now, view.gate.together)
+        yield PatchJob(why="the start gate opens", patch=patch)
+    if view.gate.held:
+        yield OpenGate(pods=tuple(view.gate.held), together=view.gate.together)
+    if finished(job):
+        return
+    if patch := _deadline(training, job, view.seen.gate_opened_at, options):
+        yield PatchJob(why="its deadline counts from when ranks were let go", patch=patch)
+    name = gang_name(training)
+    # The source, if there is one, is loaded only while the controller applies a wish.
+    if training.spec.source is None and any(pod.misses(name) for pod in view.newest):
+        yield RestoreObjects(desired=desired, job=job)
+    if not view.half and (patch := render_size_restored(job, desired)):
+        yield PatchJob(why="somebody has changed its size", patch=patch)
+    if _waits_for_room(job, options, now) == 0.0 and desired.size > 0:
+        yield PatchJob(why="a gang that gave way tries again", patch=render_return(job))
+
+
+def _again_in_s(view: GangView, options: KubernetesOptions) -> float | None:
+    """When to look again for timeouts, which pass without a change in the cluster."""
+    times = [view.gate.due_in_s]
+    if view.has_more:
+        times.append(0.0)
+    if any(rank.state == "waiting" for rank in view.seen.ranks):
+        limits = (options.image_timeout_s, options.gang_timeout_s or WAITING_EVERY_S)
+        times.append(min(*limits, WAITING_EVERY_S))
+    if view.lost or view.leaving:
+        times.append(LOST_EVERY_S if view.lost else LEAVING_EVERY_S)
+    return sooner(*times)
+
+
+def _waits_for_room(job: Json | None, options: KubernetesOptions, now: float) -> float | None:
+    """Seconds until a gang that gave way may try again; None if it did not give way."""
+    since = None if job is None else yielded_at(job)
+    return None if since is None else max(since + options.gang_backoff_s - now, 0.0)
+
+
+def _giving_way(seen: Seen, job: Json | None, options: KubernetesOptions, now: float) -> Seen:
+    left_s = _waits_for_room(job, options, now)
+    if not left_s:
+        return seen
+    words = f"too few nodes for min ranks at once; gave way, next try in {left_s:.0f} s"
+    return replace(seen, room=0, message=words, again_in_s=left_s)
+
+
+def _deadline(
+    training: Training, job: Json, opened_at: float | None, options: KubernetesOptions
+) -> Json:
+    """A patch of a Job whose own deadline would come before the training's; else {}."""
+    deadline_s = training.spec.deadline_s
+    since = when(job.get("status", {}).get("startTime"))
+    if deadline_s is None or opened_at is None or since is None:
+        return {}
+    waited_s = max(opened_at - since, 0.0)
+    return render_deadline(job, math.ceil(waited_s + deadline_s) + options.deadline_margin_s)
+
+
+def _unstarted(training: Training, job: Json | None, seen: Seen) -> str:
+    """The fault of a Job whose deadline passed before a rank was let go; empty if there is none."""
+    was_let_go = seen.gate_opened_at is not None or training.status.gate_opened_at is not None
+    if job is None or was_let_go or finished(job) != "DeadlineExceeded":
+        return ""
+    return f"no rank could start within {job['spec'].get('activeDeadlineSeconds')} s"
+
+
+def _pod_to_report(pods: list[Pod], known: RankStatus | None, now: float) -> tuple[Pod, list[Pod]]:
+    """The pod of a rank that this look reports, and those that later looks report."""
+    news = [p for p in pods if not is_stored(p, known) and not _is_unreportable(p, now)]
+    for at, pod in enumerate(news):
+        if pod.is_over or pod.is_lost(now):
+            return pod, news[at + 1 :]
+    return (news or pods)[-1], []
+
+
+def _age(pod: Pod) -> tuple[float, int]:
+    return pod.created_at, pod.restarts
+
+
+def _newest(pods: list[Pod]) -> Pod:
+    return max(pods, key=_age)
+
+
+def _rank(
+    pod: Pod,
+    exit: Exit | None,
+    is_leaving: bool,
+    gate: StartGate,
+    silent: Collection[str],
+) -> SeenRank:
+    """`exit` is None while it is not over."""
+    is_over = exit is not None
+    is_running = "running" in pod.state and not is_over
+    if is_over:
+        message = ""
+    elif is_running:
+        is_silent = pod.is_silent or pod.address in silent
+        message = f"its node {pod.node} does not answer" if is_silent else ""
+    elif pod.is_at_gate:
+        message = gate.message
+    else:
+        message = pod.waits_for or ("its container is being created" if pod.node else "")
+    return SeenRank(
+        rank=pod.rank,
+        state="exited" if is_over else "running" if is_running else "waiting",
+        attempt=pod.attempt,
+        restarts=pod.restarts,
+        started_at=pod.started_at,
+        exit=exit,
+        is_stopping=is_running and is_leaving,
+        pod_name=pod.name,
+        host=pod.node,
+        region=(pod.metadata.get("labels") or {}).get(REGION),
+        message=message,
+    )
+
+
+def _exit(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> Exit:
+    is_stopped = _is_stopped(pod, job, shrinks, now)
+    exit = pod.exit(is_stopped=is_stopped, now=now)
+    is_told = is_stopped or exit.reason not in (RankEnd.ERROR, RankEnd.SIGNAL, RankEnd.UNKNOWN)
+    is_ours = any(pod.rank >= n and pod.created_at <= at + CLOCK_SKEW_S for n, at in shrinks)
+    # A Job whose deadline has passed deletes its pods.
+    if is_told or is_ours or not pod.is_leaving or (job is not None and finished(job)):
+        return exit
+    # The kubelet's last report moves the time of the deletion to just after the end.
+    if (pod.left_at or now) > exit.at + CLOCK_SKEW_S:
+        return exit
+    message = f"{DELETED}; {exit.message}" if exit.message else DELETED
+    return replace(exit, reason=RankEnd.DELETED, message=message)
+
+
+def _unread(
+    rank: RankStatus,
+    job: Json | None,
+    shrinks: list[tuple[int, float]],
+    now: float,
+    *,
+    is_last: bool,
+) -> SeenRank:
+    """A rank whose pod is gone without a trace. Only the Job may know that it exited with 0."""
+    exit = Exit(code=None, at=now, reason=RankEnd.DELETED, message=f"{DELETED} unseen")
+    since = rank.started_at or 0.0
+    if is_last and rank.rank in indexes((job or {}).get("status", {}).get("completedIndexes", "")):
+        exit = Exit(code=0, at=now, reason=RankEnd.COMPLETED)
+    elif any(rank.rank >= size and at >= since - CLOCK_SKEW_S for size, at in shrinks):
+        exit = replace(exit, reason=RankEnd.STOPPED, is_stopped=True, message="")
+    return SeenRank(
+        rank=rank.rank,
+        state="exited",
+        attempt=rank.attempt,
+        restarts=rank.restarts,
+        started_at=rank.started_at,
+        exit=exit,
+        pod_name=rank.pod_name,
+        host=rank.node,
+    )
+
+
+def _sought(rank: RankStatus) -> SeenRank:
+    """A rank whose pod is gone, while it is being read how it ended: as it last was."""
+    return SeenRank(
+        rank=rank.rank,
+        state="running",
+        attempt=rank.attempt,
+        restarts=rank.restarts,
+        started_at=rank.started_at,
+        pod_name=rank.pod_name,
+        host=rank.node,
+        message=f"its pod {rank.pod_name} is gone; reading how it ended",
+    )
+
+
+def _is_unreportable(pod: Pod, now: float) -> bool:
+    """Whether the pod was deleted before it ran, so that there is nothing to report.
+
+    A pod whose node was lost is reported: it used up a restart.
+    """
+    is_lost = pod.is_lost(now) or pod.status.get("reason") == "NodeLost"
+    is_gone = pod.is_turned_away or (pod.is_leaving and not is_lost)
+    return is_gone and not pod.has_run and "terminated" not in pod.state
+
+
+def _is_unsettled(pod: Pod, gate: StartGate, desired: DesiredState | None, now: float) -> bool:
+    """Whether a rank that is being stopped may have run, though its kubelet has not said so.
+
+    It was let through the gate, and its container may have started and ended since the last word.
+    """
+    is_stopping = pod.is_leaving or (desired is not None and pod.rank >= desired.size)
+    is_through = gate.opened_at is not None and (pod.has_passed or pod.is_gate_up)
+    is_told = pod.is_over or pod.has_run or pod.is_turned_away or pod.waiting_reason in BROKEN
+    return is_stopping and is_through and not is_told and not pod.is_late(now)
+
+
+def _may_go(pod: Pod, now: float) -> bool:
+    is_over = pod.is_over or pod.is_lost(now) or (_is_unreportable(pod, now) and not pod.is_gate_up)
+    return pod.is_held and pod.is_leaving and is_over
+
+
+def _shrinks(job: Json | None) -> list[tuple[int, float]]:
+    text = ((job or {}).get("metadata", {}).get("annotations") or {}).get(SHRINKS, "[]")
+    return [(size, at) for size, at in msgspec.json.decode(text)]
+
+
+def _is_stopped(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> bool:
+    """Whether the pod was stopped on purpose, and did not end on its own before that.
+
+    Its deletion time does not say when: the kubelet's last report moves it.
+    """
+    if not pod.is_leaving or not pod.is_over:
+        return False
+    ended = pod.exit(is_stopped=False, now=now)
+    if job is not None and _is_suspended(pod, job, ended.at):
+        return True
+    # Clocks differ a little. A rank that a signal ended during deletion is not to blame.
+    # The rank's own record is exact: its failure just before a stop is its own.
+    slack_s = RECORD_SKEW_S if ended.at % 1 else RECORD_SKEW_S + 1.0  # a kubelet cuts seconds off
+    if ended.signal in ("SIGTERM", "SIGKILL"):
+        slack_s = CLOCK_SKEW_S
+    return any(
+        pod.rank >= size and pod.created_at <= at + CLOCK_SKEW_S and ended.at >= at - slack_s
+        for size, at in shrinks
+    )
+
+
+def _is_suspended(pod: Pod, job: Json, ended_at: float) -> bool:
+    """Whether the pod ended because Kueue (which reclaims quota) or a user suspended its Job."""
+    conditions = job.get("status", {}).get("conditions") or ()
+    suspension: Json = next((c for c in conditions if c["type"] == "Suspended"), {})
+    since = when(suspension.get("lastTransitionTime")) or 0.0
+    if job["spec"].get("suspend"):
+        return suspension.get("status") != "True" or ended_at >= since - CLOCK_SKEW_S
+    return (
+        pod.created_at < since
+    )  # `since` is when the Job was resumed: the pod is from before the pause
+
+
+def _message(job: Json | None, trouble: str, options: KubernetesOptions) -> str:
+    if trouble and job is None:
+        return trouble
+    if trouble:
+        return f"Kubernetes cannot create the pod: {trouble}"
+    if job is not None and job["spec"].get("suspend"):
+        if options.kueue_queue is not None:
+            return f"waits in the Kueue queue {options.kueue_queue} until the whole gang fits"
+        return "the Job is suspended"
+    return ""
+
+
+def _fault(training: Training, newest: list[Pod], options: KubernetesOptions, now: float) -> str:
+    """A fault that waiting cannot mend and that leaves fewer than `min` ranks; else empty."""
+    broken = [
+        p
+        for p in newest
+        if not p.is_over
+        and (
+            p.waiting_reason in HOPELESS
+            or (p.waiting_reason in BROKEN and now - p.created_at > options.image_timeout_s)
+        )
+    ]
+    world = training.spec.world_size
+    if not broken or world.target - len(broken) >= world.min:
+        return ""
+    return f"rank {broken[0].rank}: {broken[0].waits_for}"
+
+
+def _idle_since(job: Json | None, gate: StartGate, newest: list[Pod], trouble: str) -> float | None:
+    """Since when the gang has waited for room while it may hold some; None if it does not."""
+    if gate.opened_at is not None:
+        return None
+    waiting = [p for p in newest if p.waiting_reason == "Unschedulable" and not p.is_leaving]
+    if not waiting and trouble and job is not None and is_gated(job):
+        waiting = [
+            p for p in newest if p.is_at_gate
+        ]  # a quota keeps the other pods from being created
+    return min((p.created_at for p in waiting), default=None)
+
+
+def _half(
+    training: Training,
+    newest: list[Pod],
+    options: KubernetesOptions,
+    now: float,
+    since: float | None,
+) -> list[Pod]:
+    """Pods of an incomplete gang that hold nodes for too long: a Job is not gang-scheduled."""
+    holding = [p for p in newest if p.node is not None and not p.is_over]
+    if options.gang_timeout_s is None or since is None:
+        return []
+    if len(holding) >= training.spec.world_size.min:
+        return []
+    return holding if now - since > options.gang_timeout_s else []
+
+
+def indexes(text: str) -> set[int]:
+    """The numbers of a list such as `1,3-5`: 1, 3, 4, 5."""
+    numbers: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+class JobIndexes(NamedTuple):
+    """Ranks that have ended for good, as the Job itself counts them."""
+
+    completed: set[int]
+    failed: set[int]
+
+
+def ended_ranks(job: Json | None, known: Mapping[int, RankStatus]) -> JobIndexes:
+    """Of those that the Job has, the ranks whose end is not in the status."""
+    desired = desired_of(job)
+    if job is None or desired is None:
+        return JobIndexes(set(), set())
+    # A stopped Job keeps the indexes it had, and counts those it has stopped as failed.
+    sizes = (desired.size or job["spec"]["completions"], desired.size)
+    status = job.get("status", {})
+    texts = (status.get("completedIndexes") or "", status.get("failedIndexes") or "")
+    settled = {
+        rank
+        for rank, before in known.items()
+        if before.phase == "Failed" or (before.exit is not None and before.exit.is_success)
+    }
+    completed, failed = (
+        {rank for rank in indexes(text) if rank < size} - settled
+        for text, size in zip(texts, sizes, strict=True)
+    )
+    return JobIndexes(completed, failed)
+
+
+def unexplained_failures(
+    training: Training, job: Json | None, manifests: Iterable[Json]
+) -> set[int]:
+    """Ranks that the Job counts as failed, though neither the status nor a pod tells how."""
+    known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
+    failed = ended_ranks(job, known).failed
+    if not failed:
+        return set()
+    return failed - {p.rank for p in map(Pod, manifests) if not is_stored(p, known.get(p.rank))}
+
+
+def vanished_ranks(
+    training: Training,
+    job: Json | None,
+    there: Collection[int],
+    known: Mapping[int, RankStatus],
+    now: float,
+) -> Iterator[SeenRank]:
+    """Ranks that the Job counts as completed or failed and whose pods are gone.
+
+    `there` are the ranks that have pods to be told of; those are read instead.
+    """
+    ended = ended_ranks(job, known)
+    at = when((job or {}).get("status", {}).get("completionTime")) or now
+    for rank in sorted((ended.completed | ended.failed) - set(there)):
+        before = known.get(rank) or RankStatus(rank=rank)
+        is_failed = rank in ended.failed
+        exit = Exit(code=0, at=at, reason=RankEnd.COMPLETED)
+        if is_failed:
+            words = f"{DELETED} before its exit was read"
+            exit = Exit(code=None, at=at, reason=RankEnd.DELETED, message=words)
+        yield SeenRank(
+            rank=rank,
+            state="exited",
+            attempt=before.attempt + 1,
+            restarts=training.spec.max_restarts if is_failed else before.restarts,
+            exit=exit,
+        )

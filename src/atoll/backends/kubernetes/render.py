@@ -1,0 +1,496 @@
+"""What is asked of the cluster for one training: a Job, a Service, a ConfigMap. Pure.
+
+One Indexed Job is the gang: its completion index is the rank. The ConfigMap carries what a Job
+may not change while it runs (the world's size now), so that a rank started later finds it.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from atoll.agent import machine_use, metric_sinks, process, unpack
+from atoll.agent.metric_sinks import FIGURES
+from atoll.backends.kubernetes.code import (
+    UNPACK,
+    code_place,
+    render_code_mounts,
+    render_code_volumes,
+)
+from atoll.backends.kubernetes.gate import (
+    TURNED_AWAY_RULE,
+    render_gate,
+    render_gate_volume,
+    render_opened_world,
+    render_together,
+)
+from atoll.backends.kubernetes.names import (
+    AGENT,
+    CONTAINER,
+    DESIRED,
+    ELASTIC,
+    ETCD,
+    FAILURES,
+    FINALIZER,
+    HELD,
+    INDEX,
+    MANAGED,
+    NAMESPACE,
+    PART,
+    QUEUE,
+    REPORT_DIR,
+    REPORT_VOLUME,
+    SOURCE,
+    STOPPED,
+    TRAINING,
+    UID,
+)
+from atoll.backends.kubernetes.options import KubernetesOptions as Options
+from atoll.backends.kubernetes.placement import (
+    affinity,
+    node_selector,
+    spread,
+    tolerations,
+)
+from atoll.backends.launch import (
+    TOGETHER,
+    Meeting,
+    RankLaunch,
+    RankPlace,
+    needs_etcd,
+    render_launch,
+)
+from atoll.backends.metrics_token import token_for
+from atoll.core.errors import Permanent
+from atoll.core.mesh import DEFAULT_ETCD_PORT
+from atoll.core.model import encode
+from atoll.core.spec import Resources
+from atoll.core.status import DesiredState, Training
+from atoll.mesh.reach import FABRIC_DIR
+
+Json = dict[str, Any]
+
+SOURCE_DIR = "/atoll/source"
+# Of a pod's spec, in the order in which they are always written.
+FIRST_FIELDS = (
+    *("serviceAccountName", "runtimeClassName", "priorityClassName", "schedulerName"),
+    *("securityContext", "hostNetwork", "shareProcessNamespace", "dnsPolicy"),
+    *("nodeSelector", "affinity"),
+)
+TERMINATION_LOG = "/dev/termination-log"
+SOURCE_MAX = 900_000  # a ConfigMap holds 1 MiB with everything in it
+REPORT = "process.py"  # the key in the gang's ConfigMap
+# What containers say of their end has 12 KiB in a pod, in equal shares of 4 KiB at the most: the
+# rank's, the start gate's, the mesh agent's, one that somebody else may put there, and the patch's.
+RECORDS_BYTES = 12_288
+SHARES = 4
+# Limits equal requests: anything else would change the pod's quality-of-service class.
+AMOUNTS = {"cpu": "100m", "memory": "96Mi"}
+RESTRICTED: Json = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "runAsUser": 65532,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+def gang_name(training: Training) -> str:
+    """The name of all its objects: a DNS label that leaves room for `-bench-<index>` behind it."""
+    tail = hashlib.sha256(training.uid.encode()).hexdigest()[:8]
+    head = training.name if training.name[0].isalpha() else f"t{training.name}"
+    return f"{head[:46].rstrip('-')}-{tail}"
+
+
+def gang_labels(training: Training) -> dict[str, str]:
+    return {
+        MANAGED: "atoll",
+        TRAINING: training.name,
+        NAMESPACE: training.namespace,
+        UID: training.uid,
+    }
+
+
+def render_world(
+    training: Training,
+    desired: DesiredState,
+    options: Options,
+    owner: Json | None,
+    *,
+    is_opened: bool = False,
+) -> Json:
+    """What a rank reads when it starts, and the code it runs where that was sent along."""
+    source = training.spec.source
+    body: Json = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": gang_metadata(training, owner, options),
+        "data": render_size(desired),
+    }
+    if options.gates_start(training.spec):
+        body["data"] |= render_opened_world(is_opened=is_opened)
+    if options.records_exits(training.spec):
+        body["data"][REPORT] = report_source()
+        if options.reports_uri:
+            body["data"] |= use_sources()
+    if training.spec.code is not None:
+        body["data"][UNPACK] = unpack_source()
+    if source is not None:
+        if len(source.content) > SOURCE_MAX:
+            raise Permanent(
+                f"the source has {len(source.content)} bytes, a ConfigMap takes {SOURCE_MAX}: "
+                "put it into the image"
+            )
+        body["binaryData"] = {"source": base64.b64encode(source.content).decode()}
+    return body
+
+
+def render_size(desired: DesiredState) -> dict[str, str]:
+    return {"size": str(desired.size)}
+
+
+def render_service(training: Training, options: Options, owner: Json | None) -> Json:
+    """Gives every rank the name `<gang>-<rank>.<gang>`."""
+    metadata = gang_metadata(training, owner, options)
+    return render_headless(metadata, training, CONTAINER, "rendezvous", options.master_port)
+
+
+def render_headless(metadata: Json, training: Training, part: str, port: str, number: int) -> Json:
+    """Names for the pods of one part of a training, known before they are ready too."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {UID: training.uid, PART: part},
+            "ports": [{"name": port, "port": number, "protocol": "TCP"}],
+        },
+    }
+
+
+def render_job(
+    training: Training, desired: DesiredState, options: Options, owner: Json | None = None
+) -> Json:
+    """The gang: ranks `0..size-1`, each restarted on its own up to `max_restarts` times."""
+    spec = training.spec
+    metadata = gang_metadata(training, owner, options)
+    metadata["annotations"] = {**options.annotations, DESIRED: encode(desired).decode()}
+    is_held = options.has_own_etcd(spec)
+    if is_held:  # until its etcd answers
+        metadata["annotations"][HELD] = ETCD
+    if options.kueue_queue is not None:
+        metadata["labels"][QUEUE] = options.kueue_queue
+        metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
+    body: Json = {
+        "completions": desired.size,
+        "parallelism": desired.size,
+        "completionMode": "Indexed",
+        "backoffLimitPerIndex": spec.max_restarts,
+        # A rank never runs twice: its successor waits until the last one is gone.
+        "podReplacementPolicy": "Failed",
+        # A rank that atoll had to stop, and wants again, has not used up a restart.
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [{"type": STOPPED, "status": "True"}]},
+                *([TURNED_AWAY_RULE] if options.gates_start(training.spec) else ()),
+            ]
+        },
+        "template": _template(training, options),
+    }
+    if options.kueue_queue is not None or is_held:
+        body["suspend"] = True  # Kueue lets it go once the whole gang fits
+    # A controller that takes exits sets it once ranks are let go: before that no time is used up.
+    if spec.deadline_s is not None and not options.is_controlled:
+        body["activeDeadlineSeconds"] = math.ceil(spec.deadline_s) + options.deadline_margin_s
+    if options.ttl_seconds_after_finished is not None:
+        body["ttlSecondsAfterFinished"] = options.ttl_seconds_after_finished
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
+
+
+def owner_of(training: Training) -> Json:
+    return reference_to("atoll.dev/v1", "Training", {"name": training.name, "uid": training.uid})
+
+
+def reference_to(api: str, kind: str, metadata: Json) -> Json:
+    return {"apiVersion": api, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
+
+
+def gang_metadata(
+    training: Training, owner: Json | None, options: Options, name: str | None = None
+) -> Json:
+    made: Json = {
+        "name": name or gang_name(training),
+        "labels": {**options.labels, **gang_labels(training)},
+    }
+    if owner is not None:
+        made["ownerReferences"] = [owner]
+    return made
+
+
+def _template(training: Training, options: Options) -> Json:
+    spec = training.spec
+    name = gang_name(training)
+    # Fields that atoll leaves to the patch are here for their place among the others.
+    pod = options.patched(
+        {
+            "restartPolicy": "Never",
+            "subdomain": name,
+            "terminationGracePeriodSeconds": math.ceil(spec.stop_grace_s),
+            "containers": [_container(training, options)],
+            "tolerations": None,
+            "enableServiceLinks": False,
+            **dict.fromkeys(FIRST_FIELDS),
+            "topologySpreadConstraints": spread(training),
+            "imagePullSecrets": None,
+            "volumes": _volumes(training, options),
+        }
+    )
+    pod |= {
+        "tolerations": tolerations(spec.resources, options),
+        "nodeSelector": node_selector(spec.resources, options),
+        "affinity": affinity(training, options),
+    }
+    rank, *_ = pod["containers"] = [_filled(container) for container in pod["containers"]]
+    before = pod.pop("initContainers", [])
+    if options.has_gate(spec):  # the first, so that the fabric is checked while ranks wait
+        before = [render_agent(training, etcd_endpoint(training, options), options), *before]
+    if options.gates_start(spec):  # the last: who waits there is ready to start
+        before = [*before, render_gate(name, rank)]
+    pod["initContainers"] = before
+    metadata: Json = {"labels": {**options.labels, **gang_labels(training), PART: CONTAINER}}
+    if options.annotations:
+        metadata["annotations"] = options.annotations
+    if options.is_exit_held:
+        metadata["finalizers"] = [FINALIZER]
+    return {"metadata": metadata, "spec": _filled(pod)}
+
+
+def _filled(fields: Json) -> Json:
+    """Without those that say nothing."""
+    return {field: value for field, value in fields.items() if value not in (None, [], {})}
+
+
+def _container(training: Training, options: Options) -> Json:
+    spec = training.spec
+    launch = render_launch(training, rank_place(training, options))
+    command = launch.command
+    if options.records_exits(spec):
+        beside = len(options.pod.get("initContainers", ()))
+        command = render_recorded(command, options.python, RECORDS_BYTES // (SHARES + beside))
+    mounts = []
+    if spec.source is not None:
+        mounts.append({"name": SOURCE, "mountPath": SOURCE_DIR, "readOnly": True})
+    if spec.code is not None:
+        mounts += render_code_mounts()
+    if _own_files(training, options):
+        mounts.append({"name": REPORT_VOLUME, "mountPath": REPORT_DIR, "readOnly": True})
+    return {
+        "name": CONTAINER,
+        "image": spec.image or options.image,
+        "command": options.command or [_literal(word) for word in command],
+        "env": _environment(training, launch, options),
+        # The last lines of a rank that failed travel in its status, however soon it is gone.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "imagePullPolicy": None,
+        "securityContext": None,
+        "workingDir": spec.working_dir,
+        "resources": _resources(spec.resources, options),
+        "volumeMounts": mounts,
+    }
+
+
+def render_recorded(
+    command: list[str], python: str, limit: int = RECORDS_BYTES // SHARES
+) -> list[str]:
+    """The command under agent/process.py; exactly as it is where the image has no fit Python."""
+    # What is called `python` may be of the second version.
+    python = shlex.quote("python3" if python == "python" else python)
+    wrapper = f"{python} -S -I {REPORT_DIR}/{REPORT}"
+    words = f"{command[0]}: not found in the image"
+    missing = {process.MARK: 1, "code": 127, "reason": "CommandNotFound", "message": words}
+    script = (
+        f"if command -v {python} >/dev/null && {wrapper} --check >/dev/null 2>&1; then "
+        f'exec {wrapper} --record={TERMINATION_LOG} --limit={limit} -- "$@"; fi; '
+        'command -v "$1" >/dev/null || { '
+        f"printf '%s' {shlex.quote(json.dumps(missing))} >{TERMINATION_LOG}; "
+        'echo "atoll: $1: not found" >&2; exit 127; }; '
+        'exec "$@"'
+    )
+    return ["sh", "-c", script, "sh", *command]
+
+
+@functools.cache
+def report_source() -> str:
+    return Path(process.__file__).read_text()
+
+
+@functools.cache
+def use_sources() -> Json:
+    """The files with which the wrapper reports what its rank uses."""
+    return {
+        f"{part.__name__.rpartition('.')[2]}.py": Path(str(part.__file__)).read_text()
+        for part in (machine_use, metric_sinks)
+    }
+
+
+@functools.cache
+def unpack_source() -> str:
+    return Path(unpack.__file__).read_text()
+
+
+def rank_zero(training: Training) -> str:
+    """Where ranks meet: the stable name of rank 0."""
+    name = gang_name(training)
+    return f"{name}-0.{name}"
+
+
+def rendezvous_endpoint(training: Training, options: Options) -> str:
+    launch = render_launch(training, rank_place(training, options))
+    return launch.env["BASILICA_RDZV_ENDPOINT"]
+
+
+def etcd_name(training: Training) -> str:
+    return f"{gang_name(training)}-etcd"
+
+
+def etcd_endpoint(training: Training, options: Options) -> str:
+    """As ranks reach it; empty if the training has none."""
+    spec = training.spec
+    if not needs_etcd(spec.rendezvous.backend, has_mesh=spec.mesh):
+        return ""
+    return options.etcd_endpoint or f"{etcd_name(training)}:{DEFAULT_ETCD_PORT}"
+
+
+def rank_place(training: Training, options: Options) -> RankPlace:
+    etcd = etcd_endpoint(training, options)
+    figures, token = _figures(training, options)
+    # Without the gate's agent nobody would write the keys.
+    mesh = etcd if options.has_gate(training.spec) else ""
+    return RankPlace(
+        python=options.python,
+        shell="sh",
+        source=SOURCE_DIR,
+        packages=None,
+        has_atoll=False,
+        rendezvous_uri="",
+        meeting=Meeting(rank_zero(training), options.master_port, etcd=etcd, mesh=mesh),
+        code=code_place(training.spec.code),
+        figures=figures,
+        figures_token=token,
+    )
+
+
+def _figures(training: Training, options: Options) -> tuple[str, str]:
+    """Where ranks report to, and the token that they need there; empty if nowhere."""
+    base = (options.reports_uri or "").rstrip("/")
+    if not base:
+        return "", ""
+    if not base.startswith("http"):
+        return f"{base}/atoll-ranks/{training.uid}/{FIGURES}", ""
+    token = token_for(bytes.fromhex(options.report_key), training.namespace, training.uid)
+    return f"{base}/v1/trainings/{training.name}/metrics", token
+
+
+def _environment(training: Training, launch: RankLaunch, options: Options) -> list[Json]:
+    by_field = dict.fromkeys(launch.rank_variables, f"metadata.annotations['{INDEX}']")
+    by_field |= dict.fromkeys(launch.node_variables, "spec.nodeName")
+    by_field["ATOLL_ATTEMPT"] = f"metadata.annotations['{FAILURES}']"
+    size = {"configMapKeyRef": {"name": gang_name(training), "key": "size"}}
+    # The start gate knows how many it lets go, where they may be fewer than all.
+    is_counted = options.gates_start(training.spec) and TOGETHER not in launch.env
+    return [
+        *(
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in by_field.items()
+        ),
+        *({"name": name, "valueFrom": size} for name in launch.size_variables),
+        *([{"name": TOGETHER, "valueFrom": render_together()}] if is_counted else ()),
+        *({"name": name, "value": _literal(value)} for name, value in launch.env.items()),
+    ]
+
+
+def _literal(text: str) -> str:
+    """Kubernetes would put `$(NAME)` in place; a command means here what it means elsewhere."""
+    return text.replace("$", "$$")
+
+
+def _resources(needs: Resources, options: Options) -> Json:
+    """What a training asks for is its limit too, so that a rank gets what it was promised."""
+    wanted = {"cpu": needs.cpu, "memory": needs.memory}
+    amounts = {name: value for name, value in wanted.items() if value is not None}
+    if needs.gpu_count:
+        amounts[options.gpu_resource_key] = str(needs.gpu_count)  # quantities travel as strings
+    usual = {"cpu": options.cpu_request, "memory": options.memory_request}
+    requests = {name: value for name, value in usual.items() if value is not None} | amounts
+    return _filled({"requests": requests, "limits": amounts})
+
+
+def _own_files(training: Training, options: Options) -> list[str]:
+    """The files of atoll that a rank's container runs."""
+    is_recorded, has_code = options.records_exits(training.spec), training.spec.code is not None
+    use = use_sources() if is_recorded and options.reports_uri else ()
+    return [*([REPORT] if is_recorded else ()), *use, *([UNPACK] if has_code else ())]
+
+
+def _volumes(training: Training, options: Options) -> list[Json]:
+    made: list[Json] = []
+    if training.spec.source is not None:
+        item = {"key": "source", "path": training.spec.source.filename}
+        made.append({"name": SOURCE, "configMap": {"name": gang_name(training), "items": [item]}})
+    if training.spec.code is not None:
+        made += render_code_volumes(training.spec.code)
+    if files := _own_files(training, options):
+        # Where the ConfigMap is gone, the command still runs.
+        items = [{"key": name, "path": name} for name in files]
+        made.append(
+            {
+                "name": REPORT_VOLUME,
+                "configMap": {"name": gang_name(training), "items": items, "optional": True},
+            }
+        )
+    if options.gates_start(training.spec):
+        made.append(render_gate_volume())
+    return made
+
+
+def fabric_folder(training: Training) -> str:
+    """The training's folder in its etcd, named by uid because several trainings may share one."""
+    return f"{FABRIC_DIR}/{training.uid}"
+
+
+def render_agent(training: Training, etcd: str, options: Options) -> Json:
+    """A native sidecar: it starts before the rank, and ends after it without delaying it."""
+    fields = {
+        "RANK": f"metadata.annotations['{INDEX}']",
+        "NODE_NAME": "spec.nodeName",
+        "POD_IP": "status.podIP",
+    }
+    # Kubernetes replaces `$(NAME)` here.
+    command = [
+        *("python", "-m", "atoll.mesh.fabric"),
+        "--host=rank-$(RANK)@$(NODE_NAME)",
+        "--address=$(POD_IP)",
+        f"--etcd={etcd}",
+        f"--folder={fabric_folder(training)}",
+    ]
+    return {
+        "name": AGENT,
+        "image": options.agent_image,
+        "restartPolicy": "Always",
+        "command": command,
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ],
+        "resources": {"requests": AMOUNTS, "limits": AMOUNTS},
+        "securityContext": RESTRICTED,
+    }

@@ -1,0 +1,587 @@
+"""The executor for this machine: ranks are processes, and each training has its own shim.
+
+The shim's journal is the truth: the executor reads it, hands wishes to the shim and passes on that
+something changed. Ranks share CPU and memory of the machine; GPUs they have for themselves. `slots`
+limits how many ranks may run at once; `backends/local/queue.py` has the order in which
+trainings get them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from atoll.agent.metric_sinks import FIGURES
+from atoll.backends.launch import TOGETHER, RankPlace, render_launch, store_uri_of
+from atoll.backends.local import processes
+from atoll.backends.local.adoption import (
+    adopt,
+    bury,
+    catch_up,
+    delete,
+    is_buried,
+    set_aside,
+    write_record,
+)
+from atoll.backends.local.bench import LocalBench
+from atoll.backends.local.capacity import Machine
+from atoll.backends.local.devices import Devices, DeviceShare, Held, count_visible, ids_of, present
+from atoll.backends.local.files import GANG
+from atoll.backends.local.idle import Stillness
+from atoll.backends.local.machine_use import UseMeter
+from atoll.backends.local.observe import (
+    EndStalled,
+    desired_of,
+    next_look_s,
+    seen_rank,
+    stalled_followups,
+)
+from atoll.backends.local.options import SUPPORTS, LocalOptions
+from atoll.backends.local.processes import boot_id
+from atoll.backends.local.queue import Capacity, StartQueue, Waiting
+from atoll.backends.local.rendezvous_file import read_rendezvous
+from atoll.backends.local.rendezvous_view import (
+    seen_endpoint,
+    seen_mesh,
+    wanted_rendezvous,
+    withdraw,
+)
+from atoll.backends.local.reserve import Reserve
+from atoll.backends.local.shortage import waiting_words
+from atoll.backends.local.supervisor_client import RESTORED_S, Supervision
+from atoll.core.config import options_of
+from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
+from atoll.core.executors import Home
+from atoll.core.metrics import RankUse
+from atoll.core.ports import Executor, Key, Store
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import (
+    BenchSeen,
+    DesiredState,
+    Followup,
+    LogLine,
+    Seen,
+    Training,
+    sooner,
+)
+from atoll.core.stores import apart
+from atoll.files.ownership import make_private, private
+from atoll.logs.files import read_lines, tail_places
+
+# The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
+# replica, what that one was told of its launch.
+WITHHELD = (
+    *("ATOLL_CONFIG", "ATOLL_TOKEN", "ATOLL_URL"),
+    *("ATOLL_QUORUM", "ATOLL_RANK_ENV", "ATOLL_ENTRYPOINT_ARGS"),
+    *("ATOLL_REPORTS", "ATOLL_REPORTS_TOKEN", "ATOLL_RUN_ID"),
+)
+RUNS = "runs"  # the folder of runs with an id, beside that of the ranks
+ROOM_EVERY_S = 2.0  # nobody tells when a machine has room again
+
+log = logging.getLogger(__name__)
+
+
+def render_gang(
+    training: Training,
+    desired: DesiredState,
+    *,
+    directory: Path,
+    host: str,
+    rendezvous: dict[str, Any],
+    base: dict[str, str],
+    started_together: str | None = None,
+    devices: Held | None = None,
+    machine_devices: int = 0,
+) -> dict[str, Any]:
+    """The document a shim works from. `started_together`: as first told; None: this wish is it.
+
+    `devices`: of each rank; None: ranks share what their environment names, else all
+    `machine_devices`.
+    """
+    spec, shared = training.spec, None
+    if devices is None:
+        shared = count_visible(base | spec.nccl_env | spec.env, machine_devices)
+    launch = render_launch(training, rank_place(directory, shared))
+    filled_in = {
+        **dict.fromkeys(launch.size_variables, str(spec.world_size.target)),
+        **dict.fromkeys(launch.node_variables, host),
+        TOGETHER: spec.env.get(TOGETHER) or started_together or str(desired.size),
+    }
+    inherited = {
+        name: value for name, value in apart(base, launch.env).items() if name not in launch.later
+    }
+    return {
+        "uid": training.uid,
+        "version": desired.version,
+        "size": desired.size,
+        "discarded": {str(rank): attempt for rank, attempt in desired.discarded_attempts.items()},
+        "command": launch.command,
+        "env": {**inherited, **launch.env, **filled_in},
+        "rank_variables": list(launch.rank_variables),
+        "defaults": launch.defaults,
+        "local_ranks": launch.local_ranks,
+        "working_dir": spec.working_dir,
+        "max_restarts": spec.max_restarts,
+        "stop_grace_s": spec.stop_grace_s,
+        "rendezvous": rendezvous,
+        **({} if devices is None else {"devices": devices}),
+    }
+
+
+def rank_place(directory: Path, shared_devices: int | None = None) -> RankPlace:
+    """Where ranks run. Their meeting point is known once the supervisor has leased a port."""
+    return RankPlace(
+        python=sys.executable,
+        shell="/bin/sh",
+        source=str(directory / "source"),
+        packages=str(directory / "packages"),
+        has_atoll=True,
+        rendezvous_uri=f"file://{directory}/rendezvous",
+        runs_uri=(directory.parents[1] / RUNS).as_uri(),
+        meeting=None,
+        is_one_host=True,
+        shared_devices=shared_devices,
+        figures=(directory / FIGURES).as_uri(),
+    )
+
+
+class LocalBackend(Executor):
+    """The Executor of this machine."""
+
+    name = "local"
+    options_type = LocalOptions
+    SUPPORTS = SUPPORTS
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        slots: int | None = None,
+        log_bytes: int | None = None,
+        gpus: Sequence[str] | None = None,
+    ) -> None:
+        self._root = root
+        self._state_dir: Path | None = None  # of the control plane, which ranks find there
+        self._devices = Devices(present(os.environ) if gpus is None else gpus)
+        self.options = self._devices  # all that SUPPORTS asks of this machine
+        # Ranks that ask for none are not kept from any: they see all that the machine has.
+        self._machine_devices = len(present({})) or len(set(self._devices.ids))
+        self._slots = slots
+        self._log_bytes = log_bytes
+        self._host = socket.gethostname()
+        self._gangs: dict[str, Supervision] = {}
+        self._held: dict[str, int] = {}  # ranks admitted, by training
+        self._queue = StartQueue()
+        self._changed: asyncio.Queue[Key] = asyncio.Queue()
+        self._bench = LocalBench(root, self._host)
+        self._machine = Machine()
+        self._meter = UseMeter()
+        self._stillness = Stillness()
+        self._reserve = Reserve(root.parent)
+        self._quarantined: list[str] = []  # what is of no known training: a sentence for each
+
+    @classmethod
+    def configured(cls, name: str, options: dict[str, Any], home: Home) -> LocalBackend:
+        """An executor with the options of `[executors.local]`."""
+        table = options_of(LocalOptions, options)
+        gpus = None if table.gpus is None else ids_of("gpus", table.gpus)
+        root = home.state_dir / "ranks"
+        local = cls(root, slots=table.slots, log_bytes=table.log_bytes, gpus=gpus)
+        local._state_dir = home.state_dir
+        return local
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Refuses more ranks than this machine can ever hold, too."""
+        super().check(spec)
+        ranks, why = self._machine.most()
+        if (target := spec.world_size.target) > ranks:
+            raise ValidationError(
+                "world_size.target", target, f"{self._host} can hold {ranks} ranks at most: {why}"
+            )
+
+    def missing_path(self, spec: TrainingSpec) -> str | None:
+        where = spec.working_dir or "/"
+        directory = None if spec.source is None else spec.source.directory
+        scripts = [word for word in spec.command or () if word.endswith((".py", ".sh"))]
+        paths = (where, directory or where, *(os.path.join(where, s) for s in scripts[:1]))
+        return next((path for path in paths if not os.path.exists(path)), None)
+
+    def notes(self) -> Sequence[str]:
+        return self._quarantined
+
+    def renew_reserve(self) -> None:
+        self._reserve.renew()
+
+    async def start(self, store: Store) -> None:
+        """Takes over the gangs of an earlier control plane.
+
+        What the store does not know is adopted, or set aside and told of; what was removed is
+        cleared away.
+        """
+        self.renew_reserve()
+        snapshot = await store.snapshot()
+        stored, uids = {training.uid: training for training in snapshot.active}, snapshot.uids
+        for directory in self._directories():
+            gang = Supervision(directory, lambda: None)
+            try:
+                if is_buried(directory):
+                    await self._delete(gang)
+                elif directory.name not in uids:
+                    await adopt(directory, store)
+                elif (known := stored.get(directory.name)) and not known.status.phase.is_terminal:
+                    await catch_up(directory, known, store)
+                if gang.is_asked():
+                    self._held[directory.name] = _holds(gang)
+                    self._devices.take_over(directory.name, gang.gang().get("devices", {}))
+                    self._devices.keep(directory.name, _holds(gang))
+            except Temporary as error:  # it is tried again at the next start
+                log.warning("%s: %s", directory, error)
+            except (AtollError, ValueError) as error:
+                self._quarantined.append(set_aside(directory, str(error)))
+                log.warning("%s", self._quarantined[-1])
+        for training in stored.values():  # all of them before the first may start
+            if training.executor == self.name:
+                self._enter_queue(training)
+
+    async def clear_all(self) -> None:
+        """Ends and deletes every gang: for an owner that is gone."""
+        for directory in self._directories():
+            with contextlib.suppress(Temporary):
+                await self._delete(Supervision(directory, lambda: None))
+
+    def _directories(self) -> list[Path]:
+        """The directories of gangs; empty ones are removed."""
+        if not self._root.is_dir():
+            return []
+        for directory in self._root.iterdir():
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        return sorted(directory for directory in self._root.iterdir() if directory.is_dir())
+
+    async def _delete(self, gang: Supervision) -> None:
+        await gang.clear()
+        await asyncio.to_thread(delete, gang.directory)
+
+    async def close(self) -> None:
+        """Closes the connections to the shims; they and their ranks keep running."""
+        await self._bench.close()
+        for gang in self._gangs.values():
+            gang.close()
+
+    async def apply(self, training: Training, desired: DesiredState) -> None:
+        gang = self._gang(training)
+        async with gang.turn:
+            if desired.size == 0 and not gang.is_asked():
+                return
+            if training.status.has_run:
+                if (words := gang.damage()) and gang.restore():
+                    raise _being_restored(words)
+                if not gang.state.version:
+                    raise Permanent(f"all record of the ranks in {gang.directory} is gone")
+            held = self._held.get(training.uid, 0)
+            if self._slots is not None and desired.size > held + self._free_slots():
+                raise Temporary("another training took the slots", retry_after_s=0.1)
+            share = self._share(training)
+            devices = share and self._devices.assign(training.uid, desired.size, share)
+            if share is not None and devices is None:
+                raise Temporary("another training took the GPUs", retry_after_s=0.1)
+            self._held[training.uid] = max(desired.size, _holds(gang))
+            is_new = desired.version > gang.gang().get("version", 0)
+            if is_new:
+                write_record(gang.directory, training, self._reserve if desired.size == 0 else None)
+            self._place_source(training, gang.directory)
+            base = {k: v for k, v in os.environ.items() if k not in WITHHELD}
+            if self._state_dir is not None:
+                base["ATOLL_STATE_DIR"] = str(self._state_dir)
+            before = gang.gang() if gang.is_asked() else {}
+            document = render_gang(
+                training,
+                desired,
+                directory=gang.directory,
+                host=self._host,
+                rendezvous=wanted_rendezvous(training, self._host, before.get("rendezvous", {})),
+                base=before.get("env", base),
+                started_together=before.get("env", {}).get(TOGETHER),
+                devices=devices,
+                machine_devices=self._machine_devices,
+            )
+            document["log_bytes"] = self._log_bytes
+            if is_new and desired.size == 0:
+                self._reserve.save(gang.directory / GANG, json.dumps(document).encode())
+            await gang.desired(document)
+        self._enter_queue(training)
+        self._wake_next()
+
+    async def observe(self, training: Training) -> Seen:
+        try:
+            return self._seen(training, self._gang(training))
+        except OSError as error:  # of files, most likely
+            raise Temporary(waiting_words("look at the ranks", error.strerror)) from error
+
+    def _seen(self, training: Training, gang: Supervision) -> Seen:
+        is_over, is_led = training.status.phase.is_terminal, False
+        if training.status.has_run and (words := self._lost(training, gang)):
+            is_led = gang.restore()
+            # What is to end need not be restored for that.
+            if is_led and not training.is_cancelling and not is_over:
+                raise _being_restored(words)
+        is_asked = gang.is_asked()
+        is_supervised = (is_asked and gang.is_supervised()) or (is_led and is_over)
+        if is_asked:
+            self._give_back(training.uid, _holds(gang))
+        if self._enter_queue(training):
+            self._wake_next()
+        room, message, again_in_s = self._room_for(training)
+        seen = Seen(
+            room=room,
+            message=gang.shortage or message,
+            bench=self._bench_seen(training),
+            again_in_s=again_in_s,
+            is_supervised=is_supervised,
+        )
+        if not is_asked:
+            return seen
+        state = gang.state
+        quiet = self._quiet_s(training, gang)
+        error = read_rendezvous(gang.directory).get("error")
+        return replace(
+            seen,
+            ranks=[
+                replace(
+                    seen_rank(training.name, self._host, attempt, state.past.get(rank, ())),
+                    quiet_s=quiet.get(rank),
+                )
+                for rank, attempt in state.attempts.items()
+            ],
+            followups=stalled_followups(training, state, quiet),
+            again_in_s=sooner(again_in_s, next_look_s(training)),
+            desired=desired_of(state),
+            message=gang.shortage or str(error or message),
+            rendezvous_endpoint=seen_endpoint(training, gang.directory),
+            mesh=seen_mesh(training, gang.directory),
+            at=state.time(boot_id(), time.monotonic()),
+        )
+
+    def _lost(self, training: Training, gang: Supervision) -> str:
+        """What is amiss with the files of a gang that has run. Those of one that was released are
+        gone for good, and its directory is there."""
+        is_over = training.status.phase.is_terminal
+        if is_over and not gang.is_asked() and gang.directory.is_dir():
+            return ""
+        return gang.damage()
+
+    def _quiet_s(self, training: Training, gang: Supervision) -> dict[int, float]:
+        """For how long each rank has not moved, if that is asked for."""
+        if training.spec.stall_s is None or training.status.phase.is_terminal:
+            return {}
+        attempts, now = gang.state.attempts.values(), time.monotonic()
+        return self._stillness.quiet_s(training.uid, gang.directory, attempts, now)
+
+    async def perform(self, training: Training, followup: Followup) -> None:
+        """Ends the attempt of a rank that does not move; its supervisor starts the next."""
+        assert isinstance(followup, EndStalled)
+        attempt = self._gang(training).state.attempts.get(followup.rank)
+        is_it = attempt is not None and attempt.attempt == followup.attempt and attempt.exit is None
+        if attempt is not None and is_it and processes.born(attempt.pid) == attempt.born:
+            processes.kill_group(attempt.pid, signal.SIGKILL)
+
+    async def measure(self, training: Training) -> None:
+        key = training.key
+        self._bench.start(training.uid, lambda: self._changed.put_nowait(key))
+
+    async def release(self, training: Training) -> None:
+        gang = self._gang(training)
+        await self._bench.stop(training.uid)
+        async with gang.turn:
+            rendezvous = gang.gang().get("rendezvous", {})
+            if gang.is_asked() and not is_buried(gang.directory):
+                write_record(gang.directory, training, self._reserve)
+            status = training.status
+            await gang.clear(has_run=status.desired is not None and not status.is_released)
+        self._gangs.pop(training.uid, None)
+        self._held.pop(training.uid, None)
+        self._devices.keep(training.uid, 0)
+        self._queue.remove(training.uid)
+        self._stillness.forget(training.uid)
+        self._wake_next()
+        if not self._held:  # others on this host wait for the same keys
+            with contextlib.suppress(BackendError):  # an etcd that is down must not delay this
+                await withdraw(rendezvous)
+
+    async def purge(self, training: Training) -> None:
+        directory = self._root / training.uid
+        bury(directory)
+        await self.release(training)
+        await asyncio.to_thread(delete, directory)
+
+    async def changes(self) -> AsyncIterator[Key]:
+        while True:
+            yield await self._changed.get()
+
+    async def logs(
+        self,
+        training: Training,
+        *,
+        ranks: Sequence[int] | None = None,
+        tail: int | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        places = {} if tail is None else await self.log_places(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
+            yield line
+
+    async def log_places(
+        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
+    ) -> dict[int, int]:
+        return tail_places(self.log_folder(training), ranks, tail)
+
+    def logs_after(
+        self,
+        training: Training,
+        places: Mapping[int, int],
+        *,
+        ranks: Sequence[int] | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        return read_lines(self.log_folder(training), places, ranks=ranks, follow=follow)
+
+    def store_uri(self, training: Training) -> str:
+        return store_uri_of(training.spec, rank_place(self._root / training.uid))
+
+    def metrics_uri(self, training: Training) -> str:
+        return rank_place(self._root / training.uid).figures
+
+    async def machine_use(self) -> dict[str, list[RankUse]]:
+        """What the ranks that live use of this machine, by the uid of their training."""
+        living = [(uid, attempt) for uid, gang in self._gangs.items() for attempt in gang.living()]
+        # The thread is given values: journals and their readers belong to the event loop.
+        figures = await asyncio.to_thread(self._meter.measure, [attempt for _, attempt in living])
+        use: dict[str, list[RankUse]] = {}
+        for uid, attempt in living:
+            if attempt.pid in figures:
+                own = RankUse(attempt.rank, attempt.attempt, figures[attempt.pid])
+                use.setdefault(uid, []).append(own)
+        return use
+
+    def log_folder(self, training: Training) -> Path:
+        return self._root / training.uid / "logs"
+
+    def _gang(self, training: Training) -> Supervision:
+        if training.uid not in self._gangs:
+            key = training.key
+            self._gangs[training.uid] = Supervision(
+                self._root / training.uid, lambda: self._changed.put_nowait(key)
+            )
+        return self._gangs[training.uid]
+
+    def _free_slots(self) -> int:
+        assert self._slots is not None
+        return max(self._slots - sum(self._held.values()), 0)
+
+    def _give_back(self, uid: str, needed: int) -> None:
+        """Frees the slots beyond `needed`, which counts ranks that are still being stopped."""
+        has_devices = self._devices.keep(uid, needed)
+        if needed < self._held.get(uid, 0) or has_devices:
+            self._held[uid] = needed
+            self._wake_next()
+
+    def _room_for(self, training: Training) -> tuple[int | None, str, float | None]:
+        """How many ranks it may hold, what bounds them, and when to look again if nobody tells."""
+        uid, target = training.uid, training.spec.world_size.target
+        held, room, message = self._held.get(uid, 0), target, ""
+        is_limited = self._slots is not None or self._share(training) is not None
+        if is_limited and held < target:
+            room, message = self._turn_of(training, held)
+        if held < min(target, room):
+            left, why = self._machine.free()
+            if held + left < min(target, room):
+                return held + left, f"{self._host} has too little left: {why}", ROOM_EVERY_S
+        return (max(room, held) if is_limited else None), message, None
+
+    def _turn_of(self, training: Training, held: int) -> tuple[int, str]:
+        """How many ranks it may hold by now, and what it waits for if that is too few."""
+        uid, world, share = training.uid, training.spec.world_size, self._share(training)
+        free, message = sys.maxsize, ""
+        if self._slots is not None:
+            free = self._free_slots()
+            used = sum(self._held.values())
+            message = f"{used} of {self._slots} slots of {self._host} are in use"
+        if share is not None and (fit := len(self._devices.free(share)) // share.each) < free:
+            free, message = fit, self._devices.in_words(share, self._host, world.min)
+        if uid not in self._queue or self._queue.is_first(uid):
+            return held + free, message
+        more = self._queue.ranks_for(uid, self._free())
+        # In the same words until its turn comes: what changes would be written again each time.
+        return held + more, f"older trainings come first on {self._host}"
+
+    def _share(self, training: Training) -> DeviceShare | None:
+        spec = training.spec
+        return self._devices.share(spec.resources.gpu_count, spec.env)
+
+    def _enter_queue(self, training: Training) -> bool:
+        """It waits for the ranks it lacks, if it can have them. Returns whether others may have
+        more by that."""
+        uid, world, status = training.uid, training.spec.world_size, training.status
+        held, share = self._held.get(uid, 0), self._share(training)
+        is_over = status.phase.is_terminal or bool(status.failing) or training.is_cancelling
+        is_limited = self._slots is not None or share is not None
+        if is_over or not is_limited or held >= world.target or not self._can_ever(training):
+            return self._queue.remove(uid)
+        needed = max(world.min - held, 1)
+        waiting = Waiting(
+            training.created_at, uid, training.key, world.target - held, needed, share
+        )
+        return self._queue.put(waiting)
+
+    def _can_ever(self, training: Training) -> bool:
+        """Whether all slots and devices together are enough for it to start."""
+        least, share = training.spec.world_size.min, self._share(training)
+        if self._slots is not None and least > self._slots:
+            return False
+        return share is None or least * share.each <= len(share.of)
+
+    def _free(self) -> Capacity:
+        slots = None if self._slots is None else self._free_slots()
+        return Capacity(slots, self._devices.free)
+
+    def _wake_next(self) -> None:
+        """Whoever may have more ranks now is looked at; how many wait behind costs nothing."""
+        for turn in self._queue.turns(self._free()):
+            self._changed.put_nowait(turn.waiting.key)
+
+    def _place_source(self, training: Training, directory: Path) -> None:
+        source = training.spec.source
+        if source is None:
+            return
+        path = directory / "source" / source.filename
+        if not path.exists():
+            make_private(path.parent)
+            draft = path.with_name(path.name + ".new")
+            with open(draft, "wb", opener=private) as file:
+                file.write(source.content)
+            draft.replace(path)
+
+    def _bench_seen(self, training: Training) -> BenchSeen | None:
+        return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)
+
+
+def _being_restored(words: str) -> Temporary:
+    return Temporary(f"{words}; its supervisor writes it again", retry_after_s=RESTORED_S)
+
+
+def _holds(gang: Supervision) -> int:
+    """The number of ranks that a gang has, or may have under its wish."""
+    wanted: int = gang.gang().get("size", 0)
+    return max([wanted, *(attempt.rank + 1 for attempt in gang.state.alive())])

@@ -1,0 +1,417 @@
+"""The journal of a gang as a file: appended durably by one writer, followed by any reader.
+
+One line is one batch of records, `{"n":17,"r":[…]}`, and `n` grows by one. What is torn or rolled
+back has no newline, so no reader sees a part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atoll.backends.local.processes import boot_id
+from atoll.core.retry import restart_delay_s
+
+Record = Mapping[str, Any]
+FORMAT = 1  # of the journal, told in its first line
+PAST_KEPT = 20  # attempts of a rank before its newest, as many as stores keep
+# How often a supervisor shows that it lives, in the time stamp of its journal. A machine that loses
+# power dates the ends of its ranks by it, so this is what they may be charged too little.
+HEARTBEAT_S = 60.0
+
+
+class Attempt(NamedTuple):
+    """The newest attempt of a rank. `born` tells its process from a later one of the same pid."""
+
+    rank: int
+    attempt: int
+    restarts: int
+    pid: int
+    born: int
+    started_at: float
+    exit: Record | None = None
+    earlier_s: float = 0.0  # how long the attempts before this one ran
+    previous: Record | None = None  # how the one before this ended
+    up: float | None = None  # `started_at` by the monotonic clock of the gang's boot
+    is_stopping: bool = False  # a wish without it was accepted; a later one does not undo that
+
+    def ran_s(self, now: float) -> float:
+        """How long the rank has run in all its attempts."""
+        until = now if self.exit is None else self.exit["at"]
+        return self.earlier_s + max(until - self.started_at, 0.0)
+
+
+class Due(NamedTuple):
+    """An attempt to be started, not before `at`."""
+
+    rank: int
+    attempt: int
+    restarts: int
+    at: float
+
+
+class Anchor(NamedTuple):
+    """One moment by the gang's own time and by the monotonic clock of that boot."""
+
+    boot: str
+    at: float
+    up: float
+
+
+class GangState:
+    """The state of a gang after all records of its journal."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.size: int | None = None
+        self.discarded_attempts: dict[int, int] = {}
+        self.attempts: dict[int, Attempt] = {}
+        self.past: dict[int, tuple[Attempt, ...]] = {}  # the attempts before, by rank
+        self.anchor: Anchor | None = None
+
+    def copy(self) -> GangState:
+        """One that can be changed while others look at this one."""
+        other = GangState()
+        other.__dict__.update(self.__dict__)
+        other.attempts, other.past = dict(self.attempts), dict(self.past)
+        return other
+
+    def fold(self, record: Record) -> None:
+        kind = record["t"]
+        if "boot" in record:
+            self.anchor = Anchor(record["boot"], record["at"], record["up"])
+        if kind == "applied":
+            self.version = record["version"]
+            self.size = record["size"]
+            self.discarded_attempts = {
+                int(rank): attempt for rank, attempt in record["discarded"].items()
+            }
+            for attempt in self.alive():
+                if attempt.rank >= record["size"]:
+                    self.attempts[attempt.rank] = attempt._replace(is_stopping=True)
+        elif kind == "start":
+            last = self.attempts.get(record["rank"])
+            if last is not None:
+                past = (*self.past.get(last.rank, ()), last._replace(previous=None))
+                self.past[last.rank] = past[-PAST_KEPT:]
+            self.attempts[record["rank"]] = Attempt(
+                record["rank"],
+                record["attempt"],
+                record["restarts"],
+                record["pid"],
+                record["born"],
+                record["at"],
+                earlier_s=0.0 if last is None else last.ran_s(record["at"]),
+                previous=None if last is None else last.exit,
+                up=record.get("up"),
+            )
+        elif kind == "exit":
+            last = self.attempts.get(record["rank"])
+            if last is not None and last.attempt == record["attempt"] and last.exit is None:
+                self.attempts[last.rank] = last._replace(exit=record)
+
+    def time(self, boot: str, up: float) -> float | None:
+        """The gang's own time at a moment of the monotonic clock; None if it is not known."""
+        if self.anchor is None or self.anchor.boot != boot:
+            return None
+        return self.anchor.at + up - self.anchor.up
+
+    def alive(self) -> list[Attempt]:
+        return [a for a in self.attempts.values() if a.exit is None]
+
+    def due(self, max_restarts: int) -> Iterator[Due]:
+        """The attempts to start for the wish, within the restart budget."""
+        for rank in range(self.size or 0):
+            last, discarded = self.attempts.get(rank), self.discarded_attempts.get(rank, -1)
+            if last is None or (last.exit is not None and last.attempt <= discarded):
+                attempt = max(discarded, -1 if last is None else last.attempt) + 1
+                yield Due(rank, attempt, 0, 0.0)
+                continue
+            if last.exit is None or last.exit["stopped"] or last.exit["code"] == 0:
+                continue
+            if last.restarts < max_restarts:
+                at = last.exit["at"] + restart_delay_s(last.restarts)
+                yield Due(rank, last.attempt + 1, last.restarts + 1, at)
+
+
+RESERVE_BYTES = 64 * 1024  # set aside at the start, so that exits still fit on a full disk
+
+
+class JournalDamaged(Exception):
+    """The journal is not what its writer wrote: lines are broken, missing, or older ones."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} is damaged: {what}")
+
+
+class Cursor(NamedTuple):
+    """How far a journal has been read. It is a value: reading twice from one is harmless."""
+
+    inode: int = 0
+    offset: int = 0
+    batch: int = 0  # the number of the last one read
+
+
+def encode_batch(number: int, records: Sequence[Record]) -> bytes:
+    head = {"format": FORMAT} if number == 1 else {}
+    return json.dumps({**head, "n": number, "r": records}, separators=(",", ":")).encode() + b"\n"
+
+
+def read_batches(data: bytes, after: int) -> Iterator[tuple[int, list[Record]]]:
+    """The size and the records of each whole batch in `data`, the first of which follows `after`.
+
+    What has no newline yet is left out. Raises ValueError at a line that is no such batch.
+    """
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(True), after + 1):
+        document = json.loads(line)
+        if not isinstance(document, dict) or document.get("n") != number:
+            raise ValueError(f"there is no batch {number} where it should be")
+        if number == 1 and document.get("format") != FORMAT:
+            raise ValueError(f"its format is {document.get('format')}, expected {FORMAT}")
+        yield len(line), document["r"]
+
+
+def is_salvageable(path: Path) -> bool:
+    """Whether a journal is broken, and begins with something that is not."""
+    found = 0
+    try:
+        for _ in read_batches(path.read_bytes(), 0):
+            found += 1
+    except OSError:
+        return False
+    except ValueError:
+        return found > 0
+    return False
+
+
+class JournalReader:
+    """The state of a gang as far as the file has been read. It has one user.
+
+    A state that was handed out is never changed: the next one is a copy.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._view = (Cursor(), GangState())
+
+    @property
+    def cursor(self) -> Cursor:
+        return self._view[0]
+
+    @property
+    def state(self) -> GangState:
+        return self._view[1]
+
+    def refresh(self) -> bool:
+        """Reads on; returns whether there were new records. A file that was replaced is read anew.
+
+        Raises JournalDamaged, and keeps what it has, if that is broken, or older than what was
+        read before. A journal that has not been written yet is empty.
+        """
+        before, state = self._view
+        try:
+            view = self._read(before, state)
+        except ValueError:
+            try:
+                view = self._read(Cursor(), GangState())
+            except ValueError as error:
+                raise JournalDamaged(self._path, str(error)) from error
+        if view[0].batch < before.batch:
+            words = f"it ends with batch {view[0].batch}, and had {before.batch}"
+            raise JournalDamaged(self._path, words)
+        self._view = view
+        return view[0] != before
+
+    def _read(self, cursor: Cursor, state: GangState) -> tuple[Cursor, GangState]:
+        """Raises ValueError if the cursor does not fit the file, or a line is broken."""
+        try:
+            with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if cursor.inode not in (0, found.st_ino) or found.st_size < cursor.offset:
+                    raise ValueError("it is another file")
+                file.seek(cursor.offset)
+                data = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            if cursor.inode:
+                raise ValueError("it is gone") from None
+            return cursor, state
+        except IsADirectoryError:
+            raise ValueError("it is a directory") from None
+        offset, batch, is_copied = cursor.offset, cursor.batch, False
+        for size, records in read_batches(data, batch):
+            state, is_copied = (state if is_copied else state.copy()), True
+            for record in records:
+                state.fold(record)
+            offset, batch = offset + size, batch + 1
+        return Cursor(found.st_ino, offset, batch), state
+
+
+class JournalWriter:
+    """Appends to the journal. The caller holds the gang's lock, so there is one writer.
+
+    It knows all that it has written, and writes it again where somebody has deleted or changed it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = self._open()
+        self.state = GangState()
+        self._batches = 0
+        self._data = bytearray()
+        self._last_at = 0.0
+        data = b""
+        while chunk := os.read(self._file, 1 << 20):
+            data += chunk
+        stamp = os.fstat(self._file).st_mtime
+        try:
+            self._take_over(data)
+            os.ftruncate(self._file, len(self._data))  # what a crash has torn was never told
+        except ValueError:  # the ranks are judged by what is whole
+            os.rename(path, path.with_name(path.name + ".damaged"))
+            self._write_anew()
+        self._anchor = self._own_anchor(boot_id())
+        self._last_alive = min(max(stamp, self._last_at), self._anchor_now())
+        reserve(self._file, len(self._data))
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _take_over(self, data: bytes) -> None:
+        for size, records in read_batches(data, 0):
+            for record in records:
+                self.state.fold(record)
+                self._last_at = max(self._last_at, record["at"])
+            self._data += data[len(self._data) : len(self._data) + size]
+            self._batches += 1
+
+    def now(self) -> float:
+        """The gang's own time: always later than the last one, so that records keep their order.
+
+        It starts as the wall clock and goes on as the monotonic one, under later supervisors too:
+        setting the wall clock changes no duration.
+        """
+        self._last_at = max(self._anchor_now(), self._last_at + 1e-6)
+        return self._last_at
+
+    def last_alive_at(self) -> float:
+        """When a supervisor before this one last showed that it lived, by the gang's own time."""
+        return self._last_alive
+
+    def is_of_this_boot(self) -> bool:
+        """Whether the journal tells the time of this boot, for readers and later supervisors."""
+        return self.state.anchor is not None and self.state.anchor.boot == self._anchor.boot
+
+    def heartbeat(self) -> None:
+        """Shows that the supervisor lives, in the time stamp of the file."""
+        with contextlib.suppress(OSError):  # a sign of life more or less
+            os.utime(self._file, times=(self.now(),) * 2)
+
+    def _anchor_now(self) -> float:
+        return self._anchor.at + time.monotonic() - self._anchor.up
+
+    def _own_anchor(self, boot: str) -> Anchor:
+        stored = self.state.anchor
+        if stored is not None and stored.boot == boot:
+            return stored
+        return Anchor(boot, max(time.time(), self._last_at), time.monotonic())
+
+    def stamp(self) -> dict[str, Any]:
+        """The present moment, for a record that later supervisors take their time from."""
+        return {"at": self.now(), "up": time.monotonic(), "boot": self._anchor.boot}
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Writes the records durably. On a full disk it raises OSError and writes nothing."""
+        if not self._is_in_place():
+            # Where even the place for it is gone, it goes on in the file that has no name.
+            with contextlib.suppress(OSError):
+                self._write_anew()
+        data, end = encode_batch(self._batches + 1, records), len(self._data)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], end + written)
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, end)
+            raise
+        self._data += data
+        self._batches += 1
+        for record in records:
+            self.state.fold(record)
+        self.heartbeat()
+
+    def restore(self) -> bool:
+        """Writes the journal again if it is not as it was written. Returns whether it was not."""
+        try:
+            if self._is_in_place() and self._path.read_bytes() == self._data:
+                return False
+        except OSError:
+            pass
+        self._write_anew()
+        return True
+
+    def _is_in_place(self) -> bool:
+        try:
+            found, own = os.stat(self._path), os.fstat(self._file)
+        except OSError:
+            return False
+        return os.path.samestat(found, own) and found.st_size == len(self._data)
+
+    def _write_anew(self) -> None:
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        clear_way(self._path)
+        write_durably(self._path, bytes(self._data))
+        file = self._open()
+        os.close(self._file)
+        self._file = file
+        reserve(self._file, len(self._data))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def reserve(file: int, end: int) -> None:
+    """Reserves disk blocks past the end of the file without changing its size."""
+    try:
+        import ctypes
+
+        keep_size = 1
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate(
+            file, keep_size, ctypes.c_int64(end), ctypes.c_int64(RESERVE_BYTES)
+        )  # without a reserve, a full disk is handled by retrying
+    except (OSError, AttributeError):
+        return
+
+
+def clear_way(path: Path) -> None:
+    """Removes a directory where a file should be."""
+    if path.is_dir() and not path.is_symlink():
+        from shutil import rmtree  # supervisors start without it
+
+        rmtree(path)
+
+
+def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replaces the content of `path` by `data`, atomically."""
+    draft = path.with_name(path.name + ".new")
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(file, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,165 @@
+"""Whether the keeper and the supervisor of a gang live, as far as their control plane can tell.
+
+The supervisor sends a beat every second. Silence alone proves nothing: the listener may have been
+stopped, asleep or starved itself, and a supervisor that gets no CPU or waits for a disk is silent
+too. So only listening that went on in time counts, and then /proc decides.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from atoll.backends.local import processes
+from atoll.backends.local.files import RESTORE
+
+BEAT_S = 1.0
+BEAT = b"h"
+GROWN = b"j"  # the journal has
+MISSES = 3  # beats in a row
+LATE_S = 2.0  # a tick this long after the last one does not count: the listener was held up
+HUNG = 30  # ticks without a sign of life, beyond which a process that does not run is given up
+
+
+class Life(NamedTuple):
+    """One process of a pair at one moment."""
+
+    pid: int
+    born: int
+    is_stopped: bool
+    is_waiting: bool  # for nothing that the machine owes it: neither the CPU nor a disk
+    progress: tuple[str, ...]  # changes whenever it runs
+
+
+class Pair(NamedTuple):
+    keeper: Life | None
+    supervisor: Life | None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nobody of it can act. A keeper that runs deals with a stopped supervisor."""
+        lives = [life for life in self if life is not None]
+        return bool(lives) and all(life.is_stopped for life in lives)
+
+
+class Pulse:
+    """What is heard of one pair, by one listener. `tick` is called every `BEAT_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ticked_at = clock()
+        self._is_heard = True
+        self._has_beaten = False  # supervisors of release 0.1 never do
+        self._misses = self._stopped = self._hung = 0
+        self._progress: tuple[str, ...] = ()
+        self._is_roused = False
+
+    def hear(self, data: bytes) -> None:
+        self._is_heard = True
+        self._has_beaten = self._has_beaten or BEAT in data
+
+    def tick(self) -> bool:
+        """Whether a beat is missing, so that it is time for a look at the pair."""
+        now, before = self._clock(), self._ticked_at
+        self._ticked_at = now
+        if self._is_heard or now - before >= LATE_S:
+            self._misses = self._stopped = self._hung = 0
+            self._is_roused = self._is_roused and not self._is_heard
+            self._is_heard = False
+        else:
+            self._misses += 1
+        return self._misses > 0
+
+    def judge(self, pair: Pair) -> int | None:
+        """The signal that both need: to go on if they are stopped, to end if that was no help."""
+        self._stopped = self._stopped + 1 if pair.is_stopped else 0
+        life = pair.supervisor
+        if life is None or not life.is_waiting or life.progress != self._progress:
+            self._hung = 0
+        elif self._has_beaten and not life.is_stopped:
+            self._hung += 1
+        self._progress = () if life is None else life.progress
+        self._is_roused = self._is_roused and pair.is_stopped
+        if self._hung >= HUNG or (self._stopped >= MISSES and self._is_roused):
+            return signal.SIGKILL
+        if self._stopped >= MISSES:
+            self._is_roused, self._stopped = True, 0
+            return signal.SIGCONT
+        return None
+
+
+def pair_of(directory: Path) -> Pair:
+    """The processes in charge of a gang: by its mark, or by their command lines if that is lost."""
+    keeper = _marked(directory)
+    if keeper is not None:
+        words = processes.command_line(keeper.pid)
+        same = [p for p in processes.children(keeper.pid) if processes.command_line(p) == words]
+        return Pair(keeper, _life(same[0]) if same else None)
+    shims = shims_of(directory)
+    catching = [pid for pid in shims if processes.catches(pid, RESTORE)]
+    # A child that waits to become a rank is like the supervisor that has forked it.
+    supervisors = [pid for pid in catching if processes.parent(pid) not in catching]
+    keepers = [pid for pid in shims if pid not in catching and processes.parent(pid) not in shims]
+    return Pair(
+        _life(keepers[0]) if keepers else None, _life(supervisors[0]) if supervisors else None
+    )
+
+
+def shims_of(directory: Path) -> list[int]:
+    """The pids of all keepers and supervisors that were started for a gang."""
+    return [pid for pid in processes.all_pids() if _is_shim(pid, os.fsencode(directory))]
+
+
+def ask_to_restore(supervisor: Life) -> None:
+    """One that has only just begun would die of the signal, and its files are new."""
+    if processes.catches(supervisor.pid, RESTORE):
+        send(supervisor, RESTORE)
+
+
+def send(life: Life, number: int) -> None:
+    """Signals that very process, never another one that has its pid by now."""
+    try:
+        fd = os.pidfd_open(life.pid)
+    except OSError:
+        return
+    try:
+        if processes.born(life.pid) == life.born:
+            signal.pidfd_send_signal(fd, number)
+    except OSError:
+        return
+    finally:
+        os.close(fd)
+
+
+def _marked(directory: Path) -> Life | None:
+    """The keeper that the gang's mark names, if it lives."""
+    try:
+        pid, born = map(int, (directory / "keeper").read_text().split())
+    except (OSError, ValueError):
+        return None
+    life = _life(pid)
+    return life if life is not None and life.born == born else None
+
+
+def _is_shim(pid: int, directory: bytes) -> bool:
+    words = processes.command_line(pid)
+    if processes.owner(pid) != os.geteuid():  # anybody can choose such words
+        return False
+    return words[1:4] == [b"-S", b"-E", b"-c"] and directory in words[5:]
+
+
+def _life(pid: int) -> Life | None:
+    fields = processes.stat_fields(pid)
+    if not fields or fields[0] in "ZX":
+        return None
+    return Life(
+        pid=pid,
+        born=int(fields[19]),
+        is_stopped=fields[0] in "Tt",
+        is_waiting=fields[0] not in "RD",
+        progress=(fields[11], fields[12], *processes.switches(pid)),
+    )

@@ -1,0 +1,162 @@
+"""The process of one rank: how a forked child becomes it, and the record of how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from atoll.agent.process import ERROR_VARIABLE, exit_record
+from atoll.backends.local import processes
+from atoll.backends.local.journal import Attempt, Due, Record
+from atoll.core.reasons import RankEnd
+from atoll.logs.segments import LogWriter
+
+GO = b"g"
+RESET = (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
+
+
+class Process:
+    """A rank's running process: its pidfd, its output pipe, and what is being done to it."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        output: int,
+        logs: Path,
+        log_bytes: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.attempt = attempt
+        self.pidfd = os.pidfd_open(attempt.pid)
+        self.output = output
+        self.log = LogWriter(logs / str(attempt.rank), kept_bytes=log_bytes, clock=clock)
+        self.is_stopping = False
+        self.stop_asked_at = 0.0  # wall, as ranks date their failures
+        self.kill_at: float | None = None  # monotonic
+        self.frozen_since: float | None = None  # monotonic
+        self.is_frozen = False
+
+
+def become_rank(
+    directory: Path,
+    gang: dict[str, Any],
+    due: Due,
+    supervisor: int,
+    limits: tuple[int, int],
+    *,
+    umask: int,
+    go: int,
+    output: int,
+    failures: int,
+) -> NoReturn:
+    """In a forked child: waits for the go-ahead, then executes the user's command."""
+    reason, what = RankEnd.CANNOT_RUN, ""
+    try:
+        os.setsid()
+        processes.die_with_parent(supervisor)
+        signal.set_wakeup_fd(-1)
+        for number in RESET:
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.umask(umask)
+        if os.read(go, 1) != GO:
+            # Not to run, and not to end with a code that could be taken for the command's own.
+            os.kill(os.getpid(), signal.SIGKILL)
+        where = what = gang["working_dir"] or str(directory)
+        os.chdir(where)
+        reason, what = RankEnd.COMMAND_NOT_FOUND, gang["command"][0]
+        env = environment_of(directory, gang, due)
+        os.execvpe(what, gang["command"], {**env, "PWD": where})
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            reason = RankEnd.CANNOT_RUN
+        text = f"{due.rank} {due.attempt} {reason} {what[:200]}: {error.strerror}"
+        os.write(failures, " ".join(text.splitlines()).encode()[:1000] + b"\n")
+    finally:
+        os._exit(126 if reason is RankEnd.CANNOT_RUN else 127)
+
+
+def environment_of(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
+    """What an attempt of a rank finds."""
+    devices = gang.get("devices", {}).get(str(due.rank))
+    local_ranks = gang["local_ranks"]
+    return {
+        **gang["defaults"],
+        **gang["env"],
+        **({} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}),
+        **({"LOCAL_RANK": str(due.rank % local_ranks)} if local_ranks > 1 else {}),
+        **{name: str(due.rank) for name in gang["rank_variables"]},
+        "ATOLL_ATTEMPT": str(due.attempt),
+        "ATOLL_RESTARTS": str(due.restarts),
+        "ATOLL_SUPERVISOR": os.environ.get("ATOLL_SUPERVISOR", ""),
+        ERROR_VARIABLE: error_file(directory, due.rank, due.attempt),
+    }
+
+
+def start_record(attempt: Attempt) -> Record:
+    return {
+        "t": "start",
+        "rank": attempt.rank,
+        "attempt": attempt.attempt,
+        "restarts": attempt.restarts,
+        "pid": attempt.pid,
+        "born": attempt.born,
+        "at": attempt.started_at,
+        "up": attempt.up,
+    }
+
+
+def lost_record(attempt: Attempt, ended: dict[int, int], at: float) -> Record:
+    record = attempt_end(attempt, ended.get(attempt.pid), at)
+    if record["code"] in (None, 128 + signal.SIGKILL):
+        record["reason"] = RankEnd.SUPERVISOR_LOST
+        record["message"] = "the process that supervised this rank was killed"
+    return record
+
+
+def attempt_end(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
+    """The journal record of how an attempt ended."""
+    return {
+        "t": "exit",
+        "rank": attempt.rank,
+        "attempt": attempt.attempt,
+        **exit_record(status, at),
+        "stopped": False,
+    }
+
+
+def end_key(attempt: Attempt) -> str:
+    return f"{attempt.pid}.{attempt.born}"
+
+
+def write_ends(directory: Path, ends: dict[str, float]) -> None:
+    """Tells a supervisor that was stopped when its ranks were first seen dead, by `end_key`.
+
+    The times are those of the monotonic clock, which all processes of a machine share.
+    """
+    if ends:
+        draft = directory / "ends.new"
+        draft.write_text(json.dumps(ends))
+        draft.replace(directory / "ends")
+
+
+def read_ends(directory: Path) -> dict[str, float]:
+    try:
+        ends: dict[str, float] = json.loads((directory / "ends").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return ends
+
+
+def error_file(directory: Path, rank: int, attempt: int) -> str:
+    """The file in which torch's @record and atoll's entry points write when and why they failed."""
+    return str(directory / "errors" / f"{rank}.{attempt}.json")

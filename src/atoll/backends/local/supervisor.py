@@ -1,0 +1,548 @@
+"""The loop that starts, stops and restarts the ranks of one training.
+
+All of its state that matters is in the journal, from which a successor continues. It ends when
+there is nothing left to run, and leaves no descendant behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import time
+from collections.abc import Iterable
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from atoll.agent.process import SEARCHED_BYTES, failure_tail, own_word
+from atoll.backends.local import cgroup, processes
+from atoll.backends.local.files import RESTORE, SOCKET, bound_socket, read_gang, write_gang
+from atoll.backends.local.journal import HEARTBEAT_S, Attempt, Due, JournalWriter, Record
+from atoll.backends.local.liveness import BEAT, BEAT_S, GROWN
+from atoll.backends.local.rank_process import (
+    Process,
+    attempt_end,
+    become_rank,
+    end_key,
+    error_file,
+    lost_record,
+    read_ends,
+    start_record,
+)
+from atoll.backends.local.rendezvous import Rendezvous
+from atoll.backends.local.shortage import FIRST_PAUSE_S, LONGEST_PAUSE_S, SHORT, waiting_words
+from atoll.backends.local.start_barrier import Muster
+from atoll.backends.local.watchdog import (
+    FROZEN_AFTER_S,
+    append_persistently,
+    bury,
+    keeper_words,
+    kill_descendants,
+    mark_of,
+    write_mark,
+)
+from atoll.core.lines import split_lines
+from atoll.core.reasons import RankEnd
+from atoll.core.retry import Retry
+from atoll.logs.segments import last_lines
+
+PIPE_BYTES = 1 << 20
+TAIL_LINES = 20
+TAIL_CHARS = 4096
+SEARCHED_LINES = 1000
+SWEEP_EVERY_S = 0.05
+KILL_AGAIN_S = 1.0
+SLICE_S = 0.05  # how long ranks are forked before others are heard again
+
+
+def supervise(directory: Path, listener: int, *, is_heir: bool) -> None:
+    """Runs the loop. `is_heir`: an earlier shim was killed and may have left processes behind."""
+    Supervisor(directory, listener, is_heir=is_heir).run()
+
+
+class Supervisor:
+    def __init__(self, directory: Path, listener: int, *, is_heir: bool) -> None:
+        self._directory = directory
+        self._pid = os.getpid()
+        self._keeper = keeper_words(os.getppid())
+        self._journal = JournalWriter(directory / "journal")
+        self._desired: dict[str, Any] = {}  # as it was written
+        self._gang: dict[str, Any] = {}  # with what ranks are told of their rendezvous
+        self._listener = socket.socket(fileno=listener)
+        self._clients: dict[int, socket.socket] = {}
+        self._by_pid: dict[int, Process] = {}
+        self._by_fd: dict[int, tuple[str, Process]] = {}
+        self._swept: set[int] = set()  # ranks that ended and may have left processes behind
+        self._exec_errors: dict[tuple[int, int], tuple[str, str]] = {}
+        self._oom_kills = processes.oom_kills()
+        self._muster: Muster | None = None
+        self._start_at = 0.0  # monotonic; not before, after a shortage
+        self._pauses = Retry(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._shortage = ""
+        self._beat_at = 0.0  # monotonic
+        self._signs_at = time.monotonic() + HEARTBEAT_S  # the next sign of life in the journal
+        self._rendezvous: Rendezvous | None = None
+        self._prepare(is_heir)
+
+    def _prepare(self, is_heir: bool) -> None:
+        processes.adopt_orphans()
+        self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self._limits[1], self._limits[1]))
+        self._umask = os.umask(
+            0o077
+        )  # what is written here is nobody else's; ranks get theirs back
+        self._epoll = select.epoll()
+        self._listener.setblocking(False)
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, RESTORE):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._epoll.register(self._woken, select.EPOLLIN)
+        self._failures, self._failures_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._socket_file = _socket_at(self._directory / SOCKET)
+        left = self._journal.state.alive()
+        if left or is_heir:
+            ends = {a.rank: self._found_end_of(a) for a in left}
+            bury(left, self._directory, self._directory.name)
+            append_persistently(self._journal, [lost_record(a, {}, ends[a.rank]) for a in left])
+            cgroup.remove(self._directory)
+        shim = os.environ["ATOLL_SUPERVISOR"]
+        cgroup.enter(self._directory, cgroup.place_for(self._directory, shim))
+
+    def run(self) -> None:
+        if self._accept_desired():
+            while self._step():
+                pass
+            self._restore()
+        kill_descendants()
+        mark_of(self._directory).unlink(missing_ok=True)
+
+    def _step(self) -> bool:
+        """One turn of the loop. False when nothing is left to do."""
+        later = self._act()
+        if not later and not self._by_pid:
+            return False
+        ended: list[Process] = []
+        for fd, _ in self._epoll.poll(min([*later, *self._beat(), self._show_life()])):
+            self._handle(fd, ended)
+        if ended:
+            self._finish(ended)
+        return True
+
+    def _handle(self, fd: int, ended: list[Process]) -> None:
+        # epoll reports exits in the order in which they happened.
+        if fd in self._by_fd:
+            kind, process = self._by_fd[fd]
+            if kind == "exit":
+                ended.append(process)
+            else:
+                self._copy_output(process)
+        elif fd == self._woken:
+            with contextlib.suppress(BlockingIOError):
+                if RESTORE in os.read(self._woken, 4096):
+                    self._restore()
+            self._note_stops()
+            self._reap_orphans()
+        elif fd == self._listener.fileno():
+            self._accept_client()
+        elif fd in self._clients:
+            self._hear(fd)
+
+    # What there is to do
+
+    def _act(self) -> list[float]:
+        """Starts, kills and sweeps what is due. Returns in how many seconds the rest is due."""
+        now, later = time.monotonic(), self._start_due()
+        if self._rendezvous is not None and (later or self._by_pid):
+            left = self._rendezvous.heal()
+            later += [] if left is None else [left]
+        for process in list(self._by_pid.values()):
+            self._stop_unwanted(process, now)
+            if process.kill_at is not None:
+                if now >= process.kill_at:
+                    processes.kill_leader(process.attempt.pid, signal.SIGKILL)
+                    process.kill_at = now + KILL_AGAIN_S
+                later.append(process.kill_at - now)
+            if process.frozen_since is not None and not process.is_frozen:
+                left = process.frozen_since + FROZEN_AFTER_S - now
+                if left <= 0:
+                    process.is_frozen = True
+                    processes.kill_leader(process.attempt.pid, signal.SIGKILL)
+                else:
+                    later.append(left)
+        if self._swept:
+            self._sweep()
+            later += [SWEEP_EVERY_S] if self._swept else []
+        return later
+
+    def _start_due(self) -> list[float]:
+        now = self._journal.now()
+        ready: list[Due] = []
+        later: list[float] = []
+        for due in self._journal.state.due(self._gang["max_restarts"]):
+            if due.rank in self._swept:
+                later.append(SWEEP_EVERY_S)  # its last attempt is still being cleared away
+            elif due.at <= now:
+                ready.append(due)
+            else:
+                later.append(due.at - now)
+        if self._muster is not None and not self._muster.held.keys() <= {d[:2] for d in ready}:
+            self._disband()
+        if ready:
+            later += self._start(ready)
+        return later
+
+    def _stop_unwanted(self, process: Process, now: float) -> None:
+        last = self._journal.state.attempts[process.attempt.rank]
+        if process.is_stopping or not last.is_stopping:
+            return
+        process.is_stopping = True
+        process.stop_asked_at = time.time()
+        process.kill_at = now + self._gang["stop_grace_s"]
+        processes.kill_leader(process.attempt.pid, signal.SIGTERM)
+        processes.kill_leader(process.attempt.pid, signal.SIGCONT)
+
+    # Starting
+
+    def _start(self, ready: list[Due]) -> list[float]:
+        """Forks, journals, then lets the ranks run: a running rank is always in the journal.
+
+        It forks for a while only, so that wishes and exits are heard in between. Returns in how
+        many seconds to go on.
+        """
+        if (left := self._start_at - time.monotonic()) > 0:
+            return [left]
+        if not self._open_rendezvous():
+            return [FIRST_PAUSE_S]
+        until = time.monotonic() + SLICE_S
+        try:
+            self._muster = self._muster or Muster()
+            for due in ready:
+                if (due.rank, due.attempt) in self._muster.held:
+                    continue
+                if time.monotonic() > until:
+                    return [0.0]
+                self._muster.hold(self._forked(due, self._muster))
+            started = list(self._muster.held.values())
+            self._journal.append([start_record(process.attempt) for process in started])
+        except OSError as error:  # too many processes or files, or a full disk: nothing ran
+            return [self._wait_for_room(len(ready), error)]
+        for process in started:
+            self._watch(process)
+        self._muster.release()
+        self._muster = None
+        self._pauses.has_worked()
+        self._shortage = ""
+        self._tell_clients()
+        return []
+
+    def _wait_for_room(self, wanted: int, error: OSError) -> float:
+        self._disband()
+        seconds = self._pauses.pause_s() or LONGEST_PAUSE_S
+        self._start_at = time.monotonic() + seconds
+        self._shortage = waiting_words(f"start {wanted} ranks", error.strerror)
+        self._tell_shortage(self._clients.values())
+        return seconds
+
+    def _disband(self) -> None:
+        if self._muster is not None:
+            self._muster.disband()
+            self._muster = None
+
+    def _open_rendezvous(self) -> bool:
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(self._directory, self._gang["rendezvous"])
+        try:
+            env = self._rendezvous.open()
+        except OSError:
+            self._tell_clients()  # the cause is in its file
+            return False
+        self._gang["env"] = {**env, **self._gang["env"]}
+        return True
+
+    def _forked(self, due: Due, muster: Muster) -> Process:
+        """A child that waits to become the rank."""
+        output, output_in = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = self._fork(due, muster.files, output_in)
+            try:
+                born = processes.born(pid)
+                at, up = self._journal.now(), time.monotonic()
+                attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, at, up=up)
+                logs, log_bytes = self._directory / "logs", self._gang.get("log_bytes")
+                return Process(attempt, output, logs, log_bytes, self._journal.now)
+            except OSError:
+                processes.kill(pid)  # it is reaped with the orphans
+                raise
+        except OSError:
+            os.close(output)
+            raise
+
+    def _fork(self, due: Due, go: tuple[int, int], output: int) -> int:
+        try:
+            pid = os.fork()
+            if pid == 0:
+                os.close(go[1])
+                become_rank(
+                    self._directory, self._gang, due, self._pid, self._limits,
+                    umask=self._umask, go=go[0], output=output, failures=self._failures_in,
+                )  # fmt: skip
+            return pid
+        finally:
+            os.close(output)
+
+    def _watch(self, process: Process) -> None:
+        os.set_blocking(process.output, False)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(process.output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._by_pid[process.attempt.pid] = process
+        self._by_fd[process.pidfd] = ("exit", process)
+        self._by_fd[process.output] = ("output", process)
+        self._epoll.register(process.pidfd, select.EPOLLIN)
+        self._epoll.register(process.output, select.EPOLLIN)
+
+    # Ending
+
+    def _finish(self, ended: list[Process]) -> None:
+        """Journals the ends in order; only then reaps, cleans up and notifies."""
+        self._read_exec_errors()
+        records: list[Record] = []
+        for process in ended:
+            self._copy_output(process)
+            child = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
+            assert child is not None
+            status = (
+                child.si_status << 8 if child.si_code == os.CLD_EXITED else child.si_status & 0x7F
+            )
+            records.append(self._explained(process, status))
+        append_persistently(self._journal, records)
+        for process in ended:
+            # Before it is reaped: until then no other process can get its pid.
+            processes.kill_group(process.attempt.pid, signal.SIGKILL)
+            os.waitpid(process.attempt.pid, 0)
+            self._copy_output(process)
+            for fd in (process.pidfd, process.output):
+                self._ignore(fd)
+                del self._by_fd[fd]
+                os.close(fd)
+            process.log.close()
+            del self._by_pid[process.attempt.pid]
+            self._swept.add(process.attempt.rank)
+        self._tell_clients()
+
+    def _explained(self, process: Process, status: int) -> Record:
+        attempt = process.attempt
+        record = attempt_end(attempt, status, self._end_of(attempt))
+        failure = self._exec_errors.pop((attempt.rank, attempt.attempt), None)
+        word = own_word(error_file(self._directory, attempt.rank, attempt.attempt))
+        # A rank that failed by itself may still be unwinding when it is told to stop.
+        is_stopped = process.is_stopping and word.get("failedAt", inf) >= process.stop_asked_at
+        if is_stopped:
+            record["stopped"] = True
+            record["reason"] = RankEnd.STOPPED if record["code"] else record["reason"]
+        elif process.is_frozen:
+            record["reason"] = RankEnd.FROZEN
+            record["message"] = f"stopped by a signal for over {FROZEN_AFTER_S:g} s"
+        elif failure is not None:
+            record["reason"], record["message"] = failure
+        elif record["signal"] == "SIGKILL" and self._oom_kills < processes.oom_kills():
+            record["reason"] = RankEnd.OOM_KILLED
+        self._oom_kills = processes.oom_kills()
+        if record["code"] != 0 and not is_stopped:
+            log = self._directory / "logs" / str(attempt.rank)
+            tail = failure_tail(last_lines(log, SEARCHED_LINES, SEARCHED_BYTES))[-TAIL_LINES:]
+            record["tail"] = split_lines("\n".join(tail)[-TAIL_CHARS:])
+            record.update(word)
+        return record
+
+    def _read_exec_errors(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for line in os.read(self._failures, 1 << 16).decode(errors="replace").splitlines():
+                rank, attempt, reason, message = line.split(" ", 3)
+                self._exec_errors[int(rank), int(attempt)] = (reason, message)
+
+    def _sweep(self) -> None:
+        """Kills what ended ranks left behind: orphans become our children and carry their rank."""
+        mains, left = set(self._by_pid), set()
+        for pid in processes.children(self._pid):
+            if pid in mains:
+                continue
+            rank = processes.environment_of(pid).get(b"ATOLL_RANK", b"")
+            if rank.isdigit() and int(rank) in self._swept:
+                processes.kill(pid)
+                left.add(int(rank))
+        self._reap_orphans()
+        self._swept = left
+
+    def _reap_orphans(self) -> None:
+        held = {p.attempt.pid for p in self._muster.held.values()} if self._muster else set()
+        for pid in processes.children(self._pid):
+            if pid not in self._by_pid and pid not in held:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def _note_stops(self) -> None:
+        """Notes ranks that a signal has stopped; they are frozen unless they continue in time."""
+        flags = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+        with contextlib.suppress(ChildProcessError):
+            while (child := os.waitid(os.P_ALL, 0, flags)) is not None and child.si_pid:
+                process = self._by_pid.get(child.si_pid)
+                if process is None and self._muster is not None:
+                    process = self._muster.of(child.si_pid)
+                if process is not None:
+                    is_stopped = child.si_code == os.CLD_STOPPED
+                    process.frozen_since = time.monotonic() if is_stopped else None
+
+    def _copy_output(self, process: Process) -> None:
+        try:
+            data = os.read(process.output, PIPE_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            process.log.write(data)
+        else:
+            self._ignore(process.output)  # closed by the rank, which may keep running
+
+    def _ignore(self, fd: int) -> None:
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+
+    # The control plane
+
+    def _accept_desired(self) -> bool:
+        """Takes over the newest wish. False if there is none to go by.
+
+        One that is lost or damaged is written again as it was, and so is one of an older time.
+        """
+        gang, state = read_gang(self._directory), self._journal.state
+        if not gang or gang["version"] < max(self._desired.get("version", 0), state.version):
+            if self._desired:
+                with contextlib.suppress(OSError):  # a full disk: the next message tries again
+                    write_gang(self._directory, self._desired)
+            return bool(self._desired)
+        self._desired, self._gang = gang, dict(gang)
+        if gang["version"] == state.version and self._journal.is_of_this_boot():
+            return True
+        record = {
+            "t": "applied",
+            "version": gang["version"],
+            "size": gang["size"],
+            "discarded": gang["discarded"],
+            **self._journal.stamp(),
+        }
+        append_persistently(self._journal, [record])
+        self._tell_clients()
+        return True
+
+    def _restore(self) -> None:
+        """Writes again what somebody has deleted or damaged of the files that others go by."""
+        is_changed = False
+        # On a full disk, or without a place for the directory, the next message tries again.
+        with contextlib.suppress(OSError):
+            is_changed = self._journal.restore()
+        self._accept_desired()
+        with contextlib.suppress(OSError):
+            write_mark(mark_of(self._directory), self._keeper)
+            found = _socket_at(self._directory / SOCKET)
+            if found is None or found != self._socket_file:
+                self._listen_anew()
+        if is_changed:
+            self._tell_clients()
+
+    def _listen_anew(self) -> None:
+        listener = bound_socket(self._directory)
+        listener.setblocking(False)
+        self._ignore(self._listener.fileno())
+        self._listener.close()
+        self._listener = listener
+        self._socket_file = _socket_at(self._directory / SOCKET)
+        self._epoll.register(listener.fileno(), select.EPOLLIN)
+
+    def _accept_client(self) -> None:
+        with contextlib.suppress(OSError):
+            client, _ = self._listener.accept()
+            client.setblocking(False)
+            self._clients[client.fileno()] = client
+            self._epoll.register(client.fileno(), select.EPOLLIN)
+            client.send(GROWN)  # what was journalled before it was accepted
+            client.send(BEAT)  # from here on, every second
+            self._tell_shortage([client])
+
+    def _hear(self, fd: int) -> None:
+        """Any byte means: there is a new wish, or something is amiss with the files."""
+        try:
+            data = self._clients[fd].recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._restore()
+            return
+        self._epoll.unregister(fd)
+        self._clients.pop(fd).close()
+
+    def _tell_clients(self) -> None:
+        """The journal has grown. A full buffer already says so."""
+        self._send(GROWN, self._clients.values())
+
+    def _tell_shortage(self, clients: Iterable[socket.socket]) -> None:
+        if self._shortage:
+            self._send(SHORT + self._shortage.encode() + b"\n", clients)
+
+    def _beat(self) -> list[float]:
+        """Tells clients every second that it lives. Returns in how many seconds the next is due."""
+        if not self._clients:
+            return []
+        now = time.monotonic()
+        if now >= self._beat_at:
+            self._send(BEAT, self._clients.values())
+            self._beat_at = now + BEAT_S
+        return [self._beat_at - now]
+
+    def _show_life(self) -> float:
+        """A sign of life in the journal now and then. Returns in how many seconds it is due."""
+        now = time.monotonic()
+        if now >= self._signs_at:
+            self._journal.heartbeat()
+            self._signs_at = now + HEARTBEAT_S
+        return self._signs_at - now
+
+    def _send(self, data: bytes, clients: Iterable[socket.socket]) -> None:
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.send(data)
+
+    def _found_end_of(self, attempt: Attempt) -> float:
+        """When a rank without a supervisor ended: at its last sign of life if the machine was off,
+        and at most one sign later if it was not."""
+        if processes.is_running(attempt.pid, attempt.born) and self._journal.is_of_this_boot():
+            return self._journal.now()
+        latest = self._journal.last_alive_at()
+        if self._journal.is_of_this_boot():
+            latest = min(self._end_of(attempt), latest + HEARTBEAT_S)
+        return max(latest, attempt.started_at)
+
+    def _end_of(self, attempt: Attempt) -> float:
+        """When a rank that has just been found dead ended, as well as that can be known."""
+        now = self._journal.now()
+        seen_up = read_ends(self._directory).get(end_key(attempt))
+        late_s = 0.0 if seen_up is None else max(time.monotonic() - seen_up, 0.0)
+        return max(now - late_s, attempt.started_at)
+
+
+def _socket_at(path: Path) -> tuple[int, int] | None:
+    """Tells one socket from another; None if there is none."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino) if stat.S_ISSOCK(found.st_mode) else None

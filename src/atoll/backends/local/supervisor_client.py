@@ -1,0 +1,500 @@
+"""One local gang as the executor sees it: its directory, its journal, its shim."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import atoll
+from atoll.backends.local import cgroup, processes
+from atoll.backends.local.files import (
+    GANG,
+    SOCKET,
+    bound_socket,
+    read_gang,
+    short_name,
+    write_gang,
+)
+from atoll.backends.local.journal import (
+    Attempt,
+    Cursor,
+    GangState,
+    JournalDamaged,
+    JournalReader,
+    clear_way,
+    is_salvageable,
+)
+from atoll.backends.local.liveness import (
+    BEAT,
+    BEAT_S,
+    GROWN,
+    Pulse,
+    ask_to_restore,
+    pair_of,
+    send,
+    shims_of,
+)
+from atoll.backends.local.rank_process import end_key, write_ends
+from atoll.backends.local.shortage import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    SHORT,
+    tells_of_shortage,
+    waiting_words,
+)
+from atoll.core.errors import BackendError, Permanent, Temporary
+from atoll.core.retry import Retry
+from atoll.files.ownership import make_private, private
+
+SOURCE_ROOT = str(Path(atoll.__file__).parents[1])
+SHIM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from atoll.backends.local.watchdog import main; "
+    "main(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))"
+)
+FILES = (
+    *(GANG, "journal", SOCKET, "lock", "keeper", "shim.log"),
+    *("rendezvous.json", "etcd.log", "ends", "cgroup"),
+)
+KEEPER_STUCK_S = 3.0
+FRUITLESS_STARTS = 5
+ACCEPT_TIMEOUT_S = 30.0  # a starved machine takes 10 s to start a Python
+END_TIMEOUT_S = 10.0  # for processes to go that were asked to, and again once they were killed
+RESTORED_S = 0.2  # how long a supervisor is given to write its files again
+LAST_WORDS_BYTES = 4096
+
+log = logging.getLogger(__name__)
+_shims: list[subprocess.Popen[bytes]] = []  # of all gangs: children of this process, to be reaped
+
+
+class Supervision:
+    """One gang's files and shim. Nobody else writes its `gang.json`."""
+
+    def __init__(self, directory: Path, notify: Callable[[], None]) -> None:
+        self.directory = directory
+        self.turn = asyncio.Lock()
+        self.host = socket.gethostname()
+        self._notify = notify
+        self._journal = JournalReader(directory / "journal")
+        self._line: socket.socket | None = None
+        self._news = asyncio.Event()
+        self._buffer = b""
+        self._pulse = Pulse()
+        self._ticking: asyncio.TimerHandle | None = None
+        self._ends: dict[str, float] = {}  # ranks seen dead while their supervisor was silent
+        self._shim: subprocess.Popen[bytes] | None = None
+        self._unheard_since: float | None = None
+        self._is_hurried = False
+        self._begun_at: Cursor | None = None  # what of the journal there was for the last shim
+        self._log_at = 0  # size of the shims' log at that time
+        self._is_weighed = True  # whether the end of the last shim has been counted
+        self._fruitless = 0  # shims in a row that died without writing anything
+        self._pauses = Retry(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._again_at = 0.0  # monotonic; no shim is started before
+        self.shortage = ""  # what the ranks wait for, of this machine, in one line
+
+    @property
+    def state(self) -> GangState:
+        """What the journal says; what it last said, if it is damaged by now."""
+        with contextlib.suppress(JournalDamaged):
+            self._journal.refresh()
+        return self._journal.state
+
+    def living(self) -> list[Attempt]:
+        """The attempts that run as far as the journal has been read. Threads may have them."""
+        return self._journal.state.alive()
+
+    def is_asked(self) -> bool:
+        """Whether there is anything to go by: a wish, or the record of one."""
+        return any((self.directory / name).exists() for name in (GANG, "journal"))
+
+    def gang(self) -> dict[str, Any]:
+        """The wish as it was written; empty if it is lost."""
+        return read_gang(self.directory)
+
+    def damage(self) -> str:
+        """What is amiss with the files of a gang that has run, in words; empty if nothing is."""
+        try:
+            self._journal.refresh()
+        except JournalDamaged as error:
+            return str(error)
+        if not self.gang():
+            return f"{self.directory / GANG} is lost or damaged"
+        return "" if self._journal.state.version else f"{self.directory} has no journal any more"
+
+    def restore(self) -> bool:
+        """Asks the supervisor to write its files again. False if none lives."""
+        if self._connected():
+            self._say()
+            return True
+        supervisor = pair_of(self.directory).supervisor
+        if supervisor is not None:
+            ask_to_restore(supervisor)
+        return supervisor is not None
+
+    async def desired(self, gang: dict[str, Any]) -> None:
+        """Writes the gang document and waits until the shim accepts it. An older one is ignored."""
+        before = self.gang()
+        if before.get("version", 0) >= gang["version"]:
+            gang = before
+        else:
+            try:
+                make_private(self.directory)
+                if not self.is_asked():  # from then on, a lock that is missing was lost
+                    (self.directory / "lock").touch(0o600)
+                write_gang(self.directory, gang)
+            except OSError as error:
+                self.shortage = waiting_words(f"write to {self.directory}", error.strerror)
+                raise Temporary(self.shortage) from error
+        deadline = time.monotonic() + ACCEPT_TIMEOUT_S
+        while not self._is_accepted(gang):
+            self._weigh()
+            if self._fruitless >= FRUITLESS_STARTS:
+                raise Permanent(f"the supervisor of the ranks keeps dying: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise Temporary(f"the supervisor in {self.directory} does not answer")
+            if self._connected() or self._start():
+                self._say()
+            else:
+                self._hurry_keeper()
+            await self._wait(0.05)
+        self._pauses.has_worked()
+
+    def is_supervised(self) -> bool:
+        """Whether a shim acts on the wish. Starts a new one for ranks that have none."""
+        if self._connected():
+            return True
+        lock = self._take_lock()
+        if lock is None:  # the keeper is clearing up after a supervisor that died
+            self._hurry_keeper()
+            self._look_again(0.05)
+            return True
+        self._unheard_since = None
+        self._weigh(is_over=True)
+        if not self._is_needed() or self._fruitless >= FRUITLESS_STARTS:
+            os.close(lock)
+            return False
+        try:
+            self._spawn(lock)
+        except Temporary as error:  # nobody acts yet, but somebody will
+            self._look_again(error.retry_after_s)
+            return True
+        return self._connected()  # to notice its messages and its end
+
+    def _is_needed(self) -> bool:
+        """Whether a new shim has anything to do. The caller holds the lock: none lives.
+
+        Without any record, nobody knows which ranks have run: none is started again.
+        """
+        try:
+            self._journal.refresh()
+        except JournalDamaged:
+            self._journal = JournalReader(self.directory / "journal")
+            if is_salvageable(self.directory / "journal"):
+                return True
+        state = self.state
+        is_marked = (self.directory / "keeper").exists()
+        return bool(state.alive()) or (is_marked and state.version > 0)
+
+    async def clear(self, *, has_run: bool = True) -> None:
+        """Ends all processes of the gang and removes its files, but for logs and data of ranks.
+
+        It needs no file for that: what runs carries the uid of the training.
+        """
+        is_whole = self.is_asked() and not self.damage()
+        if not (is_whole and await self._is_stopped()) and has_run:
+            await self._end_all()
+        self._hang_up()
+        self._journal = JournalReader(self.directory / "journal")
+        cgroup.remove(self.directory)
+        if not self.directory.is_dir():
+            return
+        # The wish is removed first: alone, it would count as ranks that hold slots.
+        for name in FILES:
+            clear_way(self.directory / name)
+            (self.directory / name).unlink(missing_ok=True)
+        for name in ("errors", "source", "etcd"):
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+
+    async def _is_stopped(self) -> bool:
+        """Has the supervisor end all ranks and itself. False if that did not work in time."""
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                if self.is_supervised():
+                    gang = self.gang()
+                    more = {"version": gang["version"] + 1, "size": 0, "stop_grace_s": 0.0}
+                    await self.desired({**gang, **more})
+                while self.is_supervised():
+                    await self._wait(0.05)
+        except (TimeoutError, BackendError, KeyError):
+            return False
+        return True
+
+    async def _end_all(self) -> None:
+        """Kills the shim, whose guard ends all below it, and what carries the training's uid."""
+        uid, deadline = self.directory.name, time.monotonic() + END_TIMEOUT_S
+        while left := await asyncio.to_thread(processes_of, self.directory, uid):
+            if time.monotonic() > deadline:
+                pids = ", ".join(map(str, sorted(left)))
+                raise Temporary(f"processes of the training do not end: {pids}", retry_after_s=1.0)
+            for pid in left:
+                processes.kill(pid)
+            await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        """Closes the connection to the shim, which keeps running."""
+        self._hang_up()
+
+    def _is_accepted(self, gang: dict[str, Any]) -> bool:
+        """Whether a shim has journalled the wish, and runs if anything is left to start."""
+        state = self.state
+        is_idle = not any(state.due(gang["max_restarts"]))
+        return state.version == gang["version"] and (is_idle or self._connected())
+
+    def _connected(self) -> bool:
+        if self._line is not None:
+            return True
+        try:
+            line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError as error:
+            raise Temporary(waiting_words("reach the supervisor", error.strerror)) from error
+        try:
+            with short_name(self.directory) as here:
+                line.connect(f"{here}/{SOCKET}")
+        except OSError:
+            line.close()
+            return False
+        self._line, self._buffer, self._pulse = line, b"", Pulse()
+        self._unheard_since = None
+        loop = asyncio.get_running_loop()
+        loop.add_reader(line, self._hear)
+        self._ticking = loop.call_later(BEAT_S, self._tick)
+        self._say()  # what was done to its files meanwhile is undone
+        return True
+
+    def _hear(self) -> None:
+        """A beat, the word that the journal has grown, or a line of what is short."""
+        assert self._line is not None
+        try:
+            data = self._line.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._hang_up()
+        self._pulse.hear(data)
+        self._buffer += data
+        is_news = not data
+        while self._buffer:
+            word, rest = self._buffer[:1], self._buffer[1:]
+            if word == GROWN:
+                self.shortage = ""
+            elif word == SHORT:
+                text, end, rest = rest.partition(b"\n")
+                if not end:
+                    break
+                self.shortage = text.decode(errors="replace")
+            is_news = is_news or word != BEAT
+            self._buffer = rest
+        if is_news:
+            self._news.set()
+            self._notify()
+
+    def _tick(self) -> None:
+        """Looks at the pair whenever a beat is missing."""
+        self._ticking = asyncio.get_running_loop().call_later(BEAT_S, self._tick)
+        if not self._pulse.tick():
+            self._ends.clear()
+            return
+        self._note_ends()
+        pair = pair_of(self.directory)
+        number = self._pulse.judge(pair)
+        if number is None:
+            return
+        with contextlib.suppress(OSError):  # on a full disk, ends are dated when they are seen
+            write_ends(self.directory, self._ends)
+        what = "go on" if number == signal.SIGCONT else "are ended and replaced"
+        log.warning("%s: keeper and supervisor do not answer; they %s", self.directory, what)
+        for life in (pair.supervisor, pair.keeper):
+            if life is not None:
+                send(life, number)
+
+    def _note_ends(self) -> None:
+        for attempt in self.state.alive():
+            if not processes.is_running(attempt.pid, attempt.born):
+                self._ends.setdefault(end_key(attempt), time.monotonic())
+
+    def _say(self) -> None:
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self._line.send(b"w")
+
+    async def _wait(self, seconds: float) -> None:
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes with the event.
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            asyncio.get_running_loop().remove_reader(self._line)
+            self._line.close()
+            self._line = None
+        if self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None
+
+    def _look_again(self, seconds: float) -> None:
+        asyncio.get_running_loop().call_later(seconds, self._notify)
+
+    def _take_lock(self) -> int | None:
+        path = self.directory / "lock"
+        try:
+            make_private(self.directory)
+            clear_way(path)
+            # A shim whose lock was deleted or replaced holds one that nobody else can see.
+            if not path.exists() and any(pair_of(self.directory)):
+                return None
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise Temporary(waiting_words("open the lock", error.strerror)) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return None
+        if (self.directory / "keeper").exists() and any(pair_of(self.directory)):
+            os.close(lock)
+            return None
+        return lock
+
+    def _start(self) -> bool:
+        lock = self._take_lock()
+        if lock is None:
+            return False
+        self._spawn(lock)
+        return self._connected()
+
+    def _spawn(self, lock: int) -> None:
+        """Starts a shim that owns the lock from the first instant: there is never a second one.
+
+        Raises Temporary where the machine is short of something.
+        """
+        try:
+            self._weigh(is_over=True)
+            if (left := self._again_at - time.monotonic()) > 0:
+                raise Temporary(self.shortage, retry_after_s=left)
+            self._begun_at = self._position()
+            with open(self.directory / "shim.log", "ab", opener=private) as words:
+                self._log_at = words.tell()
+                self._shim = self._forked(lock, words)
+            _shims.append(self._shim)
+            self._is_weighed = False
+        except OSError as error:
+            left = self._pause(error.strerror or str(error))
+            raise Temporary(self.shortage, retry_after_s=left) from error
+        finally:
+            os.close(lock)
+
+    def _forked(self, lock: int, words: IO[bytes]) -> subprocess.Popen[bytes]:
+        with bound_socket(self.directory) as listener:
+            files = (lock, listener.fileno())
+            return subprocess.Popen(
+                [sys.executable, "-S", "-E", "-c", SHIM, SOURCE_ROOT, str(self.directory)]
+                + [str(fd) for fd in files],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=words,
+                start_new_session=True,
+                cwd="/",
+            )
+
+    def _weigh(self, *, is_over: bool = False) -> None:
+        """Counts the end of the last shim as a failure, unless it wrote something or was short.
+
+        `is_over`: the caller holds the lock, so that it has surely ended.
+        """
+        _shims[:] = [shim for shim in _shims if shim.poll() is None]
+        if self._position() != self._begun_at:
+            self._fruitless = 0
+            return
+        if self._is_weighed or (self._shim in _shims and not is_over):
+            return
+        self._is_weighed = True
+        words = self._last_words()
+        if not words:
+            self._pause("it was killed before it began")
+        elif tells_of_shortage(words):
+            self._pause(words)
+        else:
+            self._fruitless += 1
+
+    def _position(self) -> Cursor:
+        with contextlib.suppress(JournalDamaged):
+            self._journal.refresh()
+        return self._journal.cursor
+
+    def _pause(self, why: str) -> float:
+        seconds = self._pauses.pause_s() or LONGEST_PAUSE_S
+        self._again_at = time.monotonic() + seconds
+        self.shortage = waiting_words("start the supervisor", why)
+        self._look_again(seconds)
+        return seconds
+
+    def _last_words(self) -> str:
+        """Of the last shim; empty if it said nothing."""
+        try:
+            with (self.directory / "shim.log").open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_at, end - LAST_WORDS_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return lines[-1] if lines else ""
+
+    def _hurry_keeper(self) -> None:
+        """Lets a keeper that was stopped go on; ends one that takes too long to clear up.
+
+        A supervisor that runs and cannot be reached has lost its socket, and makes a new one.
+        """
+        now = time.monotonic()
+        if self._unheard_since is None:
+            self._unheard_since = now
+            self.restore()
+        if now < self._unheard_since + KEEPER_STUCK_S:
+            return
+        self._unheard_since = now
+        pair = pair_of(self.directory)
+        if pair.supervisor is not None and not pair.is_stopped:
+            if not pair.supervisor.is_stopped:
+                ask_to_restore(pair.supervisor)
+            return
+        number = signal.SIGCONT if pair.is_stopped and not self._is_hurried else signal.SIGKILL
+        self._is_hurried = number == signal.SIGCONT
+        for life in pair if pair.is_stopped else (pair.keeper,):
+            if life is not None:
+                send(life, number)
+
+
+def processes_of(directory: Path, uid: str) -> set[int]:
+    """What runs for a training: its shims, its ranks, and what has the uid or the group of them."""
+    marked = {
+        pid
+        for pid in processes.all_pids()
+        if processes.environment_of(pid).get(b"ATOLL_UID") == uid.encode()
+    }
+    return ({*shims_of(directory)} | marked | cgroup.members(directory)) - {os.getpid()}

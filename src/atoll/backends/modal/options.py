@@ -1,0 +1,224 @@
+"""What a caller may say about how ranks run on Modal, checked before anything is created."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from atoll.backends.modal.gpus import gpu_name, gpu_of
+from atoll.core.checks import check_bounds, check_strings, is_text
+from atoll.core.errors import ValidationError
+from atoll.core.extras import missing_package
+from atoll.core.model import SpecModel
+from atoll.core.spec import TrainingSpec
+from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
+
+MAX_LIFE_S = 86_400  # of a sandbox
+MIN_LIFE_S = 60
+MIB = 2**20
+STORES = ("s3://", "gs://", "az://")
+STORE = "expected s3://, gs:// or az://: a store that Modal's containers and this machine reach"
+# As the client checks the names of its objects.
+OBJECT_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+SCALE = {"": 1.0, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+SCALE |= {f"{unit}i": 1024.0**power for power, unit in enumerate(("k", "M", "G", "T", "P", "E"), 1)}
+SCALE["Ki"] = 1024.0
+APART = "expected none: sandboxes of Modal do not reach each other"
+SUPPORTS = (
+    refuse("mesh", APART),
+    refuse("bench", APART),
+    refuse(
+        "rendezvous_backend",
+        "expected 'none': sandboxes of Modal meet in an object store alone",
+        when=lambda spec, options: spec.rendezvous.backend in ("etcd-v2", "static"),
+    ),
+    refuse(
+        "provider_filter", "expected none: the executor options cloud and region choose the place"
+    ),
+    NO_STALL_RESTART,
+    ignore("topology_spread", "Modal places sandboxes, see the options region and cloud"),
+    ignore(
+        "min_gpu_memory_gb",
+        "gpu_count is 0",
+        when=lambda spec, options: not spec.resources.gpu_count,
+    ),
+    ignore(
+        "gpu_models",
+        "a sandbox names one model, and has the first of these",
+        when=lambda spec, options: len(spec.resources.gpu_models) > 1,
+    ),
+)
+
+
+def check_installed(name: str) -> None:
+    """Raises RuntimeError, with what to type, if the client of Modal is missing."""
+    try:
+        import modal  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise missing_package(name, error, "modal") from error
+
+
+class Bucket(SpecModel, frozen=True):
+    """A bucket that ranks see as a folder. `secret` has its credentials."""
+
+    bucket: str
+    prefix: str | None = None
+    endpoint: str | None = None  # of R2, Google's or another store with S3's interface
+    secret: str | None = None
+    role: str | None = None  # to assume by OIDC, in place of a secret
+    read_only: bool = False
+    requester_pays: bool = False
+    force_path_style: bool = False
+
+
+class ModalOptions(SpecModel, frozen=True):
+    """The options of ModalExecutor. Unset means: as Modal does it by default."""
+
+    app: str = "atoll"
+    environment: str | None = None
+    store: str | None = None  # records and logs of trainings that name no store of their own
+    image: Any = None  # of trainings that name none: a name in a registry, or a modal.Image
+    registry_secret: str | None = None  # with the credentials of the registry
+    python: str = "python3"  # in the image; runs the wrapper, and a `source`
+    secrets: list[str] = []  # by name: their values are variables of the ranks
+    volumes: dict[str, str] = {}  # path -> volume
+    buckets: dict[str, Bucket] = {}  # path -> bucket
+    region: str | list[str] | None = None
+    cloud: str | None = None
+    gpu: str | None = None  # the model, for trainings that only say how many
+    cpu: Annotated[float, Meta(ge=0.125, le=1024)] | None = None  # cores
+    memory: Annotated[int, Meta(ge=128, le=10**8)] | None = None  # MiB
+    life_s: Annotated[int, Meta(ge=MIN_LIFE_S, le=MAX_LIFE_S)] = MAX_LIFE_S
+    creates: Annotated[int, Meta(ge=1, le=1000)] = 64  # at once: each may wait 21 min for room
+    # How often ranks look into the store whether they are to stop, and this machine whether they
+    # run. They show in every fifth look that they live.
+    poll_s: Annotated[float, Meta(ge=0.1, le=60)] = 2.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        for field in ("app", "environment", "registry_secret"):
+            if (name := getattr(self, field)) is not None:
+                check_object_name(field, name)
+        if self.store is not None:
+            check_store("store", self.store)
+        check_strings("secrets", self.secrets)
+        for at, secret in enumerate(self.secrets):
+            check_object_name(f"secrets[{at}]", secret)
+        self._check_mounts()
+        check_image("image", self.image)
+        regions = [self.region] if isinstance(self.region, str) else self.region
+        if regions is not None:
+            check_strings("region", regions)
+        if regions is not None and not all(regions or [""]):
+            raise ValidationError("region", self.region, "expected a region such as 'us-east'")
+        for field in ("python", "cloud"):
+            value = getattr(self, field)
+            if value is not None and (not is_text(value) or not value):
+                raise ValidationError(field, value, "expected text")
+        if self.gpu is not None:
+            gpu_name("gpu", self.gpu)
+
+    def _check_mounts(self) -> None:
+        for field in ("volumes", "buckets"):
+            mounts = getattr(self, field)
+            if not isinstance(mounts, dict):
+                raise ValidationError(field, mounts, "expected paths, and what is mounted there")
+            for path in mounts:
+                is_plain = is_text(path) and posixpath.abspath(path) == path
+                if not is_plain or path in ("/", "/root", "/tmp"):
+                    raise ValidationError(
+                        field, path, "expected an absolute path, not '/', '/root' or '/tmp'"
+                    )
+        for at, (path, name) in enumerate(self.volumes.items()):
+            check_object_name(f"volumes.{path}", name)
+            if name in list(self.volumes.values())[:at]:
+                expected = "expected a volume once: Modal mounts it in one place"
+                raise ValidationError(f"volumes.{path}", name, expected)
+        both = sorted(set(self.volumes) & set(self.buckets))
+        if both:
+            raise ValidationError("buckets", both[0], "expected another path: a volume is there")
+        for path, bucket in self.buckets.items():
+            self._check_bucket(f"buckets.{path}", bucket)
+
+    def _check_bucket(self, field: str, bucket: Any) -> None:
+        if not isinstance(bucket, Bucket):
+            raise ValidationError(field, bucket, "expected a Bucket: bucket, prefix, secret, …")
+        if not is_text(bucket.bucket) or not bucket.bucket:
+            raise ValidationError(f"{field}.bucket", bucket.bucket, "expected the bucket's name")
+        if bucket.prefix is not None and not bucket.prefix.endswith("/"):
+            raise ValidationError(f"{field}.prefix", bucket.prefix, "expected one that ends in '/'")
+        if bucket.secret is not None:
+            check_object_name(f"{field}.secret", bucket.secret)
+        if bucket.requester_pays and bucket.secret is None:
+            raise ValidationError(f"{field}.requester_pays", True, "expected a secret too")
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError if this training cannot run with these options."""
+        check_image("image", spec.image)
+        self.store_of(spec)
+        gpu_of(spec.resources, self.gpu)
+        cores_of(spec, self)
+        mebibytes_of(spec, self)
+        check_supported(spec, SUPPORTS, self)
+        for name in spec.env:
+            if name.startswith("MODAL_"):
+                raise ValidationError(
+                    f"env.{name}", spec.env[name], "expected another name: Modal sets those"
+                )
+
+    def store_of(self, spec: TrainingSpec) -> str:
+        """The store with the records of a training. Raises ValidationError if there is none."""
+        uri = self.store or spec.rendezvous.uri
+        if uri is None:
+            raise ValidationError("rendezvous_uri", None, f"{STORE}; or the executor option store")
+        check_store("rendezvous_uri", uri)
+        return uri
+
+
+def check_store(field: str, uri: object) -> None:
+    if not is_text(uri) or not str(uri).startswith(STORES) or not str(uri).partition("://")[2]:
+        raise ValidationError(field, uri, STORE)
+
+
+def check_object_name(field: str, name: object) -> None:
+    """As the client does it when it is too late."""
+    if not isinstance(name, str) or not OBJECT_NAME.fullmatch(name):
+        expected = "expected 1 to 64 letters, digits, '-', '_' or '.', as Modal names its objects"
+        raise ValidationError(field, name, expected)
+
+
+def check_image(field: str, image: object) -> None:
+    if image is None or type(image).__module__.partition(".")[0] == "modal":
+        return
+    if not is_text(image) or not image or str(image).split() != [image]:
+        raise ValidationError(
+            field, image, "expected the name of an image in a registry, or a modal.Image"
+        )
+
+
+def number_of(quantity: str) -> float:
+    """`500m` is 0.5, `4Gi` is 4294967296."""
+    digits = re.match(r"[0-9.]+", quantity)
+    assert digits is not None, quantity  # the spec has checked it
+    return float(digits[0]) * SCALE[quantity[digits.end() :]]
+
+
+def cores_of(spec: TrainingSpec, options: ModalOptions) -> float | None:
+    if spec.resources.cpu is None:
+        return options.cpu
+    cores = number_of(spec.resources.cpu)
+    if cores < 0.125:
+        raise ValidationError("cpu", spec.resources.cpu, "expected at least 125m on Modal")
+    return cores
+
+
+def mebibytes_of(spec: TrainingSpec, options: ModalOptions) -> int | None:
+    if spec.resources.memory is None:
+        return options.memory
+    mebibytes = number_of(spec.resources.memory) / MIB
+    if mebibytes < 128:
+        raise ValidationError("memory", spec.resources.memory, "expected at least 128Mi on Modal")
+    return round(mebibytes)

@@ -1,0 +1,176 @@
+"""What a caller may say about how ranks run on SageMaker, checked before anything is created."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from atoll.backends.sagemaker.instances import instance_for
+from atoll.core.checks import check_bounds, check_choice, check_strings, is_text
+from atoll.core.errors import ValidationError
+from atoll.core.extras import missing_package
+from atoll.core.model import SpecModel
+from atoll.core.spec import TrainingSpec
+from atoll.core.support import NO_STALL_RESTART, check_supported, ignore, refuse
+
+STOP_S = 120  # between SageMaker's SIGTERM and its SIGKILL
+LONGEST_S = 28 * 86_400  # of a job
+WARM_S = 21_600
+OWN_VARIABLES = ("SAGEMAKER_", "SM_", "TRAINING_JOB_")
+STORE = "expected s3://bucket/prefix: where the records of ranks are"
+APART = "expected none: training jobs do not reach each other"
+SUPPORTS = (
+    refuse(
+        "stop_grace_s",
+        f"expected at most {STOP_S}: SageMaker kills a job that long after SIGTERM",
+        when=lambda spec, options: spec.stop_grace_s > STOP_S,
+    ),
+    refuse(
+        "deadline_s",
+        f"expected at most {LONGEST_S}: 28 days, as long as a job may run",
+        when=lambda spec, options: (spec.deadline_s or 0) > LONGEST_S,
+    ),
+    refuse("mesh", APART),
+    refuse("bench", APART),
+    refuse(
+        "rendezvous_backend",
+        "expected 'none': training jobs meet in an object store alone",
+        when=lambda spec, options: spec.rendezvous.backend in ("etcd-v2", "static"),
+    ),
+    refuse(
+        "provider_filter", "expected none: the executor options region and subnets choose the place"
+    ),
+    NO_STALL_RESTART,
+    ignore("topology_spread", "each rank is a job of its own, which SageMaker places"),
+    *(
+        ignore(
+            field,
+            lambda spec, options: f"ranks have what an {options.instance_of(spec)} has",
+            when=lambda spec, options: bool(spec.resources.gpu_models or options.instance_type),
+        )
+        for field in ("cpu", "memory", "min_gpu_memory_gb")
+    ),
+    ignore(
+        "gpu_count",
+        lambda spec, options: f"ranks have what an {options.instance_of(spec)} has",
+        when=lambda spec, options: bool(options.instance_type and not spec.resources.gpu_models),
+    ),
+)
+InputMode = Literal["File", "FastFile", "Pipe"]
+_S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/\S*)?")
+
+
+def check_installed(name: str) -> None:
+    """Raises RuntimeError, with what to type, if boto3 is missing."""
+    try:
+        import boto3  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise missing_package(name, error, "sagemaker") from error
+
+
+class InputChannel(SpecModel, frozen=True):
+    """Data in S3 that ranks find in `/opt/ml/input/data/NAME`."""
+
+    uri: str
+    mode: InputMode = "File"
+    content_type: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, InputMode)
+
+
+class SageMakerOptions(SpecModel, frozen=True):
+    """The options of SageMakerExecutor. Unset means: as SageMaker does it by default."""
+
+    role: str = ""  # the ARN of the role that jobs run as
+    store: str | None = None  # records of ranks; unset: the store that a training names
+    image: str | None = None  # of trainings that name none
+    region: str | None = None
+    profile: str | None = None  # of the AWS configuration files
+    instance_type: str | None = None  # of ranks that name no GPU
+    volume_gb: Annotated[int, Meta(ge=1, le=16_384)] = 30
+    kms_key: str | None = None  # for the volume and the output
+    output: str | None = None  # where SageMaker puts /opt/ml/model; unset: in the store
+    subnets: list[str] = []
+    security_groups: list[str] = []
+    is_spot: bool = False
+    max_wait_s: Annotated[int, Meta(ge=1, le=LONGEST_S)] | None = None  # with the time it runs
+    max_runtime_s: Annotated[int, Meta(ge=60, le=LONGEST_S)] = 86_400
+    checkpoints: str | None = None  # S3; a folder of it for each rank
+    checkpoint_path: str = "/opt/ml/checkpoints"
+    warm_pool_s: Annotated[int, Meta(ge=1, le=WARM_S)] | None = None
+    tags: dict[str, str] = {}
+    channels: dict[str, InputChannel] = {}
+    env: dict[str, str] = {}  # of the job, where values have 512 characters
+    python: str = "python3"  # in the image; runs the wrapper, and a `source`
+    install: str | None = None  # for pip, where the image has no atoll: "atoll[store]"
+    poll_s: Annotated[float, Meta(ge=0.05, le=60)] = 2.0
+    capacity_pause_s: Annotated[float, Meta(ge=0.05, le=3600)] = 60.0
+    starts: Annotated[int, Meta(ge=1, le=100)] = 8  # requests at once
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        for field in ("store", "output", "checkpoints"):
+            check_s3(field, getattr(self, field))
+        for field in ("subnets", "security_groups"):
+            check_strings(field, getattr(self, field))
+        if bool(self.subnets) != bool(self.security_groups):
+            field = "security_groups" if self.subnets else "subnets"
+            raise ValidationError(field, [], "expected subnets and security_groups, or neither")
+        for name, channel in self.channels.items():
+            if not isinstance(channel, InputChannel):
+                expected = "expected an InputChannel: uri, mode, content_type"
+                raise ValidationError(f"channels.{name}", channel, expected)
+            check_s3(f"channels.{name}.uri", channel.uri)
+        self._check_times()
+        for name in self.tags:
+            if name.startswith(("atoll-", "aws:")):
+                raise ValidationError("tags", name, "expected another name: it is reserved")
+        if not self.checkpoint_path.startswith("/"):
+            expected = "expected an absolute path"
+            raise ValidationError("checkpoint_path", self.checkpoint_path, expected)
+
+    def _check_times(self) -> None:
+        if self.is_spot and self.warm_pool_s is not None:
+            expected = "expected none with is_spot: SageMaker keeps no spot instances"
+            raise ValidationError("warm_pool_s", self.warm_pool_s, expected)
+        if self.max_wait_s is not None and not self.is_spot:
+            raise ValidationError("max_wait_s", self.max_wait_s, "expected only with is_spot")
+        if self.max_wait_s is not None and self.max_wait_s < self.max_runtime_s:
+            expected = f"expected at least max_runtime_s, which is {self.max_runtime_s}"
+            raise ValidationError("max_wait_s", self.max_wait_s, expected)
+
+    def check(self, spec: TrainingSpec) -> None:
+        """Raises ValidationError if this training cannot run with these options."""
+        if not self.role:
+            expected = "expected the executor option role: the ARN that jobs run as"
+            raise ValidationError("role", self.role, expected)
+        if not (spec.image or self.image):
+            expected = "expected an image, of the training or of the executor"
+            raise ValidationError("image", spec.image, expected)
+        self.store_of(spec)
+        self.instance_of(spec)
+        check_supported(spec, SUPPORTS, self)
+        for name, value in spec.env.items():
+            if name.startswith(OWN_VARIABLES):
+                expected = "expected another name: SageMaker sets those"
+                raise ValidationError(f"env.{name}", value, expected)
+
+    def instance_of(self, spec: TrainingSpec) -> str:
+        """The type of the instance that a rank has. Raises ValidationError if there is none."""
+        return instance_for(spec.resources, self.instance_type)
+
+    def store_of(self, spec: TrainingSpec) -> str:
+        """The store with the records of a training. Raises ValidationError if there is none."""
+        uri = self.store or spec.rendezvous.uri
+        if uri is None:
+            raise ValidationError("rendezvous_uri", None, f"{STORE}; or the executor option store")
+        check_s3("rendezvous_uri", uri)
+        return uri.rstrip("/")
+
+
+def check_s3(field: str, uri: object) -> None:
+    if uri is not None and not (is_text(uri) and _S3.fullmatch(str(uri))):
+        raise ValidationError(field, uri, STORE if "store" in field else "expected s3://bucket/…")

@@ -1,0 +1,84 @@
+"""What SageMaker says of a job, and what of it is to be believed. Pure.
+
+It has no exit codes: those are in the ranks' own records. Its word counts for why a job never ran,
+or why it was ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from atoll.backends.observe import BackendJob
+from atoll.core.reasons import RankEnd
+
+Json = dict[str, Any]
+
+State = Literal["pending", "running", "ended"]
+# Of a job that is in progress, by its secondary status.
+BEFORE = {
+    "Starting": "SageMaker is starting it",
+    "Pending": "SageMaker has no capacity for it yet",
+    "LaunchingMLInstances": "its instance is being launched",
+    "PreparingTrainingStack": "its instance is being prepared",
+    "Downloading": "its data is being downloaded",
+    "DownloadingTrainingImage": "its image is being downloaded",
+}
+AGAIN = ("Interrupted", "Restarting")  # SageMaker will start it a second time
+ENDED = ("Completed", "Failed", "Stopped", "Deleting")
+# Why SageMaker ended a job, by its secondary status.
+REASONS = {
+    "MaxRuntimeExceeded": RankEnd.TIME_LIMIT,
+    "MaxWaitTimeExceeded": RankEnd.TIME_LIMIT,
+    "Interrupted": RankEnd.PREEMPTED,
+}
+NO_CAPACITY = ("CapacityError", "ResourceLimitExceeded")
+
+
+def read_summary(summary: Json) -> BackendJob:
+    """From a list, in which nobody says why a job ended."""
+    status, second = summary["TrainingJobStatus"], summary.get("SecondaryStatus", "")
+    if status in ENDED:
+        return BackendJob("ended", reason=REASONS.get(second, ""), words=f"SageMaker: {second}")
+    if second == "Uploading":  # its container has ended
+        return BackendJob("ended")
+    if status == "Stopping":  # it still runs
+        return BackendJob("running", reason=RankEnd.DELETED, words="SageMaker is stopping it")
+    if second in AGAIN:
+        words = f"SageMaker: {second}, and will be started again"
+        return BackendJob("running", reason=RankEnd.PREEMPTED, words=words, is_again=True)
+    if second in BEFORE:
+        return BackendJob("pending", words=BEFORE[second])
+    return BackendJob("running")
+
+
+def read_end(job: Json) -> BackendJob:
+    """Of a job that has ended, with its reason."""
+    second, text = job.get("SecondaryStatus", ""), " ".join(job.get("FailureReason", "").split())
+    passed = [each.get("Status") for each in job.get("SecondaryStatusTransitions") or ()]
+    words = f"SageMaker: {text or second}"[:600]
+    return BackendJob(
+        "ended", reason=_reason(job["TrainingJobStatus"], second, text, passed), words=words
+    )
+
+
+def _reason(status: str, second: str, text: str, passed: list[Any]) -> str:
+    if "Interrupted" in passed:
+        return RankEnd.PREEMPTED
+    if second in REASONS:
+        return REASONS[second]
+    if status == "Stopped":
+        return RankEnd.DELETED
+    if "more memory" in text:
+        return RankEnd.OOM_KILLED
+    if text.startswith("InternalServerError"):
+        return RankEnd.HOST_LOST
+    return RankEnd.REJECTED if text.startswith("ClientError") else ""
+
+
+def lacks_capacity(job: Json) -> bool:
+    """Whether it ran nothing because there was no instance for it: it may be asked for again."""
+    if job.get("SecondaryStatus") == "MaxWaitTimeExceeded":
+        return job.get("TrainingStartTime") is None
+    return job["TrainingJobStatus"] == "Failed" and str(job.get("FailureReason", "")).startswith(
+        NO_CAPACITY
+    )

@@ -1,0 +1,360 @@
+"""The executor of Slurm: one array for the ranks of an attempt, never requeued.
+
+Slurm's three commands are all it needs: neither accounting nor slurmrestd. It runs as a normal user
+where these commands work, such as a login node, with a folder that all hosts see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.agent.bundle import FILE, wrapper_file
+from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.wrapper import Folder, code_root
+from atoll.backends.launch import RankPlace
+from atoll.backends.observe import BackendJob, Pace
+from atoll.backends.recorded import Json, RecordedBackend
+from atoll.backends.records import AttemptKey
+from atoll.backends.slurm.options import SUPPORTS, SlurmOptions
+from atoll.backends.slurm.read import QueuedTask, best_of, read_queue
+from atoll.backends.slurm.render import (
+    LOGS,
+    RECORDS,
+    TIMES_FILE,
+    chunks,
+    command_env,
+    render_command,
+    render_script,
+    task_spans,
+)
+from atoll.core.config import options_of
+from atoll.core.errors import Permanent, Temporary, ValidationError
+from atoll.core.executors import Home
+from atoll.core.spec import TrainingSpec
+from atoll.core.status import LogLine, Training
+from atoll.files.ownership import check_directory, make_private, private
+from atoll.logs.files import read_lines, tail_places
+
+COMMANDS = ("sbatch", "squeue", "scancel")
+# What sbatch says of requests that it will refuse at any time; everything else may pass.
+REFUSALS = re.compile(
+    r"not available|invalid|can ?not be satisfied|unrecognized option|not permitted|"
+    r"access denied|too long|must be|permission denied|violates? .*limit|unable to open file",
+    re.IGNORECASE,
+)
+PASSING = re.compile(
+    r"unable to contact|timed out|temporarily|zero bytes|try again|unexpected message|"
+    r"accounting/qos policy|communication|maxsubmit",
+    re.IGNORECASE,
+)
+# What sbatch says of an option that this cluster does not have, by the option.
+NEVER = {
+    "invalid partition": "partition",
+    "invalid account": "account",
+    "invalid qos": "qos",
+    "invalid feature": "constraint",
+    "reservation is invalid": "reservation",
+    "invalid generic resource": "gres",
+    "unrecognized option|invalid option": "sbatch",
+}
+TRY_S = 3.0  # how long a refusal is waited for
+SHARED_S = 0.2  # looks this close together share a question
+KILL_WAIT_S = 30.0  # between Slurm's SIGTERM and its SIGKILL, where it does not say
+
+
+class SlurmBackend(RecordedBackend):
+    """The Executor of Slurm. Options are those of `SlurmOptions`."""
+
+    name = "slurm"
+    options_type = SlurmOptions
+    SUPPORTS = SUPPORTS
+    job_variable = "SLURM_JOB_ID"
+    eviction_s = KILL_WAIT_S
+
+    def __init__(self, root: Path, options: SlurmOptions | None = None) -> None:
+        super().__init__()
+        options = options or SlurmOptions()
+        self.root = Path(os.path.expanduser(options.folder)) if options.folder else root
+        self.options = options
+        self.python = options.python or sys.executable
+        self._conf = os.path.expanduser(options.conf or os.environ.get("SLURM_CONF", ""))
+        self.pace = Pace(silent_s=options.silent_s)
+        self.questions = 0  # asked of slurmctld so far
+        self._queue: tuple[float, list[QueuedTask]] | None = None
+        self._asking = asyncio.Lock()
+        self._array_size = options.array_size
+        self._has_asked_limits = False
+
+    @classmethod
+    def configured(cls, name: str, options: dict[str, Any], home: Home) -> SlurmBackend:
+        """Built from `[executors.NAME]`. Raises Permanent where Slurm's commands are missing."""
+        executor = cls(home.state_dir / "slurm", options_of(SlurmOptions, options))
+        check_installed()
+        executor.name = name
+        return executor
+
+    @classmethod
+    def preview(cls, options: SlurmOptions, home: Home, training: Training) -> str:
+        """What the first submit of this training would send. Slurm is not asked, nor needed."""
+        executor = cls(home.state_dir / "slurm", options)
+        executor.check(training.spec)
+        ranks = range(training.spec.world_size.target)
+        arrays = chunks(ranks, executor.options.array_size).items()
+        return "\n".join(executor.script(training, 0, offset, tasks) for offset, tasks in arrays)
+
+    async def probe(self) -> None:
+        await self._ask_queue()
+
+    def check(self, spec: TrainingSpec) -> None:
+        self.options.check(spec)
+
+    async def try_out(self, spec: TrainingSpec) -> None:
+        """By `sbatch --test-only`. Words that may be of the moment, such as nodes that are drained,
+        are no refusal."""
+        await asyncio.to_thread(self._try_folder)
+        untried = Training(namespace="x", uid="0" * 32, spec=spec)
+        try:
+            async with asyncio.timeout(TRY_S):
+                script = self.script(untried, 0, 0, [0])
+                status, _, trouble = await self._run("sbatch", "--test-only", stdin=script)
+        except (TimeoutError, Temporary, Permanent):
+            return
+        words = _one_line(trouble.replace("allocation failure: ", ""))
+        for pattern, field in NEVER.items():
+            if status and re.search(pattern, words, re.IGNORECASE):
+                value, count = getattr(self.options, field), spec.resources.gpu_count
+                if field == "gres" and count and value is None:
+                    field, value = "gpu_count", count
+                raise ValidationError(field, value, f"sbatch: {words}")
+
+    def _try_folder(self) -> None:
+        """Raises ValidationError if this user can neither use nor make the folder, and Permanent if
+        others can put files into it."""
+        there = next(path for path in (self.root, *self.root.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            expected = "expected a folder that this user can write to, and that all hosts see"
+            raise ValidationError("folder", str(self.root), expected)
+        check_directory(self.root)  # what is in it runs as this user on other hosts
+
+    # The verbs
+
+    async def start_jobs(self, training: Training, attempt: int, ranks: Sequence[int]) -> None:
+        await self._ask_limits()
+        for offset, tasks in chunks(ranks, self._array_size).items():
+            script = self.script(training, attempt, offset, tasks)
+            status, _, trouble = await self._run("sbatch", "--parsable", stdin=script)
+            self._queue = None
+            if status:
+                raise _refusal(trouble)
+
+    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, BackendJob]:
+        return best_of([t for t in await self._ask_queue() if t.uid == training.uid])
+
+    async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
+        """By the job's id and name: ids are given out again when Slurm has lost its state."""
+        doomed = set(attempts)
+        arrays: dict[tuple[int, str], list[int]] = {}
+        for task in await self._ask_queue():
+            if task.uid == training.uid and task.key in doomed and task.job.is_active:
+                arrays.setdefault((task.array, task.name), []).append(task.task)
+        for (array, name), tasks in arrays.items():
+            words = [f"--name={name}", f"{array}_[{task_spans(tasks)}]"]
+            status, _, trouble = await self._run("scancel", "--quiet", *words)
+            self._queue = None
+            if status and "nvalid job id" not in trouble:
+                raise Temporary(f"scancel: {_one_line(trouble)}")
+
+    # Where things are
+
+    def folder_of(self, training: Training) -> Path:
+        return self.root / training.uid
+
+    def place_of(self, training: Training) -> Folder:
+        return Folder(str(self.folder_of(training) / RECORDS))
+
+    def rank_place(self, training: Training) -> RankPlace:
+        folder = self.folder_of(training)
+        is_own = self.options.container is None and self.python == sys.executable
+        return RankPlace(
+            python=self.python if self.options.container is None else "python3",
+            shell="/bin/sh",
+            source=str(folder / "source"),
+            packages=str(folder / "packages") if is_own else None,
+            has_atoll=is_own,
+            rendezvous_uri=f"file://{folder}/rendezvous",
+            figures=(folder / FIGURES).as_uri(),
+            runs_uri=(self.root.parent / "runs").absolute().as_uri(),
+            meeting=None,
+        )
+
+    def wrap_command(self, training: Training, command: list[str]) -> list[str]:
+        spec, folder = training.spec, str(self.folder_of(training))
+        root = spec.code and code_root(self.place_of(training), training.uid, spec.code.digest)
+        return render_command(spec, self.options, folder, command, root or spec.working_dir)
+
+    def launch(self, training: Training) -> Json:
+        launch = super().launch(training)
+        # By the wrapper, as it is its output that is the log. A path may hold braces.
+        folder = str(self.log_folder(training)).replace("{", "{{").replace("}", "}}")
+        launch["times"] = f"{folder}/{{rank}}/{TIMES_FILE}"
+        if self.options.container is not None:  # it is a folder of the image
+            launch["folder"] = ""
+        return launch
+
+    def script(self, training: Training, attempt: int, offset: int, tasks: Sequence[int]) -> str:
+        return render_script(
+            training,
+            self.options,
+            folder=str(self.folder_of(training)),
+            python=self.python,
+            attempt=attempt,
+            offset=offset,
+            tasks=tasks,
+        )
+
+    async def prepare(self, training: Training) -> None:
+        await self._ask_limits()
+        try:
+            await asyncio.to_thread(self._prepare, training)
+        except OSError as error:
+            where = self.folder_of(training)
+            raise Temporary(f"cannot write to {where}: {error.strerror}") from error
+
+    def _prepare(self, training: Training) -> None:
+        folder, source = self.folder_of(training), training.spec.source
+        for name in (RECORDS, LOGS):
+            make_private(folder / name)
+        _place(folder / FILE, wrapper_file())
+        if source is not None:
+            make_private(folder / "source")
+            _place(folder / "source" / source.filename, source.content)
+
+    async def clear(self, training: Training, *, with_logs: bool) -> None:
+        folder = self.folder_of(training)
+        names = (RECORDS, "source", "packages", "rendezvous", FILE)
+        doomed = [folder] if with_logs else [folder / name for name in names]
+        for path in doomed:
+            if path.is_dir():
+                await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    # Logs
+
+    def log_folder(self, training: Training) -> Path:
+        return self.folder_of(training) / LOGS
+
+    async def log_places(
+        self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
+    ) -> dict[int, int]:
+        return tail_places(self.log_folder(training), ranks, tail)
+
+    def logs_after(
+        self,
+        training: Training,
+        places: Mapping[int, int],
+        *,
+        ranks: Sequence[int] | None = None,
+        follow: Callable[[], bool] | None = None,
+    ) -> AsyncIterator[LogLine]:
+        return read_lines(self.log_folder(training), places, ranks=ranks, follow=follow)
+
+    # Slurm's commands
+
+    async def _ask_queue(self) -> list[QueuedTask]:
+        """One question for all trainings; looks that come together share the answer."""
+        async with self._asking:
+            if self._queue is not None and time.monotonic() < self._queue[0] + SHARED_S:
+                return self._queue[1]
+            self._queue = None
+            desired_at = time.monotonic()
+            self.questions += 1
+            tasks = read_queue(*await self._run("squeue", "--json", "--states=all"))
+            # A long queue is asked for less often: at most a fifth of the time.
+            took_s = time.monotonic() - desired_at
+            self.pace = self.pace._replace(look_s=max(0.5, 4 * took_s))
+            self._queue = (desired_at, tasks)
+            return tasks
+
+    async def _ask_limits(self) -> None:
+        """The cluster's own grace, and how many tasks its arrays may have; asked once."""
+        if self._has_asked_limits:
+            return
+        _, out, _ = await self._run("scontrol", "show", "config")
+        limits = dict(re.findall(r"^(KillWait|MaxArraySize)\s*=\s*(\d+)", out, re.MULTILINE))
+        if len(limits) == 2:
+            self.eviction_s = float(limits["KillWait"])
+            most = max(int(limits["MaxArraySize"]), 1)  # task numbers are below it
+            self._array_size = min(self.options.array_size, most)
+            self._has_asked_limits = True
+
+    async def _run(self, *words: str, stdin: str | None = None) -> tuple[int, str, str]:
+        env = command_env(os.environ, stdin or "")
+        if self._conf:
+            env["SLURM_CONF"] = self._conf
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=env,
+            )
+        except FileNotFoundError:
+            raise Permanent(_not_found(words[0])) from None
+        except OSError as error:  # no process to be had
+            raise Temporary(f"{words[0]} cannot be started: {error.strerror}") from error
+        try:
+            out, trouble = await process.communicate(None if stdin is None else stdin.encode())
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        return (
+            process.returncode or 0,
+            out.decode(errors="replace"),
+            trouble.decode("utf-8", "replace"),
+        )
+
+
+def check_installed() -> None:
+    """Raises Permanent, with what to do, where Slurm's commands are missing."""
+    for command in COMMANDS:
+        if shutil.which(command) is None:
+            raise Permanent(_not_found(command))
+
+
+def _not_found(command: str) -> str:
+    return (
+        f"{command} not found: run this where Slurm's commands are, such as a login node, or "
+        "install them (Debian: apt-get install slurm-client)"
+    )
+
+
+def _refusal(trouble: str) -> Permanent | Temporary:
+    words = f"sbatch: {_one_line(trouble)}"
+    if REFUSALS.search(trouble) and not PASSING.search(trouble):
+        return Permanent(words)
+    return Temporary(words, retry_after_s=2.0)
+
+
+def _one_line(trouble: str) -> str:
+    lines = [re.sub(r"^s\w+: (error: )?", "", line) for line in trouble.splitlines()]
+    return "; ".join(line for line in lines if line.strip()) or "no reason given"
+
+
+def _place(path: Path, data: bytes) -> None:
+    draft = path.with_name(path.name + ".new")
+    with open(draft, "wb", opener=private) as file:
+        file.write(data)
+    draft.replace(path)

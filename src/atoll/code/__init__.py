@@ -1,0 +1,1 @@
+"""The user's project as an archive that travels to ranks."""

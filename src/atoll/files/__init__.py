@@ -1,0 +1,1 @@
+"""Files of this machine: whose they are, and how they are written."""

@@ -1,0 +1,1 @@
+"""The output of ranks: written in segments, read, followed and searched."""

@@ -1,0 +1,142 @@
+"""Searches log files for a text, in steps of bounded work, and reads around a place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from atoll.core.status import LogHit, PlacedLine
+from atoll.logs.files import RankLog, ranks_in
+from atoll.logs.segments import log_end, log_start, read_log, segments, tail_offset
+from atoll.logs.times import LogTimes
+
+STEP_BYTES = 8 << 20
+CHUNK_BYTES = 1 << 20
+LONG_LINE = 1 << 20  # bytes in which the ends of a line are looked for
+SHOWN_BYTES = 4096  # of a line that was found
+AROUND_BYTES = 256 << 10
+
+
+class LogSearch:
+    """The lines that contain a text, rank by rank. `places`: begin there."""
+
+    def __init__(
+        self,
+        folder: Path,
+        text: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        is_case_blind: bool = False,
+        places: Mapping[int, int] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._is_case_blind = is_case_blind
+        self._needle = (text.lower() if is_case_blind else text).encode()
+        self._left = ranks_in(folder, ranks)[::-1]
+        self._places = dict(places or {})
+        self.places: dict[int, int] = {}  # how far each rank was searched
+        self._log: _OneLog | None = None
+
+    def step(self, step_bytes: int = STEP_BYTES) -> list[LogHit] | None:
+        """The lines found in the next `step_bytes`; None at the end."""
+        if self._log is None:
+            if not self._left:
+                return None
+            rank = self._left.pop()
+            place = max(self._places.get(rank, 0), log_start(self._folder / str(rank)))
+            self._log = _OneLog(self._folder, rank, place)
+        hits, is_over = self._log.step(self._needle, self._is_case_blind, step_bytes)
+        self.places[self._log.rank] = self._log.place
+        if is_over:
+            self._log = None
+        return hits
+
+
+class _OneLog:
+    def __init__(self, folder: Path, rank: int, place: int) -> None:
+        self.rank = rank
+        self.place = place  # always the start of a line, or of a piece of a very long one
+        self._folder = folder / str(rank)
+        self._end = log_end(self._folder)
+        self._times = LogTimes(self._folder)
+
+    def step(
+        self, needle: bytes, is_case_blind: bool, step_bytes: int
+    ) -> tuple[list[LogHit], bool]:
+        hits: list[LogHit] = []
+        until = min(self._end, self.place + step_bytes)
+        while self.place < until:
+            data, end = read_log(self._folder, self.place, CHUNK_BYTES)
+            if not data:
+                return hits, True
+            start = end - len(data)  # later than asked for, where much was dropped meanwhile
+            cut = data.rfind(b"\n") + 1
+            if end < self._end and cut == 0:
+                data, cut = self._long_line(start)
+            data = data[:cut] if cut and end < self._end else data
+            hits += self._found(needle, data, start, is_case_blind)
+            self.place = start + len(data)
+        return hits, self.place >= self._end
+
+    def _long_line(self, start: int) -> tuple[bytes, int]:
+        """More of a line that has no end in one chunk; in pieces if it is longer than that."""
+        data = b""
+        while len(data) < LONG_LINE + CHUNK_BYTES:
+            more, _ = read_log(self._folder, start + len(data), CHUNK_BYTES)
+            data += more
+            if not more or b"\n" in more:
+                break
+        return data, data.rfind(b"\n") + 1
+
+    def _found(self, needle: bytes, data: bytes, start: int, is_case_blind: bool) -> list[LogHit]:
+        looked = _lowered(data) if is_case_blind else data
+        hits, at, marks = [], 0, segments(self._folder)
+        self._times.refresh()
+        while (at := looked.find(needle, at)) >= 0:
+            begin = data.rfind(b"\n", 0, at) + 1
+            end = data.find(b"\n", at)
+            after = len(data) if end < 0 else end + 1
+            text = data[begin : after if end < 0 else end]
+            hits.append(
+                LogHit(
+                    rank=self.rank,
+                    text=text[:SHOWN_BYTES].decode(errors="replace"),
+                    time=self._times.at(start + after - 1, marks),
+                    at=start + after,
+                    start=start + begin,
+                )
+            )
+            at = after
+        return hits
+
+
+def _lowered(data: bytes) -> bytes:
+    """In lower case, every byte at its place: where letters change their length, only ASCII."""
+    if data.isascii():
+        return data.lower()
+    lower = data.decode(errors="surrogateescape").lower().encode(errors="surrogateescape")
+    return lower if len(lower) == len(data) else data.lower()
+
+
+def lines_around(folder: Path, rank: int, at: int, before: int, after: int) -> list[PlacedLine]:
+    """Up to `before` lines that end at the place or before it, and `after` that begin at it.
+
+    At most so many bytes of each.
+    """
+    log = folder / str(rank)
+    at = min(max(at, log_start(log)), log_end(log))
+    start = max(tail_offset(log, before, at), at - AROUND_BYTES) if before else at
+    earlier = _lines(folder, rank, start, at, before)
+    return [*earlier[-before:], *_lines(folder, rank, at, at + AROUND_BYTES, after)]
+
+
+def _lines(folder: Path, rank: int, start: int, end: int, most: int) -> list[PlacedLine]:
+    lines: list[PlacedLine] = []
+    if start >= end or not most:
+        return lines
+    reader = RankLog(folder, rank, start)
+    for line in reader.lines(AROUND_BYTES):
+        if line.at is None or line.at > end or len(lines) >= most:
+            return lines
+        lines.append(line)
+    return [*lines, *(line for line in reader.rest() if line.at is not None and line.at <= end)]

@@ -1,0 +1,207 @@
+"""The SQLite file of the series: whatever happens to it, the control plane goes on.
+
+What is in it helps people look, and no training depends on it. So a file that is damaged or of
+another format is put aside under a name that says so, and an empty one takes its place. A file that
+is deleted or replaced while it is in use is written again from the one that is still open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from atoll.core.errors import Permanent, Temporary
+from atoll.files.ownership import make_private_file
+
+FORMAT = 1  # of the tables; a file of another one is put aside
+BUSY_S = 1.0  # that a statement waits for another process, such as a backup; readers wait as long
+NOTES_KEPT = 10
+# Nothing is wrong with the file: somebody has it locked, or the disk takes no more.
+PASSING = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_INTERRUPT,
+)
+DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+MEMORY = ":memory:"
+
+log = logging.getLogger(__name__)
+
+
+class SeriesFile:
+    """One file, for several threads: `with file:` is a turn with it.
+
+    In a turn errors of SQLite become Temporary, and a file that turns out to be damaged is put
+    aside. `trouble` says why nothing could be written last; it is empty once that worked again.
+    """
+
+    def __init__(self, path: Path | str, schema: str, what: str = "metrics") -> None:
+        """`what`: what is in it, for people."""
+        self._path = path
+        self._what = what
+        self._schema = schema
+        self._lock = threading.RLock()
+        self._turns = 0
+        self._there: dict[Path, os.stat_result] = {}
+        self.trouble = ""
+        self.notes: list[str] = []  # what was put aside, and why
+        self.on_rollback: Callable[[], None] = lambda: None  # what was written does not count
+        self.on_empty: Callable[[], None] = lambda: None  # after an empty file took its place
+        self.db = self._opened()
+
+    def __enter__(self) -> SeriesFile:
+        self._lock.acquire()
+        self._turns += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._turns -= 1
+        try:
+            if isinstance(error, sqlite3.Error) and not self._turns:
+                self.trouble = f"{self._path}: {error}"
+                if _code(error) in DAMAGED:
+                    with contextlib.suppress(OSError, sqlite3.Error):  # else the next turn does
+                        self._replace(str(error))
+                raise Temporary(
+                    f"{self._what} cannot be read or written: {self.trouble}"
+                ) from error
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        self.db.execute("begin immediate")
+        try:
+            yield
+            self.db.execute("commit")
+        except BaseException:
+            self.on_rollback()
+            if self.db.in_transaction:
+                self.db.execute("rollback")
+            raise
+        self.trouble = ""
+
+    def check(self) -> None:
+        """Puts things right if the file was deleted or replaced: SQLite would write on, into what
+        has no name any more."""
+        with self:
+            if str(self._path) == MEMORY:
+                return
+            self._note_files()
+            gone = [path for path, seen in self._there.items() if not _is_same(path, seen)]
+            if gone:
+                self._restore(f"{gone[0]} was deleted or replaced")
+            elif self.trouble:
+                with self.transaction():  # that it works is seen here, if nobody writes
+                    pass
+
+    def close(self) -> None:
+        with self._lock:
+            self.db.close()
+
+    def _opened(self) -> sqlite3.Connection:
+        """Raises Permanent if there can be no file there at all."""
+        try:
+            return self._open()
+        except sqlite3.Error as error:
+            if _code(error) in PASSING:
+                raise Permanent(f"cannot use {self._path}: {error}") from error
+            self._put_aside(str(error))
+        try:
+            return self._open()
+        except sqlite3.Error as error:
+            raise Permanent(f"cannot use {self._path}: {error}") from error
+
+    def _open(self) -> sqlite3.Connection:
+        if str(self._path) != MEMORY:
+            with contextlib.suppress(OSError):  # SQLite says why it cannot be opened
+                make_private_file(Path(self._path))
+        db = sqlite3.connect(
+            self._path, isolation_level=None, check_same_thread=False, timeout=BUSY_S
+        )
+        try:
+            db.execute("pragma journal_mode = wal")
+            db.execute("pragma synchronous = normal")
+            (version,) = db.execute("pragma user_version").fetchone()
+            (tables,) = db.execute("select count(*) from sqlite_schema").fetchone()
+            if tables and version != FORMAT:
+                raise sqlite3.DatabaseError(f"its format is {version}, and not {FORMAT}")
+            if not tables:
+                db.executescript(f"begin; {self._schema}; pragma user_version = {FORMAT}; commit")
+        except BaseException:
+            db.close()
+            raise
+        self._there = {}
+        self._note_files()
+        return db
+
+    def _note_files(self) -> None:
+        """SQLite makes its log when it needs one."""
+        for path in _files(self._path):
+            with contextlib.suppress(OSError):
+                self._there.setdefault(path, path.stat())
+
+    def _replace(self, why: str) -> None:
+        """An empty file takes the place of one that is damaged."""
+        self.db.close()
+        self._put_aside(why)
+        self.db = self._open()
+        self.on_empty()
+
+    def _restore(self, why: str) -> None:
+        """Writes what the open file has to where it should be. What is there now is put aside."""
+        before = self.db
+        self._put_aside(why)
+        self.db = self._open()
+        try:
+            before.backup(self.db)
+        except sqlite3.Error as error:
+            log.warning("%s cannot be written again from the open file: %s", self._path, error)
+            self.on_empty()
+        finally:
+            before.close()
+
+    def _put_aside(self, why: str) -> None:
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        moved = []
+        for path in _files(self._path):
+            aside = path.with_name(f"{path.name}.damaged-{stamp}")
+            with contextlib.suppress(FileNotFoundError):
+                path.replace(aside)
+                moved.append(str(aside))
+        where = f"it is now {moved[0]}" if moved else "nothing was left of it"
+        note = f"{self._what} before {stamp} may be missing: {self._path}: {why}; {where}"
+        self.notes = [*self.notes, note][-NOTES_KEPT:]
+        log.error("%s", note)
+
+
+def _files(path: Path | str) -> list[Path]:
+    return [Path(f"{path}{ending}") for ending in ("", "-wal", "-shm")]
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's error code without its details."""
+    code: int = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE)
+    return code & 0xFF
+
+
+def _is_same(path: Path, seen: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), seen)
+    except OSError:
+        return False

@@ -1,0 +1,328 @@
+"""The rounds of all trainings, in the file of the series: one row for each round of a fragment.
+
+What arrives twice counts once. When the rounds of a training take too much room, the oldest are
+dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from atoll.core.decoders import json_decoder
+from atoll.core.errors import Temporary
+from atoll.core.rounds import (
+    KeptRound,
+    OpenRound,
+    RoundFacts,
+    RoundSummary,
+    RoundWord,
+    is_bounded,
+    summary_of,
+    with_seen,
+    with_word,
+)
+from atoll.core.status import RoundsSeen
+from atoll.core.warnings import ABSENT_ROUNDS
+from atoll.metrics.file import SeriesFile
+from atoll.metrics.round_tally import RunTally
+
+MOST_BYTES = 64 * 2**20  # of the rounds of one training
+TRIM_EVERY = 256  # rounds, before it is looked again whether there are too many
+MOST_FRAGMENTS = 1000
+
+SCHEMA = """
+create table rounds (
+    uid text not null, run text not null, fragment integer not null, round integer not null,
+    at real, tokens real not null, size integer not null, body blob not null,
+    primary key (uid, run, fragment, round)) without rowid;
+create table dropped_rounds (
+    uid text not null, run text not null, rounds integer not null, tokens real not null,
+    primary key (uid, run)) without rowid;
+create table read_runs (
+    uid text not null, name text not null, following integer not null,
+    primary key (uid, name)) without rowid;
+create table finished_runs (uid text primary key) without rowid;
+"""
+TABLES = ("rounds", "dropped_rounds", "read_runs", "finished_runs")
+
+log = logging.getLogger(__name__)
+
+_BODY = json_decoder(KeptRound)
+
+
+class StoreLook(NamedTuple):
+    """What the newest look at the store of a training found; not stored."""
+
+    at: float
+    run: str = ""
+    waiting: tuple[OpenRound, ...] = ()
+    left: dict[int, str] = {}
+    why: str = ""  # the rounds are not read from the store
+
+
+def finished_in(file: SeriesFile, table: str) -> set[str]:
+    """The trainings that a table names; none if that shows the file to be damaged."""
+    with contextlib.suppress(Temporary), file:
+        return {uid for (uid,) in file.db.execute(f"select uid from {table}")}
+    return set()
+
+
+class RoundKeeper:
+    """All rounds. Its methods may be called from several threads."""
+
+    def __init__(self, file: SeriesFile) -> None:
+        self._file = file
+        self._looks: dict[str, StoreLook] = {}
+        self._untrimmed: dict[str, int] = {}
+        self._tallies: dict[tuple[str, str], RunTally] = {}  # by training and run
+        # By training. Replaced whole, so that the event loop may read it without a lock.
+        self._seen: dict[str, RoundsSeen] = {}
+        self.on_news: Callable[[str], None] = lambda uid: None  # from any thread
+        self._finished = finished_in(file, "finished_runs")
+        file.on_rollback = self.recount
+
+    def recount(self) -> None:
+        """The file has lost rounds: they are counted again."""
+        self._tallies.clear()
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        return self._file.db
+
+    def seen(self, uid: str) -> RoundsSeen | None:
+        """What the rounds since this process began show. Waits for nobody: the event loop asks."""
+        return self._seen.get(uid)
+
+    def _tally(self, uid: str, run: str) -> RunTally:
+        """Within a lock of the caller."""
+        tally = self._tallies.get((uid, run))
+        if tally is None:
+            tally = self._tallies[uid, run] = RunTally()
+            for kept in self.rounds(uid, run):
+                tally.replace(None, kept)
+        return tally
+
+    def _note(self, uid: str, tally: RunTally) -> None:
+        before, seen = self._seen.get(uid), tally.seen
+        self._seen[uid] = seen
+        is_due = seen.newest // ABSENT_ROUNDS != (before.newest if before else 0) // ABSENT_ROUNDS
+        is_new = before is None or (seen.warnings, seen.bad) != (before.warnings, before.bad)
+        if is_new or is_due:
+            self.on_news(uid)
+
+    def add_words(self, uid: str, words: Iterable[RoundWord]) -> None:
+        """What replicas tell. Within a transaction of the caller."""
+        for word in words:
+            self._change(
+                uid,
+                (word.run, word.fragment, word.round),
+                lambda kept, word=word: with_word(kept, word),  # type: ignore[misc]
+            )
+
+    def add_seen(self, uid: str, rounds: Iterable[RoundFacts], name: str, following: int) -> None:
+        """What the manifests of the run `name` in the store say, of rounds before `following`."""
+        with self._file, self._file.transaction():
+            for facts in rounds:
+                if not is_bounded(facts):  # ranks can write anything there
+                    log.warning("round %.40s of training %s is left out", facts.round, uid)
+                    continue
+                self._change(
+                    uid,
+                    (facts.run, facts.fragment, facts.round),
+                    lambda kept, facts=facts: with_seen(kept, facts),  # type: ignore[misc]
+                )
+            self._db.execute(
+                "insert or replace into read_runs values (?, ?, ?)", (uid, name, following)
+            )
+
+    def following(self, uid: str, name: str) -> int:
+        """The first round of a run in the store that was not read yet."""
+        with self._file:
+            row = self._db.execute(
+                "select following from read_runs where uid = ? and name = ?", (uid, name)
+            ).fetchone()
+            return 0 if row is None else int(row[0])
+
+    def finish(self, uid: str) -> None:
+        """The training is over, and its rounds were read to the end."""
+        with self._file, self._file.transaction():
+            self._db.execute("insert or replace into finished_runs values (?)", (uid,))
+            self._finished.add(uid)
+
+    def is_finished(self, uid: str) -> bool:
+        """Waits for nobody: the event loop asks."""
+        return uid in self._finished
+
+    def note_look(self, uid: str, look: StoreLook) -> None:
+        with self._file:
+            self._looks[uid] = look
+
+    def look(self, uid: str) -> StoreLook | None:
+        with self._file:
+            return self._looks.get(uid)
+
+    def run_of(self, uid: str) -> str | None:
+        """The run whose newest round was decided last."""
+        with self._file:
+            row = self._db.execute(
+                "select run from rounds where uid = ? group by run "
+                "order by max(at) desc, max(round) desc limit 1",
+                (uid,),
+            ).fetchone()
+            return None if row is None else str(row[0])
+
+    def reached(self, uid: str) -> int | None:
+        """How many rounds the longest of its runs has; for lists, which ask for nothing else."""
+        with self._file:
+            row = self._db.execute("select max(round) from rounds where uid = ?", (uid,)).fetchone()
+            return None if row[0] is None else int(row[0]) + 1
+
+    def runs(self, uid: str) -> list[str]:
+        """All runs that a round is kept of."""
+        with self._file:
+            rows = self._db.execute("select distinct run from rounds where uid = ?", (uid,))
+            return [row[0] for row in rows]
+
+    def rounds(
+        self, uid: str, run: str, first: int = 0, last: int | None = None, limit: int = 100_000
+    ) -> list[KeptRound]:
+        """Rounds `first` to `last` in order, those of a round by fragment; the newest `limit`."""
+        with self._file:
+            rows = self._db.execute(
+                "select body from rounds where uid = ? and run = ? and round >= ? and round <= ? "
+                "order by round desc, fragment desc limit ?",
+                (uid, run, first, 2**62 if last is None else last, limit),
+            ).fetchall()
+        return _readable(row[0] for row in reversed(rows))
+
+    def newest(self, uid: str, run: str) -> list[KeptRound]:
+        """The newest round of each fragment."""
+        with self._file:
+            tops = self._db.execute(
+                "select fragment, max(round) from rounds where uid = ? and run = ? "
+                "group by fragment",
+                (uid, run),
+            ).fetchall()
+            rows = [
+                self._db.execute(
+                    "select body from rounds where uid = ? and run = ? and fragment = ? "
+                    "and round = ?",
+                    (uid, run, *top),
+                ).fetchone()
+                for top in tops
+            ]
+        return _readable(row[0] for row in rows)
+
+    def dropped(self, uid: str, run: str) -> tuple[int, float]:
+        """How many rounds are not kept any more, and the tokens of them."""
+        with self._file:
+            row = self._db.execute(
+                "select rounds, tokens from dropped_rounds where uid = ? and run = ?", (uid, run)
+            ).fetchone()
+        return (0, 0.0) if row is None else (row[0], row[1])
+
+    def summary(self, uid: str, run: str | None = None) -> RoundSummary | None:
+        """How far the run is; None if there was no round."""
+        with self._file:
+            look = self._looks.get(uid)
+            run = run or self.run_of(uid) or (look.run if look is not None else None)
+            if not run:
+                return None
+            total = self._db.execute(
+                "select total(tokens) from rounds where uid = ? and run = ?", (uid, run)
+            ).fetchone()[0]
+            tally = self._tally(uid, run)
+            is_seen = look is not None and look.run == run
+            return summary_of(
+                run,
+                self.newest(uid, run),
+                total + self.dropped(uid, run)[1],
+                look.at if look is not None and not look.why else None,
+                look.waiting if look is not None and is_seen else (),
+                look.left if look is not None and is_seen else None,
+                tally.ranks,
+                tally.gone,
+            )
+
+    def remove(self, uid: str) -> None:
+        """Within a transaction of the caller."""
+        self._looks.pop(uid, None)
+        self._untrimmed.pop(uid, None)
+        self._seen.pop(uid, None)
+        for key in [key for key in self._tallies if key[0] == uid]:
+            del self._tallies[key]
+        self._finished.discard(uid)
+        for table in TABLES:
+            self._db.execute(f"delete from {table} where uid = ?", (uid,))
+
+    def uids(self) -> set[str]:
+        with self._file:
+            return {row[0] for row in self._db.execute("select distinct uid from rounds")}
+
+    def _change(
+        self, uid: str, key: tuple[str, int, int], change: Callable[[KeptRound], KeptRound]
+    ) -> None:
+        row = self._db.execute(
+            "select body from rounds where uid = ? and run = ? and fragment = ? and round = ?",
+            (uid, *key),
+        ).fetchone()
+        before = next(iter(_readable(row or ())), KeptRound())
+        kept = change(before)
+        if kept == before:
+            return
+        facts = kept.facts
+        tally = self._tally(uid, key[0])  # before this round is in the file
+        body = msgspec.json.encode(kept)
+        at, tokens = (None, 0.0) if facts is None else (facts.at, facts.tokens)
+        self._db.execute(
+            "insert or replace into rounds values (?, ?, ?, ?, ?, ?, ?, ?)",
+            (uid, *key, at, tokens, len(body), body),
+        )
+        tally.replace(before, kept)
+        self._note(uid, tally)
+        self._untrimmed[uid] = self._untrimmed.get(uid, 0) + 1
+        if self._untrimmed[uid] >= TRIM_EVERY:
+            self._untrimmed[uid] = 0
+            self._trim(uid)
+
+    def _trim(self, uid: str) -> None:
+        """Drops the oldest rounds until nine tenths of the room are enough."""
+        (total,) = self._db.execute(
+            "select total(size) from rounds where uid = ?", (uid,)
+        ).fetchone()
+        if total <= MOST_BYTES:
+            return
+        rows = self._db.execute(
+            "select run, fragment, round, tokens, size from rounds where uid = ? order by round",
+            (uid,),
+        ).fetchall()
+        for run, fragment, number, tokens, size in rows:
+            if total <= 0.9 * MOST_BYTES:
+                return
+            total -= size
+            self._db.execute(
+                "delete from rounds where uid = ? and run = ? and fragment = ? and round = ?",
+                (uid, run, fragment, number),
+            )
+            self._db.execute(
+                "insert into dropped_rounds values (?, ?, 1, ?) on conflict (uid, run) do update "
+                "set rounds = rounds + 1, tokens = tokens + excluded.tokens",
+                (uid, run, tokens),
+            )
+
+
+def _readable(bodies: Iterable[bytes]) -> list[KeptRound]:
+    """One that is damaged hides no other."""
+    rounds = []
+    for body in bodies:
+        try:
+            rounds.append(_BODY.decode(body))
+        except msgspec.MsgspecError as error:
+            log.warning("a round is left out: %s", error)
+    return rounds

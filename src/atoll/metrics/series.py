@@ -1,0 +1,159 @@
+"""One series: points over time in a bounded number of buckets. Pure.
+
+A bucket keeps the least, the mean and the largest of what was merged into it, so a single outlier
+is never lost. When there are too many buckets, neighbours are merged, and from then on a bucket
+takes twice as many points.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from atoll.core.metrics import MAX_COUNT, MAX_TIME
+
+FIELDS = ("at", "step", "min", "mean", "max", "count", "bad", "attempt")
+AT, STEP, LEAST, MEAN, LARGEST, COUNT, BAD, ATTEMPT = range(len(FIELDS))
+LEAST_BUCKETS = 16
+_HEADER = 8  # bytes: the width
+
+
+class Series:
+    """Buckets in order of arrival, as columns. `step` is NaN where none was told."""
+
+    __slots__ = ("columns", "width")
+
+    def __init__(self) -> None:
+        self.columns = tuple(array("d") for _ in FIELDS)
+        self.width = 1  # how many points a bucket takes
+
+    def __len__(self) -> int:
+        return len(self.columns[AT])
+
+    def add(self, point: Sequence[float], attempt: int, most: int) -> None:
+        """Takes a point: time, step, least, mean, largest, how many, how many not finite.
+
+        Keeps at most `most` buckets.
+        """
+        columns = self.columns
+        if self.width > 1 and len(self) and self._takes(point, attempt):
+            self._merge_into(len(self) - 1, point)
+            return
+        for column, part in zip(columns, (*point, float(attempt)), strict=True):
+            column.append(part)
+        while len(self) > most:
+            self.halve()
+
+    def _takes(self, point: Sequence[float], attempt: int) -> bool:
+        """Whether the last bucket has room for the point."""
+        columns = self.columns
+        held = columns[COUNT][-1] + columns[BAD][-1]
+        return columns[ATTEMPT][-1] == attempt and held + point[COUNT] + point[BAD] <= self.width
+
+    def _merge_into(self, at: int, point: Sequence[float]) -> None:
+        columns = self.columns
+        columns[AT][at], columns[STEP][at] = point[AT], point[STEP]
+        columns[BAD][at] += point[BAD]
+        count = point[COUNT]
+        if not count:
+            return
+        held = columns[COUNT][at]
+        if not held:
+            for field in (LEAST, MEAN, LARGEST, COUNT):
+                columns[field][at] = point[field]
+            return
+        total = held + count
+        columns[COUNT][at] = total
+        columns[LEAST][at] = min(columns[LEAST][at], point[LEAST])
+        columns[LARGEST][at] = max(columns[LARGEST][at], point[LARGEST])
+        # In two parts: a sum could overflow where the mean does not.
+        columns[MEAN][at] = columns[MEAN][at] * (held / total) + point[MEAN] * (count / total)
+
+    def halve(self) -> None:
+        """Merges pairs of neighbours, but not across attempts unless nothing else is left."""
+        self.width *= 2
+        before = self._rows()
+        merged = Series()
+        for row in before:
+            if len(merged) and merged.columns[ATTEMPT][-1] == row[ATTEMPT]:
+                held = merged.columns[COUNT][-1] + merged.columns[BAD][-1]
+                if held + row[COUNT] + row[BAD] <= self.width:
+                    merged._merge_into(len(merged) - 1, row)
+                    continue
+            for column, part in zip(merged.columns, row, strict=True):
+                column.append(part)
+        if len(merged) == len(before):  # every bucket is another attempt
+            merged = _paired(before)
+        self.columns = merged.columns
+
+    def _rows(self) -> list[tuple[float, ...]]:
+        return list(zip(*self.columns, strict=True))
+
+    def packed(self) -> bytes:
+        header = self.width.to_bytes(_HEADER, "little")
+        parts = [array("d", column) for column in self.columns]
+        if sys.byteorder == "big":
+            for part in parts:
+                part.byteswap()
+        return header + zlib.compress(b"".join(part.tobytes() for part in parts), 1)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Series:
+        series = cls()
+        series.width = int.from_bytes(data[:_HEADER], "little")
+        whole = array("d", zlib.decompress(data[_HEADER:]))
+        if sys.byteorder == "big":
+            whole.byteswap()
+        length = len(whole) // len(FIELDS)
+        series.columns = tuple(whole[at * length : (at + 1) * length] for at in range(len(FIELDS)))
+        return series
+
+    def copy(self) -> Series:
+        other = Series()
+        other.width = self.width
+        other.columns = tuple(column[:] for column in self.columns)
+        return other
+
+
+def _paired(rows: Sequence[tuple[float, ...]]) -> Series:
+    paired = Series()
+    for at, row in enumerate(rows):
+        if at % 2:
+            paired._merge_into(len(paired) - 1, row)
+            paired.columns[ATTEMPT][-1] = row[ATTEMPT]
+            continue
+        for column, part in zip(paired.columns, row, strict=True):
+            column.append(part)
+    return paired
+
+
+def point_of(parts: Sequence[Any]) -> tuple[float, ...]:
+    """A point as a rank sends it, in the form that `Series.add` takes.
+
+    The short form is [time, step, value]; numbers that JSON does not have are text. Raises
+    ValueError or TypeError for what is no point, or has numbers that nobody could draw.
+    """
+    if len(parts) == 3:
+        at, step, value = parts
+        value = float(value)
+        is_finite = math.isfinite(value)
+        figures: tuple[float, ...] = (value, value, value, float(is_finite), float(not is_finite))
+    elif len(parts) == 7:
+        at, step, *rest = parts
+        figures = tuple(float(part) for part in rest)
+        if not all(0 <= count <= MAX_COUNT for count in figures[3:]):
+            raise ValueError(f"counts of a point must be 0 to {MAX_COUNT}, got {rest[3:]}")
+        if figures[3] and not all(map(math.isfinite, figures[:3])):
+            raise ValueError(f"expected finite numbers, got {rest[:3]}")
+    else:
+        raise ValueError(f"a point has 3 or 7 parts, got {len(parts)}")
+    at = float(at)
+    if not 0 <= at <= MAX_TIME:
+        raise ValueError(f"expected a time in seconds since 1970, got {at}")
+    if step is not None and not abs(float(step)) <= MAX_COUNT:
+        raise ValueError(f"expected a step of at most {MAX_COUNT}, got {step}")
+    return (at, math.nan if step is None else float(step), *figures)

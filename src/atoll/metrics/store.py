@@ -1,0 +1,434 @@
+"""The series of all trainings in one SQLite file beside the store.
+
+What arrives is logged in the file as it came and folded in memory. From time to time the folded
+series are written and the log is emptied, so that the work stays in proportion to what arrives. A
+batch that arrives twice counts once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sqlite3
+import zlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from atoll.agent.metrics import MAX_NAME, MOST_BATCH
+from atoll.core.decoders import json_decoder
+from atoll.core.errors import ValidationError
+from atoll.core.escape import visible
+from atoll.core.metrics import MACHINE, MAX_COUNT, MAX_TIME
+from atoll.core.rounds import RoundWord, is_bounded
+from atoll.core.spec import RankNumber
+from atoll.core.status import Training
+from atoll.core.warnings import MAX_WARNINGS
+from atoll.metrics.file import SeriesFile
+from atoll.metrics.idle import ReportedStillness
+from atoll.metrics.rounds import MOST_FRAGMENTS, RoundKeeper, finished_in
+from atoll.metrics.rounds import SCHEMA as ROUNDS
+from atoll.metrics.series import LEAST_BUCKETS, MEAN, Series, point_of
+
+MOST_BUCKETS = 2_000  # of one series
+MOST_OF_TRAINING = 1_000_000  # buckets of all series of a training
+MOST_SERIES = 20_000  # of a training
+MOST_HELD = 64  # trainings in memory
+MOST_ROUNDS = 10**9
+MOST_MISSED = 10**9  # batches that are counted
+MOST_ERROR = 500  # characters
+MOST_ID = 200  # characters
+LOG_BYTES = 4 * 2**20  # of one training, before it is folded into its series
+
+_SCHEMA = """
+create table series (
+    uid text not null, rank integer not null, process integer not null, name text not null,
+    body blob not null, primary key (uid, rank, process, name)) without rowid;
+create table batches (
+    id integer primary key autoincrement, uid text not null, body blob not null);
+create index batches_of_training on batches (uid, id);
+create table lives (
+    uid text not null, life text not null, n integer not null, primary key (uid, life)
+    ) without rowid;
+create table finished_reports (uid text primary key) without rowid;
+create table losses (
+    uid text primary key, skipped integer not null, missed integer not null) without rowid;
+"""
+
+_RUN = re.compile(r"[\w.+=@-]{1,200}")
+
+log = logging.getLogger(__name__)
+
+
+SeriesKey = tuple[int, int, str]  # rank, process, name
+Counted = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+
+
+class _Wire(msgspec.Struct, frozen=True):
+    """What one process of a rank told since it told last, as `agent/metrics.py` writes it.
+
+    Whatever ranks report comes in here, so this is where its numbers are checked.
+    """
+
+    rank: RankNumber
+    attempt: Counted
+    process: Counted
+    id: Annotated[str, Meta(max_length=MOST_ID)]  # of the process
+    n: Counted  # 1, 2, …
+    figures: dict[str, list[list[float | str | None]]]
+    skipped: Counted = 0
+    rounds: list[RoundWord] = []
+    still: Annotated[float, Meta(le=MAX_TIME)] | None = None
+
+
+class Batch(NamedTuple):
+    """The same with its points checked."""
+
+    rank: int
+    attempt: int
+    process: int
+    life: str
+    number: int
+    points: dict[str, list[tuple[float, ...]]]
+    skipped: int
+    rounds: list[RoundWord]
+    still_s: float | None  # for how long the rank has printed nothing and used no CPU
+
+
+class OneSeries(NamedTuple):
+    """One series and whose it is."""
+
+    rank: int
+    process: int
+    name: str
+    series: Series
+
+
+class _Kept:
+    """The series of one training in memory."""
+
+    def __init__(self) -> None:
+        self.series: dict[SeriesKey, Series] = {}
+        self.numbers: dict[str, int] = {}  # of the newest batch of each process
+        self.changed: set[SeriesKey] = set()
+        self.logged_bytes = 0
+        self.sizes: dict[SeriesKey, int] = {}  # bytes in the file
+        self.skipped = 0
+        self.missed = 0  # batches
+
+    def most(self) -> int:
+        share = MOST_OF_TRAINING // max(1, len(self.series))
+        return max(LEAST_BUCKETS, min(MOST_BUCKETS, share))
+
+    def is_new(self, batch: Batch) -> bool:
+        return batch.number > self.numbers.get(batch.life, 0)
+
+    def skip(self, count: int) -> None:
+        self.skipped = min(self.skipped + count, MAX_COUNT)
+
+    def fold(self, batch: Batch) -> None:
+        # They are counted one by one: what is between was told, and did not get here.
+        lost = batch.number - self.numbers.get(batch.life, 0) - 1
+        self.missed = min(self.missed + lost, MOST_MISSED)
+        self.numbers[batch.life] = batch.number
+        self.skip(batch.skipped)
+        for name, points in batch.points.items():
+            key = (batch.rank, batch.process, name)
+            if key not in self.series:
+                if len(self.series) >= MOST_SERIES:
+                    self.skip(len(points))
+                    continue
+                self.series[key] = Series()
+            self.changed.add(key)
+            most, add = self.most(), self.series[key].add
+            for point in points:
+                add(point, batch.attempt, most)
+
+
+_DECODER = json_decoder(_Wire)
+
+
+def decode_batch(line: bytes) -> Batch:
+    """Raises ValidationError."""
+    if len(line) > MOST_BATCH:
+        raise ValidationError("report", f"{len(line)} bytes", f"expected {MOST_BATCH} at most")
+    try:
+        wire = _DECODER.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        text = line[:60].decode(errors="replace")
+        raise ValidationError("report", text, f"not a report: {error}") from error
+    skipped = wire.skipped
+    names: dict[str, list[tuple[float, ...]]] = {}
+    for name, told in wire.figures.items():
+        points = names.setdefault(visible(name)[:MAX_NAME], [])
+        for parts in told:
+            try:
+                points.append(point_of(parts))
+            except (ValueError, TypeError):  # the others are as good as before
+                skipped += 1
+    return Batch(
+        wire.rank,
+        wire.attempt,
+        wire.process,
+        wire.id,
+        wire.n,
+        {name: points for name, points in names.items() if points},
+        skipped,
+        [_checked(word, wire.rank) for word in wire.rounds],
+        wire.still if wire.still is None or wire.still >= 0 else None,
+    )
+
+
+def _checked(word: RoundWord, rank: int) -> RoundWord:
+    """A rank speaks of itself, and of rounds that can be kept. Raises ValidationError."""
+    facts = word.facts
+    key = (word.run, word.fragment, word.round)
+    is_good = (
+        _RUN.fullmatch(word.run)
+        and 0 <= word.fragment < MOST_FRAGMENTS
+        and 0 <= word.round < MOST_ROUNDS
+        and word.cost.rank == rank
+        and (facts is None or (facts.run, facts.fragment, facts.round) == key)
+        and is_bounded(word)
+    )
+    if not is_good:
+        raise ValidationError("report", str(word)[:60], "not a report: no such round")
+    if facts is not None and facts.error:
+        facts = replace(facts, error=visible(facts.error)[:MOST_ERROR])
+    warnings = [visible(words)[:MOST_ERROR] for words in word.warnings[:MAX_WARNINGS]]
+    return replace(word, facts=facts, warnings=warnings)
+
+
+CatchUp = Callable[[Training], Awaitable[None]]
+
+
+class SeriesKeeper:
+    """All series. Its methods may be called from several threads."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._held: OrderedDict[str, _Kept] = OrderedDict()
+        self._file = SeriesFile(path, _SCHEMA + ROUNDS)
+        self.rounds = RoundKeeper(self._file)
+        self._file.on_empty = self._write_all
+        self._finished = finished_in(self._file, "finished_reports")
+        self.stillness = ReportedStillness()
+        self.catch_up: CatchUp | None = None  # of whoever reads what ranks write
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        return self._file.db
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing could be kept last; empty if all is well."""
+        return self._file.trouble
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was lost since this process began, in words."""
+        return self._file.notes
+
+    def check(self) -> None:
+        """Puts things right if the file was deleted or replaced. Raises Temporary."""
+        self._file.check()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def take(self, uid: str, lines: Iterable[bytes]) -> int:
+        """Keeps these batches, in one transaction. Returns how many of them were new.
+
+        Raises ValidationError for one that is none; nothing is kept then.
+        """
+        batches = [(line, decode_batch(line)) for line in lines]
+        with self._file:
+            kept = self._of(uid)
+            numbers: dict[str, int] = {}
+            new = []
+            for line, batch in batches:
+                if kept.is_new(batch) and batch.number > numbers.get(batch.life, 0):
+                    numbers[batch.life] = batch.number
+                    new.append((line, batch))
+            with self._file.transaction():
+                self._db.executemany(
+                    "insert into batches (uid, body) values (?, ?)",
+                    [(uid, line) for line, _ in new],
+                )
+                for _, batch in new:
+                    self.rounds.add_words(uid, batch.rounds)
+            for line, batch in new:
+                self._note_move(uid, batch)
+                kept.fold(batch)
+                kept.logged_bytes += len(line)
+            if kept.logged_bytes > max(LOG_BYTES, sum(kept.sizes.values())):
+                self._write(uid, kept)
+            return len(new)
+
+    def series(
+        self, uid: str, names: Collection[str] = (), ranks: Collection[int] = ()
+    ) -> list[OneSeries]:
+        """A copy of the series of a training, in order of name, rank and process; all, or those of
+        these names and ranks."""
+        with self._file:
+            kept = self._of(uid)
+            wanted = [
+                (name, rank, process)
+                for rank, process, name in kept.series
+                if (not names or name in names) and (not ranks or rank in ranks)
+            ]
+            return [
+                OneSeries(rank, process, name, kept.series[rank, process, name].copy())
+                for name, rank, process in sorted(wanted)
+            ]
+
+    def keys(self, uid: str) -> list[SeriesKey]:
+        with self._file:
+            return list(self._of(uid).series)
+
+    def first(self, uid: str, name: str) -> Series | None:
+        """A copy of this series of the lowest rank that has one. Of a training that is not in
+        memory, nothing else is read: lists of thousands ask for it."""
+        with self._file:
+            if uid not in self._held and not self._is_logged(uid):
+                row = self._db.execute(
+                    "select body from series where uid = ? and name = ? order by rank, process "
+                    "limit 1",
+                    (uid, name),
+                ).fetchone()
+                with contextlib.suppress(ValueError, zlib.error):  # damaged
+                    return None if row is None else Series.unpacked(row[0])
+                return None
+            kept = self._of(uid).series
+            keys = [key for key in kept if key[2] == name]
+            return kept[min(keys)].copy() if keys else None
+
+    def lasts(self, uid: str, names: Collection[str]) -> dict[SeriesKey, float]:
+        """The newest value of each series of these names."""
+        with self._file:
+            return {
+                key: series.columns[MEAN][-1]
+                for key, series in self._of(uid).series.items()
+                if key[2] in names and len(series)
+            }
+
+    def _note_move(self, uid: str, batch: Batch) -> None:
+        has_report = any(not name.startswith(MACHINE) for name in batch.points)
+        self.stillness.note(
+            uid, batch.rank, still_s=batch.still_s, has_report=has_report or bool(batch.rounds)
+        )
+
+    def _is_logged(self, uid: str) -> bool:
+        query = "select 1 from batches where uid = ? limit 1"
+        return self._db.execute(query, (uid,)).fetchone() is not None
+
+    def skipped(self, uid: str) -> int:
+        """How many figures were not kept, by a rank or here."""
+        with self._file:
+            return self._of(uid).skipped
+
+    def missed(self, uid: str) -> int:
+        """How many batches a rank told that were lost on the way, or with an earlier keeper."""
+        with self._file:
+            return self._of(uid).missed
+
+    def remove(self, uid: str) -> None:
+        with self._file, self._file.transaction():
+            self._held.pop(uid, None)
+            self.stillness.forget(uid)
+            self._finished.discard(uid)
+            for table in ("series", "batches", "lives", "finished_reports", "losses"):
+                self._db.execute(f"delete from {table} where uid = ?", (uid,))
+            self.rounds.remove(uid)
+
+    def finish(self, uid: str) -> None:
+        """The training is over, and all that its ranks left behind was read."""
+        with self._file, self._file.transaction():
+            self._db.execute("insert or replace into finished_reports values (?)", (uid,))
+            self._finished.add(uid)
+
+    def is_finished(self, uid: str) -> bool:
+        """Waits for nobody: the event loop asks."""
+        return uid in self._finished
+
+    def uids(self) -> set[str]:
+        with self._file:
+            rows = self._db.execute(
+                "select distinct uid from series union select distinct uid from batches"
+            )
+            return {row[0] for row in rows} | self.rounds.uids()
+
+    def _of(self, uid: str) -> _Kept:
+        kept = self._held.get(uid)
+        if kept is None:
+            kept = self._held[uid] = self._read(uid)
+            while len(self._held) > MOST_HELD:
+                oldest, left = next(iter(self._held.items()))
+                self._write(oldest, left)
+                del self._held[oldest]
+        self._held.move_to_end(uid)
+        return kept
+
+    def _read(self, uid: str) -> _Kept:
+        kept = _Kept()
+        rows = self._db.execute(
+            "select rank, process, name, body from series where uid = ?", (uid,)
+        )
+        for rank, process, name, body in rows:
+            try:
+                kept.series[rank, process, name] = Series.unpacked(body)
+            except (ValueError, zlib.error) as error:  # damaged: it hides no other
+                log.warning("%s of rank %s of training %s is left out: %s", name, rank, uid, error)
+            kept.sizes[rank, process, name] = len(body)
+        kept.numbers = dict(
+            self._db.execute("select life, n from lives where uid = ?", (uid,)).fetchall()
+        )
+        row = self._db.execute(
+            "select skipped, missed from losses where uid = ?", (uid,)
+        ).fetchone()
+        if row is not None:
+            kept.skipped, kept.missed = row
+        for (body,) in self._db.execute(
+            "select body from batches where uid = ? order by id", (uid,)
+        ):
+            kept.logged_bytes += len(body)
+            try:
+                batch = decode_batch(body)
+            except ValidationError as error:
+                log.warning("training %s: %s", uid, error)
+                continue
+            if kept.is_new(batch):
+                kept.fold(batch)
+        return kept
+
+    def _write_all(self) -> None:
+        """What is in memory outlives the file that it came from."""
+        self.rounds.recount()
+        for uid, kept in self._held.items():
+            kept.changed, kept.sizes = set(kept.series), {}
+            self._write(uid, kept)
+
+    def _write(self, uid: str, kept: _Kept) -> None:
+        """Writes the folded series in place of the log."""
+        if not kept.changed:
+            return
+        changed = list(kept.changed)
+        rows = [(uid, *key, kept.series[key].packed()) for key in changed]
+        with self._file.transaction():
+            self._db.executemany("insert or replace into series values (?, ?, ?, ?, ?)", rows)
+            self._db.executemany(
+                "insert or replace into lives values (?, ?, ?)",
+                [(uid, life, n) for life, n in kept.numbers.items()],
+            )
+            self._db.execute(
+                "insert or replace into losses values (?, ?, ?)", (uid, kept.skipped, kept.missed)
+            )
+            self._db.execute("delete from batches where uid = ?", (uid,))
+        kept.changed.clear()
+        kept.logged_bytes = 0
+        kept.sizes |= {key: len(row[-1]) for key, row in zip(changed, rows, strict=True)}

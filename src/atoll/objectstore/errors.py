@@ -1,0 +1,60 @@
+"""What the errors of obstore mean: final or not, and in one line. Pure."""
+
+from __future__ import annotations
+
+import re
+
+import obstore.exceptions as failures
+
+_FINAL = (
+    failures.NotSupportedError,
+    failures.InvalidPathError,
+    failures.UnknownConfigurationKeyError,
+    NotImplementedError,
+    PermissionError,
+)
+_DENIED = (failures.PermissionDeniedError, failures.UnauthenticatedError)
+# Listings and bulk deletes have no error type for a refusal: the status and the code tell. Of S3,
+# Google (the plain status) and Azure.
+_DENIED_TEXT = re.compile(
+    r"status 40[13]\b|40[13] (Forbidden|Unauthorized)"
+    r"|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken"
+    r"|AuthenticationFailed|AuthorizationFailure|AuthorizationPermissionMismatch"
+)
+# As S3, Azure and Google say it of a listing.
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
+# Where a client looks for a key when nobody gave it one: the metadata service of its machine.
+_METADATA = re.compile(r"169\.254\.169\.254|metadata\.google\.internal|instance credentials")
+_REASON = re.compile(r'\bmessage: "([^"]+)"')
+_CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
+
+
+def is_denied(error: Exception) -> bool:
+    """Whether the store refused the key."""
+    return isinstance(error, _DENIED) or (
+        isinstance(error, failures.BaseError) and bool(_DENIED_TEXT.search(str(error)))
+    )
+
+
+def is_without_key(error: Exception) -> bool:
+    """Whether the client failed to get a key from its machine."""
+    return bool(_METADATA.search(str(error)))
+
+
+def is_no_bucket(error: Exception) -> bool:
+    return bool(_NO_BUCKET.search(str(error)))
+
+
+def is_final(error: Exception) -> bool:
+    """Whether trying again will not help, for another reason."""
+    return isinstance(error, _FINAL)
+
+
+def describe(error: Exception) -> str:
+    """The error in one line, with the reason that its debug output has below."""
+    first, _, rest = str(error).partition("\n")
+    text = f"{type(error).__name__}: {first}"
+    for found in (_CODE.search(rest), _REASON.search(rest)):
+        if found and found[1] not in text:
+            text += f": {found[1]}"
+    return text

@@ -1,0 +1,183 @@
+"""Objects as files of a folder: written all at once, created by link, listed without a client.
+
+A file is written beside its place under a name that no listing shows, and then moved or linked
+there, so a torn file is never visible. The names are those that obstore's LocalStore uses.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from atoll.core.errors import Permanent
+
+Buffer = bytes | bytearray | memoryview
+
+# The kernel's IOV_MAX: so many pieces go into one write.
+MAX_PIECES = 1024
+# LocalStore spells other keys differently in the names of files.
+PLAIN_KEY = re.compile(r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*(/[A-Za-z0-9_+-][A-Za-z0-9_.+-]*)*")
+_STAGED = re.compile(r"#[0-9]+$")
+# What link() answers where a file system has no hard links: some FUSE mounts, SMB, exFAT.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+class ObjectInfo(NamedTuple):
+    """One row of a listing; `modified` is by the store's clock."""
+
+    key: str
+    size: int
+    modified: datetime
+
+
+def write_file(
+    path: str, pieces: Sequence[Buffer], *, is_new: bool = False, is_durable: bool = False
+) -> None:
+    """Write the file all at once; raise FileExistsError if `is_new` and it exists.
+
+    A durable file survives a loss of power, and so does its name.
+    """
+    staging, file = _stage(path)
+    try:
+        try:
+            _write_all(file, pieces)
+            if is_durable:
+                os.fsync(file)
+        finally:
+            os.close(file)
+        if is_new:
+            _link(staging, path)
+        else:
+            os.rename(staging, path)
+    except BaseException:
+        os.unlink(staging)
+        raise
+    if is_new:
+        os.unlink(staging)
+    if is_durable:
+        _sync_folder(os.path.dirname(path))
+
+
+def _write_all(file: int, pieces: Sequence[Buffer]) -> None:
+    views = [view for piece in pieces if (view := memoryview(piece).cast("B")).nbytes]
+    first = 0
+    while first < len(views):
+        count = os.writev(file, views[first : first + MAX_PIECES])
+        while first < len(views) and count >= views[first].nbytes:
+            count -= views[first].nbytes
+            first += 1
+        if count:
+            views[first] = views[first][count:]
+
+
+def _link(staging: str, path: str) -> None:
+    try:
+        os.link(staging, path)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            raise Permanent(
+                f"{os.path.dirname(path)}: this file system has no hard links, so an object cannot "
+                f"be created only once ({error.strerror}): use another folder or an object store"
+            ) from None
+        raise
+
+
+def _stage(path: str) -> tuple[str, int]:
+    """A new file beside `path`, open for writing."""
+    number = 1
+    while True:
+        staging = f"{path}#{number}"
+        try:
+            return staging, os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            number += 1
+        except FileNotFoundError:
+            with suppress(FileNotFoundError):  # a deletion takes empty folders with it
+                _make_folder(os.path.dirname(path))
+
+
+def _make_folder(folder: str) -> None:
+    """Make the folder and its parents, each with a name that survives a loss of power."""
+    parent = os.path.dirname(folder)
+    if not os.path.isdir(parent):
+        _make_folder(parent)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+        _sync_folder(parent)
+
+
+def _sync_folder(folder: str) -> None:
+    with suppress(FileNotFoundError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that syncs no folders
+                raise
+        finally:
+            os.close(handle)
+
+
+def read_file(path: str, start: int, end: int | None, max_bytes: int | None) -> memoryview:
+    """Bytes `start:end` of the file, fewer if it is shorter. Raises FileNotFoundError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(file).st_size
+        count = max(0, min(size, size if end is None else end) - start)
+        check_size(path, count, max_bytes)
+        buffer = memoryview(bytearray(count))
+        return buffer[: fill_from(file, buffer, start)]
+    finally:
+        os.close(file)
+
+
+def check_size(name: str, size: int, max_bytes: int | None) -> None:
+    """Raise Permanent before memory is taken for an object that is larger than it can be."""
+    if max_bytes is not None and size > max_bytes:
+        raise Permanent(f"{name}: {size} bytes, expected at most {max_bytes}")
+
+
+def fill_from(file: int, buffer: memoryview, offset: int) -> int:
+    """Read into the buffer; return how many bytes there were for it from `offset` on."""
+    count = 0
+    while count < buffer.nbytes:
+        more = os.preadv(file, [buffer[count:]], offset + count)
+        if not more:
+            break
+        count += more
+    return count
+
+
+def list_files(folder: str, prefix: str, after: str) -> list[ObjectInfo] | None:
+    """The objects under `prefix` with keys greater than `after`, sorted; None if the names of files
+    are not their keys. What others delete meanwhile may be in it or not.
+    """
+    found = list[ObjectInfo]()
+    folders = [prefix]
+    while folders:
+        parent = folders.pop()
+        try:
+            entries = list(os.scandir(f"{folder}/{parent}"))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        for entry in entries:
+            key = f"{parent}/{entry.name}"
+            if _STAGED.search(key):
+                continue
+            if not PLAIN_KEY.fullmatch(key):
+                return None
+            with suppress(FileNotFoundError):
+                if entry.is_dir():
+                    inside = f"{key}/"  # all keys in it begin with this
+                    if inside > after or after.startswith(inside):
+                        folders.append(key)
+                elif key > after:
+                    state = entry.stat()
+                    modified = datetime.fromtimestamp(state.st_mtime_ns / 1e9, UTC)
+                    found.append(ObjectInfo(key, state.st_size, modified))
+    return sorted(found, key=lambda info: info.key)

@@ -1,0 +1,1 @@
+"""The endpoints of the native API, a module for each noun."""

@@ -1,0 +1,78 @@
+"""The outer rounds of a training, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Annotated
+
+from msgspec import Meta
+
+from atoll.core.errors import NotFound, Temporary
+from atoll.core.rounds import RoundItem, RoundList, RoundSummary, items_of, with_absent
+from atoll.core.status import Training
+from atoll.metrics.rounds import RoundKeeper, StoreLook
+from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
+
+MOST_ITEMS = 10_000
+FROM_STORE = "read from the manifests in the store"
+
+RoundNumber = Annotated[int, Meta(ge=0, le=10**9)]
+
+
+class RoundsQuery(Query, frozen=True, rename={"from_": "from"}):
+    from_: RoundNumber = 0
+    to: RoundNumber | None = None
+    limit: Annotated[int, Meta(ge=1, le=MOST_ITEMS)] = MOST_ITEMS
+    run: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    costs: bool = False
+    uid: str | None = None
+
+
+async def rounds(call: ApiCall) -> Answer:
+    query: RoundsQuery = call.query
+    training = await call.plane.store.get(call.key)
+    if query.uid not in (None, training.uid):
+        raise NotFound("training", call.name)
+    if call.plane.series is None:
+        return json_answer(RoundList(items=[], is_kept=False))
+    keeper = call.plane.series.rounds
+    return json_answer(await asyncio.to_thread(_rounds, keeper, training, query))
+
+
+def _rounds(keeper: RoundKeeper, training: Training, query: RoundsQuery) -> RoundList:
+    uid = training.uid
+    run = query.run or keeper.run_of(uid)
+    why = why_of(keeper.look(uid))
+    if run is None:
+        return RoundList(items=[], summary=with_absent(keeper.summary(uid), training), why=why)
+    return RoundList(
+        items=chosen(keeper, uid, run, query),
+        summary=with_absent(keeper.summary(uid, run), training),
+        why=why,
+        dropped=keeper.dropped(uid, run)[0],
+    )
+
+
+def why_of(look: StoreLook | None) -> str:
+    """Where rounds come from, in words."""
+    if look is None:
+        return "reported by the replicas: the store was not looked at yet"
+    return f"reported by the replicas: {look.why}" if look.why else FROM_STORE
+
+
+def chosen(keeper: RoundKeeper, uid: str, run: str, query: RoundsQuery) -> list[RoundItem]:
+    # What joined and what left shows by the round before, so one more is read of each fragment.
+    more = query.limit + len(keeper.newest(uid, run))
+    kept = keeper.rounds(uid, run, max(0, query.from_ - 1), query.to, more)
+    items = items_of(kept, has_costs=query.costs)
+    return [item for item in items if item.round >= query.from_][-query.limit :]
+
+
+async def summary_of_training(plane: Plane, uid: str) -> RoundSummary | None:
+    """None where there are no rounds, or none can be read: a training is read all the same."""
+    if plane.series is None:
+        return None
+    with contextlib.suppress(Temporary):
+        return await asyncio.to_thread(plane.series.rounds.summary, uid)
+    return None

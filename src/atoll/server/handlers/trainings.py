@@ -1,0 +1,222 @@
+"""Trainings over HTTP: create, read, list, watch, scale, cancel, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from atoll.core.errors import (
+    Conflict,
+    Temporary,
+    UDTerminalState,
+    ValidationError,
+    WorldSizeOutOfBounds,
+)
+from atoll.core.model import Model, SpecModel
+from atoll.core.rounds import with_rounds
+from atoll.core.spec import ScaleTarget, TrainingSpec
+from atoll.core.status import FIELDS_IGNORED, Event, Training, TrainingList
+from atoll.core.warnings import find_warnings, merge_warnings
+from atoll.server.handlers.admission import (
+    admitted,
+    check_backend,
+    check_growth,
+    check_run,
+    default_executor,
+    describe_ignored,
+)
+from atoll.server.handlers.rounds import summary_of_training
+from atoll.server.handlers.watch import last_event_id, watch
+from atoll.server.http.encoded import shown, with_staleness
+from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
+
+WRITE_ATTEMPTS = 50
+KEY_PATTERN = "^[!-~]([ -~]{0,198}[!-~])?$"
+IF_DEFAULT = "Atoll-If-Default"
+
+_KEY = re.compile(KEY_PATTERN)
+
+Version = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=86_400 * 365)]
+
+
+class OneQuery(Query, frozen=True):
+    watch: bool = False
+    after: Version | None = None
+    timeout: Seconds | None = None
+
+
+class ListQuery(OneQuery, frozen=True, rename={"continue_": "continue"}):
+    limit: Annotated[int, Meta(ge=1, le=500)] = 100
+    continue_: Annotated[str, Meta(pattern="^[A-Za-z0-9_=-]{1,2000}$")] | None = None
+    phase: Literal["pending", "ready", "succeeded", "failed", "cancelled"] | None = None
+    prefix: Annotated[str, Meta(max_length=63, pattern="^[a-z0-9-]*$")] = ""
+
+
+class Scale(SpecModel, frozen=True):
+    target: ScaleTarget
+
+
+class Removal(Model, frozen=True):
+    """A training whose ranks are being stopped and whose record is then removed."""
+
+    name: str
+    uid: str
+    is_removed: bool = False
+
+
+async def create(call: ApiCall) -> Answer:
+    spec = admitted(call.body, call.plane, call.namespace)
+    _check_default(call, spec)
+    await check_run(spec, call.plane, call.namespace)
+    await check_backend(spec, call.plane)
+    training = Training(
+        namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
+    )
+    events = []
+    if words := describe_ignored(training, call.plane):
+        events = [Event(type="Warning", reason=FIELDS_IGNORED, message=words, at=time.time())]
+    stored = await call.plane.store.create(
+        training, idempotency_key=idempotency_key(call), events=events
+    )
+    is_new = stored.uid == training.uid
+    if (
+        not is_new
+        and stored.generation == 1
+        and stored.spec.by_digest() != training.spec.by_digest()
+    ):
+        raise Conflict(f"this idempotency key belongs to {stored.name!r}, which has another spec")
+    return json_answer(shown(stored), 201 if is_new else 200)
+
+
+def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
+    """Refuses a spec that was made for another default executor than there is.
+
+    A client on this machine puts its own directory and environment into a spec for `local`.
+    """
+    expected = call.request.headers.get(IF_DEFAULT.lower())
+    default = default_executor(call.plane)
+    if expected is not None and expected != default:
+        raise ValidationError("executor", spec.executor, f"the default here is {default}")
+
+
+def idempotency_key(call: ApiCall) -> str | None:
+    key: str | None = call.request.headers.get("idempotency-key")
+    if key is not None and not _KEY.fullmatch(key):
+        raise ValidationError("Idempotency-Key", key, "expected 1 to 200 printable characters")
+    return key
+
+
+async def read(call: ApiCall) -> Answer:
+    query: OneQuery = call.query
+    last_event_id(call)  # checked also where it is not needed
+    if query.watch:
+        return await watch(call, call.name)
+    _only_with_watch(query)
+    training = await call.plane.store.get(call.key)
+    series = call.plane.series
+    if series is not None:
+        if series.catch_up and training.status.phase.is_terminal:
+            await series.catch_up(training)  # ranks report last as they end
+        # The controller writes warnings a moment later.
+        found = find_warnings(training, training.status.ranks, series.rounds.seen(training.uid))
+        status = replace(training.status, warnings=merge_warnings(training.status.warnings, found))
+        training = replace(training, status=status)
+    training = with_staleness(training, call.plane.setup.stale())
+    summary = await summary_of_training(call.plane, training.uid)
+    return json_answer(with_rounds(shown(training), summary))
+
+
+async def read_many(call: ApiCall) -> Answer:
+    query: ListQuery = call.query
+    last_event_id(call)
+    if query.watch:
+        if query.phase is not None or query.continue_ is not None:
+            option = "phase" if query.phase is not None else "continue"
+            value = getattr(query, option, query.continue_)
+            raise ValidationError(option, value, "not with watch")
+        return await watch(call, None)
+    _only_with_watch(query)
+    version = await call.plane.store.version()
+    page = await call.plane.store.page(
+        call.namespace,
+        after=query.continue_ or "",
+        limit=query.limit,
+        phase=query.phase,
+        prefix=query.prefix,
+    )
+    stale = call.plane.setup.stale()
+    items = [shown(with_staleness(training, stale)) for training in page.items]
+    return json_answer(TrainingList(items=items, resource_version=version, continue_=page.more))
+
+
+def _only_with_watch(query: OneQuery) -> None:
+    for option in ("after", "timeout"):
+        if getattr(query, option) is not None:
+            raise ValidationError(option, getattr(query, option), "expected only with watch")
+
+
+async def scale(call: ApiCall) -> Answer:
+    target = call.body.target
+
+    def edit(training: Training) -> Training:
+        size = training.spec.world_size
+        if training.deletion_requested_at is not None:
+            raise Conflict(f"training {call.name!r} is being deleted")
+        if training.status.phase.is_terminal:
+            raise UDTerminalState(training.status.phase.value, target)
+        if not size.min <= target <= size.max:
+            raise WorldSizeOutOfBounds(target, size.min, size.max)
+        spec = replace(training.spec, world_size=replace(size, target=target))
+        check_growth(training, spec, call.plane)
+        return replace(training, spec=spec)
+
+    try:
+        return json_answer(shown(await _change(call, edit)))
+    except UDTerminalState as error:
+        event = Event(
+            type="Warning", reason="UDTerminalState", message=f"scale: {error}", at=time.time()
+        )
+        await call.plane.store.record(call.key, event)
+        raise
+
+
+async def cancel(call: ApiCall) -> Answer:
+    def edit(training: Training) -> Training:
+        if training.status.phase.is_terminal:
+            return training
+        return replace(training, spec=replace(training.spec, cancel=True))
+
+    return json_answer(shown(await _change(call, edit)))
+
+
+async def delete(call: ApiCall) -> Answer:
+    def edit(training: Training) -> Training:
+        if training.deletion_requested_at is not None:
+            return training
+        return replace(training, deletion_requested_at=time.time())
+
+    training = await _change(call, edit)
+    return json_answer(Removal(name=training.name, uid=training.uid), 202)
+
+
+async def _change(call: ApiCall, edit: Callable[[Training], Training]) -> Training:
+    """Writes what `wish` returns; reads and tries again if the controller wrote in between."""
+    store = call.plane.store
+    for _ in range(WRITE_ATTEMPTS):
+        training = await store.get(call.key)
+        changed = edit(training)
+        if changed == training:
+            return training
+        try:
+            return await store.update_spec(changed)
+        except Conflict:
+            await asyncio.sleep(0)
+    raise Temporary(f"training {call.name!r} changes too fast to be written: try again")

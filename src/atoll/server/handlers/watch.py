@@ -1,0 +1,118 @@
+"""Watches: changes of trainings as server-sent events, each encoded once for all who follow."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from atoll.core.errors import Gone, NotFound, ValidationError
+from atoll.core.model import encode
+from atoll.core.ports import Change, Key, Store
+from atoll.core.problem import problem_of
+from atoll.core.status import Training
+from atoll.server.http.encoded import EncodedChanges
+from atoll.server.http.operations import SSE, Answer, ApiCall, stream_answer
+from atoll.server.http.problems import status_of
+
+BEAT = b": still here\n\n"
+EVENT_ID_PATTERN = "^[0-9]{1,18}$"
+
+
+async def watch(call: ApiCall, name: str | None) -> Answer:
+    """Streams every change after the version `after`; without it, the present state first."""
+    plane, query, store = call.plane, call.query, call.plane.store
+    after = last_event_id(call) if query.after is None else query.after
+    key = call.key if name else (call.namespace, "")
+    prefix = "" if name else query.prefix
+    present: AsyncIterator[Training] | None = None
+    if after is None:
+        after = await store.version()
+        present = _one(await store.get(key)) if name else _all(store, call.namespace, prefix)
+    elif name:
+        after = await _start_of(store, after, key)
+
+    def is_wanted(change: Change) -> bool:
+        return change.training.name.startswith(prefix)
+
+    await _check_kept(store, after, key)
+    source = _changes(present, store.watch(after, key), is_wanted, plane.encoded)
+    return stream_answer(plane.streams.run(source, beat=BEAT, limit_s=query.timeout), SSE)
+
+
+async def _start_of(store: Store, after: int, key: Key) -> int:
+    """The version to follow one training from: the newest, if it has not changed since `after`.
+    That one may be older than the change log, though nothing was missed.
+
+    An unknown name is an error, unless changes of a removed training may still be kept.
+    """
+    newest = await store.version()
+    try:
+        training = await store.get(key)
+    except NotFound:
+        if after >= newest:
+            raise
+        return after
+    return max(newest, after) if training.resource_version <= after <= newest else after
+
+
+async def _check_kept(store: Store, after: int, key: Key) -> None:
+    """Tries the first step of a watch, so that a version too old is a 410 and not a stream."""
+    probe = store.watch(after, key)
+    first = asyncio.ensure_future(anext(probe))
+    await asyncio.wait({first}, timeout=0)
+    first.cancel()
+    with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration):
+        await first
+
+
+def last_event_id(call: ApiCall) -> int | None:
+    """The version that the client has seen, as browsers send it. Raises ValidationError."""
+    text: str | None = call.request.headers.get("last-event-id")
+    if text is None:
+        return None
+    if not re.fullmatch(EVENT_ID_PATTERN, text):
+        raise ValidationError("Last-Event-ID", text, "expected a resource version")
+    return int(text)
+
+
+async def _one(training: Training) -> AsyncIterator[Training]:
+    yield training
+
+
+async def _all(store: Store, namespace: str, prefix: str) -> AsyncIterator[Training]:
+    """Page by page, as fast as the client reads."""
+    more: str | None = ""
+    while more is not None:
+        page = await store.page(namespace, after=more, prefix=prefix)
+        for training in page.items:
+            yield training
+        more = page.more
+
+
+async def _changes(
+    present: AsyncIterator[Training] | None,
+    rest: AsyncIterator[Change],
+    is_wanted: Callable[[Change], bool],
+    encoded: EncodedChanges,
+) -> AsyncIterator[bytes]:
+    yield BEAT  # some proxies hold back headers until the body begins
+    try:
+        shown: dict[str, int] = {}  # versions that the reading of the present went ahead to
+        if present is not None:
+            async for training in present:
+                shown[training.name] = training.resource_version
+                yield encoded.of(Change(version=training.resource_version, training=training))
+        ahead_to = max(shown.values(), default=0)
+        async for change in rest:
+            if change.version <= ahead_to and change.version <= shown.get(change.training.name, 0):
+                continue
+            if is_wanted(change):
+                yield encoded.of(change)
+    except Gone as error:
+        problem = encode(problem_of(error, status_of(error)))
+        yield b"event: error\ndata: " + problem + b"\n\n"
+    finally:
+        if isinstance(rest, AsyncGenerator):
+            await rest.aclose()

@@ -1,0 +1,1 @@
+"""HTTP itself: connections, authentication, routes, errors, streams and the OpenAPI document."""

@@ -1,0 +1,136 @@
+"""Who calls: a bearer token, stored only as a hash and valid for one namespace, or the session of a
+browser that came from one."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from atoll.core.errors import Denied
+from atoll.server.http.operations import Plane
+
+CSRF = "x-atoll-csrf"
+
+
+def new_token() -> str:
+    """A new random token of 256 bits. It is shown once and never stored."""
+    return f"atoll_{secrets.token_urlsafe(32)}"
+
+
+def hashed(token: str) -> str:
+    # Tokens are long and random, so a fast hash is as safe as a slow one.
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+async def caller(plane: Plane, request: Request) -> str:
+    """The namespace of the token or session in the request. Raises Denied if none is valid, and
+    Temporary if the namespace has too many connections."""
+    hash_of_token = _session_token(plane, request)
+    if hash_of_token is None:
+        hash_of_token = hashed(_bearer(plane, request))
+    namespace = await plane.tokens.namespace_of(hash_of_token)
+    if namespace is None:
+        how = plane.setup.new_token
+        raise Denied(f"this token is unknown here: create one with '{how}'")
+    connection = request.scope.get("state", {}).get("connection")
+    if connection is not None:  # there is none where the application runs without its own server
+        connection.belongs_to(namespace)
+    return namespace
+
+
+def token_of(request: Request) -> str:
+    """The bearer token of a request; empty if it has none."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def cookie_of(plane: Plane, request: Request) -> str | None:
+    return request.cookies.get(plane.sessions.cookie)
+
+
+def _bearer(plane: Plane, request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if not token.strip():
+        how = plane.setup.new_token
+        raise Denied(f"no token: send 'Authorization: Bearer <token>', made with '{how}'")
+    if scheme.lower() != "bearer":
+        raise Denied(f"expected a Bearer token, got {scheme[:20]!r}")
+    return token.strip()
+
+
+def _session_token(plane: Plane, request: Request) -> str | None:
+    """The hash of the token that a browser's session came from; None if this is no browser's.
+
+    The browser sends its cookie whoever made the request: only a page of ours also knows the word
+    that belongs to it. Reads need it too, as another server on this machine is the same site.
+    Whoever has the cookie alone is told nothing with it, that word neither.
+    """
+    if "authorization" in request.headers:
+        return None
+    cookie = cookie_of(plane, request)
+    if cookie is None:
+        return None
+    session = plane.sessions.find(cookie)
+    if session is None:
+        raise Denied("the session has ended: run 'atoll ui' to sign in again")
+    if not secrets.compare_digest(session.csrf.encode(), request.headers.get(CSRF, "").encode()):
+        raise HTTPException(403, "this request came from no page of atoll")
+    check_dashboard_host(plane, request)
+    check_origin(request)
+    return session.token
+
+
+def check_origin(request: Request) -> None:
+    """Raises Denied if a browser says that a page of others made this request."""
+    origin = request.headers.get("origin")
+    own = f"{request.url.scheme}://{request.headers.get('host', '')}"
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    if (origin is not None and origin != own) or site not in ("same-origin", "none"):
+        raise HTTPException(403, "this request came from another origin")
+
+
+def check_host(plane: Plane, request: Request) -> None:
+    """Raises a 403 for a request without a token that is for another name than those of this
+    machine, where only this machine is served.
+
+    A page of others can have its own name lead here (DNS rebinding), and would then read what
+    needs no token.
+    """
+    name = _host(request)
+    if (
+        plane.sessions.is_loopback
+        and not _is_loopback(name)
+        and name != plane.sessions.host
+        and "authorization" not in request.headers
+    ):
+        raise HTTPException(403, "this control plane serves this machine only, by 127.0.0.1")
+
+
+def check_dashboard_host(plane: Plane, request: Request) -> None:
+    """Raises a 403 unless the dashboard may have its cookie under the name that is asked for.
+
+    What a browser keeps for 127.0.0.1 or localhost it sends to every port there, and so to servers
+    of other users.
+    """
+    check_host(plane, request)
+    name = _host(request)
+    if name != plane.sessions.host and _is_loopback(name):
+        raise HTTPException(
+            403, "the dashboard has a name of its own on this machine: run 'atoll ui' to open it"
+        )
+
+
+def _host(request: Request) -> str:
+    name = request.headers.get("host", "").lower()
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")

@@ -1,0 +1,192 @@
+"""What a look asks for, and that a look does nothing itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.followups import (
+    GangFollowups,
+    GiveUp,
+    KeepLogs,
+    LetGo,
+    MarkStopped,
+    OpenGate,
+    PatchJob,
+    RestoreObjects,
+)
+from atoll.backends.kubernetes.logs import Archive
+from atoll.backends.kubernetes.names import YIELDED
+from atoll.backends.kubernetes.pod import Pod
+from atoll.core.errors import Conflict
+from atoll.core.status import Followup, Training
+from tests.unit.backends.kubernetes.kube import (
+    MADE,
+    NO_ROOM,
+    NOW,
+    TAINTED,
+    Json,
+    ended,
+    job,
+    pod,
+    running,
+    seen,
+    training,
+)
+
+
+def asked(*pods: Json, gang: Json | None = None, **options: Any) -> list[str]:
+    """The names of the chores, with the ranks or the reason in them."""
+    return [_words(followup) for followup in seen(*pods, gang=gang, **options).seen.followups]
+
+
+def _words(followup: Followup) -> str:
+    pods: Iterable[Pod] = getattr(followup, "pods", ())
+    more = getattr(followup, "why", "") or " ".join(str(p.rank) for p in pods)
+    return f"{type(followup).__name__} {more}".strip()
+
+
+GONE = pod(0, ended(1), phase="Failed", left_at=NOW - 20)
+STUCK = pod(
+    2,
+    {"waiting": {"reason": "CreateContainerConfigError", "message": 'configmap "NAME" not found'}},
+    phase="Pending",
+)
+CASES: dict[str, tuple[list[Json], Json | None, list[str]]] = {
+    "nothing is asked for where all is well": ([pod(r, running()) for r in range(3)], None, []),
+    "the log of a pod that goes is kept": ([pod(0, running(), left_at=NOW)], None, ["KeepLogs 0"]),
+    "nobody holds a pod that has ended": ([GONE], None, ["KeepLogs 0"]),
+    "a pod that another release holds may go": (
+        [pod(0, running(), is_held=True)],
+        None,
+        ["LetGo 0"],
+    ),
+    "one on a lost node fails on record": (
+        [pod(0, running(), left_at=NOW - 100, conditions=TAINTED)],
+        None,
+        ["GiveUp 0"],
+    ),
+    "half a gang gives way": (
+        [
+            pod(0, running(), made_at=NOW - 700),
+            pod(1, None, phase="Pending", node=None, conditions=NO_ROOM, made_at=NOW - 700),
+        ],
+        None,
+        ["MarkStopped 0", "PatchJob half a gang gives way"],
+    ),
+    "one that gave way waits": ([], job(3, parallelism=0, annotations={YIELDED: str(NOW - 1)}), []),
+    "and tries again": (
+        [],
+        job(3, parallelism=0, annotations={YIELDED: str(NOW - 61)}),
+        ["PatchJob a gang that gave way tries again"],
+    ),
+    "a Job of another size gets its own back": (
+        [],
+        job(3, parallelism=1),
+        ["PatchJob somebody has changed its size"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_look_asks_for(case: str) -> None:
+    pods, gang, followups = CASES[case]
+    assert asked(*pods, gang=gang) == followups
+
+
+def test_a_gang_whose_configmap_is_gone_gets_it_back() -> None:
+    name = KubernetesBackend(cluster=object())._place(training())[1]  # type: ignore[arg-type]
+    STUCK["status"]["containerStatuses"][0]["state"]["waiting"]["message"] = (
+        f'configmap "{name}" not found'
+    )
+    assert asked(STUCK) == ["RestoreObjects"]
+
+
+# (pods, Job, seconds until the next look)
+LATER: list[tuple[list[Json], Json | None, float | None]] = [
+    ([pod(r, running()) for r in range(3)], None, None),
+    ([pod(0, None, phase="Pending")], None, 30.0),
+    ([pod(r, running(), left_at=NOW) for r in range(3)], None, 5.0),
+    ([pod(r, running(), left_at=NOW - 100, conditions=TAINTED) for r in range(3)], None, 1.0),
+    ([], job(3, parallelism=0, annotations={YIELDED: str(NOW - 50)}), 10.0),
+    (
+        [
+            pod(0, ended(1, at=MADE + 5), phase="Failed"),
+            pod(0, running(MADE + 10), made_at=MADE + 8, restarts=1),
+            *[pod(r, running()) for r in (1, 2)],
+        ],
+        None,
+        0.0,  # an exit is told first, the rank that runs after it next
+    ),
+]
+
+
+@pytest.mark.parametrize(("pods", "gang", "again_in_s"), LATER)
+def test_it_says_when_to_look_again(
+    pods: list[Json], gang: Json | None, again_in_s: float | None
+) -> None:
+    assert seen(*pods, gang=gang).seen.again_in_s == again_in_s
+
+
+class Deeds:
+    """Stands for whatever a chore is done with."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def capture(self, pod: Pod, ranks: int) -> None:
+        self.done.append(f"capture {pod.rank}")
+
+    def __getattr__(self, name: str) -> Any:
+        async def do(*rest: Any) -> None:
+            self.done.append(name)
+
+        return do
+
+
+def test_every_chore_has_somebody_who_does_it() -> None:
+    deeds: Any = Deeds()
+    followups = GangFollowups(deeds, deeds, deeds, deeds.patch_job, lambda: NOW)
+    mine = (Pod(GONE),)
+    desired = seen().seen.desired
+    assert desired is not None
+    all_of_them: list[Followup] = [
+        KeepLogs(pods=mine, ranks=1),
+        GiveUp(pods=mine),
+        LetGo(pods=mine),
+        MarkStopped(pods=mine),
+        OpenGate(pods=mine),
+        RestoreObjects(desired=desired, job=job()),
+        PatchJob(why="", patch={}),
+    ]
+
+    async def perform() -> None:
+        for followup in all_of_them:
+            await followups.perform(training(), followup)
+
+    asyncio.run(perform())
+    assert deeds.done == [
+        "capture 0",
+        "give_up",
+        *("settle", "let_go"),
+        "mark_stopped",
+        *("note_opened", "let_start"),
+        "make",
+        "patch_job",
+    ]
+
+
+def test_a_job_that_has_changed_since_the_look_is_left_to_the_next_one() -> None:
+    async def refuse(training: Training, patch: Json) -> None:
+        raise Conflict("it has changed")
+
+    async def perform() -> None:
+        archive: Any = Archive
+        followups = GangFollowups(archive, archive, archive, refuse)
+        await followups.perform(training(), PatchJob(why="", patch={}))
+
+    asyncio.run(perform())

@@ -1,0 +1,95 @@
+"""Rounds are kept once each, bounded, and go with their training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.agent.metrics import Teller, batch_of
+from atoll.core.errors import ValidationError
+from atoll.core.rounds import RoundFacts
+from atoll.metrics import rounds as kept_rounds
+from atoll.metrics.rounds import StoreLook
+from atoll.metrics.store import SeriesKeeper
+
+
+def word(number: int, rank: int = 0, run: str = "r", **more: Any) -> dict[str, Any]:
+    facts = {"run": run, "round": number, "members": [0, 1], "weights": [1, 2], "tokens": 5.0}
+    cost = [rank, 10, 20, 3, 0.0, 0.5]
+    return {"run": run, "fragment": 0, "round": number, "cost": cost, "facts": facts} | more
+
+
+def batch(n: int, *words: dict[str, Any], rank: int = 0) -> bytes:
+    return batch_of(Teller(rank, 1, 0, f"life-{rank}"), n, {}, 0, words)
+
+
+def seen(number: int) -> RoundFacts:
+    return RoundFacts(run="r", round=number, members=[0], weights=[1.0], tokens=7.0, at=1.0)
+
+
+def test_words_of_replicas_become_rounds_and_survive_a_kill(tmp_path: Path) -> None:
+    keeper = SeriesKeeper(tmp_path / "db")
+    keeper.take("u", [batch(1, word(0), word(1)), batch(1, word(1, rank=1), rank=1)])
+    again = SeriesKeeper(tmp_path / "db")  # no close: the process is gone
+    assert again.rounds.run_of("u") == "r"
+    kept = again.rounds.rounds("u", "r")
+    assert [len(each.costs) for each in kept] == [1, 2]
+    assert (again.rounds.reached("u"), again.rounds.reached("other")) == (2, None)
+    summary = again.rounds.summary("u")
+    assert summary is not None
+    assert (summary.round, summary.tokens, summary.source) == (1, 10.0, "reports")
+    again.take("u", [batch(1, word(0), word(1))])
+    assert again.rounds.rounds("u", "r") == kept
+
+
+def test_a_rank_tells_of_itself_alone(tmp_path: Path) -> None:
+    keeper = SeriesKeeper(tmp_path / "db")
+    for bad in (
+        word(0, rank=3),
+        word(-1),
+        word(0, run="../other"),
+        word(0) | {"fragment": 10**6},
+        word(0) | {"round": 1},
+    ):
+        with pytest.raises(ValidationError, match="not a report"):
+            keeper.take("u", [batch(1, bad)])
+    assert keeper.rounds.runs("u") == []
+
+
+def test_a_reader_without_rounds_reads_such_a_batch() -> None:
+    assert "rounds" not in json.loads(batch_of(Teller(0, 1, 0, "a"), 1, {}, 0))
+
+
+def test_the_oldest_rounds_are_dropped_and_counted_when_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_rounds, "MOST_BYTES", 10_000)
+    keeper = SeriesKeeper(tmp_path / "db").rounds
+    keeper.add_seen("u", [seen(number) for number in range(1024)], "r", 1024)
+    left = keeper.rounds("u", "r")
+    count, tokens = keeper.dropped("u", "r")
+    assert len(left) + count == 1024
+    assert 0 < len(left) < 300
+    assert left[-1].facts == seen(1023)
+    assert tokens == 7.0 * count
+    summary = keeper.summary("u")
+    assert summary is not None
+    assert summary.tokens == 7.0 * 1024
+
+
+def test_what_was_read_is_remembered_and_all_goes_with_the_training(tmp_path: Path) -> None:
+    keeper = SeriesKeeper(tmp_path / "db")
+    keeper.rounds.add_seen("u", [seen(0)], "r", 1)
+    keeper.rounds.note_look("u", StoreLook(3.0, "r"))
+    keeper.rounds.finish("u")
+    assert SeriesKeeper(tmp_path / "db").rounds.following("u", "r") == 1
+    assert keeper.rounds.is_finished("u")
+    assert keeper.uids() == {"u"}
+    keeper.remove("u")
+    assert keeper.uids() == set()
+    assert keeper.rounds.following("u", "r") == 0
+    assert not keeper.rounds.is_finished("u")
+    assert keeper.rounds.look("u") is None
