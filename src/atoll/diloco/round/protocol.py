@@ -308,9 +308,7 @@ class RoundMachine:
     @property
     def _place(self) -> int:
         is_idle = self.offer is not None and not self.offer.steps
-        return decide.find_replica_config(
-            self.last, self.config.rank, self.config.world, is_idle=is_idle
-        )
+        return decide.find_turn(self.last, self.config.rank, self.config.world, is_idle=is_idle)
 
     def _look(self, headers: dict[str, UploadHeader | None]) -> Steps[Look]:
         """List the uploads and read the headers that are new."""
@@ -431,7 +429,7 @@ class RoundMachine:
 
     def _stand_in_s(self, manifest: Manifest, name: str) -> float:
         """When this replica makes a mean that its owner has not made."""
-        place = decide.find_place_after(manifest, name, self.config.rank)
+        place = decide.find_turn_after(manifest, name, self.config.rank)
         return STAGGER_S * place + (self.pace.owner_grace_s if manifest.present else 0.0)
 
     def _make_means(
