@@ -82,6 +82,7 @@ class Setup:
     training: float = 0.95  # the chance that a period has inner steps at all
     not_finite: float = 0.0
     launch: str = "one"
+    is_parallel: bool = False  # several objects are read at once, as a real driver does
 
     def has(self, mutant: str) -> bool:
         return mutant in self.mutants
@@ -175,10 +176,10 @@ class Process:
         self.steps = 0
         self.encoded: dict[int, int] = {}
         self.encoded_for = ""  # the row's last upload
-        self.begun = ""
-        self.applied: dict[str, Outcome] = {}
-        self.own_means: dict[str, MeanBody] = {}
-        self.rounding: dict[str, tuple[tuple[int, ...], dict[int, int]]] = {}
+        self.applied: dict[str, Outcome]
+        self.own_means: dict[str, MeanBody]
+        self.rounding: dict[str, tuple[tuple[int, ...], dict[int, int]]]
+        self._forget()
         self.made: dict[tuple[str, str], tuple[int, ...]] = {}
         self.random = random.Random(seed)  # the same in all processes of a replica
         self.call_number = 0
@@ -235,6 +236,8 @@ class Process:
     def _forget(self) -> None:
         self.begun = ""
         self.applied, self.own_means, self.rounding = {}, {}, {}
+        self.receipts: dict[str, Outcome] = {}
+        self.stepped: list[int] | None = None  # ranks that a direct round's step was taken with
 
     def _settle(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> None:
         fragment = manifest.round % len(self.setup.cells)
@@ -280,6 +283,7 @@ class Process:
                 each.clear()
         self.fresh = set()
         self.steps = 0
+        self.encoded_for = ""
 
     def _end(self, manifest: Manifest) -> None:
         self._forget()
@@ -379,6 +383,10 @@ class Process:
             self.run.world.count("stand-ins")
         if manifest.parts_of(objects.shard_of(name)) != self.processes:
             self.run.world.count("means of another cut")
+        ahead = {}
+        if self.setup.is_parallel:
+            others = [each.upload for each in manifest.members if each.upload != self.encoded_for]
+            ahead = yield from self._read_all(others)
         for member in manifest.members:
             if not member.weight:
                 continue
@@ -386,7 +394,10 @@ class Process:
             if is_own and self.setup.has("a stand-in omits its own values"):
                 if manifest.owner_of(name) != self.rank:
                     continue
-            values = yield from self._read_values(manifest, member.rank, cells)
+            if member.upload in ahead:
+                values = ahead[member.upload].cells
+            else:
+                values = yield from self._read_values(manifest, member.rank, cells)
             if values is MISSING and not exclude_missing:
                 return None
             if values is DAMAGED and self.setup.has("damaged uploads are waited for"):
@@ -417,6 +428,10 @@ class Process:
         fragment = manifest.round % len(self.setup.cells)
         values = self.values[fragment]
         answers: dict[str, Outcome | None] = {}
+        ahead: dict[str, Any] = {}
+        if self.setup.is_parallel:
+            new = [n for n in effect.names if n not in self.applied and n not in self.own_means]
+            ahead = yield from self._read_all([objects.mean_key(manifest.round, n) for n in new])
         for name in effect.names:
             own = [cell for cell in self.span(manifest, name) if cell in values]
             if not own:
@@ -425,8 +440,9 @@ class Process:
                 answers[name] = self.applied[name]
                 continue
             body = self.own_means.get(name)
+            key = objects.mean_key(manifest.round, name)
             if body is None:
-                body = yield "get", objects.mean_key(manifest.round, name)
+                body = ahead[key] if key in ahead else (yield "get", key)
             if body is None or body is DAMAGED:
                 answers[name] = None
                 continue
@@ -440,9 +456,14 @@ class Process:
         return answers
 
     def _read_for_receipts(self, effect: MakeMeans) -> Steps:
+        """Read uploads whole, and take the outer step meanwhile if that is all that is missing."""
         manifest = effect.manifest
         cells = self.carried[manifest.round % len(self.setup.cells)]
         answers: dict[str, Any] = {}
+        read: dict[int, dict[int, int]] = {}
+        member = manifest.member(self.rank)
+        if member is not None and member.upload == self.encoded_for:
+            read[self.rank] = self.encoded
         for name in effect.names:
             if self.setup.has("a receipt from memory") and int(name) == self.rank:
                 answers[name] = True
@@ -451,28 +472,38 @@ class Process:
             answers[name] = None if values is MISSING else values is not DAMAGED
             if values is MISSING and effect.exclude_missing:
                 answers[name] = False
+            if answers[name]:
+                read[int(name)] = values
+        counted = [each.rank for each in manifest.members if each.weight]
+        if self.stepped is None and all(rank in read for rank in counted):
+            self._step_direct(manifest, counted, read)
         return answers
 
+    def _step_direct(
+        self, manifest: Manifest, ranks: list[int], read: dict[int, dict[int, int]]
+    ) -> None:
+        values = self.values[manifest.round % len(self.setup.cells)]
+        weights = {each.rank: int(each.weight) for each in manifest.members}
+        total = sum(weights[rank] for rank in ranks)
+        if total:
+            for cell in values:
+                number = sum(weights[rank] * read[rank][cell] for rank in ranks)
+                values[cell] = step(values[cell], number, total)
+        self.stepped = ranks
+
     def _apply_uploads(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> Steps:
-        fragment = manifest.round % len(self.setup.cells)
-        values = self.values[fragment]
-        if self.applied:
-            return dict(self.applied)
         out = {rank for each in outcomes.values() for rank in each.excluded}
-        total, weight = dict.fromkeys(values, 0), 0
-        for member in manifest.members:
-            if not member.weight or member.rank in out:
-                continue
-            found = yield from self._read_values(manifest, member.rank, set(values))
-            if found is MISSING or found is DAMAGED:
-                return dict.fromkeys(outcomes, FOREIGN)
-            weight += int(member.weight)
-            for cell in values:
-                total[cell] += int(member.weight) * found[cell]
-        if weight:
-            for cell in values:
-                values[cell] = step(values[cell], total[cell], weight)
-        self.applied = dict(outcomes)
+        good = [each.rank for each in manifest.members if each.weight and each.rank not in out]
+        cells = self.carried[manifest.round % len(self.setup.cells)]
+        if self.stepped is None:
+            read = {}
+            for rank in good:
+                read[rank] = yield from self._read_values(manifest, rank, cells)
+                if read[rank] is MISSING or read[rank] is DAMAGED:
+                    return dict.fromkeys(outcomes, FOREIGN)
+            self._step_direct(manifest, good, read)
+        if self.stepped != good and not self.setup.has("own receipt ignored"):
+            return dict.fromkeys(outcomes, FOREIGN)
         return dict(outcomes)
 
     def _save_piece(self, effect: SaveCheckpoint) -> Steps:
@@ -520,25 +551,30 @@ class Process:
         if isinstance(effect, Get):
             return (yield from self._get(effect.key))
         if isinstance(effect, GetAll):
-            found = {}
-            for key in effect.keys:
-                found[key] = yield from self._get(key)
-            return found
+            found = yield from self._read_all(effect.keys)
+            return {key: _as_bytes(body) for key, body in found.items()}
         if isinstance(effect, Headers):
-            headers = {}
-            for key in effect.keys:
-                body = yield "get", key
-                if body is DAMAGED:  # of its cells
-                    body = self.run.world.objects[key].body
-                headers[key] = body and body.header
-            return headers
+            found = yield from self._read_all(effect.keys)
+            return {key: self._header(key, body) for key, body in found.items()}
         if isinstance(effect, List):
             return (yield "list", effect.prefix, effect.after)
         return (yield from self._perform_together(effect))
 
     def _get(self, key: str) -> Steps:
-        body = yield "get", key
-        return b"\0damaged" if body is DAMAGED else body
+        return _as_bytes((yield "get", key))
+
+    def _read_all(self, keys: Any) -> Steps:
+        if self.setup.is_parallel and keys:
+            return (yield "gets", tuple(keys))
+        found = {}
+        for key in keys:
+            found[key] = yield "get", key
+        return found
+
+    def _header(self, key: str, body: Any) -> Any:
+        if body is DAMAGED and key in self.run.world.objects:  # its cells are
+            body = self.run.world.objects[key].body
+        return None if body is None or body is DAMAGED else body.header
 
     def _sleep(self, seconds: float) -> Steps:
         assert self.machine is not None
@@ -617,6 +653,9 @@ class Process:
             found: dict[str, Outcome | None] = {}
             for name in manifest.names:
                 key = objects.receipt_key(manifest.round, name)
+                if name in self.receipts:
+                    found[name] = self.receipts[name]
+                    continue
                 body = yield "get", key
                 if body is None or body is DAMAGED:
                     found[name] = None
@@ -669,7 +708,9 @@ class Process:
                 continue
             receipt = objects.Receipt(manifest.digest, self.nonce, int(name), all(words))
             key = objects.receipt_key(manifest.round, name)
-            yield "create", key, objects.encode(receipt)
+            if (yield "create", key, objects.encode(receipt)):
+                out = () if receipt.is_readable else (receipt.rank,)
+                self.receipts[name] = Outcome(self.nonce, out)
             done[name] = True
         return done
 
@@ -833,6 +874,10 @@ class Process:
             return
         if not ranges.is_inside(ranges.of(self.fresh), self.hold):
             self._drop()
+
+
+def _as_bytes(body: Any) -> Any:
+    return b"\0damaged" if body is DAMAGED else body
 
 
 @dataclass

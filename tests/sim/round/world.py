@@ -242,6 +242,9 @@ class World:
         kind = request[0]
         if kind == "get":
             return self.read(request[1])
+        if kind == "gets":  # at once, each one a request
+            self.requests[task.name] += len(request[1]) - 1
+            return {key: self.read(key) for key in request[1]}
         if kind == "list":
             return self._list(*request[1:])
         if kind == "delete":

@@ -298,7 +298,8 @@ class LocalMemory(Protocol):
     def drop(self) -> None:
         """Drop the rows of all fragments and the training that is not uploaded yet.
 
-        The training thread goes on from the global values.
+        Also forget what the last upload carried: if a manifest names it, its values are read from
+        the store like anybody's. The training thread goes on from the global values.
         """
 
     def end(self, manifest: Manifest) -> None:

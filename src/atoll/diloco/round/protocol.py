@@ -374,7 +374,7 @@ class RoundMachine:
         rank = self.config.rank
         own = tuple(name for name in manifest.names if manifest.owner_of(name) == rank)
         started = yield from self._sleep(0)
-        if own:
+        if own and is_new:  # of an old round they are there, as a rule
             yield from self._make_means(manifest, own, outcomes)
             made = yield from self._sleep(0)
             self.pace.note_make(made - started)
@@ -430,7 +430,8 @@ class RoundMachine:
     def _stand_in_s(self, manifest: Manifest, name: str) -> float:
         """When this replica makes a mean that its owner has not made."""
         place = decide.find_turn_after(manifest, name, self.config.rank)
-        return STAGGER_S * place + (self.pace.owner_grace_s if manifest.present else 0.0)
+        grace_s = self.pace.owner_grace_s if place and manifest.present else 0.0
+        return STAGGER_S * place + grace_s
 
     def _make_means(
         self, manifest: Manifest, names: tuple[str, ...], outcomes: dict[str, Outcome]
