@@ -18,7 +18,6 @@ from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.round import objects
 from atoll.diloco.round.effects import (
-    DROPPED,
     FOREIGN,
     LEFT,
     ApplyMeans,
@@ -168,6 +167,8 @@ class Process:
         self.unsynced = self._zeros()
         self.balance = self._zeros()  # the oracle's: what row and unsynced should hold
         self.is_checked = self.has_dropped = True
+        self.has_poison = False  # values in the model that are not finite
+        self.poisoned: set[int] = set()  # fragments in whose row they are
         self.row_ids: list[set[int]] = [set() for _ in cells]
         self.unsynced_ids: list[set[int]] = [set() for _ in cells]
         self.fresh: set[int] = set()
@@ -216,6 +217,8 @@ class Process:
 
     def fill_row(self, fragment: int) -> None:
         """Add the pseudo-gradient to the row."""
+        if self.has_poison:
+            self.poisoned.add(fragment)
         row, unsynced = self.row[fragment], self.unsynced[fragment]
         for cell in row:
             row[cell] += unsynced[cell]
@@ -259,6 +262,11 @@ class Process:
             if self.rank not in outcome.excluded or self.setup.has("excluded but settled"):
                 for cell in own:
                     row[cell] -= self.encoded[cell]
+            if self.setup.has("rounding owed by every reader") and outcome.made_by != self.nonce:
+                total, weight = self.oracle.sum_uploads(manifest, name, outcome.excluded)
+                for cell in own:
+                    rest = total[cell] - encode_down(total[cell], weight, self.setup)
+                    row[cell] += rest // int(member.weight)
             if not self._owes_rounding(name, outcome):
                 continue
             for cell in own:
@@ -284,6 +292,8 @@ class Process:
         self.fresh = set()
         self.steps = 0
         self.encoded_for = ""
+        self.has_poison = False
+        self.poisoned = set()
 
     def _end(self, manifest: Manifest) -> None:
         self._forget()
@@ -304,6 +314,8 @@ class Process:
     # -- Shares in effects on values ------------------------------------------------------------
 
     def share(self, effect: Any, extra: Any) -> Steps:
+        if isinstance(effect, MakeMeans | ApplyMeans) and self.begun != effect.manifest.digest:
+            self.oracle.fail("O13", f"{self.name} has not begun round {effect.manifest.round}")
         if isinstance(effect, Upload):
             return (yield from self._share_upload(effect))
         if isinstance(effect, MakeMeans):
@@ -320,6 +332,8 @@ class Process:
         return (yield from self._load_pieces(extra))
 
     def _share_upload(self, effect: Upload) -> Steps:
+        if effect.round % len(self.setup.cells) in self.poisoned and effect.header.weight:
+            self.oracle.fail("O3", f"{self.name} uploads values that are not finite")
         fragment = effect.round % len(self.setup.cells)
         self.encoded = {
             cell: encode_up(value, self.setup) for cell, value in self.row[fragment].items()
@@ -512,8 +526,7 @@ class Process:
             for fragment, values in enumerate(self.values)
             for cell, value in values.items()
         }
-        nonce = "0" * 16 if self.setup.has("pieces without nonce") else effect.meta.nonce
-        yield "put", objects.piece_key(effect.meta.round, nonce, self.at), piece
+        yield "put", objects.piece_key(effect.meta.round, effect.meta.nonce, self.at), piece
         return True
 
     def _load_pieces(self, meta: objects.Checkpoint) -> Steps:
@@ -611,27 +624,42 @@ class Process:
 
     def _hear(self, words: list[Any]) -> list[Any]:
         assert self.machine is not None
-        self.machine.is_leaving |= any(leaves for *_, leaves in words)
+        leaves = [leaves for *_, leaves in words]
+        self.machine.is_leaving |= any(leaves[: self._heard_processes])
         errors = [error for _, error, _ in words if error is not None]
         if self.setup.has("errors of others are ignored"):
             errors = [words[0][1]] if words[0][1] is not None else []
         if errors:
             raise errors[0]
-        return [answer for answer, *_ in words]
+        return [answer for answer, error, _ in words if error is None]
+
+    @property
+    def _heard_processes(self) -> int:
+        return 1 if self.setup.has("leave seen by one") else self.processes
 
     def _perform_together(self, effect: Any) -> Steps:
         extra, answer = yield from self._look_before(effect)
         if extra is MISSING:
             return answer
+        if self.setup.has("going on after a failed collective") and self.group.is_closed:
+            return (
+                yield from self._finish(effect, extra, [(yield from self.share(effect, extra))])
+            )
         if self.processes == 1:
             answers = [(yield from self.share(effect, extra))]
         else:
             yield from self._say("effect", effect, extra)
             mine = yield from self._try_share(effect, extra)
-            if self.setup.has("header or index before the gather") and mine[1] is None:
-                yield from self._finish(effect, extra, [mine[0]])
+            is_early = self.setup.has("header or index before the gather") and mine[1] is None
+            if is_early and isinstance(effect, Upload | SaveCheckpoint):
+                idle = self._answer_idly(effect)
+                answer = yield from self._finish(effect, extra, [mine[0], idle])
+                yield "gather", self.group, "round", self.at, mine
+                return answer
             words = yield "gather", self.group, "round", self.at, mine
             answers = self._hear(words)
+            if self.setup.has("errors of others are ignored"):
+                answers.append(self._answer_idly(effect))
         return (yield from self._finish(effect, extra, answers))
 
     def _try_share(self, effect: Any, extra: Any) -> Steps:
@@ -735,12 +763,15 @@ class Process:
         self.call_number += 1
         if self.at:
             kind, value, rounds, hold = yield from self._follow()
+            if self.setup.has("errors raised by one") and kind == "error":
+                kind, value = "value", None
         else:
             kind, value, rounds, hold = yield from self._lead(name, *args)
         self.oracle.call_ended(self, self.call_number, f"{kind} {value!r:.80} {rounds}")
         self.hold = hold
         self.rounds = rounds
         if kind == "error":
+            self.oracle.errors.append(str(value))
             raise value
         return value
 
@@ -779,13 +810,19 @@ class Process:
             if kind == "end":
                 return effect
             mine = None, None, self.task.is_leaving
-            if kind == "effect":
+            if kind == "effect" and self.setup.has(f"{type(effect).__name__} by process 0 alone"):
+                mine = self._answer_idly(effect), None, self.task.is_leaving
+            elif kind == "effect":
                 mine = yield from self._try_share(effect, extra)
-                if self.setup.has(f"{type(effect).__name__} by process 0 alone"):
-                    pass
             if is_late:
                 self._make_calls(calls)
             yield "gather", self.group, "round", self.at, mine
+
+    def _answer_idly(self, effect: Any) -> Any:
+        """What a process answers that has done nothing."""
+        if isinstance(effect, MakeMeans):
+            return dict.fromkeys(effect.names, True)
+        return {} if isinstance(effect, ApplyMeans) else True
 
     def _make_calls(self, calls: list[tuple[Any, ...]]) -> None:
         for call in calls:
@@ -811,24 +848,21 @@ class Process:
                 self.train()
             is_bad = rng.random() < setup.not_finite
             bad_process = rng.randrange(self.processes)
-            is_finite = not (is_bad and bad_process == self.at)
+            self.has_poison |= is_bad and bad_process == self.at
+            is_finite = not self.has_poison
             weight = self.run.weights.get(self.rank, 1)
             words = [(is_finite, self.task.is_leaving)]
             if self.processes > 1:
                 words = yield "gather", self.group, "training", self.at, words[0]
             if setup.has("not finite seen by one"):
                 words = words[:1]
-            leaves = any(leave for _, leave in words)
+            leaves = any(leave for _, leave in words[: self._heard_processes])
             if self.machine is not None:
                 self.machine.is_leaving |= leaves
             try:
                 result = yield from self.call("prepare")
                 if result is not None and result.fate == LEFT:
                     return "left"
-                if result is not None and result.fate == DROPPED:
-                    self._check_honesty()
-                    if not leaves:
-                        continue
                 self._check_honesty()
                 offer = self._make_offer(weight, all(finite for finite, _ in words))
                 if setup.overlap and rng.random() < 0.5:
@@ -870,7 +904,7 @@ class Process:
 
     def _check_honesty(self) -> None:
         """The training thread's half: what was trained meanwhile must be the rank's own, too."""
-        if self.setup.terms is None:
+        if self.setup.terms is None or self.setup.has("no honesty"):
             return
         if not ranges.is_inside(ranges.of(self.fresh), self.hold):
             self._drop()
@@ -975,4 +1009,5 @@ class Replica:
     def leave(self) -> None:
         task = self.run.world.random.choice(self.group.tasks)
         task.is_leaving = True
+        task.told_at = self.run.world.now
         self.run.world.wake(task)

@@ -92,7 +92,9 @@ class RoundResult(NamedTuple):
     """How a call ended. `rounds` are done, `chain` names their state, `hold` may be trained on.
 
     member: the offer is in the parameters. late: it goes with the next upload. dropped: it is gone,
-    training goes on from the global values. left: the replica was told to go, and may.
+    training goes on from the global values; who was dropped by `prepare` runs a round at once, with
+    an offer of nothing, so that the others wait for it: else a slow replica stays behind for ever.
+    left: the replica was told to go, and may.
     """
 
     fate: str

@@ -324,8 +324,6 @@ class RoundMachine:
 
     def _decide(self, look: Look, quorum_at: float | None, *, is_timeout: bool) -> Decision:
         config, last = self.config, self.last
-        if last is not None and look.late & {*last.missing}:
-            self.pace.note_late(last.round)
         members = {each.rank for each in last.present} if last else set()
         expected = {rank for rank in members | look.late if rank < config.world} | {config.rank}
         grace_s = self.pace.straggler_grace_s
@@ -403,6 +401,8 @@ class RoundMachine:
             missing = self._find_missing(manifest, outcomes)
             if not missing:
                 break
+            if looks == 1 and not (is_new and manifest.member(self.config.rank)):
+                yield from self._check_newer_checkpoint(manifest)  # it may be swept
             waited = self._now - started
             due = [name for name in missing if waited >= self._stand_in_s(manifest, name)]
             new = tuple(name for name in due if name not in tried)
@@ -485,8 +485,7 @@ class RoundMachine:
         self.uploads.clear()
         self._chains[self.round] = self.chain
         self._plans[manifest.round] = manifest.plan
-        if not manifest.missing and len(manifest.members) > 1:
-            self.pace.note_spread(manifest.spread_s)
+        self.pace.note_manifest(manifest)
         return fate
 
     def _settle(self, manifest: Manifest, outcomes: dict[str, Outcome]) -> str:
