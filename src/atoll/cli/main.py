@@ -16,7 +16,7 @@ import atoll
 from atoll.cli.start import INTERRUPTED, leave
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 
 PROFILES = {
     "bash": "~/.bashrc",
@@ -140,7 +140,7 @@ def main() -> None:
         code = 128 + signal.SIGPIPE
     except OSError as error:
         drop_output()
-        print(f"atoll: error: {visible(str(error))}", file=sys.stderr)
+        print(f"atoll: error: {escape_control(str(error))}", file=sys.stderr)
         code = 1
     sys.exit(code)
 
@@ -156,7 +156,7 @@ def report_misuse(error: click.ClickException) -> int:
     text = " ".join(error.format_message().rstrip(".").split())
     if isinstance(error, click.NoSuchOption) and path == "atoll":
         text += f". Options follow the command: atoll run {error.option_name} …"
-    print(f"atoll: error: {visible(text)}: see '{path} --help'", file=sys.stderr)
+    print(f"atoll: error: {escape_control(text)}: see '{path} --help'", file=sys.stderr)
     return USAGE
 
 
@@ -169,5 +169,5 @@ def report_error(error: AtollError) -> int:
         listing = "token list" if error.kind == "token" else "ps"
         hint = f"'atoll {listing}' lists what exists"
     hint = error.hint or hint
-    print(f"atoll: error: {visible(text)}" + (f": {hint}" if hint else ""), file=sys.stderr)
+    print(f"atoll: error: {escape_control(text)}" + (f": {hint}" if hint else ""), file=sys.stderr)
     return USAGE if isinstance(error, ValidationError) else 1

@@ -98,7 +98,7 @@ def select_ranks(table: MetricTable, ranks: Sequence[int]) -> MetricTable:
 
 def _overview(table: MetricTable) -> str:
     from atoll.cli.output import table as format_table
-    from atoll.core.escape import visible
+    from atoll.core.escape import escape_control
 
     lines = []
     for name in dict.fromkeys(table["name"]):
@@ -107,7 +107,7 @@ def _overview(table: MetricTable) -> str:
         step = table["step"][newest]
         lines.append(
             [
-                visible(name),
+                escape_control(name),
                 f"{table['value'][newest]:.6g}",
                 "-" if step is None else str(step),
                 f"{min(table['min'][row] for row in rows):.6g}",
@@ -127,14 +127,14 @@ def _overview(table: MetricTable) -> str:
 
 
 def _draw(name: str, metric: str, table: MetricTable, axis: str, path: Path | None) -> None:
-    from atoll.core.escape import visible
+    from atoll.core.escape import escape_control
 
     curves = curves_of(table, axis)
     if not curves:
         raise click.ClickException(
-            f"{name} has reported no {visible(metric)!r}: 'atoll metrics {name}' lists what it has"
+            f"{name} has reported no {escape_control(metric)!r}: 'atoll metrics {name}' lists what it has"
         )
-    title = f"{visible(metric)} of {name}"
+    title = f"{escape_control(metric)} of {name}"
     if path is not None:
         path.write_text(draw_svg(curves, title, axis, SVG_SIZE))
         print(path)

@@ -12,14 +12,14 @@ import msgspec
 from atoll.cli.terminal import PHASE_COLOURS, Coloured, paint, wants_colour
 from atoll.core.describe import (
     TAIL_LINES,
-    attempt_in_words,
+    describe_attempt,
+    describe_end,
     describe_others,
-    end_in_words,
-    ranks_in_words,
+    describe_ranks,
 )
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.executors import absence
-from atoll.core.metrics import NewestFigure
+from atoll.core.metrics import LatestMetric
 from atoll.core.phase import Phase
 from atoll.core.quantities import format_duration
 from atoll.core.rounds import ShownTraining, describe_counts
@@ -97,7 +97,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _safe(cell: str) -> str:
-    return cell if isinstance(cell, Coloured) else visible(cell)
+    return cell if isinstance(cell, Coloured) else escape_control(cell)
 
 
 def _width(cell: str) -> int:
@@ -135,8 +135,8 @@ def command_text(training: Training) -> str:
 
     spec = training.spec
     if spec.source is not None:
-        return visible(f"<{spec.source.kind} {spec.source.filename}>")
-    return visible(shlex.join([*(spec.command or ()), *spec.args]))
+        return escape_control(f"<{spec.source.kind} {spec.source.filename}>")
+    return escape_control(shlex.join([*(spec.command or ()), *spec.args]))
 
 
 def shorten(text: str, width: int) -> str:
@@ -149,7 +149,7 @@ def count_of(number: int, noun: str) -> str:
 
 def print_note(text: str) -> None:
     """Print a message of atoll to stderr; the output of ranks goes to stdout."""
-    print(f"atoll: {visible(text)}", file=sys.stderr, flush=True)
+    print(f"atoll: {escape_control(text)}", file=sys.stderr, flush=True)
 
 
 PS = ("NAME", "PHASE", "READY", "RAN", "AGE", "COMMAND")
@@ -160,13 +160,13 @@ EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
 
 
 def ps_table(
-    trainings: list[Training], newest_metrics: Mapping[str, NewestFigure] | None = None
+    trainings: list[Training], newest_metrics: Mapping[str, LatestMetric] | None = None
 ) -> str:
     """With a column for the figure that they are sorted by, if there is one."""
     names = {metric.name for metric in (newest_metrics or {}).values()}
     if len(names) != 1 or newest_metrics is None:
         return table(PS, _ps_rows(trainings))
-    header = [*PS[:-1], visible(names.pop()).upper(), PS[-1]]
+    header = [*PS[:-1], escape_control(names.pop()).upper(), PS[-1]]
     rows = [
         (*row[:-1], metric_cell(newest_metrics.get(training.uid)), row[-1])
         for training, row in zip(trainings, _ps_rows(trainings), strict=True)
@@ -174,7 +174,7 @@ def ps_table(
     return table(header, rows)
 
 
-def metric_cell(metric: NewestFigure | None) -> str:
+def metric_cell(metric: LatestMetric | None) -> str:
     return "-" if metric is None else f"{float(metric.value):.6g}"
 
 
@@ -220,12 +220,12 @@ def status_text(training: Training) -> str:
         f"  created   {format_time(training.created_at)}, ran {ran_cell(training, now)}",
     ]
     if status.message and not status.phase.is_terminal:
-        lines.append(f"  now       {visible(status.message)}")
+        lines.append(f"  now       {escape_control(status.message)}")
     lines += [f"  rounds    {line}" for line in _rounds(training, now)]
     for condition in status.conditions:
         is_in_report = condition.type == WARNINGS and status.phase.is_terminal  # by the end report
         if condition.status == "True" and condition.message and not is_in_report:
-            lines.append(f"  condition {condition.type}: {visible(condition.message)}")
+            lines.append(f"  condition {condition.type}: {escape_control(condition.message)}")
     if status.phase.is_terminal:
         first, *details = end_report(training).split("\n")
         lines += [f"  end       {first.removeprefix(training.name + ' ')}"]
@@ -276,7 +276,7 @@ def _attempt_ran(one: AttemptStatus, now: float) -> str:
 def _attempt_end(one: AttemptStatus) -> str:
     if one.ended_at is None:
         return "running" if one.started_at is not None else "-"
-    return attempt_in_words(one)
+    return describe_attempt(one)
 
 
 def exits_table(training: Training) -> str:
@@ -301,7 +301,7 @@ def _exit_cell(ended: RankExit) -> str:
 def bench_text(name: str, diagnostics: BenchStatus) -> str:
     from atoll.bench.plot import plot_text
 
-    message, result = visible(diagnostics.message or diagnostics.phase), diagnostics.result
+    message, result = escape_control(diagnostics.message or diagnostics.phase), diagnostics.result
     if result is None:
         return f"{name}: no result: {message}"
     rows = {
@@ -344,11 +344,11 @@ def world_text(training: Training) -> str:
     if restarts:
         text += f", {count_of(restarts, 'restart')}"
     if lost:
-        text += f", lost: {ranks_in_words(lost)}"
+        text += f", lost: {describe_ranks(lost)}"
     if absence(training):
-        text += f", {visible(status.message)}"
+        text += f", {escape_control(status.message)}"
     elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
-        text += f", {visible(waits[0])}"
+        text += f", {escape_control(waits[0])}"
     return text
 
 
@@ -367,15 +367,15 @@ def participation_lines(training: Training) -> list[str]:
 def end_report(training: Training) -> str:
     """How a training ended, and for a failure the other failed ranks and the last lines."""
     cause = training.status.root_cause
-    lines = [end_in_words(training)]
-    lines += [f"  warning: {visible(words)}" for words in training.status.warnings]
+    lines = [describe_end(training)]
+    lines += [f"  warning: {escape_control(words)}" for words in training.status.warnings]
     lines += [f"  {line}" for line in participation_lines(training)]
     if training.status.phase is not Phase.FAILED or cause is None:
         return "\n".join(lines)
     lines += [f"  {line}" for line in describe_others(training.status)]
     if cause.log_tail:
         lines.append(f"  last lines of rank {cause.rank}:")
-        lines += [f"  | {visible(line)}" for line in cause.log_tail[-TAIL_LINES:]]
+        lines += [f"  | {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:]]
     else:
         lines.append(f"  rank {cause.rank} printed nothing")
     return "\n".join(lines)

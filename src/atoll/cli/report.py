@@ -22,7 +22,7 @@ from atoll.cli.terminal import (
     paint,
     wants_colour,
 )
-from atoll.core.escape import colours_only
+from atoll.core.escape import keep_colours
 from atoll.core.quantities import format_duration
 from atoll.core.status import LogLine, Training
 
@@ -131,7 +131,7 @@ class LinePrinter:
         self._is_flushed = is_live or self._is_terminal
 
     def print(self, line: LogLine) -> None:
-        text = colours_only(after_carriage_return(line.text)) if self._is_terminal else line.text
+        text = keep_colours(after_carriage_return(line.text)) if self._is_terminal else line.text
         if self._is_timed:
             text = f"{_stamp(line.time)} {text}"
         if self._is_prefixed:

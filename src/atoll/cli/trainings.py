@@ -42,8 +42,8 @@ from atoll.core.errors import (
     Temporary,
     ValidationError,
 )
-from atoll.core.escape import visible
-from atoll.core.metrics import NewestFigure
+from atoll.core.escape import escape_control
+from atoll.core.metrics import LatestMetric
 from atoll.core.quantities import parse_duration
 from atoll.core.status import Training
 from atoll.sdk import flows
@@ -91,7 +91,7 @@ def ps(phase: str | None, prefix: str | None, sort: str | None, is_json: bool) -
 
 def sort_trainings(
     client: Client, trainings: list[Training], sort: str | None
-) -> tuple[list[Training], dict[str, NewestFigure]]:
+) -> tuple[list[Training], dict[str, LatestMetric]]:
     """The trainings in that order, and by uid the metrics that they are sorted by."""
     name, is_reversed = (sort or "age").removeprefix("-"), (sort or "").startswith("-")
     newest_first = sorted(trainings, key=lambda training: -training.created_at)
@@ -103,14 +103,14 @@ def sort_trainings(
     metrics = {metric.uid: metric for metric in client.run(flows.newest_metrics([name])).items}
     if trainings and not any(training.uid in metrics for training in trainings):
         raise click.ClickException(
-            f"--sort: no training has reported {visible(name)!r}: expected {', '.join(SORT_KEYS)} "
+            f"--sort: no training has reported {escape_control(name)!r}: expected {', '.join(SORT_KEYS)} "
             "or the name of a metric ('atoll metrics NAME' lists them)"
         )
     return sort_by_metric(newest_first, metrics, is_reversed=is_reversed), metrics
 
 
 def sort_by_metric(
-    trainings: list[Training], metrics: Mapping[str, NewestFigure], *, is_reversed: bool
+    trainings: list[Training], metrics: Mapping[str, LatestMetric], *, is_reversed: bool
 ) -> list[Training]:
     """The least first. Those whose metric is no number, and those without one, are last."""
 
@@ -255,7 +255,7 @@ def logs(
 
     Lines of several ranks are sorted by time.
     """
-    from atoll.sdk.logs import Position, lines
+    from atoll.sdk.logs import LogPosition, lines
 
     if ignore_case and grep is None:
         raise ValidationError("--ignore-case", True, "expected only with --grep")
@@ -270,7 +270,7 @@ def logs(
     printer.width = len(str(highest))
     filters: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
     who = flows.Who(training.name, training.uid)
-    position = Position(who, None if rank is None else [rank], tail, is_followed, filters)
+    position = LogPosition(who, None if rank is None else [rank], tail, is_followed, filters)
     for line in lines(client.wire, position):  # one by one: a log may be larger than the memory
         print_json(line) if is_json else printer.print(line)
 

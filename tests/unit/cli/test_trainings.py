@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from atoll.cli import report, trainings
 from atoll.cli.trainings import sort_by_metric
-from atoll.core.metrics import Figure, NewestFigure
+from atoll.core.metrics import LatestMetric, MetricValue
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import LogLine, Training
 from atoll.sdk import logs as sdk_logs
@@ -24,7 +24,7 @@ def test_a_line_is_printed_before_the_next_is_read(
     printed: list[str] = []
     asked: list[Any] = []
 
-    def lines(wire: object, position: sdk_logs.Position) -> Iterator[LogLine]:
+    def lines(wire: object, position: sdk_logs.LogPosition) -> Iterator[LogLine]:
         asked.append(position.request["params"])
         for number in range(3):
             assert len(printed) == number, "what was read before is printed"
@@ -49,12 +49,12 @@ def training(name: str) -> Training:
     return Training(namespace="n", uid=name, spec=spec)
 
 
-def metric(uid: str, value: Figure) -> NewestFigure:
-    return NewestFigure(training=uid, uid=uid, name="loss", value=value, step=1, at=1.0)
+def metric(uid: str, value: MetricValue) -> LatestMetric:
+    return LatestMetric(training=uid, uid=uid, name="loss", value=value, step=1, at=1.0)
 
 
 def test_the_least_is_first_or_last_and_what_is_no_number_comes_after() -> None:
-    values: dict[str, Figure] = {"b": 2.0, "a": 1.0, "n": "nan", "i": "inf"}
+    values: dict[str, MetricValue] = {"b": 2.0, "a": 1.0, "n": "nan", "i": "inf"}
     newest_metrics = {uid: metric(uid, value) for uid, value in values.items()}
     trainings = [training(name) for name in ("none", "n", "i", "b", "a")]
     up = [t.name for t in sort_by_metric(trainings, newest_metrics, is_reversed=False)]
