@@ -23,7 +23,7 @@ from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, Validati
 from atoll.core.model import decode, encode
 from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import DesiredState, LogLine, Seen, Status, Training, sooner
+from atoll.core.status import DesiredState, LogLine, Observation, Status, Training, sooner
 from atoll.replicas.shared import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
@@ -114,11 +114,11 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
             StopCause() if job is None or desired is None else cause_of(job, training.spec, desired)
         )
 
-    async def observe(self, training: Training) -> Seen:
-        seen = await super().observe(training)
+    async def observe(self, training: Training) -> Observation:
+        observation = await super().observe(training)
         if self._jobs.is_live and self._pods.is_live:
-            return seen
-        return replace(seen, again_in_s=sooner(seen.again_in_s, LOOK_S))
+            return observation
+        return replace(observation, again_in_s=sooner(observation.again_in_s, LOOK_S))
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
         status = training.status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from atoll.core.metrics import Figure, SeriesList
+from atoll.core.metrics import MetricSeriesList, MetricValue
 
 COLUMNS = ("name", "rank", "process", "attempt", "step", "at", "value", "min", "max", "count")
 
@@ -29,7 +29,7 @@ class SeriesTable(ColumnTable):
     and not kept, and `missed` batches of figures were lost before they were kept.
     """
 
-    def __init__(self, answer: SeriesList) -> None:
+    def __init__(self, answer: MetricSeriesList) -> None:
         super().__init__({name: [] for name in COLUMNS})
         self.skipped = answer.skipped
         self.missed = answer.missed
@@ -51,5 +51,5 @@ class SeriesTable(ColumnTable):
         return f"<SeriesTable of {names}: {len(self['at'])} rows>"
 
 
-def _number(figure: Figure) -> float:
+def _number(figure: MetricValue) -> float:
     return float(figure)

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
 from atoll.core.errors import AtollError, NotFound, ResultError, ValidationError
-from atoll.core.metrics import SeriesList
+from atoll.core.metrics import MetricSeriesList
 from atoll.core.rounds import RoundList
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
-from atoll.core.stats import Metrics
+from atoll.core.stats import TrainingStats
 from atoll.core.status import (
     AttemptStatus,
     BenchResult,
@@ -390,10 +390,10 @@ class DistributedTraining:
     async def attempts_async(self, rank: int | None = None) -> list[AttemptStatus]:
         return await self._arun(self._attempts(rank))
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> TrainingStats:
         return self._run(flows.metrics(self._who))
 
-    async def metrics_async(self) -> Metrics:
+    async def metrics_async(self) -> TrainingStats:
         return await self._arun(flows.metrics(self._who))
 
     def __enter__(self) -> DistributedTraining:
@@ -478,7 +478,9 @@ class DistributedTraining:
         check_as("rank", rank, RankNumber | None)
         return flows.attempts(self._who, rank)
 
-    def _series(self, names: str | Sequence[str] | None, rank: int | None) -> Flow[SeriesList]:
+    def _series(
+        self, names: str | Sequence[str] | None, rank: int | None
+    ) -> Flow[MetricSeriesList]:
         check_as("rank", rank, RankNumber | None)
         wanted = [names] if isinstance(names, str) else list(names or ())
         return flows.series(self._who, wanted, rank)

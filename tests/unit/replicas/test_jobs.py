@@ -13,7 +13,7 @@ from atoll.backends.kubernetes.render import render_job
 from atoll.core.errors import NotFound, Permanent
 from atoll.core.model import encode
 from atoll.core.spec import Source, TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, Exit, Seen, SeenRank, Training
+from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training
 from atoll.replicas.jobs import ScriptJobs, as_launch, training_of
 from atoll.replicas.shared import without_gang
 
@@ -106,8 +106,8 @@ def test_a_namespace_that_does_not_exist_is_refused_at_once() -> None:
 def test_of_a_gang_that_somebody_deleted_what_ended_by_itself_was_not_stopped(
     reason: str, is_stopped: bool
 ) -> None:
-    ended = SeenRank(rank=0, state="exited", exit=Exit(code=3, at=1.0, reason=reason))
+    ended = ObservedRank(rank=0, state="exited", exit=Exit(code=3, at=1.0, reason=reason))
     training = Training(namespace="x", uid="x", spec=SPEC)
-    (rank,) = without_gang(training, Seen(ranks=[ended]), 2.0).ranks
+    (rank,) = without_gang(training, Observation(ranks=[ended]), 2.0).ranks
     assert rank.exit is not None
     assert rank.exit.is_stopped == is_stopped

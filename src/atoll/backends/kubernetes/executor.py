@@ -33,7 +33,7 @@ from atoll.backends.kubernetes.read import (
     desired_of,
     finished,
     is_unchanged,
-    look,
+    observe_gang,
     unexplained_failures,
 )
 from atoll.backends.kubernetes.render import (
@@ -48,10 +48,10 @@ from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
+from atoll.core.executors import PlaneContext
 from atoll.core.ports import Executor, Key
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import DesiredState, Followup, LogLine, Seen, Training, sooner
+from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training, sooner
 
 Json = dict[str, Any]
 
@@ -114,7 +114,9 @@ class KubernetesBackend(Executor):
         )
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> KubernetesBackend:
+    def configured(
+        cls, name: str, options: dict[str, Any], home: PlaneContext
+    ) -> KubernetesBackend:
         """Built from `[executors.NAME]`; the default namespace is the kubeconfig context's."""
         table = options_of(ClusterOptions, options)
         file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
@@ -135,7 +137,7 @@ class KubernetesBackend(Executor):
         return rank_place(training, self.options).figures
 
     @classmethod
-    def preview(cls, options: ClusterOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: ClusterOptions, home: PlaneContext, training: Training) -> str:
         """The objects of the ranks, as `kubectl create -f` takes them. No cluster is asked."""
         check_spec(training.spec, options)
         desired = DesiredState(version=1, size=training.spec.world_size.target)
@@ -186,7 +188,7 @@ class KubernetesBackend(Executor):
             with self._troubles.watch_refusal(training.uid):
                 await self._create(training, desired)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         job, pods = await self._job_and_pods(training)
         now = self._clock()
         beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
@@ -194,11 +196,11 @@ class KubernetesBackend(Executor):
         silent = self._hosts.follow(training.key, pods)
         failed = unexplained_failures(training, job, pods)
         departed = self._deleted.departed(training, pods, self._place(training)[0], failed)
-        view = look(training, job, pods, self.options, now, trouble.text, silent, departed)
-        again_in_s = sooner(view.seen.again_in_s, trouble.again_in_s)
-        seen = replace(view.seen, again_in_s=again_in_s, at=now)
-        seen = await self._troubles.explain(training, seen, view.newest, now)
-        return self._beside.look(training, job, view.newest, beside, seen, now)
+        view = observe_gang(training, job, pods, self.options, now, trouble.text, silent, departed)
+        again_in_s = sooner(view.observation.again_in_s, trouble.again_in_s)
+        observation = replace(view.observation, again_in_s=again_in_s, at=now)
+        observation = await self._troubles.explain(training, observation, view.newest, now)
+        return self._beside.observe_gang(training, job, view.newest, beside, observation, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         await self._followups.perform(training, followup)

@@ -163,7 +163,7 @@ def _was_taken(training: Training, rank: int, pods: list[Pod]) -> bool:
     last = _statuses(training).get(rank)
     if last is None or last.attempt < 0:
         return False
-    return last.previous is not None or all(pod.attempt != last.attempt for pod in pods)
+    return last.previous_exit is not None or all(pod.attempt != last.attempt for pod in pods)
 
 
 async def follow_logs(

@@ -24,7 +24,7 @@ from atoll.core.bench import DONE, LIMIT_S, has_floor
 from atoll.core.errors import ValidationError
 from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import decode
-from atoll.core.status import BenchResult, BenchSeen, Training
+from atoll.core.status import BenchResult, ObservedBench, Training
 
 Json = dict[str, Any]
 
@@ -236,7 +236,7 @@ def read_bench(
     *,
     made_at: float | None,
     are_ranks_placed: bool,
-) -> BenchSeen:
+) -> ObservedBench:
     """The state of the bench, from its own `pods` and those of the ranks.
 
     `made_at` is when its Job was created; None if it was not.
@@ -246,39 +246,39 @@ def read_bench(
         if made_at is not None:
             return _missing(now - made_at, options)
         if has_floor(training.spec) or are_ranks_placed:
-            return BenchSeen(state="idle", message="about to be measured")
-        return BenchSeen(state="waiting", message="waits until all ranks have nodes")
+            return ObservedBench(state="idle", message="about to be measured")
+        return ObservedBench(state="waiting", message="waits until all ranks have nodes")
     if pair[-1].index == 1 and pair[-1].status.get("phase") == "Succeeded":
         return _result(pair, {p.node for p in ranks if p.node})
     for pod in pair:
         if pod.status.get("phase") == "Failed" or _is_hopeless(pod, options, now):
-            return BenchSeen(state="failed", message=_bench_words(pod, now))
+            return ObservedBench(state="failed", message=_bench_words(pod, now))
     waiting = [p for p in pair if "running" not in p.state and not p.is_over]
     if waiting or len(pair) < 2:
         words = waiting[0].waits_for if waiting else ""
-        return BenchSeen(state="waiting", message=words or "its pods are being started")
+        return ObservedBench(state="waiting", message=words or "its pods are being started")
     a, b = (p.node for p in pair)
-    return BenchSeen(state="running", message=f"measuring {a} with {b}")
+    return ObservedBench(state="running", message=f"measuring {a} with {b}")
 
 
-def _missing(since_s: float, options: KubernetesOptions) -> BenchSeen:
+def _missing(since_s: float, options: KubernetesOptions) -> ObservedBench:
     """The state of a bench whose Job has no pods: a quota refused them, or they were deleted."""
     limit_s = options.image_timeout_s
     if since_s > limit_s:
-        return BenchSeen(state="failed", message=f"its pods are not there after {limit_s:g} s")
-    return BenchSeen(state="waiting", message="its pods are being created")
+        return ObservedBench(state="failed", message=f"its pods are not there after {limit_s:g} s")
+    return ObservedBench(state="waiting", message="its pods are being created")
 
 
-def _result(pair: list[Pod], workers: set[str]) -> BenchSeen:
+def _result(pair: list[Pod], workers: set[str]) -> ObservedBench:
     nodes = {p.index: p.node or "unknown" for p in pair}
     ended: Json = pair[-1].state.get("terminated") or {}
     try:
         result = decode(str(ended.get("message", "")), BenchResult)
     except ValidationError as error:
-        return BenchSeen(state="failed", message=f"its result cannot be read: {error}")
+        return ObservedBench(state="failed", message=f"its result cannot be read: {error}")
     a, b = nodes.get(0, "unknown"), nodes[1]
     result = replace(result, probe_node_a=a, probe_node_b=b, is_worker_pair={a, b} <= workers)
-    return BenchSeen(state="done", result=result)
+    return ObservedBench(state="done", result=result)
 
 
 def _index(pod: Pod) -> int:
