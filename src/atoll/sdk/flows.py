@@ -253,7 +253,7 @@ def attempts(who: Who, rank: int | None) -> Flow[list[AttemptStatus]]:
     return answered((yield from send(effect)), AttemptList).items
 
 
-class ValueAnswer(Model, frozen=True):
+class ResultAnswer(Model, frozen=True):
     """The result of a rank, as the server sends it; `error` says why there is none."""
 
     encoding: str
@@ -262,9 +262,9 @@ class ValueAnswer(Model, frozen=True):
     error: str | None = None
 
 
-def value(who: Who, rank: int) -> Flow[ValueAnswer]:
+def value(who: Who, rank: int) -> Flow[ResultAnswer]:
     effect = Send("GET", f"{who.path}/result", {"rank": rank, "uid": who.uid})
-    return answered((yield from send(effect)), ValueAnswer)
+    return answered((yield from send(effect)), ResultAnswer)
 
 
 def series(who: Who, names: Sequence[str], rank: int | None) -> Flow[MetricSeriesList]:

@@ -22,7 +22,7 @@ class ColumnTable(dict[str, list[Any]]):
         return importlib.import_module("polars").DataFrame(dict(self), strict=False)
 
 
-class SeriesTable(ColumnTable):
+class MetricTable(ColumnTable):
     """Columns of equal length: `table["value"]` is a list. One row for each bucket.
 
     `value` is the mean of the `count` points that the row stands for. `skipped` figures were told

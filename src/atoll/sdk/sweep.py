@@ -302,7 +302,7 @@ class SweepRun:
                 self._take(job, newest)
 
     def _row(self, job: Job) -> Flow[SweepRow]:
-        from atoll.sdk.training import DistributedTraining, decoded_value
+        from atoll.sdk.training import DistributedTraining, decode_result
 
         training = self._ended[job.at]
         handle = DistributedTraining(self._client, training)
@@ -311,7 +311,7 @@ class SweepRun:
             return SweepRow(job.arguments, None, ending, handle)
         try:
             answer = yield from flows.value(flows.Who(training.name, training.uid), 0)
-            value = decoded_value(answer, allow_pickle=self._allow_pickle)
+            value = decode_result(answer, allow_pickle=self._allow_pickle)
         except NotFound:  # a function that ended well always returns something
             error = "its result is not in its log any more"
             return SweepRow(job.arguments, None, error, handle)

@@ -35,7 +35,7 @@ from atoll.sdk import flows, logs
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
 from atoll.sdk.logs import Position
-from atoll.sdk.metrics import SeriesTable
+from atoll.sdk.metrics import MetricTable
 from atoll.sdk.options import world_of
 from atoll.sdk.rounds import RoundTable
 
@@ -213,21 +213,21 @@ class DistributedTraining:
         Raises NotFound if nothing was returned, and ResultError with the reason if it could not
         be returned or read. A pickle is opened only with `allow_pickle`: it can run any code here.
         """
-        return decoded_value(self._run(self._value(rank)), allow_pickle=allow_pickle)
+        return decode_result(self._run(self._value(rank)), allow_pickle=allow_pickle)
 
     async def value_async(self, rank: int = 0, *, allow_pickle: bool = False) -> Any:
-        return decoded_value(await self._arun(self._value(rank)), allow_pickle=allow_pickle)
+        return decode_result(await self._arun(self._value(rank)), allow_pickle=allow_pickle)
 
     def series(
         self, names: str | Sequence[str] | None = None, *, rank: int | None = None
-    ) -> SeriesTable:
+    ) -> MetricTable:
         """What the ranks reported with `atoll.report`, as columns: all, or these names."""
-        return SeriesTable(self._run(self._series(names, rank)))
+        return MetricTable(self._run(self._series(names, rank)))
 
     async def series_async(
         self, names: str | Sequence[str] | None = None, *, rank: int | None = None
-    ) -> SeriesTable:
-        return SeriesTable(await self._arun(self._series(names, rank)))
+    ) -> MetricTable:
+        return MetricTable(await self._arun(self._series(names, rank)))
 
     def rounds(self, first: int = 0, last: int | None = None, *, costs: bool = False) -> RoundTable:
         """The outer rounds of a DiLoCo training, as columns: all, or those from `first` to `last`.
@@ -446,7 +446,7 @@ class DistributedTraining:
             check_timeout(timeout)
         return flow(self._who, timeout, on_read=self._keep)  # type: ignore[no-any-return]
 
-    def _value(self, rank: int) -> Flow[flows.ValueAnswer]:
+    def _value(self, rank: int) -> Flow[flows.ResultAnswer]:
         check_as("rank", rank, RankNumber)
         return flows.value(self._who, rank)
 
@@ -510,7 +510,7 @@ class DistributedTraining:
         return Position(self._who, None if rank is None else [rank], tail, follow, chosen)
 
 
-def decoded_value(answer: flows.ValueAnswer, *, allow_pickle: bool) -> Any:
+def decode_result(answer: flows.ResultAnswer, *, allow_pickle: bool) -> Any:
     """The value. Raises ResultError where there is none, and for a pickle that is not allowed."""
     if answer.error is not None:
         raise ResultError(answer.error)

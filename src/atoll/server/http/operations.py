@@ -34,7 +34,7 @@ from atoll.server.http.bodies import Bodies, decoded
 from atoll.server.http.encoded import EncodedChanges
 from atoll.server.http.routing import OnError, Route
 from atoll.server.http.streams import Streams
-from atoll.server.ui.cache import Reused
+from atoll.server.ui.cache import TTLCache
 from atoll.server.ui.rows import Rows
 from atoll.server.ui.sessions import Sessions
 
@@ -74,7 +74,7 @@ class Plane:
     report_key: bytes = b""  # signs the tokens of ranks; empty: none report by HTTP
     searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
     sessions: Sessions = field(default_factory=Sessions)
-    curves: Reused = field(default_factory=Reused)
+    curves: TTLCache = field(default_factory=TTLCache)
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
 

@@ -38,9 +38,9 @@ from atoll.server.http.encoded import shown
 from atoll.server.ui.code import python_of, shell_of
 from atoll.server.ui.rows import TrainingRow, row_of
 
-EACH_SHOWN = 128  # ranks that are sent one by one
-ODD_SHOWN = 50
-LINES = 8  # of what happened
+MAX_LINES = 128  # ranks that are sent one by one
+MAX_ODD_LINES = 50
+MAX_ENTRIES = 8  # of what happened
 RESIZES = 20
 PLAIN_ENDS = ("Completed", "Error")  # the code says as much
 LETTERS = {"Pending": "P", "Running": "R", "Succeeded": "S", "Failed": "F", "Stopped": "C"}
@@ -52,7 +52,7 @@ class EarlierAttempt(Model, frozen=True, omit_defaults=False):
     attempt: int
     started_at: float | None
     ended_at: float | None
-    words: str
+    message: str
 
 
 class RankLine(Model, frozen=True, omit_defaults=False):
@@ -61,7 +61,7 @@ class RankLine(Model, frozen=True, omit_defaults=False):
     rank: int
     phase: str
     host: str
-    words: str
+    message: str
     short: str  # the same for a narrow column; empty while it has not ended
     restarts: int
     attempt: int
@@ -81,25 +81,25 @@ class CauseCard(Model, frozen=True, omit_defaults=False):
     headline: str
     exit: str
     host: str
-    beside: str  # other ranks on that host
+    neighbours: str  # other ranks on that host
     before: str
     at: float | None
     tail: list[str]
 
 
-class Happening(Model, frozen=True, omit_defaults=False):
+class TimelineEntry(Model, frozen=True, omit_defaults=False):
     at: float
     kind: str  # running, failed, cancelled, succeeded or pending
     text: str
     is_first: bool = False
 
 
-class SeriesName(Model, frozen=True, omit_defaults=False):
+class MetricName(Model, frozen=True, omit_defaults=False):
     name: str
     ranks: int  # that report it
 
 
-class PageOfTraining(Model, frozen=True, omit_defaults=False):
+class TrainingPage(Model, frozen=True, omit_defaults=False):
     row: TrainingRow
     now: float
     world_max: int
@@ -108,7 +108,7 @@ class PageOfTraining(Model, frozen=True, omit_defaults=False):
     cause: CauseCard | None
     waiting: list[str]
     warnings: list[str]  # what is wrong with how it trains
-    happened: list[Happening]
+    timeline: list[TimelineEntry]
     tally: dict[str, int]
     ranks: list[RankLine]
     odd_ranks: int  # that are not like the rest; `ranks` has the first of them if it has cells
@@ -116,7 +116,7 @@ class PageOfTraining(Model, frozen=True, omit_defaults=False):
     world: list[WorldPoint]
     conditions: list[Condition]
     resizes: list[Resize]
-    series: list[SeriesName]
+    series: list[MetricName]
     is_kept: bool  # whether this control plane keeps series
     spec: dict[str, object]
     command: str
@@ -128,14 +128,14 @@ def page_of(
     training: Training,
     time: Now,
     attempts: Sequence[AttemptStatus] = (),
-    series: Sequence[SeriesName] | None = (),
-) -> PageOfTraining:
+    series: Sequence[MetricName] | None = (),
+) -> TrainingPage:
     """`attempts` are those that have a successor. `series` is None where none are kept."""
     status = training.status
     lines = rank_lines(status, attempts)
     again = f"{training.name[:61].rstrip('-')}-2"
-    odd, is_large = _odd_lines(lines), len(lines) > EACH_SHOWN
-    return PageOfTraining(
+    odd, is_large = _odd_lines(lines), len(lines) > MAX_LINES
+    return TrainingPage(
         row=row_of(training),
         now=time.wall,
         world_max=training.spec.world_size.max,
@@ -143,10 +143,10 @@ def page_of(
         rank_seconds=usage(training, time).rank_seconds,
         cause=cause_card(training),
         waiting=_waiting(status),
-        warnings=[visible(words) for words in status.warnings],
-        happened=happenings(training),
+        warnings=[visible(message) for message in status.warnings],
+        timeline=timeline_of(training),
         tally=_tally(status),
-        ranks=odd[:ODD_SHOWN] if is_large else lines,
+        ranks=odd[:MAX_ODD_LINES] if is_large else lines,
         odd_ranks=len(odd),
         cells="".join(map(_letter, lines)) if is_large else "",
         world=list(status.world_size_history),
@@ -197,19 +197,19 @@ def _earlier(one: AttemptStatus) -> EarlierAttempt:
         attempt=one.attempt,
         started_at=one.started_at,
         ended_at=one.ended_at,
-        words=describe_attempt(one)[:200],
+        message=describe_attempt(one)[:200],
     )
 
 
 def _line(rank: RankStatus, ended: RankExit | None, *, is_first: bool) -> RankLine:
     final = ended if ended is not None else rank.exit
     at = None if final is None else final.ended_at if isinstance(final, RankExit) else final.at
-    words = visible(rank.message) if final is None else describe_exit(final)
+    message = visible(rank.message) if final is None else describe_exit(final)
     return RankLine(
         rank=rank.rank,
         phase=rank.phase,
         host=rank.node or "",
-        words=words[:300],
+        message=message[:300],
         short="" if final is None else _short(final),
         restarts=rank.restarts,
         attempt=rank.attempt,
@@ -259,13 +259,15 @@ def cause_card(training: Training) -> CauseCard | None:
     parts = [code, cause.signal or "", cause.termination_reason]
     attempts = f"attempt {cause.restart_count + 1}"
     ranks = (*status.ranks, *status.removed_ranks)
-    beside = [r.rank for r in ranks if cause.host and r.node == cause.host and r.rank != cause.rank]
+    neighbours = [
+        r.rank for r in ranks if cause.host and r.node == cause.host and r.rank != cause.rank
+    ]
     return CauseCard(
         rank=cause.rank,
         headline=headline,
         exit=f"{', '.join(part for part in parts if part)}; {attempts}",
         host=cause.host or "",
-        beside=describe_ranks(beside) if beside else "",
+        neighbours=describe_ranks(neighbours) if neighbours else "",
         before=_before(status, cause),
         at=cause.ended_at,
         tail=[visible(line) for line in cause.log_tail],
@@ -275,39 +277,39 @@ def cause_card(training: Training) -> CauseCard | None:
 def _before(status: Status, cause: RankExit) -> str:
     resize = status.last_resize
     if resize is not None and cause.ended_at is not None and resize.at <= cause.ended_at:
-        apart = _apart(cause.ended_at - resize.at)
-        return f"scaled {resize.from_target} → {resize.to_target}, {apart} earlier"
+        span = _format_span(cause.ended_at - resize.at)
+        return f"scaled {resize.from_target} → {resize.to_target}, {span} earlier"
     if cause.started_at is not None and cause.ended_at is not None:
-        return f"it had run for {_apart(cause.ended_at - cause.started_at)}"
+        return f"it had run for {_format_span(cause.ended_at - cause.started_at)}"
     return ""
 
 
-def happenings(training: Training) -> list[Happening]:
+def timeline_of(training: Training) -> list[TimelineEntry]:
     """What led here, in order: at most so many lines."""
     status = training.status
-    lines: list[Happening] = []
+    lines: list[TimelineEntry] = []
     if status.started_at is not None:
         size = training.spec.world_size.target
         lines.append(
-            Happening(at=status.started_at, kind="running", text=f"First of {size} ranks ran")
+            TimelineEntry(at=status.started_at, kind="running", text=f"First of {size} ranks ran")
         )
     if status.last_resize is not None:
         resize = status.last_resize
         text = f"Scaled {resize.from_target} → {resize.to_target}"
-        lines.append(Happening(at=resize.at, kind="running", text=text))
+        lines.append(TimelineEntry(at=resize.at, kind="running", text=text))
     restarted = [r for r in status.ranks if r.previous_exit is not None]
-    for words, ranks in _alike(
+    for message, ranks in _group_by_message(
         [(describe_exit(r.previous_exit), r.rank) for r in restarted if r.previous_exit]
     ):
         at = min(r.previous_exit.at for r in restarted if r.rank in ranks and r.previous_exit)
-        text = f"{_who(ranks, words)}, and {'was' if len(ranks) == 1 else 'were'} started again"
-        lines.append(Happening(at=at, kind="failed", text=text))
+        text = f"{_who(ranks, message)}, and {'was' if len(ranks) == 1 else 'were'} started again"
+        lines.append(TimelineEntry(at=at, kind="failed", text=text))
     cause, alike = status.root_cause, set(ranks_alike(status))
     if cause is not None and cause.ended_at is not None:
         text = f"Rank {cause.rank} {describe_exit(cause)}"
         if len(alike) > 1:
             text = _capital(describe_cause(status))
-        lines.append(Happening(at=cause.ended_at, kind="failed", text=text, is_first=True))
+        lines.append(TimelineEntry(at=cause.ended_at, kind="failed", text=text, is_first=True))
     others = [e for e in status.rank_exits if e.rank not in alike]
     for kind, ended in (
         ("failed", [e for e in others if e.is_failure and not is_stopped_by_atoll(e)]),
@@ -315,33 +317,33 @@ def happenings(training: Training) -> list[Happening]:
         ("succeeded", [e for e in others if not e.is_failure]),
     ):
         told = [("" if kind == "cancelled" else describe_exit(e), e.rank) for e in ended]
-        for words, ranks in _alike(told):
+        for message, ranks in _group_by_message(told):
             times = [e.ended_at for e in ended if e.rank in set(ranks) and e.ended_at is not None]
             if times:
-                text = _who(ranks, words or "was stopped by atoll")
-                lines.append(Happening(at=min(times), kind=kind, text=text))
+                text = _who(ranks, message or "was stopped by atoll")
+                lines.append(TimelineEntry(at=min(times), kind=kind, text=text))
     lines.sort(key=lambda line: line.at)
-    if len(lines) > LINES:
+    if len(lines) > MAX_ENTRIES:
         first = next((at for at, line in enumerate(lines) if line.is_first), len(lines) - 1)
-        begin = max(0, min(first - LINES // 2, len(lines) - LINES))
-        left = len(lines) - LINES
-        lines = lines[begin : begin + LINES]
+        begin = max(0, min(first - MAX_ENTRIES // 2, len(lines) - MAX_ENTRIES))
+        left = len(lines) - MAX_ENTRIES
+        lines = lines[begin : begin + MAX_ENTRIES]
         rest = f"and {left} more: see the events"
-        lines.append(Happening(at=lines[-1].at, kind="pending", text=rest))
+        lines.append(TimelineEntry(at=lines[-1].at, kind="pending", text=rest))
     return lines
 
 
-def _who(ranks: Sequence[int], words: str) -> str:
+def _who(ranks: Sequence[int], message: str) -> str:
     """`Rank 3 was killed`, `Ranks 3-5 were killed`."""
-    if len(ranks) > 1 and words.startswith("was "):
-        words = f"were {words.removeprefix('was ')}"
-    return f"{_capital(describe_ranks(ranks))} {words}"
+    if len(ranks) > 1 and message.startswith("was "):
+        message = f"were {message.removeprefix('was ')}"
+    return f"{_capital(describe_ranks(ranks))} {message}"
 
 
-def _alike(pairs: Sequence[tuple[str, int]]) -> list[tuple[str, list[int]]]:
+def _group_by_message(pairs: Sequence[tuple[str, int]]) -> list[tuple[str, list[int]]]:
     groups: dict[str, list[int]] = {}
-    for words, rank in pairs:
-        groups.setdefault(words, []).append(rank)
+    for message, rank in pairs:
+        groups.setdefault(message, []).append(rank)
     return list(groups.items())
 
 
@@ -349,7 +351,7 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _apart(seconds: float) -> str:
+def _format_span(seconds: float) -> str:
     whole = int(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"

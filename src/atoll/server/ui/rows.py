@@ -27,7 +27,7 @@ RECENT_S = 86_400.0
 PENDING_S = 300.0
 SORTS = ("since", "name", "phase", "world", "ran", "where")
 SENTENCE = 300  # characters
-RECENT_KEPT = 10_000  # changes
+MAX_RECENT = 10_000  # changes
 HOSTS = 1_000  # that a filter finds a training by
 
 
@@ -54,7 +54,7 @@ class TrainingRow(Model, frozen=True, omit_defaults=False):
     loss: float | str | None = None
     spark: list[float] = []
 
-    def needs_look(self, now: float) -> bool:
+    def needs_attention(self, now: float) -> bool:
         if self.phase == "failed":
             return now - self.since < RECENT_S
         if self.phase in ("pending", "new"):
@@ -71,7 +71,7 @@ class RowTotals(Model, frozen=True, omit_defaults=False):
     """How many trainings there are, by phase, before any filter."""
 
     all: int
-    needs_look: int
+    needs_attention: int
     by_phase: dict[str, int]
 
 
@@ -114,19 +114,19 @@ def _sentence(training: Training) -> tuple[str, str]:
     """What to see first, and the rest of the sentence."""
     status, name = training.status, training.name
     if status.phase.is_terminal:
-        words = describe_end(training).removeprefix(f"{name} ")
+        terms = describe_end(training).removeprefix(f"{name} ")
         cause = status.root_cause
         if cause is None:
-            return "", words.removeprefix(f"{status.phase.value}: ")
+            return "", terms.removeprefix(f"{status.phase.value}: ")
         why = why_ended(cause.termination_reason, cause.message)
-        return visible(why), words.removeprefix("failed: ")
+        return visible(why), terms.removeprefix("failed: ")
     if where := absence(training):
         return f"Executor {where.removeprefix('Executor').lower()}", visible(status.message)
     waits = [rank for rank in status.ranks if rank.phase == "Pending" and rank.message]
     if status.phase is Phase.PENDING and waits:
-        words = visible(waits[0].message)
+        terms = visible(waits[0].message)
         more = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
-        return "", f"rank {waits[0].rank} {words}{more}"
+        return "", f"rank {waits[0].rank} {terms}{more}"
     if status.phase is Phase.NONE:
         return "", "stored; its ranks start soon"
     if status.failing or training.is_cancelling:
@@ -144,7 +144,7 @@ class Rows:
         self._removed: dict[str, set[str]] = {}  # by namespace: uids, while it is read
         self._texts: dict[str, str] = {}  # by uid: what a filter looks into
         self._changed = asyncio.Condition()
-        self._recent: deque[tuple[int, str, str]] = deque(maxlen=RECENT_KEPT)
+        self._recent: deque[tuple[int, str, str]] = deque(maxlen=MAX_RECENT)
         self.version = 0
 
     async def follow(self, informer: Informer) -> None:
@@ -212,7 +212,7 @@ class Rows:
 
     def changed(self, namespace: str, after: int) -> list[str] | None:
         """The names that changed after a version; None if that is not known any more."""
-        if self._recent and self._recent[0][0] > after + 1 and len(self._recent) == RECENT_KEPT:
+        if self._recent and self._recent[0][0] > after + 1 and len(self._recent) == MAX_RECENT:
             return None
         names = (n for version, ns, n in self._recent if version > after and ns == namespace)
         return list(dict.fromkeys(names))
@@ -226,10 +226,10 @@ class Rows:
         """Rows that match, sorted. `-since` is the other way round. Raises ValidationError."""
         rows = self.all_of(namespace)
         phases = Counter(row.phase for row in rows)
-        looks = sum(row.needs_look(now) for row in rows)
-        totals = RowTotals(all=len(rows), needs_look=looks, by_phase=dict(phases))
-        words = q.lower().split()
-        matching = [row for row in rows if _matches(row, self._texts[row.uid], words, phase, now)]
+        looks = sum(row.needs_attention(now) for row in rows)
+        totals = RowTotals(all=len(rows), needs_attention=looks, by_phase=dict(phases))
+        terms = q.lower().split()
+        matching = [row for row in rows if _matches(row, self._texts[row.uid], terms, phase, now)]
         ordered = _sorted(matching, sort, now)
         return RowPage(
             items=ordered[offset : offset + limit],
@@ -240,19 +240,19 @@ class Rows:
         )
 
 
-def _matches(row: TrainingRow, text: str, words: list[str], phase: str, now: float) -> bool:
-    if phase == "look" and not row.needs_look(now):
+def _matches(row: TrainingRow, text: str, terms: list[str], phase: str, now: float) -> bool:
+    if phase == "look" and not row.needs_attention(now):
         return False
     if phase not in ("", "look") and row.phase != phase:
         return False
-    for word in words:
-        field, _, value = word.partition(":")
+    for term in terms:
+        field, _, value = term.partition(":")
         if value and field == "phase":
             is_match = row.phase.startswith(value)
         elif value and field == "where":
             is_match = row.where.lower().startswith(value)
         else:
-            is_match = word in text
+            is_match = term in text
         if not is_match:
             return False
     return True
@@ -277,7 +277,7 @@ def _sorted(rows: Sequence[TrainingRow], sort: str, now: float) -> list[Training
 
 
 def _group(row: TrainingRow, now: float) -> int:
-    if row.needs_look(now):
+    if row.needs_attention(now):
         return 0
     return 1 if row.phase in ("new", "pending", "ready") else 2
 

@@ -67,9 +67,9 @@ def test_a_failure_is_told_in_order_with_the_first_one_marked() -> None:
     assert page.cause.headline == "Rank 2 exited with code 7"
     assert page.cause.before == "scaled 2 → 4, 40 s earlier"
     assert page.cause.tail == ["\\x1b[31mboom"]
-    assert [line.text for line in page.happened][-1] == "Ranks 0-1, 3 were stopped by atoll"
-    assert page.ranks[0].words == "exited with code 143: stopped by atoll"
-    assert [line.is_first for line in page.happened] == [False, False, True, False]
+    assert [line.text for line in page.timeline][-1] == "Ranks 0-1, 3 were stopped by atoll"
+    assert page.ranks[0].message == "exited with code 143: stopped by atoll"
+    assert [line.is_first for line in page.timeline] == [False, False, True, False]
     assert page.tally == {"failed": 1, "stopped by atoll": 3, "exited 0": 0, "unknown": 0}
     assert [line.is_first for line in page.ranks] == [False, False, True, False]
 
@@ -91,9 +91,9 @@ def test_ranks_that_failed_alike_are_not_called_stopped() -> None:
     page = page_of(bad, Now.at(NOW))
     assert page.cause is not None
     assert page.cause.headline == "Both ranks failed alike: ValueError: oops (rank 1 first)"
-    assert [line.text for line in page.happened] == [page.cause.headline]
+    assert [line.text for line in page.timeline] == [page.cause.headline]
     assert [line.phase for line in page.ranks] == ["Failed", "Failed"]
-    assert {line.words for line in page.ranks} == {"exited with code 1: ValueError: oops"}
+    assert {line.message for line in page.ranks} == {"exited with code 1: ValueError: oops"}
     assert page.tally == {"failed": 2, "stopped by atoll": 0, "exited 0": 0, "unknown": 0}
     assert "stopped" not in encode(page.ranks).decode().lower()
     assert "stopped" not in training_html(bad).lower()
@@ -112,9 +112,9 @@ def test_lists_of_ranks_that_are_cut_say_how_many_more() -> None:
     bad = world(200, phase=Phase.FAILED, root_cause=first, rank_exits=exits, ranks=ranks)
     page = page_of(bad, Now.at(NOW))
     assert page.cause is not None
-    assert page.cause.beside == "ranks 1-199"
+    assert page.cause.neighbours == "ranks 1-199"
     assert (len(page.ranks), page.odd_ranks) == (50, 200)
-    assert page.happened[-1].text == "and 52 more: see the events"
+    assert page.timeline[-1].text == "and 52 more: see the events"
 
 
 def test_an_exit_that_nobody_knows_is_unknown_and_not_zero() -> None:
@@ -161,6 +161,6 @@ def test_several_ranks_were_killed_and_a_narrow_column_says_it_short() -> None:
     ]
     page = page_of(world(3, ranks=ranks), Now.at(NOW, NOW))
     assert [line.short for line in page.ranks] == ["exit 137 OOMKilled"] * 3
-    [again] = [each.text for each in page.happened if "again" in each.text]
+    [again] = [each.text for each in page.timeline if "again" in each.text]
     assert again.startswith("Ranks 0-2 were killed by SIGKILL")
     assert again.endswith("and were started again")
