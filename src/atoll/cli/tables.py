@@ -22,21 +22,23 @@ ATTEMPTS = ("RANK", "ATTEMPT", "STARTED", "RAN", "HOST", "END")
 EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
 
 
-def ps_table(trainings: list[Training], figures: Mapping[str, LatestMetric] | None = None) -> str:
+def ps_table(
+    trainings: list[Training], newest_metrics: Mapping[str, LatestMetric] | None = None
+) -> str:
     """With a column for the figure that they are sorted by, if there is one."""
-    names = {figure.name for figure in (figures or {}).values()}
-    if len(names) != 1 or figures is None:
+    names = {metric.name for metric in (newest_metrics or {}).values()}
+    if len(names) != 1 or newest_metrics is None:
         return show.table(PS, _ps_rows(trainings))
     header = [*PS[:-1], visible(names.pop()).upper(), PS[-1]]
     rows = [
-        (*row[:-1], _figure_cell(figures.get(training.uid)), row[-1])
+        (*row[:-1], metric_cell(newest_metrics.get(training.uid)), row[-1])
         for training, row in zip(trainings, _ps_rows(trainings), strict=True)
     ]
     return show.table(header, rows)
 
 
-def _figure_cell(figure: LatestMetric | None) -> str:
-    return "-" if figure is None else f"{float(figure.value):.6g}"
+def metric_cell(metric: LatestMetric | None) -> str:
+    return "-" if metric is None else f"{float(metric.value):.6g}"
 
 
 def _ps_rows(trainings: list[Training]) -> list[tuple[str, ...]]:

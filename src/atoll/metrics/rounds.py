@@ -131,7 +131,7 @@ class RoundKeeper:
             )
 
     def add_seen(self, uid: str, rounds: Iterable[RoundFacts], name: str, following: int) -> None:
-        """What the rosters of the run `name` in the store say: of all rounds before `following`."""
+        """What the manifests of the run `name` in the store say, of rounds before `following`."""
         with self._file, self._file.transaction():
             for facts in rounds:
                 if not is_bounded(facts):  # ranks can write anything there

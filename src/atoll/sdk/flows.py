@@ -20,6 +20,7 @@ from atoll.core.errors import (
     AtollError,
     BelowMinimumWorld,
     NotFound,
+    ResultError,
     Temporary,
     UDTerminalState,
     ValidationError,
@@ -39,7 +40,6 @@ from atoll.core.status import (
     Event,
     Training,
     TrainingList,
-    Usage,
     WorldStatus,
 )
 from atoll.core.support import optional_fields
@@ -254,7 +254,7 @@ def attempts(who: Who, rank: int | None) -> Flow[list[AttemptStatus]]:
 
 
 class ResultAnswer(Model, frozen=True):
-    """The result of a rank, as the server sends it; `error` says why there is none."""
+    """The result of a rank as the server sends it; `error` says why there is none."""
 
     encoding: str
     value: Any = None
@@ -262,17 +262,35 @@ class ResultAnswer(Model, frozen=True):
     error: str | None = None
 
 
-def value(who: Who, rank: int) -> Flow[ResultAnswer]:
+def result(who: Who, rank: int, *, allow_pickle: bool = False) -> Flow[Any]:
+    """What the rank returned or set last; None if that is nothing. Raises ResultError with the
+    reason if it cannot be read, and for a pickle that is not allowed."""
     effect = Send("GET", f"{who.path}/result", {"rank": rank, "uid": who.uid})
-    return answered((yield from send(effect)), ResultAnswer)
+    try:
+        answer = answered((yield from send(effect)), ResultAnswer)
+    except NotFound as error:
+        if error.kind == "training":
+            raise
+        return None
+    if answer.error is not None:
+        raise ResultError(answer.error)
+    if answer.payload is None:
+        return answer.value
+    import base64
+
+    from atoll.agent.result import Result, decode_value
+
+    payload = base64.b64decode(answer.payload)
+    return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)
 
 
-def series(who: Who, names: Sequence[str], rank: int | None) -> Flow[MetricSeriesList]:
+def metrics(who: Who, names: Sequence[str], rank: int | None) -> Flow[MetricSeriesList]:
+    """What the ranks reported under these names, or under all."""
     query = {"name": list(names) or None, "rank": rank, "uid": who.uid}
     return answered((yield from send(Send("GET", f"{who.path}/metrics", query))), MetricSeriesList)
 
 
-def figures(
+def newest_metrics(
     names: Sequence[str], trainings: Sequence[str] = (), *, ranks: bool = False
 ) -> Flow[LatestMetricList]:
     """What these trainings, or all, reported last."""
@@ -324,14 +342,9 @@ def end_sessions() -> Flow[EndedSessions]:
     return answered((yield from send(Send("DELETE", "/ui/sessions"))), EndedSessions)
 
 
-def metrics(who: Who) -> Flow[TrainingStats]:
+def stats(who: Who) -> Flow[TrainingStats]:
     effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
     return answered((yield from send(effect)), TrainingStats)
-
-
-def usage(who: Who) -> Flow[Usage]:
-    effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
-    return answered((yield from send(effect)), Usage)
 
 
 def wait(
@@ -453,8 +466,11 @@ def _refuse_if_over(training: Training) -> None:
         raise UDTerminalState(phase, message=f"the training is already {phase}")
 
 
-def ended(training: Training, timeout: float | None) -> WorldStatus:
-    """The result of a training that is over, for a caller who would have waited `timeout`."""
+def check_success(training: Training, timeout: float | None) -> WorldStatus:
+    """The final world of a training that is over, for a caller who would have waited `timeout`.
+
+    Raises BelowMinimumWorld if it did not succeed.
+    """
     _raise_if_lost(training, _min(training), timeout)
     return training.world
 
@@ -492,4 +508,4 @@ def _raise_if_lost(training: Training, required: int, timeout: float | None) -> 
 wait_until_min_world = partial(wait, settle=_has_min, needed=_min)
 wait_until_target_world = partial(wait, settle=_has_target, needed=_target)
 wait_until_complete = partial(wait, settle=_ended, needed=_min, at_entry=_refuse_if_over)
-result = partial(wait, settle=_ended, needed=_min)
+wait_until_end = partial(wait, settle=_ended, needed=_min)

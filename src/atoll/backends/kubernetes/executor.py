@@ -16,13 +16,12 @@ from typing import Any
 
 from msgspec.structs import fields, replace
 
-from atoll.backends.kubernetes.archive import Archive
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.companions import Beside
 from atoll.backends.kubernetes.deleted_pods import DeletedPods
 from atoll.backends.kubernetes.diagnosis import Hosts, Troubles
 from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, PodKeeper
-from atoll.backends.kubernetes.logs import LogSource, follow_logs, read_logs, tail_places
+from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_places
 from atoll.backends.kubernetes.mirror import Mirror
 from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions

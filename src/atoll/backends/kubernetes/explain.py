@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from atoll.backends.kubernetes.stored import ExitGroup, RankGroup
+from atoll.backends.kubernetes.resource import ExitGroup, RankGroup
 from atoll.core.phase import Phase
 from atoll.core.reasons import ExitReason, PhaseReason, listing
 from atoll.core.status import AttemptStatus, Event, StatusHead

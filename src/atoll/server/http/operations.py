@@ -74,7 +74,7 @@ class Plane:
     report_key: bytes = b""  # signs the tokens of ranks; empty: none report by HTTP
     searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
     sessions: Sessions = field(default_factory=Sessions)
-    curves: TTLCache = field(default_factory=TTLCache)
+    metric_cache: TTLCache = field(default_factory=TTLCache)
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
 

@@ -1,4 +1,4 @@
-"""One training as its page shows it: made on the server, bounded however many ranks there are."""
+"""The data of a training's page. Its size is bounded, however many ranks there are."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from atoll.server.http.encoded import shown
 from atoll.server.ui.code import python_of, shell_of
 from atoll.server.ui.rows import TrainingRow, row_of
 
-MAX_LINES = 128  # ranks that are sent one by one
-MAX_ODD_LINES = 50
-MAX_ENTRIES = 8  # of what happened
-RESIZES = 20
-PLAIN_ENDS = ("Completed", "Error")  # the code says as much
+MAX_LINES = 128  # twice what the page draws as lanes; larger worlds are sent as one letter a rank
+MAX_ODD_LINES = 50  # rows of a table that people still read
+MAX_ENTRIES = 8  # of the timeline: they fit beside the cause without scrolling
+RESIZES = 20  # marks that a chart can show side by side
+PLAIN_ENDS = ("Completed", "Error")  # the exit code says the same
 LETTERS = {"Pending": "P", "Running": "R", "Succeeded": "S", "Failed": "F", "Stopped": "C"}
 
 
@@ -62,32 +62,36 @@ class RankLine(Model, frozen=True, omit_defaults=False):
     phase: str
     host: str
     message: str
-    short: str  # the same for a narrow column; empty while it has not ended
+    short: str  # the message for a narrow column; empty until the rank has ended
     restarts: int
     attempt: int
     started_at: float | None
     ended_at: float | None
-    is_first: bool = False  # the first that failed
+    is_first: bool = False  # the first rank that failed
     previous: str = ""
     previous_at: float | None = None
     earlier: list[EarlierAttempt] = []
     provider: str = ""
     region: str = ""
-    unit: str = ""  # the pod, job or process that it is
+    unit: str = ""  # its pod, job or process
 
 
 class CauseCard(Model, frozen=True, omit_defaults=False):
+    """The rank that failed first, and what is known about it."""
+
     rank: int
     headline: str
     exit: str
     host: str
-    neighbours: str  # other ranks on that host
+    neighbours: str  # the other ranks on that host
     before: str
     at: float | None
     tail: list[str]
 
 
 class TimelineEntry(Model, frozen=True, omit_defaults=False):
+    """One line of what led to the state of a training."""
+
     at: float
     kind: str  # running, failed, cancelled, succeeded or pending
     text: str
@@ -96,7 +100,7 @@ class TimelineEntry(Model, frozen=True, omit_defaults=False):
 
 class MetricName(Model, frozen=True, omit_defaults=False):
     name: str
-    ranks: int  # that report it
+    ranks: int  # how many ranks report it
 
 
 class TrainingPage(Model, frozen=True, omit_defaults=False):
@@ -107,20 +111,20 @@ class TrainingPage(Model, frozen=True, omit_defaults=False):
     rank_seconds: float
     cause: CauseCard | None
     waiting: list[str]
-    warnings: list[str]  # what is wrong with how it trains
+    warnings: list[str]  # problems of the training that do not stop it
     timeline: list[TimelineEntry]
     tally: dict[str, int]
     ranks: list[RankLine]
-    odd_ranks: int  # that are not like the rest; `ranks` has the first of them if it has cells
-    cells: str  # a letter for each rank, where not every rank is in `ranks`
+    odd_ranks: int  # that failed, wait or restarted; with `cells`, `ranks` has the first of them
+    cells: str  # one letter a rank, where `ranks` does not have all of them
     world: list[WorldPoint]
     conditions: list[Condition]
     resizes: list[Resize]
-    series: list[MetricName]
-    is_kept: bool  # whether this control plane keeps series
+    metrics: list[MetricName]
+    has_store: bool  # whether this control plane stores metrics
     spec: dict[str, object]
     command: str
-    shell: str  # starts the same training again; empty where `atoll run` cannot
+    shell: str  # the command that starts the same training; empty where `atoll run` cannot
     python: str
 
 
@@ -128,9 +132,9 @@ def page_of(
     training: Training,
     time: Now,
     attempts: Sequence[AttemptStatus] = (),
-    series: Sequence[MetricName] | None = (),
+    metrics: Sequence[MetricName] | None = (),
 ) -> TrainingPage:
-    """`attempts` are those that have a successor. `series` is None where none are kept."""
+    """`attempts` are those that have a successor. `metrics` is None where none are stored."""
     status = training.status
     lines = rank_lines(status, attempts)
     again = f"{training.name[:61].rstrip('-')}-2"
@@ -152,8 +156,8 @@ def page_of(
         world=list(status.world_size_history),
         conditions=list(status.conditions),
         resizes=_resizes(status.world_size_history),
-        series=list(series or ()),
-        is_kept=series is not None,
+        metrics=list(metrics or ()),
+        has_store=metrics is not None,
         spec=_spec(training),
         command=_command(training),
         shell=shell_of(training.spec, again),
@@ -162,7 +166,7 @@ def page_of(
 
 
 def _letter(line: RankLine) -> str:
-    """A restarted rank that runs is told from one that always ran."""
+    """One letter for the state of a rank; `r` is one that runs after a restart."""
     return "r" if line.phase == "Running" and line.restarts else LETTERS.get(line.phase, "?")
 
 
@@ -232,12 +236,12 @@ def _short(ended: Exit | RankExit) -> str:
         code, reason = ended.code, ended.reason
     if code is None:
         return "end unknown"
-    told = "" if reason in PLAIN_ENDS else reason or ""
-    return visible(f"exit {code} {told}".strip())[:40]
+    detail = "" if reason in PLAIN_ENDS else reason or ""
+    return visible(f"exit {code} {detail}".strip())[:40]
 
 
 def _odd_lines(lines: Sequence[RankLine]) -> list[RankLine]:
-    """What is not like the rest: failed first, then waiting, then restarted."""
+    """Ranks that failed, wait or restarted, in this order."""
 
     def order(line: RankLine) -> tuple[bool, int, int]:
         kinds = {"Failed": 0, "Pending": 1}
@@ -285,7 +289,7 @@ def _before(status: Status, cause: RankExit) -> str:
 
 
 def timeline_of(training: Training) -> list[TimelineEntry]:
-    """What led here, in order: at most so many lines."""
+    """What led to the present state, in order, as at most `MAX_ENTRIES` entries and one more."""
     status = training.status
     lines: list[TimelineEntry] = []
     if status.started_at is not None:
@@ -316,8 +320,8 @@ def timeline_of(training: Training) -> list[TimelineEntry]:
         ("cancelled", [e for e in others if is_stopped_by_atoll(e)]),
         ("succeeded", [e for e in others if not e.is_failure]),
     ):
-        told = [("" if kind == "cancelled" else describe_exit(e), e.rank) for e in ended]
-        for message, ranks in _group_by_message(told):
+        exits = [("" if kind == "cancelled" else describe_exit(e), e.rank) for e in ended]
+        for message, ranks in _group_by_message(exits):
             times = [e.ended_at for e in ended if e.rank in set(ranks) and e.ended_at is not None]
             if times:
                 text = _who(ranks, message or "was stopped by atoll")
@@ -326,10 +330,10 @@ def timeline_of(training: Training) -> list[TimelineEntry]:
     if len(lines) > MAX_ENTRIES:
         first = next((at for at, line in enumerate(lines) if line.is_first), len(lines) - 1)
         begin = max(0, min(first - MAX_ENTRIES // 2, len(lines) - MAX_ENTRIES))
-        left = len(lines) - MAX_ENTRIES
+        dropped = len(lines) - MAX_ENTRIES
         lines = lines[begin : begin + MAX_ENTRIES]
-        rest = f"and {left} more: see the events"
-        lines.append(TimelineEntry(at=lines[-1].at, kind="pending", text=rest))
+        more = f"and {dropped} more: see the events"
+        lines.append(TimelineEntry(at=lines[-1].at, kind="pending", text=more))
     return lines
 
 
@@ -352,16 +356,16 @@ def _capital(text: str) -> str:
 
 
 def _format_span(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole // 60 % 60:02} min"
+    total = int(seconds)
+    if total < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02} s"
+    return f"{total // 3600} h {total // 60 % 60:02} min"
 
 
 def _waiting(status: Status) -> list[str]:
-    """What ranks wait for, each once with those who do."""
+    """What ranks wait for: each message once, with the ranks that wait."""
     return [] if status.phase.is_terminal else [*map(_capital, waiting_lines(status.ranks))]
 
 

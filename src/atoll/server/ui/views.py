@@ -1,4 +1,4 @@
-"""What the pages of the dashboard read: rows, one training, curves, and what has changed."""
+"""The data that pages of the dashboard read: rows, one training, metrics, and what has changed."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ from atoll.server.http.operations import (
 from atoll.server.ui.page import MetricName, RankLine, TrainingPage, page_of, rank_lines
 from atoll.server.ui.rows import TrainingRow, with_spark
 
-FRAMES_S = 0.25  # between two messages of a stream
+FRAMES_S = 0.25  # between two messages of a stream: people do not see more
 LOSS = "loss"
+# What one page draws at most: charts, lines in a chart, lanes of ranks.
 MOST_CURVES = 12
 MOST_LINES = 8
 MOST_RANKS = 64
-MIN_SPREAD = 1e-6  # of the mean: ranks that differ less are not told apart
+MIN_SPREAD = 1e-6  # of the mean: ranks that differ less differ by rounding
 
 
 class RowsQuery(Query, frozen=True):
@@ -65,10 +66,9 @@ class RankLines(Model, frozen=True, omit_defaults=False):
 
 class MetricBandsQuery(Query, frozen=True):
     name: list[str] = []
-    rank: list[RankNumber] = []  # drawn as lines of their own
-    furthest: Annotated[int, Meta(ge=0, le=8)] = (
-        0  # without `rank`: so many, furthest from the mean
-    )
+    rank: list[RankNumber] = []  # ranks to draw as single lines
+    # Without `rank`: how many to draw, those furthest from the mean.
+    furthest: Annotated[int, Meta(ge=0, le=8)] = 0
     bins: Annotated[int, Meta(ge=10, le=2_000)] = 600
     start: Moment | None = None
     end: Moment | None = None
@@ -80,7 +80,7 @@ class StreamQuery(Query, frozen=True):
 
 
 class MetricBand(Model, frozen=True, omit_defaults=False):
-    """One name over time: bands over all ranks; a rank alone has only its mean."""
+    """One metric over time: the band of all ranks, or one rank, which has only a mean."""
 
     name: str
     rank: int | None
@@ -97,11 +97,11 @@ class MetricBand(Model, frozen=True, omit_defaults=False):
 class MetricBandList(Model, frozen=True, omit_defaults=False):
     names: list[MetricName]
     items: list[MetricBand]
-    is_kept: bool = True
+    has_store: bool = True
 
 
 class StreamFrame(Model, frozen=True, omit_defaults=False):
-    """What changed since the frame before; `names` is null if everything may have."""
+    """The trainings that changed since the last frame; `names` is null if all may have."""
 
     version: int
     names: list[str] | None
@@ -129,7 +129,7 @@ def _add_sparklines(call: ApiCall, items: list[TrainingRow]) -> list[TrainingRow
     keeper = call.plane.series
     if keeper is None:
         return items
-    with contextlib.suppress(Temporary):  # rows are shown all the same
+    with contextlib.suppress(Temporary):  # rows are useful without them
         return [
             replace(
                 _with_loss(row, keeper.first(row.uid, LOSS)), round=keeper.rounds.reached(row.uid)
@@ -152,15 +152,15 @@ async def page(call: ApiCall) -> Answer:
     keeper, now = call.plane.series, call.plane.clock()
     await _catch_up(keeper, training)
 
-    def made() -> TrainingPage:
+    def build() -> TrainingPage:
         names = None if keeper is None else _names(keeper, training.uid)
         return page_of(training, now, attempts, names)
 
-    return json_answer(await asyncio.to_thread(made))
+    return json_answer(await asyncio.to_thread(build))
 
 
 async def ranks(call: ApiCall) -> Answer:
-    """Some ranks in full, as of worlds of which the page has only the exceptions."""
+    """Some ranks in full: the page of a large world has only the exceptions."""
     requested = parse_ranks(call.query.ranks)
     training = await _training(call)
     attempts = await call.plane.store.attempts(call.key)
@@ -169,7 +169,7 @@ async def ranks(call: ApiCall) -> Answer:
 
 
 def parse_ranks(text: str) -> set[int]:
-    """`400-415,870` as numbers, at most so many. Raises ValidationError."""
+    """Parses `400-415,870`, at most `MOST_RANKS` ranks. Raises ValidationError."""
     requested: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -184,7 +184,7 @@ def parse_ranks(text: str) -> set[int]:
 
 
 async def _catch_up(keeper: SeriesKeeper | None, training: Training) -> None:
-    """Of one that is over everything is there: its page asks no more."""
+    """Reads the last metrics of a training that has ended: its page does not ask again."""
     if keeper is not None and keeper.catch_up and training.status.phase.is_terminal:
         await keeper.catch_up(training)
 
@@ -193,7 +193,7 @@ def _names(keeper: SeriesKeeper, uid: str) -> list[MetricName]:
     counts: dict[str, set[int]] = {}
     for rank, _, name in keeper.keys(uid):
         counts.setdefault(name, set()).add(rank)
-    return [MetricName(name=name, ranks=len(who)) for name, who in sorted(counts.items())]
+    return [MetricName(name=name, ranks=len(ranks)) for name, ranks in sorted(counts.items())]
 
 
 async def _training(call: ApiCall) -> Training:
@@ -207,10 +207,10 @@ async def metric_bands(call: ApiCall) -> Answer:
     query: MetricBandsQuery = call.query
     training = await _training(call)
     if call.plane.series is None:
-        return json_answer(MetricBandList(names=[], items=[], is_kept=False))
+        return json_answer(MetricBandList(names=[], items=[], has_store=False))
     await _catch_up(call.plane.series, training)
     key = (training.uid, encode(query))
-    body = await call.plane.metric_bands.body(
+    body = await call.plane.metric_cache.body(
         key, lambda: encode(_metric_bands(call, training.uid))
     )
     return Answer(body, media_type=JSON)
@@ -236,7 +236,7 @@ def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
 
 
 def furthest(series: list[OneSeries], count: int) -> list[int]:
-    """The ranks whose newest value is furthest from the mean of all; so many at most."""
+    """At most `count` ranks whose newest value is furthest from the mean."""
     lasts: dict[int, float] = {}
     for one in series:
         value = one.series.columns[MEAN][-1]
@@ -258,21 +258,21 @@ def _metric_band(
 
 
 async def stream(call: ApiCall) -> Answer:
-    """Tells which trainings changed; the page then reads those it shows."""
+    """Streams which trainings changed; the page then reads those it shows."""
     plane, namespace = call.plane, call.namespace
     query: StreamQuery = call.query
 
     async def frames() -> AsyncIterator[bytes]:
-        seen = query.after
-        if seen <= 0 or seen > plane.rows.version:
-            seen = plane.rows.version
-        yield _frame(seen, [], plane.clock().wall)
+        version = query.after
+        if version <= 0 or version > plane.rows.version:
+            version = plane.rows.version
+        yield _frame(version, [], plane.clock().wall)
         while True:
-            await plane.rows.wait(seen)
-            names = plane.rows.changed(namespace, seen)
-            seen = plane.rows.version
+            await plane.rows.wait(version)
+            names = plane.rows.changed(namespace, version)
+            version = plane.rows.version
             if names != []:
-                yield _frame(seen, names, plane.clock().wall)
+                yield _frame(version, names, plane.clock().wall)
                 await asyncio.sleep(FRAMES_S)
 
     beat = b'{"beat":true}\n'

@@ -9,22 +9,23 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from atoll.backends.kubernetes.companions import Beside, FollowMesh
-from atoll.backends.kubernetes.fabric import members
-from atoll.backends.kubernetes.followups import PatchJob
-from atoll.backends.kubernetes.gate import read_gate
-from atoll.backends.kubernetes.names import HELD, PART
-from atoll.backends.kubernetes.parts import (
+from atoll.backends.kubernetes.companions import (
+    Beside,
+    FollowMesh,
     address,
     answering,
     etcd_words,
     is_bench_over,
+    members,
     read_bench,
     render_bench,
     render_bench_service,
     render_etcd,
     render_etcd_service,
 )
+from atoll.backends.kubernetes.followups import PatchJob
+from atoll.backends.kubernetes.gate import read_gate
+from atoll.backends.kubernetes.names import HELD, PART
 from atoll.backends.kubernetes.patch import is_held, render_unhold
 from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.read import is_unchanged
@@ -77,7 +78,7 @@ def rendered() -> list[Json]:
 
 
 def test_requests_are_the_golden_ones(request: pytest.FixtureRequest) -> None:
-    path = Path(GOLDEN / "beside.json")
+    path = Path(GOLDEN / "companions.json")
     text = json.dumps(rendered(), indent=1) + "\n"
     if request.config.getoption("--update-golden", default=False):
         path.write_text(text)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from atoll.backends.kubernetes.archive import Archive
 from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.followups import (
     GangFollowups,
@@ -20,6 +19,7 @@ from atoll.backends.kubernetes.followups import (
     PatchJob,
     RestoreObjects,
 )
+from atoll.backends.kubernetes.logs import Archive
 from atoll.backends.kubernetes.names import YIELDED
 from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import Conflict

@@ -11,7 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from atoll.backends.kubernetes.stored import MAX_GROUPS, MAX_RANK_BYTES, fold_status, unfold_status
+from atoll.backends.kubernetes.resource import (
+    MAX_GROUPS,
+    MAX_RANK_BYTES,
+    fold_status,
+    unfold_status,
+)
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode
 from atoll.core.phase import Phase
