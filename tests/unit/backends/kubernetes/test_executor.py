@@ -145,7 +145,7 @@ def test_a_job_is_rendered_once_in_its_life(monkeypatch: pytest.MonkeyPatch) -> 
     async def work() -> None:
         await backend.apply(training(), DesiredState(version=1, size=3))
         job = render(training(), DesiredState(version=1, size=3), backend.options)
-        job["metadata"]["resourceVersion"] = "7"
+        job["metadata"] |= {"resourceVersion": "7", "uid": "u"}
 
         async def stored(*_: Any) -> Json:
             return job
