@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from atoll.core.escape import visible
-from atoll.core.metrics import NewestFigure
+from atoll.core.metrics import LatestMetric
 from atoll.core.status import Training
 from atoll.sdk import flows
 from atoll.sdk.client import Client
@@ -27,7 +27,7 @@ FIELDS: dict[str, Callable[[Training, float], Any]] = {
 
 def ordered(
     client: Client, trainings: list[Training], sort: str | None
-) -> tuple[list[Training], dict[str, NewestFigure]]:
+) -> tuple[list[Training], dict[str, LatestMetric]]:
     """The trainings in that order, and by uid the figures that it went by."""
     name, is_down = (sort or "age").removeprefix("-"), (sort or "").startswith("-")
     newest_first = sorted(trainings, key=lambda training: -training.created_at)
@@ -48,7 +48,7 @@ def ordered(
 
 
 def by_metric(
-    trainings: list[Training], newest_metrics: Mapping[str, NewestFigure], *, is_down: bool
+    trainings: list[Training], newest_metrics: Mapping[str, LatestMetric], *, is_down: bool
 ) -> list[Training]:
     """The least first. Those whose figure is no number, and those without one, are last."""
 

@@ -8,9 +8,9 @@ from shutil import get_terminal_size
 
 from atoll.cli import show
 from atoll.cli.report import end_report
-from atoll.core.describe import attempt_in_words
+from atoll.core.describe import describe_attempt
 from atoll.core.escape import visible
-from atoll.core.metrics import NewestFigure
+from atoll.core.metrics import LatestMetric
 from atoll.core.rounds import ShownTraining
 from atoll.core.status import AttemptStatus, Event, RankExit, RankStatus, Training
 from atoll.core.warnings import CONDITION as WARNINGS
@@ -23,7 +23,7 @@ EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
 
 
 def ps_table(
-    trainings: list[Training], newest_metrics: Mapping[str, NewestFigure] | None = None
+    trainings: list[Training], newest_metrics: Mapping[str, LatestMetric] | None = None
 ) -> str:
     """With a column for the figure that they are sorted by, if there is one."""
     names = {metric.name for metric in (newest_metrics or {}).values()}
@@ -37,7 +37,7 @@ def ps_table(
     return show.table(header, rows)
 
 
-def metric_cell(metric: NewestFigure | None) -> str:
+def metric_cell(metric: LatestMetric | None) -> str:
     return "-" if metric is None else f"{float(metric.value):.6g}"
 
 
@@ -137,7 +137,7 @@ def _attempt_ran(one: AttemptStatus, now: float) -> str:
 def _attempt_end(one: AttemptStatus) -> str:
     if one.ended_at is None:
         return "running" if one.started_at is not None else "-"
-    return attempt_in_words(one)
+    return describe_attempt(one)
 
 
 def exits_table(training: Training) -> str:

@@ -13,7 +13,7 @@ import click
 from atoll.cli.options import json_option
 
 if TYPE_CHECKING:
-    from atoll.core.metrics import Figure, NewestFigure
+    from atoll.core.metrics import LatestMetric, MetricValue
     from atoll.core.status import Training
     from atoll.sdk.client import Client
 
@@ -82,7 +82,7 @@ class Look:
         self._client = client
         self.alive: list[Training] = []
         self.over: list[Training] | None = None
-        self.newest_metrics: dict[tuple[str, str], NewestFigure] = {}  # by uid and name
+        self.newest_metrics: dict[tuple[str, str], LatestMetric] = {}  # by uid and name
 
     def read(self) -> None:
         from atoll.core.errors import AtollError
@@ -205,13 +205,13 @@ def round_of(training: Training) -> int | None:
     return None if summary is None else int(summary.rounds)
 
 
-def _of_ranks(metric: NewestFigure | None) -> Mapping[int, float]:
+def _of_ranks(metric: LatestMetric | None) -> Mapping[int, float]:
     if metric is None:
         return {}
     return {int(rank): float(value) for rank, value in metric.ranks.items()}
 
 
-def _sum(metric: NewestFigure | None) -> float | None:
+def _sum(metric: LatestMetric | None) -> float | None:
     each = _of_ranks(metric)
     return sum(each.values()) if each else None
 
@@ -241,7 +241,7 @@ def bars() -> str:
     return BARS
 
 
-def spark(values: Sequence[Figure], bars: str = BARS, width: int = SPARK) -> str:
+def spark(values: Sequence[MetricValue], bars: str = BARS, width: int = SPARK) -> str:
     """A curve of one line. What is not finite is a gap."""
     numbers = [v if isinstance(v, int | float) and isfinite(v) else None for v in values]
     if len(numbers) > width:

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
 from atoll.core.errors import AtollError, NotFound, ValidationError
-from atoll.core.metrics import SeriesList
+from atoll.core.metrics import MetricSeriesList
 from atoll.core.rounds import RoundList
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
-from atoll.core.stats import Metrics
+from atoll.core.stats import TrainingStats
 from atoll.core.status import (
     AttemptStatus,
     BenchResult,
@@ -396,12 +396,12 @@ class DistributedTraining:
     async def attempts_async(self, rank: int | None = None) -> list[AttemptStatus]:
         return await self._arun(self._attempts(rank))
 
-    def stats(self) -> Metrics:
+    def stats(self) -> TrainingStats:
         """Counters of the training: ranks by phase, restarts, resizes, and the rank-seconds and
         GPU-seconds used so far, which stand still once the ranks have stopped."""
         return self._run(flows.stats(self._who))
 
-    async def stats_async(self) -> Metrics:
+    async def stats_async(self) -> TrainingStats:
         return await self._arun(flows.stats(self._who))
 
     def __enter__(self) -> DistributedTraining:
@@ -499,7 +499,9 @@ class DistributedTraining:
         check_as("rank", rank, RankNumber | None)
         return flows.attempts(self._who, rank)
 
-    def _metrics(self, names: str | Sequence[str] | None, rank: int | None) -> Flow[SeriesList]:
+    def _metrics(
+        self, names: str | Sequence[str] | None, rank: int | None
+    ) -> Flow[MetricSeriesList]:
         check_as("rank", rank, RankNumber | None)
         listed = [names] if isinstance(names, str) else list(names or ())
         return flows.metrics(self._who, listed, rank)

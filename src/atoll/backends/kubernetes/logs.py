@@ -165,7 +165,7 @@ def _was_taken(training: Training, rank: int, pods: list[Pod]) -> bool:
     last = _statuses(training).get(rank)
     if last is None or last.attempt < 0:
         return False
-    return last.previous is not None or all(pod.attempt != last.attempt for pod in pods)
+    return last.previous_exit is not None or all(pod.attempt != last.attempt for pod in pods)
 
 
 async def follow_logs(
@@ -263,7 +263,7 @@ class Archive:
         self._cluster = cluster
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._opened: dict[str, asyncio.Event] = {}  # whether the stream of a log is open
-        self._seen: set[str] = set()
+        self._observed: set[str] = set()
         self._gate = asyncio.Semaphore(CAPTURES)
 
     async def begin(self, pods: Sequence[Pod], ranks: int) -> None:
@@ -284,10 +284,10 @@ class Archive:
     def capture(self, pod: Pod, ranks: int) -> None:
         """The log is read until the pod ends, then stored. A second call for a pod does nothing."""
         key = pod.metadata["uid"]
-        if key not in self._seen:
-            if len(self._seen) > SEEN_KEPT:
-                self._seen = set(self._tasks)
-            self._seen.add(key)
+        if key not in self._observed:
+            if len(self._observed) > SEEN_KEPT:
+                self._observed = set(self._tasks)
+            self._observed.add(key)
             limit = max(min(PER_RANK, PER_TRAINING // max(ranks, 1)), 1024)
             opened = self._opened[key] = asyncio.Event()
             self._tasks[key] = asyncio.create_task(self._capture(pod, limit, opened))
