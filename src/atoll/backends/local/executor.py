@@ -78,7 +78,7 @@ from atoll.core.status import (
 )
 from atoll.core.stores import apart
 from atoll.files.ownership import make_private, private
-from atoll.logs.files import read_lines, tail_places
+from atoll.logs.files import read_lines, tail_offsets
 
 # The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
 # replica, what that one was told of its launch.
@@ -438,24 +438,24 @@ class LocalBackend(Executor):
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        places = {} if tail is None else await self.log_places(training, tail, ranks=ranks)
-        async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
+        offsets = {} if tail is None else await self.log_offsets(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, offsets, ranks=ranks, follow=follow):
             yield line
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return tail_places(self.log_folder(training), ranks, tail)
+        return tail_offsets(self.log_folder(training), ranks, tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_lines(self.log_folder(training), places, ranks=ranks, follow=follow)
+        return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
 
     def store_uri(self, training: Training) -> str:
         return store_uri_of(training.spec, rank_place(self._root / training.uid))

@@ -23,7 +23,7 @@ from atoll.backends.local.plane_socket import peer_uid
 from atoll.core.errors import Temporary
 
 HEAD_BYTES = 2**16
-MOST_FILES = 2**16
+MAX_FILES = 2**16
 SWEEP_S = 1.0
 
 
@@ -58,11 +58,11 @@ def limits_of(files: int, **changes: Any) -> Limits:
 def raise_file_limit() -> int:
     """Raises the soft limit of open files as far as is allowed and useful; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
-    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 class Door:
