@@ -130,7 +130,7 @@ class Executor:
         """Raises ValidationError, naming the field, for a spec that can never run here."""
         check_supported(spec, self.SUPPORTS, self.options)
 
-    async def try_out(self, spec: TrainingSpec) -> None:
+    async def dry_run(self, spec: TrainingSpec) -> None:
         """Raises ValidationError with the backend's words if that says it will never take the spec.
         Nothing is started; a backend that does not answer refuses nothing."""
 
