@@ -29,13 +29,13 @@ from atoll.agent.wrapper import (
 )
 from atoll.backends.launch import TOGETHER, RankPlace, render_launch, store_uri_of
 from atoll.backends.observe import (
-    BackendJob,
-    Conclude,
     DueAttempt,
+    JobState,
     OpenStartGate,
-    Pace,
     StopJobs,
+    Timing,
     View,
+    WriteExit,
     observe_gang,
 )
 from atoll.backends.records import AttemptKey, GangRecords, RecordReader, desired_document
@@ -63,7 +63,7 @@ class RecordedBackend(Executor):
     have `prepare`, `check`, `clear`, and logs with `log_places` and `logs_after`.
     """
 
-    pace = Pace()
+    timing = Timing()
     has_gate = True  # ranks start together; needs nothing of the backend
     has_network = True  # ranks reach each other, and meet at rank 0
     eviction_s = 30.0  # between the backend's own SIGTERM and its SIGKILL
@@ -86,7 +86,7 @@ class RecordedBackend(Executor):
         """
         raise NotImplementedError
 
-    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, BackendJob]:
+    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
         """All attempts of the training that the backend knows of, in one question.
 
         Raises Temporary if it does not answer, or not with all of them.
@@ -176,7 +176,7 @@ class RecordedBackend(Executor):
 
     async def perform(self, training: Training, followup: Followup) -> None:
         match followup:
-            case Conclude(rank=rank, attempt=attempt, record=record):
+            case WriteExit(rank=rank, attempt=attempt, record=record):
                 await self._conclude(training, (rank, attempt), record)
             case StopJobs(attempts=attempts):
                 await self.stop_jobs(training, attempts)
@@ -265,7 +265,7 @@ class RecordedBackend(Executor):
         self,
         training: Training,
         records: GangRecords,
-        jobs: Mapping[AttemptKey, BackendJob] | None,
+        jobs: Mapping[AttemptKey, JobState] | None,
     ) -> View:
         now = time.monotonic()
         since = self._ended.setdefault(training.uid, {})
@@ -279,7 +279,7 @@ class RecordedBackend(Executor):
             records,
             jobs,
             now=self._clock(),
-            pace=self.pace,
+            timing=self.timing,
             ended_for_s={key: now - at for key, at in since.items()},
             has_gate=self.has_gate,
         )
@@ -308,7 +308,11 @@ class RecordedBackend(Executor):
             is_own = await asyncio.to_thread(place.create, name_of(*key, CLAIM), claim)
             records = await self._records(training)
             claimed = records.attempts.get(key)
-            if not is_own and claimed is not None and claimed.quiet_s < self.pace.silent_s:
+            if (
+                not is_own
+                and claimed is not None
+                and claimed.quiet_s < self.timing.heartbeat_timeout_s
+            ):
                 return  # a wrapper has it, and will tell
         tail = await self._last_lines(training, key[0])
         line = record_line({**record, "tail": tail} if tail else record, RECORD_BYTES)

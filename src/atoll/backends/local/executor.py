@@ -394,7 +394,11 @@ class LocalBackend(Executor):
         assert isinstance(followup, EndStalled)
         attempt = self._gang(training).state.attempts.get(followup.rank)
         is_it = attempt is not None and attempt.attempt == followup.attempt and attempt.exit is None
-        if attempt is not None and is_it and processes.born(attempt.pid) == attempt.born:
+        if (
+            attempt is not None
+            and is_it
+            and processes.start_ticks(attempt.pid) == attempt.start_ticks
+        ):
             processes.kill_group(attempt.pid, signal.SIGKILL)
 
     async def measure(self, training: Training) -> None:

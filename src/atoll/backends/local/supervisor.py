@@ -37,7 +37,7 @@ from atoll.backends.local.rank_process import (
 )
 from atoll.backends.local.rendezvous import Rendezvous
 from atoll.backends.local.shortage import FIRST_PAUSE_S, MAX_PAUSE_S, SHORT, waiting_words
-from atoll.backends.local.start_barrier import Muster
+from atoll.backends.local.start_barrier import StartBarrier
 from atoll.backends.local.watchdog import (
     FROZEN_AFTER_S,
     append_persistently,
@@ -81,7 +81,7 @@ class Supervisor:
         self._swept: set[int] = set()  # ranks that ended and may have left processes behind
         self._exec_errors: dict[tuple[int, int], tuple[str, str]] = {}
         self._oom_kills = processes.oom_kills()
-        self._muster: Muster | None = None
+        self._barrier: StartBarrier | None = None
         self._start_at = 0.0  # monotonic; not before, after a shortage
         self._pauses = Retry(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._shortage = ""
@@ -194,7 +194,7 @@ class Supervisor:
                 ready.append(due)
             else:
                 later.append(due.at - now)
-        if self._muster is not None and not self._muster.held.keys() <= {d[:2] for d in ready}:
+        if self._barrier is not None and not self._barrier.held.keys() <= {d[:2] for d in ready}:
             self._disband()
         if ready:
             later += self._start(ready)
@@ -224,21 +224,21 @@ class Supervisor:
             return [FIRST_PAUSE_S]
         until = time.monotonic() + SLICE_S
         try:
-            self._muster = self._muster or Muster()
+            self._barrier = self._barrier or StartBarrier()
             for due in ready:
-                if (due.rank, due.attempt) in self._muster.held:
+                if (due.rank, due.attempt) in self._barrier.held:
                     continue
                 if time.monotonic() > until:
                     return [0.0]
-                self._muster.hold(self._forked(due, self._muster))
-            started = list(self._muster.held.values())
+                self._barrier.hold(self._forked(due, self._barrier))
+            started = list(self._barrier.held.values())
             self._journal.append([start_record(process.attempt) for process in started])
         except OSError as error:  # too many processes or files, or a full disk: nothing ran
             return [self._wait_for_room(len(ready), error)]
         for process in started:
             self._watch(process)
-        self._muster.release()
-        self._muster = None
+        self._barrier.release()
+        self._barrier = None
         self._pauses.has_worked()
         self._shortage = ""
         self._tell_clients()
@@ -253,9 +253,9 @@ class Supervisor:
         return seconds
 
     def _disband(self) -> None:
-        if self._muster is not None:
-            self._muster.disband()
-            self._muster = None
+        if self._barrier is not None:
+            self._barrier.disband()
+            self._barrier = None
 
     def _open_rendezvous(self) -> bool:
         if self._rendezvous is None:
@@ -268,15 +268,15 @@ class Supervisor:
         self._gang["env"] = {**env, **self._gang["env"]}
         return True
 
-    def _forked(self, due: Due, muster: Muster) -> Process:
+    def _forked(self, due: Due, barrier: StartBarrier) -> Process:
         """A child that waits to become the rank."""
         output, output_in = os.pipe2(os.O_CLOEXEC)
         try:
-            pid = self._fork(due, muster.files, output_in)
+            pid = self._fork(due, barrier.files, output_in)
             try:
-                born = processes.born(pid)
+                start_ticks = processes.start_ticks(pid)
                 at, up = self._journal.now(), time.monotonic()
-                attempt = Attempt(due.rank, due.attempt, due.restarts, pid, born, at, up=up)
+                attempt = Attempt(due.rank, due.attempt, due.restarts, pid, start_ticks, at, up=up)
                 logs, log_bytes = self._directory / "logs", self._gang.get("log_bytes")
                 return Process(attempt, output, logs, log_bytes, self._journal.now)
             except OSError:
@@ -383,7 +383,7 @@ class Supervisor:
         self._swept = left
 
     def _reap_orphans(self) -> None:
-        held = {p.attempt.pid for p in self._muster.held.values()} if self._muster else set()
+        held = {p.attempt.pid for p in self._barrier.held.values()} if self._barrier else set()
         for pid in processes.children(self._pid):
             if pid not in self._by_pid and pid not in held:
                 with contextlib.suppress(ChildProcessError):
@@ -395,8 +395,8 @@ class Supervisor:
         with contextlib.suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, flags)) is not None and child.si_pid:
                 process = self._by_pid.get(child.si_pid)
-                if process is None and self._muster is not None:
-                    process = self._muster.of(child.si_pid)
+                if process is None and self._barrier is not None:
+                    process = self._barrier.of(child.si_pid)
                 if process is not None:
                     is_stopped = child.si_code == os.CLD_STOPPED
                     process.frozen_since = time.monotonic() if is_stopped else None
@@ -524,7 +524,10 @@ class Supervisor:
     def _found_end_of(self, attempt: Attempt) -> float:
         """When a rank without a supervisor ended: at its last sign of life if the machine was off,
         and at most one sign later if it was not."""
-        if processes.is_running(attempt.pid, attempt.born) and self._journal.is_of_this_boot():
+        if (
+            processes.is_running(attempt.pid, attempt.start_ticks)
+            and self._journal.is_of_this_boot()
+        ):
             return self._journal.now()
         latest = self._journal.last_alive_at()
         if self._journal.is_of_this_boot():

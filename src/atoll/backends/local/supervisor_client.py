@@ -333,7 +333,7 @@ class Supervision:
 
     def _note_ends(self) -> None:
         for attempt in self.state.alive():
-            if not processes.is_running(attempt.pid, attempt.born):
+            if not processes.is_running(attempt.pid, attempt.start_ticks):
                 self._ends.setdefault(end_key(attempt), time.monotonic())
 
     def _say(self) -> None:
