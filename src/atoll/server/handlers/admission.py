@@ -100,7 +100,7 @@ def admitted(
     return spec
 
 
-def describe_ignored(training: Training, plane: Plane) -> str:
+def unsupported_message(training: Training, plane: Plane) -> str:
     """What of its spec has no effect with its executor, in one line; empty if that is nothing."""
     executor = plane.executors[training.executor]
     fields = unsupported_fields(training.spec, executor.SUPPORTS, executor.options)
@@ -109,7 +109,7 @@ def describe_ignored(training: Training, plane: Plane) -> str:
 
 async def check_backend(spec: TrainingSpec, plane: Plane) -> None:
     """Raises ValidationError if the backend itself says that it will never take the spec."""
-    await plane.executors[spec.executor or ""].try_out(spec)
+    await plane.executors[spec.executor or ""].dry_run(spec)
 
 
 async def check_run(spec: TrainingSpec, plane: Plane, namespace: str) -> None:

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from atoll.controller.clock import machine_clock
 from atoll.controller.informer import Informer
 from atoll.core.checks import check_name
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.decoders import convert
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode, named
@@ -69,7 +69,7 @@ class Plane:
     gauges: Gauges
     rows: Rows
     setup: Setup = field(default_factory=Setup)
-    clock: Callable[[], Time] = field(default_factory=machine_clock)
+    clock: Callable[[], Now] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
     bodies: Bodies = field(default_factory=Bodies)
     series: SeriesKeeper | None = None  # None: figures of ranks are not kept here

@@ -12,7 +12,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from atoll.core.errors import NotFound, Temporary, ValidationError
-from atoll.core.metrics import Figure
+from atoll.core.metrics import MetricValue
 from atoll.core.model import Model, encode
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
@@ -85,11 +85,11 @@ class MetricBand(Model, frozen=True, omit_defaults=False):
     name: str
     rank: int | None
     at: list[float]
-    low: list[Figure]
-    p10: list[Figure]
-    mean: list[Figure]
-    p90: list[Figure]
-    high: list[Figure]
+    low: list[MetricValue]
+    p10: list[MetricValue]
+    mean: list[MetricValue]
+    p90: list[MetricValue]
+    high: list[MetricValue]
     ranks: list[int]
     bad: int
 
