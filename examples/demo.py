@@ -168,7 +168,7 @@ def grow(story: Story, training: atoll.DistributedTraining) -> None:
 
 def summary(story: Story, training: atoll.DistributedTraining) -> None:
     losses = {final[1] for final in story.finals.values()}
-    rounds, usage = max(story.members_of) + 1, training.usage
+    rounds, stats = max(story.members_of) + 1, training.stats()
     sent = sum(int(final[3]) for final in story.finals.values())
     print(f"\n{training.name}: {training.phase}, {rounds} rounds of 20 steps")
     print("  rank  exit  restarts  took part in")
@@ -180,7 +180,7 @@ def summary(story: Story, training: atoll.DistributedTraining) -> None:
         )
     same = "the same on every rank" if len(losses) == 1 else "not the same everywhere"
     print(f"  validation loss {', '.join(sorted(losses))}: {same}")
-    print(f"  {usage.rank_seconds:.0f} rank-seconds, {sent / 1e6:.1f} MB sent to the store")
+    print(f"  {stats.rank_seconds:.0f} rank-seconds, {sent / 1e6:.1f} MB sent to the store")
     if len(losses) != 1 or training.phase != "succeeded":
         sys.exit(1)
 

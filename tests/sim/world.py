@@ -20,7 +20,15 @@ from atoll.backends.local.journal import Attempt, GangState
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.plan import STALE_S
 from atoll.core.ports import Executor
-from atoll.core.status import DesiredState, Exit, Followup, Seen, SeenRank, Status, Training
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    Observation,
+    ObservedRank,
+    Status,
+    Training,
+)
 
 
 class Crash(BaseException):
@@ -65,7 +73,7 @@ class Machine:
     stop_at: dict[int, float] = field(default_factory=dict)
     told_at: dict[int, float] = field(default_factory=dict)  # when they were told to stop
     starts_at: dict[tuple[int, int], float] = field(default_factory=dict)
-    history: list[tuple[float, Seen]] = field(default_factory=list)
+    history: list[tuple[float, Observation]] = field(default_factory=list)
     fail_chance: float = 0.2
     is_released: bool = False
     has_gate: bool = False
@@ -224,21 +232,27 @@ class Machine:
         self.gone.clear()
         self.history.clear()  # late answers come from the same memory
 
-    def shown_at(self, at: float) -> Seen:
+    def shown_at(self, at: float) -> Observation:
         """What was true then. Times before the first wish show nothing."""
-        nothing = Seen(has_gate=self.has_gate)
-        seen = next((seen for when, seen in reversed(self.history) if when <= at), nothing)
-        is_shut = seen.desired is not None and seen.desired.size > 0 and seen.gate_opened_at is None
+        nothing = Observation(has_gate=self.has_gate)
+        observation = next(
+            (observation for when, observation in reversed(self.history) if when <= at), nothing
+        )
+        is_shut = (
+            observation.desired is not None
+            and observation.desired.size > 0
+            and observation.gate_opened_at is None
+        )
         if not self.has_gate or not is_shut or self.ready_at is None:
-            return seen
+            return observation
         if at < self.ready_at:
-            return replace(seen, again_in_s=self.ready_at - at)
-        return replace(seen, followups=(*seen.followups, Open()))
+            return replace(observation, again_in_s=self.ready_at - at)
+        return replace(observation, followups=(*observation.followups, Open()))
 
     def remember(self, now: float) -> None:
         self.history.append((now, self.show()))
 
-    def show(self) -> Seen:
+    def show(self) -> Observation:
         desired = None
         if self.state.size is not None:
             desired = DesiredState(
@@ -248,7 +262,7 @@ class Machine:
             )
         shown = [a for a in self.state.attempts.values() if (a.rank, a.attempt) not in self.gone]
         ended = [a for a in shown if a.exit is not None and self.is_exit_held]
-        return Seen(
+        return Observation(
             ranks=[_seen(a) for a in shown],
             desired=desired,
             is_supervised=self.is_supervised,
@@ -258,15 +272,15 @@ class Machine:
         )
 
 
-def _seen(attempt: Attempt) -> SeenRank:
+def _seen(attempt: Attempt) -> ObservedRank:
     ended = attempt.exit
-    return SeenRank(
+    return ObservedRank(
         rank=attempt.rank,
         state="running" if ended is None else "exited",
         attempt=attempt.attempt,
         restarts=attempt.restarts,
         started_at=attempt.started_at,
-        earlier_s=attempt.earlier_s,
+        metered_s=attempt.metered_s,
         is_stopping=attempt.is_stopping and ended is None,
         exit=None
         if ended is None
@@ -313,7 +327,7 @@ class SimExecutor(Executor):
     async def purge(self, training: Training) -> None:
         await self.release(training)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         with self._faults.step("observe"):
             lag = STALE_S * 0.99 * self._faults.lateness()
             return replace(self.machine.shown_at(self._clock() - lag), at=self._clock())

@@ -21,9 +21,17 @@ from atoll.backends.records import (
 from atoll.core.attempts import KEPT as ATTEMPTS_KEPT
 from atoll.core.attempts import ended_attempt
 from atoll.core.gate import may_start
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.retry import restart_delay_s
-from atoll.core.status import AttemptStatus, Exit, Followup, Seen, SeenRank, Training, sooner
+from atoll.core.status import (
+    AttemptStatus,
+    Exit,
+    Followup,
+    Observation,
+    ObservedRank,
+    Training,
+    sooner,
+)
 
 Json = dict[str, Any]
 
@@ -35,7 +43,7 @@ ITS_SIGNALS = frozenset({"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"})
 class BackendJob(NamedTuple):
     """What the backend says of one attempt. Ended: nothing of it runs, as far as it knows.
 
-    `reason` is one of RankEnd where the backend names a cause: Preempted, OOMKilled, HostLost,
+    `reason` is one of ExitReason where the backend names a cause: Preempted, OOMKilled, HostLost,
     TimeLimit, Deleted. `words` are its own.
     """
 
@@ -91,7 +99,7 @@ class DueAttempt(NamedTuple):
 class View(NamedTuple):
     """`seen` for the controller, `due` for whoever starts attempts, `newest` for the next wish."""
 
-    seen: Seen
+    observation: Observation
     due: list[DueAttempt] = []
     newest: dict[int, int] = {}
 
@@ -105,7 +113,7 @@ class _Attempt(NamedTuple):
     is_unsettled: bool = False
 
 
-def look(
+def observe_gang(
     training: Training,
     records: GangRecords,
     jobs: Mapping[AttemptKey, BackendJob] | None,
@@ -118,7 +126,7 @@ def look(
     """`jobs` is None while the backend does not answer. `ended_for_s`: since when it said so."""
     document = records.desired
     if document is None:
-        return View(Seen())
+        return View(Observation())
     desired = desired_of(document)
     by_rank: dict[int, dict[int, _Attempt]] = {}
     for key in sorted({*records.attempts, *(jobs or ())}):
@@ -144,7 +152,7 @@ def look(
     )
     due = [] if jobs is None else list(_due(training, document, by_rank, records))
     later = min((each.in_s for each in due if each.in_s > 0), default=None)
-    seen = Seen(
+    observation = Observation(
         ranks=ranks,
         desired=desired,
         has_gate=has_gate,
@@ -157,7 +165,7 @@ def look(
         at=now,
     )
     newest = {rank: max(attempts) for rank, attempts in by_rank.items()}
-    return View(seen, due, newest)
+    return View(observation, due, newest)
 
 
 def _attempt(
@@ -181,7 +189,7 @@ def _attempt(
     is_paused = job is not None and job.is_paused
     if is_active:
         patience_s = pace.silent_s
-    elif job is not None and job.reason != RankEnd.HOST_LOST:
+    elif job is not None and job.reason != ExitReason.HOST_LOST:
         patience_s = pace.settle_s
     else:
         patience_s = pace.silent_s
@@ -215,7 +223,7 @@ def _unclaimed(
         "ran": False,
         "code": None,
         "signal": None,
-        "reason": job.reason or RankEnd.REJECTED.value,
+        "reason": job.reason or ExitReason.REJECTED.value,
         "message": job.words,
         "at": now - ended_for_s,
         "host": job.host,
@@ -228,7 +236,7 @@ def _conclusion(
     record: AttemptRecord, job: BackendJob | None, now: float, *, is_leaving: bool
 ) -> Json:
     """What is written of an attempt whose wrapper fell silent."""
-    reason, words = RankEnd.SUPERVISOR_LOST.value, "its wrapper left no record"
+    reason, words = ExitReason.SUPERVISOR_LOST.value, "its wrapper left no record"
     if job is not None and job.reason and not job.is_active:
         reason = str(job.reason)
     if job is not None and job.words:
@@ -240,7 +248,7 @@ def _conclusion(
         "atollExit": 1,
         "by": BY_BACKEND,
         "ran": record.start is not None,
-        "code": 137 if reason == RankEnd.OOM_KILLED else None,
+        "code": 137 if reason == ExitReason.OOM_KILLED else None,
         "signal": None,
         "reason": reason,
         "message": words,
@@ -287,9 +295,9 @@ def exit_of(document: Json, job: BackendJob | None) -> Exit:
     """The end of an attempt by its record, named by the backend where that was its doing."""
     reason, message = document["reason"], document.get("message") or ""
     if job is not None and document.get("by") != BY_BACKEND and may_be_named(document):
-        cause = RankEnd.EVICTED.value if job.is_again and not job.reason else job.reason
+        cause = ExitReason.EVICTED.value if job.is_again and not job.reason else job.reason
         is_killed = document["signal"] == "SIGKILL"
-        is_named = is_killed if cause == RankEnd.OOM_KILLED else bool(cause)
+        is_named = is_killed if cause == ExitReason.OOM_KILLED else bool(cause)
         reason = cause if is_named else reason
     if job is not None and job.words and may_be_named(document):
         message = (
@@ -317,7 +325,7 @@ def _rank(
     attempts: dict[int, _Attempt],
     records: GangRecords,
     jobs: Mapping[AttemptKey, BackendJob] | None,
-) -> SeenRank | None:
+) -> ObservedRank | None:
     """The newest attempt of the rank that is anything at all."""
     real = [number for number, attempt in attempts.items() if attempt.state != "none"]
     if not real:
@@ -332,17 +340,17 @@ def _rank(
         for n in range(max(0, number - ATTEMPTS_KEPT), number)
         if earlier[n].exit is not None
     )
-    return SeenRank(
+    return ObservedRank(
         rank=rank,
         state="waiting" if attempt.state == "none" else attempt.state,
         attempt=number,
         restarts=restarts_of(desired, rank, number),
         started_at=record.started_at,
-        earlier_s=sum(map(_ran_s, earlier)),
-        previous=None
+        metered_s=sum(map(_ran_s, earlier)),
+        previous_exit=None
         if before.exit is None
         else exit_of(before.exit, (jobs or {}).get((rank, number - 1))),
-        earlier=past,
+        attempts=past,
         exit=attempt.exit,
         is_stopping=attempt.state in ("running", "waiting") and is_unwanted(desired, rank, number),
         pod_name=f"{training.name}-{rank}",

@@ -36,12 +36,12 @@ from atoll.backends.observe import (
     Pace,
     StopJobs,
     View,
-    look,
+    observe_gang,
 )
 from atoll.backends.records import AttemptKey, GangRecords, RecordReader, desired_document
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import DesiredState, Followup, LogLine, Seen, Training
+from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training
 
 Json = dict[str, Any]
 
@@ -148,27 +148,31 @@ class RecordedBackend(Executor):
                 at = records.desired["at"]
                 document = desired_document(desired, records.desired, view.newest, at)
                 await self._put(training, DESIRED, document)
-            stops = [followup for followup in view.seen.followups if isinstance(followup, StopJobs)]
+            stops = [
+                followup
+                for followup in view.observation.followups
+                if isinstance(followup, StopJobs)
+            ]
             for followup in stops:
                 await self.stop_jobs(training, followup.attempts)
             await self._start(training, view.due)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         records = await self._records(training)
         if records.desired is None:
             is_left = self._may_hold(training) and training.status.phase.is_terminal
             jobs = await self.list_jobs(training) if is_left else {}
             is_active = any(job.is_active for job in jobs.values())
-            return Seen(has_gate=self.has_gate, is_supervised=is_active)
+            return Observation(has_gate=self.has_gate, is_supervised=is_active)
         try:
             jobs = await self.list_jobs(training)
         except Temporary as error:
             # Exits are in the records, whether or not the backend answers.
             view = self._view(training, records, None)
-            if not has_news(training, view.seen):
+            if not has_news(training, view.observation):
                 raise
-            return _with_message(view.seen, str(error))
-        return self._view(training, records, jobs).seen
+            return _with_message(view.observation, str(error))
+        return self._view(training, records, jobs).observation
 
     async def perform(self, training: Training, followup: Followup) -> None:
         match followup:
@@ -270,7 +274,7 @@ class RecordedBackend(Executor):
                 since.pop(key, None)
             else:
                 since.setdefault(key, now)
-        return look(
+        return observe_gang(
             training,
             records,
             jobs,
@@ -377,11 +381,11 @@ def max_attempts(keys: Iterable[AttemptKey]) -> dict[int, int]:
     return newest
 
 
-def has_news(training: Training, seen: Seen) -> bool:
+def has_news(training: Training, observation: Observation) -> bool:
     """Whether a rank has ended that the status does not know of."""
     status = training.status
     known = {r.rank: r for r in (*status.ranks, *status.removed_ranks)}
-    for rank in seen.ranks:
+    for rank in observation.ranks:
         before = known.get(rank.rank)
         is_known = before is not None and before.exit is not None
         if rank.exit is not None and not (is_known and before.attempt >= rank.attempt):  # type: ignore[union-attr]
@@ -389,7 +393,7 @@ def has_news(training: Training, seen: Seen) -> bool:
     return False
 
 
-def _with_message(seen: Seen, message: str) -> Seen:
+def _with_message(observation: Observation, message: str) -> Observation:
     from msgspec.structs import replace
 
-    return replace(seen, message=message, followups=())
+    return replace(observation, message=message, followups=())

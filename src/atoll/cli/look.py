@@ -43,12 +43,12 @@ def ps(phase: str | None, prefix: str | None, sort: str | None, is_json: bool) -
 
     client = Client()
     trainings = [training.last for training in client.list(phase=phase, prefix=prefix)]
-    trainings, figures = ordered(client, trainings, sort)
+    trainings, newest_metrics = ordered(client, trainings, sort)
     if is_json:
-        each = [(training_json(t), figures.get(t.uid)) for t in trainings]
+        each = [(training_json(t), newest_metrics.get(t.uid)) for t in trainings]
         print_json([shown if f is None else {**shown, "figure": f} for shown, f in each])
     else:
-        print(ps_table(trainings, figures))
+        print(ps_table(trainings, newest_metrics))
 
 
 @click.command()

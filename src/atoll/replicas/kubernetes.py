@@ -203,7 +203,7 @@ class KubernetesExecutor(ReplicaSurface):
             self._official()
 
     def _official(self) -> Any:
-        from atoll.backends.kubernetes.official import access_of
+        from atoll.backends.kubernetes.access import access_of
 
         return access_of(self.batch_api, self.core_api, self.namespace)
 

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.core.checks import check_int, check_name
-from atoll.core.describe import end_in_words
+from atoll.core.describe import describe_end
 from atoll.core.errors import AtollError, Conflict, NotFound, ValidationError
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, TrainingList
 from atoll.sdk import flows
+from atoll.sdk.columns import ColumnTable
 from atoll.sdk.effects import Flow, NextChange, Pause, Send
-from atoll.sdk.metrics import ColumnTable
 from atoll.sdk.requests import answered, send
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class SweepRun:
         training = self._ended[job.at]
         handle = DistributedTraining(self._client, training)
         if training.status.phase is not Phase.SUCCEEDED:
-            ending = end_in_words(training) if training.status.phase.is_terminal else "removed"
+            ending = describe_end(training) if training.status.phase.is_terminal else "removed"
             return SweepRow(job.arguments, None, ending, handle)
         who = flows.Who(training.name, training.uid)
         try:

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
 from atoll.core.errors import AtollError, NotFound, ValidationError
-from atoll.core.metrics import SeriesList
+from atoll.core.metrics import MetricSeriesList
 from atoll.core.rounds import RoundList
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
-from atoll.core.stats import Metrics
+from atoll.core.stats import TrainingStats
 from atoll.core.status import (
     AttemptStatus,
     BenchResult,
@@ -28,16 +28,14 @@ from atoll.core.status import (
     RankExit,
     RankStatus,
     Training,
-    Usage,
     WorldStatus,
 )
 from atoll.sdk import flows, logs
+from atoll.sdk.columns import MetricTable, RoundTable
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
 from atoll.sdk.logs import Position
-from atoll.sdk.metrics import SeriesTable
 from atoll.sdk.options import world_of
-from atoll.sdk.rounds import RoundTable
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
@@ -141,11 +139,6 @@ class DistributedTraining:
         return bench
 
     @property
-    def usage(self) -> Usage:
-        """Rank-seconds and GPU-seconds so far; they stand still once the ranks have stopped."""
-        return self._run(flows.usage(self._who))
-
-    @property
     def warnings(self) -> list[str]:
         """What is wrong with how it trains, in sentences: the same batches in two replicas, a rank
         that is absent from rounds, and others. Read after the end too: ranks report last then."""
@@ -220,16 +213,27 @@ class DistributedTraining:
     ) -> list[Any]:
         return await self._arun(self._results(timeout, allow_pickle))
 
-    def series(
-        self, names: str | Sequence[str] | None = None, *, rank: int | None = None
-    ) -> SeriesTable:
-        """What the ranks reported with `atoll.report`, as columns: all, or these names."""
-        return SeriesTable(self._run(self._series(names, rank)))
+    def metrics(
+        self,
+        names: str | Sequence[str] | None = None,
+        since: float | datetime | None = None,
+        *,
+        rank: int | None = None,
+    ) -> MetricTable:
+        """What the ranks reported with `atoll.report`, as columns: all of it, or these names.
 
-    async def series_async(
-        self, names: str | Sequence[str] | None = None, *, rank: int | None = None
-    ) -> SeriesTable:
-        return SeriesTable(await self._arun(self._series(names, rank)))
+        With `since` (a time, or seconds since the epoch) only what came after it.
+        """
+        return MetricTable(self._run(self._metrics(names, rank)), _seconds(since))
+
+    async def metrics_async(
+        self,
+        names: str | Sequence[str] | None = None,
+        since: float | datetime | None = None,
+        *,
+        rank: int | None = None,
+    ) -> MetricTable:
+        return MetricTable(await self._arun(self._metrics(names, rank)), _seconds(since))
 
     def rounds(self, first: int = 0, last: int | None = None, *, costs: bool = False) -> RoundTable:
         """The outer rounds of a DiLoCo training, as columns: all, or those from `first` to `last`.
@@ -392,11 +396,13 @@ class DistributedTraining:
     async def attempts_async(self, rank: int | None = None) -> list[AttemptStatus]:
         return await self._arun(self._attempts(rank))
 
-    def metrics(self) -> Metrics:
-        return self._run(flows.metrics(self._who))
+    def stats(self) -> TrainingStats:
+        """Counters of the training: ranks by phase, restarts, resizes, and the rank-seconds and
+        GPU-seconds used so far, which stand still once the ranks have stopped."""
+        return self._run(flows.stats(self._who))
 
-    async def metrics_async(self) -> Metrics:
-        return await self._arun(flows.metrics(self._who))
+    async def stats_async(self) -> TrainingStats:
+        return await self._arun(flows.stats(self._who))
 
     def __enter__(self) -> DistributedTraining:
         return self
@@ -493,10 +499,12 @@ class DistributedTraining:
         check_as("rank", rank, RankNumber | None)
         return flows.attempts(self._who, rank)
 
-    def _series(self, names: str | Sequence[str] | None, rank: int | None) -> Flow[SeriesList]:
+    def _metrics(
+        self, names: str | Sequence[str] | None, rank: int | None
+    ) -> Flow[MetricSeriesList]:
         check_as("rank", rank, RankNumber | None)
-        wanted = [names] if isinstance(names, str) else list(names or ())
-        return flows.series(self._who, wanted, rank)
+        listed = [names] if isinstance(names, str) else list(names or ())
+        return flows.metrics(self._who, listed, rank)
 
     def _rounds(self, first: int, last: int | None, costs: bool) -> Flow[RoundList]:
         check_int("first", first, 0, 10**9)

@@ -14,12 +14,12 @@ from atoll.core.attempts import AttemptList
 from atoll.core.checks import NAME_PATTERN
 from atoll.core.errors import Temporary
 from atoll.core.executors import ExecutorList
-from atoll.core.metrics import NewestFigures, SeriesList
+from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model
 from atoll.core.problem import Problem
 from atoll.core.rounds import RoundList, ShownTraining
 from atoll.core.spec import TrainingSpec
-from atoll.core.stats import Metrics
+from atoll.core.stats import TrainingStats
 from atoll.core.status import LogHit, PlacedLine, Training, TrainingList
 from atoll.server.background import CONTROLLER, TaskFailure
 from atoll.server.handlers import (
@@ -231,7 +231,7 @@ NATIVE = (
         metrics.metrics,
         "Read the metrics that ranks reported with `atoll.report`, as columns: one series for "
         "each name and rank.",
-        {200: AnswerDoc("One series for each name and rank.", SeriesList), **_NAMED},
+        {200: AnswerDoc("One series for each name and rank.", MetricSeriesList), **_NAMED},
         query=metrics.MetricsQuery,
     ),
     Operation(
@@ -240,7 +240,7 @@ NATIVE = (
         metrics.newest_metrics,
         "Read the newest value of these metrics for every training, as its lowest rank reported "
         "it; with `ranks`, the newest value of each rank too.",
-        {200: AnswerDoc("The newest values.", NewestFigures), **_COMMON},
+        {200: AnswerDoc("The newest values.", LatestMetricList), **_COMMON},
         query=metrics.NewestQuery,
     ),
     Operation(
@@ -290,7 +290,7 @@ NATIVE = (
         reports.stats,
         "Read the counters of a training: ranks by phase, restarts, resizes, and the rank-seconds "
         "and GPU-seconds it has used.",
-        {200: AnswerDoc("The counters.", Metrics), **_NAMED},
+        {200: AnswerDoc("The counters.", TrainingStats), **_NAMED},
         query=reports.ReportQuery,
     ),
     Operation(

@@ -278,20 +278,16 @@ def test_events_metrics_and_usage_are_real(client: atoll.Client, tmp_path: Path)
     assert [e.at for e in events] == sorted((e.at for e in events), reverse=True)
     assert {"Accepted", "Ready", "Scaled"} <= {e.reason for e in events}
     assert {e.reason for e in t.events(since=before)} < {e.reason for e in events}
-    first = t.usage
-    metrics = t.metrics()
-    assert (metrics.ready, metrics.target, metrics.ranks_running, metrics.generation) == (
-        2,
-        2,
-        2,
-        2,
-    )
-    assert t.usage.rank_seconds > first.rank_seconds > 0
-    assert t.usage.gpu_seconds > t.usage.rank_seconds
+    first = t.stats()
+    assert (first.ready, first.target, first.ranks_running, first.generation) == (2, 2, 2, 2)
+    second = t.stats()
+    assert second.rank_seconds > first.rank_seconds > 0
+    assert second.gpu_seconds > second.rank_seconds
     (tmp_path / "go").touch()
     t.result(TEN)
-    done = t.usage
-    assert t.usage == done
+    done = t.stats()
+    assert t.stats().rank_seconds == done.rank_seconds
+    assert t.stats().gpu_seconds == done.gpu_seconds
 
 
 def test_a_training_that_ended_well_before_the_wait_counts_as_there(client: atoll.Client) -> None:
@@ -366,7 +362,7 @@ def test_async_twins_do_the_same(client: atoll.Client, tmp_path: Path) -> None:
             waiting = [asyncio.create_task(t.wait_until_complete_async(TEN)) for _ in range(5)]
             (tmp_path / "go").touch()
             assert [world.ready for world in await asyncio.gather(*waiting)] == [3] * 5
-            assert (await t.metrics_async()).ranks_succeeded == 3
+            assert (await t.stats_async()).ranks_succeeded == 3
             assert await t.events_async(since=0)
             assert await t.logs_async() == []
             assert [line async for line in t.stream_logs_async()] == []

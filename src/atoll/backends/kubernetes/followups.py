@@ -12,10 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from atoll.backends.kubernetes.archive import Archive
 from atoll.backends.kubernetes.client import Cluster, gather
 from atoll.backends.kubernetes.code import CodeMaps, CodeMissing
 from atoll.backends.kubernetes.gate import is_open, render_opened_world, render_start
+from atoll.backends.kubernetes.logs import Archive
 from atoll.backends.kubernetes.names import PLANE, SELECTOR, UID
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.patch import LET_GO, render_lost, render_stopped

@@ -1,5 +1,8 @@
 """Labels, annotations, finalizers and conditions that say what an object is to atoll."""
 
+GROUP = "atoll.dev"  # of the API with trainings, and its version
+VERSION = "v1"
+
 MANAGED = "app.kubernetes.io/managed-by"
 TRAINING = "atoll.dev/training"
 NAMESPACE = "atoll.dev/namespace"

@@ -23,7 +23,6 @@ from atoll.backends.kubernetes.code import (
     render_code_mounts,
     render_code_volumes,
 )
-from atoll.backends.kubernetes.fabric import render_agent
 from atoll.backends.kubernetes.gate import (
     TURNED_AWAY_RULE,
     render_gate,
@@ -32,6 +31,7 @@ from atoll.backends.kubernetes.gate import (
     render_together,
 )
 from atoll.backends.kubernetes.names import (
+    AGENT,
     CONTAINER,
     DESIRED,
     ELASTIC,
@@ -72,6 +72,7 @@ from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import encode
 from atoll.core.spec import Resources
 from atoll.core.status import DesiredState, Training
+from atoll.mesh.reach import FABRIC_DIR
 
 Json = dict[str, Any]
 
@@ -89,6 +90,16 @@ REPORT = "process.py"  # the key in the gang's ConfigMap
 # rank's, the start gate's, the mesh agent's, one that somebody else may put there, and the patch's.
 RECORDS_BYTES = 12_288
 SHARES = 4
+# Limits equal requests: anything else would change the pod's quality-of-service class.
+AMOUNTS = {"cpu": "100m", "memory": "96Mi"}
+RESTRICTED: Json = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "runAsUser": 65532,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
 
 
 def gang_name(training: Training) -> str:
@@ -449,3 +460,37 @@ def _volumes(training: Training, options: Options) -> list[Json]:
     if options.gates_start(training.spec):
         made.append(render_gate_volume())
     return made
+
+
+def fabric_folder(training: Training) -> str:
+    """The training's folder in its etcd, named by uid because several trainings may share one."""
+    return f"{FABRIC_DIR}/{training.uid}"
+
+
+def render_agent(training: Training, etcd: str, options: Options) -> Json:
+    """A native sidecar: it starts before the rank, and ends after it without delaying it."""
+    fields = {
+        "RANK": f"metadata.annotations['{INDEX}']",
+        "NODE_NAME": "spec.nodeName",
+        "POD_IP": "status.podIP",
+    }
+    # Kubernetes replaces `$(NAME)` here.
+    command = [
+        *("python", "-m", "atoll.mesh.fabric"),
+        "--host=rank-$(RANK)@$(NODE_NAME)",
+        "--address=$(POD_IP)",
+        f"--etcd={etcd}",
+        f"--folder={fabric_folder(training)}",
+    ]
+    return {
+        "name": AGENT,
+        "image": options.agent_image,
+        "restartPolicy": "Always",
+        "command": command,
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ],
+        "resources": {"requests": AMOUNTS, "limits": AMOUNTS},
+        "securityContext": RESTRICTED,
+    }

@@ -45,7 +45,7 @@ from atoll.backends.local.observe import (
     EndStalled,
     desired_of,
     next_look_s,
-    seen_rank,
+    observed_rank,
     stalled_followups,
 )
 from atoll.backends.local.options import SUPPORTS, LocalOptions
@@ -53,8 +53,8 @@ from atoll.backends.local.processes import boot_id
 from atoll.backends.local.queue import Capacity, StartQueue, Waiting
 from atoll.backends.local.rendezvous_file import read_rendezvous
 from atoll.backends.local.rendezvous_view import (
-    seen_endpoint,
-    seen_mesh,
+    observed_endpoint,
+    observed_mesh,
     wanted_rendezvous,
     withdraw,
 )
@@ -63,16 +63,16 @@ from atoll.backends.local.shortage import waiting_words
 from atoll.backends.local.supervisor_client import RESTORED_S, Supervision
 from atoll.core.config import options_of
 from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
-from atoll.core.metrics import RankUse
+from atoll.core.executors import PlaneContext
+from atoll.core.metrics import RankUsage
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import (
-    BenchSeen,
     DesiredState,
     Followup,
     LogLine,
-    Seen,
+    Observation,
+    ObservedBench,
     Training,
     sooner,
 )
@@ -193,7 +193,7 @@ class LocalBackend(Executor):
         self._quarantined: list[str] = []  # what is of no known training: a sentence for each
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> LocalBackend:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> LocalBackend:
         """An executor with the options of `[executors.local]`."""
         table = options_of(LocalOptions, options)
         gpus = None if table.gpus is None else ids_of("gpus", table.gpus)
@@ -324,13 +324,13 @@ class LocalBackend(Executor):
         self._enter_queue(training)
         self._wake_next()
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         try:
-            return self._seen(training, self._gang(training))
+            return self._observed(training, self._gang(training))
         except OSError as error:  # of files, most likely
             raise Temporary(waiting_words("look at the ranks", error.strerror)) from error
 
-    def _seen(self, training: Training, gang: Supervision) -> Seen:
+    def _observed(self, training: Training, gang: Supervision) -> Observation:
         is_over, is_led = training.status.phase.is_terminal, False
         if training.status.has_run and (words := self._lost(training, gang)):
             is_led = gang.restore()
@@ -343,24 +343,24 @@ class LocalBackend(Executor):
             self._give_back(training.uid, _holds(gang))
         if self._enter_queue(training):
             self._wake_next()
-        room, message, again_in_s = self._room_for(training)
-        seen = Seen(
-            room=room,
+        capacity, message, again_in_s = self._capacity_for(training)
+        observation = Observation(
+            capacity=capacity,
             message=gang.shortage or message,
-            bench=self._bench_seen(training),
+            bench=self._observed_bench(training),
             again_in_s=again_in_s,
             is_supervised=is_supervised,
         )
         if not is_asked:
-            return seen
+            return observation
         state = gang.state
         quiet = self._quiet_s(training, gang)
         error = read_rendezvous(gang.directory).get("error")
         return replace(
-            seen,
+            observation,
             ranks=[
                 replace(
-                    seen_rank(training.name, self._host, attempt, state.past.get(rank, ())),
+                    observed_rank(training.name, self._host, attempt, state.past.get(rank, ())),
                     quiet_s=quiet.get(rank),
                 )
                 for rank, attempt in state.attempts.items()
@@ -369,8 +369,8 @@ class LocalBackend(Executor):
             again_in_s=sooner(again_in_s, next_look_s(training)),
             desired=desired_of(state),
             message=gang.shortage or str(error or message),
-            rendezvous_endpoint=seen_endpoint(training, gang.directory),
-            mesh=seen_mesh(training, gang.directory),
+            rendezvous_endpoint=observed_endpoint(training, gang.directory),
+            mesh=observed_mesh(training, gang.directory),
             at=state.time(boot_id(), time.monotonic()),
         )
 
@@ -463,15 +463,15 @@ class LocalBackend(Executor):
     def metrics_uri(self, training: Training) -> str:
         return rank_place(self._root / training.uid).figures
 
-    async def machine_use(self) -> dict[str, list[RankUse]]:
+    async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What the ranks that live use of this machine, by the uid of their training."""
         living = [(uid, attempt) for uid, gang in self._gangs.items() for attempt in gang.living()]
         # The thread is given values: journals and their readers belong to the event loop.
         figures = await asyncio.to_thread(self._meter.measure, [attempt for _, attempt in living])
-        use: dict[str, list[RankUse]] = {}
+        use: dict[str, list[RankUsage]] = {}
         for uid, attempt in living:
             if attempt.pid in figures:
-                own = RankUse(attempt.rank, attempt.attempt, figures[attempt.pid])
+                own = RankUsage(attempt.rank, attempt.attempt, figures[attempt.pid])
                 use.setdefault(uid, []).append(own)
         return use
 
@@ -497,18 +497,18 @@ class LocalBackend(Executor):
             self._held[uid] = needed
             self._wake_next()
 
-    def _room_for(self, training: Training) -> tuple[int | None, str, float | None]:
+    def _capacity_for(self, training: Training) -> tuple[int | None, str, float | None]:
         """How many ranks it may hold, what bounds them, and when to look again if nobody tells."""
         uid, target = training.uid, training.spec.world_size.target
-        held, room, message = self._held.get(uid, 0), target, ""
+        held, capacity, message = self._held.get(uid, 0), target, ""
         is_limited = self._slots is not None or self._share(training) is not None
         if is_limited and held < target:
-            room, message = self._turn_of(training, held)
-        if held < min(target, room):
+            capacity, message = self._turn_of(training, held)
+        if held < min(target, capacity):
             left, why = self._machine.free()
-            if held + left < min(target, room):
+            if held + left < min(target, capacity):
                 return held + left, f"{self._host} has too little left: {why}", ROOM_EVERY_S
-        return (max(room, held) if is_limited else None), message, None
+        return (max(capacity, held) if is_limited else None), message, None
 
     def _turn_of(self, training: Training, held: int) -> tuple[int, str]:
         """How many ranks it may hold by now, and what it waits for if that is too few."""
@@ -573,8 +573,8 @@ class LocalBackend(Executor):
                 file.write(source.content)
             draft.replace(path)
 
-    def _bench_seen(self, training: Training) -> BenchSeen | None:
-        return None if training.spec.bench.mode == "off" else self._bench.seen(training.uid)
+    def _observed_bench(self, training: Training) -> ObservedBench | None:
+        return None if training.spec.bench.mode == "off" else self._bench.observe(training.uid)
 
 
 def _being_restored(words: str) -> Temporary:

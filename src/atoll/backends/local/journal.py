@@ -35,15 +35,15 @@ class Attempt(NamedTuple):
     born: int
     started_at: float
     exit: Record | None = None
-    earlier_s: float = 0.0  # how long the attempts before this one ran
-    previous: Record | None = None  # how the one before this ended
+    metered_s: float = 0.0  # how long the attempts before this one ran
+    previous_exit: Record | None = None  # how the one before this ended
     up: float | None = None  # `started_at` by the monotonic clock of the gang's boot
     is_stopping: bool = False  # a wish without it was accepted; a later one does not undo that
 
     def ran_s(self, now: float) -> float:
         """How long the rank has run in all its attempts."""
         until = now if self.exit is None else self.exit["at"]
-        return self.earlier_s + max(until - self.started_at, 0.0)
+        return self.metered_s + max(until - self.started_at, 0.0)
 
 
 class Due(NamedTuple):
@@ -97,7 +97,7 @@ class GangState:
         elif kind == "start":
             last = self.attempts.get(record["rank"])
             if last is not None:
-                past = (*self.past.get(last.rank, ()), last._replace(previous=None))
+                past = (*self.past.get(last.rank, ()), last._replace(previous_exit=None))
                 self.past[last.rank] = past[-PAST_KEPT:]
             self.attempts[record["rank"]] = Attempt(
                 record["rank"],
@@ -106,8 +106,8 @@ class GangState:
                 record["pid"],
                 record["born"],
                 record["at"],
-                earlier_s=0.0 if last is None else last.ran_s(record["at"]),
-                previous=None if last is None else last.exit,
+                metered_s=0.0 if last is None else last.ran_s(record["at"]),
+                previous_exit=None if last is None else last.exit,
                 up=record.get("up"),
             )
         elif kind == "exit":

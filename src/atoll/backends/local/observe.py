@@ -6,20 +6,22 @@ from collections.abc import Iterable, Mapping
 
 from atoll.backends.local.journal import Attempt, GangState, Record
 from atoll.core.attempts import ended_attempt
-from atoll.core.stall import look_again_s
-from atoll.core.status import AttemptStatus, DesiredState, Exit, Followup, SeenRank, Training
+from atoll.core.stall import check_again_s
+from atoll.core.status import AttemptStatus, DesiredState, Exit, Followup, ObservedRank, Training
 
 
-def seen_rank(name: str, host: str, attempt: Attempt, past: Iterable[Attempt] = ()) -> SeenRank:
-    return SeenRank(
+def observed_rank(
+    name: str, host: str, attempt: Attempt, past: Iterable[Attempt] = ()
+) -> ObservedRank:
+    return ObservedRank(
         rank=attempt.rank,
         state="running" if attempt.exit is None else "exited",
         attempt=attempt.attempt,
         restarts=attempt.restarts,
         started_at=attempt.started_at,
-        earlier_s=attempt.earlier_s,
-        previous=_exit(attempt.previous),
-        earlier=tuple(_past_attempt(host, one) for one in past),
+        metered_s=attempt.metered_s,
+        previous_exit=_exit(attempt.previous_exit),
+        attempts=tuple(_past_attempt(host, one) for one in past),
         exit=_exit(attempt.exit),
         is_stopping=attempt.is_stopping and attempt.exit is None,
         pod_name=f"{name}-{attempt.rank}",
@@ -49,7 +51,7 @@ def stalled_followups(
 
 def next_look_s(training: Training) -> float | None:
     stall_s = training.spec.stall_s
-    return None if stall_s is None else look_again_s(stall_s)
+    return None if stall_s is None else check_again_s(stall_s)
 
 
 def _past_attempt(host: str, attempt: Attempt) -> AttemptStatus:

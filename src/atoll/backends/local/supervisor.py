@@ -48,7 +48,7 @@ from atoll.backends.local.watchdog import (
     write_mark,
 )
 from atoll.core.lines import split_lines
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.retry import Retry
 from atoll.logs.segments import last_lines
 
@@ -347,14 +347,14 @@ class Supervisor:
         is_stopped = process.is_stopping and word.get("failedAt", inf) >= process.stop_asked_at
         if is_stopped:
             record["stopped"] = True
-            record["reason"] = RankEnd.STOPPED if record["code"] else record["reason"]
+            record["reason"] = ExitReason.STOPPED if record["code"] else record["reason"]
         elif process.is_frozen:
-            record["reason"] = RankEnd.FROZEN
+            record["reason"] = ExitReason.FROZEN
             record["message"] = f"stopped by a signal for over {FROZEN_AFTER_S:g} s"
         elif failure is not None:
             record["reason"], record["message"] = failure
         elif record["signal"] == "SIGKILL" and self._oom_kills < processes.oom_kills():
-            record["reason"] = RankEnd.OOM_KILLED
+            record["reason"] = ExitReason.OOM_KILLED
         self._oom_kills = processes.oom_kills()
         if record["code"] != 0 and not is_stopped:
             log = self._directory / "logs" / str(attempt.rank)

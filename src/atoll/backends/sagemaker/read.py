@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from atoll.backends.observe import BackendJob
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 
 Json = dict[str, Any]
 
@@ -27,9 +27,9 @@ AGAIN = ("Interrupted", "Restarting")  # SageMaker will start it a second time
 ENDED = ("Completed", "Failed", "Stopped", "Deleting")
 # Why SageMaker ended a job, by its secondary status.
 REASONS = {
-    "MaxRuntimeExceeded": RankEnd.TIME_LIMIT,
-    "MaxWaitTimeExceeded": RankEnd.TIME_LIMIT,
-    "Interrupted": RankEnd.PREEMPTED,
+    "MaxRuntimeExceeded": ExitReason.TIME_LIMIT,
+    "MaxWaitTimeExceeded": ExitReason.TIME_LIMIT,
+    "Interrupted": ExitReason.PREEMPTED,
 }
 NO_CAPACITY = ("CapacityError", "ResourceLimitExceeded")
 
@@ -42,10 +42,10 @@ def read_summary(summary: Json) -> BackendJob:
     if second == "Uploading":  # its container has ended
         return BackendJob("ended")
     if status == "Stopping":  # it still runs
-        return BackendJob("running", reason=RankEnd.DELETED, words="SageMaker is stopping it")
+        return BackendJob("running", reason=ExitReason.DELETED, words="SageMaker is stopping it")
     if second in AGAIN:
         words = f"SageMaker: {second}, and will be started again"
-        return BackendJob("running", reason=RankEnd.PREEMPTED, words=words, is_again=True)
+        return BackendJob("running", reason=ExitReason.PREEMPTED, words=words, is_again=True)
     if second in BEFORE:
         return BackendJob("pending", words=BEFORE[second])
     return BackendJob("running")
@@ -63,16 +63,16 @@ def read_end(job: Json) -> BackendJob:
 
 def _reason(status: str, second: str, text: str, passed: list[Any]) -> str:
     if "Interrupted" in passed:
-        return RankEnd.PREEMPTED
+        return ExitReason.PREEMPTED
     if second in REASONS:
         return REASONS[second]
     if status == "Stopped":
-        return RankEnd.DELETED
+        return ExitReason.DELETED
     if "more memory" in text:
-        return RankEnd.OOM_KILLED
+        return ExitReason.OOM_KILLED
     if text.startswith("InternalServerError"):
-        return RankEnd.HOST_LOST
-    return RankEnd.REJECTED if text.startswith("ClientError") else ""
+        return ExitReason.HOST_LOST
+    return ExitReason.REJECTED if text.startswith("ClientError") else ""
 
 
 def lacks_capacity(job: Json) -> bool:

@@ -38,7 +38,7 @@ from atoll.backends.slurm.render import (
 )
 from atoll.core.config import options_of
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
+from atoll.core.executors import PlaneContext
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 from atoll.files.ownership import check_directory, make_private, private
@@ -95,7 +95,7 @@ class SlurmBackend(RecordedBackend):
         self._has_asked_limits = False
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> SlurmBackend:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> SlurmBackend:
         """Built from `[executors.NAME]`. Raises Permanent where Slurm's commands are missing."""
         executor = cls(home.state_dir / "slurm", options_of(SlurmOptions, options))
         check_installed()
@@ -103,7 +103,7 @@ class SlurmBackend(RecordedBackend):
         return executor
 
     @classmethod
-    def preview(cls, options: SlurmOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: SlurmOptions, home: PlaneContext, training: Training) -> str:
         """What the first submit of this training would send. Slurm is not asked, nor needed."""
         executor = cls(home.state_dir / "slurm", options)
         executor.check(training.spec)
@@ -117,7 +117,7 @@ class SlurmBackend(RecordedBackend):
     def check(self, spec: TrainingSpec) -> None:
         self.options.check(spec)
 
-    async def try_out(self, spec: TrainingSpec) -> None:
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
         """By `sbatch --test-only`. Words that may be of the moment, such as nodes that are drained,
         are no refusal."""
         await asyncio.to_thread(self._try_folder)

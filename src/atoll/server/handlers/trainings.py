@@ -22,7 +22,7 @@ from atoll.core.errors import (
 from atoll.core.model import Model, SpecModel
 from atoll.core.rounds import with_rounds
 from atoll.core.spec import ScaleTarget, TrainingSpec
-from atoll.core.status import FIELDS_IGNORED, Event, Training, TrainingList
+from atoll.core.status import UNSUPPORTED_FIELDS, Event, Training, TrainingList
 from atoll.core.warnings import find_warnings, merge_warnings
 from atoll.server.handlers.admission import (
     admitted,
@@ -30,7 +30,7 @@ from atoll.server.handlers.admission import (
     check_growth,
     check_run,
     default_executor,
-    describe_ignored,
+    unsupported_message,
 )
 from atoll.server.handlers.rounds import summary_of_training
 from atoll.server.handlers.watch import last_event_id, watch
@@ -76,13 +76,13 @@ async def create(call: ApiCall) -> Answer:
     spec = admitted(call.body, call.plane, call.namespace)
     _check_default(call, spec)
     await check_run(spec, call.plane, call.namespace)
-    await check_backend(spec, call.plane)
+    await check_backend(spec, call.plane, call.namespace)
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
     events = []
-    if words := describe_ignored(training, call.plane):
-        events = [Event(type="Warning", reason=FIELDS_IGNORED, message=words, at=time.time())]
+    if words := unsupported_message(training, call.plane):
+        events = [Event(type="Warning", reason=UNSUPPORTED_FIELDS, message=words, at=time.time())]
     stored = await call.plane.store.create(
         training, idempotency_key=idempotency_key(call), events=events
     )
@@ -126,7 +126,7 @@ async def read(call: ApiCall) -> Answer:
         if series.catch_up and training.status.phase.is_terminal:
             await series.catch_up(training)  # ranks report last as they end
         # The controller writes warnings a moment later.
-        found = find_warnings(training, training.status.ranks, series.rounds.seen(training.uid))
+        found = find_warnings(training, training.status.ranks, series.rounds.observed(training.uid))
         status = replace(training.status, warnings=merge_warnings(training.status.warnings, found))
         training = replace(training, status=status)
     training = with_staleness(training, call.plane.setup.stale())

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.controller.informer import Informer
-from atoll.core.describe import end_in_words, phase_in_words, status_in_words
+from atoll.core.describe import describe_end, describe_phase, describe_status
 from atoll.core.errors import ValidationError
 from atoll.core.escape import visible
 from atoll.core.executors import absence
@@ -114,7 +114,7 @@ def _sentence(training: Training) -> tuple[str, str]:
     """The cause, and the sentence after it."""
     status, name = training.status, training.name
     if status.phase.is_terminal:
-        terms = end_in_words(training).removeprefix(f"{name} ")
+        terms = describe_end(training).removeprefix(f"{name} ")
         cause = status.root_cause
         if cause is None:
             return "", terms.removeprefix(f"{status.phase.value}: ")
@@ -130,8 +130,8 @@ def _sentence(training: Training) -> tuple[str, str]:
     if status.phase is Phase.NONE:
         return "", "stored; its ranks start soon"
     if status.failing or training.is_cancelling:
-        return "", status_in_words(status)
-    return "", phase_in_words(status) if status.message else status_in_words(status)
+        return "", describe_status(status)
+    return "", describe_phase(status) if status.message else describe_status(status)
 
 
 class Rows:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.companions import render_bench, render_etcd
 from atoll.backends.kubernetes.manifests import read_options, render_manifests
 from atoll.backends.kubernetes.options import ClusterOptions
-from atoll.backends.kubernetes.parts import render_bench, render_etcd
 from atoll.backends.kubernetes.podpatch import SHORT_NAMES, ShortNames, merge_pod
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.config import options_of

@@ -11,7 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from atoll.backends.kubernetes.stored import MAX_GROUPS, MAX_RANK_BYTES, fold_status, unfold_status
+from atoll.backends.kubernetes.resource import (
+    MAX_GROUPS,
+    MAX_RANK_BYTES,
+    fold_status,
+    unfold_status,
+)
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode
 from atoll.core.phase import Phase
@@ -57,7 +62,7 @@ def failed(number: int, *, is_each_different: bool) -> RankStatus:
         number,
         "Failed",
         exit=ended,
-        previous=before,
+        previous_exit=before,
         restarts=number,
         attempt=int(scattered_s()),
         started_at=scattered_s(),
@@ -148,7 +153,7 @@ def scattered_rank(number: int, dice: random.Random) -> RankStatus:
         attempt=dice.randrange(-1, 3),
         started_at=dice.choice([None, dice.random() * 2e9, 0.0]),
         exit=scattered_exit(dice),
-        previous=scattered_exit(dice),
+        previous_exit=scattered_exit(dice),
         metered_s=dice.choice([0.0, dice.random() * 100]),
         missing_since=dice.choice([None, 1.25]),
         is_stopping=dice.random() < 0.3,

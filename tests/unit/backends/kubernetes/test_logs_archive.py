@@ -9,7 +9,7 @@ import httpx2
 import msgspec
 import pytest
 
-from atoll.backends.kubernetes import archive
+from atoll.backends.kubernetes import logs
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.core.status import DesiredState
@@ -72,7 +72,7 @@ PODS = [with_uid(rank) for rank in range(3)]
 def test_a_scale_down_reads_the_logs_first_and_keeps_what_was_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(archive, "AGAIN_S", 0.01)
+    monkeypatch.setattr(logs, "AGAIN_S", 0.01)
     server = Server()
 
     async def test() -> None:
