@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from atoll.backends.observe import (
-    BY_BACKEND,
-    BackendJob,
-    Conclude,
+from atoll.agent.records import BY_EXECUTOR, Facts
+from atoll.backends.records import (
+    Ages,
     DueAttempt,
+    Fold,
+    JobState,
     OpenStartGate,
-    Pace,
     StopJobs,
-    View,
-    look,
+    Timing,
+    WriteExit,
+    fold,
 )
-from atoll.backends.records import AttemptRecord, GangRecords
 from atoll.core.reasons import RankEnd
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import SeenRank, Training
 
 Json = dict[str, Any]
 NOW = 1000.0
-PACE = Pace()
-PENDING, RUNNING = BackendJob("pending", words="Priority"), BackendJob("running", host="n1")
-ENDED = BackendJob("ended")
+TIMING = Timing()
+PENDING, RUNNING = JobState("pending", message="Priority"), JobState("running", host="n1")
+ENDED = JobState("ended")
 CLAIM = {"at": 900.0, "host": "n1"}
 START = {"at": 910.0, "host": "n1"}
+
+
+class AttemptRecord(NamedTuple):
+    claim: Json | None = None
+    start: Json | None = None
+    exit: Json | None = None
+    quiet_s: float = 0.0
+    beaten_at: float | None = None
 
 
 def training(low: int = 1, target: int = 2, **spec: Any) -> Training:
@@ -38,7 +46,7 @@ def training(low: int = 1, target: int = 2, **spec: Any) -> Training:
 
 
 def wish(size: int = 2, **more: Any) -> Json:
-    return {"version": 3, "size": size, "redo": {}, "at": 990.0, **more}
+    return {"t": "desired", "version": 3, "size": size, "discarded": {}, "at": 990.0, **more}
 
 
 def ended(code: int | None = 0, signal: str | None = None, **more: Any) -> Json:
@@ -48,28 +56,33 @@ def ended(code: int | None = 0, signal: str | None = None, **more: Any) -> Json:
 
 def seen(
     attempts: dict[tuple[int, int], AttemptRecord] | None = None,
-    jobs: dict[tuple[int, int], BackendJob] | None = None,
+    jobs: dict[tuple[int, int], JobState] | None = None,
     *,
     document: Json | None = None,
     of: Training | None = None,
     is_away: bool = False,
     ended_for_s: float = 0.0,
     gate: Json | None = None,
-) -> View:
-    records = GangRecords(document or wish(), gate, attempts or {})
-    asked = jobs or {}
-    return look(
-        of or training(),
-        records,
-        None if is_away else asked,
-        now=NOW,
-        pace=PACE,
-        ended_for_s=dict.fromkeys(asked, ended_for_s),
+) -> Fold:
+    facts = Facts([document or wish()])
+    for (rank, attempt), one in (attempts or {}).items():
+        for kind in ("claim", "start", "exit"):
+            if record := getattr(one, kind):
+                facts.add({**record, "t": kind, "rank": rank, "attempt": attempt})
+    if gate is not None:
+        facts.add({"t": "gate", **gate})
+    known, asked = attempts or {}, jobs or {}
+    ages = Ages(
+        {key: one.quiet_s for key, one in known.items()},
+        dict.fromkeys(asked, ended_for_s),
+        {key: one.beaten_at for key, one in known.items() if one.beaten_at is not None},
     )
+    states = None if is_away else asked
+    return fold(of or training(), facts, states, now=NOW, timing=TIMING, ages=ages)
 
 
-def only(view: View) -> SeenRank:
-    (rank,) = view.seen.ranks
+def only(view: Fold) -> SeenRank:
+    (rank,) = view.observation.ranks
     return rank
 
 
@@ -85,18 +98,18 @@ def over(exit: Json, quiet_s: float = 0.0) -> AttemptRecord:
     return AttemptRecord(CLAIM, START, exit, quiet_s)
 
 
-def concluded(view: View) -> list[Json]:
-    return [chore.record for chore in view.seen.chores if isinstance(chore, Conclude)]
+def concluded(view: Fold) -> list[Json]:
+    return [chore.record for chore in view.observation.chores if isinstance(chore, WriteExit)]
 
 
-def stopped(view: View) -> list[tuple[int, int]]:
-    return [key for chore in view.seen.chores if isinstance(chore, StopJobs)
+def stopped(view: Fold) -> list[tuple[int, int]]:
+    return [key for chore in view.observation.chores if isinstance(chore, StopJobs)
             for key in chore.attempts]  # fmt: skip
 
 
 def test_without_a_wish_there_is_nothing() -> None:
-    view = look(training(), GangRecords(), {}, now=NOW, pace=PACE, ended_for_s={})
-    assert (view.seen.wish, view.seen.ranks, view.due) == (None, [], [])
+    view = fold(training(), Facts(), {}, now=NOW, timing=TIMING)
+    assert (view.observation.wish, view.observation.ranks, view.due) == (None, [], [])
 
 
 def test_an_attempt_goes_from_the_queue_to_the_gate_to_its_run_to_its_end() -> None:
@@ -119,23 +132,23 @@ def test_an_attempt_goes_from_the_queue_to_the_gate_to_its_run_to_its_end() -> N
 
 
 def test_a_paused_rank_is_no_silent_one() -> None:
-    paused = BackendJob("running", is_paused=True)
+    paused = JobState("running", is_paused=True)
     view = seen({(0, 0): started(quiet_s=500.0)}, {(0, 0): paused})
     assert (only(view).state, only(view).message) == ("running", "paused by its backend")
-    assert view.seen.chores == ()
+    assert view.observation.chores == ()
 
 
 @pytest.mark.parametrize(
     ("job", "patience_s"),
     [
-        (RUNNING, PACE.silent_s),
-        (ENDED, PACE.settle_s),
-        (BackendJob("ended", reason=RankEnd.HOST_LOST), PACE.silent_s),
-        (None, PACE.silent_s),
+        (RUNNING, TIMING.heartbeat_timeout_s),
+        (ENDED, TIMING.settle_s),
+        (JobState("ended", reason=RankEnd.HOST_LOST), TIMING.heartbeat_timeout_s),
+        (None, TIMING.heartbeat_timeout_s),
     ],
 )
 def test_a_wrapper_that_is_silent_is_concluded_after_its_time(
-    job: BackendJob | None, patience_s: float
+    job: JobState | None, patience_s: float
 ) -> None:
     jobs = {} if job is None else {(0, 0): job}
     assert concluded(seen({(0, 0): started(patience_s - 0.1)}, jobs)) == []
@@ -150,13 +163,13 @@ def test_a_wrapper_that_is_silent_is_concluded_after_its_time(
 @pytest.mark.parametrize(
     ("job", "reason", "code"),
     [
-        (BackendJob("ended", reason=RankEnd.OOM_KILLED, words="oom"), "OOMKilled", 137),
-        (BackendJob("ended", reason=RankEnd.PREEMPTED, words="oom"), "Preempted", None),
-        (BackendJob("running", reason=RankEnd.PREEMPTED, words="oom"), "SupervisorLost", None),
+        (JobState("ended", reason=RankEnd.OOM_KILLED, message="oom"), "OOMKilled", 137),
+        (JobState("ended", reason=RankEnd.PREEMPTED, message="oom"), "Preempted", None),
+        (JobState("running", reason=RankEnd.PREEMPTED, message="oom"), "SupervisorLost", None),
     ],
 )
 def test_the_backend_names_the_end_of_a_silent_wrapper_once_it_has_ended(
-    job: BackendJob, reason: str, code: int | None
+    job: JobState, reason: str, code: int | None
 ) -> None:
     (record,) = concluded(seen({(0, 0): claimed(quiet_s=60.0)}, {(0, 0): job}))
     assert (record["reason"], record["code"], record["ran"]) == (reason, code, False)
@@ -176,18 +189,18 @@ def test_a_silence_before_the_first_look_is_dated_by_the_last_beat(
 
 
 def test_a_job_that_the_backend_ended_before_it_began_is_concluded_after_a_while() -> None:
-    job = BackendJob("ended", words="no such partition", host="n9")
-    view = seen(jobs={(0, 0): job}, ended_for_s=PACE.settle_s - 0.1)
+    job = JobState("ended", message="no such partition", host="n9")
+    view = seen(jobs={(0, 0): job}, ended_for_s=TIMING.settle_s - 0.1)
     assert (only(view).state, concluded(view)) == ("waiting", [])
-    (record,) = concluded(seen(jobs={(0, 0): job}, ended_for_s=PACE.settle_s))
+    (record,) = concluded(seen(jobs={(0, 0): job}, ended_for_s=TIMING.settle_s))
     assert (record["reason"], record["ran"], record["stopped"]) == ("Rejected", False, False)
     assert (record["message"], record["host"]) == ("no such partition", "n9")
-    assert record["at"] == NOW - PACE.settle_s
+    assert record["at"] == NOW - TIMING.settle_s
 
 
 def test_what_the_backend_gave_up_by_itself_is_asked_for_again() -> None:
-    view = seen(jobs={(0, 0): BackendJob("ended", is_given_up=True)}, ended_for_s=60.0)
-    assert (view.seen.ranks, concluded(view)) == ([], [])
+    view = seen(jobs={(0, 0): JobState("ended", is_withdrawn=True)}, ended_for_s=60.0)
+    assert (view.observation.ranks, concluded(view)) == ([], [])
     assert DueAttempt(0, 0, 0.0) in view.due
 
 
@@ -200,13 +213,17 @@ def test_a_rank_scaled_away_stops_and_is_ended_once_its_grace_is_over() -> None:
     view = seen({(1, 0): started()}, {(1, 0): RUNNING}, document=shrunk, of=prompt)
     assert stopped(view) == [(1, 0)]
     queued = seen(jobs={(1, 0): PENDING}, document=shrunk)
-    assert (stopped(queued), queued.seen.unsettled) == ([(1, 0)], 1)
+    assert (stopped(queued), queued.observation.unsettled) == ([(1, 0)], 1)
     gone = seen(jobs={(1, 0): ENDED}, document=shrunk, ended_for_s=60.0)
-    assert (gone.seen.ranks, gone.seen.chores, gone.seen.unsettled) == ([], (), 0)
+    assert (gone.observation.ranks, gone.observation.chores, gone.observation.unsettled) == (
+        [],
+        (),
+        0,
+    )
 
 
 def test_the_backends_word_on_an_end_keeps_its_place_until_nothing_runs() -> None:
-    document = ended(None, by=BY_BACKEND)
+    document = ended(None, by=BY_EXECUTOR)
     view = seen({(0, 0): over(document)}, {(0, 0): RUNNING})
     assert (only(view).state, stopped(view)) == ("running", [(0, 0)])
     done = only(seen({(0, 0): over(document)}, {(0, 0): ENDED})).exit
@@ -216,10 +233,12 @@ def test_the_backends_word_on_an_end_keeps_its_place_until_nothing_runs() -> Non
 
 def test_why_a_rank_was_killed_is_waited_for_and_then_named() -> None:
     killed = ended(137, "SIGKILL")
-    view = seen({(0, 0): over(killed, PACE.name_s - 0.1)}, {(0, 0): RUNNING})
+    view = seen({(0, 0): over(killed, TIMING.cause_wait_s - 0.1)}, {(0, 0): RUNNING})
     assert (only(view).state, only(view).message) == ("running", "it has ended")
-    assert only(seen({(0, 0): over(killed, PACE.name_s)}, {(0, 0): RUNNING})).state == "exited"
-    job = BackendJob("ended", reason=RankEnd.PREEMPTED, words="preempted by 7")
+    assert (
+        only(seen({(0, 0): over(killed, TIMING.cause_wait_s)}, {(0, 0): RUNNING})).state == "exited"
+    )
+    job = JobState("ended", reason=RankEnd.PREEMPTED, message="preempted by 7")
     named = only(seen({(0, 0): over(killed)}, {(0, 0): job})).exit
     assert named is not None
     assert (named.reason, named.message, named.code) == ("Preempted", "preempted by 7", 137)
@@ -228,17 +247,17 @@ def test_why_a_rank_was_killed_is_waited_for_and_then_named() -> None:
 @pytest.mark.parametrize(
     ("document", "job", "reason"),
     [
-        (ended(1), BackendJob("ended", reason=RankEnd.PREEMPTED), "Error"),  # its own exit
-        (ended(143, "SIGTERM"), BackendJob("ended", reason=RankEnd.OOM_KILLED), "Error"),
-        (ended(137, "SIGKILL"), BackendJob("ended", reason=RankEnd.OOM_KILLED), "OOMKilled"),
-        (ended(143, "SIGTERM"), BackendJob("ended", is_again=True), "Evicted"),
-        (ended(1, signalled=True), BackendJob("ended", reason=RankEnd.PREEMPTED), "Preempted"),
-        (ended(143, "SIGTERM", stopped=True), BackendJob("ended", reason="Preempted"), "Error"),
-        (ended(139, "SIGSEGV"), BackendJob("ended", reason="Preempted"), "Error"),
+        (ended(1), JobState("ended", reason=RankEnd.PREEMPTED), "Error"),  # its own exit
+        (ended(143, "SIGTERM"), JobState("ended", reason=RankEnd.OOM_KILLED), "Error"),
+        (ended(137, "SIGKILL"), JobState("ended", reason=RankEnd.OOM_KILLED), "OOMKilled"),
+        (ended(143, "SIGTERM"), JobState("ended", is_repeated=True), "Evicted"),
+        (ended(1, signalled=True), JobState("ended", reason=RankEnd.PREEMPTED), "Preempted"),
+        (ended(143, "SIGTERM", stopped=True), JobState("ended", reason="Preempted"), "Error"),
+        (ended(139, "SIGSEGV"), JobState("ended", reason="Preempted"), "Error"),
     ],
 )
 def test_the_backend_names_only_what_it_may_have_done(
-    document: Json, job: BackendJob, reason: str
+    document: Json, job: JobState, reason: str
 ) -> None:
     named = only(seen({(0, 0): over(document)}, {(0, 0): job})).exit
     assert named is not None
@@ -248,7 +267,7 @@ def test_the_backend_names_only_what_it_may_have_done(
 def test_the_words_of_a_backend_are_added_once() -> None:
     def message(text: str) -> str:
         document = ended(137, "SIGKILL", message=text)
-        found = only(seen({(0, 0): over(document)}, {(0, 0): BackendJob("ended", words="why")}))
+        found = only(seen({(0, 0): over(document)}, {(0, 0): JobState("ended", message="why")}))
         assert found.exit is not None
         return found.exit.message
 
@@ -257,16 +276,16 @@ def test_the_words_of_a_backend_are_added_once() -> None:
 
 def test_a_job_that_outlives_its_record_or_begins_again_is_ended() -> None:
     def must_stop(quiet_s: float, **job: Any) -> bool:
-        jobs = {(0, 0): BackendJob("running", **job)}
+        jobs = {(0, 0): JobState("running", **job)}
         return bool(stopped(seen({(0, 0): over(ended(1), quiet_s)}, jobs)))
 
-    assert [must_stop(PACE.leave_s - 0.1), must_stop(PACE.leave_s)] == [False, True]
-    assert must_stop(0.0, is_again=True)
+    assert [must_stop(TIMING.stop_wait_s - 0.1), must_stop(TIMING.stop_wait_s)] == [False, True]
+    assert must_stop(0.0, is_repeated=True)
 
 
 def test_an_attempt_stopped_before_it_ran_is_none() -> None:
     never = ended(None, ran=False, stopped=True)
-    assert seen({(0, 0): over(never)}, {(0, 0): ENDED}).seen.ranks == []
+    assert seen({(0, 0): over(never)}, {(0, 0): ENDED}).observation.ranks == []
     refused = ended(None, ran=False)
     assert only(seen({(0, 0): over(refused)}, {(0, 0): ENDED})).state == "exited"
 
@@ -279,6 +298,12 @@ def test_the_newest_attempt_tells_of_those_before_it() -> None:
     assert rank.previous.code == 2
     assert [past.attempt for past in rank.earlier] == [0, 1]
     assert only(seen(attempts, {(0, 2): RUNNING}, document=wish(stops={"0": [1]}))).restarts == 0
+
+
+def test_an_attempt_that_only_the_backend_knows_tells_of_those_before_it() -> None:
+    rank = only(seen({(0, 0): over(ended(1))}, {(0, 1): PENDING}))
+    assert (rank.state, rank.attempt, rank.earlier_s) == ("waiting", 1, 40.0)
+    assert [past.attempt for past in rank.earlier] == [0]
 
 
 def due(*codes: int | None, max_restarts: int = 1, quiet_s: float = 0.0, **more: Any) -> list[Any]:
@@ -296,8 +321,8 @@ def test_attempts_are_due_within_the_budget_and_no_sooner() -> None:
     assert due(1) == [DueAttempt(0, 1, 0.0)]
     assert due(1, 1) == []
     assert due(1, 1, max_restarts=2, quiet_s=0.25) == [DueAttempt(0, 2, 0.75)]
-    assert due(1, 1, redo={"0": 1}, stops={"0": [1]}) == [DueAttempt(0, 2, 0.0)]
-    assert due(0, redo={"0": 0}, stops={"0": [0]}) == [DueAttempt(0, 1, 0.0)]
+    assert due(1, 1, discarded={"0": 1}, stops={"0": [1]}) == [DueAttempt(0, 2, 0.0)]
+    assert due(0, discarded={"0": 0}, stops={"0": [0]}) == [DueAttempt(0, 1, 0.0)]
 
 
 def test_nothing_is_due_while_the_backend_does_not_answer() -> None:
@@ -305,28 +330,28 @@ def test_nothing_is_due_while_the_backend_does_not_answer() -> None:
 
 
 def test_the_gate_opens_for_all_or_for_the_minimum_after_the_grace() -> None:
-    def at_gate(ranks: int, grace_s: float, **more: Any) -> View:
+    def at_gate(ranks: int, grace_s: float, **more: Any) -> Fold:
         attempts = {(rank, 0): claimed() for rank in range(ranks)}
         jobs = dict.fromkeys(attempts, RUNNING)
         return seen(attempts, jobs, of=training(start_grace_s=grace_s), **more)
 
-    def opened(view: View) -> list[int]:
-        return [c.together for c in view.seen.chores if isinstance(c, OpenStartGate)]
+    def opened(view: Fold) -> list[int]:
+        return [c.together for c in view.observation.chores if isinstance(c, OpenStartGate)]
 
     assert opened(at_gate(2, 500.0)) == [2]
     assert opened(at_gate(1, 500.0)) == []
-    assert at_gate(1, 100.25).seen.again_in_s == 0.25
+    assert at_gate(1, 100.25).observation.again_in_s == 0.25
     assert opened(at_gate(1, 100.0)) == [1]  # claimed 100 s ago
     assert opened(at_gate(0, 0.0)) == []
     assert opened(at_gate(2, 500.0, gate={"at": 905.0})) == []
-    assert at_gate(2, 500.0, gate={"at": 905.0}).seen.gate_opened_at == 905.0
+    assert at_gate(2, 500.0, gate={"at": 905.0}).observation.gate_opened_at == 905.0
     ended_there = {(0, 0): claimed(), (1, 0): AttemptRecord(CLAIM, None, ended(143, "SIGTERM"))}
     view = seen(ended_there, dict.fromkeys(ended_there, RUNNING), of=training(start_grace_s=500.0))
     assert opened(view) == []
 
 
 def test_the_host_of_a_rank_is_the_records_before_the_backends() -> None:
-    job = BackendJob("running", host="n2")
+    job = JobState("running", host="n2")
     assert only(seen(jobs={(0, 0): job})).host == "n2"
     assert only(seen({(0, 0): started()}, {(0, 0): job})).host == "n1"
     assert only(seen({(0, 0): started()}, is_away=True)).host == "n1"
@@ -335,11 +360,11 @@ def test_the_host_of_a_rank_is_the_records_before_the_backends() -> None:
 def test_ranks_that_are_scaled_away_do_not_open_the_gate() -> None:
     attempts = {(rank, 0): claimed() for rank in (0, 2)}
     view = seen(attempts, dict.fromkeys(attempts, RUNNING), of=training(start_grace_s=500.0))
-    assert [c for c in view.seen.chores if isinstance(c, OpenStartGate)] == []
+    assert [c for c in view.observation.chores if isinstance(c, OpenStartGate)] == []
 
 
 def test_a_rank_that_exited_by_itself_has_no_words_of_the_backend() -> None:
-    job = BackendJob("ended", words="NonZeroExitCode")
+    job = JobState("ended", message="NonZeroExitCode")
     found = only(seen({(0, 0): over(ended(1))}, {(0, 0): job})).exit
     assert found is not None
     assert found.message == ""
