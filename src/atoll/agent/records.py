@@ -83,14 +83,15 @@ def exit_record(rank: int, attempt: int, end: Mapping[str, Any]) -> dict[str, An
 
 def stops(desired: Record, rank: int) -> list[int]:
     """Return the attempts of a rank that have to stop; restarts are counted anew after each."""
-    found: list[int] = desired.get("stops", {}).get(str(rank), [])
+    told = desired.get("stops")
+    found: list[int] = told.get(str(rank), []) if told else []
     return found
 
 
 def restarts(desired: Record, rank: int, attempt: int) -> int:
     """Return how often the rank had restarted when this attempt began."""
     before = [stop for stop in stops(desired, rank) if stop < attempt]
-    return attempt - max(before, default=-1) - 1
+    return attempt - max(before) - 1 if before else attempt
 
 
 def restart_delay_s(count: int) -> float:
@@ -100,7 +101,10 @@ def restart_delay_s(count: int) -> float:
 
 def is_unwanted(desired: Record, rank: int, attempt: int) -> bool:
     """Return whether this attempt has to stop: its rank or the attempt is not wanted any more."""
-    return rank >= desired["size"] or any(attempt <= stop for stop in stops(desired, rank))
+    if rank >= desired["size"]:
+        return True
+    told = stops(desired, rank)
+    return bool(told) and attempt <= max(told)
 
 
 class AttemptFacts(namedtuple("AttemptFacts", "rank attempt claim start exit")):

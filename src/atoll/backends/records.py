@@ -41,6 +41,7 @@ AttemptKey = tuple[int, int]  # rank, attempt
 # Signals that a backend may have sent: its own report of the cause is waited for.
 BACKEND_SIGNALS = frozenset({"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"})
 AT_GATE = "start gate: it waits for the other ranks"
+PAUSED = "paused by its backend"
 
 
 class JobState(NamedTuple):
@@ -173,13 +174,11 @@ class Case(NamedTuple):
     @property
     def is_silent(self) -> bool:
         """Whether its agent has been silent for too long."""
+        timing, job = self.timing, self.job
         if not self.is_answered or self.is_paused:
             return False
-        is_over = self.job is not None and not self.job.is_active
-        is_lost = self.job is not None and self.job.reason == RankEnd.HOST_LOST
-        timing = self.timing
-        limit_s = timing.settle_s if is_over and not is_lost else timing.heartbeat_timeout_s
-        return self.unchanged_s >= limit_s
+        is_over = job is not None and not job.is_active and job.reason != RankEnd.HOST_LOST
+        return self.unchanged_s >= (timing.settle_s if is_over else timing.heartbeat_timeout_s)
 
     @property
     def stops_late(self) -> bool:
@@ -214,48 +213,44 @@ def _outlives_record(case: Case) -> bool:
     return case.job is not None and case.is_active and (case.is_repeated or is_old)
 
 
-def _unclaimed(case: Case) -> Judgement:
-    """Nothing has run yet, and the backend says that nothing will."""
-    if case.is_unwanted:
-        return Judgement("nothing")
-    if case.ended_s < case.timing.settle_s:
-        return Judgement("waiting", case.message)
-    if case.job is not None and case.job.is_withdrawn:
-        return Judgement("nothing")  # and due again
-    return Judgement("waiting", case.message, write=_rejected(case))
+Rule = tuple[Callable[[Case], bool], Callable[[Case], Judgement]]
 
-
-# The table of what an attempt is: the first row that matches counts, so their order is the rule.
-RULES: tuple[tuple[Callable[[Case], bool], Callable[[Case], Judgement]], ...] = (
+# The table of what an attempt is. The first row that matches counts, so their order is the rule.
+EXIT_RULES: tuple[Rule, ...] = (
     # Its process may run: nothing else may take its place.
     (
         lambda c: c.end.get("by") == BY_EXECUTOR and c.is_active,
         lambda c: Judgement("running", "it is being ended", must_stop=c.job is not None),
     ),
     # The backend may still say why it killed it.
-    (
-        _has_unnamed_cause,
-        lambda c: Judgement(_started_state(c), "it has ended"),
-    ),
+    (_has_unnamed_cause, lambda c: Judgement(_started_state(c), "it has ended")),
     (
         lambda c: c.facts.is_nothing,
         lambda c: Judgement("nothing", must_stop=_outlives_record(c)),
     ),
     (
-        lambda c: bool(c.end),
+        lambda c: True,
         lambda c: Judgement("exited", exit=exit_from(c.end, c.job), must_stop=_outlives_record(c)),
     ),
+)
+UNCLAIMED_RULES: tuple[Rule, ...] = (
+    (lambda c: c.job is None, lambda c: Judgement("nothing")),
     (
-        lambda c: c.facts.claim is None and c.facts.start is None and c.job is None,
-        lambda c: Judgement("nothing"),
-    ),
-    (
-        lambda c: c.facts.claim is None and c.facts.start is None and c.is_active,
+        lambda c: c.is_active,
         lambda c: Judgement(
             "waiting", c.message, must_stop=c.is_unwanted, is_unsettled=c.is_unwanted
         ),
     ),
-    (lambda c: c.facts.claim is None and c.facts.start is None, _unclaimed),
+    (lambda c: c.is_unwanted, lambda c: Judgement("nothing")),
+    (
+        lambda c: c.ended_s < c.timing.settle_s,
+        lambda c: Judgement("waiting", c.message),
+    ),
+    # Withdrawn: it is due again.
+    (lambda c: c.job is not None and c.job.is_withdrawn, lambda c: Judgement("nothing")),
+    (lambda c: True, lambda c: Judgement("waiting", c.message, write=_rejected(c))),
+)
+CLAIMED_RULES: tuple[Rule, ...] = (
     (
         lambda c: c.is_silent,
         lambda c: Judgement(
@@ -268,21 +263,26 @@ RULES: tuple[tuple[Callable[[Case], bool], Callable[[Case], Judgement]], ...] = 
     ),
     (
         lambda c: c.facts.start is None,
-        lambda c: Judgement(
-            "waiting", AT_GATE, must_stop=c.must_stop, is_unsettled=c.is_unwanted
-        ),
+        lambda c: Judgement("waiting", AT_GATE, must_stop=c.must_stop, is_unsettled=c.is_unwanted),
     ),
-    (
-        lambda c: True,
-        lambda c: Judgement(
-            "running", "paused by its backend" if c.is_paused else "", must_stop=c.must_stop
-        ),
-    ),
-)  # fmt: skip
+    (lambda c: c.is_paused, lambda c: Judgement("running", PAUSED, must_stop=c.must_stop)),
+    (lambda c: True, lambda c: STOPPING if c.must_stop else RUNNING),
+)
+RUNNING, STOPPING = Judgement("running"), Judgement("running", must_stop=True)
 
 
 def judge(case: Case) -> Judgement:
-    return next(outcome(case) for matches, outcome in RULES if matches(case))
+    facts = case.facts
+    if facts.exit is not None:
+        rules = EXIT_RULES
+    elif facts.claim is None and facts.start is None:  # in a journal, a start implies its claim
+        rules = UNCLAIMED_RULES
+    else:
+        rules = CLAIMED_RULES
+    for matches, outcome in rules:
+        if matches(case):
+            return outcome(case)
+    raise AssertionError("the last rule of each table matches")
 
 
 def has_open_cause(end: Record) -> bool:
@@ -496,8 +496,8 @@ def observed_rank(
     """Return the rank as its newest attempt shows it. `host`: where the records do not say."""
     desired, rank, number = facts.desired, one.rank, one.attempt
     assert desired is not None
-    job, earlier = states.get((rank, number)), _earlier(facts, one)
-    before = facts.attempt(rank, number - 1)
+    job, earlier = states.get((rank, number)), _earlier(facts, one) if number else []
+    before = facts.attempt(rank, number - 1) if number else None
     return SeenRank(
         rank=rank,
         state="waiting" if judged.state == "nothing" else judged.state,
