@@ -54,9 +54,9 @@ async def measure(size: int, modal: ModalStandIn) -> dict[str, object]:
     for rank in range(size):
         modal.add_entry(app.app_id, sandbox_name(training.uid, rank, 0), training.uid, rank)
     first = time.perf_counter()
-    seen = await backend.observe(training)
+    observation = await backend.observe(training)
     first_s = time.perf_counter() - first
-    assert sum(rank.state == "running" for rank in seen.ranks) == size
+    assert sum(rank.state == "running" for rank in observation.ranks) == size
     backend.sandboxes.questions.clear()
     modal.calls.clear()
     looks = [await timed(backend.observe(training)) for _ in range(LOOKS)]

@@ -67,8 +67,10 @@ async def fill_records(backend: SlurmBackend, training: Training, ranks: int) ->
 
 
 async def look(backend: SlurmBackend, training: Training, ranks: int) -> list[float]:
-    seen = await backend.observe(training)  # the first one reads the records, which never change
-    assert sum(rank.state == "running" for rank in seen.ranks) == ranks, seen
+    observation = await backend.observe(
+        training
+    )  # the first one reads the records, which never change
+    assert sum(rank.state == "running" for rank in observation.ranks) == ranks, observation
     took, before = [], backend.questions
     for _ in range(LOOKS):
         await asyncio.sleep(1.2 * SHARED_S)  # an answer is shared by looks that come together

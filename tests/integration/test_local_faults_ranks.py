@@ -12,7 +12,7 @@ from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
 from atoll.agent.records import Due
 from atoll.backends.local.rank_process import become_rank
-from atoll.core.describe import end_in_words
+from atoll.core.describe import describe_end
 from atoll.core.status import Training
 
 FOREVER = "exec sleep 1000"
@@ -301,7 +301,7 @@ def test_a_rank_that_failed_before_it_was_told_to_stop_is_not_called_stopped(
         while :; do sleep 0.02; done"""
     training = shared_plane.until_over(shared_plane.create(script, 2))
     assert [e.termination_reason for e in training.status.rank_exits] == ["Error", "Error"]
-    assert "both ranks failed alike: ValueError: oops" in end_in_words(training)
+    assert "both ranks failed alike: ValueError: oops" in describe_end(training)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from atoll.backends.local import processes
 from atoll.backends.local.executor import LocalBackend
 from atoll.core.errors import NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 
 KEYS = {
     "rank", "status", "exit_code", "error", "result", "job_name",
@@ -422,10 +422,10 @@ def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cance
     class Refusing(LocalBackend):
         is_refusing = True
 
-        async def apply(self, training: Training, wish: Wish) -> None:
-            if self.is_refusing and wish.size == 0:
+        async def apply(self, training: Training, desired: DesiredState) -> None:
+            if self.is_refusing and desired.size == 0:
                 raise Permanent("403 forbidden")
-            await super().apply(training, wish)
+            await super().apply(training, desired)
 
     class Library(LocalProcessExecutor):
         def make_executor(self) -> Executor:

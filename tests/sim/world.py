@@ -30,18 +30,26 @@ from atoll.backends.records import desired_of
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.plan import STALE_S
 from atoll.core.ports import Executor
-from atoll.core.status import Chore, Exit, Seen, SeenRank, Status, Training, Wish
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    Observation,
+    ObservedRank,
+    Status,
+    Training,
+)
 
 
 class Crash(BaseException):
     """The controller was killed at this step."""
 
 
-class Open(Chore, frozen=True):
+class Open(Followup, frozen=True):
     """The start gate: the ranks are ready."""
 
 
-class LetExitGo(Chore, frozen=True):
+class LetExitGo(Followup, frozen=True):
     """Nobody can learn of it again."""
 
     rank: int
@@ -75,7 +83,7 @@ class Machine:
     stop_at: dict[int, float] = field(default_factory=dict)
     told_at: dict[int, float] = field(default_factory=dict)  # when they were told to stop
     starts_at: dict[tuple[int, int], float] = field(default_factory=dict)
-    history: list[tuple[float, Seen]] = field(default_factory=list)
+    history: list[tuple[float, Observation]] = field(default_factory=list)
     fail_chance: float = 0.2
     is_released: bool = False
     has_gate: bool = False
@@ -90,13 +98,20 @@ class Machine:
     def alive(self) -> list[Run]:
         return [run for run in self.runs if run.ended_at is None]
 
-    def accept(self, wish: Wish, now: float) -> None:
+    def accept(self, desired: DesiredState, now: float) -> None:
         self.is_released = False
-        if wish.version < self.facts.version:
+        if desired.version < self.facts.version:
             return
         known = self.facts.newest()
         self.facts.add(
-            desired_record(wish.version, wish.size, wish.redo, self.facts.desired, known, now)
+            desired_record(
+                desired.version,
+                desired.size,
+                desired.discarded_attempts,
+                self.facts.desired,
+                known,
+                now,
+            )
         )
         self.is_supervised = True
         if self.has_gate and self.ready_at is None:
@@ -209,31 +224,37 @@ class Machine:
         self.gone.clear()
         self.history.clear()  # late answers come from the same memory
 
-    def shown_at(self, at: float) -> Seen:
+    def shown_at(self, at: float) -> Observation:
         """What was true then. Times before the first wish show nothing."""
-        nothing = Seen(has_gate=self.has_gate)
-        seen = next((seen for when, seen in reversed(self.history) if when <= at), nothing)
-        is_shut = seen.wish is not None and seen.wish.size > 0 and seen.gate_opened_at is None
+        nothing = Observation(has_gate=self.has_gate)
+        observation = next(
+            (observation for when, observation in reversed(self.history) if when <= at), nothing
+        )
+        is_shut = (
+            observation.desired is not None
+            and observation.desired.size > 0
+            and observation.gate_opened_at is None
+        )
         if not self.has_gate or not is_shut or self.ready_at is None:
-            return seen
+            return observation
         if at < self.ready_at:
-            return replace(seen, again_in_s=self.ready_at - at)
-        return replace(seen, chores=(*seen.chores, Open()))
+            return replace(observation, again_in_s=self.ready_at - at)
+        return replace(observation, followups=(*observation.followups, Open()))
 
     def remember(self, now: float) -> None:
         self.history.append((now, self.show()))
 
-    def show(self) -> Seen:
+    def show(self) -> Observation:
         currents = [self.facts.current(rank) for rank in self.facts.ranks]
         shown = [a for a in currents if a is not None and (a.rank, a.attempt) not in self.gone]
         ended = [a for a in shown if a.exit is not None and self.is_exit_held]
-        return Seen(
+        return Observation(
             ranks=[_seen(self.facts, a) for a in shown],
-            wish=desired_of(self.facts),
+            desired=desired_of(self.facts),
             is_supervised=self.is_supervised,
             has_gate=self.has_gate,
             gate_opened_at=self.gate_opened_at,
-            chores=tuple(LetExitGo(rank=a.rank, attempt=a.attempt) for a in ended),
+            followups=tuple(LetExitGo(rank=a.rank, attempt=a.attempt) for a in ended),
         )
 
 
@@ -241,17 +262,17 @@ def _not_before(due: records.Due) -> float:
     return 0.0 if due.after is None else float(due.after["at"] + due.delay_s)
 
 
-def _seen(facts: Facts, attempt: AttemptFacts) -> SeenRank:
+def _seen(facts: Facts, attempt: AttemptFacts) -> ObservedRank:
     ended, desired, rank = attempt.exit, facts.desired, attempt.rank
     assert desired is not None
     earlier = [one for one in facts.ranks[rank].values() if one.attempt < attempt.attempt]
-    return SeenRank(
+    return ObservedRank(
         rank=attempt.rank,
         state="running" if ended is None else "exited",
         attempt=attempt.attempt,
         restarts=restarts(desired, rank, attempt.attempt),
         started_at=attempt.started_at,
-        earlier_s=sum(one.ran_s() for one in earlier),
+        metered_s=sum(one.ran_s() for one in earlier),
         is_stopping=ended is None and is_unwanted(desired, rank, attempt.attempt),
         exit=None
         if ended is None
@@ -281,14 +302,14 @@ class SimExecutor(Executor):
         self._clock = clock
         self._faults = faults
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         with self._faults.step("apply"):
             if self.machine.facts.desired is None:
-                if wish.size == 0:
+                if desired.size == 0:
                     return
                 if training.status.has_run:
                     raise Permanent("there is no record of the ranks")
-            self.machine.accept(wish, self._clock())
+            self.machine.accept(desired, self._clock())
 
     async def release(self, training: Training) -> None:
         with self._faults.step("release"):
@@ -298,14 +319,14 @@ class SimExecutor(Executor):
     async def purge(self, training: Training) -> None:
         await self.release(training)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         with self._faults.step("observe"):
             lag = STALE_S * 0.99 * self._faults.lateness()
             return replace(self.machine.shown_at(self._clock() - lag), at=self._clock())
 
-    async def perform(self, training: Training, chore: Chore) -> None:
+    async def perform(self, training: Training, followup: Followup) -> None:
         with self._faults.step("perform"):
-            match chore:
+            match followup:
                 case Open():
                     self.machine.open(self._clock())
                 case LetExitGo(rank=rank, attempt=attempt):
@@ -315,7 +336,7 @@ class SimExecutor(Executor):
 
 def has_exit(status: Status, rank: int, attempt: int) -> bool:
     """Whether it knows the end of that attempt, or has known it and knows a later one."""
-    known = {r.rank: r for r in (*status.ranks, *status.retired)}.get(rank)
+    known = {r.rank: r for r in (*status.ranks, *status.removed_ranks)}.get(rank)
     if known is None or known.attempt < attempt:
         return False
     return known.attempt > attempt or known.exit is not None

@@ -17,8 +17,8 @@ class Attempt:
     number: int
     restarts: int
     started_at: float
-    earlier_s: float
-    previous: Mapping[str, Any] | None
+    metered_s: float
+    previous_exit: Mapping[str, Any] | None
     exit: Mapping[str, Any] | None = None
     is_stopping: bool = False
 
@@ -45,21 +45,21 @@ class Reference:
 
     def _start(self, record: Mapping[str, Any]) -> None:
         rank, before = record["rank"], self.attempts.get(record["rank"])
-        restarts, earlier_s = 0, 0.0
+        restarts, metered_s = 0, 0.0
         if before is not None:
             assert before.exit is not None
             # The next attempt of one that had to stop is no restart, however that one ended.
             is_new = before.number <= self.discarded.get(rank, -1) or before.is_stopping
             restarts = 0 if is_new else before.restarts + 1
             ran_s = max(before.exit["at"] - before.started_at, 0.0)
-            earlier_s = before.earlier_s + ran_s
+            metered_s = before.metered_s + ran_s
             self.ended.setdefault(rank, []).append(before.number)
         self.attempts[rank] = Attempt(
             rank,
             record["attempt"],
             restarts,
             record["at"],
-            earlier_s,
+            metered_s,
             None if before is None else before.exit,
         )
 

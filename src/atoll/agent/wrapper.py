@@ -173,7 +173,7 @@ class RankAttempt:
         self.rank = rank
         self.attempt = attempt
         self.host = host
-        self.wish: dict[str, Any] | None = None
+        self.desired: dict[str, Any] | None = None
 
     def claim(self, **facts: Any) -> bool:
         """Whether this process, and no other, is to run the attempt."""
@@ -215,11 +215,11 @@ class RankAttempt:
 
         `unless_missing`: what runs is not ended because a wish is lost.
         """
-        wish = read(self.place, records.DESIRED)
-        if wish is None:
+        desired = read(self.place, records.DESIRED)
+        if desired is None:
             return not unless_missing
-        self.wish = wish
-        return records.is_unwanted(wish, self.rank, self.attempt)
+        self.desired = desired
+        return records.is_unwanted(desired, self.rank, self.attempt)
 
     def _name(self, kind: str) -> str:
         return records.name_of(self.rank, self.attempt, kind)
@@ -418,7 +418,7 @@ def environment_for(
     attempt: RankAttempt, launch: dict[str, Any], gate: dict[str, Any], meeting: dict[str, str]
 ) -> dict[bytes, bytes]:
     """The environment of this host's process, and in it what the launch says."""
-    size = attempt.wish["size"] if attempt.wish else 0
+    size = attempt.desired["size"] if attempt.desired else 0
     together = gate.get("together")
     added = {
         **launch["env"],

@@ -54,7 +54,7 @@ from atoll.backends.records import (
 )
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import Chore, LogLine, Seen, Training, Wish
+from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training
 
 Json = dict[str, Any]
 
@@ -250,7 +250,7 @@ class RecordedBackend(Executor):
 
     # The port
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         try:
             self.check(training.spec)
         except ValidationError as error:
@@ -259,7 +259,7 @@ class RecordedBackend(Executor):
             reader = await self._refreshed(training)
             facts, before = reader.facts, reader.facts.desired
             if before is None:
-                if wish.size == 0:
+                if desired.size == 0:
                     return
                 if training.status.has_run:
                     raise Permanent(
@@ -268,28 +268,28 @@ class RecordedBackend(Executor):
                 await self.prepare(training)
                 await self._put_code(training)
                 await self._put(training, LAUNCH, self.launch(training))
-            if before is None or wish.version > before["version"]:
-                await self._put_desired(training, facts, wish, facts.newest(), self._clock())
-            elif wish.version < before["version"]:
+            if before is None or desired.version > before["version"]:
+                await self._put_desired(training, facts, desired, facts.newest(), self._clock())
+            elif desired.version < before["version"]:
                 return
             jobs = await self.list_jobs(training)
             view = self._fold(training, reader, jobs)
             if self._has_unlatched(facts, view):
                 # An attempt that had left no record when the state was written: it stops, too.
                 at = (facts.desired or {})["at"]
-                await self._put_desired(training, facts, wish, view.newest, at)
-            for followup in view.observation.chores:
+                await self._put_desired(training, facts, desired, view.newest, at)
+            for followup in view.observation.followups:
                 if isinstance(followup, StopJobs):
                     await self.stop_jobs(training, followup.attempts)
             await self._start(training, view.due)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         reader = await self._refreshed(training)
         if reader.facts.desired is None:
             is_left = self._may_hold(training) and training.status.phase.is_terminal
             jobs = await self.list_jobs(training) if is_left else {}
             is_active = any(job.is_active for job in jobs.values())
-            return Seen(has_gate=self.has_gate, is_supervised=is_active)
+            return Observation(has_gate=self.has_gate, is_supervised=is_active)
         try:
             jobs = await self.list_jobs(training)
         except Temporary as error:
@@ -297,11 +297,11 @@ class RecordedBackend(Executor):
             found = self._fold(training, reader, None).observation
             if not has_news(training, found):
                 raise
-            return replace(found, message=str(error), chores=())
+            return replace(found, message=str(error), followups=())
         return self._fold(training, reader, jobs).observation
 
-    async def perform(self, training: Training, chore: Chore) -> None:
-        match chore:
+    async def perform(self, training: Training, followup: Followup) -> None:
+        match followup:
             case WriteExit(rank=rank, attempt=attempt, record=record):
                 await self._write_exit(training, (rank, attempt), record)
             case StopJobs(attempts=attempts):
@@ -317,7 +317,7 @@ class RecordedBackend(Executor):
             if desired is None and not self._may_hold(training):
                 return
             if desired is not None and desired["size"]:  # wrappers that are still to start find it
-                stop = Wish(version=desired["version"] + 1, size=0)
+                stop = DesiredState(version=desired["version"] + 1, size=0)
                 await self._put_desired(training, facts, stop, facts.newest(), self._clock())
             jobs = await self.list_jobs(training)
             active = [key for key, job in jobs.items() if job.is_active]
@@ -353,7 +353,7 @@ class RecordedBackend(Executor):
     @staticmethod
     def _may_hold(training: Training) -> bool:
         """Whether the backend may have jobs of it, though all records are lost."""
-        return training.status.asked is not None and not training.status.is_released
+        return training.status.desired is not None and not training.status.is_released
 
     def where(self, training: Training) -> str:
         place: Any = self.place_of(training)
@@ -408,9 +408,16 @@ class RecordedBackend(Executor):
         )
 
     async def _put_desired(
-        self, training: Training, facts: Facts, wish: Wish, newest: dict[int, int], at: float
+        self,
+        training: Training,
+        facts: Facts,
+        desired: DesiredState,
+        newest: dict[int, int],
+        at: float,
     ) -> None:
-        state = desired_record(wish.version, wish.size, wish.redo, facts.desired, newest, at)
+        state = desired_record(
+            desired.version, desired.size, desired.discarded_attempts, facts.desired, newest, at
+        )
         await self._put(training, DESIRED, state)
         facts.add(state)
 
@@ -508,11 +515,11 @@ class RecordedBackend(Executor):
             yield
 
 
-def has_news(training: Training, seen: Seen) -> bool:
+def has_news(training: Training, observation: Observation) -> bool:
     """Whether a rank has ended that the status does not know of."""
     status = training.status
-    known = {r.rank: r for r in (*status.ranks, *status.retired)}
-    for rank in seen.ranks:
+    known = {r.rank: r for r in (*status.ranks, *status.removed_ranks)}
+    for rank in observation.ranks:
         before = known.get(rank.rank)
         is_known = before is not None and before.exit is not None
         if rank.exit is not None and not (is_known and before.attempt >= rank.attempt):  # type: ignore[union-attr]

@@ -22,15 +22,15 @@ from atoll.agent.records import (
 from atoll.core.attempts import KEPT as ATTEMPTS_KEPT
 from atoll.core.attempts import ended_attempt
 from atoll.core.gate import may_start
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.status import (
     AttemptStatus,
-    Chore,
+    DesiredState,
     Exit,
-    Seen,
-    SeenRank,
+    Followup,
+    Observation,
+    ObservedRank,
     Training,
-    Wish,
     sooner,
 )
 
@@ -89,7 +89,7 @@ class Ages(NamedTuple):
 NO_AGES = Ages()
 
 
-class WriteExit(Chore, frozen=True):
+class WriteExit(Followup, frozen=True):
     """The executor writes how an attempt ended: its agent could not."""
 
     rank: int
@@ -97,13 +97,13 @@ class WriteExit(Chore, frozen=True):
     record: Json
 
 
-class StopJobs(Chore, frozen=True):
+class StopJobs(Followup, frozen=True):
     """The backend ends these attempts by its own means."""
 
     attempts: tuple[AttemptKey, ...]
 
 
-class OpenStartGate(Chore, frozen=True):
+class OpenStartGate(Followup, frozen=True):
     """The ranks that wait at the gate start, and so do all that come later."""
 
     together: int
@@ -119,7 +119,7 @@ class Fold(NamedTuple):
     """`observation` for the controller, `due` for whoever starts attempts, and the newest attempt
     of each rank, whether known by records or by the backend, for the next desired state."""
 
-    observation: Seen
+    observation: Observation
     due: list[DueAttempt] = []
     newest: dict[int, int] = {}
 
@@ -177,7 +177,7 @@ class Case(NamedTuple):
         timing, job = self.timing, self.job
         if not self.is_answered or self.is_paused:
             return False
-        is_over = job is not None and not job.is_active and job.reason != RankEnd.HOST_LOST
+        is_over = job is not None and not job.is_active and job.reason != ExitReason.HOST_LOST
         return self.unchanged_s >= (timing.settle_s if is_over else timing.heartbeat_timeout_s)
 
     @property
@@ -300,8 +300,10 @@ def exit_from(end: Record, job: JobState | None = None) -> Exit:
     reason, message = end["reason"], end.get("message") or ""
     if job is not None and has_open_cause(end):
         if end.get("by") != BY_EXECUTOR:
-            cause = RankEnd.EVICTED.value if job.is_repeated and not job.reason else job.reason
-            is_fitting = end["signal"] == "SIGKILL" if cause == RankEnd.OOM_KILLED else bool(cause)
+            cause = ExitReason.EVICTED.value if job.is_repeated and not job.reason else job.reason
+            is_fitting = (
+                end["signal"] == "SIGKILL" if cause == ExitReason.OOM_KILLED else bool(cause)
+            )
             reason = cause if is_fitting else reason
         if job.message not in message:
             message = f"{message}; {job.message}" if message else job.message
@@ -326,7 +328,7 @@ def _rejected(case: Case) -> Json:
         "ran": False,
         "code": None,
         "signal": None,
-        "reason": case.job.reason or RankEnd.REJECTED.value,
+        "reason": case.job.reason or ExitReason.REJECTED.value,
         "message": case.job.message,
         "at": case.now - case.ended_s,
         "host": case.job.host,
@@ -337,7 +339,7 @@ def _rejected(case: Case) -> Json:
 def _lost(case: Case) -> Json:
     """The exit of an attempt whose agent fell silent."""
     facts, job = case.facts, case.job
-    reason, message = RankEnd.SUPERVISOR_LOST.value, "its wrapper left no record"
+    reason, message = ExitReason.SUPERVISOR_LOST.value, "its wrapper left no record"
     if job is not None and job.reason and not job.is_active:
         reason = str(job.reason)
     if job is not None and job.message:
@@ -348,7 +350,7 @@ def _lost(case: Case) -> Json:
     end = {
         "by": BY_EXECUTOR,
         "ran": facts.start is not None,
-        "code": 137 if reason == RankEnd.OOM_KILLED else None,
+        "code": 137 if reason == ExitReason.OOM_KILLED else None,
         "signal": None,
         "reason": reason,
         "message": message,
@@ -360,12 +362,14 @@ def _lost(case: Case) -> Json:
     return exit_record(facts.rank, facts.attempt, end)
 
 
-def desired_of(facts: Facts) -> Wish | None:
+def desired_of(facts: Facts) -> DesiredState | None:
     record = facts.desired
     if record is None:
         return None
     discarded = {int(rank): attempt for rank, attempt in record["discarded"].items()}
-    return Wish(version=record["version"], size=record["size"], redo=discarded)
+    return DesiredState(
+        version=record["version"], size=record["size"], discarded_attempts=discarded
+    )
 
 
 class RankMemory:
@@ -376,9 +380,9 @@ class RankMemory:
     """
 
     def __init__(self) -> None:
-        self._ranks: dict[int, tuple[int, Record, SeenRank]] = {}
+        self._ranks: dict[int, tuple[int, Record, ObservedRank]] = {}
 
-    def observe(self, training: Training, facts: Facts, host: str) -> list[SeenRank]:
+    def observe(self, training: Training, facts: Facts, host: str) -> list[ObservedRank]:
         desired, before = facts.desired, self._ranks
         if desired is None:
             return []
@@ -405,7 +409,7 @@ def observe(
     timing: Timing,
     ages: Ages = NO_AGES,
     has_gate: bool = True,
-) -> Seen:
+) -> Observation:
     """Return what the controller goes by; `states` is None while the backend does not answer."""
     view = fold(training, facts, states, now=now, timing=timing, ages=ages, has_gate=has_gate)
     return view.observation
@@ -450,7 +454,7 @@ def fold(
     """Fold facts and what the backend says into an observation and the attempts that are due."""
     desired = facts.desired
     if desired is None:
-        return Fold(Seen())
+        return Fold(Observation())
     by_rank: dict[int, dict[int, Judgement]] = {}
     known = {(rank, number) for rank, attempts in facts.ranks.items() for number in attempts}
     for key in sorted({*known, *(states or ())}):
@@ -463,7 +467,7 @@ def fold(
     }
     due = [] if states is None else _due(training, facts, by_rank, currents, ages)
     opening, gate_in_s = _open_gate(training, facts, by_rank, now) if has_gate else ((), None)
-    seen = Seen(
+    seen = Observation(
         ranks=[
             observed_rank(
                 training.name,
@@ -474,11 +478,11 @@ def fold(
             )
             for rank, number in currents.items()
         ],
-        wish=desired_of(facts),
+        desired=desired_of(facts),
         has_gate=has_gate,
         gate_opened_at=(facts.gate or {}).get("at"),
         unsettled=sum(one.is_unsettled for judged in by_rank.values() for one in judged.values()),
-        chores=(*_followups(by_rank), *opening),
+        followups=(*_followups(by_rank), *opening),
         again_in_s=sooner(timing.observe_s, gate_in_s, *(d.in_s for d in due if d.in_s > 0)),
         at=now,
     )
@@ -492,20 +496,20 @@ def observed_rank(
     judged: Judgement,
     states: Mapping[AttemptKey, JobState],
     host: str | None = None,
-) -> SeenRank:
+) -> ObservedRank:
     """Return the rank as its newest attempt shows it. `host`: where the records do not say."""
     desired, rank, number = facts.desired, one.rank, one.attempt
     assert desired is not None
     job, earlier = states.get((rank, number)), _earlier(facts, one) if number else []
     before = facts.attempt(rank, number - 1) if number else None
-    return SeenRank(
+    return ObservedRank(
         rank=rank,
         state="waiting" if judged.state == "nothing" else judged.state,
         attempt=number,
         restarts=restarts(desired, rank, number),
         started_at=one.started_at,
-        earlier_s=sum(each.ran_s() for each in earlier),
-        previous=None
+        metered_s=sum(each.ran_s() for each in earlier),
+        previous_exit=None
         if before is None or before.exit is None
         else exit_from(before.exit, states.get((rank, number - 1))),
         earlier=tuple(
@@ -560,7 +564,7 @@ def _open_gate(
     facts: Facts,
     by_rank: Mapping[int, Mapping[int, Judgement]],
     now: float,
-) -> tuple[tuple[Chore, ...], float | None]:
+) -> tuple[tuple[Followup, ...], float | None]:
     """The gate opens for all ranks, or for `min` of them once the first has waited long enough."""
     assert facts.desired is not None
     size = facts.desired["size"]
@@ -583,7 +587,7 @@ def _open_gate(
     return (), left_s if claims and left_s > 0 else None
 
 
-def _followups(by_rank: Mapping[int, Mapping[int, Judgement]]) -> Iterable[Chore]:
+def _followups(by_rank: Mapping[int, Mapping[int, Judgement]]) -> Iterable[Followup]:
     judged = [((rank, n), one) for rank, own in by_rank.items() for n, one in own.items()]
     ends = [WriteExit(*key, one.write) for key, one in judged if one.write is not None]
     stops = tuple(key for key, one in judged if one.must_stop)

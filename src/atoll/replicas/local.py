@@ -32,7 +32,7 @@ from atoll.backends.local.state import state_dir
 from atoll.core.checks import is_text
 from atoll.core.errors import AtollError, NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 from atoll.files.ownership import check_directory, make_private, private
 from atoll.replicas.entrypoints import Entry, FunctionCall, Module, Script
 from atoll.replicas.plane import ScriptPlane
@@ -175,9 +175,9 @@ class ScriptProcesses(SharedBackend, LocalBackend):
         super().__init__(root)
         self.root = root
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         async with self._alone(training):
-            await super().apply(training, wish)
+            await super().apply(training, desired)
 
     async def release(self, training: Training) -> None:
         """The gang is over, and its record says how it ended. Its files stay to be read."""

@@ -58,10 +58,10 @@ class Gang:
         self.file.write_bytes(wrapper_file())
         self.out = folder / "out"
         self.started: list[subprocess.Popen[bytes]] = []
-        self.wish(size=3)
+        self.desired(size=3)
 
-    def wish(self, size: int, **more: Any) -> None:
-        wish = {
+    def desired(self, size: int, **more: Any) -> None:
+        desired = {
             "t": "desired",
             "version": 1,
             "size": size,
@@ -70,7 +70,7 @@ class Gang:
             "at": 0.0,
             **more,
         }
-        self.place.put("desired", write(wish))
+        self.place.put("desired", write(desired))
 
     def launch(self, script: str | None = None, **more: Any) -> None:
         command = LAUNCH["command"] if script is None else ["sh", "-c", script]
@@ -155,7 +155,7 @@ def test_a_smaller_wish_stops_it_politely_and_the_record_says_so(gang: Gang) -> 
     gang.launch("trap 'exit 9' TERM; touch $OUT; while :; do sleep 0.02; done")
     process = gang.start()
     until(gang.out.exists)
-    gang.wish(size=1)
+    gang.desired(size=1)
     assert process.wait(60) == 9
     record = gang.record() or {}
     assert (record["code"], record["stopped"], record["reason"]) == (9, True, "Stopped")
@@ -169,7 +169,7 @@ def test_one_that_had_failed_before_it_was_told_to_stop_is_not_called_stopped(ga
     )
     process = gang.start()
     until(gang.out.exists)
-    gang.wish(size=1)
+    gang.desired(size=1)
     assert process.wait(20) == 1
     record = gang.record() or {}
     assert (record["stopped"], record["reason"]) == (False, "Error")
@@ -180,7 +180,7 @@ def test_one_that_ignores_it_is_killed_after_the_grace_with_all_it_started(gang:
     gang.launch("trap '' TERM; sleep 300 & echo $! > $OUT; wait; sleep 300", stop_grace_s=0.2)
     process = gang.start()
     child = int(until(lambda: gang.out.exists() and gang.out.read_text()))
-    gang.wish(size=3, stops={"1": [0]})
+    gang.desired(size=3, stops={"1": [0]})
     assert process.wait(60) == -signal.SIGKILL
     record = gang.record() or {}
     assert (record["code"], record["stopped"]) == (137, True)
@@ -208,7 +208,7 @@ def test_what_runs_goes_on_when_the_wish_is_lost(gang: Gang) -> None:
 
 def test_nothing_runs_for_an_attempt_that_is_not_wanted(gang: Gang) -> None:
     gang.launch()
-    gang.wish(size=1)
+    gang.desired(size=1)
     assert gang.start().wait(60) == 0
     assert not gang.out.exists()
     assert gang.record(kind="claim") is None
@@ -305,7 +305,7 @@ def test_one_that_is_told_to_go_at_the_gate_never_ran(gang: Gang) -> None:
     gang.launch(gated=True)
     process = gang.start()
     until(lambda: gang.record(kind="claim"))
-    gang.wish(size=0)
+    gang.desired(size=0)
     assert process.wait(60) == 0
     record = gang.record() or {}
     assert (record["ran"], record["stopped"], record["code"]) == (False, True, None)
@@ -352,11 +352,11 @@ def test_bad_words_are_usage(words: list[str], gang: Gang) -> None:
 
 
 def test_who_is_wanted() -> None:
-    wish = {"size": 2, "stops": {"1": [0, 3]}}
+    desired = {"size": 2, "stops": {"1": [0, 3]}}
     wanted = [(0, 0), (1, 4), (0, 7)]
     unwanted = [(2, 0), (1, 0), (1, 2), (1, 3)]
-    assert [is_unwanted(wish, *key) for key in wanted] == [False] * 3
-    assert [is_unwanted(wish, *key) for key in unwanted] == [True] * 4
+    assert [is_unwanted(desired, *key) for key in wanted] == [False] * 3
+    assert [is_unwanted(desired, *key) for key in unwanted] == [True] * 4
 
 
 def test_a_place_by_path_and_by_uri(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ class History:
 def rank_states(observed: Any) -> list[tuple[Any, ...]]:
     return [
         (r.rank, r.attempt, r.state, r.restarts, r.started_at, r.is_stopping,
-         r.exit and (r.exit.code, r.exit.at), r.previous and r.previous.at,
-         round(r.earlier_s or 0.0, 6), [a.attempt for a in r.earlier])
+         r.exit and (r.exit.code, r.exit.at), r.previous_exit and r.previous_exit.at,
+         round(r.metered_s or 0.0, 6), [a.attempt for a in r.earlier])
         for r in sorted(observed, key=lambda rank: rank.rank)
     ]  # fmt: skip
 
@@ -121,7 +121,7 @@ def reference_states(reference: Reference) -> list[tuple[Any, ...]]:
     return [
         (a.rank, a.number, "running" if a.exit is None else "exited", a.restarts, a.started_at,
          a.exit is None and a.is_stopping, a.exit and (a.exit["code"], a.exit["at"]),
-         a.previous and a.previous["at"], round(a.earlier_s, 6),
+         a.previous_exit and a.previous_exit["at"], round(a.metered_s, 6),
          reference.ended.get(a.rank, [])[-20:])
         for _, a in sorted(reference.attempts.items())
     ]  # fmt: skip

@@ -18,9 +18,9 @@ from atoll.backends.records import (
     WriteExit,
     fold,
 )
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import SeenRank, Training
+from atoll.core.status import ObservedRank, Training
 
 Json = dict[str, Any]
 NOW = 1000.0
@@ -45,7 +45,7 @@ def training(low: int = 1, target: int = 2, **spec: Any) -> Training:
     return Training(namespace="n", uid="u", spec=given)
 
 
-def wish(size: int = 2, **more: Any) -> Json:
+def desired(size: int = 2, **more: Any) -> Json:
     return {"t": "desired", "version": 3, "size": size, "discarded": {}, "at": 990.0, **more}
 
 
@@ -64,7 +64,7 @@ def seen(
     ended_for_s: float = 0.0,
     gate: Json | None = None,
 ) -> Fold:
-    facts = Facts([document or wish()])
+    facts = Facts([document or desired()])
     for (rank, attempt), one in (attempts or {}).items():
         for kind in ("claim", "start", "exit"):
             if record := getattr(one, kind):
@@ -81,7 +81,7 @@ def seen(
     return fold(of or training(), facts, states, now=NOW, timing=TIMING, ages=ages)
 
 
-def only(view: Fold) -> SeenRank:
+def only(view: Fold) -> ObservedRank:
     (rank,) = view.observation.ranks
     return rank
 
@@ -99,17 +99,21 @@ def over(exit: Json, quiet_s: float = 0.0) -> AttemptRecord:
 
 
 def concluded(view: Fold) -> list[Json]:
-    return [chore.record for chore in view.observation.chores if isinstance(chore, WriteExit)]
+    return [
+        followup.record
+        for followup in view.observation.followups
+        if isinstance(followup, WriteExit)
+    ]
 
 
 def stopped(view: Fold) -> list[tuple[int, int]]:
-    return [key for chore in view.observation.chores if isinstance(chore, StopJobs)
-            for key in chore.attempts]  # fmt: skip
+    return [key for followup in view.observation.followups if isinstance(followup, StopJobs)
+            for key in followup.attempts]  # fmt: skip
 
 
 def test_without_a_wish_there_is_nothing() -> None:
     view = fold(training(), Facts(), {}, now=NOW, timing=TIMING)
-    assert (view.observation.wish, view.observation.ranks, view.due) == (None, [], [])
+    assert (view.observation.desired, view.observation.ranks, view.due) == (None, [], [])
 
 
 def test_an_attempt_goes_from_the_queue_to_the_gate_to_its_run_to_its_end() -> None:
@@ -135,7 +139,7 @@ def test_a_paused_rank_is_no_silent_one() -> None:
     paused = JobState("running", is_paused=True)
     view = seen({(0, 0): started(quiet_s=500.0)}, {(0, 0): paused})
     assert (only(view).state, only(view).message) == ("running", "paused by its backend")
-    assert view.observation.chores == ()
+    assert view.observation.followups == ()
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_a_paused_rank_is_no_silent_one() -> None:
     [
         (RUNNING, TIMING.heartbeat_timeout_s),
         (ENDED, TIMING.settle_s),
-        (JobState("ended", reason=RankEnd.HOST_LOST), TIMING.heartbeat_timeout_s),
+        (JobState("ended", reason=ExitReason.HOST_LOST), TIMING.heartbeat_timeout_s),
         (None, TIMING.heartbeat_timeout_s),
     ],
 )
@@ -163,9 +167,9 @@ def test_a_wrapper_that_is_silent_is_concluded_after_its_time(
 @pytest.mark.parametrize(
     ("job", "reason", "code"),
     [
-        (JobState("ended", reason=RankEnd.OOM_KILLED, message="oom"), "OOMKilled", 137),
-        (JobState("ended", reason=RankEnd.PREEMPTED, message="oom"), "Preempted", None),
-        (JobState("running", reason=RankEnd.PREEMPTED, message="oom"), "SupervisorLost", None),
+        (JobState("ended", reason=ExitReason.OOM_KILLED, message="oom"), "OOMKilled", 137),
+        (JobState("ended", reason=ExitReason.PREEMPTED, message="oom"), "Preempted", None),
+        (JobState("running", reason=ExitReason.PREEMPTED, message="oom"), "SupervisorLost", None),
     ],
 )
 def test_the_backend_names_the_end_of_a_silent_wrapper_once_it_has_ended(
@@ -205,7 +209,7 @@ def test_what_the_backend_gave_up_by_itself_is_asked_for_again() -> None:
 
 
 def test_a_rank_scaled_away_stops_and_is_ended_once_its_grace_is_over() -> None:
-    shrunk = wish(1, at=NOW - 15.0)
+    shrunk = desired(1, at=NOW - 15.0)
     patient = training(stop_grace_s=10.1)
     view = seen({(1, 0): started()}, {(1, 0): RUNNING}, document=shrunk, of=patient)
     assert (only(view).is_stopping, stopped(view)) == (True, [])
@@ -215,7 +219,7 @@ def test_a_rank_scaled_away_stops_and_is_ended_once_its_grace_is_over() -> None:
     queued = seen(jobs={(1, 0): PENDING}, document=shrunk)
     assert (stopped(queued), queued.observation.unsettled) == ([(1, 0)], 1)
     gone = seen(jobs={(1, 0): ENDED}, document=shrunk, ended_for_s=60.0)
-    assert (gone.observation.ranks, gone.observation.chores, gone.observation.unsettled) == (
+    assert (gone.observation.ranks, gone.observation.followups, gone.observation.unsettled) == (
         [],
         (),
         0,
@@ -238,7 +242,7 @@ def test_why_a_rank_was_killed_is_waited_for_and_then_named() -> None:
     assert (
         only(seen({(0, 0): over(killed, TIMING.cause_wait_s)}, {(0, 0): RUNNING})).state == "exited"
     )
-    job = JobState("ended", reason=RankEnd.PREEMPTED, message="preempted by 7")
+    job = JobState("ended", reason=ExitReason.PREEMPTED, message="preempted by 7")
     named = only(seen({(0, 0): over(killed)}, {(0, 0): job})).exit
     assert named is not None
     assert (named.reason, named.message, named.code) == ("Preempted", "preempted by 7", 137)
@@ -247,11 +251,11 @@ def test_why_a_rank_was_killed_is_waited_for_and_then_named() -> None:
 @pytest.mark.parametrize(
     ("document", "job", "reason"),
     [
-        (ended(1), JobState("ended", reason=RankEnd.PREEMPTED), "Error"),  # its own exit
-        (ended(143, "SIGTERM"), JobState("ended", reason=RankEnd.OOM_KILLED), "Error"),
-        (ended(137, "SIGKILL"), JobState("ended", reason=RankEnd.OOM_KILLED), "OOMKilled"),
+        (ended(1), JobState("ended", reason=ExitReason.PREEMPTED), "Error"),  # its own exit
+        (ended(143, "SIGTERM"), JobState("ended", reason=ExitReason.OOM_KILLED), "Error"),
+        (ended(137, "SIGKILL"), JobState("ended", reason=ExitReason.OOM_KILLED), "OOMKilled"),
         (ended(143, "SIGTERM"), JobState("ended", is_repeated=True), "Evicted"),
-        (ended(1, signalled=True), JobState("ended", reason=RankEnd.PREEMPTED), "Preempted"),
+        (ended(1, signalled=True), JobState("ended", reason=ExitReason.PREEMPTED), "Preempted"),
         (ended(143, "SIGTERM", stopped=True), JobState("ended", reason="Preempted"), "Error"),
         (ended(139, "SIGSEGV"), JobState("ended", reason="Preempted"), "Error"),
     ],
@@ -293,16 +297,16 @@ def test_an_attempt_stopped_before_it_ran_is_none() -> None:
 def test_the_newest_attempt_tells_of_those_before_it() -> None:
     attempts = {(0, 0): over(ended(1)), (0, 1): over(ended(2)), (0, 2): started()}
     rank = only(seen(attempts, {(0, 2): RUNNING}))
-    assert (rank.attempt, rank.restarts, rank.earlier_s) == (2, 2, 80.0)
-    assert rank.previous is not None
-    assert rank.previous.code == 2
+    assert (rank.attempt, rank.restarts, rank.metered_s) == (2, 2, 80.0)
+    assert rank.previous_exit is not None
+    assert rank.previous_exit.code == 2
     assert [past.attempt for past in rank.earlier] == [0, 1]
-    assert only(seen(attempts, {(0, 2): RUNNING}, document=wish(stops={"0": [1]}))).restarts == 0
+    assert only(seen(attempts, {(0, 2): RUNNING}, document=desired(stops={"0": [1]}))).restarts == 0
 
 
 def test_an_attempt_that_only_the_backend_knows_tells_of_those_before_it() -> None:
     rank = only(seen({(0, 0): over(ended(1))}, {(0, 1): PENDING}))
-    assert (rank.state, rank.attempt, rank.earlier_s) == ("waiting", 1, 40.0)
+    assert (rank.state, rank.attempt, rank.metered_s) == ("waiting", 1, 40.0)
     assert [past.attempt for past in rank.earlier] == [0]
 
 
@@ -312,7 +316,7 @@ def due(*codes: int | None, max_restarts: int = 1, quiet_s: float = 0.0, **more:
         (0, number): started() if code is None else over(ended(code), quiet_s)
         for number, code in enumerate(codes)
     }
-    return seen(attempts, document=wish(1, **more), of=training(max_restarts=max_restarts)).due
+    return seen(attempts, document=desired(1, **more), of=training(max_restarts=max_restarts)).due
 
 
 def test_attempts_are_due_within_the_budget_and_no_sooner() -> None:
@@ -336,7 +340,7 @@ def test_the_gate_opens_for_all_or_for_the_minimum_after_the_grace() -> None:
         return seen(attempts, jobs, of=training(start_grace_s=grace_s), **more)
 
     def opened(view: Fold) -> list[int]:
-        return [c.together for c in view.observation.chores if isinstance(c, OpenStartGate)]
+        return [c.together for c in view.observation.followups if isinstance(c, OpenStartGate)]
 
     assert opened(at_gate(2, 500.0)) == [2]
     assert opened(at_gate(1, 500.0)) == []
@@ -360,7 +364,7 @@ def test_the_host_of_a_rank_is_the_records_before_the_backends() -> None:
 def test_ranks_that_are_scaled_away_do_not_open_the_gate() -> None:
     attempts = {(rank, 0): claimed() for rank in (0, 2)}
     view = seen(attempts, dict.fromkeys(attempts, RUNNING), of=training(start_grace_s=500.0))
-    assert [c for c in view.observation.chores if isinstance(c, OpenStartGate)] == []
+    assert [c for c in view.observation.followups if isinstance(c, OpenStartGate)] == []
 
 
 def test_a_rank_that_exited_by_itself_has_no_words_of_the_backend() -> None:

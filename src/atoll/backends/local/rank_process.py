@@ -15,7 +15,7 @@ from atoll.agent.process import ERROR_VARIABLE, exit_fields
 from atoll.agent.records import AttemptFacts, Due, exit_record
 from atoll.backends.local import processes
 from atoll.backends.local.journal import Record
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.logs.segments import LogWriter
 
 GO = b"g"
@@ -57,7 +57,7 @@ def become_rank(
     failures: int,
 ) -> NoReturn:
     """In a forked child: waits for the go-ahead, then executes the user's command."""
-    reason, what = RankEnd.CANNOT_RUN, ""
+    reason, what = ExitReason.CANNOT_RUN, ""
     try:
         os.setsid()
         processes.die_with_parent(supervisor)
@@ -74,16 +74,16 @@ def become_rank(
             os.kill(os.getpid(), signal.SIGKILL)
         where = what = gang["working_dir"] or str(directory)
         os.chdir(where)
-        reason, what = RankEnd.COMMAND_NOT_FOUND, gang["command"][0]
+        reason, what = ExitReason.COMMAND_NOT_FOUND, gang["command"][0]
         env = environment_of(directory, gang, due)
         os.execvpe(what, gang["command"], {**env, "PWD": where})
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
-            reason = RankEnd.CANNOT_RUN
+            reason = ExitReason.CANNOT_RUN
         text = f"{due.rank} {due.attempt} {reason} {what[:200]}: {error.strerror}"
         os.write(failures, " ".join(text.splitlines()).encode()[:1000] + b"\n")
     finally:
-        os._exit(126 if reason is RankEnd.CANNOT_RUN else 127)
+        os._exit(126 if reason is ExitReason.CANNOT_RUN else 127)
 
 
 def environment_of(directory: Path, gang: dict[str, Any], due: Due) -> dict[str, str]:
@@ -106,7 +106,7 @@ def environment_of(directory: Path, gang: dict[str, Any], due: Due) -> dict[str,
 def lost_record(attempt: AttemptFacts, ended: dict[int, int], at: float) -> Record:
     record = attempt_end(attempt, ended.get(attempt.pid), at)
     if record["code"] in (None, 128 + signal.SIGKILL):
-        record["reason"] = RankEnd.SUPERVISOR_LOST
+        record["reason"] = ExitReason.SUPERVISOR_LOST
         record["message"] = "the process that supervised this rank was killed"
     return record
 

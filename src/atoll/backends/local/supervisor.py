@@ -55,7 +55,7 @@ from atoll.backends.local.watchdog import (
     write_mark,
 )
 from atoll.core.lines import split_lines
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.retry import Retry
 from atoll.logs.segments import last_lines
 
@@ -79,7 +79,7 @@ class Supervisor:
         self._pid = os.getpid()
         self._keeper = keeper_words(os.getppid())
         self._journal = JournalWriter(directory / "journal")
-        self._wish: dict[str, Any] = {}  # as it was written
+        self._desired: dict[str, Any] = {}  # as it was written
         self._gang: dict[str, Any] = {}  # with what ranks are told of their rendezvous
         self._listener = socket.socket(fileno=listener)
         self._clients: dict[int, socket.socket] = {}
@@ -126,7 +126,7 @@ class Supervisor:
         cgroup.enter(self._directory, cgroup.place_for(self._directory, shim))
 
     def run(self) -> None:
-        if self._accept_wish():
+        if self._accept_desired():
             while self._step():
                 pass
             self._restore()
@@ -368,14 +368,14 @@ class Supervisor:
         is_stopped = process.is_stopping and word.get("failedAt", inf) >= process.stop_asked_at
         if is_stopped:
             record["stopped"] = True
-            record["reason"] = RankEnd.STOPPED if record["code"] else record["reason"]
+            record["reason"] = ExitReason.STOPPED if record["code"] else record["reason"]
         elif process.is_frozen:
-            record["reason"] = RankEnd.FROZEN
+            record["reason"] = ExitReason.FROZEN
             record["message"] = f"stopped by a signal for over {FROZEN_AFTER_S:g} s"
         elif failure is not None:
             record["reason"], record["message"] = failure
         elif record["signal"] == "SIGKILL" and self._oom_kills < processes.oom_kills():
-            record["reason"] = RankEnd.OOM_KILLED
+            record["reason"] = ExitReason.OOM_KILLED
         self._oom_kills = processes.oom_kills()
         if record["code"] != 0 and not is_stopped:
             log = self._directory / "logs" / str(attempt.rank)
@@ -438,18 +438,18 @@ class Supervisor:
 
     # The control plane
 
-    def _accept_wish(self) -> bool:
+    def _accept_desired(self) -> bool:
         """Takes over the newest wish. False if there is none to go by.
 
         One that is lost or damaged is written again as it was, and so is one of an older time.
         """
         gang, facts = read_gang(self._directory), self._journal.facts
-        if not gang or gang["version"] < max(self._wish.get("version", 0), facts.version):
-            if self._wish:
+        if not gang or gang["version"] < max(self._desired.get("version", 0), facts.version):
+            if self._desired:
                 with contextlib.suppress(OSError):  # a full disk: the next message tries again
-                    write_gang(self._directory, self._wish)
-            return bool(self._wish)
-        self._wish, self._gang = gang, dict(gang)
+                    write_gang(self._directory, self._desired)
+            return bool(self._desired)
+        self._desired, self._gang = gang, dict(gang)
         if gang["version"] == facts.version and self._journal.is_of_this_boot():
             return True
         record = desired_record(
@@ -470,7 +470,7 @@ class Supervisor:
         # On a full disk, or without a place for the directory, the next message tries again.
         with contextlib.suppress(OSError):
             is_changed = self._journal.restore()
-        self._accept_wish()
+        self._accept_desired()
         with contextlib.suppress(OSError):
             write_mark(mark_of(self._directory), self._keeper)
             found = _socket_at(self._directory / SOCKET)

@@ -144,7 +144,7 @@ class Supervision:
             ask_to_restore(supervisor)
         return supervisor is not None
 
-    async def wish(self, gang: dict[str, Any]) -> None:
+    async def desired(self, gang: dict[str, Any]) -> None:
         """Writes the gang document and waits until the shim accepts it. An older one is ignored."""
         before = self.gang()
         if before.get("version", 0) >= gang["version"]:
@@ -235,7 +235,7 @@ class Supervision:
                 if self.is_supervised():
                     gang = self.gang()
                     more = {"version": gang["version"] + 1, "size": 0, "stop_grace_s": 0.0}
-                    await self.wish({**gang, **more})
+                    await self.desired({**gang, **more})
                 while self.is_supervised():
                     await self._wait(0.05)
         except (TimeoutError, BackendError, KeyError):

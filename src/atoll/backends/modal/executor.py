@@ -28,7 +28,7 @@ from atoll.backends.recorded import Json
 from atoll.backends.records import AttemptKey, JobState, has_open_cause
 from atoll.core.config import options_of
 from atoll.core.errors import Permanent, Temporary
-from atoll.core.executors import Home
+from atoll.core.executors import PlaneContext
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 from atoll.logs.bucket import ObjectLogs
@@ -75,7 +75,7 @@ class ModalBackend(StoreBackend):
         self._questions = asyncio.Semaphore(AT_ONCE)
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> ModalBackend:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> ModalBackend:
         """Built from `[executors.NAME]`. Raises Permanent without credentials."""
         backend = cls(options_of(ModalOptions, options))
         check_credentials()
@@ -83,7 +83,7 @@ class ModalBackend(StoreBackend):
         return backend
 
     @classmethod
-    def preview(cls, options: ModalOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: ModalOptions, home: PlaneContext, training: Training) -> str:
         """The sandboxes of the first attempts, as JSON. Modal is not asked."""
         options.check(training.spec)
         records = prefix_of(training, options, "records")

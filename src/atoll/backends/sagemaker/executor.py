@@ -30,7 +30,7 @@ from atoll.backends.sagemaker.render import (
     stem_of,
 )
 from atoll.core.config import options_of
-from atoll.core.executors import Home
+from atoll.core.executors import PlaneContext
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 
@@ -71,14 +71,14 @@ class SageMakerBackend(StoreBackend):
         self._turns_to_start = asyncio.Semaphore(options.starts)
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> SageMakerBackend:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> SageMakerBackend:
         """Built from `[executors.NAME]`. Raises Permanent without credentials or a region."""
         backend = cls(options_of(SageMakerOptions, options))
         backend.name = name
         return backend
 
     @classmethod
-    def preview(cls, options: SageMakerOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: SageMakerOptions, home: PlaneContext, training: Training) -> str:
         """The CreateTrainingJob of each rank, as JSON. AWS is not asked."""
         region = options.region or ""
         check_spec(training.spec, options, region)
@@ -210,7 +210,7 @@ class SageMakerBackend(StoreBackend):
         """The jobs of each rank, in order: those that are known, and those of the status."""
         keys = dict(self._gang(training).starts)
         status = training.status
-        for rank in (*status.ranks, *status.retired):
+        for rank in (*status.ranks, *status.removed_ranks):
             for attempt in range(rank.attempt + 1):
                 keys.setdefault((rank.rank, attempt), 0)
         by_rank: dict[int, list[str]] = {}

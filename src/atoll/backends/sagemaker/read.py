@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from atoll.backends.records import JobState
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 
 Json = dict[str, Any]
 
@@ -27,9 +27,9 @@ AGAIN = ("Interrupted", "Restarting")  # SageMaker will start it a second time
 ENDED = ("Completed", "Failed", "Stopped", "Deleting")
 # Why SageMaker ended a job, by its secondary status.
 REASONS = {
-    "MaxRuntimeExceeded": RankEnd.TIME_LIMIT,
-    "MaxWaitTimeExceeded": RankEnd.TIME_LIMIT,
-    "Interrupted": RankEnd.PREEMPTED,
+    "MaxRuntimeExceeded": ExitReason.TIME_LIMIT,
+    "MaxWaitTimeExceeded": ExitReason.TIME_LIMIT,
+    "Interrupted": ExitReason.PREEMPTED,
 }
 NO_CAPACITY = ("CapacityError", "ResourceLimitExceeded")
 
@@ -42,10 +42,10 @@ def read_summary(summary: Json) -> JobState:
     if second == "Uploading":  # its container has ended
         return JobState("ended")
     if status == "Stopping":  # it still runs
-        return JobState("running", reason=RankEnd.DELETED, message="SageMaker is stopping it")
+        return JobState("running", reason=ExitReason.DELETED, message="SageMaker is stopping it")
     if second in AGAIN:
         text = f"SageMaker: {second}, and will be started again"
-        return JobState("running", reason=RankEnd.PREEMPTED, message=text, is_repeated=True)
+        return JobState("running", reason=ExitReason.PREEMPTED, message=text, is_repeated=True)
     if second in BEFORE:
         return JobState("pending", message=BEFORE[second])
     return JobState("running")
@@ -63,16 +63,16 @@ def read_end(job: Json) -> JobState:
 
 def _reason(status: str, second: str, text: str, passed: list[Any]) -> str:
     if "Interrupted" in passed:
-        return RankEnd.PREEMPTED
+        return ExitReason.PREEMPTED
     if second in REASONS:
         return REASONS[second]
     if status == "Stopped":
-        return RankEnd.DELETED
+        return ExitReason.DELETED
     if "more memory" in text:
-        return RankEnd.OOM_KILLED
+        return ExitReason.OOM_KILLED
     if text.startswith("InternalServerError"):
-        return RankEnd.HOST_LOST
-    return RankEnd.REJECTED if text.startswith("ClientError") else ""
+        return ExitReason.HOST_LOST
+    return ExitReason.REJECTED if text.startswith("ClientError") else ""
 
 
 def lacks_capacity(job: Json) -> bool:

@@ -37,7 +37,7 @@ from atoll.backends.slurm.render import (
 )
 from atoll.core.config import options_of
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
+from atoll.core.executors import PlaneContext
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import LogLine, Training
 from atoll.files.ownership import check_directory, make_private, private
@@ -94,7 +94,7 @@ class SlurmBackend(RecordedBackend):
         self._has_asked_limits = False
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> SlurmBackend:
+    def configured(cls, name: str, options: dict[str, Any], home: PlaneContext) -> SlurmBackend:
         """Built from `[executors.NAME]`. Raises Permanent where Slurm's commands are missing."""
         executor = cls(home.state_dir / "slurm", options_of(SlurmOptions, options))
         check_installed()
@@ -102,7 +102,7 @@ class SlurmBackend(RecordedBackend):
         return executor
 
     @classmethod
-    def preview(cls, options: SlurmOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: SlurmOptions, home: PlaneContext, training: Training) -> str:
         """What the first submit of this training would send. Slurm is not asked, nor needed."""
         executor = cls(home.state_dir / "slurm", options)
         executor.check(training.spec)
@@ -275,13 +275,13 @@ class SlurmBackend(RecordedBackend):
             if self._queue is not None and time.monotonic() < self._queue[0] + SHARED_S:
                 return self._queue[1]
             self._queue = None
-            asked_at = time.monotonic()
+            desired_at = time.monotonic()
             self.questions += 1
             tasks = read_queue(*await self._run("squeue", "--json", "--states=all"))
             # A long queue is asked for less often: at most a fifth of the time.
-            took_s = time.monotonic() - asked_at
+            took_s = time.monotonic() - desired_at
             self.timing = self.timing._replace(observe_s=max(0.5, 4 * took_s))
-            self._queue = (asked_at, tasks)
+            self._queue = (desired_at, tasks)
             return tasks
 
     async def _ask_limits(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from atoll.backends.records import AttemptKey, JobState
 from atoll.backends.slurm.render import read_job_name
 from atoll.core.errors import Temporary
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 
 Json = dict[str, Any]
 
@@ -30,14 +30,14 @@ PAUSED = frozenset({"SUSPENDED", "STOPPED"})
 REQUEUED = frozenset({"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
 # What Slurm did to a job, by its name for it. Everything else that ended, ended by itself.
 CAUSES = {
-    "NODE_FAIL": RankEnd.HOST_LOST,
-    "BOOT_FAIL": RankEnd.HOST_LOST,
-    "OUT_OF_MEMORY": RankEnd.OOM_KILLED,
-    "PREEMPTED": RankEnd.PREEMPTED,
-    "TIMEOUT": RankEnd.TIME_LIMIT,
-    "DEADLINE": RankEnd.TIME_LIMIT,
-    "CANCELLED": RankEnd.DELETED,
-    "REVOKED": RankEnd.DELETED,
+    "NODE_FAIL": ExitReason.HOST_LOST,
+    "BOOT_FAIL": ExitReason.HOST_LOST,
+    "OUT_OF_MEMORY": ExitReason.OOM_KILLED,
+    "PREEMPTED": ExitReason.PREEMPTED,
+    "TIMEOUT": ExitReason.TIME_LIMIT,
+    "DEADLINE": ExitReason.TIME_LIMIT,
+    "CANCELLED": ExitReason.DELETED,
+    "REVOKED": ExitReason.DELETED,
 }
 NO_REASON = ("", "None")
 
