@@ -148,7 +148,7 @@ def build(
             clock=clock,
             on_pass=lambda done: gauges.reconciled(done.seconds),
             quiet_s=series.stillness.quiet_s,
-            rounds=series.rounds.seen,
+            rounds=series.rounds.observed,
         )
         series.rounds.on_news = controller.wake
         return controller.run()
@@ -261,11 +261,11 @@ def configured(
     Raises ValidationError naming the file and the option that is wrong.
     """
     from atoll.core.config import in_file
-    from atoll.core.executors import Home, load
+    from atoll.core.executors import PlaneContext, load
     from atoll.server.handlers.executors import Setup
 
     directory = Path(settings.path).parent if settings.path else where
-    home = Home(where, _identity(where), directory)
+    home = PlaneContext(where, _identity(where), directory)
     executors: dict[str, Executor] = {}
     unusable: dict[str, str] = {}
     for name, wanted in settings.executors.items():

@@ -45,7 +45,7 @@ def test_ranks_report_by_http_through_a_killed_control_plane(atoll: Any) -> None
     endpoint = json.loads((atoll.state / "endpoint.json").read_text())
     port = endpoint["url"].rpartition(":")[2]
     token = token_for(key_at(atoll.state), "default", uid)
-    url = f"{endpoint['url']}/v1/trainings/far/reports"
+    url = f"{endpoint['url']}/v1/trainings/far/metrics"
     env = atoll.env | {
         "ATOLL_REPORTS": url, "ATOLL_REPORTS_TOKEN": token, "ATOLL_RANK": "5", "ATOLL_ATTEMPT": "2",
     }  # fmt: skip
@@ -75,10 +75,10 @@ def test_ranks_report_by_http_through_a_killed_control_plane(atoll: Any) -> None
     assert (set(table["rank"]), set(table["attempt"])) == ({5}, {2})
 
     base = endpoint["url"]
-    for path in ("trainings", "trainings/far", "trainings/far/series", "executors"):
+    for path in ("trainings", "trainings/far", "trainings/far/metrics", "executors"):
         assert answer(f"{base}/v1/{path}", token)[0] == 401
     assert answer(f"{base}/v1/trainings/far/cancel", token, b"")[0] == 401
-    assert answer(f"{base}/v1/trainings/other/reports", token, b"{}")[0] == 404
+    assert answer(f"{base}/v1/trainings/other/metrics", token, b"{}")[0] == 404
     assert answer(url, token[:-1] + "x", b"{}")[0] == 401
     own = (atoll.state / "token").read_text().strip()
     assert answer(url, own, b"{}")[0] == 401

@@ -252,10 +252,10 @@ def test_modules_and_functions_by_name(
 def test_a_script_may_give_a_result(executor: LocalProcessExecutor, tmp_path: Path) -> None:
     text = (
         f"import sys; sys.path.append({SOURCE!r})\n"
-        "from atoll import give_result\n"
-        "from atoll.agent.replica_entry import give_result\n"
+        "from atoll import set_result\n"
+        "from atoll.agent.replica_entry import set_result\n"
         "print('half a line', end='', flush=True)\n"
-        "give_result({'loss': 0.5})\n"
+        "set_result({'loss': 0.5})\n"
     )
     handles = executor.launch_replicas(1, script(tmp_path, text))
     assert executor.collect(handles, timeout=60)[0]["result"] == {"loss": 0.5}
@@ -602,7 +602,7 @@ def test_the_entrypoint_of_replicas_calls_the_trainer_that_the_arguments_name(
 
 
 def test_replicas_meet_only_if_that_is_asked_for(tmp_path: Path) -> None:
-    text = "import json, os, atoll.agent.result as r\nr.give_result(dict(os.environ))\n"
+    text = "import json, os, atoll.agent.result as r\nr.set_result(dict(os.environ))\n"
     for backend in ("none", "c10d"):
         with LocalProcessExecutor(rendezvous_backend=backend) as executor:
             (_, second) = executor.collect(

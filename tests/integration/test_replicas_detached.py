@@ -33,7 +33,7 @@ rank = os.environ["RANK"]
 print("hello from", rank, flush=True)
 while not Path(sys.argv[2], "go").exists():
     time.sleep(0.01)
-atoll.give_result({{"rank": int(rank)}})
+atoll.set_result({{"rank": int(rank)}})
 sys.exit(int(rank) * 3)
 """
 LAUNCH = """

@@ -27,9 +27,9 @@ from atoll.store.tokens import SQLiteTokens
 
 KEY = b"k" * 32
 READ = (
-    *("/v1/trainings", "/v1/trainings/t", "/v1/trainings/t/series", "/v1/trainings/t/rounds"),
-    *("/v1/trainings/t/rounds?costs", "/v1/figures?name=loss&ranks", "/metrics", "/readyz"),
-    *("/ui/rows", "/ui/page/t", "/ui/curves/t?name=loss", "/ui/rounds/t"),
+    *("/v1/trainings", "/v1/trainings/t", "/v1/trainings/t/metrics", "/v1/trainings/t/rounds"),
+    *("/v1/trainings/t/rounds?costs", "/v1/metrics?name=loss&ranks", "/metrics", "/readyz"),
+    *("/ui/rows", "/ui/page/t", "/ui/metrics/t?name=loss", "/ui/rounds/t"),
 )
 
 odd = st.sampled_from(
@@ -107,7 +107,7 @@ class Reading:
 
     async def check(self, body: bytes) -> int:
         reporting = {"Authorization": f"Bearer {token_for(KEY, 'n', 'u')}"}
-        taken = await self.http.post("/v1/trainings/t/reports", content=body, headers=reporting)
+        taken = await self.http.post("/v1/trainings/t/metrics", content=body, headers=reporting)
         assert taken.status_code in (200, 400, 413), (body, taken.text)
         owner = {"Authorization": "Bearer owner"}
         for path in READ:

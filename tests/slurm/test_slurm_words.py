@@ -51,7 +51,7 @@ def test_a_gang_runs_grows_shrinks_and_is_asked_for_in_one_question(lab: Play) -
         await lab.ask(training, target=4)
         await lab.until_running(training, 4)
         await lab.ask(training, target=2)
-        await lab.until(training, lambda t: len(t.status.retired) == 2)
+        await lab.until(training, lambda t: len(t.status.removed_ranks) == 2)
         executor, before = lab.executor, lab.executor.questions
         await asyncio.sleep(0.3)  # an answer may be shared no longer
         looks = [executor.observe(await lab.get(training)) for _ in range(5)]

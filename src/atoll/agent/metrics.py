@@ -201,7 +201,7 @@ class PendingFigures:
                 break
             if count == 1:
                 self._telling.pop(0)
-                _tell_once("round", "a round is left out: its roster is too large")
+                _tell_once("round", "a round is left out: its manifest is too large")
             count = max(1, count // 2)
         del self._telling[: len(rounds)]
         self._held, self._skipped, self._lost_told = {}, 0, lost

@@ -213,6 +213,7 @@ def _outlives_record(case: Case) -> bool:
     return case.job is not None and case.is_active and (case.is_repeated or is_old)
 
 
+RUNNING, STOPPING = Judgement("running"), Judgement("running", must_stop=True)
 Rule = tuple[Callable[[Case], bool], Callable[[Case], Judgement]]
 
 # The table of what an attempt is. The first row that matches counts, so their order is the rule.
@@ -268,7 +269,6 @@ CLAIMED_RULES: tuple[Rule, ...] = (
     (lambda c: c.is_paused, lambda c: Judgement("running", PAUSED, must_stop=c.must_stop)),
     (lambda c: True, lambda c: STOPPING if c.must_stop else RUNNING),
 )
-RUNNING, STOPPING = Judgement("running"), Judgement("running", must_stop=True)
 
 
 def judge(case: Case) -> Judgement:
@@ -512,7 +512,7 @@ def observed_rank(
         previous_exit=None
         if before is None or before.exit is None
         else exit_from(before.exit, states.get((rank, number - 1))),
-        earlier=tuple(
+        attempts=tuple(
             _ended_attempt(each, states.get((rank, each.attempt)), host)
             for each in earlier
             if each.exit is not None and each.attempt >= number - ATTEMPTS_KEPT

@@ -48,7 +48,7 @@ COMMANDS = {
     "ps": "look",
     "status": "look",
     "logs": "look",
-    "value": "look",
+    "result": "look",
     "series": "metrics",
     "plot": "metrics",
     "rounds": "rounds",

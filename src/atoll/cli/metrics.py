@@ -14,7 +14,7 @@ from atoll.cli.options import json_option, name_argument
 
 if TYPE_CHECKING:
     from atoll.cli.plot import Curve
-    from atoll.sdk.metrics import SeriesTable
+    from atoll.sdk.columns import MetricTable
 
 AXES = ("step", "time")
 
@@ -35,7 +35,7 @@ def series(
     from atoll.cli.show import print_json
     from atoll.sdk.client import Client
 
-    table = Client().get(name).series(series or None, rank=rank)
+    table = Client().get(name).metrics(series or None, rank=rank)
     if is_json:
         print_json(dict(table))
     elif is_csv:
@@ -46,7 +46,7 @@ def series(
         print(_overview(table))
 
 
-def _overview(table: SeriesTable) -> str:
+def _overview(table: MetricTable) -> str:
     from atoll.cli.show import table as aligned
     from atoll.core.escape import visible
 
@@ -102,7 +102,7 @@ def plot(name: str, series: str, rank: tuple[int, ...], axis: str, svg_path: Pat
     from atoll.core.escape import visible
     from atoll.sdk.client import Client
 
-    table = Client().get(name).series([series])
+    table = Client().get(name).metrics([series])
     curves = curves_of(table, axis, rank)
     if not curves:
         raise click.ClickException(
@@ -118,7 +118,7 @@ def plot(name: str, series: str, rank: tuple[int, ...], axis: str, svg_path: Pat
     print(draw(curves, size.columns, min(size.lines - 3, 24), axis))
 
 
-def curves_of(table: SeriesTable, axis: str, ranks: tuple[int, ...] = ()) -> list[Curve]:
+def curves_of(table: MetricTable, axis: str, ranks: tuple[int, ...] = ()) -> list[Curve]:
     """One curve for each rank; the time is in seconds since the first point."""
     from atoll.cli.plot import Curve
 

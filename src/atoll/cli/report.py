@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from atoll.cli.show import counted, duration, print_json, says, training_json, world_json
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
-from atoll.core.describe import TAIL_LINES, describe_others, end_in_words, ranks_in_words
+from atoll.core.describe import TAIL_LINES, describe_end, describe_others, describe_ranks
 from atoll.core.escape import colours_only, visible
 from atoll.core.executors import absence
 from atoll.core.phase import Phase
@@ -152,7 +152,7 @@ def world_text(training: Training) -> str:
     if restarts:
         text += f", {counted(restarts, 'restart')}"
     if lost:
-        text += f", lost: {ranks_in_words(lost)}"
+        text += f", lost: {describe_ranks(lost)}"
     if absence(training):
         text += f", {visible(status.message)}"
     elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
@@ -179,7 +179,7 @@ def taken_lines(training: Training) -> list[str]:
 def end_report(training: Training) -> str:
     """How a training ended, and for a failure the other failed ranks and the last lines."""
     cause = training.status.root_cause
-    lines = [end_in_words(training)]
+    lines = [describe_end(training)]
     lines += [f"  warning: {visible(words)}" for words in training.status.warnings]
     lines += [f"  {line}" for line in taken_lines(training)]
     if training.status.phase is not Phase.FAILED or cause is None:

@@ -14,7 +14,14 @@ from atoll.core.escape import visible
 from atoll.core.executors import absence
 from atoll.core.status import Training
 
-_NOT_SHOWN = ("redo", "failing", "failingMessage", "askedAt", "isReleased", "gateOpenedAt")
+_NOT_SHOWN = (
+    "discardedAttempts",
+    "failing",
+    "failingMessage",
+    "desiredAt",
+    "isReleased",
+    "gateOpenedAt",
+)
 
 
 def print_json(value: Any) -> None:

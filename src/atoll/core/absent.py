@@ -23,7 +23,7 @@ def left_alone(training: Training, now: float) -> Plan:
     status = training.status
     if status.is_released and training.deletion_requested_at is None:
         return Plan(status)  # nothing is left to do for any executor
-    message = _missing_in_words(training)
+    message = _describe_missing(training)
     after = _with_condition(status, MISSING, MISSING, message, now)
     if after.phase is Phase.NONE:
         after = replace(after, phase=Phase.PENDING)
@@ -63,7 +63,7 @@ def _with_condition(status: Status, kind: str, reason: str, message: str, now: f
     return after if status.phase.is_terminal else replace(after, message=message)
 
 
-def _missing_in_words(training: Training) -> str:
+def _describe_missing(training: Training) -> str:
     waits = "the training is left alone"
     if training.deletion_requested_at is not None:
         waits = "the removal waits"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from atoll.core.escape import visible
 
 if TYPE_CHECKING:
-    from atoll.core.metrics import NewestFigure
+    from atoll.core.metrics import LatestMetric
     from atoll.core.status import LogLine, RankExit, RankStatus, Training, WorldStatus
 
 T = TypeVar("T")
@@ -72,14 +72,14 @@ def world_html(world: WorldStatus) -> str:
 
 
 def exits_html(exits: Sequence[RankExit]) -> str:
-    from atoll.core.describe import exit_in_words, is_stopped_by_atoll
+    from atoll.core.describe import describe_exit, is_stopped_by_atoll
 
     rows = [
         (
             str(ended.rank),
-            f'<span style="color:{COLOURS["failed"]}">{text(exit_in_words(ended))}</span>'
+            f'<span style="color:{COLOURS["failed"]}">{text(describe_exit(ended))}</span>'
             if ended.is_failure and not is_stopped_by_atoll(ended)
-            else text(exit_in_words(ended)),
+            else text(describe_exit(ended)),
             text(ended.host or "–"),
             str(ended.restart_count),
         )
@@ -129,12 +129,12 @@ def _more(count: int, most: int) -> str:
     return f"<p>and {count - most:,} more</p>" if count > most else ""
 
 
-def training_html(training: Training, figures: Sequence[NewestFigure] = ()) -> str:
-    from atoll.core.describe import describe_others, end_in_words, status_in_words
+def training_html(training: Training, figures: Sequence[LatestMetric] = ()) -> str:
+    from atoll.core.describe import describe_end, describe_others, describe_status
 
     status = training.status
     is_over = status.phase.is_terminal
-    words = end_in_words(training) if is_over else status_in_words(status)
+    words = describe_end(training) if is_over else describe_status(status)
     parts = [
         f"<p><b>{text(training.name)}</b> {phase_html(status.phase.value)} {text(words)}</p>",
         f"<p>{world_html(training.world)}{''.join(map(figure_html, figures))}</p>",
@@ -154,7 +154,7 @@ def training_html(training: Training, figures: Sequence[NewestFigure] = ()) -> s
     return f"<div>{''.join(parts)}</div>"
 
 
-def figure_html(figure: NewestFigure) -> str:
+def figure_html(figure: LatestMetric) -> str:
     step = "" if figure.step is None else f" at step {figure.step:,}"
     value = f"{float(figure.value):.4g}"
     return f" · {text(figure.name)} <b>{text(value)}</b>{step} {spark_svg(figure.spark)}"
@@ -179,13 +179,13 @@ def spark_svg(values: Sequence[Any]) -> str:
 
 def trainings_html(trainings: Sequence[Any]) -> str:
     """Of handles, as they were read last."""
-    from atoll.core.describe import end_in_words, status_in_words
+    from atoll.core.describe import describe_end, describe_status
 
     rows = []
     for handle in trainings[:MOST_ROWS]:
         training: Training = handle.last
         status = training.status
-        words = end_in_words(training) if status.phase.is_terminal else status_in_words(status)
+        words = describe_end(training) if status.phase.is_terminal else describe_status(status)
         rows.append(
             (
                 f"<b>{text(training.name)}</b>",

@@ -6,18 +6,69 @@ give wrong sums without an error, and rounds may run beside the training.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from atoll.core.errors import ValidationError
+from atoll.core.errors import DistributedError, ValidationError
 from atoll.diloco.allreduce.team import Solo
 
 if TYPE_CHECKING:
     import torch
 
-MOST_KEPT = 1 << 22  # values of a slice whose memory is used again
+MAX_RETAINED = 1 << 22  # values of a slice whose memory is used again
+# How long a process that ends waits for a collective: it takes milliseconds, unless another process
+# does not come to it. Torchrun kills what has not ended 30 s after it was told to.
+_END_S = 5.0
+
+
+class OwnGroup:
+    """A gloo group whose threads end before Python does.
+
+    They let go of a collective's tensors only after it has returned, and take the GIL for that. A
+    thread that asks for the GIL of a Python that is ending is unwound, which C++ answers with
+    SIGABRT: a process that has trained to its end would count as failed.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: float) -> None:
+        import torch.distributed as dist
+
+        # Only the members make it: the default group may be larger than the replica.
+        self._group: Any = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout),
+            backend="gloo",
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        self._lock = Lock()
+        atexit.register(self._end)
+
+    def call(self, collective: Callable[..., object], *args: object) -> None:
+        """By one thread at a time. Raises DistributedError once the process is ending."""
+        with self._lock:
+            if self._group is None:
+                raise DistributedError("the process is ending, and its group has ended")
+            try:
+                collective(*args, group=self._group)
+            except BaseException as error:
+                # The frames of torch have the group, which could not end while the error is kept.
+                raise error.with_traceback(None)  # noqa: B904
+
+    def _end(self) -> None:
+        """Wait for the threads of the group, unless a collective on it does not return."""
+        import torch.distributed as dist
+
+        if not self._lock.acquire(timeout=_END_S):
+            return
+        group, self._group = self._group, None
+        self._lock.release()
+        with suppress(ValueError):  # the program has destroyed all groups itself
+            dist.destroy_process_group(group)
+        # The last reference goes with this frame: the destructor waits for the threads.
 
 
 class ProcessTeam:
@@ -29,21 +80,15 @@ class ProcessTeam:
         self.ranks = list(ranks)
         self.process = self.ranks.index(dist.get_rank())
         self.processes = len(self.ranks)
-        # Only the members make it: the default group may be larger than the replica.
-        self._group = dist.new_group(
-            self.ranks,
-            timeout=timedelta(seconds=timeout),
-            backend="gloo",
-            use_local_synchronization=len(self.ranks) < dist.get_world_size(),
-        )
+        self._group = OwnGroup(self.ranks, timeout)
         self._rooms: dict[str, torch.Tensor] = {}
 
-    def share(self, word: Any) -> list[Any]:
+    def share(self, message: Any) -> list[Any]:
         import torch.distributed as dist
 
-        words: list[Any] = [None] * self.processes
-        dist.all_gather_object(words, word, group=self._group)
-        return words
+        messages: list[Any] = [None] * self.processes
+        self._group.call(dist.all_gather_object, messages, message)
+        return messages
 
     def all_to_all(
         self,
@@ -61,7 +106,7 @@ class ProcessTeam:
         out, into = self._room("out", sum(counts)), self._room("into", sum(sizes))
         for process, room in enumerate(torch.split(out, list(counts))):
             fill(process, room)
-        dist.all_to_all_single(into, out, list(sizes), list(counts), group=self._group)
+        self._group.call(dist.all_to_all_single, into, out, list(sizes), list(counts))
         return list(torch.split(into, list(sizes)))
 
     def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -73,14 +118,14 @@ class ProcessTeam:
         into = list(torch.split(self._room("into", most * len(sizes)), most))
         padded = self._room("out", most)
         padded[: part.numel()] = part
-        dist.all_gather(into, padded, group=self._group)
+        self._group.call(dist.all_gather, into, padded)
         return [each[:size] for each, size in zip(into, sizes, strict=True)]
 
     def _room(self, name: str, size: int) -> torch.Tensor:
         """Memory that is kept if it is small: slices that come and go would leave holes in it."""
         import torch
 
-        if size > MOST_KEPT:
+        if size > MAX_RETAINED:
             return torch.empty(size, dtype=torch.float32)
         room = self._rooms.get(name)
         if room is None or room.numel() < size:

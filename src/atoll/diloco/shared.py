@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.note import Says
+from atoll.diloco.allreduce.note import UploadHeader
 from atoll.diloco.allreduce.team import Team
 from atoll.diloco.data import ranges, report
 from atoll.diloco.data.journal import Journal
@@ -162,11 +162,13 @@ class SharedData:
         self._loop.catch_up()
         self._be_honest()
 
-    def says(self, at: int, steps: int, tokens: float, *, is_bad: bool, is_left: bool) -> Says:
+    def header(
+        self, at: int, steps: int, tokens: float, *, is_bad: bool, is_left: bool
+    ) -> UploadHeader:
         """What an upload of the fragment says."""
         shard, book = self.shard, self.journal.book
         if shard is None or book is None:
-            return self.journal.says(steps, tokens)
+            return self.journal.header(steps, tokens)
         self._bad = self._bad + 1 if is_bad else 0
         # Data that makes a movement of no numbers is trained on a second time, not for ever.
         claim = () if self._bad == 1 else book.claim(at)
@@ -181,7 +183,7 @@ class SharedData:
         self._sent_at = now
         want = 0 if is_left else shard.want(self._loop.fragments[at].period)
         idle_s = max(_IDLE_S, 2 * self._usual_s)
-        return self.journal.says(steps, tokens, claim, want, shard.end, idle_s)
+        return self.journal.header(steps, tokens, claim, want, shard.end, idle_s)
 
     def take(self, at: int, commit: Commit, claimed: Ranges, *, is_emptied: bool) -> None:
         """A round of the fragment came back."""
@@ -242,9 +244,9 @@ class SharedData:
             self.shard.plan()
 
 
-def took(says: Says) -> Ranges:
+def took(header: UploadHeader) -> Ranges:
     """What an upload claims."""
-    data = says.note.data
+    data = header.note.data
     return () if data is None or data.took is None else data.took
 
 

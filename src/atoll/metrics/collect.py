@@ -19,7 +19,7 @@ from atoll.agent.bucket import Objects
 from atoll.agent.metric_sinks import STORES
 from atoll.agent.metrics import Teller, batch_of
 from atoll.core.errors import AtollError, BackendError, ValidationError
-from atoll.core.metrics import MACHINE, RankUse
+from atoll.core.metrics import MACHINE, RankUsage
 from atoll.core.ports import TrainingIndex
 from atoll.core.status import Training
 from atoll.metrics.store import SeriesKeeper
@@ -185,7 +185,7 @@ class Collector:
         self,
         keeper: SeriesKeeper,
         where: Callable[[Training], str],
-        measure: Callable[[], Awaitable[Mapping[str, Sequence[RankUse]]]] | None = None,
+        measure: Callable[[], Awaitable[Mapping[str, Sequence[RankUsage]]]] | None = None,
         may_return: Callable[[str], bool] = lambda uid: False,
     ) -> None:
         self._keeper = keeper
@@ -266,7 +266,7 @@ class Collector:
                 log.warning("%s", error)
             await asyncio.sleep(USE_EVERY_S)
 
-    def _keep_use(self, use: Mapping[str, Sequence[RankUse]], now: float) -> None:
+    def _keep_use(self, use: Mapping[str, Sequence[RankUsage]], now: float) -> None:
         for uid, ranks in use.items():
             lines = [self._line(uid, rank, now) for rank in ranks]
             try:
@@ -274,7 +274,7 @@ class Collector:
             except AtollError as error:
                 log.warning("machine use of training %s: %s", uid, error)
 
-    def _line(self, uid: str, use: RankUse, now: float) -> bytes:
+    def _line(self, uid: str, use: RankUsage, now: float) -> bytes:
         self._numbers[uid, use.rank] += 1
         life = Teller(use.rank, use.attempt, 0, f"{self._life}-{use.rank}")
         figures = {MACHINE + name: [[now, None, value]] for name, value in use.figures.items()}

@@ -40,7 +40,7 @@ from atoll.core.checks import (
     check_timeout,
     is_text,
 )
-from atoll.core.describe import exit_in_words
+from atoll.core.describe import describe_exit
 from atoll.core.errors import NotFound, ValidationError
 from atoll.core.lines import printed
 from atoll.core.phase import TERMINAL, Phase
@@ -523,13 +523,13 @@ def error_of(training: Training, rank: RankStatus, state: ReplicaState) -> str:
     """Why the rank failed or was cancelled, in one line; empty if it ended well."""
     status, ended = training.status, rank.exit
     if state == "cancelled":
-        return f"cancelled: it {exit_in_words(ended)}" if ended else "cancelled before it started"
+        return f"cancelled: it {describe_exit(ended)}" if ended else "cancelled before it started"
     if state != "failed":
         return ""
     why = status.failing_message or status.message
     if ended is None:
         return why or "it was never started"
-    words = exit_in_words(ended)
+    words = describe_exit(ended)
     if ended.is_stopped or is_cut_off(training, ended):
         return f"{why}; it {words}" if why else words
     last = next((line.strip() for line in reversed(ended.log_tail) if line.strip()), "")

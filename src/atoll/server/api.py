@@ -14,17 +14,16 @@ from atoll.core.attempts import AttemptList
 from atoll.core.checks import NAME_PATTERN
 from atoll.core.errors import Temporary
 from atoll.core.executors import ExecutorList
-from atoll.core.metrics import NewestFigures, SeriesList
+from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model
 from atoll.core.problem import Problem
 from atoll.core.rounds import RoundList, ShownTraining
 from atoll.core.spec import TrainingSpec
-from atoll.core.stats import Metrics
-from atoll.core.status import LogHit, PlacedLine, Training, TrainingList, Usage
+from atoll.core.stats import TrainingStats
+from atoll.core.status import LogHit, PlacedLine, Training, TrainingList
 from atoll.server.background import CONTROLLER, TaskFailure
 from atoll.server.handlers import (
     logs,
-    metric_reports,
     metrics,
     reports,
     rerun,
@@ -85,7 +84,7 @@ async def prometheus(call: ApiCall) -> Answer:
         namespace = await caller(call.plane, call.request)
     gauges, now = call.plane.gauges, time.time()
     text, media_type = await asyncio.to_thread(
-        gauges.exposition, namespace, lambda uid: metrics.last_figures(call.plane, uid), now
+        gauges.exposition, namespace, lambda uid: metrics.newest_by_name(call.plane, uid), now
     )
     return Response(text, media_type=media_type)
 
@@ -219,30 +218,30 @@ NATIVE = (
     ),
     Operation(
         "GET",
-        f"{ONE}/value",
-        results.value,
-        "The result of a rank: what its function returned, or what its program handed in last. "
+        f"{ONE}/result",
+        results.result,
+        "Read the result of a rank: what its function returned, or what its program set last. "
         "404 if there is none.",
-        {200: AnswerDoc("The result.", results.ValueReport), **_NAMED},
-        query=results.ValueQuery,
+        {200: AnswerDoc("The result.", results.RankResult), **_NAMED},
+        query=results.ResultQuery,
     ),
     Operation(
         "GET",
-        f"{ONE}/series",
-        metrics.series,
-        "What ranks reported over time (`atoll.report`), as columns: one series for each rank and "
-        "name.",
-        {200: AnswerDoc("The series.", SeriesList), **_NAMED},
-        query=metrics.SeriesQuery,
+        f"{ONE}/metrics",
+        metrics.metrics,
+        "Read the metrics that ranks reported with `atoll.report`, as columns: one series for "
+        "each name and rank.",
+        {200: AnswerDoc("One series for each name and rank.", MetricSeriesList), **_NAMED},
+        query=metrics.MetricsQuery,
     ),
     Operation(
         "GET",
-        "/v1/figures",
-        metrics.figures,
-        "What trainings reported last under these names, each by its lowest rank; with `ranks` by "
-        "each of its ranks too.",
-        {200: AnswerDoc("The newest figures.", NewestFigures), **_COMMON},
-        query=metrics.FiguresQuery,
+        "/v1/metrics",
+        metrics.newest_metrics,
+        "Read the newest value of these metrics for every training, as its lowest rank reported "
+        "it; with `ranks`, the newest value of each rank too.",
+        {200: AnswerDoc("The newest values.", LatestMetricList), **_COMMON},
+        query=metrics.NewestQuery,
     ),
     Operation(
         "GET",
@@ -255,12 +254,12 @@ NATIVE = (
     ),
     Operation(
         "POST",
-        f"{ONE}/reports",
-        metric_reports.take,
-        "What a rank reports, as lines of JSON, with the token that its environment holds. Other "
-        "tokens are refused, and that one is good for nothing else.",
+        f"{ONE}/metrics",
+        metrics.report_metrics,
+        "Store the metrics of a rank, sent as lines of JSON. Only the token in the environment of "
+        "a rank is accepted here, and it is valid for nothing else.",
         {
-            200: AnswerDoc("Kept.", metric_reports.Taken),
+            200: AnswerDoc("Stored.", metrics.MetricsStored),
             **_BAD,
             **_DENIED,
             **_MISSING,
@@ -287,18 +286,11 @@ NATIVE = (
     ),
     Operation(
         "GET",
-        f"{ONE}/metrics",
-        reports.metrics,
-        "Metrics of a training.",
-        {200: AnswerDoc("Metrics.", Metrics), **_NAMED},
-        query=reports.ReportQuery,
-    ),
-    Operation(
-        "GET",
-        f"{ONE}/usage",
-        reports.usage,
-        "Rank-seconds and GPU-seconds that a training has used.",
-        {200: AnswerDoc("Usage.", Usage), **_NAMED},
+        f"{ONE}/stats",
+        reports.stats,
+        "Read the counters of a training: ranks by phase, restarts, resizes, and the rank-seconds "
+        "and GPU-seconds it has used.",
+        {200: AnswerDoc("The counters.", TrainingStats), **_NAMED},
         query=reports.ReportQuery,
     ),
     Operation(

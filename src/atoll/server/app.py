@@ -13,7 +13,7 @@ from starlette.routing import Router
 
 from atoll.controller.clock import machine_clock
 from atoll.controller.informer import INFORMER, Informer
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.model import encode
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.metrics.store import SeriesKeeper
@@ -41,7 +41,7 @@ def create_app(
     setup: Setup | None = None,
     informer: Informer | None = None,
     gauges: Gauges | None = None,
-    clock: Callable[[], Time] | None = None,
+    clock: Callable[[], Now] | None = None,
     series: SeriesKeeper | None = None,
     sessions: Sessions | None = None,
     report_key: bytes = b"",

@@ -188,4 +188,4 @@ def _fill(family: Any, labels: Iterable[str], counts: Mapping[str, int]) -> None
 
 def _restarts(training: Training) -> int:
     status = training.status
-    return sum(rank.restarts for rank in (*status.ranks, *status.retired))
+    return sum(rank.restarts for rank in (*status.ranks, *status.removed_ranks))

@@ -17,7 +17,7 @@ import pytest
 
 from atoll.agent.bundle import wrapper_file
 from atoll.agent.process import CLAIMED, OutputTimes
-from atoll.agent.records import desired_record, is_unwanted
+from atoll.agent.records import is_unwanted
 from atoll.agent.wrapper import Folder, RankAttempt, open_place, read, write
 from atoll.backends.slurm.render import TIMES_FILE
 from atoll.core.status import LogLine

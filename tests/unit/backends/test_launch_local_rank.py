@@ -36,7 +36,7 @@ import json, os, sys
 from atoll.agent.wrapper import Folder, RankAttempt, environment_for
 launch, rank, size = json.loads(sys.argv[1])
 attempt = RankAttempt(Folder(""), rank, 0, "host")
-attempt.wish = {"size": size}
+attempt.desired = {"size": size}
 env = environment_for(attempt, launch, {}, {})
 print(json.dumps({os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}))
 """

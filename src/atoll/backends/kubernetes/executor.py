@@ -16,13 +16,12 @@ from typing import Any
 
 from msgspec.structs import fields, replace
 
-from atoll.backends.kubernetes.archive import Archive
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.companions import Beside
 from atoll.backends.kubernetes.deleted_pods import DeletedPods
 from atoll.backends.kubernetes.diagnosis import Hosts, Troubles
-from atoll.backends.kubernetes.followups import GangChores, GangObjects, PodKeeper
-from atoll.backends.kubernetes.logs import LogSource, follow_logs, read_logs, tail_places
+from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, PodKeeper
+from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_places
 from atoll.backends.kubernetes.mirror import Mirror
 from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
@@ -30,11 +29,11 @@ from atoll.backends.kubernetes.patch import render_released, render_resize
 from atoll.backends.kubernetes.pod import Pod, part_of
 from atoll.backends.kubernetes.podfields import flaws_of
 from atoll.backends.kubernetes.read import (
+    desired_of,
     finished,
     is_unchanged,
-    look,
+    observe_gang,
     unexplained_failures,
-    wish_of,
 )
 from atoll.backends.kubernetes.render import (
     gang_name,
@@ -48,14 +47,14 @@ from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
+from atoll.core.executors import PlaneContext
 from atoll.core.ports import Executor, Key
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Chore, LogLine, Seen, Training, Wish, sooner
+from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training, sooner
 
 Json = dict[str, Any]
 
-UNTRIED = Wish(version=1, size=1)
+UNTRIED = DesiredState(version=1, size=1)
 CATCH_UP_S = 1.0  # how long the mirror may take to show this process's own last write
 FEW = 16  # gangs of more ranks are looked at less often than their pods change
 PAUSE_A_RANK_S = 0.002
@@ -91,7 +90,7 @@ class KubernetesBackend(Executor):
         self._keeper = PodKeeper(self.cluster)
         self._archive = Archive(self.cluster)
         self._objects = GangObjects(self.cluster, self.options, is_owner=is_owner)
-        self._chores = GangChores(
+        self._followups = GangFollowups(
             self._keeper, self._objects, self._archive, self._patch_job, clock
         )
         self._changed: asyncio.Queue[Key | BaseException] = asyncio.Queue()
@@ -114,7 +113,9 @@ class KubernetesBackend(Executor):
         )
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> KubernetesBackend:
+    def configured(
+        cls, name: str, options: dict[str, Any], home: PlaneContext
+    ) -> KubernetesBackend:
         """Built from `[executors.NAME]`; the default namespace is the kubeconfig context's."""
         table = options_of(ClusterOptions, options)
         file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
@@ -135,14 +136,14 @@ class KubernetesBackend(Executor):
         return rank_place(training, self.options).figures
 
     @classmethod
-    def preview(cls, options: ClusterOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: ClusterOptions, home: PlaneContext, training: Training) -> str:
         """The objects of the ranks, as `kubectl create -f` takes them. No cluster is asked."""
         check_spec(training.spec, options)
-        wish = Wish(version=1, size=training.spec.world_size.target)
+        desired = DesiredState(version=1, size=training.spec.world_size.target)
         objects = [
-            render_world(training, wish, options, None),
+            render_world(training, desired, options, None),
             render_service(training, options, None),
-            render_job(training, wish, options),
+            render_job(training, desired, options),
         ]
         for item in objects:
             item["metadata"]["namespace"] = options.namespace or "default"
@@ -170,23 +171,23 @@ class KubernetesBackend(Executor):
         await self._hosts.close()
         await self._deleted.close()
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         try:
             self.check(training.spec)
         except ValidationError as error:
             raise Permanent(str(error)) from error
         job = await self._job(training)
         if job is not None:
-            await self._resize(training, wish, job)
-        elif wish.size > 0:
+            await self._resize(training, desired, job)
+        elif desired.size > 0:
             if training.status.has_run:
                 raise Permanent(
                     f"the Job {gang_name(training)} is gone, and what its ranks did is lost"
                 )
             with self._troubles.watch_refusal(training.uid):
-                await self._create(training, wish)
+                await self._create(training, desired)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         job, pods = await self._job_and_pods(training)
         now = self._clock()
         beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
@@ -194,15 +195,15 @@ class KubernetesBackend(Executor):
         silent = self._hosts.follow(training.key, pods)
         failed = unexplained_failures(training, job, pods)
         departed = self._deleted.departed(training, pods, self._place(training)[0], failed)
-        view = look(training, job, pods, self.options, now, trouble.text, silent, departed)
-        again_in_s = sooner(view.seen.again_in_s, trouble.again_in_s)
-        seen = replace(view.seen, again_in_s=again_in_s, at=now)
-        seen = await self._troubles.explain(training, seen, view.newest, now)
-        return self._beside.look(training, job, view.newest, beside, seen, now)
+        view = observe_gang(training, job, pods, self.options, now, trouble.text, silent, departed)
+        again_in_s = sooner(view.observation.again_in_s, trouble.again_in_s)
+        observation = replace(view.observation, again_in_s=again_in_s, at=now)
+        observation = await self._troubles.explain(training, observation, view.newest, now)
+        return self._beside.observe_gang(training, job, view.newest, beside, observation, now)
 
-    async def perform(self, training: Training, chore: Chore) -> None:
-        await self._chores.perform(training, chore)
-        await self._beside.perform(training, self._place(training)[0], chore, self._clock())
+    async def perform(self, training: Training, followup: Followup) -> None:
+        await self._followups.perform(training, followup)
+        await self._beside.perform(training, self._place(training)[0], followup, self._clock())
 
     async def measure(self, training: Training) -> None:
         job = await self._job(training)
@@ -322,11 +323,11 @@ class KubernetesBackend(Executor):
     async def _is_fresh(self, training: Training) -> bool:
         return await self._jobs.reach(self._written.get(training.uid, 0), CATCH_UP_S)
 
-    async def _create(self, training: Training, wish: Wish) -> None:
+    async def _create(self, training: Training, desired: DesiredState) -> None:
         namespace, name = self._place(training)
-        await self._objects.make(training, wish)
+        await self._objects.make(training, desired)
         owner = owner_of(training) if self._is_owner else None
-        body = render_job(training, wish, self.options, owner)
+        body = render_job(training, desired, self.options, owner)
         try:
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:
@@ -337,26 +338,30 @@ class KubernetesBackend(Executor):
         self._note_job(training, job)
         await self._objects.tie(training, job)
 
-    async def _resize(self, training: Training, wish: Wish, job: Json) -> None:
+    async def _resize(self, training: Training, desired: DesiredState, job: Json) -> None:
         namespace, name = self._place(training)
-        before, current = job["spec"]["completions"], wish_of(job)
+        before, current = job["spec"]["completions"], desired_of(job)
         if current is None:
             raise Temporary(f"the Job {name} is being deleted", retry_after_s=0.5)
-        if wish.version < current.version:
+        if desired.version < current.version:
             return
-        if wish.size > before:
+        if desired.size > before:
             if reason := finished(job):  # the next look reports that it is closed
-                raise Temporary(f"the Job {name} is over ({reason}) and cannot grow to {wish.size}")
-            await self._check_room_above(training, before, wish.size)
-        elif wish.size < before:
+                raise Temporary(
+                    f"the Job {name} is over ({reason}) and cannot grow to {desired.size}"
+                )
+            await self._check_room_above(training, before, desired.size)
+        elif desired.size < before:
             _, pods = await self._job_and_pods(training)
-            stopping = [p for p in map(Pod, pods) if p.rank >= wish.size and "running" in p.state]
+            stopping = [
+                p for p in map(Pod, pods) if p.rank >= desired.size and "running" in p.state
+            ]
             await self._archive.begin(stopping, len(pods))
-        await self._objects.resize(training, wish, job)
+        await self._objects.resize(training, desired, job)
         try:
-            await self._patch_job(training, render_resize(wish, job, self._clock()))
+            await self._patch_job(training, render_resize(desired, job, self._clock()))
         except Conflict:  # its status has changed; its wish may have, too
-            await self._resize(training, wish, await self.cluster.get("jobs", namespace, name))
+            await self._resize(training, desired, await self.cluster.get("jobs", namespace, name))
 
     async def _check_room_above(self, training: Training, before: int, size: int) -> None:
         """Raises Temporary while a rank to be added is still being stopped.

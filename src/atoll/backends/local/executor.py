@@ -569,7 +569,7 @@ class LocalBackend(Executor):
             draft.replace(path)
 
     def _observed_bench(self, training: Training) -> ObservedBench | None:
-        return None if training.spec.bench.mode == "off" else self._bench.observation(training.uid)
+        return None if training.spec.bench.mode == "off" else self._bench.observe(training.uid)
 
 
 class EndStalled(Followup, frozen=True):

@@ -108,13 +108,13 @@ async def _created(call: ApiCall, body: bytes) -> Answer:
             "atoll does not support inference deployments: it runs distributed trainings "
             "(basilica.distributed), which have 'distributed' in the request"
         )
-    wish = await decoded(body, Create)
-    if not wish.distributed.enabled:
+    order = await decoded(body, Create)
+    if not order.distributed.enabled:
         raise ValidationError("distributed.enabled", False, "expected true")
     executor = default_executor(call.plane)
     spec = spec_of(
-        wish,
-        backend=rendezvous_of(wish.distributed.rendezvous.backend, executor),
+        order,
+        backend=rendezvous_of(order.distributed.rendezvous.backend, executor),
         path_first=str(Path(sys.executable).parent) if executor == "local" else None,
     )
     spec = admitted(spec, call.plane, call.namespace)

@@ -36,7 +36,7 @@ def admitted(
     return spec
 
 
-def describe_ignored(training: Training, plane: Plane) -> str:
+def unsupported_message(training: Training, plane: Plane) -> str:
     """What of its spec has no effect with its executor, in one line; empty if that is nothing."""
     executor = plane.executors[training.executor]
     fields = unsupported_fields(training.spec, executor.SUPPORTS, executor.options)

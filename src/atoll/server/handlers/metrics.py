@@ -1,42 +1,53 @@
-"""What ranks reported, over HTTP."""
+"""The metrics that ranks report, over HTTP: stored, read, and the newest of each training."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 
-from atoll.core.errors import NotFound, ValidationError
-from atoll.core.metrics import Figure, NewestFigure, NewestFigures, SeriesColumns, SeriesList
+from atoll.agent.metrics import MOST_BATCH
+from atoll.backends.metrics_token import read_token
+from atoll.core.errors import Denied, NotFound, ValidationError
+from atoll.core.metrics import (
+    LatestMetric,
+    LatestMetricList,
+    MetricSeries,
+    MetricSeriesList,
+    MetricValue,
+)
+from atoll.core.model import Model
 from atoll.core.spec import RankNumber
 from atoll.metrics.bins import band_of
 from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, LARGEST, LEAST, MEAN, STEP, Series
 from atoll.metrics.store import OneSeries, SeriesKeeper
+from atoll.server.http.auth import token_of
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
 SPARK = 24  # points
 MOST_NAMES = 12
 
 
-class SeriesQuery(Query, frozen=True):
+class MetricsQuery(Query, frozen=True):
     name: list[str] = []
     rank: list[RankNumber] = []
     uid: str | None = None
 
 
-async def series(call: ApiCall) -> Answer:
-    query: SeriesQuery = call.query
+async def metrics(call: ApiCall) -> Answer:
+    query: MetricsQuery = call.query
     training = await call.plane.store.get(call.key)
     if query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
     keeper = call.plane.series
     if keeper is None:
-        return json_answer(SeriesList(items=[], is_kept=False))
+        return json_answer(MetricSeriesList(items=[], is_kept=False))
     if keeper.catch_up is not None:
         await keeper.catch_up(training)
     chosen = await asyncio.to_thread(keeper.series, training.uid, query.name, query.rank)
 
-    def made() -> SeriesList:
-        return SeriesList(
+    def made() -> MetricSeriesList:
+        return MetricSeriesList(
             items=[columns_of(one) for one in chosen],
             skipped=keeper.skipped(training.uid),
             missed=keeper.missed(training.uid),
@@ -45,21 +56,21 @@ async def series(call: ApiCall) -> Answer:
     return json_answer(await asyncio.to_thread(made))
 
 
-class FiguresQuery(Query, frozen=True):
+class NewestQuery(Query, frozen=True):
     name: list[str] = []
     training: list[str] = []  # all, if there is none
     ranks: bool = False
 
 
-async def figures(call: ApiCall) -> Answer:
+async def newest_metrics(call: ApiCall) -> Answer:
     """What trainings reported last, for lists of them."""
-    query: FiguresQuery = call.query
+    query: NewestQuery = call.query
     if not 1 <= len(query.name) <= MOST_NAMES:
         expected = f"expected 1 to {MOST_NAMES} names of series"
         raise ValidationError("name", query.name, expected)
     keeper = call.plane.series
     if keeper is None:
-        return json_answer(NewestFigures(items=[], is_kept=False))
+        return json_answer(LatestMetricList(items=[], is_kept=False))
     wanted = set(query.training)
     uids = [
         (name, uid)
@@ -67,12 +78,12 @@ async def figures(call: ApiCall) -> Answer:
         if namespace == call.namespace and (not wanted or name in wanted)
     ]
     items = await asyncio.to_thread(_newest, keeper, uids, query)
-    return json_answer(NewestFigures(items=items))
+    return json_answer(LatestMetricList(items=items))
 
 
 def _newest(
-    keeper: SeriesKeeper, uids: list[tuple[str, str]], query: FiguresQuery
-) -> list[NewestFigure]:
+    keeper: SeriesKeeper, uids: list[tuple[str, str]], query: NewestQuery
+) -> list[LatestMetric]:
     items = []
     for training, uid in uids:
         lasts = keeper.lasts(uid, query.name) if query.ranks else {}
@@ -87,7 +98,7 @@ def _newest(
                 if each == name:
                     of_ranks[str(rank)] = of_ranks.get(str(rank), 0.0) + value
             items.append(
-                NewestFigure(
+                LatestMetric(
                     training=training,
                     uid=uid,
                     name=name,
@@ -107,9 +118,9 @@ def spark_of(series: Series) -> list[float]:
     return band_of([series], times[0], times[-1], SPARK).mean if len(times) else []
 
 
-def columns_of(one: OneSeries) -> SeriesColumns:
+def columns_of(one: OneSeries) -> MetricSeries:
     columns = one.series.columns
-    return SeriesColumns(
+    return MetricSeries(
         name=one.name,
         rank=one.rank,
         process=one.process,
@@ -124,11 +135,11 @@ def columns_of(one: OneSeries) -> SeriesColumns:
     )
 
 
-def _figure(value: float) -> Figure:
+def _figure(value: float) -> MetricValue:
     return value if math.isfinite(value) else str(value)
 
 
-def last_figures(plane: Plane, uid: str) -> dict[str, float]:
+def newest_by_name(plane: Plane, uid: str) -> dict[str, float]:
     """What a training reported last, and its newest round; what is not known is absent."""
     keeper = plane.series
     if keeper is None:
@@ -142,3 +153,30 @@ def last_figures(plane: Plane, uid: str) -> dict[str, float]:
     if summary is not None and summary.round is not None:
         figures["round"] = float(summary.round)
     return figures
+
+
+class MetricsStored(Model, frozen=True, omit_defaults=False):
+    """How many of the batches in the request were new."""
+
+    batches: int
+
+
+async def report_metrics(call: ApiCall) -> Answer:
+    """Stores the batches in the body, one a line. A batch that arrives twice counts once."""
+    plane = call.plane
+    owner = None
+    if plane.report_key:
+        owner = read_token(plane.report_key, token_of(call.request))
+    if owner is None or plane.series is None:
+        raise Denied("expected the token of a rank of this training")
+    training = await plane.store.get((owner.namespace, call.name))
+    if training.uid != owner.uid:
+        raise NotFound("training", call.name)
+    async with contextlib.AsyncExitStack() as body_turn:
+        # Under a name of its own, so that metrics never delay the large bodies of users.
+        body = await plane.bodies.read(
+            call.request, f"metrics of {owner.namespace}", MOST_BATCH, body_turn
+        )
+        lines = [line for line in body.splitlines() if line]
+        batches = await asyncio.to_thread(plane.series.take, training.uid, lines)
+    return json_answer(MetricsStored(batches=batches))

@@ -1,4 +1,4 @@
-"""Reports on a training over HTTP: logs, events, metrics, usage; and the list of executors."""
+"""Facts about a training over HTTP: events, attempts and stats; and the list of executors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from atoll.core.attempts import AttemptList, attempts_of
 from atoll.core.errors import NotFound
 from atoll.core.model import Model
 from atoll.core.spec import RankNumber
-from atoll.core.stats import measured
+from atoll.core.stats import training_stats
 from atoll.core.status import Event, Training
-from atoll.core.usage import usage as used
 from atoll.server.handlers.executors import probed
 from atoll.server.http.operations import (
     Answer,
@@ -68,11 +67,6 @@ async def events(call: ApiCall) -> Answer:
     return json_answer(EventList(items=list(newest_first)))
 
 
-async def usage(call: ApiCall) -> Answer:
+async def stats(call: ApiCall) -> Answer:
     training = await training_of(call)
-    return json_answer(used(training, call.plane.clock()))
-
-
-async def metrics(call: ApiCall) -> Answer:
-    training = await training_of(call)
-    return json_answer(measured(training, call.plane.clock()))
+    return json_answer(training_stats(training, call.plane.clock()))

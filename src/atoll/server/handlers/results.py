@@ -24,12 +24,12 @@ from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 NEAR = 64  # lines at the end of a log in which a result is looked for first
 
 
-class ValueQuery(Query, frozen=True):
+class ResultQuery(Query, frozen=True):
     rank: RankNumber = 0
     uid: str | None = None
 
 
-class ValueReport(Model, frozen=True, omit_defaults=False):
+class RankResult(Model, frozen=True, omit_defaults=False):
     """The result of a rank: `value` where it is JSON, else `payload` in base64.
 
     Other encodings are `msgpack` and, where the rank asked for it, `pickle`, which the server
@@ -43,8 +43,8 @@ class ValueReport(Model, frozen=True, omit_defaults=False):
     error: str | None = None
 
 
-async def value(call: ApiCall) -> Answer:
-    query: ValueQuery = call.query
+async def result(call: ApiCall) -> Answer:
+    query: ResultQuery = call.query
     training = await call.plane.store.get(call.key)
     if query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
@@ -58,24 +58,24 @@ async def value(call: ApiCall) -> Answer:
     if reading.result is not None:
         return json_answer(report_of(query.rank, *reading.result))
     if reading.is_torn:
-        return json_answer(ValueReport(rank=query.rank, encoding=NONE, error=reading.trouble))
+        return json_answer(RankResult(rank=query.rank, encoding=NONE, error=reading.trouble))
     raise NotFound(f"result of rank {query.rank} of training", training.name)
 
 
-def report_of(rank: int, encoding: str, payload: bytes) -> ValueReport:
+def report_of(rank: int, encoding: str, payload: bytes) -> RankResult:
     if encoding == NONE:
         error = payload.decode(errors="replace")
-        return ValueReport(rank=rank, encoding=encoding, error=error)
+        return RankResult(rank=rank, encoding=encoding, error=error)
     if encoding != JSON:
         packed = base64.b64encode(payload).decode()
-        return ValueReport(rank=rank, encoding=encoding, payload=packed)
+        return RankResult(rank=rank, encoding=encoding, payload=packed)
     try:
-        report = ValueReport(rank=rank, encoding=encoding, value=json.loads(payload))
+        report = RankResult(rank=rank, encoding=encoding, value=json.loads(payload))
         encode(report)  # JSON can name text that UTF-8 cannot hold
         return report
     except (ValueError, RecursionError) as error:
         words = f"the result cannot be read: it is not JSON in UTF-8: {error}"
-        return ValueReport(rank=rank, encoding=NONE, error=words)
+        return RankResult(rank=rank, encoding=NONE, error=words)
 
 
 async def without_results(lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:

@@ -15,7 +15,7 @@ from atoll.metrics.rounds import RoundKeeper, StoreLook
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
 MOST_ITEMS = 10_000
-FROM_STORE = "read from the rosters in the store"
+FROM_STORE = "read from the manifests in the store"
 
 RoundNumber = Annotated[int, Meta(ge=0, le=10**9)]
 

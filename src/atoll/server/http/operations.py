@@ -20,7 +20,7 @@ from starlette.types import Send
 from atoll.controller.clock import machine_clock
 from atoll.controller.informer import Informer
 from atoll.core.checks import check_name
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.decoders import convert
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode, named
@@ -34,7 +34,7 @@ from atoll.server.http.bodies import Bodies, decoded
 from atoll.server.http.encoded import EncodedChanges
 from atoll.server.http.routing import OnError, Route
 from atoll.server.http.streams import Streams
-from atoll.server.ui.cache import Reused
+from atoll.server.ui.cache import TTLCache
 from atoll.server.ui.rows import Rows
 from atoll.server.ui.sessions import Sessions
 
@@ -67,14 +67,14 @@ class Plane:
     gauges: Gauges
     rows: Rows
     setup: Setup = field(default_factory=Setup)
-    clock: Callable[[], Time] = field(default_factory=machine_clock)
+    clock: Callable[[], Now] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
     bodies: Bodies = field(default_factory=Bodies)
     series: SeriesKeeper | None = None  # None: figures of ranks are not kept here
     report_key: bytes = b""  # signs the tokens of ranks; empty: none report by HTTP
     searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
     sessions: Sessions = field(default_factory=Sessions)
-    curves: Reused = field(default_factory=Reused)
+    metric_cache: TTLCache = field(default_factory=TTLCache)
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
 

@@ -1,4 +1,4 @@
-"""The addresses of the dashboard."""
+"""The routes of the dashboard: its pages and the data they read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.server.http.operations import Operation, Plane, routes
 from atoll.server.http.routing import Endpoint, Route
 from atoll.server.ui import assets, auth, grid, views
 
-MAX_BODY = 10_000
+MAX_BODY = 10_000  # a code or a token, with room to spare
 
 OPERATIONS = (
     Operation("POST", "/ui/codes", auth.new_code, "Make a code that signs a browser in.", {}),
@@ -31,9 +31,18 @@ OPERATIONS = (
     Operation("GET", "/ui/rows", views.rows, "Trainings as rows.", {}, query=views.RowsQuery),
     Operation("GET", "/ui/page/{name}", views.page, "One training.", {}, query=views.PageQuery),
     Operation("GET", "/ui/ranks/{name}", views.ranks, "Some ranks.", {}, query=views.RanksQuery),
-    Operation("GET", "/ui/curves/{name}", views.curves, "Its curves.", {}, query=views.CurvesQuery),
+    Operation(
+        "GET",
+        "/ui/metrics/{name}",
+        views.metric_bands,
+        "Its metrics over time.",
+        {},
+        query=views.MetricBandsQuery,
+    ),
     Operation("GET", "/ui/rounds/{name}", grid.rounds, "Its rounds.", {}, query=grid.GridQuery),
-    Operation("GET", "/ui/stream", views.stream, "What changes.", {}, query=views.StreamQuery),
+    Operation(
+        "GET", "/ui/stream", views.stream, "Which trainings change.", {}, query=views.StreamQuery
+    ),
 )
 PAGES = ("/", "/in", "/compare", "/t/*")
 
@@ -41,8 +50,8 @@ PAGES = ("/", "/in", "/compare", "/t/*")
 def routes_of(plane: Plane) -> list[Route]:
     return [
         *routes(OPERATIONS, plane, caller, problems.on_error),
-        *(Route("GET", path, _checked(plane, assets.shell), _in_words) for path in PAGES),
-        Route("GET", "/assets/*", _checked(plane, assets.asset), _in_words),
+        *(Route("GET", path, _checked(plane, assets.shell), _as_text) for path in PAGES),
+        Route("GET", "/assets/*", _checked(plane, assets.asset), _as_text),
     ]
 
 
@@ -54,8 +63,8 @@ def _checked(plane: Plane, endpoint: Endpoint) -> Endpoint:
     return answer
 
 
-def _in_words(request: Request, error: Exception) -> Response:
-    """A person reads this, not a program."""
+def _as_text(request: Request, error: Exception) -> Response:
+    """Errors of pages as plain text: people read them, not programs."""
     if isinstance(error, HTTPException):
         return PlainTextResponse(f"atoll: {error.detail}\n", error.status_code, assets.HEADERS)
     return problems.on_error(request, error)

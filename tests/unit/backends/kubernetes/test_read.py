@@ -19,6 +19,7 @@ from atoll.backends.kubernetes.patch import (
 )
 from atoll.backends.kubernetes.pod import WAITING, Pod
 from atoll.backends.kubernetes.read import desired_of, finished, indexes, observe_gang
+from atoll.core.clock import Now
 from atoll.core.plan import plan
 from atoll.core.spec import WorldSize
 from atoll.core.status import Exit, RankStatus, Status, Training
@@ -198,7 +199,7 @@ def test_a_rank_on_a_node_given_up_by_the_cluster_is_replaced() -> None:
 def test_the_scheduler_says_what_a_rank_waits_for() -> None:
     rank = only(observation(pod(0, None, phase="Pending", node=None, conditions=NO_ROOM)))
     assert rank.state == "waiting"
-    assert rank.message == f"no room: {NO_ROOM['PodScheduled']['message']}"
+    assert rank.message == f"no capacity: {NO_ROOM['PodScheduled']['message']}"
 
 
 @pytest.mark.parametrize("reason", WAITING)
@@ -315,23 +316,23 @@ def lives(rank: int, codes: list[int], is_running: bool, leaving: list[bool]) ->
     """The pods of one rank, one after another; the last one may still run."""
     made = []
     for at, code in enumerate(codes):
-        start_ticks = MADE + at * 20
-        ending = ended(code, at=start_ticks + 10)
+        born = MADE + at * 20
+        ending = ended(code, at=born + 10)
         phase = "Failed" if code else "Succeeded"
-        left = start_ticks + 8 if leaving[at % len(leaving)] else None
+        left = born + 8 if leaving[at % len(leaving)] else None
         made.append(
             pod(
                 *(rank, ending),
                 phase=phase,
                 restarts=at,
-                made_at=start_ticks,
+                made_at=born,
                 left_at=left,
                 is_held=True,
             )
         )
     if is_running:
-        start_ticks = MADE + len(codes) * 20
-        made.append(pod(rank, running(start_ticks + 1), restarts=len(codes), made_at=start_ticks))
+        born = MADE + len(codes) * 20
+        made.append(pod(rank, running(born + 1), restarts=len(codes), made_at=born))
     return made
 
 
@@ -354,7 +355,7 @@ def test_every_exit_is_stored_before_its_pod_may_go(ranks: list[list[Json]]) -> 
     before = training(max_restarts=9)
     for _ in range(6):
         found = observe_gang(before, job(3), pods, HOLDING, NOW)
-        status = plan(before, found.observation, NOW).status
+        status = plan(before, found.observation, Now.at(NOW)).status
         for rank in (*status.ranks, *status.removed_ranks):
             if rank.exit is not None:
                 stored.add((rank.rank, rank.attempt))
@@ -378,7 +379,7 @@ def test_a_rank_that_the_job_gave_up_without_a_word_is_lost_and_told_once() -> N
     (rank,) = [r for r in told.observation.ranks if r.state == "exited"]
     assert rank.exit is not None
     assert (rank.rank, rank.exit.code, rank.exit.reason) == (1, None, "Deleted")
-    stored = replace(given, status=plan(given, told.observation, NOW).status)
+    stored = replace(given, status=plan(given, told.observation, Now.at(NOW)).status)
     assert stored.status.ranks[1].phase == "Failed"
     again = observe_gang(stored, gang, [pod(0, running())], Options(), NOW)
     assert [r.rank for r in again.observation.ranks if r.state == "exited"] == []
@@ -391,7 +392,7 @@ def test_a_pod_that_is_gone_is_told_of_before_its_successor() -> None:
     for _ in range(3):
         view = observe_gang(given, job(), [successor], Options(), NOW, departed=Departed([gone]))
         assert view.may_go == view.leaving == []
-        given = replace(given, status=plan(given, view.observation, NOW).status)
+        given = replace(given, status=plan(given, view.observation, Now.at(NOW)).status)
     rank = given.status.ranks[0]
     assert (rank.phase, rank.restarts, rank.pod_name) == ("Running", 1, name_of(successor))
     assert rank.previous_exit is not None  # after the second look and after the third
@@ -425,8 +426,8 @@ def test_an_exit_that_nobody_knows_is_unknown_and_never_zero(
     gang = job(annotations={SHRINKS: shrinks}) | {"status": status}
     given = training(max_restarts=2, status=Status(ranks=[alive(0)]))
     departed = Departed([], frozenset({name_of(pod(0))}))
-    (told,) = [r for r in observe_gang(given, gang, [], Options(), NOW, departed=departed).observation.ranks
-               if r.rank == 0]  # fmt: skip
+    view = observe_gang(given, gang, [], Options(), NOW, departed=departed)
+    (told,) = [r for r in view.observation.ranks if r.rank == 0]
     assert told.exit is not None
     assert (told.exit.code, told.exit.reason) == (code, reason)
     assert told.exit.is_stopped == (reason == "Stopped")
@@ -475,7 +476,9 @@ def ended_as(gang: Json, given: Training | None = None) -> Status:
     given = given or training(
         world_size=WorldSize(min=1, target=3, max=3), status=Status(desired=desired)
     )
-    return plan(given, observe_gang(given, gang, [], Options(), NOW).observation, NOW).status
+    return plan(
+        given, observe_gang(given, gang, [], Options(), NOW).observation, Now.at(NOW)
+    ).status
 
 
 def test_a_gang_that_ended_well_is_known_by_what_its_job_counts() -> None:
@@ -541,7 +544,7 @@ def test_a_quota_is_told_by_the_ranks_that_wait_for_it_and_by_no_others() -> Non
     stuck = pod(1, {"waiting": {"reason": "ContainerCreating"}}, phase="Pending")
     quota = "exceeded quota: few"
     view = observe_gang(given, job(), [pod(0, running()), stuck], Options(), NOW, trouble=quota)
-    ranks = plan(given, view.observation, NOW).status.ranks
+    ranks = plan(given, view.observation, Now.at(NOW)).status.ranks
     assert quota in ranks[2].message
     assert [quota in rank.message for rank in ranks] == [False, False, True]
     assert ranks[1].message == "its container is being created"

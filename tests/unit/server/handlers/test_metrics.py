@@ -15,7 +15,7 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.metrics.collect import Collector
 from atoll.metrics.store import SeriesKeeper
-from atoll.server.handlers.metrics import SeriesQuery, series
+from atoll.server.handlers.metrics import MetricsQuery, metrics
 from atoll.store.memory import MemoryStore
 
 
@@ -32,8 +32,8 @@ def test_what_nobody_has_read_yet_is_read_for_who_asks(tmp_path: Path) -> None:
         store = MemoryStore()
         stored = await store.create(over)
         plane = SimpleNamespace(store=store, series=keeper)
-        call = SimpleNamespace(query=SeriesQuery(), key=stored.key, name="t", plane=plane)
-        return msgspec.json.decode((await series(call)).body)  # type: ignore[arg-type]
+        call = SimpleNamespace(query=MetricsQuery(), key=stored.key, name="t", plane=plane)
+        return msgspec.json.decode((await metrics(call)).body)  # type: ignore[arg-type]
 
     (loss,) = asyncio.run(ask())["items"]
     assert loss["step"] == list(range(1, 41))

@@ -45,7 +45,7 @@ def test_a_code_that_was_used_says_when_and_what_to_do(clock: Clock) -> None:
         clock.now += seconds
         with pytest.raises(Denied) as refused:
             book.redeem(code)
-        words = r"used already, at \d\d:\d\d:\d\d UTC, \d+ s ago.*run 'atoll ui --revoke'"
+        words = r"already used at \d\d:\d\d:\d\d UTC, \d+ s ago.*run 'atoll ui --revoke'"
         assert re.search(words, str(refused.value))
     assert "4017 s ago" in str(refused.value)
 

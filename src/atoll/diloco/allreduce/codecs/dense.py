@@ -65,17 +65,17 @@ class Bf16:
             rounded[magnitude == _INFINITE] = 0x7F80
             rounded[is_nan] = 0x7FC0
         exponent = (rounded >> np.uint32(7)).astype(np.uint8)
-        rest = (rounded & np.uint32(0x7F)) | ((bits >> np.uint32(24)) & np.uint32(0x80))
-        parts = [squeeze(exponent), rest.astype(np.uint8).tobytes()]
+        remainder = (rounded & np.uint32(0x7F)) | ((bits >> np.uint32(24)) & np.uint32(0x80))
+        parts = [squeeze(exponent), remainder.astype(np.uint8).tobytes()]
         return pack(b"bf16", bits.size, parts)
 
     def decode(self, data: Data, size: int) -> Floats:
         coded, plain = unpack(b"bf16", data, size, 2)
         exponent = unsqueeze_exactly(coded, size).astype(np.uint32)
-        rest = np.frombuffer(plain, np.uint8)
-        if rest.size != size:
-            raise ValueError(f"expected {size} mantissas, found {rest.size}")
-        wide = rest.astype(np.uint32)
+        remainder = np.frombuffer(plain, np.uint8)
+        if remainder.size != size:
+            raise ValueError(f"expected {size} mantissas, found {remainder.size}")
+        wide = remainder.astype(np.uint32)
         bits = ((wide & np.uint32(0x80)) << np.uint32(24)) | (exponent << np.uint32(23))
         bits |= (wide & np.uint32(0x7F)) << np.uint32(16)
         return bits.view(np.float32)

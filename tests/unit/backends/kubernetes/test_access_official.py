@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 import httpx2
 import pytest
 
+from atoll.backends.kubernetes.access import access_of
 from atoll.backends.kubernetes.client import Access
-from atoll.backends.kubernetes.official import access_of
 from atoll.core.errors import ValidationError
 from kubernetes import client
 

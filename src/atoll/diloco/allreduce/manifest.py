@@ -1,6 +1,6 @@
 """Who is in a round: a pure decision, made once for everybody by one conditional write.
 
-Whoever sees enough uploads proposes a roster; the store lets exactly one proposal in.
+Whoever sees enough uploads proposes a manifest; the store lets exactly one proposal in.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 
 from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.keys import WHOLE, UploadName, parse_upload
-from atoll.diloco.allreduce.note import DATA_ERROR, DataRound, MemberNote, RosterData, claim_of
+from atoll.diloco.allreduce.keys import COMPLETE, UploadName, parse_upload
+from atoll.diloco.allreduce.note import DATA_ERROR, DataRound, ManifestData, MemberNote, claim_of
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Member(msgspec.Struct, frozen=True):
     upload: str
     weight: float
     sections: list[int] = []
-    said: MemberNote | msgspec.UnsetType = msgspec.UNSET  # unset in runs of older versions
+    header: MemberNote | msgspec.UnsetType = msgspec.UNSET  # unset in runs of older versions
 
     @property
     def processes(self) -> int:
@@ -43,15 +43,15 @@ class Member(msgspec.Struct, frozen=True):
         return "" if name is None else name.note
 
     @property
-    def is_gone(self) -> bool:
+    def has_left(self) -> bool:
         """Whether its process has left: it owns no shard, and its upload has all of them."""
-        return self.note == WHOLE
+        return self.note == COMPLETE
 
 
-class Roster(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True):
     """`owners[s]` is the rank that makes the mean of shard `s`.
 
-    A roster without members makes the round void. `error` says why; where it is empty, everybody
+    A manifest without members makes the round void. `error` says why; where it is empty, everybody
     goes on to the next round.
     """
 
@@ -66,7 +66,7 @@ class Roster(msgspec.Struct, frozen=True):
     by: str
     spread_s: float = 0.0
     error: str = ""
-    data: RosterData | msgspec.UnsetType = msgspec.UNSET  # where the replicas share their data
+    data: ManifestData | msgspec.UnsetType = msgspec.UNSET  # where the replicas share their data
     owner_grace_s: float = 0.0  # as its author has learned it, for those who join; 0: not yet
 
     @property
@@ -84,11 +84,13 @@ class Roster(msgspec.Struct, frozen=True):
             return None
         return DataRound(
             self.data,
-            tuple(claim_of(m.rank, m.said) for m in self.members if isinstance(m.said, MemberNote)),
+            tuple(
+                claim_of(m.rank, m.header) for m in self.members if isinstance(m.header, MemberNote)
+            ),
         )
 
     def refusal(self, rank: int) -> ValidationError:
-        """What a roster with an error means for a rank."""
+        """What a manifest with an error means for a rank."""
         field, _, text = self.error.rpartition(DATA_ERROR)
         return ValidationError("data" if text != self.error else "tensors", f"of rank {rank}", text)
 
@@ -103,14 +105,14 @@ class Roster(msgspec.Struct, frozen=True):
         return {m.rank: m.weight for m in self.members}
 
 
-ROSTER = json_decoder(Roster)
+MANIFEST = json_decoder(Manifest)
 
 
 class PastRound(NamedTuple):
-    """The run is at round `latest`, far after the round that was asked for, which had `roster`."""
+    """The run is at round `latest`, far after the one asked for, which had `manifest`."""
 
     latest: int
-    roster: Roster
+    manifest: Manifest
 
 
 class Quorum(NamedTuple):
@@ -120,7 +122,7 @@ class Quorum(NamedTuple):
     reason: str
 
 
-def look(
+def check(
     listing: Iterable[tuple[str, datetime, UploadName]], number: int, blamed: Iterable[str]
 ) -> dict[int, UploadName]:
     """The newest upload of each rank to round `number`, without those in `blamed`.
@@ -177,10 +179,10 @@ def owners(members: Sequence[int], shards: int, number: int) -> list[int]:
 
 
 def turn(rank: int, order: Sequence[int], world_size: int) -> int:
-    """How many others try to decide the roster before this rank does."""
+    """How many others try to decide the manifest before this rank does."""
     return order.index(rank) if rank in order else len(order) + (rank % world_size)
 
 
-def blamed_uploads(roster: Roster, ranks: Iterable[int]) -> list[str]:
-    by_rank: Mapping[int, str] = {m.rank: m.upload for m in roster.members}
+def blamed_uploads(manifest: Manifest, ranks: Iterable[int]) -> list[str]:
+    by_rank: Mapping[int, str] = {m.rank: m.upload for m in manifest.members}
     return [by_rank[rank] for rank in ranks if rank in by_rank]

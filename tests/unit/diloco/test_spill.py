@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atoll.diloco.aside import Aside
+from atoll.diloco.spill import SpillFile
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -18,14 +18,14 @@ def test_what_is_set_aside_comes_back(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path if is_there else tmp_path / "gone"))
     row = np.random.default_rng(0).standard_normal(1000).astype("f4")
-    with Aside(row.size) as aside:
-        aside.put(600, row[600:])
-        aside.put(0, row[:600])
+    with SpillFile(row.size) as spill:
+        spill.put(600, row[600:])
+        spill.put(0, row[:600])
         back = np.empty_like(row)
-        aside.get(0, back)
+        spill.get(0, back)
         assert back.tobytes() == row.tobytes()
         part = np.empty(10, np.float32)
-        aside.get(595, part)
+        spill.get(595, part)
         assert part.tobytes() == row[595:605].tobytes()
     assert not list(tmp_path.iterdir())
 
@@ -36,13 +36,13 @@ def test_a_full_disk_is_met_before_anything_is_given_up(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
     row = np.arange(5, dtype=np.float32)
-    with Aside(row.size) as aside:
-        aside.put(0, row)
-        aside.get(0, back := np.empty_like(row))
+    with SpillFile(row.size) as spill:
+        spill.put(0, row)
+        spill.get(0, back := np.empty_like(row))
     assert back.tolist() == row.tolist()
 
 
 def test_nothing_is_no_special_case() -> None:
-    with Aside(0) as aside:
-        aside.put(0, np.empty(0, np.float32))
-        aside.get(0, np.empty(0, np.float32))
+    with SpillFile(0) as spill:
+        spill.put(0, np.empty(0, np.float32))
+        spill.get(0, np.empty(0, np.float32))

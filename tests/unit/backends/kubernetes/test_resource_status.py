@@ -11,12 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from atoll.backends.kubernetes.stored import MAX_GROUPS, MAX_RANK_BYTES, fold_status, unfold_status
+from atoll.backends.kubernetes.resource import (
+    MAX_GROUPS,
+    MAX_RANK_BYTES,
+    fold_status,
+    unfold_status,
+)
 from atoll.core.errors import ValidationError
 from atoll.core.model import encode
 from atoll.core.phase import Phase
 from atoll.core.ranks import final_exits
-from atoll.core.status import Exit, RankPhase, RankStatus, Status, Wish
+from atoll.core.status import DesiredState, Exit, RankPhase, RankStatus, Status
 
 replace = msgspec.structs.replace
 BEGIN = 1_800_000_000.0
@@ -57,7 +62,7 @@ def failed(number: int, *, is_each_different: bool) -> RankStatus:
         number,
         "Failed",
         exit=ended,
-        previous=before,
+        previous_exit=before,
         restarts=number,
         attempt=int(scattered_s()),
         started_at=scattered_s(),
@@ -148,7 +153,7 @@ def scattered_rank(number: int, dice: random.Random) -> RankStatus:
         attempt=dice.randrange(-1, 3),
         started_at=dice.choice([None, dice.random() * 2e9, 0.0]),
         exit=scattered_exit(dice),
-        previous=scattered_exit(dice),
+        previous_exit=scattered_exit(dice),
         metered_s=dice.choice([0.0, dice.random() * 100]),
         missing_since=dice.choice([None, 1.25]),
         is_stopping=dice.random() < 0.3,
@@ -160,12 +165,14 @@ def scattered_status(seed: int) -> Status:
     numbers, beyond = (
         [n for n in range(a, b) if dice.random() < 0.6] for a, b in ((0, 9), (6, 14))
     )
-    redo = {n: dice.randrange(3) for n in numbers}
+    discarded_attempts = {n: dice.randrange(3) for n in numbers}
     status = Status(
         ranks=[scattered_rank(n, dice) for n in numbers],
-        retired=[scattered_rank(n, dice) for n in beyond],
-        redo=redo,
-        asked=dice.choice([None, Wish(version=1, size=3, redo=redo)]),
+        removed_ranks=[scattered_rank(n, dice) for n in beyond],
+        discarded_attempts=discarded_attempts,
+        desired=dice.choice(
+            [None, DesiredState(version=1, size=3, discarded_attempts=discarded_attempts)]
+        ),
     )
     exits = final_exits(status, next((r for r in status.ranks if r.exit), None))
     changed = [replace(e, host="elsewhere") for e in exits]

@@ -1,7 +1,8 @@
-"""The way to a cluster that an API object of the official `kubernetes` client knows.
+"""How to reach an API server, and as whom: from a kubeconfig, the pod's own service account, or an
+API object of the official `kubernetes` client.
 
-Its configuration is taken over: server, credentials with their refreshing, certificates, proxy and
-headers. The official client itself is not needed here.
+Of the official client only the configuration is used: server, credentials with their refresh,
+certificates, proxy and headers. The client itself need not be installed.
 """
 
 from __future__ import annotations
@@ -9,13 +10,95 @@ from __future__ import annotations
 import base64
 import ssl
 from collections.abc import Generator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx2
+import msgspec
+import yaml  # type: ignore[import-untyped]
+from lightkube.config.client_adapter import user_auth, verify_cluster
+from lightkube.config.kubeconfig import KubeConfig, SingleConfig
+from lightkube.config.models import NameValue, User
+from lightkube.core.exceptions import ConfigError
+from msgspec.structs import replace
 
-from atoll.backends.kubernetes.client import Access
-from atoll.core.errors import ValidationError
+from atoll.core.errors import Denied, Permanent, ValidationError
+
+WHO_AM_I = "'kubectl auth whoami' shows whether KUBECONFIG holds some"
+EXEC_V1 = "client.authentication.k8s.io/v1"
+# lightkube does not catch what a file that is not a kubeconfig makes it raise.
+_BAD_CONFIG = (
+    *(ConfigError, OSError, KeyError, ValueError, AttributeError, TypeError),
+    *(msgspec.ValidationError, yaml.YAMLError),
+)
+
+
+class Access(NamedTuple):
+    """How to reach an API server, and as whom."""
+
+    server: str
+    namespace: str
+    verify: ssl.SSLContext | bool
+    auth: httpx2.Auth | None
+    proxy: httpx2.Proxy | None = None
+    headers: Mapping[str, str] | None = None
+
+
+def read_access(context: str | None, kubeconfig: str | None) -> Access:
+    """Raises Permanent if no usable configuration exists."""
+    try:
+        loaded = KubeConfig.from_file(kubeconfig) if kubeconfig else KubeConfig.from_env()
+        config = loaded.get(context)
+        assert config is not None
+        user = config.user
+        _check_files(config)
+        verify = verify_cluster(config.cluster, user, config.abs_file) if user else True
+        auth = _auth(user) if user else None
+    except _BAD_CONFIG as error:
+        raise Permanent(f"no usable Kubernetes configuration: {_one_line(error)}") from error
+    return Access(config.cluster.server, config.namespace, verify, auth)
+
+
+def _check_files(config: SingleConfig) -> None:
+    """Raises ConfigError for a missing file, which OpenSSL would not name."""
+    user = config.user or User()
+    for path in (config.cluster.certificate_auth, user.client_cert, user.client_key):
+        if path is not None and not Path(config.abs_file(path)).is_file():
+            raise ConfigError(f"{path}: no such file")
+
+
+def _auth(user: User) -> httpx2.Auth | None:
+    """The user's authentication, with support for exec plugins of `v1`.
+
+    lightkube knows no version after `v1beta1`, whose answers look the same. The plugin itself is
+    called with the version that the kubeconfig states.
+    """
+    if user.exec is not None and user.exec.apiVersion == EXEC_V1:
+        request = {"apiVersion": EXEC_V1, "kind": "ExecCredential", "spec": {"interactive": False}}
+        variable = NameValue("KUBERNETES_EXEC_INFO", msgspec.json.encode(request).decode())
+        beta = f"{EXEC_V1}beta1"
+        plugin = replace(user.exec, apiVersion=beta, env=[*(user.exec.env or ()), variable])
+        user = replace(user, exec=plugin)
+    return user_auth(user)
+
+
+def no_credentials(error: Exception) -> Denied:
+    text = f"no credentials for the Kubernetes API server: {_one_line(error)}"
+    denied = Denied(text)
+    denied.hint = WHO_AM_I
+    return denied
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"the file has no {error}"
+    if isinstance(error, AttributeError | TypeError):
+        return "this is not a kubeconfig"
+    name = getattr(error, "filename", None)
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{text}: {name}" if name and str(name) not in text else text
+
 
 EXPECTED = "expected an API object of the kubernetes client, made after its configuration"
 # What a client that nobody configured has as its server.

@@ -24,21 +24,21 @@ MINIMUM = ("ATOLL_WORLD_MIN",)
 URI = "ATOLL_RENDEZVOUS_URI"
 
 
-class Place(NamedTuple):
+class ReplicaConfig(NamedTuple):
     rank: int
     world_size: int
     min_replicas: int
     uri: str | Blobs | None  # None: alone, nothing is sent
 
 
-def find_place(
+def find_replica_config(
     uri: str | Blobs | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     min_replicas: int | None = None,
     *,
     is_one_of_many: bool = False,
-) -> Place:
+) -> ReplicaConfig:
     """An argument wins over the environment; with neither, a world of one without a store.
 
     `is_one_of_many`: a replica has several processes, so RANK and WORLD_SIZE are of a process.
@@ -63,7 +63,7 @@ def find_place(
         raise ValidationError(
             "uri", None, f"{world_size} replicas need a store to meet in: pass uri= or set {URI}"
         )
-    return Place(rank, world_size, minimum, uri)
+    return ReplicaConfig(rank, world_size, minimum, uri)
 
 
 def fragment_run(run_id: str | None, at: int, count: int) -> str:
@@ -81,14 +81,17 @@ class RunHome(NamedTuple):
 
 
 def find_home(
-    place: Place, count: int, run_id: str | None, allreduce: ObjectStoreAllReduce | None = None
+    config: ReplicaConfig,
+    count: int,
+    run_id: str | None,
+    allreduce: ObjectStoreAllReduce | None = None,
 ) -> RunHome | None:
     """The home of a run with `count` fragments, or of `allreduce`; None without a store."""
     if allreduce is not None:
         return RunHome(allreduce.blobs, allreduce.keys.run, allreduce.keys.run)
-    if place.uri is None:
+    if config.uri is None:
         return None
-    blobs = place.uri if isinstance(place.uri, Blobs) else Blobs.open(place.uri)
+    blobs = config.uri if isinstance(config.uri, Blobs) else Blobs.open(config.uri)
     return RunHome(blobs, fragment_run(run_id, 0, count), fragment_run(run_id, 0, 1))
 
 
@@ -130,9 +133,9 @@ def _number(field: str, value: int | None, names: tuple[str, ...], low: int, def
     return value
 
 
-def refuse_spanning(places: Sequence[Place]) -> None:
+def refuse_spanning(places: Sequence[ReplicaConfig]) -> None:
     """Raises ValidationError if the processes are not of one replica."""
-    ranks = sorted({place.rank for place in places})
+    ranks = sorted({config.rank for config in places})
     if len(ranks) > 1:
         raise ValidationError(
             "process_group",
@@ -141,10 +144,10 @@ def refuse_spanning(places: Sequence[Place]) -> None:
             "them with --rendezvous none (rendezvous_backend='none'), or pass process_group= with "
             "the processes of this replica",
         )
-    for process, place in enumerate(places):
-        if place != places[0]:
+    for process, config in enumerate(places):
+        if config != places[0]:
             raise ValidationError(
                 "process_group",
-                f"process {process} with {place}",
+                f"process {process} with {config}",
                 f"expected the arguments of process 0, {places[0]}",
             )

@@ -14,7 +14,7 @@ from atoll.diloco.outer import Floats
 log = logging.getLogger("atoll.diloco")
 
 
-class Aside:
+class SpillFile:
     """Room for a row of `size` values in $TMPDIR, or in memory if that has no room."""
 
     def __init__(self, size: int) -> None:
@@ -28,7 +28,7 @@ class Aside:
             self.close()
             self._row = np.empty(size, np.float32)
 
-    def __enter__(self) -> Aside:
+    def __enter__(self) -> SpillFile:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ from email.utils import formatdate
 
 import pytest
 
-from atoll.backends.kubernetes.servertime import ServerTime
+from atoll.backends.kubernetes.client import ServerTime
 
 SERVER = 1_800_000_000.0
 

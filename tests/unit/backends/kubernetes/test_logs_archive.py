@@ -9,10 +9,10 @@ import httpx2
 import msgspec
 import pytest
 
-from atoll.backends.kubernetes import archive
+from atoll.backends.kubernetes import logs
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.executor import KubernetesBackend
-from atoll.core.status import Wish
+from atoll.core.status import DesiredState
 from tests.unit.backends.kubernetes.kube import Json, job, pod, running, training
 
 BREAKS = httpx2.ReadError("the container is gone")
@@ -72,7 +72,7 @@ PODS = [with_uid(rank) for rank in range(3)]
 def test_a_scale_down_reads_the_logs_first_and_keeps_what_was_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(archive, "AGAIN_S", 0.01)
+    monkeypatch.setattr(logs, "AGAIN_S", 0.01)
     server = Server()
 
     async def test() -> None:
@@ -80,7 +80,7 @@ def test_a_scale_down_reads_the_logs_first_and_keeps_what_was_read(
             transport=httpx2.MockTransport(server), base_url="https://kubernetes"
         )
         backend = KubernetesBackend(cluster=Cluster(client), namespace="team-a")
-        await backend.apply(training(), Wish(version=2, size=2))
+        await backend.apply(training(), DesiredState(version=2, size=2))
         async with asyncio.timeout(30):
             await server.is_kept.wait()
         await backend.close()
