@@ -130,9 +130,12 @@ class Executor:
         """Raises ValidationError, naming the field, for a spec that can never run here."""
         check_supported(spec, self.SUPPORTS, self.options)
 
-    async def try_out(self, spec: TrainingSpec) -> None:
-        """Raises ValidationError with the backend's words if that says it will never take the spec.
-        Nothing is started; a backend that does not answer refuses nothing."""
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
+        """Asks the backend whether it would take a training with this spec, and creates nothing.
+
+        Raises ValidationError with the backend's reason if it never will. A backend that does not
+        answer refuses nothing.
+        """
 
     def missing_path(self, spec: TrainingSpec) -> str | None:
         """A directory or script of this machine that the spec names and that is not there."""

@@ -174,7 +174,7 @@ class ReplicaSurface:
         training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         spec = replace(training.spec, executor=self._plane.executor.name)
         training = replace(training, namespace=self.namespace, spec=spec)
-        self._plane.call(self._plane.executor.try_out(spec))
+        self._plane.call(self._plane.executor.dry_run(spec, self.namespace))
         gang = self._plane.launch(training)
         self._known[self.job_name(training)] = gang
         self.note_launch(training)

@@ -10,7 +10,7 @@ import pytest
 from atoll.backends.kubernetes.client import Cluster
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.render import render_job
-from atoll.core.errors import NotFound, Permanent
+from atoll.core.errors import NotFound, Permanent, ValidationError
 from atoll.core.model import encode
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import DesiredState, Exit, Observation, ObservedRank, Training
@@ -98,8 +98,8 @@ def test_a_namespace_that_does_not_exist_is_refused_at_once() -> None:
             raise NotFound("namespaces", "team")
 
     jobs = ScriptJobs(cluster=cast(Cluster, Elsewhere()), image="image:1", namespace="team")
-    with pytest.raises(Permanent, match="the namespace 'team' does not exist"):
-        asyncio.run(jobs._create(TRAINING, DesiredState(version=1, size=3)))
+    with pytest.raises(ValidationError, match="namespace: 'team' is not valid: .* that exists"):
+        asyncio.run(jobs.dry_run(SPEC, "team"))
 
 
 @pytest.mark.parametrize(("reason", "is_stopped"), [("Error", False), ("Deleted", True)])

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import fields, replace
 
-from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.client import Cluster, Rejected
 from atoll.backends.kubernetes.companions import Beside
 from atoll.backends.kubernetes.deleted_pods import DeletedPods
 from atoll.backends.kubernetes.diagnosis import Hosts, Troubles
@@ -27,7 +28,6 @@ from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAININ
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
 from atoll.backends.kubernetes.patch import render_released, render_resize
 from atoll.backends.kubernetes.pod import Pod, part_of
-from atoll.backends.kubernetes.podfields import flaws_of
 from atoll.backends.kubernetes.read import (
     desired_of,
     finished,
@@ -46,7 +46,7 @@ from atoll.backends.kubernetes.render import (
 from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
-from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
+from atoll.core.errors import Conflict, Denied, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext
 from atoll.core.ports import Executor, Key
 from atoll.core.spec import TrainingSpec
@@ -54,7 +54,10 @@ from atoll.core.status import DesiredState, Followup, LogLine, Observation, Trai
 
 Json = dict[str, Any]
 
-UNTRIED = DesiredState(version=1, size=1)
+DRY_RUN_S = 5.0  # the server answers in milliseconds; a deploy must not hang on one that is away
+DRY_RUN_UID = "dry-run"
+# The API server's name for a field of the Job, and the option that it comes from.
+FIELDS = {"spec.template.spec.": "pod.", "spec.template.": "", "metadata.": ""}
 CATCH_UP_S = 1.0  # how long the mirror may take to show this process's own last write
 FEW = 16  # gangs of more ranks are looked at less often than their pods change
 PAUSE_A_RANK_S = 0.002
@@ -138,7 +141,7 @@ class KubernetesBackend(Executor):
     @classmethod
     def preview(cls, options: ClusterOptions, home: PlaneContext, training: Training) -> str:
         """The objects of the ranks, as `kubectl create -f` takes them. No cluster is asked."""
-        check_spec(training.spec, options)
+        options.check(training.spec)
         desired = DesiredState(version=1, size=training.spec.world_size.target)
         objects = [
             render_world(training, desired, options, None),
@@ -154,7 +157,39 @@ class KubernetesBackend(Executor):
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
-        check_spec(spec, self.options)
+        self.options.check(spec)
+
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
+        """Asks the API server with `dryRun=All`, which checks everything and writes nothing.
+
+        A quota that is used up or a missing right refuses nothing here: both can change, and the
+        status of the training says what it waits for.
+        """
+        with contextlib.suppress(Denied, Temporary, TimeoutError):
+            async with asyncio.timeout(DRY_RUN_S):
+                await self.rehearse(Training(namespace=namespace, uid=DRY_RUN_UID, spec=spec))
+
+    async def rehearse(self, training: Training) -> None:
+        """Raises ValidationError, naming the field, if the cluster refuses what `apply` would
+        create. Also raises Denied, Temporary. Creates nothing."""
+        namespace, name = self._place(training)
+        desired = DesiredState(version=1, size=training.spec.world_size.target)
+        try:
+            for kind, item in (
+                ("configmaps", render_world(training, desired, self.options, None)),
+                ("services", render_service(training, self.options, None)),
+            ):
+                await self.cluster.patch(kind, namespace, name, item, type="apply", is_dry_run=True)
+            job = self.render_job(training, desired, None)
+            await self.cluster.create("jobs", namespace, job, is_dry_run=True)
+        except NotFound as error:  # nothing else has to exist
+            expected = "expected a namespace that exists in the cluster"
+            raise ValidationError("namespace", namespace, expected) from error
+        except Rejected as error:
+            raise _refusal(error) from error
+
+    def render_job(self, training: Training, desired: DesiredState, owner: Json | None) -> Json:
+        return render_job(training, desired, self.options, owner)
 
     async def close(self) -> None:
         await self.stop()
@@ -327,7 +362,7 @@ class KubernetesBackend(Executor):
         namespace, name = self._place(training)
         await self._objects.make(training, desired)
         owner = owner_of(training) if self._is_owner else None
-        body = render_job(training, desired, self.options, owner)
+        body = self.render_job(training, desired, owner)
         try:
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:
@@ -417,10 +452,16 @@ def _version(item: Json) -> int:
     return int(item["metadata"]["resourceVersion"])
 
 
-def check_spec(spec: TrainingSpec, options: KubernetesOptions) -> None:
-    """Raises ValidationError if this training cannot run with these options."""
-    options.check(spec)
-    # What only the two together make wrong, such as a request above the training's limit.
-    job = render_job(Training(namespace="x", uid="x", spec=spec), UNTRIED, options)
-    for flaw in flaws_of(job["spec"]["template"]["spec"]):
-        raise flaw.refuse("pod")
+def _refusal(error: Rejected) -> ValidationError:
+    """The first thing that the API server finds wrong, with the field as options name it."""
+    field, reason = error.causes[0] if error.causes else ("", str(error))
+    for path, option in FIELDS.items():
+        if field.startswith(path):
+            field = option + field.removeprefix(path)
+            break
+    # `Invalid value: "x": must be ...`; a required value that is missing has none.
+    match = re.match(r'\w+ value: ("(?:[^"\\]|\\.)*"|[^:]*): (.*)', reason, re.DOTALL)
+    value, expected = match.groups() if match else (None, reason)
+    if value is not None and value.startswith('"'):
+        value = json.loads(value)
+    return ValidationError(field or "pod", value, f"Kubernetes: {expected}")

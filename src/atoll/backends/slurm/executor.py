@@ -116,7 +116,7 @@ class SlurmBackend(RecordedBackend):
     def check(self, spec: TrainingSpec) -> None:
         self.options.check(spec)
 
-    async def dry_run(self, spec: TrainingSpec) -> None:
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
         """By `sbatch --test-only`. Words that may be of the moment, such as nodes that are drained,
         are no refusal."""
         await asyncio.to_thread(self._try_folder)

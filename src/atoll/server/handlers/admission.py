@@ -43,9 +43,9 @@ def unsupported_message(training: Training, plane: Plane) -> str:
     return describe_unsupported(training.executor, fields)
 
 
-async def check_backend(spec: TrainingSpec, plane: Plane) -> None:
+async def check_backend(spec: TrainingSpec, plane: Plane, namespace: str) -> None:
     """Raises ValidationError if the backend itself says that it will never take the spec."""
-    await plane.executors[spec.executor or ""].try_out(spec)
+    await plane.executors[spec.executor or ""].dry_run(spec, namespace)
 
 
 async def check_run(spec: TrainingSpec, plane: Plane, namespace: str) -> None:

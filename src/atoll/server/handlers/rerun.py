@@ -44,7 +44,7 @@ async def rerun(call: ApiCall) -> Answer:
     source = await _with_source(call.plane.store, old)
     spec = admitted(changed(source, wanted), call.plane, call.namespace, is_code_stored=True)
     await check_run(spec, call.plane, call.namespace)
-    await check_backend(spec, call.plane)
+    await check_backend(spec, call.plane, call.namespace)
     executor = call.plane.executors[spec.executor or ""]
     if gone := executor.missing_path(spec):
         raise Conflict(f"training {old.name!r} cannot be run again: {gone} is gone")

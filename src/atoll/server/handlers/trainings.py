@@ -76,7 +76,7 @@ async def create(call: ApiCall) -> Answer:
     spec = admitted(call.body, call.plane, call.namespace)
     _check_default(call, spec)
     await check_run(spec, call.plane, call.namespace)
-    await check_backend(spec, call.plane)
+    await check_backend(spec, call.plane, call.namespace)
     training = Training(
         namespace=call.namespace, uid=uuid.uuid4().hex, spec=spec, created_at=time.time()
     )
