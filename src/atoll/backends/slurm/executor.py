@@ -21,9 +21,8 @@ from atoll.agent.bundle import FILE, wrapper_file
 from atoll.agent.metric_sinks import FIGURES
 from atoll.agent.wrapper import Folder, code_root
 from atoll.backends.launch import RankPlace
-from atoll.backends.observe import BackendJob, Pace
 from atoll.backends.recorded import Json, RecordedBackend
-from atoll.backends.records import AttemptKey
+from atoll.backends.records import AttemptKey, JobState, Timing
 from atoll.backends.slurm.options import SUPPORTS, SlurmOptions
 from atoll.backends.slurm.read import QueuedTask, best_of, read_queue
 from atoll.backends.slurm.render import (
@@ -87,7 +86,7 @@ class SlurmBackend(RecordedBackend):
         self.options = options
         self.python = options.python or sys.executable
         self._conf = os.path.expanduser(options.conf or os.environ.get("SLURM_CONF", ""))
-        self.pace = Pace(silent_s=options.silent_s)
+        self.timing = Timing(heartbeat_timeout_s=options.heartbeat_timeout_s)
         self.questions = 0  # asked of slurmctld so far
         self._queue: tuple[float, list[QueuedTask]] | None = None
         self._asking = asyncio.Lock()
@@ -156,7 +155,7 @@ class SlurmBackend(RecordedBackend):
             if status:
                 raise _refusal(trouble)
 
-    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, BackendJob]:
+    async def list_jobs(self, training: Training) -> Mapping[AttemptKey, JobState]:
         return best_of([t for t in await self._ask_queue() if t.uid == training.uid])
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
@@ -281,7 +280,7 @@ class SlurmBackend(RecordedBackend):
             tasks = read_queue(*await self._run("squeue", "--json", "--states=all"))
             # A long queue is asked for less often: at most a fifth of the time.
             took_s = time.monotonic() - desired_at
-            self.pace = self.pace._replace(look_s=max(0.5, 4 * took_s))
+            self.timing = self.timing._replace(observe_s=max(0.5, 4 * took_s))
             self._queue = (desired_at, tasks)
             return tasks
 
