@@ -159,10 +159,12 @@ class Storm:
 
     def _victims(self, gang: Gang, kind: str) -> list[tuple[int, int]]:
         if kind == "rank":
-            alive = [r for r in self._starts(gang) if processes.is_running(r["pid"], r["born"])]
+            alive = [
+                r for r in self._starts(gang) if processes.is_running(r["pid"], r["startTicks"])
+            ]
             picked = [self.chance.choice(alive)] if alive else []
-            self._struck |= {(r["pid"], r["born"]) for r in picked}
-            return [(r["pid"], r["born"]) for r in picked]
+            self._struck |= {(r["pid"], r["startTicks"]) for r in picked}
+            return [(r["pid"], r["startTicks"]) for r in picked]
         try:
             keeper, supervisor = map(_named, self.plane.shim_pids_of(gang.directory))
         except StopIteration:  # it is being replaced
@@ -261,7 +263,9 @@ class Storm:
         """What ranks wrote themselves: each attempt ran once, as journalled; no end is made up."""
         starts = {(r["rank"], r["attempt"]): r["pid"] for r in records if r["t"] == "start"}
         ends = {(r["rank"], r["attempt"]): r for r in records if r["t"] == "exit"}
-        start_ticks = {(r["rank"], r["attempt"]): r["born"] for r in records if r["t"] == "start"}
+        start_ticks = {
+            (r["rank"], r["attempt"]): r["startTicks"] for r in records if r["t"] == "start"
+        }
         ran, done = self._said("ran", gang), self._said("done", gang)
         assert len(ran) == len({key for key, _ in ran}), f"{gang.name}: an attempt ran twice"
         assert all(starts[key] == pid for key, pid in ran), gang.name
@@ -300,7 +304,7 @@ class Storm:
                 alive[record["rank"]] = record
             elif record["t"] == "exit":
                 alive.pop(record["rank"], None)
-        return {n: r for n, r in alive.items() if processes.is_running(r["pid"], r["born"])}
+        return {n: r for n, r in alive.items() if processes.is_running(r["pid"], r["startTicks"])}
 
 
 def check_journal(records: list[dict[str, Any]], lasted_s: float) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from atoll.agent.bucket import Objects
 from atoll.agent.metric_sinks import FIGURES
 from atoll.backends.launch import TORCHRUN_VARIABLES, RankPlace
-from atoll.backends.observe import Timing
 from atoll.backends.recorded import Json, RecordedBackend
+from atoll.backends.records import Timing
 from atoll.core.status import Training
 
 SOURCE = "source.file"  # among the records, and removed with them
@@ -88,7 +88,7 @@ class StoreBackend(RecordedBackend):
 def timing_of(poll_s: float) -> Timing:
     """A rank that is silent for three beats of its wrapper, and some, is given up."""
     return Timing(
-        look_s=poll_s,
+        observe_s=poll_s,
         settle_s=0.5 + 2 * poll_s,
         heartbeat_timeout_s=1.0 + 17 * poll_s,
         cause_wait_s=0.5 + 2 * poll_s,

@@ -24,9 +24,8 @@ from atoll.backends.modal.render import (
     sandbox_name,
     tags_of,
 )
-from atoll.backends.observe import JobState, has_open_cause
 from atoll.backends.recorded import Json
-from atoll.backends.records import AttemptKey
+from atoll.backends.records import AttemptKey, JobState, has_open_cause
 from atoll.core.config import options_of
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.executors import PlaneContext
@@ -126,13 +125,13 @@ class ModalBackend(StoreBackend):
             *(self._learn(gang, each) for each in running if each not in gang.keys)
         )
         jobs = {
-            gang.keys[each]: JobState("running", words="Modal has not started it yet")
+            gang.keys[each]: JobState("running", message="Modal has not started it yet")
             for each in running
             if each in gang.keys
         }
         words = gang.trouble or "Modal is asked for it, and waits for room"
         for key in gang.asked:
-            jobs.setdefault(key, JobState("pending", words=words))
+            jobs.setdefault(key, JobState("pending", message=words))
         known = {*gang.keys.values(), *self._claims(training)}
         gone = sorted(key for key in known if key not in jobs)
         ends = await asyncio.gather(*(self._end(training, gang, key) for key in gone))
@@ -245,7 +244,7 @@ class ModalBackend(StoreBackend):
                 return JobState("running")  # the listing was late
             is_claimed = key in self._claims(training)
             words = end.words if is_claimed else f"{end.words}: {UNSAID}"
-            job = JobState("ended", reason=end.reason, words=words)
+            job = JobState("ended", reason=end.reason, message=words)
         gang.ends[key] = job
         return job
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from atoll.agent.records import BY_EXECUTOR
 from atoll.backends.bucket_backend import StoreBackend
-from atoll.backends.observe import BY_EXECUTOR, JobState, has_open_cause
 from atoll.backends.recorded import Json
-from atoll.backends.records import AttemptKey
+from atoll.backends.records import AttemptKey, JobState, has_open_cause
 from atoll.backends.sagemaker.client import NameTaken, TrainingJobs, connect
 from atoll.backends.sagemaker.logs import RankLogs
 from atoll.backends.sagemaker.model import check_request
@@ -147,15 +147,15 @@ class SageMakerBackend(StoreBackend):
         if name not in gang.ends:
             gang.ends[name] = await self.jobs.describe(name)
         end = gang.ends[name]
-        is_claimed = reader is not None and key in reader.claims()
+        is_claimed = reader is not None and reader.is_claimed(key)
         if not is_claimed and lacks_capacity(end):
             since = gang.wanting.setdefault(key, time.monotonic())
             if time.monotonic() >= since + self.options.capacity_pause_s:
                 return None
             words = f"SageMaker has no capacity, and is asked again: {end.get('FailureReason', '')}"
-            return JobState("pending", words=words)
+            return JobState("pending", message=words)
         job = read_end(end)
-        return job if is_claimed else job._replace(words=f"{job.words}: {UNSAID}")
+        return job if is_claimed else job._replace(message=f"{job.message}: {UNSAID}")
 
     async def stop_jobs(self, training: Training, attempts: Sequence[AttemptKey]) -> None:
         gang = self._gang(training)

@@ -21,9 +21,8 @@ from atoll.agent.bundle import FILE, wrapper_file
 from atoll.agent.metric_sinks import FIGURES
 from atoll.agent.wrapper import Folder, code_root
 from atoll.backends.launch import RankPlace
-from atoll.backends.observe import JobState, Timing
 from atoll.backends.recorded import Json, RecordedBackend
-from atoll.backends.records import AttemptKey
+from atoll.backends.records import AttemptKey, JobState, Timing
 from atoll.backends.slurm.options import SUPPORTS, SlurmOptions
 from atoll.backends.slurm.read import QueuedTask, best_of, read_queue
 from atoll.backends.slurm.render import (
@@ -281,7 +280,7 @@ class SlurmBackend(RecordedBackend):
             tasks = read_queue(*await self._run("squeue", "--json", "--states=all"))
             # A long queue is asked for less often: at most a fifth of the time.
             took_s = time.monotonic() - desired_at
-            self.timing = self.timing._replace(look_s=max(0.5, 4 * took_s))
+            self.timing = self.timing._replace(observe_s=max(0.5, 4 * took_s))
             self._queue = (desired_at, tasks)
             return tasks
 

@@ -102,7 +102,7 @@ async def logs(call: ApiCall) -> Answer:
 
 
 def _streamed(call: ApiCall, source: AsyncIterator[bytes]) -> Answer:
-    return stream_answer(call.plane.streams.run(source, beat=BEAT, cut=CUT), NDJSON)
+    return stream_answer(call.plane.streams.run(source, heartbeat=BEAT, cut=CUT), NDJSON)
 
 
 def _around(training: Training, executor: Executor, query: LogQuery) -> Answer:

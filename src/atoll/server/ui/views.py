@@ -276,7 +276,7 @@ async def stream(call: ApiCall) -> Answer:
                 await asyncio.sleep(FRAMES_S)
 
     beat = b'{"beat":true}\n'
-    return stream_answer(plane.streams.run(frames(), beat=beat), NDJSON)
+    return stream_answer(plane.streams.run(frames(), heartbeat=beat), NDJSON)
 
 
 def _frame(version: int, names: list[str] | None, now: float) -> bytes:
