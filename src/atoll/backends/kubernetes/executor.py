@@ -22,7 +22,7 @@ from atoll.backends.kubernetes.companions import Beside
 from atoll.backends.kubernetes.deleted_pods import DeletedPods
 from atoll.backends.kubernetes.diagnosis import Hosts, Troubles
 from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, PodKeeper
-from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_places
+from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_offsets
 from atoll.backends.kubernetes.mirror import Mirror
 from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
@@ -303,21 +303,21 @@ class KubernetesBackend(Executor):
     ) -> AsyncIterator[LogLine]:
         return read_logs(self._log_source(training), ranks=ranks, tail=tail, follow=follow)
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return await tail_places(self._log_source(training), ranks=ranks, tail=tail)
+        return await tail_offsets(self._log_source(training), ranks=ranks, tail=tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         is_over = follow or (lambda: True)
-        return follow_logs(self._log_source(training), places, ranks=ranks, is_over=is_over)
+        return follow_logs(self._log_source(training), offsets, ranks=ranks, is_over=is_over)
 
     def _log_source(self, training: Training) -> LogSource:
         namespace, _ = self._place(training)
