@@ -53,7 +53,7 @@ def ours(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: in
             replica.allreduce(data)
             report = replica.last_round
             assert report is not None
-            assert len(report.roster) == size, report
+            assert len(report.members) == size, report
             used = (report.bytes_up + report.bytes_down, report.requests)
             stages = report.seconds | {"cpu": time.process_time() - cpu}
             out.append((began, time.time(), *used, stages))
@@ -88,8 +88,8 @@ def naive(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: i
 def raw(uri: str, rank: int, size: int, data: list[Any], start: Any, rounds: int) -> list[Any]:
     """PUT (N-1)/N, read N-1 ranges, PUT 1/N, read N-1 objects."""
     blobs, out = Blobs.open(uri), []
-    whole = sum(t.nbytes for t in data)
-    part = whole // size
+    complete = sum(t.nbytes for t in data)
+    part = complete // size
     body = np.concatenate(data).tobytes()[: part * (size - 1)]
     shard = body[:part]
     peers = [p % size for p in range(rank + 1, rank + size)]
@@ -131,22 +131,25 @@ def measure(way: str, uri: str, size: int, total: int, count: int, rounds: int) 
     processes = [context.Process(target=replica, args=a) for a in args]
     for process in processes:
         process.start()
-    found = dict(out.get(timeout=3600) for _ in processes)
+    matches = dict(out.get(timeout=3600) for _ in processes)
     for process in processes:
         process.join()
-    kept = range(1 if rounds > 1 else 0, rounds)
-    walls = [max(found[r][k][1] for r in found) - min(found[r][k][0] for r in found) for k in kept]
-    bytes_each = statistics.mean(found[r][k][2] for r in found for k in kept)
-    most = max(statistics.mean(found[r][k][2] for k in kept) for r in found)
-    requests = statistics.mean(found[r][k][3] for r in found for k in kept)
-    stages = sorted({s for r in found for k in kept for s in found[r][k][4]})
+    retained = range(1 if rounds > 1 else 0, rounds)
+    walls = [
+        max(matches[r][k][1] for r in matches) - min(matches[r][k][0] for r in matches)
+        for k in retained
+    ]
+    bytes_each = statistics.mean(matches[r][k][2] for r in matches for k in retained)
+    most = max(statistics.mean(matches[r][k][2] for k in retained) for r in matches)
+    requests = statistics.mean(matches[r][k][3] for r in matches for k in retained)
+    stages = sorted({s for r in matches for k in retained for s in matches[r][k][4]})
     return {
         "wall_s": statistics.median(walls),
         "bytes": bytes_each,
         "bytes_most": most,
         "requests": requests,
         "stages_s": {
-            s: round(statistics.median(found[r][k][4][s] for r in found for k in kept), 4)
+            s: round(statistics.median(matches[r][k][4][s] for r in matches for k in retained), 4)
             for s in stages
         },
     }
@@ -215,7 +218,7 @@ def trainee(uri: str, rank: int, size: int, rounds: int, work_s: float, out: Any
     with ObjectStoreAllReduce(uri, rank, size) as replica:
         report = None
         while report is None or report.round < rounds - 1:
-            is_new = report is None and (Path(uri[7:]) / "run" / "roster").exists()
+            is_new = report is None and (Path(uri[7:]) / "run" / "manifest").exists()
             worked = 0.0 if is_new else work_s
             time.sleep(worked)
             replica.allreduce(tensors(400_000, 10), weight=max(worked, 0.01))
@@ -304,8 +307,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     lives = {}
     for share in () if options.no_goodput else (0.0, 0.01):
-        lives[f"killed {share:.0%} of rank-rounds"] = found = goodput(16, 10, 30.0, share)
-        print(f"goodput, {share:.0%} killed: {found}", flush=True)
+        lives[f"killed {share:.0%} of rank-rounds"] = matches = goodput(16, 10, 30.0, share)
+        print(f"goodput, {share:.0%} killed: {matches}", flush=True)
     if options.only_goodput:
         save(options.results, rows, lives)
         return
@@ -322,8 +325,8 @@ def main() -> None:
 def save(path: Path, rows: list[dict[str, Any]], lives: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-    found = {"machine": machine, "load": os.getloadavg(), "goodput": lives, "rows": rows}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    matches = {"machine": machine, "load": os.getloadavg(), "goodput": lives, "rows": rows}
+    path.write_text(json.dumps(matches, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -49,11 +49,11 @@ def main() -> None:
         "normal": dice.standard_normal(SIZE).astype(np.float32) * 1e-3,
         "heavy tails": dice.standard_t(4, SIZE).astype(np.float32) * 1e-3,
     }
-    found = {
+    matches = {
         kind: {name: measure(codec, row) for name, codec in CODECS.items()}
         for kind, row in rows.items()
     }
-    for kind, codecs in found.items():
+    for kind, codecs in matches.items():
         print(f"{kind}: bits a value, relative error, MB/s of fp32 encoded, decoded, both")
         for name, f in codecs.items():
             print(f"  {name:<7} {f['bits']:7.3f} {f['relative_error']:8.4f}", end="")
@@ -65,7 +65,7 @@ def main() -> None:
         "numpy": np.__version__,
     }
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"machine": machine, "codecs": found}, indent=2) + "\n")
+    RESULTS.write_text(json.dumps({"machine": machine, "codecs": matches}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

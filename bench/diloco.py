@@ -53,7 +53,7 @@ class Exchange:
 
     def __init__(self, codec: Codec, down: Codec, replicas: int, size: int) -> None:
         self.codec, self.down = codec, down
-        self.owed = np.zeros((replicas, size), np.float32)
+        self.residuals = np.zeros((replicas, size), np.float32)
         self.owed_by_owners = np.zeros(size, np.float32)
         self.edges = np.linspace(0, size, replicas + 1).astype(int)
         self.bits: list[float] = []
@@ -62,10 +62,10 @@ class Exchange:
         sent, moved = np.empty_like(rows), 0
         for rank, row in enumerate(rows):
             for start, stop in zip(self.edges, self.edges[1:], strict=False):
-                wanted = row[start:stop] + self.owed[rank, start:stop]
+                wanted = row[start:stop] + self.residuals[rank, start:stop]
                 data = self.codec.encode(wanted)
                 sent[rank, start:stop] = self.codec.decode(data, stop - start)
-                self.owed[rank, start:stop] = wanted - sent[rank, start:stop]
+                self.residuals[rank, start:stop] = wanted - sent[rank, start:stop]
                 moved += len(data)
         replicas = len(rows)
         up, down = moved / replicas, moved / replicas * (replicas - 1) / replicas
@@ -137,7 +137,7 @@ def quality() -> dict[str, object]:
     with ProcessPoolExecutor(WORKERS) as pool:
         done = dict(zip(jobs, pool.map(train, *zip(*jobs, strict=True)), strict=True))
     runs = {codec: [done[codec, seed] for seed in SEEDS] for codec in codecs}
-    losses = {codec: [run["loss"] for run in found] for codec, found in runs.items()}
+    losses = {codec: [run["loss"] for run in matches] for codec, matches in runs.items()}
     size = sum(p.numel() for p in GPT(**MODEL).parameters())
     return {
         "model": f"byte GPT, {size} parameters",
@@ -151,8 +151,8 @@ def quality() -> dict[str, object]:
             for codec in losses
         },
         "bits_per_parameter_and_round": {
-            codec: round(statistics.median(run["bits"] for run in found), 3)
-            for codec, found in runs.items()
+            codec: round(statistics.median(run["bits"] for run in matches), 3)
+            for codec, matches in runs.items()
         },
     }
 
@@ -164,7 +164,7 @@ def together(count: int, work: Callable[[int], Result]) -> list[Result]:
 
 def bits() -> dict[str, object]:
     """The real all-reduce, 16 replicas in threads, a million values that look like gradients."""
-    size, found = 1 << 19, {}
+    size, matches = 1 << 19, {}
     for codec in ("fp32", "int8", "e3m0", "int4"):
         uri = f"memory:///{uuid.uuid4()}"
 
@@ -183,13 +183,13 @@ def bits() -> dict[str, object]:
         expected = estimate(
             parameters=size, replicas=REPLICAS, sync_every=1, step_s=1, link_gbps=1, codec=codec
         )
-        found[codec] = {
+        matches[codec] = {
             "bits_per_parameter_and_round": round(statistics.mean(moved), 3),
             "estimated": round(expected.bits_per_parameter, 3),
             "requests_of_all": sum(report.requests for report in reports),
             "requests_estimated": expected.requests,
         }
-    return {"replicas": REPLICAS, "parameters": size, "codecs": found}
+    return {"replicas": REPLICAS, "parameters": size, "codecs": matches}
 
 
 class SlowLink(Blobs):
@@ -257,8 +257,8 @@ def overlap() -> dict[str, object]:
             reports = list(loop.reports)[2:]
             return 1 - sum(report.blocked_s for report in reports) / took_s, reports
 
-        found = together(replicas, replica)
-        reports = [report for _, each in found for report in each]
+        matches = together(replicas, replica)
+        reports = [report for _, each in matches for report in each]
         expected = estimate(
             parameters=250_500,
             replicas=replicas,
@@ -274,7 +274,7 @@ def overlap() -> dict[str, object]:
             {
                 "codec": codec,
                 "overlap_steps": overlap_steps,
-                "utilisation": round(statistics.median(u for u, _ in found), 3),
+                "utilisation": round(statistics.median(u for u, _ in matches), 3),
                 "estimated_utilisation": round(expected.utilisation, 3),
                 "round_s": round(statistics.median(r.hidden_s + r.blocked_s for r in reports), 3),
                 "estimated_round_s": round(expected.round_s, 3),
@@ -303,19 +303,19 @@ def main() -> None:
     path = ROOT / "bench" / "results" / "diloco.json"
     for name in sys.argv[1:] or PARTS:
         began = time.monotonic()
-        found = PARTS[name]()
-        found["took_s"] = round(time.monotonic() - began, 1)
-        found["machine"] = {
+        matches = PARTS[name]()
+        matches["took_s"] = round(time.monotonic() - began, 1)
+        matches["machine"] = {
             "cores": os.cpu_count(),
             "load": os.getloadavg()[0],
             "python": platform.python_version(),
             "torch": torch.__version__,
         }
-        print(json.dumps({name: found}, indent=2))
+        print(json.dumps({name: matches}, indent=2))
         # Parts can be run side by side, so the others' results are read only now.
         results = json.loads(path.read_text()) if path.exists() else {}
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(results | {name: found}, indent=2) + "\n")
+        path.write_text(json.dumps(results | {name: matches}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from atoll.backends.kubernetes.client import Cluster, gather  # noqa: E402
 from atoll.backends.kubernetes.executor import KubernetesBackend  # noqa: E402
 from atoll.core.errors import Temporary  # noqa: E402
 from atoll.core.spec import TrainingSpec, WorldSize  # noqa: E402
-from atoll.core.status import Training, Wish  # noqa: E402
+from atoll.core.status import DesiredState, Training  # noqa: E402
 
 LOOKS = 20
 IDLE_S = 10.0
@@ -48,7 +48,7 @@ async def measure(cluster: Cluster, size: int) -> dict[str, Any]:
     )
     asked = cluster.requests.total()
     started = time.perf_counter()
-    await executor.apply(training, Wish(version=1, size=size))
+    await executor.apply(training, DesiredState(version=1, size=size))
     asked = cluster.requests.total() - asked
     await _until(lambda: _are_made(cluster, training))
     made_s = time.perf_counter() - started
@@ -127,9 +127,9 @@ async def _looks(
     before, times = cluster.requests.total(), []
     for _ in range(LOOKS):
         started = time.perf_counter()
-        seen = await executor.observe(training)
+        observation = await executor.observe(training)
         times.append(time.perf_counter() - started)
-    running = sum(rank.state == "running" for rank in seen.ranks)
+    running = sum(rank.state == "running" for rank in observation.ranks)
     assert running == training.spec.world_size.target, running
     return {
         f"{how}RequestsALook": (cluster.requests.total() - before) / LOOKS,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from atoll.backends.local.executor import LocalBackend
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 
 SIZES = (1, 100, 1000)
 LOOKS = 20
@@ -32,8 +32,8 @@ async def measure(root: Path, ranks: int) -> dict[str, float]:
     )  # fmt: skip
     training = Training(namespace="n", uid=uuid.uuid4().hex, spec=spec, created_at=time.time())
     began = time.perf_counter()
-    wish = Wish(version=1, size=ranks)
-    await backend.apply(training, wish)
+    desired = DesiredState(version=1, size=ranks)
+    await backend.apply(training, desired)
     try:
         await until(backend, training, ranks)
         started_s = time.perf_counter() - began
@@ -43,7 +43,7 @@ async def measure(root: Path, ranks: int) -> dict[str, float]:
             await backend.observe(training)
             took.append(time.perf_counter() - began)
     finally:
-        await backend.apply(training, Wish(version=2, size=0))
+        await backend.apply(training, DesiredState(version=2, size=0))
         await until(backend, training, 0)
         await backend.release(training)
     look_ms = round(statistics.median(took) * 1000, 2)
@@ -52,8 +52,8 @@ async def measure(root: Path, ranks: int) -> dict[str, float]:
 
 async def until(backend: LocalBackend, training: Training, running: int) -> None:
     for _ in range(2400):
-        seen = await backend.observe(training)
-        if sum(rank.state == "running" for rank in seen.ranks) == running:
+        observation = await backend.observe(training)
+        if sum(rank.state == "running" for rank in observation.ranks) == running:
             return
         await asyncio.sleep(0.05)
     raise TimeoutError(f"not {running} ranks")

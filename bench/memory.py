@@ -86,7 +86,7 @@ def replica(uri: str, rank: int, size: int, options: dict[str, Any]) -> dict[str
                 inner.step()
             note("save" if number == 1 or number % 3 == 0 else "round")
         assert diloco.round == 6, diloco.round
-        assert all(len(r.roster) == size for r in diloco.reports), diloco.reports
+        assert all(len(r.members) == size for r in diloco.reports), diloco.reports
     most = (3 if codec == "fp32" else 4) * total
     beyond = (max(peaks.values()) * total - most) / MIB
     return {**peaks, "beyond": beyond}

@@ -111,14 +111,14 @@ class Raw:
     def __init__(self, uri: str, rank: int, size: int, values: int, barrier: Any) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
-        place = uri.removeprefix("file://")
-        self._store = Files(f"{place}/raw") if place != uri else Objects(f"{uri}/raw")
+        location = uri.removeprefix("file://")
+        self._store = Files(f"{location}/raw") if location != uri else Objects(f"{uri}/raw")
         self._rank, self._size, self._barrier = rank, size, barrier
         self._part = values // size
         self._row = np.random.default_rng(rank).standard_normal(values, np.float32)
         self._mean = np.ones(values, np.float32)
         self._rooms = [np.ones(self._part, np.float32) for _ in range(size)]
-        self._pool = ThreadPoolExecutor(8) if place == uri else None
+        self._pool = ThreadPoolExecutor(8) if location == uri else None
         self._turn = 0
 
     def _read_all(self, reads: list[tuple[str, int, Any]]) -> None:
@@ -130,10 +130,10 @@ class Raw:
         peers = [peer % size for peer in range(rank + 1, rank + size)]
         self._store.write(f"{turn}.up.{rank}", _bytes(self._row[: part * (size - 1)]))
         self._barrier.wait()
-        places = [(rank if rank < peer else rank - 1) * 4 * part for peer in peers]
+        locations = [(rank if rank < peer else rank - 1) * 4 * part for peer in peers]
         rooms = self._rooms[1:]
         names = [f"{turn}.up.{peer}" for peer in peers]
-        self._read_all(list(zip(names, places, rooms, strict=True)))
+        self._read_all(list(zip(names, locations, rooms, strict=True)))
         mine = self._mean[rank * part : (rank + 1) * part]
         if with_mean:
             mean_of([self._row[rank * part : (rank + 1) * part], *rooms], mine)
@@ -164,8 +164,8 @@ def replica(
     raw = Raw(uri, rank, size, values, barrier)
     chance = np.random.default_rng(rank)
     data = [chance.standard_normal(values // TENSORS, np.float32) for _ in range(TENSORS)]
-    rest = values - TENSORS * (values // TENSORS)
-    data += [np.ones(rest, np.float32)] if rest else []
+    remainder = values - TENSORS * (values // TENSORS)
+    data += [np.ones(remainder, np.float32)] if remainder else []
     out: list[Any] | None = None
     with ObjectStoreAllReduce(f"{uri}/rounds", rank, size, grace_s=300, timeout_s=600) as ours:
         ways: dict[str, Callable[[], Any]] = {
@@ -187,7 +187,7 @@ def replica(
                 raw.clean()
             else:
                 assert ours.last_round is not None
-                assert len(ours.last_round.roster) == size, ours.last_round
+                assert len(ours.last_round.members) == size, ours.last_round
                 stages = {**ours.last_round.seconds, "requests": ours.last_round.requests}
             pipe.send((began, ended, used, stages))
 

@@ -101,10 +101,12 @@ def muon_of(model: GPT) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the blocks, AdamW for the rest; updates of the size of AdamW's."""
     inside = [value for name, value in model.named_parameters() if "blocks" in name]
     matrices = [value for value in inside if value.dim() == 2]
-    rest = [value for value in model.parameters() if all(value is not each for each in matrices)]
+    remainder = [
+        value for value in model.parameters() if all(value is not each for each in matrices)
+    ]
     return [
         torch.optim.Muon(matrices, lr=LR, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=LR, fused=True),
+        torch.optim.AdamW(remainder, lr=LR, fused=True),
     ]
 
 

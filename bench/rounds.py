@@ -33,7 +33,7 @@ from obstore.store import MemoryStore
 
 from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
 from atoll.diloco.allreduce.keys import Keys
-from atoll.diloco.allreduce.roster import Member, Roster
+from atoll.diloco.allreduce.manifest import Manifest, Member
 from atoll.diloco.allreduce.sweep import StoreSweep
 from atoll.diloco.blobs import Blobs
 
@@ -51,17 +51,17 @@ with ObjectStoreAllReduce(sys.argv[1], 0, 1) as late:
 """
 
 
-def write_rosters(folder: Path, count: int) -> None:
+def write_manifests(folder: Path, count: int) -> None:
     """A run of so many rounds with nothing folded yet: four members each."""
     keys = Keys("run")
     with ObjectStoreAllReduce(f"file://{folder}", 0, 1) as first:
         first.go_on_at(count - 1)
         first.allreduce([np.ones(4, np.float32)])
     for number in range(count - 1):
-        key = keys.roster(number, 0)
+        key = keys.manifest(number, 0)
         members = [Member(r, f"run/up/{number:08d}/{r:05d}", 1.0) for r in range(4)]
-        roster = Roster("run", number, 0, b"", members, [0, 1, 2, 3], [], [], "bench")
-        sealed = wire.seal(wire.ROSTER, wire.fence(key), msgspec.json.encode(roster))
+        manifest = Manifest("run", number, 0, b"", members, [0, 1, 2, 3], [], [], "bench")
+        sealed = wire.seal(wire.MANIFEST, wire.fence(key), msgspec.json.encode(manifest))
         (folder / key).write_bytes(sealed)
 
 
@@ -77,7 +77,7 @@ def history() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="atoll-rounds-") as top:
         folders = {count: Path(top) / str(count) for count in (FEW, MANY)}
         for count, folder in folders.items():
-            write_rosters(folder, count)
+            write_manifests(folder, count)
         for turn in ("not folded", "folded"):
             took: dict[str, list[list[float]]] = {}
             for _ in range(3):
@@ -100,18 +100,18 @@ def history() -> dict[str, Any]:
 
 def fold_all(folder: Path) -> dict[str, float]:
     blobs, keys = Blobs.open(f"file://{folder}"), Keys("run")
-    before = len(blobs.find(keys.rosters()))
+    before = len(blobs.find(keys.manifests()))
     began, used = time.time(), blobs.usage
     from concurrent.futures import ThreadPoolExecutor
 
     sweep = StoreSweep(blobs, keys, ThreadPoolExecutor(1), 1)
     sweeps = 0
-    while len(blobs.find(keys.rosters())) > 2500:
+    while len(blobs.find(keys.manifests())) > 2500:
         sweep.run(MANY)
         sweeps += 1
     return {
-        "rosters before": before,
-        "rosters after": len(blobs.find(keys.rosters())),
+        "manifests before": before,
+        "manifests after": len(blobs.find(keys.manifests())),
         "folded objects": len(blobs.find(keys.pasts())),
         "bytes of them": sum(blob.size for blob in blobs.find(keys.pasts())),
         "sweeps": sweeps,
@@ -135,7 +135,7 @@ def world(size: int, rounds: int, values: int) -> dict[str, float]:
                 start.wait()
                 replica.allreduce(data)
                 assert replica.last_round is not None
-                assert len(replica.last_round.roster) == size
+                assert len(replica.last_round.members) == size
                 if number >= min(2, rounds - 1):
                     reports.append(replica.last_round)
 

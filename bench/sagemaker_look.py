@@ -25,7 +25,7 @@ from atoll.agent.wrapper import RankAttempt  # noqa: E402
 from atoll.backends.sagemaker.executor import SageMakerBackend  # noqa: E402
 from atoll.backends.sagemaker.options import SageMakerOptions  # noqa: E402
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize  # noqa: E402
-from atoll.core.status import Training, Wish  # noqa: E402
+from atoll.core.status import DesiredState, Training  # noqa: E402
 
 LOOKS = 3
 RESULTS = ROOT / "bench/results/sagemaker_look.json"
@@ -42,7 +42,7 @@ async def measure(ranks: int, uri: str) -> dict[str, object]:
     )
     training = Training(namespace="n", uid=f"{ranks:032}", spec=spec, created_at=time.time())
     began = time.perf_counter()
-    await backend.apply(training, Wish(version=1, size=ranks))
+    await backend.apply(training, DesiredState(version=1, size=ranks))
     started_s = time.perf_counter() - began
     place = backend.place_of(training)
     for rank in range(ranks):

@@ -66,7 +66,7 @@ def main(place: Path) -> None:
             time.sleep(0.1)
         print("two train; scaling to three", flush=True)
         training.scale(3)
-        print(training.result(timeout=300))
+        print(training.wait_until_complete(timeout=300))
         for line in training.logs():
             if line.text.startswith("world"):
                 print(line.text)

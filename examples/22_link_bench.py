@@ -28,7 +28,7 @@ with (
         bench_require_gbps=0.001,
     ) as training,
 ):
-    print(training.result(timeout=120))
+    print(training.wait_until_complete(timeout=120))
     link = training.bench
     if link is None:
         raise SystemExit(f"no measurement: {training.bench_diagnostics}")

@@ -45,5 +45,5 @@ with DiLoCo(model, inner, sync_every=20, scheduler=schedule) as diloco:
 
 print(f"used {report.used} of {report.total} samples: {report.by_rank}")
 # After the last round all replicas hold the same model: one of them saves it.
-if diloco.place.rank == 0:
+if diloco.config.rank == 0:
     diloco.save(os.environ.get("MODEL", "model.safetensors"))

@@ -20,7 +20,7 @@ import atoll
 
 # Ranks, ranks after the scale-up, rounds to do with all of them.
 START, GROWN, AFTER = *map(int, sys.argv[1:3] or (4, 6)), 3
-ROUND = re.compile(r"round (\d+) roster ([\d ]+) loss ([\d.]+)")
+ROUND = re.compile(r"round (\d+) members ([\d ]+) loss ([\d.]+)")
 FINAL = re.compile(r"validation loss ([\d.]+) after round (\d+), (\d+) bytes up")
 
 
@@ -41,13 +41,13 @@ def train(last_round: Path) -> None:
     losses: list[float] = []
 
     def told(report) -> None:
-        roster = " ".join(map(str, report.roster))
+        members = " ".join(map(str, report.members))
         mean = sum(losses) / len(losses)
         losses.clear()
-        print(f"round {report.round} roster {roster} loss {mean:.3f}", flush=True)
+        print(f"round {report.round} members {members} loss {mean:.3f}", flush=True)
 
     with DiLoCo(model, inner, sync_every=20, outer_momentum=0.5, on_round=told) as diloco:
-        dice = torch.Generator().manual_seed(10_000 * diloco.place.rank + diloco.round)
+        dice = torch.Generator().manual_seed(10_000 * diloco.config.rank + diloco.round)
         while not is_over(diloco.round):
             loss = model.loss(text.batch(text.train, 8, dice))
             loss.backward()
@@ -64,7 +64,7 @@ class Story:
 
     def __init__(self) -> None:
         self.began = time.monotonic()
-        self.rosters: dict[int, list[int]] = {}
+        self.members_of: dict[int, list[int]] = {}
         self.finals: dict[int, re.Match[str]] = {}
         self.changed = threading.Condition()
 
@@ -80,10 +80,10 @@ class Story:
 
     def hear(self, rank: int, text: str) -> None:
         if done := ROUND.fullmatch(text):
-            number, roster = int(done[1]), [int(member) for member in done[2].split()]
-            if number not in self.rosters:
-                self.rosters[number] = roster
-                members = " ".join(str(r) if r in roster else "-" for r in range(GROWN))
+            number, members = int(done[1]), [int(member) for member in done[2].split()]
+            if number not in self.members_of:
+                self.members_of[number] = members
+                members = " ".join(str(r) if r in members else "-" for r in range(GROWN))
                 self.tell(f"round {number:<3} ranks {members}   loss {done[3]} (of rank {rank})")
         elif final := FINAL.fullmatch(text):
             self.finals[rank] = final
@@ -108,13 +108,13 @@ def pid_of(training: atoll.DistributedTraining, rank: int) -> int:
 
 
 def main() -> None:
-    story, place = Story(), Path(tempfile.mkdtemp(prefix="atoll-demo-"))
+    story, config = Story(), Path(tempfile.mkdtemp(prefix="atoll-demo-"))
     with atoll.Client.local() as client:
         training = client.deploy_distributed(
             "demo",
-            source=lambda: train(place / "last-round"),
+            source=lambda: train(config / "last-round"),
             world_size=atoll.WorldSize(min=1, target=START, max=GROWN),
-            rendezvous_uri=f"file://{place}/store",
+            rendezvous_uri=f"file://{config}/store",
             max_restarts=2,
             stop_grace_s=2,
         )
@@ -124,19 +124,19 @@ def main() -> None:
         world = training.wait_until_target_world(timeout=120)
         story.tell(f"{world.ready} of {world.target} ranks run; they load torch, then train")
 
-        story.wait_for(lambda: 1 in story.rosters, "the second round")
+        story.wait_for(lambda: 1 in story.members_of, "the second round")
         lose_a_rank(story, training, 1)
         grow(story, training)
 
-        last = max(story.rosters) + AFTER
-        (place / "draft").write_text(str(last))
-        (place / "draft").rename(place / "last-round")
+        last = max(story.members_of) + AFTER
+        (config / "draft").write_text(str(last))
+        (config / "draft").rename(config / "last-round")
         story.tell(f"all {GROWN} ranks train; round {last} is to be the last")
-        training.result(timeout=300)
+        training.wait_until_complete(timeout=300)
         story.wait_for(lambda: len(story.finals) == GROWN, "the last line of every rank", 30)
         follower.join(30)  # the stream ends with the training
         summary(story, training)
-    shutil.rmtree(place)
+    shutil.rmtree(config)
 
 
 def lose_a_rank(story: Story, training: atoll.DistributedTraining, rank: int) -> None:
@@ -147,12 +147,12 @@ def lose_a_rank(story: Story, training: atoll.DistributedTraining, rank: int) ->
         time.sleep(0.01)
     late_ms = (lost[0].at - before) * 1000
     story.tell(f"atoll, {late_ms:.0f} ms later: {lost[0].message}; it is started again")
-    at = max(story.rosters)
+    at = max(story.members_of)
     story.wait_for(
-        lambda: any(n > at + 1 and rank in roster for n, roster in story.rosters.items()),
+        lambda: any(n > at + 1 and rank in members for n, members in story.members_of.items()),
         f"rank {rank}'s return",
     )
-    missed = [number for number, roster in story.rosters.items() if rank not in roster]
+    missed = [number for number, members in story.members_of.items() if rank not in members]
     story.tell(f"rank {rank} is back, from the store alone; rounds without it: {missed or 'none'}")
 
 
@@ -161,25 +161,26 @@ def grow(story: Story, training: atoll.DistributedTraining) -> None:
     world = training.wait_until_target_world(timeout=120)
     story.tell(f"scaled to {world.target} while it runs: {world.ready} ranks, nobody was stopped")
     story.wait_for(
-        lambda: any(len(roster) == GROWN for roster in story.rosters.values()), "a round of all"
+        lambda: any(len(members) == GROWN for members in story.members_of.values()),
+        "a round of all",
     )
 
 
 def summary(story: Story, training: atoll.DistributedTraining) -> None:
     losses = {final[1] for final in story.finals.values()}
-    rounds, usage = max(story.rosters) + 1, training.usage
+    rounds, stats = max(story.members_of) + 1, training.stats()
     sent = sum(int(final[3]) for final in story.finals.values())
     print(f"\n{training.name}: {training.phase}, {rounds} rounds of 20 steps")
     print("  rank  exit  restarts  took part in")
     for ended in training.rank_exits:
-        took_part = sum(ended.rank in roster for roster in story.rosters.values())
+        took_part = sum(ended.rank in members for members in story.members_of.values())
         print(
             f"  {ended.rank:<6}{ended.exit_code!s:<6}{ended.restart_count:<10}"
             f"{took_part} of {rounds} rounds"
         )
     same = "the same on every rank" if len(losses) == 1 else "not the same everywhere"
     print(f"  validation loss {', '.join(sorted(losses))}: {same}")
-    print(f"  {usage.rank_seconds:.0f} rank-seconds, {sent / 1e6:.1f} MB sent to the store")
+    print(f"  {stats.rank_seconds:.0f} rank-seconds, {sent / 1e6:.1f} MB sent to the store")
     if len(losses) != 1 or training.phase != "succeeded":
         sys.exit(1)
 

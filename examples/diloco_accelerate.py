@@ -37,4 +37,6 @@ with DiLoCo(model, inner, sync_every=8, outer_momentum=0.5) as diloco:
                 break
 
 digest = sum(value.sum() for value in diloco.global_parameters().values())
-print(f"rank {diloco.place.rank}: loss {loss.item():.4f} after {diloco.round} rounds, {digest:.9f}")
+print(
+    f"rank {diloco.config.rank}: loss {loss.item():.4f} after {diloco.round} rounds, {digest:.9f}"
+)

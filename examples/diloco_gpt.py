@@ -46,7 +46,7 @@ class GPT(nn.Module):
 
     def __init__(self, width: int = 64, depth: int = 2, heads: int = 4, context: int = 64) -> None:
         super().__init__()
-        self.byte, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.byte, self.config = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.byte.weight
@@ -56,7 +56,7 @@ class GPT(nn.Module):
                 nn.init.normal_(value, std=0.02 / (2 * depth) ** 0.5 if deep else 0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.byte(tokens) + self.place.weight[: tokens.shape[1]]
+        x = self.byte(tokens) + self.config.weight[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -103,10 +103,10 @@ def main() -> None:
         codec=os.environ.get("CODEC", "fp32"),
         fragments=int(setting("FRAGMENTS", 1)),
         overlap_steps=int(setting("OVERLAP", 0)),
-        on_round=lambda r: print(f"round {r.round} roster {list(r.roster)}", flush=True),
+        on_round=lambda r: print(f"round {r.round} members {list(r.members)}", flush=True),
     ) as diloco:
         # Each replica reads its own part of the text; a restarted one does not read it again.
-        dice = torch.Generator().manual_seed(10_000 * diloco.place.rank + diloco.round)
+        dice = torch.Generator().manual_seed(10_000 * diloco.config.rank + diloco.round)
         while diloco.round < int(setting("ROUNDS", 10)):
             loss = model.loss(text.batch(text.train, batch, dice))
             loss.backward()
@@ -115,7 +115,7 @@ def main() -> None:
             inner.zero_grad()
             if diloco.steps % 20 == 0:
                 print(f"step {diloco.steps} loss {loss.item():.3f}", flush=True)
-    print(f"rank {diloco.place.rank}: validation loss {validate(model, text):.3f}")
+    print(f"rank {diloco.config.rank}: validation loss {validate(model, text):.3f}")
     print({name: round(value, 2) for name, value in diloco.metrics().items()})
 
 

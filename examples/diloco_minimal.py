@@ -10,7 +10,7 @@ model = torch.nn.Linear(8, 1)
 inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 with DiLoCo(model, inner, sync_every=20, outer_momentum=0.5) as diloco:
-    dice = torch.Generator().manual_seed(diloco.place.rank)
+    dice = torch.Generator().manual_seed(diloco.config.rank)
     while diloco.round < 20:
         x = torch.randn(32, 8, generator=dice)
         loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
@@ -18,4 +18,4 @@ with DiLoCo(model, inner, sync_every=20, outer_momentum=0.5) as diloco:
         inner.step()  # every 20th step ends a round
         inner.zero_grad()
 
-print(f"rank {diloco.place.rank}: loss {loss.item():.4f} after {diloco.round} rounds")
+print(f"rank {diloco.config.rank}: loss {loss.item():.4f} after {diloco.round} rounds")

@@ -45,7 +45,7 @@ with tempfile.TemporaryDirectory() as directory, atoll.Client() as client:
     ) as training:
         training.wait_until_target_world(timeout=60)
         training.scale(4)
-        training.result(timeout=120)
+        training.wait_until_complete(timeout=120)
         for event in reversed(training.events()):
             print(f"{event.reason:<20}{event.message}")
         shares = [done.read_text() for done in place.glob("*.done")]

@@ -31,9 +31,9 @@ def train(rounds: int, step_s: float, rendezvous_uri: str) -> dict[str, object]:
     first = os.environ["ATOLL_ATTEMPT"] == "0"
     # Rounds here last seconds: who is late for one is waited for as long, and no longer.
     with DiLoCo(model, inner, sync_every=10, outer_momentum=0.5, grace_s=2.0) as diloco:
-        dice = torch.Generator().manual_seed(diloco.place.rank)
+        dice = torch.Generator().manual_seed(diloco.config.rank)
         while diloco.round < rounds:
-            if diloco.place.rank == 1 and first and diloco.round == 2:
+            if diloco.config.rank == 1 and first and diloco.round == 2:
                 os.kill(os.getpid(), signal.SIGKILL)  # as a machine that goes away would
             x = torch.randn(32, 8, generator=dice)
             loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))

@@ -42,7 +42,7 @@ def settle(study: Any, settings: dict[int, dict[str, Any]]) -> None:
     """Trains with each of the settings, and tells the study, by the number of the trial."""
     rows = atoll.Client().map(train, settings.values(), concurrency=AT_ONCE)
     for number, row in zip(settings, rows, strict=True):
-        study.tell(number, row.value, skip_if_finished=True)  # no value: the trial failed
+        study.tell(number, row.result, skip_if_finished=True)  # None: the trial failed
     print(rows)
 
 

@@ -6,13 +6,14 @@ python examples/quickstart.py
 import atoll
 
 
-def train() -> None:
+def train() -> dict[str, float]:
     import os
     import time
 
     for step in range(20):
         print(f"rank {os.environ['RANK']}: step {step}", flush=True)
         time.sleep(0.1)
+    return {"loss": 0.25}
 
 
 size = atoll.WorldSize(min=2, target=4, max=6)

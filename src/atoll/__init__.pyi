@@ -1,14 +1,18 @@
 """The public names with their types."""
 
 from atoll.agent.metrics import report as report
-from atoll.agent.result import give_result as give_result
+from atoll.agent.result import set_result as set_result
 from atoll.core.errors import AtollError as AtollError
 from atoll.core.errors import BackendError as BackendError
 from atoll.core.errors import BelowMinimumWorld as BelowMinimumWorld
 from atoll.core.errors import Conflict as Conflict
+from atoll.core.errors import Denied as Denied
 from atoll.core.errors import DistributedError as DistributedError
+from atoll.core.errors import Gone as Gone
 from atoll.core.errors import NotFound as NotFound
+from atoll.core.errors import Permanent as Permanent
 from atoll.core.errors import ResultError as ResultError
+from atoll.core.errors import Temporary as Temporary
 from atoll.core.errors import UDTerminalState as UDTerminalState
 from atoll.core.errors import ValidationError as ValidationError
 from atoll.core.errors import WorldSizeOutOfBounds as WorldSizeOutOfBounds

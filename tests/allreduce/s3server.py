@@ -23,7 +23,7 @@ class S3Server:
     def __init__(self) -> None:
         self.strips_conditions = False
         self.fail_share = 0.0
-        self.is_gone = False
+        self.has_left = False
         self.failed = 0
         self._chance = random.Random(7)
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -63,9 +63,9 @@ class S3Server:
     def _serve(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if self.strips_conditions:
             environ.pop("HTTP_IF_NONE_MATCH", None)
-        if self.is_gone or self._chance.random() < self.fail_share:
+        if self.has_left or self._chance.random() < self.fail_share:
             self.failed += 1
-            if not self.is_gone and self._chance.random() < 0.5:
+            if not self.has_left and self._chance.random() < 0.5:
                 list(self._app(environ, lambda *_: None))  # done, but the answer gets lost
             start("503 Slow Down", [("Content-Length", "0"), ("Connection", "close")])
             return [b""]

@@ -14,16 +14,16 @@ from atoll.diloco.allreduce.layout import Layout, Vector
 class ThreadTeam:
     """One process of a replica. When one of them is dead, the others fail, as over sockets."""
 
-    def __init__(self, process: int, words: list[Any], barrier: threading.Barrier) -> None:
-        self.process, self.processes = process, len(words)
-        self._words, self._barrier = words, barrier
+    def __init__(self, process: int, messages: list[Any], barrier: threading.Barrier) -> None:
+        self.process, self.processes = process, len(messages)
+        self._words, self._barrier = messages, barrier
 
-    def share(self, word: Any) -> list[Any]:
-        self._words[self.process] = word
+    def share(self, message: Any) -> list[Any]:
+        self._words[self.process] = message
         self._barrier.wait(60)
-        words = list(self._words)
+        messages = list(self._words)
         self._barrier.wait(60)
-        return words
+        return messages
 
     def die(self) -> None:
         self._barrier.abort()
@@ -31,8 +31,8 @@ class ThreadTeam:
 
 def thread_team(processes: int) -> list[ThreadTeam]:
     barrier = threading.Barrier(processes)
-    words: list[Any] = [None] * processes
-    return [ThreadTeam(process, words, barrier) for process in range(processes)]
+    messages: list[Any] = [None] * processes
+    return [ThreadTeam(process, messages, barrier) for process in range(processes)]
 
 
 def take(replica: ObjectStoreAllReduce, layout: Layout, vector: Vector) -> Vector:

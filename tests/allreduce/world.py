@@ -17,9 +17,9 @@ from obstore.store import MemoryStore
 from atoll.diloco.allreduce import ObjectStoreAllReduce, wire
 from atoll.diloco.allreduce.keys import parse_attempt
 from atoll.diloco.allreduce.layout import Layout
-from atoll.diloco.allreduce.roster import Roster
-from atoll.diloco.allreduce.settle import Me, Settler
-from atoll.diloco.allreduce.work import HeldMean
+from atoll.diloco.allreduce.manifest import Manifest
+from atoll.diloco.allreduce.settle import Decider, Me
+from atoll.diloco.allreduce.work import EncodedMean
 from atoll.diloco.blobs import Blobs
 
 T = TypeVar("T")
@@ -90,14 +90,14 @@ def tensor(rank: int, turn: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng([rank, turn]).standard_normal(SIZE).astype(np.float32)
 
 
-def read_held(held: HeldMean, size: int) -> np.ndarray[Any, Any]:
+def read_held(stored: EncodedMean, size: int) -> np.ndarray[Any, Any]:
     """The mean as one row; a place that is never visited is no number."""
     row = np.full(size, np.nan, np.float32)
 
     def take(start: int, part: Any) -> None:
         row[start : start + part.size] = part
 
-    held.visit(take)
+    stored.visit(take)
     return row
 
 
@@ -105,7 +105,7 @@ def reduce_row(
     replica: ObjectStoreAllReduce, layout: Layout, row: Any, weight: float = 1.0
 ) -> np.ndarray[Any, Any]:
     """The mean of what a process carries, as it is made for a model."""
-    if replica.owes:
+    if replica.has_residual:
         work = replica.begin(layout)
         work.add(0, row.copy())
         return read_held(replica.allreduce_parts(work, weight=weight), row.size)
@@ -126,7 +126,7 @@ def reduce_parts(
 ) -> np.ndarray[Any, Any]:
     """The mean of values that can be asked for again, in the memory that there is."""
     layout = replica.describe([brought])
-    if not replica.owes:
+    if not replica.has_residual:
         return reduce_row(replica, layout, brought, weight)
 
     def bring(take: Callable[[int, Any], None]) -> None:
@@ -145,7 +145,7 @@ class Seen:
     """What came of one call: the mean's bytes, the report, and which tensor was brought."""
 
     mean: bytes
-    roster: dict[int, float]
+    members: dict[int, float]
     is_member: bool
     rank: int
     turn: int
@@ -209,23 +209,23 @@ class World:
             (mean,) = replica.allreduce([brought], weight=weight)
         report = replica.last_round
         assert report is not None
-        seen = Seen(mean.tobytes(), report.roster, report.is_member, replica.rank, turn)
+        known = Seen(mean.tobytes(), report.members, report.is_member, replica.rank, turn)
         with self.lock:
-            self.rounds[report.round].append(seen)
+            self.rounds[report.round].append(known)
         return report.round
 
     def judge(self) -> None:
         """Raises unless all replicas agree, on the right values, with one commit a round."""
         assert not self.errors, self.errors
-        for number, seen in self.rounds.items():
-            assert len({(s.mean, tuple(s.roster.items())) for s in seen}) == 1, (number, seen)
-            members = {s.rank: s.turn for s in seen if s.is_member}
-            roster = seen[0].roster
-            if self.codec == "fp32" and set(members) == set(roster):  # all in it lived to tell
-                parts = [tensor(rank, members[rank]).astype(np.float64) for rank in roster]
-                mean = np.average(parts, axis=0, weights=list(roster.values()))
+        for number, known in self.rounds.items():
+            assert len({(s.mean, tuple(s.members.items())) for s in known}) == 1, (number, known)
+            members = {s.rank: s.turn for s in known if s.is_member}
+            manifest = known[0].members
+            if self.codec == "fp32" and set(members) == set(manifest):  # all in it lived to tell
+                parts = [tensor(rank, members[rank]).astype(np.float64) for rank in manifest]
+                mean = np.average(parts, axis=0, weights=list(manifest.values()))
                 np.testing.assert_allclose(
-                    np.frombuffer(seen[0].mean, np.float32), mean, rtol=2e-7, atol=1e-9
+                    np.frombuffer(known[0].mean, np.float32), mean, rtol=2e-7, atol=1e-9
                 )
         commits = committed(Blobs(self.store, "judge"))
         for number, attempts in commits.items():
@@ -236,32 +236,32 @@ class World:
 
 def committed(blobs: Blobs, run: str = "run") -> dict[int, list[int]]:
     """The attempts of each round of which every shard's place holds a mean."""
-    found: dict[int, list[int]] = {}
+    matches: dict[int, list[int]] = {}
     kinds: dict[tuple[int, int], dict[str, bytes]] = defaultdict(dict)
     for blob in blobs.find(f"{run}/sum"):
         where = parse_attempt(blob.key)
         assert where is not None
         kinds[where][blob.key] = wire.kind_of(blobs.get(blob.key))
-    for blob in blobs.find(f"{run}/roster"):
+    for blob in blobs.find(f"{run}/manifest"):
         where = parse_attempt(blob.key)
         assert where is not None
-        roster = read_roster(blobs, *where, run=run)
-        found.setdefault(where[0], [])
-        places = kinds[where]
-        if roster.members and len(places) == len(roster.owners):
-            if set(places.values()) == {wire.SHARD}:
-                found[where[0]].append(where[1])
-    return found
+        manifest = read_manifest(blobs, *where, run=run)
+        matches.setdefault(where[0], [])
+        locations = kinds[where]
+        if manifest.members and len(locations) == len(manifest.owners):
+            if set(locations.values()) == {wire.SHARD}:
+                matches[where[0]].append(where[1])
+    return matches
 
 
-def read_roster(blobs: Blobs, number: int, attempt: int, run: str = "run") -> Roster:
+def read_manifest(blobs: Blobs, number: int, attempt: int, run: str = "run") -> Manifest:
     from atoll.diloco.allreduce.keys import Keys
     from atoll.diloco.allreduce.pace import History
 
-    settler = Settler(blobs, Keys(run), Me(0, 1, 1, "", 1), History(), None)  # type: ignore[arg-type]
-    roster = settler.read(settler.keys.roster(number, attempt))
-    assert roster is not None
-    return roster
+    decider = Decider(blobs, Keys(run), Me(0, 1, 1, "", 1), History(), None)  # type: ignore[arg-type]
+    manifest = decider.read(decider.keys.manifest(number, attempt))
+    assert manifest is not None
+    return manifest
 
 
 def seed(*parts: object) -> int:

@@ -35,9 +35,9 @@ def test_every_method_has_an_async_twin_with_an_equal_signature(kind: type) -> N
 
 
 def test_the_contracts_members_are_there() -> None:
-    members = """name phase is_terminal world ranks rank_exits root_cause scale wait_until_min_world
-    wait_until_target_world wait_until_complete result cancel delete logs stream_logs events metrics
-    usage bench bench_diagnostics""".split()
+    members = """name phase is_terminal world ranks rank_exits root_cause scale refresh
+    wait_until_min_world wait_until_target_world wait_until_complete result results cancel delete
+    logs stream_logs events metrics stats rounds bench bench_diagnostics""".split()
     assert [m for m in members if not hasattr(DistributedTraining, m)] == []
     assert [
         m for m in ("deploy_distributed", "get", "list", "local") if not hasattr(Client, m)

@@ -253,12 +253,18 @@ def test_the_server_is_found_not_started_again(atoll: Any) -> None:
     assert os.stat(atoll.state / "token").st_mode & 0o777 == 0o600
 
 
-def test_the_value_of_a_rank(atoll: Any) -> None:
-    program = "import atoll; print('said'); atoll.give_result({'loss': 0.5, 'pair': (1, b'x')})"
+def test_the_result_of_a_rank(atoll: Any) -> None:
+    program = "import atoll; print('said'); atoll.set_result({'loss': 0.5, 'pair': (1, b'x')})"
     done = atoll("run", "--name", "valued", "--", sys.executable, "-c", program)
     assert done.stdout.split() == ["[0]", "said"]
-    assert json.loads(atoll("value", "valued").stdout) == {"loss": 0.5, "pair": [1, "b'x'"]}
-    assert atoll.json("value", "valued", "--rank", "0")["value"]["loss"] == 0.5
-    missing = atoll("value", "valued", "--rank", "1")
-    assert missing.returncode == 1
-    assert "result of rank 1 of training 'valued' not found" in missing.stderr
+    assert json.loads(atoll("result", "valued").stdout) == {"loss": 0.5, "pair": [1, "b'x'"]}
+    assert atoll.json("result", "valued", "--rank", "0")["result"]["loss"] == 0.5
+    missing = atoll("result", "valued", "--rank", "1")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert "expected at most 0: the ranks of valued" in missing.stderr
+    atoll("run", "--name", "broken", "--", "false")
+    failed = atoll("result", "broken")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "exit_code=1" in failed.stderr
+    atoll("up", "--name", "endless", "--", "sleep", "600")
+    assert atoll("result", "endless", "--timeout", "0").returncode == 124

@@ -102,5 +102,5 @@ def test_what_ranks_report_comes_through_the_object_store(
     assert dict(zip(pairs, told["value"], strict=True)) == expected
     until(lambda: len(lone_atoll.json("rounds", "told")["round"]) == 3)
     rounds = lone_atoll.json("rounds", "told")
-    assert rounds["roster"] == [[0, 1]] * 3
+    assert rounds["members"] == [[0, 1]] * 3
     assert set(rounds["source"]) == {"store"}

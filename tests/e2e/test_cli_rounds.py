@@ -1,4 +1,4 @@
-"""Rounds are there to look at, equal to the rosters, though no replica reports any."""
+"""Rounds are there to look at, equal to the manifests, though no replica reports any."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from atoll.diloco.allreduce.keys import Keys
-from atoll.diloco.allreduce.past import read_rosters
+from atoll.diloco.allreduce.past import read_manifests
 from atoll.diloco.blobs import Blobs
 from tests.e2e.conftest import until
 
@@ -50,34 +50,34 @@ def test_rounds_equal_the_rosters_through_kills_though_nobody_reports(atoll: Any
     assert atoll("wait", "many", "--timeout", "50").returncode == 0
     status = atoll.json("status", "many")
     blobs = Blobs.open(atoll.state / "ranks" / status["uid"] / "rendezvous")
-    rosters = {each.round: each for each in read_rosters(blobs, Keys(status["uid"]))}
-    until(lambda: len(atoll.json("rounds", "many")["round"]) == len(rosters))
+    manifests = {each.round: each for each in read_manifests(blobs, Keys(status["uid"]))}
+    until(lambda: len(atoll.json("rounds", "many")["round"]) == len(manifests))
 
     table = atoll.json("rounds", "many")
     shown = list(
-        zip(*(table[name] for name in ("round", "roster", "weights", "missing")), strict=True)
+        zip(*(table[name] for name in ("round", "manifest", "weights", "missing")), strict=True)
     )
     held = []
-    for number, roster in sorted(rosters.items()):
-        members = sorted(roster.members, key=lambda member: member.rank)
+    for number, members in sorted(manifests.items()):
+        members = sorted(members.members, key=lambda member: member.rank)
         ranks, weights = [m.rank for m in members], [m.weight for m in members]
-        held.append((number, ranks, weights, sorted(roster.missing)))
+        held.append((number, ranks, weights, sorted(members.missing)))
     assert shown == held
     assert set(table["source"]) == {"store"}
-    assert table["why"] == "read from the rosters in the store"
+    assert table["why"] == "read from the manifests in the store"
     assert all(table["at"])
 
     summary = atoll.json("status", "many")["rounds"]
-    assert summary["rounds"] == len(rosters)
+    assert summary["rounds"] == len(manifests)
     assert summary["movedAt"] == table["at"][-1]
     text = atoll("status", "many").stdout
-    assert f"rounds    {len(rosters)} rounds agreed" in text
+    assert f"rounds    {len(manifests)} rounds agreed" in text
     listing = atoll("rounds", "many").stdout
     assert "ROUND" in listing
     assert summary["words"] in listing
     rows = list(csv.DictReader(io.StringIO(atoll("rounds", "many", "--csv").stdout)))
-    assert [int(row["round"]) for row in rows] == sorted(rosters)
-    assert rows[0]["roster"].split() == [str(rank) for rank in held[0][1]]
+    assert [int(row["round"]) for row in rows] == sorted(manifests)
+    assert rows[0]["manifest"].split() == [str(rank) for rank in held[0][1]]
 
 
 SAME_DATA = """

@@ -32,6 +32,6 @@ def test_the_minimal_example_learns_alone() -> None:
 @pytest.mark.parametrize("codec", ["e3m0"])
 def test_the_gpt_example_trains_through_a_store(codec: str, tmp_path: Path) -> None:
     out = run("diloco_gpt.py", CODEC=codec, ATOLL_RENDEZVOUS_URI=f"file://{tmp_path}", **SMALL)
-    assert "round 2 roster [0]" in out
+    assert "round 2 members [0]" in out
     assert "validation loss" in out
     assert any(tmp_path.iterdir())

@@ -46,7 +46,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     (
         "diloco_gpt.py",
         [*RUN, "-n", "2", "-e", "ROUNDS=2", "--", PY],
-        ["[0] round 1 roster [0, 1]", "[1] round 1 roster [0, 1]", "validation loss"],
+        ["[0] round 1 members [0, 1]", "[1] round 1 members [0, 1]", "validation loss"],
     ),
     ("convert_before.py", [PY], ["step 120 rate 0.000000"]),
     (

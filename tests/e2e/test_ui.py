@@ -78,7 +78,7 @@ def test_scale_and_cancel_ask_first_and_the_page_follows(atoll: Any, visitor: Vi
     page.fill("dialog input", "9")
     assert page.is_disabled("dialog button.primary"), "outside of the bounds"
     page.fill("dialog input", "3")
-    assert "Ranks 2 are started" in page.inner_text("dialog")
+    assert "Starts rank 2." in page.inner_text("dialog")
     page.click("dialog button.primary")
     page.wait_for_selector(".facts >> text='3 of 3'")
     page.click("button:has-text('Cancel…')")

@@ -120,7 +120,7 @@ def test_a_browser_makes_no_codes_and_a_get_uses_none_up(door: Door) -> None:
     assert door.client.post("/ui/session", json={"code": code}).status_code == 200
     used = door.client.post("/ui/session", json={"code": code})
     assert used.status_code == 401
-    assert "this link was used already, at " in used.json()["detail"]
+    assert "this link was already used at " in used.json()["detail"]
 
 
 def test_a_token_signs_in_and_a_wrong_one_does_not(door: Door) -> None:
@@ -250,7 +250,7 @@ def test_a_browser_is_opened_without_the_code_in_its_arguments(atoll: Any) -> No
         assert page.url.partition("#")[0] == link.partition("/in")[0] + "/"
         late = browser.new_context().new_page()
         late.goto(address)
-        late.wait_for_selector(".signin .trouble:has-text('used already, at ')")
+        late.wait_for_selector(".signin .trouble:has-text('already used at ')")
         assert "atoll ui --revoke" in late.inner_text(".signin .trouble")
 
 

@@ -43,7 +43,7 @@ def page(plane: CrowdedPlane) -> Iterator[Any]:
 def test_a_rank_opens_beside_the_page_with_its_own_address(plane: CrowdedPlane, page: Any) -> None:
     page.goto(f"{plane.origin}/t/small")
     page.click(".strips a:text-is('4')")
-    page.wait_for_selector(".side >> text=Newest figures")
+    page.wait_for_selector(".side >> text=Newest metrics")
     assert page.url.endswith("/t/small/r/4")
     side = page.inner_text(".side")
     assert "Rank 4" in side

@@ -1,4 +1,4 @@
-"""The rounds of a training in a real browser: the grid, a round's roster, keyboard, axe."""
+"""The rounds of a training in a real browser: the grid, a round's manifest, keyboard, axe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def browser() -> Iterator[Any]:
         yield opened
 
 
-def test_rounds_are_a_grid_that_opens_their_rosters(atoll: Any, browser: Any) -> None:
+def test_rounds_are_a_grid_that_opens_their_manifests(atoll: Any, browser: Any) -> None:
     (atoll.cwd / "train.py").write_text(SCRIPT)
     (atoll.cwd / "go").touch()
     made = atoll(
@@ -30,7 +30,7 @@ def test_rounds_are_a_grid_that_opens_their_rosters(atoll: Any, browser: Any) ->
     visitor.sign_in()
     page = visitor.open("/t/seen", "#rounds canvas")
     page.wait_for_selector("#rounds >> text=rounds agreed")
-    assert "Read from the rosters in the store" in page.inner_text("#rounds")
+    assert "Read from the manifests in the store" in page.inner_text("#rounds")
     page.wait_for_selector(".jump a:has-text('Rounds')")
     tip = "#rounds .rtip >> text=/Rank 0, round \\d+: (in|joined)/"
     press_until(page, "#rounds canvas", "ArrowLeft", tip)

@@ -24,8 +24,8 @@ def digest(diloco: DiLoCo) -> str:
     return hashlib.sha256(rows).hexdigest()[:16]
 
 
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
+def say(*messages: object) -> None:
+    sys.stdout.write(" ".join(map(str, messages)) + "\n")
     sys.stdout.flush()
 
 

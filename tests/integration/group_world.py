@@ -81,7 +81,7 @@ def digest(diloco: DiLoCo) -> str:
     return hashlib.sha256(rows).hexdigest()
 
 
-def whole(value: torch.Tensor) -> Any:
+def complete(value: torch.Tensor) -> Any:
     value = value.detach()
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).numpy()
 
@@ -126,10 +126,10 @@ def train(folder: Path, world: dict[str, Any], kind: str, rank: int, life: int) 
                 note.write_text(json.dumps(digests))
                 note.replace(folder / f"digests.{rank}.{process}.{life}")
         agreed = diloco.global_parameters()
-        rosters = [[report.round, *report.roster] for report in diloco.reports]
+        manifests = [[report.round, *report.members] for report in diloco.reports]
         up = [report.bytes_up for report in diloco.reports]
-    own = {f"own.{n.removeprefix('module.')}": whole(v) for n, v in model.named_parameters()}
-    facts = {"rosters": json.dumps(rosters), "up": np.array(up), "lives": np.array(life + 1)}
+    own = {f"own.{n.removeprefix('module.')}": complete(v) for n, v in model.named_parameters()}
+    facts = {"manifests": json.dumps(manifests), "up": np.array(up), "lives": np.array(life + 1)}
     file = folder / f"{rank}.{process}"
     np.savez(file, **agreed, **own, **facts)
 

@@ -17,8 +17,8 @@ import torch
 from atoll.diloco import DiLoCo
 
 
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
+def say(*messages: object) -> None:
+    sys.stdout.write(" ".join(map(str, messages)) + "\n")
     sys.stdout.flush()
 
 
@@ -41,7 +41,7 @@ def main() -> None:
             while gate is not None and diloco.steps == 13 and not os.path.exists(gate):
                 time.sleep(0.02)
             if diloco.reports and diloco.steps % 10 == 0:
-                say("round", diloco.round, *diloco.reports[-1].roster)
+                say("round", diloco.round, *diloco.reports[-1].members)
             if diloco.leaving and how == "polite":
                 say("bye")
                 return

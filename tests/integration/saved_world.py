@@ -25,7 +25,7 @@ from atoll.diloco import DiLoCo, StoreReader, StoreWriter
 KINDS = ("ddp", "fsdp", "tp")
 
 
-def whole(value: Any) -> Any:
+def complete(value: Any) -> Any:
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -33,7 +33,7 @@ def whole(value: Any) -> Any:
 
 def moments(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
     values = [inner.state[p] for group in inner.param_groups for p in group["params"]]
-    return [{name: whole(value) for name, value in each.items()} for each in values]
+    return [{name: complete(value) for name, value in each.items()} for each in values]
 
 
 def life(folder: Path, kind: str, number: int) -> None:
@@ -41,8 +41,8 @@ def life(folder: Path, kind: str, number: int) -> None:
     model = cut(kind, net(), 2)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(100 + process)
-    place: dict[str, Any] = {"uri": str(folder / "store"), "rank": 0, "world_size": 1}
-    with DiLoCo(model, inner, sync_every=3, **place) as diloco:
+    config: dict[str, Any] = {"uri": str(folder / "store"), "rank": 0, "world_size": 1}
+    with DiLoCo(model, inner, sync_every=3, **config) as diloco:
         if number:
             facts = {"moments": moments(inner), "extras": diloco.extras, "dice": torch.rand(2)}
             facts |= {"step": diloco.restored_step, "warnings": list(diloco.warnings)}
@@ -61,7 +61,7 @@ def life(folder: Path, kind: str, number: int) -> None:
             dcp.save({"model": keys}, storage_writer=StoreWriter((folder / "dcp").as_uri()))
             target = {name: torch.zeros_like(value) for name, value in keys.items()}
             dcp.load({"model": target}, storage_reader=StoreReader((folder / "dcp").as_uri()))
-            same = [torch.equal(whole(target[name]), whole(keys[name])) for name in keys]
+            same = [torch.equal(complete(target[name]), complete(keys[name])) for name in keys]
             assert all(same), same
     facts = {"moments": moments(inner), "dice": torch.rand(2)}
     if process == 0 and not number:

@@ -79,8 +79,8 @@ def leave_out(damage: Any, codec: str) -> None:
     others = [lambda r=r: world.take_part(r, lambda n: n >= 3, grace_s=5) for r in (0, 2)]
     run_threads(spoil, *others)
     world.judge()
-    rosters = [set(world.rounds[n][0].roster) for n in range(4)]
-    assert rosters == [{0, 1, 2}, {0, 2}, {0, 1, 2}, {0, 1, 2}], (damage, codec)
+    manifests = [set(world.rounds[n][0].members) for n in range(4)]
+    assert manifests == [{0, 1, 2}, {0, 2}, {0, 1, 2}, {0, 1, 2}], (damage, codec)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
@@ -96,7 +96,7 @@ def test_where_everybody_is_needed_a_damaged_upload_is_made_again(codec: str) ->
 
     run_threads(spoil, lambda: world.take_part(0, lambda n: n >= 0, min_replicas=2, timeout_s=30))
     world.judge()
-    assert set(world.rounds[0][0].roster) == {0, 1}
+    assert set(world.rounds[0][0].members) == {0, 1}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -128,10 +128,10 @@ def test_a_mean_damaged_in_the_store_is_an_error_never_a_value() -> None:
 
 def test_rubbish_in_the_place_of_a_roster_is_an_error() -> None:
     world = World(1)
-    Blobs(world.store, "vandal").put("run/roster/00000000.0000", b"rubbish")
+    Blobs(world.store, "vandal").put("run/manifest/00000000.0000", b"rubbish")
     with world.replica(0) as replica:
         replica._next = 0
-        with pytest.raises(Permanent, match="not a roster"):
+        with pytest.raises(Permanent, match="not a manifest"):
             replica.allreduce([tensor(0, 0)])
 
 
@@ -140,8 +140,8 @@ def test_foreign_files_in_the_folder_are_no_matter(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("hello")
-    (tmp_path / "run/roster").mkdir()
-    (tmp_path / "run/roster/.DS_Store").write_text("hello")
+    (tmp_path / "run/manifest").mkdir()
+    (tmp_path / "run/manifest/.DS_Store").write_text("hello")
     with ObjectStoreAllReduce(tmp_path, 0, 1) as replica:
         assert replica.allreduce([tensor(0, 0)])[0].tobytes() == tensor(0, 0).tobytes()
 
@@ -165,12 +165,12 @@ def test_two_processes_claiming_one_rank_never_mix() -> None:
     twin = lambda: world.take_part(1, lambda n: n >= 8, first_turn=500)  # noqa: E731
     run_threads(*jobs, twin)
     world.judge()
-    for seen in world.rounds.values():
-        assert sum(s.is_member for s in seen if s.rank == 1) <= 1
+    for known in world.rounds.values():
+        assert sum(s.is_member for s in known if s.rank == 1) <= 1
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "messages"),
     [
         ([np.zeros(3, "f4"), np.zeros((4, 6), "f4")], r"tensor 1 is float32\[4, 6\]"),
         ([np.zeros(3, "f8"), np.zeros((4, 5), "f4")], r"tensor 0 is float64\[3\]"),
@@ -178,7 +178,7 @@ def test_two_processes_claiming_one_rank_never_mix() -> None:
     ],
 )
 def test_differing_layouts_are_an_error_for_all_that_names_the_tensor(
-    other: list[Any], words: str
+    other: list[Any], messages: str
 ) -> None:
     world = World(2)
     errors: dict[int, ValidationError] = {}
@@ -194,7 +194,7 @@ def test_differing_layouts_are_an_error_for_all_that_names_the_tensor(
 
     run_threads(lambda: go(0), lambda: go(1))
     assert str(errors[0]) == str(errors[1]).replace("of rank 1'", "of rank 0'", 1)
-    assert re.search(words, str(errors[0])), str(errors[0])
+    assert re.search(messages, str(errors[0])), str(errors[0])
 
 
 def test_no_quorum_is_an_error_that_names_the_missing() -> None:

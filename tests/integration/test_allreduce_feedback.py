@@ -15,12 +15,12 @@ from tests.allreduce.world import World, reduce_once, reduce_parts, run_threads
 
 from atoll.diloco import DiLoCo
 from atoll.diloco.allreduce import ObjectStoreAllReduce
-from atoll.diloco.allreduce import roster as rosters
+from atoll.diloco.allreduce import manifest as manifests
 from atoll.diloco.allreduce.codecs import Codec
 from atoll.diloco.allreduce.exchange import Abandoned
 from atoll.diloco.allreduce.layout import Layout
-from atoll.diloco.allreduce.roster import NOTHING, Roster
-from atoll.diloco.allreduce.settle import Ballot
+from atoll.diloco.allreduce.manifest import NOTHING, Manifest
+from atoll.diloco.allreduce.settle import Decision
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.upload import read_section
 from atoll.diloco.allreduce.work import settle_failed
@@ -91,7 +91,7 @@ def test_the_shard_of_a_rank_without_weight_is_as_good_as_any(reduce: Any) -> No
 
 @dataclass
 class Script:
-    """Who calls in a round, and who is in the roster of each of its attempts."""
+    """Who calls in a round, and who is in the manifest of each of its attempts."""
 
     present: list[int]
     attempts: list[list[int]]
@@ -110,33 +110,33 @@ WORLD, SIZE = 4, 4 * 70 + 3
 
 
 def follow(replica: ObjectStoreAllReduce, script: Script) -> None:
-    """Let the script decide the rosters. All attempts but the last are given up."""
-    settler = replica._settler
+    """Let the script decide the manifests. All attempts but the last are given up."""
+    decider = replica._decider
 
-    def settle(ballot: Ballot, layout: Layout, codec: Codec) -> Roster:
-        ballot.blamed.clear()  # the script alone decides
-        while set(ballot.uploads) != set(script.present):
-            settler._look(ballot)
-        key = settler.keys.roster(ballot.number, ballot.attempt)
-        ranks = script.attempts[ballot.attempt]
-        members = settler._members(ballot, ranks, layout, codec)
+    def settle(decision: Decision, layout: Layout, codec: Codec) -> Manifest:
+        decision.blamed.clear()  # the script alone decides
+        while set(decision.uploads) != set(script.present):
+            decider._look(decision)
+        key = decider.keys.manifest(decision.number, decision.attempt)
+        ranks = script.attempts[decision.attempt]
+        members = decider._members(decision, ranks, layout, codec)
         assert members is not None
-        owners = rosters.owners(ranks, layout.shards, ballot.number)
-        roster = settler.write(
+        owners = manifests.owners(ranks, layout.shards, decision.number)
+        manifest = decider.write(
             key,
-            Roster(
-                "run", ballot.number, ballot.attempt, layout.pack(), members, owners, [], [], ""
+            Manifest(
+                "run", decision.number, decision.attempt, layout.pack(), members, owners, [], [], ""
             ),
         )
-        if ballot.attempt + 1 < len(script.attempts):
-            exchange = replica.exchange(roster, layout)
-            for place in exchange._all_places():  # so that nobody waits for one
+        if decision.attempt + 1 < len(script.attempts):
+            exchange = replica.exchange(manifest, layout)
+            for location in exchange._all_places():  # so that nobody waits for one
                 with contextlib.suppress(Abandoned):
-                    exchange._abandon(place, [], "scripted")
-        settler.last = roster
-        return roster
+                    exchange._abandon(location, [], "scripted")
+        decider.last = manifest
+        return manifest
 
-    settler.settle = settle  # type: ignore[method-assign]
+    decider.settle = settle  # type: ignore[method-assign]
 
 
 def reduce_whole(replica: ObjectStoreAllReduce, values: Any, weight: float = 1.0) -> Any:
@@ -151,7 +151,7 @@ def reduce_whole(replica: ObjectStoreAllReduce, values: Any, weight: float = 1.0
 def test_what_was_brought_is_what_was_committed_and_what_is_owed(
     codec: tuple[str, str], seed: int, reduce: Any
 ) -> None:
-    """Random rosters and weights, absent owners, given up attempts, late ranks, restarts."""
+    """Random manifests and weights, absent owners, given up attempts, late ranks, restarts."""
     chance, world = random.Random(seed), World(WORLD)
     options: dict[str, Any] = {
         "codec": codec[0],
@@ -175,7 +175,7 @@ def test_what_was_brought_is_what_was_committed_and_what_is_owed(
             for rank in range(WORLD)
         ]
         weights = [chance.choice([1.0, 1.0, 3.0]) for _ in range(WORLD)]
-        owed = [_up(each.replica) for each in ledgers]
+        residuals = [_up(each.replica) for each in ledgers]
         published: dict[int, Any] = {}
 
         def go(rank: int) -> None:
@@ -189,16 +189,16 @@ def test_what_was_brought_is_what_was_committed_and_what_is_owed(
         mean = published[present[0]]
         replica = ledgers[present[0]].replica
         layout = replica._cargo[""].layout
-        roster = replica._settler.read(replica.keys.roster(number, len(attempts) - 1))
-        assert roster is not None
-        assert [m.rank for m in roster.members] == attempts[-1]
-        total = sum(roster.weights.values())
+        manifest = replica._decider.read(replica.keys.manifest(number, len(attempts) - 1))
+        assert manifest is not None
+        assert [m.rank for m in manifest.members] == attempts[-1]
+        total = sum(manifest.weights.values())
         sent = {rank: np.zeros(SIZE) for rank in attempts[-1]}
-        for member in roster.members:
+        for member in manifest.members:
             for shard in range(WORLD):
                 at = slice(*layout.bounds(shard))
                 if shard == member.rank:  # in no upload: as it is
-                    sent[member.rank][at] = values[shard][at] + owed[shard][at]
+                    sent[member.rank][at] = values[shard][at] + residuals[shard][at]
                 else:
                     sent[member.rank][at] = read_section(
                         replica.blobs, member, shard, Share(layout), replica.codec
@@ -207,11 +207,11 @@ def test_what_was_brought_is_what_was_committed_and_what_is_owed(
         for rank in present:
             if rank in attempts[-1] or codec[0] != "fp32":  # exact codecs carry no late work
                 ledgers[rank].brought += values[rank]
-        for shard, owner in enumerate(roster.owners):
+        for shard, owner in enumerate(manifest.owners):
             at = slice(*layout.bounds(shard))
-            exact = sum(sent[m.rank][at] * m.weight / total for m in roster.members)
+            exact = sum(sent[m.rank][at] * m.weight / total for m in manifest.members)
             # Who made the mean brings what it lacks with its own values.
-            ledgers[owner].brought[at] += (exact - mean[at]) * total / roster.weights[owner]
+            ledgers[owner].brought[at] += (exact - mean[at]) * total / manifest.weights[owner]
         for ledger in ledgers:
             scale = 1e-5 * max(1.0, np.abs(ledger.brought).max())
             up = _up(ledger.replica)
@@ -233,16 +233,16 @@ def _up(replica: ObjectStoreAllReduce) -> Any:
 
 def meet_first(replica: ObjectStoreAllReduce, barrier: threading.Barrier) -> None:
     """The replica has uploaded, and waits here until the others have, too."""
-    settle = replica._settler.settle
+    settle = replica._decider.settle
     first = [True]
 
-    def settle_together(ballot: Ballot, layout: Layout, codec: Codec) -> Roster:
+    def settle_together(decision: Decision, layout: Layout, codec: Codec) -> Manifest:
         if first:
             first.clear()
             barrier.wait()
-        return settle(ballot, layout, codec)
+        return settle(decision, layout, codec)
 
-    replica._settler.settle = settle_together  # type: ignore[method-assign]
+    replica._decider.settle = settle_together  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("reduce", [reduce_whole, reduce_parts, reduce_once])
@@ -271,8 +271,8 @@ def test_a_call_that_failed_owes_what_its_round_lacks(is_committed: bool, reduce
     failing, other = (world.replica(rank, codec="int4", grace_s=0.5) for rank in (1, 0))
     make = failing.exchange
 
-    def fail(roster: Roster, layout: Layout) -> Any:
-        exchange = make(roster, layout)
+    def fail(manifest: Manifest, layout: Layout) -> Any:
+        exchange = make(manifest, layout)
         part = "_gather" if is_committed else "_publish"
         setattr(exchange, part, lambda *_: 1 / 0)
         return exchange

@@ -31,7 +31,7 @@ def test_a_late_replica_does_not_list_the_whole_history() -> None:
         first.go_on_at(ROUNDS)
         first.allreduce([np.ones(4, "f4")])
         for number in range(ROUNDS):
-            blobs.put(first.keys.roster(number, 0), b"")
+            blobs.put(first.keys.manifest(number, 0), b"")
     late = CountedBlobs(store, "memory")
     with ObjectStoreAllReduce(late, 0, 1) as second:
         second.allreduce([np.ones(4, "f4")])

@@ -31,13 +31,13 @@ def pair(store: Any = None, **options: Any) -> tuple[ObjectStoreAllReduce, Objec
 def both(
     one: ObjectStoreAllReduce, other: ObjectStoreAllReduce, bring: Callable[[int], Any]
 ) -> Any:
-    found: list[Any] = [None, None]
+    matches: list[Any] = [None, None]
 
     def go(at: int, replica: ObjectStoreAllReduce) -> None:
-        found[at] = replica.allreduce(bring(at))
+        matches[at] = replica.allreduce(bring(at))
 
     run_threads(lambda: go(0, one), lambda: go(1, other))
-    return found
+    return matches
 
 
 def test_a_replica_too_late_to_say_that_its_tensors_differ_gets_no_mean_of_others() -> None:
@@ -106,7 +106,7 @@ def test_what_a_codec_cannot_hold_is_refused_before_anything_is_uploaded(at: int
 
 
 @pytest.mark.parametrize(
-    ("tensor", "words"),
+    ("tensor", "messages"),
     [
         (np.array([1.0, 1e300]), r"tensors\[0\]: 1e\+300 .*float32"),
         (torch.tensor([1e300], dtype=torch.float64), r"tensors\[0\]: 1e\+300 .*float32"),
@@ -115,9 +115,9 @@ def test_what_a_codec_cannot_hold_is_refused_before_anything_is_uploaded(at: int
     ],
     ids=["float64", "torch float64", "meta", "sparse"],
 )
-def test_a_tensor_that_cannot_travel_is_named(tensor: Any, words: str) -> None:
+def test_a_tensor_that_cannot_travel_is_named(tensor: Any, messages: str) -> None:
     with ObjectStoreAllReduce(Blobs(MemoryStore(), "store"), 0, 1) as replica:
-        with pytest.raises(ValidationError, match=words):
+        with pytest.raises(ValidationError, match=messages):
             replica.allreduce([tensor])
         assert replica.allreduce([ONES])[0].tolist() == ONES.tolist()
 
@@ -195,6 +195,6 @@ def test_a_checkpoint_holds_all_it_was_given_or_is_refused() -> None:
                 replica.save_checkpoint(bad)  # type: ignore[arg-type]
         assert replica.load_checkpoint() is None
         assert replica.save_checkpoint([torch.full((2,), 1.5, dtype=torch.bfloat16)])
-        found = replica.load_checkpoint()
-    assert found is not None
-    assert found.state[0].tolist() == [1.5, 1.5]  # type: ignore[attr-defined]
+        matches = replica.load_checkpoint()
+    assert matches is not None
+    assert matches.state[0].tolist() == [1.5, 1.5]  # type: ignore[attr-defined]

@@ -122,10 +122,10 @@ def test_a_second_attempt_brings_the_values_and_not_what_the_first_left(is_share
             pass
 
     run_threads(*(lambda r=r: go(r) for r in range(3)))
-    roster = set(results[0, "report"].roster)
-    assert (results[0, "report"].attempt, roster) == (1, {0, 1})
+    members = set(results[0, "report"].members)
+    assert (results[0, "report"].attempt, members) == (1, {0, 1})
     for index in range(len(SHAPES)):
-        mean = np.mean([bring(rank, 0)[index].astype("f8") for rank in roster], axis=0)
+        mean = np.mean([bring(rank, 0)[index].astype("f8") for rank in members], axis=0)
         for rank in (0, 1):
             np.testing.assert_allclose(results[rank][index], mean, rtol=1e-5, atol=1e-6)
 
@@ -153,7 +153,7 @@ def overlapping() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("out", "field", "words"),
+    ("out", "field", "messages"),
     [
         (bring(0, 0)[:3], "out", "expected 4 tensors"),
         (np.float32(3), "out", "expected a list of tensors"),
@@ -167,14 +167,16 @@ def overlapping() -> list[Any]:
         (overlapping(), "out[3]", "in memory of out[0]"),
     ],
 )
-def test_a_bad_out_is_named_before_anything_has_happened(out: Any, field: str, words: str) -> None:
+def test_a_bad_out_is_named_before_anything_has_happened(
+    out: Any, field: str, messages: str
+) -> None:
     with ObjectStoreAllReduce(f"memory://{uuid.uuid4()}", 0, 2) as replica:
         before = replica.blobs.usage.requests
         with pytest.raises(ValidationError) as error:
             replica.allreduce(bring(0, 0), out=out)
         assert replica.blobs.usage.requests == before
     assert error.value.field == field
-    assert words in str(error.value)
+    assert messages in str(error.value)
 
 
 def test_an_expanded_out_is_refused_and_one_between_the_values_of_another_is_filled() -> None:
@@ -235,7 +237,7 @@ class KindCounter(FaultyBlobs):
 
 @pytest.mark.parametrize("size", [2, 3, 16])
 def test_a_round_makes_the_requests_its_protocol_needs_and_no_others(size: int) -> None:
-    """2(N-1) GETs and 2 PUTs a rank; the roster is one PUT, and one GET of everybody else."""
+    """2(N-1) GETs and 2 PUTs a rank; the manifest is one PUT, and one GET of everybody else."""
     store: Any = MemoryStore()
     counts: dict[tuple[int, int], dict[str, int]] = {}
     authors: list[int] = []
@@ -252,7 +254,7 @@ def test_a_round_makes_the_requests_its_protocol_needs_and_no_others(size: int) 
                 replica.allreduce(values)
                 counts[rank, number] = dict(blobs.counts)
                 assert replica.last_round is not None
-                assert len(replica.last_round.roster) == size
+                assert len(replica.last_round.members) == size
                 assert replica.last_round.committed is not None
                 if replica.last_round.committed.by == replica._me.nonce:
                     authors.append(rank)

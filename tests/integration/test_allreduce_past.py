@@ -1,4 +1,4 @@
-"""Rosters that were folded: nothing is lost, and nobody who slept decides their rounds again."""
+"""Manifests that were folded: nothing is lost, and nobody who slept decides their rounds again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.allreduce.world import FaultyBlobs, Killed, World, kill_at, run_threa
 from atoll.core.errors import Gone
 from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, keys, past, wire
 from atoll.diloco.allreduce.keys import Keys
-from atoll.diloco.allreduce.roster import Member, Roster
+from atoll.diloco.allreduce.manifest import Manifest, Member
 from atoll.diloco.allreduce.sweep import StoreSweep
 from atoll.diloco.blobs import Blobs
 
@@ -30,42 +30,42 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "BLOCK", 4)
 
 
-def roster(number: int, attempt: int = 0) -> Roster:
+def manifest(number: int, attempt: int = 0) -> Manifest:
     members = [Member(rank, f"up/{number}/{rank}", 1.0 + rank, [7] * 9) for rank in range(2)]
-    return Roster("run", number, attempt, b"layout", members, [0, 1], [], [2], "me", 0.5)
+    return Manifest("run", number, attempt, b"layout", members, [0, 1], [], [2], "me", 0.5)
 
 
-def write(blobs: Blobs, *rosters: Roster) -> None:
-    for each in rosters:
-        key = KEYS.roster(each.round, each.attempt)
-        blobs.put(key, wire.seal(wire.ROSTER, wire.fence(key), msgspec.json.encode(each)))
+def write(blobs: Blobs, *manifests: Manifest) -> None:
+    for each in manifests:
+        key = KEYS.manifest(each.round, each.attempt)
+        blobs.put(key, wire.seal(wire.MANIFEST, wire.fence(key), msgspec.json.encode(each)))
 
 
 def filled(rounds: int) -> Any:
     store: Any = MemoryStore()
     blobs = Blobs(store, "memory")
-    write(blobs, *(roster(number) for number in range(rounds)), roster(2, 1))
+    write(blobs, *(manifest(number) for number in range(rounds)), manifest(2, 1))
     return store
 
 
-def told(store: Any, first: int = 0) -> list[tuple[int, int, dict[int, float]]]:
-    rosters = past.read_rosters(Blobs(store, "memory"), KEYS, first)
-    return [(r.round, r.attempt, r.weights) for r in rosters]
+def is_reported(store: Any, first: int = 0) -> list[tuple[int, int, dict[int, float]]]:
+    manifests = past.read_manifests(Blobs(store, "memory"), KEYS, first)
+    return [(r.round, r.attempt, r.weights) for r in manifests]
 
 
 def live(store: Any) -> list[str]:
-    return [blob.key for blob in Blobs(store, "memory").find(KEYS.rosters())]
+    return [blob.key for blob in Blobs(store, "memory").find(KEYS.manifests())]
 
 
 def test_folded_rosters_are_read_as_before_in_few_objects() -> None:
     store = filled(30)
-    before, blobs = told(store), Blobs(store, "memory")
+    before, blobs = is_reported(store), Blobs(store, "memory")
     assert len(before) == 31
     while not past.fold(blobs, KEYS, 22):
-        assert told(store) == before
-    assert told(store) == before
-    assert told(store, 17) == before[18:]
-    assert live(store) == [KEYS.roster(number, 0) for number in range(20, 30)]
+        assert is_reported(store) == before
+    assert is_reported(store) == before
+    assert is_reported(store, 17) == before[18:]
+    assert live(store) == [KEYS.manifest(number, 0) for number in range(20, 30)]
     assert len(blobs.find(KEYS.pasts())) == 5
     assert [r.attempt for r in past.read_round(blobs, KEYS, 2)] == [0, 1]
     assert past.read_round(blobs, KEYS, 2)[0].missing == [2]
@@ -75,9 +75,9 @@ def test_folded_rosters_are_read_as_before_in_few_objects() -> None:
 
 def test_what_a_later_version_adds_to_a_roster_is_kept_in_the_fold() -> None:
     store = filled(8)
-    blobs, key = Blobs(store, "memory"), KEYS.roster(1, 0)
-    facts = msgspec.to_builtins(roster(1)) | {"later": {"took": [1, 2]}}
-    blobs.put(key, wire.seal(wire.ROSTER, wire.fence(key), msgspec.json.encode(facts)))
+    blobs, key = Blobs(store, "memory"), KEYS.manifest(1, 0)
+    facts = msgspec.to_builtins(manifest(1)) | {"later": {"took": [1, 2]}}
+    blobs.put(key, wire.seal(wire.MANIFEST, wire.fence(key), msgspec.json.encode(facts)))
     past.fold(blobs, KEYS, 8)
     block = blobs.get(KEYS.past(1))
     assert b'"took":[1,2]' in past.zlib.decompress(
@@ -89,23 +89,23 @@ def test_what_a_later_version_adds_to_a_roster_is_kept_in_the_fold() -> None:
 def test_whoever_folds_may_be_killed_at_any_request(is_after: bool) -> None:
     for point in range(12):
         store = filled(9)
-        before = told(store)
+        before = is_reported(store)
         killed = FaultyBlobs(store, kill_at(point, is_after))
         try:
             past.fold(killed, KEYS, 8)
         except Killed:
-            assert told(store) == before
+            assert is_reported(store) == before
         blobs = Blobs(store, "memory")
         while not past.fold(blobs, KEYS, 8):
             pass
-        assert told(store) == before
-        assert live(store) == [KEYS.roster(8, 0)]
+        assert is_reported(store) == before
+        assert live(store) == [KEYS.manifest(8, 0)]
 
 
 def test_many_may_fold_at_once() -> None:
     for number in range(10):
         store = filled(14)
-        before = told(store)
+        before = is_reported(store)
 
         def work(who: int, number: int = number, store: Any = store) -> None:
             fault = stall(random.Random(seed(number, who)), 0.3, 0.01)
@@ -114,25 +114,25 @@ def test_many_may_fold_at_once() -> None:
                 pass
 
         run_threads(*(lambda who=who: work(who) for who in range(4)))
-        assert told(store) == before
+        assert is_reported(store) == before
         assert len(live(store)) == 2
 
 
 def test_a_block_that_is_damaged_is_made_again_while_its_rosters_are_there() -> None:
     store = filled(9)
-    before, blobs = told(store), Blobs(store, "memory")
+    before, blobs = is_reported(store), Blobs(store, "memory")
     blobs.put(KEYS.past(0), b"rubbish")
     assert not past.fold(blobs, KEYS, 8)
-    assert told(store) == before
+    assert is_reported(store) == before
     blobs.put(KEYS.past(0), b"rubbish")
-    assert told(store) == before[5:], "what is lost is left out"
+    assert is_reported(store) == before[5:], "what is lost is left out"
     assert past.is_past(blobs, KEYS, 1), "and still not decided again"
 
 
 def test_a_roster_that_cannot_be_read_stays_where_it_is() -> None:
     store = filled(9)
     blobs = Blobs(store, "memory")
-    blobs.put(KEYS.roster(1, 0), b"rubbish")
+    blobs.put(KEYS.manifest(1, 0), b"rubbish")
     assert not past.fold(blobs, KEYS, 8)
     assert len(live(store)) == 10
 
@@ -152,7 +152,7 @@ def test_a_long_run_keeps_few_objects_and_all_of_its_history() -> None:
     store: Any = MemoryStore()
     with replica(Blobs(store, "memory")) as reduce:
         go_on(reduce, 40)
-    assert [number for number, _, _ in told(store)] == list(range(40))
+    assert [number for number, _, _ in is_reported(store)] == list(range(40))
     assert len(live(store)) <= 2 * keys.BLOCK + 3
     # A run without a checkpoint cannot be joined, folded or not.
     with replica(Blobs(store, "memory")) as late, pytest.raises(Gone):
@@ -205,7 +205,7 @@ def asleep(blobs: PausedBlobs, job: Callable[[], Any]) -> Iterator[Any]:
 
 def test_a_replica_that_slept_before_it_decided_a_round_does_not_decide_it_again() -> None:
     store: Any = MemoryStore()
-    blobs = PausedBlobs(store, KEYS.roster(0, 0))
+    blobs = PausedBlobs(store, KEYS.manifest(0, 0))
     sleeper = replica(blobs, 0, 2, grace_s=0.01)
 
     def work() -> Any:
@@ -217,15 +217,15 @@ def test_a_replica_that_slept_before_it_decided_a_round_does_not_decide_it_again
         next(story)
         go_on(other, 20)
         assert past.is_past(other.blobs, KEYS, 0)
-        assert KEYS.roster(0, 0) not in live(store)
-        before = told(store)
+        assert KEYS.manifest(0, 0) not in live(store)
+        before = is_reported(store)
         report = next(story)
         assert report.round == 20
         assert report.skipped == list(range(20))
-        # What it wrote is no roster of the run, and goes with the next fold.
-        assert told(store)[: len(before)] == before
+        # What it wrote is no manifest of the run, and goes with the next fold.
+        assert is_reported(store)[: len(before)] == before
         StoreSweep(other.blobs, KEYS, ThreadPoolExecutor(1), 1).run(20)
-        assert KEYS.roster(0, 0) not in live(store)
+        assert KEYS.manifest(0, 0) not in live(store)
 
 
 def test_a_replica_whose_round_is_past_when_it_looks_goes_on_where_the_run_is() -> None:
@@ -261,7 +261,7 @@ def test_an_attempt_that_was_given_up_cannot_be_completed_after_its_round_was_sw
 
     with sleeper, replica(Blobs(store, "memory"), 1, 2, grace_s=0.3) as other:
         both = (sleeper, other)
-        while not all(r.last_round and len(r.last_round.roster) == 2 for r in both):
+        while not all(r.last_round and len(r.last_round.members) == 2 for r in both):
             run_threads(*(lambda r=r: r.allreduce([ONES]) for r in both))
         number = sleeper.round
         assert number is not None
@@ -271,7 +271,7 @@ def test_an_attempt_that_was_given_up_cannot_be_completed_after_its_round_was_sw
         go_on(other, 6)
         assert other.last_round is not None
         last = other.last_round.round
-        assert other.last_round.roster == {1: 1.0}
+        assert other.last_round.members == {1: 1.0}
         assert not other.blobs.find(KEYS.sums(number + 1, 0)), "the rounds are swept"
         report = next(story)
         assert report.round == last + 1
@@ -286,17 +286,17 @@ def test_a_joiner_that_slept_takes_no_round_for_void_because_it_was_folded() -> 
         go_on(reduce, 1)
         joiner = replica(Blobs(store, "memory"))
         with joiner:
-            found = catchup.load(joiner.blobs, KEYS)
-            assert found is not None
-            assert found.round == 1
+            matches = catchup.load(joiner.blobs, KEYS)
+            assert matches is not None
+            assert matches.round == 1
             go_on(reduce, 20)
             reduce.save_checkpoint(b"after 23")
             reduce.save_checkpoint(b"after 22", 21)
             go_on(reduce, 6)
             assert past.is_past(reduce.blobs, KEYS, 2)
             with pytest.raises(catchup.Outdated):
-                list(joiner.read_since(found.round + 1))
-            assert KEYS.roster(2, 0) not in live(store)
+                list(joiner.read_since(matches.round + 1))
+            assert KEYS.manifest(2, 0) not in live(store)
             assert joiner.join().round == 29
 
 
@@ -306,21 +306,21 @@ def test_a_joiner_that_sleeps_before_it_ends_a_round_takes_its_word_back() -> No
         go_on(reduce, 2)
         reduce.save_checkpoint(b"after 2")
         go_on(reduce, 1)
-        write(reduce.blobs, roster(4))  # nobody has decided round 3
-        blobs = PausedBlobs(store, KEYS.roster(3, 0))
+        write(reduce.blobs, manifest(4))  # nobody has decided round 3
+        blobs = PausedBlobs(store, KEYS.manifest(3, 0))
         with replica(blobs) as joiner:
             read = lambda: list(joiner.read_since(3))  # noqa: E731
             story = asleep(blobs, lambda: pytest.raises(catchup.Outdated, read))
             next(story)
             reduce.go_on_at(3)
-            reduce.blobs.delete([KEYS.roster(4, 0)])
+            reduce.blobs.delete([KEYS.manifest(4, 0)])
             go_on(reduce, 20)
             reduce.save_checkpoint(b"after 23")
             reduce.save_checkpoint(b"after 22", 21)
             go_on(reduce, 6)
             assert past.is_past(reduce.blobs, KEYS, 3)
             next(story)
-            assert KEYS.roster(3, 0) not in live(store)
+            assert KEYS.manifest(3, 0) not in live(store)
 
 
 def test_an_attempt_that_was_folded_is_known_to_have_been() -> None:
@@ -329,9 +329,9 @@ def test_an_attempt_that_was_folded_is_known_to_have_been() -> None:
     with replica(blobs) as reduce:
         while not past.fold(blobs, KEYS, 8):
             pass
-        assert catchup._was_decided(reduce.settler, 2, 1)
-        assert not catchup._was_decided(reduce.settler, 3, 1)
-        assert catchup._was_decided(reduce.settler, 9, 0)
+        assert catchup._was_decided(reduce.decider, 2, 1)
+        assert not catchup._was_decided(reduce.decider, 3, 1)
+        assert catchup._was_decided(reduce.decider, 9, 0)
 
 
 def random_sleeps(number: int, rounds: int, size: int, chance: float, longest_s: float) -> int:
@@ -345,11 +345,11 @@ def random_sleeps(number: int, rounds: int, size: int, chance: float, longest_s:
 
     run_threads(*(lambda r=r: live_on(r) for r in range(size)))
     assert not world.errors
-    for at, seen in world.rounds.items():
-        assert len({(s.mean, tuple(s.roster.items())) for s in seen}) == 1, (at, seen)
-        by_rank = [s.rank for s in seen if s.is_member]
+    for at, known in world.rounds.items():
+        assert len({(s.mean, tuple(s.members.items())) for s in known}) == 1, (at, known)
+        by_rank = [s.rank for s in known if s.is_member]
         assert len(by_rank) == len(set(by_rank))
-    numbers = [number for number, _, _ in told(world.store)]
+    numbers = [number for number, _, _ in is_reported(world.store)]
     assert sorted(set(numbers)) == list(range(max(numbers) + 1)), "a round is missing"
     return len(Blobs(world.store, "memory").find(KEYS.pasts()))
 

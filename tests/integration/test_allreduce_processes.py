@@ -76,16 +76,16 @@ class Replicas:
 
     def judge(self, blobs: Blobs) -> dict[int, set[str]]:
         """All agree on every round. The members of each round."""
-        found: dict[int, set[tuple[str, str]]] = defaultdict(set)
+        matches: dict[int, set[tuple[str, str]]] = defaultdict(set)
         for _, (number, digest, members, _) in self.lines:
-            found[int(number)].add((digest, members))
-        assert all(len(views) == 1 for views in found.values()), found
+            matches[int(number)].add((digest, members))
+        assert all(len(views) == 1 for views in matches.values()), matches
         assert all(len(attempts) <= 1 for attempts in committed(blobs).values())
-        return {n: set(next(iter(v))[1].split(",")) for n, v in found.items()}
+        return {n: set(next(iter(v))[1].split(",")) for n, v in matches.items()}
 
 
 @pytest.fixture(params=["file", "s3"])
-def place(
+def location(
     request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, dict[str, str]]]:
     if request.param == "file":
@@ -96,8 +96,8 @@ def place(
     server.stop()
 
 
-def test_killed_processes_are_survived_and_come_back(place: tuple[str, dict[str, str]]) -> None:
-    uri, environment = place
+def test_killed_processes_are_survived_and_come_back(location: tuple[str, dict[str, str]]) -> None:
+    uri, environment = location
     replicas = Replicas(uri, 3, environment)
     chance = random.Random(5)
     processes = {rank: replicas.start(rank, 10**9) for rank in range(3)}
@@ -116,9 +116,9 @@ def test_killed_processes_are_survived_and_come_back(place: tuple[str, dict[str,
     for process in processes.values():
         process.send_signal(signal.SIGKILL)
     replicas.finish()
-    rosters = replicas.judge(Blobs.open(uri))
-    assert {"0", "1", "2"} in rosters.values()
-    assert len(rosters) > 8
+    manifests = replicas.judge(Blobs.open(uri))
+    assert {"0", "1", "2"} in manifests.values()
+    assert len(manifests) > 8
 
 
 def test_a_frozen_process_is_left_out_and_taken_in_again(tmp_path: Path) -> None:
@@ -137,6 +137,6 @@ def test_a_frozen_process_is_left_out_and_taken_in_again(tmp_path: Path) -> None
     for process in processes:
         process.send_signal(signal.SIGKILL)
     replicas.finish()
-    rosters = replicas.judge(Blobs.open(tmp_path))
-    assert {"0", "2"} in rosters.values()
+    manifests = replicas.judge(Blobs.open(tmp_path))
+    assert {"0", "2"} in manifests.values()
     assert "1" in {line[3] for line in replicas.of(1)[before:]}, "not a member again"

@@ -23,7 +23,7 @@ def test_the_signature_begins_as_composers() -> None:
     assert {p.kind for p in own[3:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-def both(uri: Path, values: list[Any], *words: Any, **options: Any) -> list[Any]:
+def both(uri: Path, values: list[Any], *messages: Any, **options: Any) -> list[Any]:
     """What two replicas get for theirs, and the round they did."""
     means: list[Any] = [None, None]
 
@@ -31,7 +31,7 @@ def both(uri: Path, values: list[Any], *words: Any, **options: Any) -> list[Any]
         with ObjectStoreAllReduce(
             str(uri), rank, 2, min_replicas=2, timeout_s=60, poll_interval_s=0.05, **options
         ) as store:
-            mean = store.allreduce(values[rank], *words)
+            mean = store.allreduce(values[rank], *messages)
             means[rank] = mean, store.round
 
     run_threads(lambda: take_part(0), lambda: take_part(1))

@@ -28,12 +28,12 @@ def server() -> Iterator[S3Server]:
 @pytest.fixture(params=["memory", "file", "path", "s3"])
 def uri(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param != "s3":
-        places = {
+        locations = {
             "memory": f"memory://{uuid.uuid4().hex}/run",
             "file": f"file://{tmp_path}/run",
             "path": str(tmp_path / "run"),
         }
-        yield places[request.param]
+        yield locations[request.param]
         return
     server = S3Server()
     yield server.use(monkeypatch, "bucket")
@@ -141,7 +141,7 @@ def test_a_store_that_is_gone_for_a_while_is_waited_for(
             for turn in range(12):
                 done.append(float(replica.allreduce([np.array([rank + turn], "f4")])[0][0]))
                 if len(done) == 8:
-                    server.is_gone = True
+                    server.has_left = True
                     threading.Timer(1.0, lambda: setattr(server, "is_gone", False)).start()
 
     run_threads(lambda: go(0), lambda: go(1))
@@ -166,7 +166,7 @@ def test_old_rounds_are_collected_but_the_journal_stays(tmp_path: Path) -> None:
 
     run_threads(lambda: go(0), lambda: go(1))
     run = tmp_path / "run"
-    assert len(list((run / "roster").iterdir())) == 11
+    assert len(list((run / "manifest").iterdir())) == 11
     assert len(list((run / "up").iterdir())) <= 5
     assert len(list((run / "sum").iterdir())) <= 5
 

@@ -49,8 +49,8 @@ def run(shape: list[int], codec: str) -> list[bytes]:
     teams = [(rank, team) for rank, count in enumerate(shape) for team in thread_team(count)]
     run_threads(*(lambda rank=rank, team=team: go(rank, team) for rank, team in teams))
     for rank, count in enumerate(shape):
-        whole = sum(up[rank, process] for process in range(count))
-        assert max(up[rank, process] for process in range(count)) < 1.5 * whole / count
+        complete = sum(up[rank, process] for process in range(count))
+        assert max(up[rank, process] for process in range(count)) < 1.5 * complete / count
         assert means[rank].tobytes() == means[0].tobytes()
     return [means[0, turn].tobytes() for turn in range(ROUNDS)]
 
@@ -85,12 +85,12 @@ def killed_run(seed: int, rounds: int) -> int:
     """
     chance = random.Random(seed)
     store = MemoryStore()
-    seen: dict[int, Any] = {}
+    known: dict[int, Any] = {}
     lock, kills, over = threading.Lock(), [0], threading.Event()
 
     def note(number: int, share: Share, row: Any) -> None:
         with lock:
-            vector = seen.setdefault(number, np.full(SIZE // 40, np.nan, "f4"))
+            vector = known.setdefault(number, np.full(SIZE // 40, np.nan, "f4"))
             at = 0
             for start, stop in share.intervals:
                 part = vector[start:stop]

@@ -75,7 +75,7 @@ def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 )
 def test_replicas_that_begin_unlike_hold_the_same_bits_after_every_round(how: dict) -> None:
     uri, rounds = f"memory:///{uuid.uuid4()}", 6
-    seen: dict[tuple[int, int], list[bytes]] = {}
+    known: dict[tuple[int, int], list[bytes]] = {}
 
     def replica(rank: int) -> dict[str, np.ndarray]:
         model = net(seed=rank)
@@ -83,7 +83,7 @@ def test_replicas_that_begin_unlike_hold_the_same_bits_after_every_round(how: di
 
         def note(report: RoundReport) -> None:
             values = loop.fragments[report.fragment].values
-            seen.setdefault((report.round, report.fragment), []).append(values.tobytes())
+            known.setdefault((report.round, report.fragment), []).append(values.tobytes())
 
         with DiLoCo(
             model,
@@ -102,8 +102,8 @@ def test_replicas_that_begin_unlike_hold_the_same_bits_after_every_round(how: di
 
     first, *others = world(3, replica)
     assert all(same_bits(first, other) for other in others)
-    assert len(seen) == rounds * how.get("fragments", 1)
-    assert all(len(values) == 3 and len(set(values)) == 1 for values in seen.values())
+    assert len(known) == rounds * how.get("fragments", 1)
+    assert all(len(values) == 3 and len(set(values)) == 1 for values in known.values())
 
 
 def test_replicas_weigh_by_what_they_counted() -> None:
@@ -178,7 +178,7 @@ def test_the_model_trains_on_while_a_round_is_on_its_way() -> None:
         assert loop.round == 1
     (report,) = loop.reports
     assert report.hidden_s > 0
-    assert report.roster == (0,)
+    assert report.members == (0,)
     assert report.bytes_up > 0
     assert loop.metrics()["rounds"] == 1
 
@@ -230,9 +230,9 @@ def test_a_state_goes_on_to_the_bit() -> None:
 
     model = net(0)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    whole = DiLoCo(model, inner, sync_every=3)
+    complete = DiLoCo(model, inner, sync_every=3)
     train(model, inner, 1, 6)
-    state = whole.state_dict()
+    state = complete.state_dict()
     train(model, inner, 2, 6)
 
     other = net(5)
@@ -240,7 +240,7 @@ def test_a_state_goes_on_to_the_bit() -> None:
     again = run(6, other, inner, seed=2, state=state)
     assert again.round == 4
     assert again.steps == 12
-    assert same_bits(whole.global_parameters(), again.global_parameters())
+    assert same_bits(complete.global_parameters(), again.global_parameters())
 
 
 @pytest.mark.parametrize(
@@ -293,14 +293,14 @@ def test_a_replica_that_fails_is_not_waited_for_in_any_fragment(
     assert not [blob.key for blob in Blobs.open(uri).find("") if "/left/" in blob.key]
 
 
-def start(store: Path, rank: int, *words: object) -> Forked:
+def start(store: Path, rank: int, *messages: object) -> Forked:
     env = os.environ | {
         "ATOLL_RENDEZVOUS_URI": f"file://{store}",
         "ATOLL_RANK": str(rank),
         "ATOLL_WORLD_MAX": "3",
         "ATOLL_WORLD_MIN": "2",
     }
-    return Forked([str(SCRIPT), *map(str, words)], env)
+    return Forked([str(SCRIPT), *map(str, messages)], env)
 
 
 def begin(processes: list[Forked]) -> None:
@@ -312,9 +312,9 @@ def begin(processes: list[Forked]) -> None:
         process.stdin.close()
 
 
-def read_until(process: Forked, word: str) -> str:
+def read_until(process: Forked, message: str) -> str:
     assert process.stdout is not None
-    return next(line for line in process.stdout if line.startswith(word))
+    return next(line for line in process.stdout if line.startswith(message))
 
 
 def test_a_replica_killed_in_the_run_comes_back_from_the_store_alone(tmp_path: Path) -> None:
@@ -331,18 +331,20 @@ def test_a_replica_killed_in_the_run_comes_back_from_the_store_alone(tmp_path: P
         begin([returned])
         begins = int(read_until(returned, "start").split()[1])
         file.touch()
-        said = [process.communicate(timeout=110)[0].split("\n") for process in (*staying, returned)]
+        header = [
+            process.communicate(timeout=110)[0].split("\n") for process in (*staying, returned)
+        ]
     finally:
         for process in processes:
             process.close()
     assert [process.returncode for process in (*staying, returned)] == [0, 0, 0]
     assert 3 <= begins <= 6
     digests: dict[str, set[str]] = {}
-    for lines in said:
+    for lines in header:
         for line in lines:
             if line.startswith("round "):
                 _, number, digest = line.split()
                 digests.setdefault(number, set()).add(digest)
-    assert all(len(found) == 1 for found in digests.values()), digests
-    assert {lines[-2] for lines in said} == {said[0][-2]}
-    assert said[0][-2].startswith(f"round {rounds} ")
+    assert all(len(matches) == 1 for matches in digests.values()), digests
+    assert {lines[-2] for lines in header} == {header[0][-2]}
+    assert header[0][-2].startswith(f"round {rounds} ")

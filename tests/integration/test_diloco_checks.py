@@ -82,15 +82,15 @@ def run(
 def test_replicas_that_move_identically_are_told_by_all() -> None:
     done = run(3, lambda rank, model, inner, _: train(model, inner, 4, seed=min(rank, 1)))
     for diloco, _ in done:
-        (words,) = diloco.warnings
-        assert "round 0: ranks 1 and 2 moved identically" in words
+        (messages,) = diloco.warnings
+        assert "round 0: ranks 1 and 2 moved identically" in messages
 
 
 def test_replicas_that_read_the_same_data_are_told_though_they_move_apart() -> None:
     done = run(2, lambda rank, model, inner, _: train(model, inner, 4, seed=0, noise=rank))
     for diloco, _ in done:
-        (words,) = diloco.warnings
-        assert "ranks 0 and 1 were given the same batches" in words
+        (messages,) = diloco.warnings
+        assert "ranks 0 and 1 were given the same batches" in messages
 
 
 def test_replicas_with_data_of_their_own_are_told_nothing() -> None:
@@ -109,9 +109,13 @@ def test_parameters_that_are_not_trained_and_differ_are_told_once(is_unlike: boo
         return layers
 
     done = run(2, lambda rank, model, inner, _: train(model, inner, 8, seed=rank), model)
-    told = [w for diloco, _ in done for w in diloco.warnings if "differ between replicas (" in w]
-    assert len(told) == 2 * is_unlike
-    assert all("not trained differ between replicas (0.weight, 0.bias)" in each for each in told)
+    is_reported = [
+        w for diloco, _ in done for w in diloco.warnings if "differ between replicas (" in w
+    ]
+    assert len(is_reported) == 2 * is_unlike
+    assert all(
+        "not trained differ between replicas (0.weight, 0.bias)" in each for each in is_reported
+    )
 
 
 def test_buffers_that_differ_are_told_once() -> None:
@@ -120,9 +124,10 @@ def test_buffers_that_differ_are_told_once() -> None:
 
     done = run(2, lambda rank, model, inner, _: train(model, inner, 8, seed=rank), model)
     for diloco, _ in done:
-        (words,) = diloco.warnings
+        (messages,) = diloco.warnings
         assert (
-            "buffers of the model differ between replicas (1.running_mean, 1.running_var" in words
+            "buffers of the model differ between replicas (1.running_mean, 1.running_var"
+            in messages
         )
 
 
@@ -152,12 +157,12 @@ def test_a_movement_that_is_not_finite_is_left_out_by_all_and_its_replica_goes_o
     assert all(np.isfinite(its[name]).all() for name in its)
     assert all(np.array_equal(its[name], theirs[name]) for name in its)
     for diloco in (one, other):
-        words = [each for each in diloco.warnings if "leaves out" in each]
-        assert words, diloco.warnings
-        assert all("leaves out rank 1: its " in each for each in words)
-        rosters = [report.roster for report in diloco.reports]
-        assert (0,) in rosters
-        assert rosters[-1] == (0, 1)
+        messages = [each for each in diloco.warnings if "leaves out" in each]
+        assert messages, diloco.warnings
+        assert all("leaves out rank 1: its " in each for each in messages)
+        manifests = [report.members for report in diloco.reports]
+        assert (0,) in manifests
+        assert manifests[-1] == (0, 1)
     if "fragments" not in options:
         assert any("3.weight is not finite" in each for each in one.warnings)
     assert any("begins again" in each for each in other.warnings)
@@ -209,10 +214,10 @@ def test_one_weight_cannot_own_the_mean(caplog: pytest.LogCaptureFixture) -> Non
             values = np.full(4, float(rank == 2), np.float32)
             (mean,) = reduce.allreduce([values], weight=1e17 if rank == 2 else 1.0)
             assert reduce.last_round is not None
-            return float(mean[0]), reduce.last_round.roster
+            return float(mean[0]), reduce.last_round.members
 
-    for mean, roster in world(3, replica):
-        assert roster == {0: 1.0, 1: 1.0, 2: 100.0}
+    for mean, manifest in world(3, replica):
+        assert manifest == {0: 1.0, 1: 1.0, 2: 100.0}
         assert mean == pytest.approx(100 / 102)
     assert "weight of rank 2" in caplog.text
 
@@ -230,9 +235,9 @@ def test_a_replica_that_counts_something_else_is_named_by_all() -> None:
                 train(model, inner, 1, 10 * rank + step)
         return diloco.warnings
 
-    words = "round 0: rank 1 weighs 1e+09 and counts as 800, 100 times the median"
+    messages = "round 0: rank 1 weighs 1e+09 and counts as 800, 100 times the median"
     for warnings in world(3, replica):
-        assert [each.startswith(words) for each in warnings] == [True]
+        assert [each.startswith(messages) for each in warnings] == [True]
 
 
 def test_values_near_the_largest_float_do_not_overflow_with_what_was_left_out() -> None:

@@ -168,16 +168,16 @@ def test_replicas_end_together(goal: dict[str, int], steps: int, rounds: int) ->
     def replica(rank: int) -> Any:
         each = Replica(blobs, rank, 2)
         with each.diloco:
-            seen = []
+            known = []
             for at in each.diloco.until(**goal):
-                seen.append(at)
+                known.append(at)
                 each.step(tokens=2)
-            return seen, each.diloco.step, each.diloco.round, each.diloco.warnings
+            return known, each.diloco.step, each.diloco.round, each.diloco.warnings
 
-    for seen, step, done, warnings in world(2, replica):
-        assert seen == list(range(steps))
+    for known, step, done, warnings in world(2, replica):
+        assert known == list(range(steps))
         assert (step, done) == (steps, rounds)
-        assert not any("not synchronised" in words for words in warnings)
+        assert not any("not synchronised" in messages for messages in warnings)
     late = Replica(blobs, 1, 2)
     with late.diloco:  # nothing is left to do, and nobody is waited for
         assert list(late.diloco.until(**goal)) == []
@@ -193,22 +193,22 @@ def test_until_goes_on_where_a_killed_replica_was() -> None:
             break
     again = Replica(blobs, 0, 1)
     with again.diloco:
-        seen = []
+        known = []
         for at in again.diloco.until(steps=20):
-            seen.append(at)
+            known.append(at)
             again.step()
-    assert seen == list(range(5, 20))
+    assert known == list(range(5, 20))
     assert again.diloco.round == 4
 
 
 def test_until_gives_batches_and_begins_them_again() -> None:
     each = Replica(None, 0, 1)
     with each.diloco:
-        seen = []
+        known = []
         for batch in each.diloco.until(["a", "b", "c"], rounds=1):
-            seen.append(batch)
+            known.append(batch)
             each.step()
-    assert seen == ["a", "b", "c", "a", "b"]
+    assert known == ["a", "b", "c", "a", "b"]
 
 
 def test_until_epochs_ends_with_the_data() -> None:
@@ -225,7 +225,7 @@ def test_until_epochs_ends_with_the_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("goal", "words"),
+    ("goal", "messages"),
     [
         ({}, "expected rounds=, steps=, tokens= or epochs="),
         ({"rounds": -1}, "rounds"),
@@ -235,11 +235,11 @@ def test_until_epochs_ends_with_the_data() -> None:
     ],
     ids=str,
 )
-def test_a_goal_that_cannot_be_reached_is_named(goal: dict[str, Any], words: str) -> None:
+def test_a_goal_that_cannot_be_reached_is_named(goal: dict[str, Any], messages: str) -> None:
     each = Replica(None, 0, 1)
     with each.diloco, pytest.raises(ValidationError) as raised:
         each.diloco.until(**goal)
-    assert words in str(raised.value)
+    assert messages in str(raised.value)
 
 
 def test_tokens_that_nobody_counts_are_named_after_the_first_round() -> None:
@@ -266,10 +266,10 @@ def test_an_error_says_that_a_rank_finished(monkeypatch: pytest.MonkeyPatch) -> 
             return str(error)
         return "fine"
 
-    words = world(3, replica)
-    assert words[0] == "fine"
-    assert "finished: ranks [0]; failed: ranks [2]" in words[1]
-    assert "missing" not in words[1]
+    messages = world(3, replica)
+    assert messages[0] == "fine"
+    assert "finished: ranks [0]; failed: ranks [2]" in messages[1]
+    assert "missing" not in messages[1]
 
 
 def test_the_last_replicas_end_without_those_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ def test_samples_that_cannot_be_read_count_and_are_told_of() -> None:
     assert (report.used, report.skipped) == (report.total // 2, 2)
 
 
-def test_a_joiner_finds_a_lease_and_trains_before_its_first_roster() -> None:
+def test_a_joiner_finds_a_lease_and_trains_before_its_first_manifest() -> None:
     blobs = store()
     model, inner, first = outer(blobs, 0, 2, min_replicas=1, grace_s=0.2)
     with first:
@@ -236,7 +236,7 @@ def _used(diloco: DiLoCo) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "messages"),
     [
         ({"dataset": 101}, "length is 101 in rank 1 and 100 in rank 0"),
         ({"seed": 3}, "seed is 3 in rank 1 and 0 in rank 0"),
@@ -246,7 +246,7 @@ def _used(diloco: DiLoCo) -> list[int]:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_other_data_is_named_before_the_first_round(change: dict[str, Any], words: str) -> None:
+def test_other_data_is_named_before_the_first_round(change: dict[str, Any], messages: str) -> None:
     blobs = store()
 
     def replica(rank: int) -> Any:
@@ -265,16 +265,16 @@ def test_other_data_is_named_before_the_first_round(change: dict[str, Any], word
         return "no error", diloco.round
 
     for text, rounds in world(2, replica):
-        mirrored = _mirror(words)
-        assert words in text or mirrored in text
+        mirrored = _mirror(messages)
+        assert messages in text or mirrored in text
         assert rounds == 0
 
 
-def _mirror(words: str) -> str:
+def _mirror(messages: str) -> str:
     """The same, as the other rank would say it."""
-    parts = words.split()
+    parts = messages.split()
     if "is" not in parts or "and" not in parts:
-        return words
+        return messages
     name, _, theirs, *_ = parts
     mine = parts[parts.index("and") + 1]
     return f"{name} is {mine} in rank 0 and {theirs} in rank 1"
@@ -287,7 +287,7 @@ def test_a_run_with_other_data_is_refused_before_it_trains() -> None:
         batches = iter(diloco.shard(100, batch=4))
         for _ in range(6):
             _train(model, inner, next(batches))
-    for change, words in (
+    for change, messages in (
         ({"dataset": 90}, "data.length: 90 is not valid: the run's data has 100"),
         ({"seed": 7}, "data.seed: 7"),
         ({"shuffle": False}, "data.shuffle: False"),
@@ -297,14 +297,14 @@ def test_a_run_with_other_data_is_refused_before_it_trains() -> None:
         asked: dict[str, Any] = {"dataset": 100, **change}
         with again, pytest.raises(ValidationError) as raised:
             again.shard(asked.pop("dataset"), **asked)
-        assert words in str(raised.value)
+        assert messages in str(raised.value)
     model, inner, without = outer(blobs, 0, 1)
     with without, pytest.raises(ValidationError, match=r"call diloco\.shard"):
         _steps(model, inner, 4)
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("asked", "messages"),
     [
         ({}, "expected a dataset, a length or stream="),
         ({"dataset": 0}, "dataset"),
@@ -317,11 +317,11 @@ def test_a_run_with_other_data_is_refused_before_it_trains() -> None:
     ],
     ids=str,
 )
-def test_bad_arguments_are_named(asked: dict[str, Any], words: str) -> None:
+def test_bad_arguments_are_named(asked: dict[str, Any], messages: str) -> None:
     _, _, diloco = outer(None, 0, 1)
     with diloco, pytest.raises(ValidationError) as raised:
         diloco.shard(asked.pop("dataset", None), **asked)
-    assert words in str(raised.value)
+    assert messages in str(raised.value)
 
 
 def test_a_loader_over_something_else_is_refused() -> None:
@@ -448,9 +448,9 @@ def test_late_work_of_a_saved_state_counts_only_while_its_data_is_held(is_taken:
     _, _, again = outer(blobs, 0, 2, **options, state=state)
     with again:
         again.shard(1000, batch=4)
-        kept = again._data.journal.book
-        assert kept is not None
-        assert kept.claim(0) == (() if is_taken else late)
+        retained = again._data.journal.book
+        assert retained is not None
+        assert retained.claim(0) == (() if is_taken else late)
 
 
 def test_sharing_data_costs_no_request() -> None:
@@ -474,8 +474,8 @@ def test_a_process_alone_goes_on_with_its_data_from_its_state() -> None:
         state = diloco.state_dict()
     model, inner, again = outer(None, 0, 1, state=state)
     with again:
-        rest = [at for batch in again.shard(60, batch=4) for at in _train(model, inner, batch)]
-    assert sorted(first + rest) == list(range(60))
+        remainder = [at for batch in again.shard(60, batch=4) for at in _train(model, inner, batch)]
+    assert sorted(first + remainder) == list(range(60))
 
 
 @pytest.mark.timeout(240)

@@ -30,8 +30,8 @@ def test_the_report_tells_of_rounds_whose_rosters_were_folded(
     first = "run" if fragments == 1 else "run.0-of-2"
     blocks = blobs.find(f"{first}/past")
     assert len(blocks) >= 2
-    oldest = min(blob.key for blob in blobs.find(f"{first}/roster"))
-    assert oldest > f"{first}/roster/00000004"
+    oldest = min(blob.key for blob in blobs.find(f"{first}/manifest"))
+    assert oldest > f"{first}/manifest/00000004"
 
     model, inner, again = outer(
         blobs, 0, 1, sync_every=fragments, fragments=fragments, checkpoint_every=2
@@ -66,7 +66,7 @@ def test_data_that_twice_trains_no_number_is_dropped_and_counted() -> None:
     (one, _, *first), (two, taken, *second) = world(2, replica)
     for finite, warnings in (first, second):
         assert finite
-        assert sum("leaves out rank 1" in words for words in warnings) == 2
+        assert sum("leaves out rank 1" in messages for messages in warnings) == 2
     assert (one.dropped, two.dropped) == (0, 8)
     assert one.used == two.used == 96
     positions = [at for use in one.rounds for at in ranges.positions(use.ranges)]

@@ -13,7 +13,7 @@ import pytest
 from tests.support.forked import run_forked
 
 WORLD = Path(__file__).parent / "group_world.py"
-FACTS = ("rosters", "up", "lives")
+FACTS = ("manifests", "up", "lives")
 # Gradients of a batch are summed in another order when it is cut: parameters differ by rounding.
 TOLERANCE = 2e-7
 
@@ -41,7 +41,7 @@ def agreed(file: Any) -> dict[str, Any]:
     return {name: file[name] for name in file if name not in FACTS and not name.startswith("own.")}
 
 
-def check_one(folder: Path, *, is_whole: bool = True) -> dict[str, Any]:
+def check_one(folder: Path, *, is_complete: bool = True) -> dict[str, Any]:
     """All processes agree after every round, and their models hold what they agree on.
 
     Replicas may end with different rounds: one that is late for the last makes another. Of rounds
@@ -54,7 +54,7 @@ def check_one(folder: Path, *, is_whole: bool = True) -> dict[str, Any]:
             by_round[number][digest].add(file.name.split(".")[1])
     assert all(len(digests) == 1 for digests in by_round.values()), by_round
     assert any(len(ranks) > 1 for digests in by_round.values() for ranks in digests.values())
-    for file in files.values() if is_whole else ():
+    for file in files.values() if is_complete else ():
         for name, value in agreed(file).items():
             np.testing.assert_array_equal(file[f"own.{name}"], value)
     return files
@@ -68,11 +68,11 @@ def compare(folder: Path, kinds: list[str], **options: Any) -> None:
         {"name": "cut", "rounds": 2, "options": options, "replicas": [[k] for k in kinds]},
         {"name": "one", "rounds": 2, "options": options, "replicas": single},
     )
-    is_whole = "fragments" not in options
-    cut, one = (check_one(folder / name, is_whole=is_whole) for name in ("cut", "one"))
+    is_complete = "fragments" not in options
+    cut, one = (check_one(folder / name, is_complete=is_complete) for name in ("cut", "one"))
     for name, value in agreed(one["0.0"]).items():
         np.testing.assert_allclose(cut["0.0"][name], value, rtol=0, atol=TOLERANCE)
-    if not is_whole:
+    if not is_complete:
         return  # a fragment of so small a model is mostly headers
     last = len(kinds) - 1
     # Each process carries its part of what a replica of one process carries.

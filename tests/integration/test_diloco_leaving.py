@@ -14,7 +14,7 @@ from tests.integration.test_diloco import net, train, world
 from tests.support.forked import Forked
 
 from atoll.diloco import DiLoCo, RoundReport
-from atoll.diloco.allreduce.keys import WHOLE, UploadName, parse_upload
+from atoll.diloco.allreduce.keys import COMPLETE, UploadName, parse_upload
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.data import ranges
 
@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).with_name("leaving_replica.py")
 def start(
     uri: str, rank: int, rounds: int, step_s: float, how: str = "plain", **env: str
 ) -> Forked:
-    place = {
+    config = {
         "ATOLL_RENDEZVOUS_URI": uri,
         "ATOLL_RANK": str(rank),
         "ATOLL_WORLD_MAX": "2",
@@ -34,15 +34,15 @@ def start(
         "CODEC": "fp32",
         **env,
     }
-    return Forked([str(SCRIPT), str(rounds), str(step_s), how], {**os.environ, **place})
+    return Forked([str(SCRIPT), str(rounds), str(step_s), how], {**os.environ, **config})
 
 
-def read_until(process: Forked, words: str) -> list[str]:
+def read_until(process: Forked, messages: str) -> list[str]:
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
         lines.append(line.strip())
-        if lines[-1].startswith(words):
+        if lines[-1].startswith(messages):
             return lines
     _, errors = process.communicate()
     raise AssertionError(f"{process.returncode}: {lines} {errors[-2000:]}")
@@ -72,10 +72,10 @@ def test_a_replica_told_to_go_hands_in_its_steps_and_is_not_waited_for(
     finally:
         for process in (going, staying):
             process.close()
-    rosters = [line.split()[2:] for line in out.splitlines() if line.startswith("round")]
-    assert rosters == [["0", "1"], ["0", "1"], ["1"]]  # in the second by what it handed in
-    for words in ("goes on without", "given up", "waiting for ranks"):
-        assert words not in errors
+    manifests = [line.split()[2:] for line in out.splitlines() if line.startswith("round")]
+    assert manifests == [["0", "1"], ["0", "1"], ["1"]]  # in the second by what it handed in
+    for messages in ("goes on without", "given up", "waiting for ranks"):
+        assert messages not in errors
     marks = [blob.key for blob in Blobs.open(uri).find("run/up") if "/left/" in blob.key]
     assert any(key.endswith("00000.left") for key in marks), marks
 
@@ -149,18 +149,18 @@ def test_what_is_handed_in_while_a_program_waits_in_sync_is_handed_in_once(
         model(torch.ones(1, 40)).sum().backward()
         inner.step()
 
-        def tell() -> None:
+        def ask() -> None:
             while not uploads():
                 pass
             diloco.leave()
 
-        teller = threading.Thread(target=tell)
+        teller = threading.Thread(target=ask)
         teller.start()
         diloco.sync()  # nobody else comes
         teller.join()
         assert diloco.leaving
         diloco.sync()
-    assert sorted(name.note == WHOLE for name in uploads()) == [False, True]
+    assert sorted(name.note == COMPLETE for name in uploads()) == [False, True]
     assert [blob.key for blob in store.find("run/up/left")] == ["run/up/left/launch/00000.left"]
 
 
@@ -197,7 +197,7 @@ def test_a_replica_that_raises_is_not_waited_for(tmp_path: Path) -> None:
                 replica(rank)
 
     world(2, one)
-    assert [each.roster for each in reports] == [(0, 1), (0,), (0,), (0,)]
+    assert [each.members for each in reports] == [(0, 1), (0,), (0,), (0,)]
 
 
 def test_a_failure_of_a_launch_before_does_not_leave_a_rank_behind(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_a_failure_of_a_launch_before_does_not_leave_a_rank_behind(tmp_path: Pat
             grace_s=2000,
         ) as diloco:
             train(model, inner, rank, 5)
-        return diloco.reports[0].roster
+        return diloco.reports[0].members
 
     assert world(2, replica) == [(0, 1), (0, 1)]
 

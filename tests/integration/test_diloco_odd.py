@@ -100,7 +100,7 @@ class Replica:
         return is_same and self.loop.round == newest.loop.round
 
 
-def gone(*_: object) -> None:
+def departed(*_: object) -> None:
     raise Temporary("gone")
 
 
@@ -112,7 +112,7 @@ def test_a_replica_whose_round_failed_takes_the_steps_it_missed() -> None:
         other.step(2)
         one.step()  # takes the rounds it was not in
         one.step()  # and makes one
-        other.blobs.fault = gone
+        other.blobs.fault = departed
         with pytest.raises(Temporary):
             other.step()
         other.blobs.fault = None
@@ -127,7 +127,7 @@ def test_a_replica_that_failed_to_catch_up_does_so_later(monkeypatch: pytest.Mon
     with one.loop, other.loop:
         one.step(3)
         with monkeypatch.context() as patch:
-            patch.setattr(catchup, "read_since", gone)
+            patch.setattr(catchup, "read_since", departed)
             with pytest.raises(Temporary):
                 other.step()
         other.step()
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_saved_is_no_reason_to_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, inner, loop = alone()
-    monkeypatch.setattr(saved, "save", gone)
+    monkeypatch.setattr(saved, "save", departed)
     with loop:
         train(model, inner, 10)
         assert loop.round == 2

@@ -43,11 +43,13 @@ def test_processes_that_cannot_be_one_replica_are_told_what_differs_and_why(
     done = run_forked([str(GROUPS), str(tmp_path)], os.environ, 280)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
-    told = {(case, process): text for case, process, text in lines}
-    for case, words in TOLD.items():
+    is_reported = {(case, process): text for case, process, text in lines}
+    for case, messages in TOLD.items():
         for process in "01":
-            assert re.match(f"ValidationError {words}", told[case, process]), told[case, process]
-    assert (told["fine", "0"], told["fine", "1"]) == ("-", "-")
+            assert re.match(f"ValidationError {messages}", is_reported[case, process]), is_reported[
+                case, process
+            ]
+    assert (is_reported["fine", "0"], is_reported["fine", "1"]) == ("-", "-")
 
 
 def pair(first: str = "a", second: str = "b") -> torch.nn.Module:
@@ -65,7 +67,7 @@ def open_with(model: torch.nn.Module, where: str, **more: Any) -> DiLoCo:
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "messages"),
     [
         (torch.nn.ModuleDict({"a": torch.nn.Linear(3, 4)}), r"a\.weight \[4, 3\].*a\.weight \[3, "),
         (pair("b", "a"), r"b\.weight \[3, 3\].*the run has a\.weight"),
@@ -73,11 +75,11 @@ def open_with(model: torch.nn.Module, where: str, **more: Any) -> DiLoCo:
     ],
 )
 def test_replicas_of_one_run_have_the_same_parameters_in_one_order(
-    other: torch.nn.Module, words: str
+    other: torch.nn.Module, messages: str
 ) -> None:
     where = uri()
     with open_with(pair(), where) as first:
-        with pytest.raises(ValidationError, match=f"^model: .*{words}.*run_id 'run' is in use"):
+        with pytest.raises(ValidationError, match=f"^model: .*{messages}.*run_id 'run' is in use"):
             open_with(other, where, rank=1)
         assert first.round == 0
     assert not Blobs.open(where).find("run/up")
@@ -110,7 +112,7 @@ def test_replicas_that_begin_at_once_with_other_fragments_do_not_wait_for_each_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both have looked before either has begun the run."""
-    where, looked, told = uri(), threading.Barrier(2, timeout=60), list[str]()
+    where, looked, is_reported = uri(), threading.Barrier(2, timeout=60), list[str]()
     begin = loop.open_streams
 
     def meet(*arguments: Any) -> Any:
@@ -125,23 +127,25 @@ def test_replicas_that_begin_at_once_with_other_fragments_do_not_wait_for_each_o
             with open_with(pair(), where, rank=rank, fragments=fragments):
                 pass
         except ValidationError as error:
-            told.append(str(error))
+            is_reported.append(str(error))
 
     run_threads(lambda: start(0, 1), lambda: start(1, 2))
-    assert told
-    assert all(re.search(r"fragments: [12] .*another replica began the run", each) for each in told)
+    assert is_reported
+    assert all(
+        re.search(r"fragments: [12] .*another replica began the run", each) for each in is_reported
+    )
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "words"),
+    ("model", "more", "messages"),
     [
         (pair(), {"min_replicas": 3}, r"min_replicas: 3 .*2"),
         (pair(), {"state": {"a": 1}}, r"state: \['a'\] .*expected what state_dict\(\) gave"),
         (torch.nn.Sequential(torch.nn.LazyLinear(3)), {}, r"model\.0\.weight: 'without a shape'"),
     ],
 )
-def test_what_cannot_be_used_is_named(model: Any, more: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
+def test_what_cannot_be_used_is_named(model: Any, more: dict[str, Any], messages: str) -> None:
+    with pytest.raises(ValidationError, match=messages):
         open_with(model, uri(), **more)
 
 
@@ -152,16 +156,16 @@ def test_a_function_is_no_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "messages"),
     [
         ({"world_size": 3}, "world_size is [23] there and [23] here"),
         ({"codec": "int8"}, "codec is '(int8|fp32)' there"),
     ],
 )
 def test_another_cut_than_the_others_have_is_named_and_no_round_is_made(
-    changes: dict[str, Any], words: str
+    changes: dict[str, Any], messages: str
 ) -> None:
-    where, told = uri(), list[str]()
+    where, is_reported = uri(), list[str]()
 
     def train(rank: int, **more: Any) -> None:
         model = pair()
@@ -171,9 +175,9 @@ def test_another_cut_than_the_others_have_is_named_and_no_round_is_made(
         model["a"](torch.ones(1, 3)).sum().backward()
         with pytest.raises(ValidationError) as caught, diloco:
             inner.step()
-        told.append(str(caught.value))
+        is_reported.append(str(caught.value))
 
     run_threads(lambda: train(0), lambda: train(1, **changes))
-    assert len(told) == 2
-    assert all(re.search(words, each) for each in told), told
+    assert len(is_reported) == 2
+    assert all(re.search(messages, each) for each in is_reported), is_reported
     assert not Blobs.open(where).find("run/sum")

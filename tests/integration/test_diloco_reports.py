@@ -1,4 +1,4 @@
-"""DiLoCo tells of its rounds by itself; what it tells equals what the rosters hold."""
+"""DiLoCo tells of its rounds by itself; what it tells equals what the manifests hold."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def train(uri: str, rank: int, world: int, rounds: int, **options: Any) -> None:
     torch.manual_seed(rank)
     model = torch.nn.Linear(4, 3)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    place: dict[str, Any] = {"uri": uri, "rank": rank, "world_size": world} if uri else {}
-    with DiLoCo(model, inner, sync_every=2, **place, **options) as diloco:
+    config: dict[str, Any] = {"uri": uri, "rank": rank, "world_size": world} if uri else {}
+    with DiLoCo(model, inner, sync_every=2, **config, **options) as diloco:
         while diloco.round < rounds:
             diloco.count(5)
             model(torch.randn(2, 4)).square().sum().backward()
@@ -32,19 +32,19 @@ def train(uri: str, rank: int, world: int, rounds: int, **options: Any) -> None:
 
 
 @pytest.fixture
-def words(monkeypatch: pytest.MonkeyPatch) -> list[RoundWord]:
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[RoundWord]:
     heard: list[RoundWord] = []
 
-    def hear(word: Any) -> None:
-        heard.append(msgspec.convert(word, RoundWord))
+    def hear(message: Any) -> None:
+        heard.append(msgspec.convert(message, RoundWord))
 
     monkeypatch.setattr(facts, "report_round", hear)
     return heard
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_what_replicas_tell_equals_the_rosters(
-    tmp_path: Path, words: list[RoundWord], fragments: int
+def test_what_replicas_tell_equals_the_manifests(
+    tmp_path: Path, messages: list[RoundWord], fragments: int
 ) -> None:
     uri = tmp_path.as_uri()
     options = {"run_id": "told", "fragments": fragments}
@@ -55,29 +55,29 @@ def test_what_replicas_tell_equals_the_rosters(
         thread.start()
     for thread in threads:
         thread.join()
-    kept: dict[tuple[int, int], KeptRound] = {}
-    for word in words:
-        key = word.fragment, word.round
-        kept[key] = with_word(kept.get(key, KeptRound()), word)
-    assert len(kept) == 3 * fragments
+    retained: dict[tuple[int, int], KeptRound] = {}
+    for message in messages:
+        key = message.fragment, message.round
+        retained[key] = with_word(retained.get(key, KeptRound()), message)
+    assert len(retained) == 3 * fragments
     blobs = Blobs.open(uri)
     for folder in blobs.folders():
-        for seen in RunReader(blobs, folder).look().rounds:
-            key = seen.fragment, seen.round
-            told = kept[key].told
-            assert told is not None
-            assert msgspec.structs.replace(told, at=seen.at) == msgspec.structs.replace(
-                seen, sizes=[], late=[]
+        for known in RunReader(blobs, folder).look().rounds:
+            key = known.fragment, known.round
+            is_reported = retained[key].is_reported
+            assert is_reported is not None
+            assert msgspec.structs.replace(is_reported, at=known.at) == msgspec.structs.replace(
+                known, sizes=[], late=[]
             )
-            assert not with_seen(kept[key], seen).differs
-            (item,) = items_of([with_seen(kept[key], seen)], has_costs=True)
+            assert not with_seen(retained[key], known).differs
+            (item,) = items_of([with_seen(retained[key], known)], has_costs=True)
             assert item.tokens == 20 if fragments == 1 else item.tokens >= 0
             assert [cost.rank for cost in item.costs or ()] == [0, 1]
             assert item.bits_per_parameter
             assert item.blocked_s
 
 
-def test_a_replica_alone_tells_its_rounds_too(words: list[RoundWord]) -> None:
+def test_a_replica_alone_tells_its_rounds_too(messages: list[RoundWord]) -> None:
     train("", 0, 1, 3)
-    assert [word.round for word in words] == [0, 1, 2]
-    assert all(word.facts is not None and word.facts.members == [0] for word in words)
+    assert [message.round for message in messages] == [0, 1, 2]
+    assert all(message.facts is not None and message.facts.members == [0] for message in messages)

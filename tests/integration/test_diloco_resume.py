@@ -62,14 +62,14 @@ def life(uri: str, steps: int, kind: str = "adamw", **more: Any) -> dict[str, An
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_in_two_parts_has_the_bits_of_one_in_one_part(tmp_path: Path, kind: str) -> None:
-    whole = life(f"{tmp_path}/whole", 20, kind)
+    complete = life(f"{tmp_path}/whole", 20, kind)
     life(f"{tmp_path}/parts", 10, kind)
     second = life(f"{tmp_path}/parts", 10, kind)
     step, restored, extras = second["began"]
     assert (step, restored) == (10, 10)
     assert extras["seen"] == 10
     assert torch.equal(extras["mean"], torch.ones(2))
-    for name, value in whole["values"].items():
+    for name, value in complete["values"].items():
         assert np.array_equal(value, second["values"][name]), name
     assert second["warnings"] == []
 
@@ -92,17 +92,17 @@ def test_a_rank_without_a_copy_of_its_own_is_told(tmp_path: Path) -> None:
     life(str(tmp_path), 10)
     other = life(str(tmp_path), 0, rank=1, world_size=2, min_replicas=1)
     assert other["began"][1] is None
-    (words,) = [each for each in other["warnings"] if "begins again" in each]
-    assert "rank 1" in words
-    assert "rank 1 has none" in words
+    (messages,) = [each for each in other["warnings"] if "begins again" in each]
+    assert "rank 1" in messages
+    assert "rank 1 has none" in messages
 
 
 def test_a_copy_of_another_optimiser_is_left_alone_and_told(tmp_path: Path) -> None:
     life(str(tmp_path), 10)
     other = life(str(tmp_path), 0, "sgd")
     assert other["began"][1] is None
-    (words,) = other["warnings"]
-    assert "its copy is of AdamW, not SGD" in words
+    (messages,) = other["warnings"]
+    assert "its copy is of AdamW, not SGD" in messages
     assert not other["inner"].state
 
 
@@ -165,8 +165,8 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
     with DiLoCo(model, inner, sync_every=5) as alone:
         for _ in range(2):
             alone.checkpoint(inner=True)
-        (words,) = alone.warnings
-        assert "there is no store" in words
+        (messages,) = alone.warnings
+        assert "there is no store" in messages
     with DiLoCo(model, inner, sync_every=5, uri=str(tmp_path), rank=0, world_size=1) as diloco:
         for extras in ({"model": model}, {"f": print}, [1]):
             with pytest.raises(ValidationError, match="extras"):
@@ -262,8 +262,12 @@ def test_the_model_is_loaded_by_plain_safetensors(
         assert value.dtype == state[name].dtype
     assert float(loaded["frozen"].sum()) == 15
     with safe_open(files[0], "pt") as file:
-        words = file.metadata()
-    assert (words["format"], words["atoll.round"], words["atoll.main"]) == ("pt", "3", "run")
+        messages = file.metadata()
+    assert (messages["format"], messages["atoll.round"], messages["atoll.main"]) == (
+        "pt",
+        "3",
+        "run",
+    )
     if target == "many":
         assert (path / "model.safetensors.index.json").exists()
 
@@ -290,7 +294,7 @@ def test_a_run_that_goes_on_in_a_smaller_world_does_not_wait_for_ranks_that_cann
             model, inner, sync_every=5, uri=str(tmp_path), rank=rank, world_size=size, **options
         ) as diloco:
             train(model, inner, 5)
-        return diloco.round, diloco.reports[-1].roster
+        return diloco.round, diloco.reports[-1].members
 
     assert world(3, lambda rank: replica(rank, 3)) == [(1, (0, 1, 2))] * 3
     assert replica(0, 1) == (2, (0,))

@@ -86,7 +86,7 @@ def test_replicas_run_fail_apart_and_are_collected(
         print("lr", os.environ["LR"], sys.argv[1:], flush=True)
         if rank == 1:
             sys.exit(5)
-        atoll.give_result({"rank": rank, "gpu": os.environ.get("MODAL_REGION")})
+        atoll.set_result({"rank": rank, "gpu": os.environ.get("MODAL_REGION")})
         """,
     )
     with make(store, region="eu-west-1") as executor:

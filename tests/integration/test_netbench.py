@@ -90,6 +90,29 @@ def test_the_slower_direction_counts(net: Network) -> None:
     assert result.busbw_gbps_p50 == pytest.approx(0.05, rel=0.1)
 
 
+def test_the_two_pods_of_a_bench_job_measure_and_report(tmp_path: Path) -> None:
+    with netbench.listen("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    report = tmp_path / "termination-log"
+    pods = [
+        subprocess.Popen(
+            [*NETBENCH, "pair", f"127.0.0.1:{port}", "--limit=30", f"--report={report}"],
+            env=ENV
+            | {
+                "JOB_COMPLETION_INDEX": index,
+                "ATOLL_BENCH_TOKEN": "t",
+                "NODE_NAME": f"node-{index}",
+            },
+            stdout=subprocess.DEVNULL,
+        )
+        for index in ("1", "0")  # the one that measures waits for the one that listens
+    ]
+    assert [pod.wait(60) for pod in pods] == [0, 0]
+    result = decode(report.read_bytes(), BenchResult)
+    assert result.probe_node_a == "node-1"
+    assert result.busbw_gbps_p50
+
+
 def test_loopback_says_which_host_it_was() -> None:
     out = subprocess.run(
         [*NETBENCH, "loopback", "--host", "gpu-7"], check=True, capture_output=True, env=ENV

@@ -25,7 +25,7 @@ from atoll.backends.local import processes
 from atoll.backends.local.executor import LocalBackend
 from atoll.core.errors import NotFound, Permanent, ValidationError
 from atoll.core.ports import Executor
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 
 KEYS = {
     "rank", "status", "exit_code", "error", "result", "job_name",
@@ -59,7 +59,7 @@ def marked(mark: str) -> list[int]:
         pid
         for pid in processes.all_pids()
         if processes.environment_of(pid).get(b"TEST_MARK") == mark.encode()
-        and processes.is_running(pid, processes.born(pid))
+        and processes.is_running(pid, processes.start_ticks(pid))
     ]
 
 
@@ -252,10 +252,10 @@ def test_modules_and_functions_by_name(
 def test_a_script_may_give_a_result(executor: LocalProcessExecutor, tmp_path: Path) -> None:
     text = (
         f"import sys; sys.path.append({SOURCE!r})\n"
-        "from atoll import give_result\n"
-        "from atoll.agent.replica_entry import give_result\n"
+        "from atoll import set_result\n"
+        "from atoll.agent.replica_entry import set_result\n"
         "print('half a line', end='', flush=True)\n"
-        "give_result({'loss': 0.5})\n"
+        "set_result({'loss': 0.5})\n"
     )
     handles = executor.launch_replicas(1, script(tmp_path, text))
     assert executor.collect(handles, timeout=60)[0]["result"] == {"loss": 0.5}
@@ -422,10 +422,10 @@ def test_a_cancel_that_the_backend_refuses_is_raised_and_nothing_is_called_cance
     class Refusing(LocalBackend):
         is_refusing = True
 
-        async def apply(self, training: Training, wish: Wish) -> None:
-            if self.is_refusing and wish.size == 0:
+        async def apply(self, training: Training, desired: DesiredState) -> None:
+            if self.is_refusing and desired.size == 0:
                 raise Permanent("403 forbidden")
-            await super().apply(training, wish)
+            await super().apply(training, desired)
 
     class Library(LocalProcessExecutor):
         def make_executor(self) -> Executor:
@@ -602,7 +602,7 @@ def test_the_entrypoint_of_replicas_calls_the_trainer_that_the_arguments_name(
 
 
 def test_replicas_meet_only_if_that_is_asked_for(tmp_path: Path) -> None:
-    text = "import json, os, atoll.agent.result as r\nr.give_result(dict(os.environ))\n"
+    text = "import json, os, atoll.agent.result as r\nr.set_result(dict(os.environ))\n"
     for backend in ("none", "c10d"):
         with LocalProcessExecutor(rendezvous_backend=backend) as executor:
             (_, second) = executor.collect(

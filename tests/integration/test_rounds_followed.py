@@ -1,4 +1,4 @@
-"""Rounds that are followed while replicas die and join equal what the rosters hold in the end."""
+"""Rounds that are followed while replicas die and join equal what the manifests hold in the end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.allreduce.world import World, kill_at, run_threads, seed
 from atoll.core.rounds import KeptRound, with_seen
 from atoll.diloco.allreduce import keys
 from atoll.diloco.allreduce.keys import Keys
-from atoll.diloco.allreduce.past import read_rosters
-from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.manifest import Manifest
+from atoll.diloco.allreduce.past import read_manifests
 from atoll.diloco.blobs import Blobs
 from atoll.rounds.manifests import RunReader
 
@@ -23,7 +23,7 @@ def follow(rounds: int, number: int) -> None:
     """`rounds` rounds of three replicas, each killed at some request and started again."""
     world = World(SIZE)
     is_over = threading.Event()
-    kept: dict[int, KeptRound] = {}
+    retained: dict[int, KeptRound] = {}
 
     def live(rank: int) -> None:
         chance, is_done = random.Random(seed(number, rank)), False
@@ -37,22 +37,22 @@ def follow(rounds: int, number: int) -> None:
             fault = kill_at(chance.randrange(20, 400), chance.random() < 0.5)
             world.take_part(rank, until, fault, keep_rounds=4)
 
-    def look(reader: RunReader) -> None:
+    def check(reader: RunReader) -> None:
         is_all = False
         while not is_all:
-            found = reader.look()
-            for facts in found.rounds:
-                kept[facts.round] = with_seen(kept.get(facts.round, KeptRound()), facts)
-            is_all = found.is_all
+            matches = reader.look()
+            for facts in matches.rounds:
+                retained[facts.round] = with_seen(retained.get(facts.round, KeptRound()), facts)
+            is_all = matches.is_all
 
     def watch() -> None:
         chance = random.Random(number)
         reader = RunReader(Blobs(world.store, "reader"), "run")
         while not is_over.wait(chance.random() / 5):
-            look(reader)
+            check(reader)
             if chance.random() < 0.1:  # the control plane is killed
                 reader = RunReader(Blobs(world.store, "reader"), "run", reader.following)
-        look(reader)
+        check(reader)
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -61,22 +61,22 @@ def follow(rounds: int, number: int) -> None:
     finally:
         is_over.set()
         watching.join()
-    truth = {each.round: each for each in read_rosters(Blobs(world.store, "judge"), Keys("run"))}
+    truth = {each.round: each for each in read_manifests(Blobs(world.store, "judge"), Keys("run"))}
     assert len(truth) > rounds
-    assert sorted(kept) == sorted(truth)
-    for at, roster in truth.items():
-        assert shown(kept[at]) == held(roster)
+    assert sorted(retained) == sorted(truth)
+    for at, manifest in truth.items():
+        assert shown(retained[at]) == stored(manifest)
 
 
-def shown(kept: KeptRound) -> tuple[object, ...]:
-    facts = kept.facts
+def shown(retained: KeptRound) -> tuple[object, ...]:
+    facts = retained.facts
     assert facts is not None
     weights = dict(zip(facts.members, facts.weights, strict=True))
     return facts.attempt, weights, facts.missing
 
 
-def held(roster: Roster) -> tuple[object, ...]:
-    return roster.attempt, roster.weights, sorted(roster.missing)
+def stored(manifest: Manifest) -> tuple[object, ...]:
+    return manifest.attempt, manifest.weights, sorted(manifest.missing)
 
 
 @pytest.fixture(autouse=True)

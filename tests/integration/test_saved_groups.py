@@ -68,8 +68,8 @@ def test_a_copy_of_other_processes_is_told_of(worlds: Path) -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     uri = str(worlds / "fsdp" / "store")
     with DiLoCo(model, inner, sync_every=3, uri=uri, rank=0, world_size=1) as diloco:
-        (words,) = diloco.warnings
-        assert "its copy is of 2 processes, not 1" in words
+        (messages,) = diloco.warnings
+        assert "its copy is of 2 processes, not 1" in messages
         assert diloco.restored_step is None
 
 

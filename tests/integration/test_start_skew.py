@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from obstore.store import MemoryStore
-from tests.allreduce.world import read_roster, run_threads
+from tests.allreduce.world import read_manifest, run_threads
 
 from atoll import LocalProcessExecutor
 from atoll.core.errors import BelowMinimumWorld, ValidationError
@@ -38,11 +38,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, count: int = WORLD) -> None:
 
 
 class Run:
-    """Replicas as threads; `rosters[rank]` is what each saw, in order."""
+    """Replicas as threads; `manifests[rank]` is what each saw, in order."""
 
     def __init__(self, world: int = WORLD, timeout: float = 20) -> None:
         self.store, self.world, self.timeout = MemoryStore(), world, timeout
-        self.rosters: dict[int, list[tuple[int, list[int]]]] = {}
+        self.manifests: dict[int, list[tuple[int, list[int]]]] = {}
         self.missing: set[int] = set()
         self.errors: dict[int, BaseException] = {}
 
@@ -57,14 +57,14 @@ class Run:
     ) -> Callable[[], None]:
         def run() -> None:
             threading.Event().wait(late_s)
-            seen = self.rosters.setdefault(rank, [])
+            known = self.manifests.setdefault(rank, [])
             try:
                 with self.open(rank, **options) as replica:
                     for _ in range(rounds):
                         replica.allreduce([np.full(8, rank, np.float32)])
                         report = replica.last_round
                         assert report is not None
-                        seen.append((report.round, sorted(report.roster)))
+                        known.append((report.round, sorted(report.members)))
                         self.missing |= set(report.missing)
             except BelowMinimumWorld as error:
                 self.errors[rank] = error
@@ -81,7 +81,7 @@ def test_replicas_that_start_apart_are_one_run(seed: int, monkeypatch: pytest.Mo
         late[rank] = chance.uniform(1.7, 2) * GRACE_S  # later than any first grace
     run_threads(*(run.replica(rank, late_s) for rank, late_s in enumerate(late)))
     assert not run.errors
-    assert [seen[0] for seen in run.rosters.values()] == [(0, [0, 1, 2, 3])] * WORLD
+    assert [known[0] for known in run.manifests.values()] == [(0, [0, 1, 2, 3])] * WORLD
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -92,10 +92,10 @@ def test_with_a_grace_of_the_caller_no_run_is_split_in_silence(
     chance, run = random.Random(seed), Run(timeout=2)
     late = [chance.uniform(0, 4 * GRACE_S) for _ in range(WORLD)]
     run_threads(*(run.replica(rank, late_s, grace_s=GRACE_S) for rank, late_s in enumerate(late)))
-    roster = read_roster(Blobs(run.store, "memory"), 0, 0, run="abc")
-    members = {member.rank for member in roster.members}
+    manifest = read_manifest(Blobs(run.store, "memory"), 0, 0, run="abc")
+    members = {member.rank for member in manifest.members}
     assert len(members) > WORLD / 2
-    assert {*members, *roster.missing} == set(range(WORLD))
+    assert {*members, *manifest.missing} == set(range(WORLD))
 
 
 def test_it_says_whom_it_waits_for(
@@ -103,20 +103,20 @@ def test_it_says_whom_it_waits_for(
 ) -> None:
     launched(monkeypatch)
     monkeypatch.setattr(settle, "FIRST_WORD_S", 0.0)
-    run, word = Run(), "waiting for ranks 1, 3 of 4 before the first round"
-    said = threading.Event()
+    run, message = Run(), "waiting for ranks 1, 3 of 4 before the first round"
+    header = threading.Event()
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() == word:
-                said.set()
+            if record.getMessage() == message:
+                header.set()
 
     ear = Ear()
     logging.getLogger("atoll.allreduce").addHandler(ear)
 
     def come_then(rank: int) -> Callable[[], None]:
         def come() -> None:
-            assert said.wait(30)
+            assert header.wait(30)
             run.replica(rank)()
 
         return come
@@ -125,9 +125,9 @@ def test_it_says_whom_it_waits_for(
         run_threads(run.replica(0), run.replica(2), come_then(1), come_then(3))
     finally:
         logging.getLogger("atoll.allreduce").removeHandler(ear)
-    assert run.rosters[0][0] == (0, [0, 1, 2, 3])
+    assert run.manifests[0][0] == (0, [0, 1, 2, 3])
     # Each of the two has said it once, and not at every look.
-    assert sum(word == record.getMessage() for record in caplog.records) <= 2
+    assert sum(message == record.getMessage() for record in caplog.records) <= 2
 
 
 def test_after_the_timeout_more_than_half_go_on_and_say_who_is_missing(
@@ -137,7 +137,7 @@ def test_after_the_timeout_more_than_half_go_on_and_say_who_is_missing(
     run = Run(timeout=0.6)
     run_threads(*(run.replica(rank) for rank in (0, 1, 3)))
     assert not run.errors
-    assert run.rosters[0][0] == (0, [0, 1, 3])
+    assert run.manifests[0][0] == (0, [0, 1, 3])
     assert run.missing == {2}
     assert "round 0 goes on without ranks [2]" in caplog.text
 
@@ -155,9 +155,9 @@ def test_one_of_two_goes_on_once_the_run_has_begun(monkeypatch: pytest.MonkeyPat
     launched(monkeypatch, 2)
     monkeypatch.setattr(pace, "MIN_GRACE_S", GRACE_S)
     run = Run(2)
-    gone = run.open(1)
-    run_threads(run.replica(0, rounds=3), lambda: gone.allreduce([np.full(8, 1, np.float32)]))
-    assert [ranks for _, ranks in run.rosters[0]] == [[0, 1], [0], [0]]
+    departed = run.open(1)
+    run_threads(run.replica(0, rounds=3), lambda: departed.allreduce([np.full(8, 1, np.float32)]))
+    assert [ranks for _, ranks in run.manifests[0]] == [[0, 1], [0], [0]]
 
 
 @pytest.mark.parametrize("how", ["done", "failed"])
@@ -167,7 +167,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(how: str, monkeypatch: pytest.M
     ended = run.open(1)
     ended.leave(None if how == "done" else ValueError("of its own"))
     run_threads(*(run.replica(rank, rounds=1) for rank in (0, 2, 3)))
-    assert run.rosters[0] == [(0, [0, 2, 3])]
+    assert run.manifests[0] == [(0, [0, 2, 3])]
     assert not run.missing
 
 
@@ -177,7 +177,7 @@ def test_a_rank_that_comes_back_is_waited_for_again(monkeypatch: pytest.MonkeyPa
     run.open(1).close()
     run.open(1)
     run_threads(*(run.replica(rank, GRACE_S if rank == 1 else 0) for rank in range(3)))
-    assert run.rosters[0][0] == (0, [0, 1, 2])
+    assert run.manifests[0][0] == (0, [0, 1, 2])
 
 
 def test_marks_of_another_launch_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_marks_of_another_launch_do_not_count(monkeypatch: pytest.MonkeyPatch) -
     run.open(1).close()
     monkeypatch.setenv("ATOLL_UID", "def")
     run_threads(*(run.replica(rank, GRACE_S if rank == 1 else 0) for rank in range(3)))
-    assert run.rosters[0][0] == (0, [0, 1, 2])
+    assert run.manifests[0][0] == (0, [0, 1, 2])
 
 
 def test_the_last_ranks_of_a_run_finish_without_those_that_are_done(
@@ -196,7 +196,7 @@ def test_the_last_ranks_of_a_run_finish_without_those_that_are_done(
     launched(monkeypatch)
     run = Run(timeout=60)
     run_threads(*(run.replica(rank, rounds=3 if rank == 2 else 1) for rank in range(WORLD)))
-    assert run.rosters[2] == [(0, [0, 1, 2, 3]), (1, [2]), (2, [2])]
+    assert run.manifests[2] == [(0, [0, 1, 2, 3]), (1, [2]), (2, [2])]
     assert not run.missing
 
 
@@ -206,12 +206,12 @@ def test_a_late_joiner_and_a_restarted_rank_wait_for_no_first_round(
     launched(monkeypatch, 2)
     run = Run(3, timeout=60)
     run_threads(run.replica(0, rounds=1), run.replica(1, rounds=1))
-    assert run.rosters[0] == [(0, [0, 1])], "rank 2 was not started with them"
+    assert run.manifests[0] == [(0, [0, 1])], "rank 2 was not started with them"
     run_threads(run.replica(2, rounds=1))  # the others have long ended
-    assert run.rosters[2] == [(1, [2])]
-    run.rosters.clear()
+    assert run.manifests[2] == [(1, [2])]
+    run.manifests.clear()
     run_threads(run.replica(0, rounds=1))
-    assert run.rosters[0] == [(2, [0])]
+    assert run.manifests[0] == [(2, [0])]
 
 
 def test_a_training_that_began_with_fewer_waits_for_no_others(
@@ -222,7 +222,7 @@ def test_a_training_that_began_with_fewer_waits_for_no_others(
     monkeypatch.setattr(pace, "FIRST_GRACE_S", 50)
     run = Run(8, timeout=100)
     run_threads(run.replica(0, rounds=1), run.replica(5, rounds=1))  # whichever found room
-    assert run.rosters[0] == [(0, [0, 5])]
+    assert run.manifests[0] == [(0, [0, 5])]
     assert not run.missing
 
 
@@ -239,20 +239,20 @@ def test_runs_that_begin_as_one_wait_once(monkeypatch: pytest.MonkeyPatch) -> No
         for part in parts:
             part.allreduce([np.full(8, rank, np.float32)])
             assert part.last_round is not None
-            run.rosters.setdefault(rank, []).append((0, sorted(part.last_round.roster)))
+            run.manifests.setdefault(rank, []).append((0, sorted(part.last_round.members)))
 
     run_threads(lambda: two_fragments(0), lambda: two_fragments(2))
-    assert run.rosters == {rank: [(0, [0, 2])] * 2 for rank in (0, 2)}
+    assert run.manifests == {rank: [(0, [0, 2])] * 2 for rank in (0, 2)}
 
 
 def test_what_the_caller_says_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch)
     run = Run()
     run_threads(run.replica(0, min_replicas=1, grace_s=GRACE_S))
-    assert [ranks for _, ranks in run.rosters[0]] == [[0], [0]]
+    assert [ranks for _, ranks in run.manifests[0]] == [[0], [0]]
     again = Run()
     run_threads(again.replica(0, min_replicas=1, rounds=1))
-    assert again.rosters[0] == [(0, [0])]
+    assert again.manifests[0] == [(0, [0])]
     assert read_start(4, 2, None, None).together == 4
     assert read_start(4, 2, None, 1.0).together is None
     assert read_start(4, 1, 1, None).quorum == 1
@@ -269,18 +269,18 @@ import os, time
 import numpy as np
 from atoll import ObjectStoreAllReduce
 from atoll.diloco.allreduce import pace
-from atoll.agent.replica_entry import give_result
+from atoll.agent.replica_entry import set_result
 pace.FIRST_GRACE_S = 0.1
 rank = int(os.environ["RANK"])
 uri = os.environ["ATOLL_RENDEZVOUS_URI"]
 if rank:
     time.sleep(0.5)
-rosters = []
+manifests = []
 with ObjectStoreAllReduce(uri, rank, int(os.environ["WORLD_SIZE"])) as replica:
     for _ in range(2):
         replica.allreduce([np.ones(4, np.float32)])
-        rosters.append(sorted(replica.last_round.roster))
-give_result(rosters)
+        manifests.append(sorted(replica.last_round.members))
+set_result(manifests)
 """
 
 

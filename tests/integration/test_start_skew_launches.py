@@ -14,7 +14,7 @@ GRACE_S = 1.0
 SCRIPT = """
 import json, os, time
 import numpy as np
-from atoll import ObjectStoreAllReduce, give_result
+from atoll import ObjectStoreAllReduce, set_result
 from atoll.diloco.allreduce import pace
 args = json.loads(os.environ["ATOLL_ENTRYPOINT_ARGS"])
 if args["grace_s"]:
@@ -26,8 +26,8 @@ with ObjectStoreAllReduce(os.environ["ATOLL_RENDEZVOUS_URI"], rank, world) as re
     for _ in range(2):
         replica.allreduce([np.full(4, rank, np.float32)])
         report = replica.last_round
-        rounds.append([report.round, sorted(report.roster), sorted(report.missing)])
-give_result(rounds)
+        rounds.append([report.round, sorted(report.members), sorted(report.missing)])
+set_result(rounds)
 """
 
 
@@ -35,7 +35,7 @@ def launch_many(folder: Path, lateness: list[list[float]], grace_s: float | None
     """The rounds that each replica of each launch saw; launches run side by side."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    seen = []
+    known = []
     with LocalProcessExecutor() as executor:
         gangs = []
         for at, late_s in enumerate(lateness):
@@ -48,8 +48,8 @@ def launch_many(folder: Path, lateness: list[list[float]], grace_s: float | None
         for handles in gangs:
             reports = executor.collect(handles)
             assert [report["exit_code"] for report in reports] == [0] * len(handles), reports
-            seen.append([report["result"] for report in reports])
-    return seen
+            known.append([report["result"] for report in reports])
+    return known
 
 
 def check_one_run(launch: list[list[Any]]) -> None:
@@ -58,8 +58,8 @@ def check_one_run(launch: list[list[Any]]) -> None:
     rounds = [tuple(map(repr, row)) for rank in launch for row in rank]
     assert len({row[0] for row in rounds}) == len(set(rounds)), "replicas differ in a round"
     for rank in launch:
-        for _, roster, missing in rank:
-            assert sorted({*roster, *missing}) == everybody, launch
+        for _, members, missing in rank:
+            assert sorted({*members, *missing}) == everybody, launch
     assert [0, everybody, []] in launch[0], launch
 
 

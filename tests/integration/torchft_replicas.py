@@ -161,7 +161,7 @@ HOW = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    found: dict[str, float] = {}
+    matches: dict[str, float] = {}
     for name, how in HOW.items():
         expected = replicas(reference(), how)
         for who, loop in {
@@ -172,10 +172,10 @@ def main() -> None:
             "atoll": ours(f"memory:///atoll-{name}"),
         }.items():
             got = replicas(loop, how)
-            found[f"{name}, {who}"] = max(
+            matches[f"{name}, {who}"] = max(
                 (a - b).abs().max().item() for a, b in zip(expected, got, strict=True)
             )
-    json.dump(found, sys.stdout)
+    json.dump(matches, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def fit(folder: Path, **options: Any) -> dict[str, Any]:
     return {
         "digest": small.digest(module),
         "round": callback.diloco.round,
-        "rosters": [list(report.roster) for report in callback.diloco.reports],
+        "manifests": [list(report.members) for report in callback.diloco.reports],
         "read": data.read,
     }
 

@@ -98,7 +98,7 @@ def facts(trainer: Any, callback: Any, **more: Any) -> dict[str, Any]:
         "digest": digest(trainer.model),
         "step": trainer.state.global_step,
         "round": callback.diloco.round,
-        "rosters": [list(report.roster) for report in callback.diloco.reports],
+        "manifests": [list(report.members) for report in callback.diloco.reports],
         "rates": rates,
         **more,
     }

@@ -85,7 +85,7 @@ def test_replicas_end_with_the_same_parameters(trained: Path, case: str) -> None
     one, two = read(trained, case)
     assert one["digest"] == two["digest"]
     assert one["round"] == two["round"] == ALIKE[case]
-    assert all(roster == [0, 1] for roster in one["rosters"])
+    assert all(members == [0, 1] for members in one["manifests"])
 
 
 @pytest.mark.parametrize("case", ["plain", "accumulation", "resumed", "grpo", "lightning"])
@@ -108,7 +108,7 @@ def test_a_training_that_raises_leaves_the_run_to_the_others(trained: Path) -> N
     one, two = read(trained, "raises")
     assert two["error"] == "at step 7"
     assert one["step"] == 20
-    assert one["rosters"] == [[0, 1], [0], [0], [0]]
+    assert one["manifests"] == [[0, 1], [0], [0], [0]]
 
 
 def test_a_killed_replica_goes_on_with_the_step_and_the_rate_of_the_run(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_killed_replica_goes_on_with_the_step_and_the_rate_of_the_run(tmp_path
     one, two = read(tmp_path, "killed")
     assert one["step"] == two["step"] == 60
     assert one["digest"] == two["digest"]
-    assert [0, 1] in two["rosters"]
+    assert [0, 1] in two["manifests"]
     assert min(map(int, two["rates"])) > 5
     # The step in which a replica that was behind came up to the run was made with its rate before.
     steady_on = [at for at in two["rates"] if str(int(at) - 1) in two["rates"]]

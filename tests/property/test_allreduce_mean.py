@@ -43,16 +43,16 @@ def test_blocks_change_nothing() -> None:
     rng = np.random.default_rng(0)
     parts = [rng.standard_normal(3 * BLOCK + 5).astype(np.float32) for _ in range(4)]
     for weights in ([1.0] * 4, [1.0, 2.0, 0.25, 7.0]):
-        whole = weighted_mean(parts, weights)
+        complete = weighted_mean(parts, weights)
         cut = [
             weighted_mean([p[i : i + 999] for p in parts], weights)
             for i in range(0, 3 * BLOCK + 5, 999)
         ]
-        assert whole.tobytes() == np.concatenate(cut).tobytes()
-        one_by_one = np.empty_like(whole)
+        assert complete.tobytes() == np.concatenate(cut).tobytes()
+        one_by_one = np.empty_like(complete)
         WeightedMean(weights).write(iter(parts), one_by_one)
-        assert whole.tobytes() == one_by_one.tobytes()
-        assert whole.tobytes() == in_order(parts, weights).tobytes()
+        assert complete.tobytes() == one_by_one.tobytes()
+        assert complete.tobytes() == in_order(parts, weights).tobytes()
 
 
 def in_order(parts: list[Vector], weights: list[float]) -> Vector:

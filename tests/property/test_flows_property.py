@@ -140,7 +140,7 @@ def is_met(kind: str, training: Training) -> bool:
 FLOWS = {
     "min": flows.wait_until_min_world,
     "target": flows.wait_until_target_world,
-    "result": flows.result,
+    "result": flows.wait_until_end,
 }
 
 
@@ -187,7 +187,7 @@ def test_without_trouble_a_wait_ends_at_the_very_change(
     world = World(points, [])
     over = [p for p in points if p.training.status.phase in TERMINAL and p.at <= timeout]
     try:
-        world.play(flows.result(WHO, timeout, clock=world.clock))
+        world.play(flows.wait_until_end(WHO, timeout, clock=world.clock))
     except BelowMinimumWorld:
         assert (world.seen is not None and world.seen.status.phase in TERMINAL) == bool(over)
     assert world.now == pytest.approx(over[0].at if over else timeout)
@@ -195,7 +195,7 @@ def test_without_trouble_a_wait_ends_at_the_very_change(
 
 @settings(max_examples=100, deadline=None)
 @given(points=timelines(), timeout=st.floats(0, 100))
-def test_complete_differs_from_result_only_for_what_was_over_at_the_call(
+def test_complete_differs_from_the_end_only_for_what_was_over_at_the_call(
     points: list[Point], timeout: float
 ) -> None:
     def outcome(flow: Any) -> tuple[str, Any]:
@@ -210,13 +210,13 @@ def test_complete_differs_from_result_only_for_what_was_over_at_the_call(
     if points[0].training.status.phase in TERMINAL:
         assert outcome(flows.wait_until_complete)[0] == "over"
     else:
-        assert outcome(flows.wait_until_complete) == outcome(flows.result)
+        assert outcome(flows.wait_until_complete) == outcome(flows.wait_until_end)
 
 
 def test_the_world_of_these_tests_can_fail() -> None:
     """A check of the checker: a state that was never there is not accepted as an answer."""
     done = Point(0.0, _succeeded(4))
-    assert World([done], []).play(flows.result(WHO, 1)) != _succeeded(3).world
+    assert World([done], []).play(flows.wait_until_end(WHO, 1)) != _succeeded(3).world
 
 
 def _succeeded(target: int) -> Training:

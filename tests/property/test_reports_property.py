@@ -29,7 +29,7 @@ KEY = b"k" * 32
 READ = (
     *("/v1/trainings", "/v1/trainings/t", "/v1/trainings/t/metrics", "/v1/trainings/t/rounds"),
     *("/v1/trainings/t/rounds?costs", "/v1/metrics?name=loss&ranks", "/metrics", "/readyz"),
-    *("/ui/rows", "/ui/page/t", "/ui/curves/t?name=loss", "/ui/rounds/t"),
+    *("/ui/rows", "/ui/page/t", "/ui/metrics/t?name=loss", "/ui/rounds/t"),
 )
 
 odd = st.sampled_from(

@@ -136,7 +136,7 @@ class DataWorld:
         self.oracle = Oracle(settings, self, inside=[{} for _ in range(fragments)])
         self.uploads: dict[tuple[int, int], list[Upload]] = {}
         self.papers: dict[tuple[int, int, int], Paper] = {}
-        self.places: dict[tuple[int, int, int], dict[int, str]] = {}
+        self.locations: dict[tuple[int, int, int], dict[int, str]] = {}
         self.saved = (pack(self.truth), [0] * fragments)
         self.states: dict[int, list[Any]] = {}  # of a rank: what a process of it saved
         self.ids = 0
@@ -155,13 +155,13 @@ class DataWorld:
 
     def put_place(self, key: tuple[int, int, int], rank: int, what: str) -> str:
         """Create-only; returns what is there."""
-        places = self.places.setdefault(key, {})
-        if rank not in places:
-            places[rank] = what
+        locations = self.locations.setdefault(key, {})
+        if rank not in locations:
+            locations[rank] = what
             paper = self.papers[key]
-            if what == MEAN and all(places.get(m.rank) == MEAN for m in paper.members):
+            if what == MEAN and all(locations.get(m.rank) == MEAN for m in paper.members):
                 self.oracle.commit(key[0], paper)
-        return places[rank]
+        return locations[rank]
 
     def step(self) -> None:
         at = self.rng.randrange(len(self.alive))
@@ -225,7 +225,7 @@ class Replica:
         self.leaves = False
         self.steps = 0
         count = self.set.fragments
-        self.movement: list[set[tuple[int, int]]] = [set() for _ in range(count)]
+        self.pseudo_gradient: list[set[tuple[int, int]]] = [set() for _ in range(count)]
         self.carry: list[set[tuple[int, int]]] = [set() for _ in range(count)]
         self.next = [0] * count
         self.book: Book
@@ -248,7 +248,7 @@ class Replica:
                 0 if is_leaving else self.set.period * self.set.batch + self.set.prefetch,
                 self.met_end,
             )
-            brought = frozenset(self.movement[fragment] | self.carry[fragment])
+            brought = frozenset(self.pseudo_gradient[fragment] | self.carry[fragment])
             if self.set.overlap:
                 self.train(1)
             how = yield from self.round(fragment, upload_claim, brought, claimed)
@@ -280,8 +280,8 @@ class Replica:
             self.book.train(part, self.steps)
             for at in ranges.positions(part):
                 training = (at, self.sea.fresh_id())
-                for movement in self.movement:
-                    movement.add(training)
+                for pseudo_gradient in self.pseudo_gradient:
+                    pseudo_gradient.add(training)
 
     def round(self, fragment: int, claim: Claim, brought: Trained, claimed: Ranges) -> Steps:
         """One call, one round: member, left out or behind."""
@@ -317,16 +317,16 @@ class Replica:
             if is_carried:
                 self.carry[fragment] = set(own.trained)
         if self.set.mix and is_member:
-            self.movement[fragment] -= own.trained
+            self.pseudo_gradient[fragment] -= own.trained
         else:
-            self.movement[fragment] = set()
+            self.pseudo_gradient[fragment] = set()
             self.book.empty(fragment, self.steps)
         if not self.book.is_honest and not self.set.keeps_late_work:
             self.discard()
         return "member" if is_member else "left out"
 
     def discard(self) -> None:
-        self.movement = [set() for _ in self.movement]
+        self.pseudo_gradient = [set() for _ in self.pseudo_gradient]
         self.carry = [set() for _ in self.carry]
         self.book.discard(self.steps)
 
@@ -358,10 +358,10 @@ class Replica:
                 self.sea.put_place(key, self.rank, NOTE if problem else MEAN)
                 yield
             while True:
-                places = self.sea.places.get(key, {})
-                missing = [m.rank for m in paper.members if m.rank not in places]
-                if NOTE in places.values():
-                    late = {m.id for m in paper.members if places.get(m.rank) == NOTE}
+                locations = self.sea.locations.get(key, {})
+                missing = [m.rank for m in paper.members if m.rank not in locations]
+                if NOTE in locations.values():
+                    late = {m.id for m in paper.members if locations.get(m.rank) == NOTE}
                     blamed = paper.blamed | late
                     break
                 if not missing:
@@ -425,7 +425,7 @@ class Replica:
             if paper is None:
                 continue
             self.book.commit([m.claim for m in paper.members], paper.world)
-            self.movement[fragment] = set()  # the global values are loaded
+            self.pseudo_gradient[fragment] = set()  # the global values are loaded
             self.book.empty(fragment, self.steps)
             if not self.book.is_honest and not self.set.keeps_late_work:
                 self.discard()

@@ -66,7 +66,7 @@ def test_figures_rounds_and_lines_of_ranks_are_there_to_look_at(shell: Shell) ->
     assert told == {(rank, step): 1 / step + rank for rank in range(2) for step in range(1, 4)}
     until(lambda: len(json.loads(shell.atoll("rounds", "told", "--json").stdout)["round"]) == 3)
     rounds = json.loads(shell.atoll("rounds", "told", "--json").stdout)
-    assert rounds["roster"] == [[0, 1]] * 3
+    assert rounds["members"] == [[0, 1]] * 3
     assert set(rounds["source"]) == {"store"}
 
     logged = shell.atoll("logs", "told", "--timestamps", "--json")

@@ -1,6 +1,6 @@
 """Runs a function as a replica, and returns its result or its error.
 
-A script does not need this; it may call `give_result` to return a result.
+A script does not need this; it may call `set_result` to return a result.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from atoll.agent.entrypoint import write_error_file
 from atoll.agent.keywords import call
-from atoll.agent.result import give_result, hand_in
+from atoll.agent.result import hand_in, set_result
 
-__all__ = ["give_result", "hand_in", "main", "named_function"]
+__all__ = ["hand_in", "main", "named_function", "set_result"]
 
 
 def main(payload: bytes) -> None:

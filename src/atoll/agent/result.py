@@ -64,8 +64,8 @@ class ResultPart(NamedTuple):
     data: bytes
 
 
-def give_result(value: Any, *, pickled: bool | None = None) -> None:
-    """Hands in `value` as the result of this rank: `collect` and `training.value` have it.
+def set_result(value: Any, *, pickled: bool | None = None) -> None:
+    """Hands in `value` as the result of this rank: `collect` and `training.result()` have it.
 
     The last call counts. Plain data, bytes, tuples, sets, numpy arrays and torch tensors can be
     handed in, and with `pickled=True` whatever can be pickled, for a reader who allows
@@ -86,7 +86,7 @@ def give_result(value: Any, *, pickled: bool | None = None) -> None:
 def hand_in(value: Any) -> None:
     """The result of a function that has ended well: if it cannot be handed in, that is told."""
     try:
-        give_result(value)
+        set_result(value)
     except Exception as error:  # a class of the user may fail in any way while it is pickled
         words = f"the result cannot be returned: {error}"
         sys.stderr.write(f"atoll: {words}\n")
@@ -281,7 +281,7 @@ def _tagged(value: Any) -> Any:
     raise TypeError(
         f"expected plain data such as numbers, text, lists and dicts, not a {name}: return its "
         "parts, as dataclasses.asdict does, or a pickle: allow_pickle=True of an executor or of "
-        "Client.map; else atoll.give_result(x, pickled=True) and training.value(allow_pickle=True)"
+        "Client.map; else atoll.set_result(x, pickled=True) and training.result(allow_pickle=True)"
     )
 
 

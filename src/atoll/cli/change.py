@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from atoll.cli.options import json_option, name_argument, names_argument, timeout_option
 from atoll.core.errors import BelowMinimumWorld, NotFound, Temporary, ValidationError
+
+if TYPE_CHECKING:
+    from atoll.core.status import Training
 
 GOALS = click.Choice(["min", "target", "complete"])
 
@@ -51,28 +54,35 @@ def wait(name: str, goal: str, timeout: float | None, is_json: bool) -> None:
     from atoll.cli.follow import FAILED, SUCCEEDED, TIMED_OUT
     from atoll.cli.report import end_report
     from atoll.cli.show import counted, print_json, says, training_json
+    from atoll.sdk import flows
     from atoll.sdk.client import Client
 
-    training = Client().get(name)
+    client = Client()
+    last = client.get(name).last
     waits: dict[str, Any] = {
-        "min": training.wait_until_min_world,
-        "target": training.wait_until_target_world,
-        "complete": training.result,
+        "min": flows.wait_until_min_world,
+        "target": flows.wait_until_target_world,
+        "complete": flows.wait_until_end,
     }
+
+    def keep(training: Training) -> None:
+        nonlocal last
+        last = training
+
     code, late = SUCCEEDED, ""
     try:
-        waits[goal](timeout)
+        client.run(waits[goal](flows.Who(last.name, last.uid), timeout, on_read=keep))
     except BelowMinimumWorld as error:
-        is_late = not training.last.status.phase.is_terminal
+        is_late = not last.status.phase.is_terminal
         code, late = (TIMED_OUT, str(error)) if is_late else (FAILED, "")
     if is_json:
-        print_json({"goal": goal, "exitCode": code, **training_json(training.last)})
+        print_json({"goal": goal, "exitCode": code, **training_json(last)})
     elif late:
         says(late)
     elif code == FAILED or goal == "complete":
-        print(end_report(training.last), file=sys.stderr if code else sys.stdout)
+        print(end_report(last), file=sys.stderr if code else sys.stdout)
     else:
-        print(f"{name}: {counted(training.last.status.world.ready, 'rank')} ready")
+        print(f"{name}: {counted(last.status.world.ready, 'rank')} ready")
     raise SystemExit(code)
 
 

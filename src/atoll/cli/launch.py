@@ -148,7 +148,7 @@ def _preview(launch: Launch) -> str:
     from atoll.backends.local.state import state_dir
     from atoll.core.config import in_file, options_of
     from atoll.core.errors import ValidationError
-    from atoll.core.executors import LOCAL, Home, load
+    from atoll.core.executors import LOCAL, PlaneContext, load
     from atoll.core.status import Training
     from atoll.core.support import describe_unsupported, unsupported_fields
     from atoll.sdk.config import read_for_plane, stated_spec
@@ -166,7 +166,7 @@ def _preview(launch: Launch) -> str:
         options = options_of(kind.options_type, dict(wanted.options))
     except ValidationError as error:
         raise in_file(config.path, error, f"executors.{name}") from error
-    preview: str | None = kind.preview(options, Home(state_dir(), "", where), training)
+    preview: str | None = kind.preview(options, PlaneContext(state_dir(), "", where), training)
     if preview is None:
         words = "this machine starts ranks itself. Give an --executor of another kind"
         raise click.UsageError(f"--dry-run: {name!r} submits nothing: {words}")

@@ -9,15 +9,17 @@ from typing import Any
 
 import click
 
-from atoll.cli.options import json_option, name_argument
+from atoll.cli.options import json_option, name_argument, timeout_option
 from atoll.cli.report import world_text
 from atoll.cli.screen import fitted
 from atoll.cli.show import print_json, training_json
 from atoll.cli.tables import ps_table, status_text
 from atoll.cli.terminal import can_redraw
-from atoll.core.errors import ValidationError
+from atoll.core.errors import BelowMinimumWorld, ResultError, ValidationError
 from atoll.core.status import Training
+from atoll.sdk import flows
 from atoll.sdk.client import Client
+from atoll.sdk.flows import Who
 
 PHASES = click.Choice(["pending", "ready", "succeeded", "failed", "cancelled"])
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -41,12 +43,12 @@ def ps(phase: str | None, prefix: str | None, sort: str | None, is_json: bool) -
 
     client = Client()
     trainings = [training.last for training in client.list(phase=phase, prefix=prefix)]
-    trainings, figures = ordered(client, trainings, sort)
+    trainings, newest_metrics = ordered(client, trainings, sort)
     if is_json:
-        each = [(training_json(t), figures.get(t.uid)) for t in trainings]
+        each = [(training_json(t), newest_metrics.get(t.uid)) for t in trainings]
         print_json([shown if f is None else {**shown, "figure": f} for shown, f in each])
     else:
-        print(ps_table(trainings, figures))
+        print(ps_table(trainings, newest_metrics))
 
 
 @click.command()
@@ -111,7 +113,7 @@ def logs(
     from atoll.cli.report import LinePrinter
     from atoll.cli.show import print_json
     from atoll.sdk.flows import Who
-    from atoll.sdk.logs import Position, lines
+    from atoll.sdk.logs import LogPosition, lines
 
     if ignore_case and grep is None:
         raise ValidationError("--ignore-case", True, "expected only with --grep")
@@ -127,7 +129,7 @@ def logs(
     printer.width = len(str(highest))
     chosen: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
     who = Who(training.name, training.uid)
-    position = Position(who, None if rank is None else [rank], tail, is_followed, chosen)
+    position = LogPosition(who, None if rank is None else [rank], tail, is_followed, chosen)
     for line in lines(client.wire, position):  # one by one: a log may be larger than the memory
         print_json(line) if is_json else printer.print(line)
 
@@ -138,22 +140,37 @@ def logs(
     "--rank",
     type=click.IntRange(min=0),
     default=0,
-    help="Rank whose result is printed.",
+    help="Rank whose result to print.",
     show_default=True,
 )
+@timeout_option
 @json_option
-def value(name: str, rank: int, is_json: bool) -> None:
-    """Print the result of a rank as JSON.
+def result(name: str, rank: int, timeout: float | None, is_json: bool) -> None:
+    """Wait for the end of a training and print the result of a rank as JSON.
 
-    That is what its function returned, or what its program gave with atoll.give_result.
+    That is what its function returned, or what its program set with atoll.set_result; null if it
+    set nothing. Exit code: 1 if the training did not succeed, 124 if --timeout passed.
     """
-    from atoll.cli.show import print_json
+    from atoll.cli.follow import TIMED_OUT
+    from atoll.cli.show import print_json, says
 
+    client = Client()
+    training = client.get(name)
+    highest = training.last.spec.world_size.max - 1
+    if rank > highest:
+        raise ValidationError("--rank", rank, f"expected at most {highest}: the ranks of {name}")
+    who, newest = Who(training.name, training.uid), [training.last]
     try:
-        result = Client().get(name).value(rank)
-    except ValueError as error:
+        client.run(flows.wait_until_end(who, timeout, on_read=newest.append))
+        value = as_json(client.run(flows.result(who, rank)))
+    except ResultError as error:
         raise click.ClickException(str(error)) from error
-    print_json({"rank": rank, "value": as_json(result)} if is_json else as_json(result))
+    except BelowMinimumWorld as error:
+        if newest[-1].status.phase.is_terminal:
+            raise
+        says(str(error))
+        raise SystemExit(TIMED_OUT) from error
+    print_json({"rank": rank, "result": value} if is_json else value)
 
 
 def as_json(value: Any) -> Any:

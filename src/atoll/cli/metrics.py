@@ -14,7 +14,7 @@ from atoll.cli.options import json_option, name_argument
 
 if TYPE_CHECKING:
     from atoll.cli.plot import Curve
-    from atoll.sdk.metrics import SeriesTable
+    from atoll.sdk.columns import MetricTable
 
 AXES = ("step", "time")
 
@@ -35,7 +35,7 @@ def series(
     from atoll.cli.show import print_json
     from atoll.sdk.client import Client
 
-    table = Client().get(name).series(series or None, rank=rank)
+    table = Client().get(name).metrics(series or None, rank=rank)
     if is_json:
         print_json(dict(table))
     elif is_csv:
@@ -46,9 +46,9 @@ def series(
         print(_overview(table))
 
 
-def _overview(table: SeriesTable) -> str:
+def _overview(table: MetricTable) -> str:
     from atoll.cli.show import table as aligned
-    from atoll.core.escape import visible
+    from atoll.core.escape import escape_control
 
     rows = []
     names = list(dict.fromkeys(table["name"]))
@@ -62,7 +62,7 @@ def _overview(table: SeriesTable) -> str:
         step = table["step"][last]
         rows.append(
             [
-                visible(name),
+                escape_control(name),
                 f"{table['value'][last]:.6g}",
                 "-" if step is None else str(step),
                 f"{low:.6g}",
@@ -99,16 +99,17 @@ def _overview(table: SeriesTable) -> str:
 def plot(name: str, series: str, rank: tuple[int, ...], axis: str, svg_path: Path | None) -> None:
     """Draw what the ranks reported as SERIES, such as loss, in the terminal or as SVG."""
     from atoll.cli.plot import draw, svg
-    from atoll.core.escape import visible
+    from atoll.core.escape import escape_control
     from atoll.sdk.client import Client
 
-    table = Client().get(name).series([series])
+    table = Client().get(name).metrics([series])
     curves = curves_of(table, axis, rank)
     if not curves:
         raise click.ClickException(
-            f"{name} has reported no {visible(series)!r}: 'atoll series {name}' lists what there is"
+            f"{name} has reported no {escape_control(series)!r}: "
+            f"'atoll series {name}' lists what there is"
         )
-    title = f"{visible(series)} of {name}"
+    title = f"{escape_control(series)} of {name}"
     if svg_path is not None:
         svg_path.write_text(svg(curves, title, axis, (960, 540)))
         print(svg_path)
@@ -118,7 +119,7 @@ def plot(name: str, series: str, rank: tuple[int, ...], axis: str, svg_path: Pat
     print(draw(curves, size.columns, min(size.lines - 3, 24), axis))
 
 
-def curves_of(table: SeriesTable, axis: str, ranks: tuple[int, ...] = ()) -> list[Curve]:
+def curves_of(table: MetricTable, axis: str, ranks: tuple[int, ...] = ()) -> list[Curve]:
     """One curve for each rank; the time is in seconds since the first point."""
     from atoll.cli.plot import Curve
 

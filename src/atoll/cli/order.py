@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from atoll.core.escape import visible
-from atoll.core.metrics import NewestFigure
+from atoll.core.escape import escape_control
+from atoll.core.metrics import LatestMetric
 from atoll.core.status import Training
 from atoll.sdk import flows
 from atoll.sdk.client import Client
@@ -27,7 +27,7 @@ FIELDS: dict[str, Callable[[Training, float], Any]] = {
 
 def ordered(
     client: Client, trainings: list[Training], sort: str | None
-) -> tuple[list[Training], dict[str, NewestFigure]]:
+) -> tuple[list[Training], dict[str, LatestMetric]]:
     """The trainings in that order, and by uid the figures that it went by."""
     name, is_down = (sort or "age").removeprefix("-"), (sort or "").startswith("-")
     newest_first = sorted(trainings, key=lambda training: -training.created_at)
@@ -36,25 +36,27 @@ def ordered(
     if name in FIELDS:
         now, key = time.time(), FIELDS[name]
         return sorted(newest_first, key=lambda each: key(each, now), reverse=is_down), {}
-    figures = {figure.uid: figure for figure in client.run(flows.figures([name])).items}
-    if trainings and not any(training.uid in figures for training in trainings):
+    newest_metrics = {
+        metric.uid: metric for metric in client.run(flows.newest_metrics([name])).items
+    }
+    if trainings and not any(training.uid in newest_metrics for training in trainings):
         raise click.ClickException(
-            f"--sort: no training has reported {visible(name)!r}: expected {', '.join(FIELDS)} or "
-            "the name of a series ('atoll series NAME' lists them)"
+            f"--sort: no training has reported {escape_control(name)!r}: expected "
+            f"{', '.join(FIELDS)} or the name of a series ('atoll series NAME' lists them)"
         )
-    return by_figure(newest_first, figures, is_down=is_down), figures
+    return by_metric(newest_first, newest_metrics, is_down=is_down), newest_metrics
 
 
-def by_figure(
-    trainings: list[Training], figures: Mapping[str, NewestFigure], *, is_down: bool
+def by_metric(
+    trainings: list[Training], newest_metrics: Mapping[str, LatestMetric], *, is_down: bool
 ) -> list[Training]:
     """The least first. Those whose figure is no number, and those without one, are last."""
 
     def key(training: Training) -> tuple[int, float]:
-        figure = figures.get(training.uid)
-        if figure is None:
+        metric = newest_metrics.get(training.uid)
+        if metric is None:
             return 2, 0.0
-        value = float(figure.value)
+        value = float(metric.value)
         if math.isnan(value):
             return 1, 0.0
         return 0, -value if is_down else value

@@ -11,7 +11,7 @@ import click
 from atoll.cli.options import json_option, name_argument
 
 if TYPE_CHECKING:
-    from atoll.sdk.rounds import RoundTable
+    from atoll.sdk.columns import RoundTable
 
 SHOWN = 40  # rounds, as text
 HEADER = ("ROUND", "TIME", "IN", "MISSING", "LATE", "JOINED", "LEFT", "UP", "DOWN", "HIDDEN",
@@ -66,17 +66,17 @@ def as_text(name: str, table: RoundTable) -> str:
             [
                 f"{number}.{fragment}" if is_cut else str(number),
                 "-" if when is None else clock(when),
-                ranks("roster", at) if table["roster"][at] else f"void: {shortened(error, 60)}",
+                ranks("members", at) if table["members"][at] else f"void: {shortened(error, 60)}",
                 shortened(some_spans(out, 8), 40) or "-",
                 ranks("late", at),
                 ranks("joined", at),
                 ranks("left", at),
                 _size(table["bytes_up"][at]),
                 _size(table["bytes_down"][at]),
-                _figure(table["hidden_s"][at], "s"),
-                _figure(table["blocked_s"][at], "s"),
-                _figure(table["bits_per_parameter"][at]),
-                _figure(table["tokens"][at] or None),
+                _short_number(table["hidden_s"][at], "s"),
+                _short_number(table["blocked_s"][at], "s"),
+                _short_number(table["bits_per_parameter"][at]),
+                _short_number(table["tokens"][at] or None),
             ]
         )
     lines = [f"{table.summary.words} ({table.why})"]
@@ -97,7 +97,7 @@ def _size(size: int | None) -> str:
     return f"{value:.3g}{units[0] if units[0] != 'B' else ' B'}"
 
 
-def _figure(value: float | None, unit: str = "") -> str:
+def _short_number(value: float | None, unit: str = "") -> str:
     return "-" if value is None else f"{value:.3g}{unit}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from atoll.cli.options import json_option
-from atoll.core.errors import BelowMinimumWorld, DistributedError, Permanent
+from atoll.core.errors import BelowMinimumWorld, Permanent, UDTerminalState
 
 STOP_S = 60.0
 LOOK_S = 0.02
@@ -58,11 +58,11 @@ def cancelled(where: Path) -> list[str]:
             training.cancel()
         for training in trainings:
             try:
-                training.result(timeout=training.last.spec.stop_grace_s + STOP_S)
+                training.wait_until_complete(training.last.spec.stop_grace_s + STOP_S)
             except BelowMinimumWorld as error:
                 if not training.last.status.phase.is_terminal:
                     raise Permanent(f"{training.name} did not end: {error}") from error
-            except DistributedError:
+            except UDTerminalState:
                 pass  # over before it was cancelled
     return [training.name for training in trainings]
 

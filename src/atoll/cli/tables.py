@@ -8,9 +8,9 @@ from shutil import get_terminal_size
 
 from atoll.cli import show
 from atoll.cli.report import end_report
-from atoll.core.describe import attempt_in_words
-from atoll.core.escape import visible
-from atoll.core.metrics import NewestFigure
+from atoll.core.describe import describe_attempt
+from atoll.core.escape import escape_control
+from atoll.core.metrics import LatestMetric
 from atoll.core.rounds import ShownTraining
 from atoll.core.status import AttemptStatus, Event, RankExit, RankStatus, Training
 from atoll.core.warnings import CONDITION as WARNINGS
@@ -22,21 +22,23 @@ ATTEMPTS = ("RANK", "ATTEMPT", "STARTED", "RAN", "HOST", "END")
 EVENTS = ("TIME", "TYPE", "REASON", "MESSAGE")
 
 
-def ps_table(trainings: list[Training], figures: Mapping[str, NewestFigure] | None = None) -> str:
+def ps_table(
+    trainings: list[Training], newest_metrics: Mapping[str, LatestMetric] | None = None
+) -> str:
     """With a column for the figure that they are sorted by, if there is one."""
-    names = {figure.name for figure in (figures or {}).values()}
-    if len(names) != 1 or figures is None:
+    names = {metric.name for metric in (newest_metrics or {}).values()}
+    if len(names) != 1 or newest_metrics is None:
         return show.table(PS, _ps_rows(trainings))
-    header = [*PS[:-1], visible(names.pop()).upper(), PS[-1]]
+    header = [*PS[:-1], escape_control(names.pop()).upper(), PS[-1]]
     rows = [
-        (*row[:-1], _figure_cell(figures.get(training.uid)), row[-1])
+        (*row[:-1], metric_cell(newest_metrics.get(training.uid)), row[-1])
         for training, row in zip(trainings, _ps_rows(trainings), strict=True)
     ]
     return show.table(header, rows)
 
 
-def _figure_cell(figure: NewestFigure | None) -> str:
-    return "-" if figure is None else f"{float(figure.value):.6g}"
+def metric_cell(metric: LatestMetric | None) -> str:
+    return "-" if metric is None else f"{float(metric.value):.6g}"
 
 
 def _ps_rows(trainings: list[Training]) -> list[tuple[str, ...]]:
@@ -79,12 +81,12 @@ def status_text(training: Training) -> str:
         f"  created   {show.clock(training.created_at)}, ran {show.ran_cell(training, now)}",
     ]
     if status.message and not status.phase.is_terminal:
-        lines.append(f"  now       {visible(status.message)}")
+        lines.append(f"  now       {escape_control(status.message)}")
     lines += [f"  rounds    {line}" for line in _rounds(training, now)]
     for condition in status.conditions:
         is_told = condition.type == WARNINGS and status.phase.is_terminal  # by the end report
         if condition.status == "True" and condition.message and not is_told:
-            lines.append(f"  condition {condition.type}: {visible(condition.message)}")
+            lines.append(f"  condition {condition.type}: {escape_control(condition.message)}")
     if status.phase.is_terminal:
         first, *rest = end_report(training).split("\n")
         lines += [f"  end       {first.removeprefix(training.name + ' ')}"]
@@ -135,7 +137,7 @@ def _attempt_ran(one: AttemptStatus, now: float) -> str:
 def _attempt_end(one: AttemptStatus) -> str:
     if one.ended_at is None:
         return "running" if one.started_at is not None else "-"
-    return attempt_in_words(one)
+    return describe_attempt(one)
 
 
 def exits_table(training: Training) -> str:

@@ -13,7 +13,7 @@ import click
 from atoll.cli.options import json_option
 
 if TYPE_CHECKING:
-    from atoll.core.metrics import Figure, NewestFigure
+    from atoll.core.metrics import LatestMetric, MetricValue
     from atoll.core.status import Training
     from atoll.sdk.client import Client
 
@@ -82,7 +82,7 @@ class Look:
         self._client = client
         self.alive: list[Training] = []
         self.over: list[Training] | None = None
-        self.figures: dict[tuple[str, str], NewestFigure] = {}  # by uid and name
+        self.newest_metrics: dict[tuple[str, str], LatestMetric] = {}  # by uid and name
 
     def read(self) -> None:
         from atoll.core.errors import AtollError
@@ -99,18 +99,18 @@ class Look:
                 self.alive = _newest_first(active)
         self.alive[:ACTIVE_READ] = [self._whole(each) for each in self.alive[:ACTIVE_READ]]
         names = [training.name for training in self.alive[:ACTIVE_READ]]
-        self.figures = {}
+        self.newest_metrics = {}
         try:
             for asked, is_each in (
                 (names, True),
                 ([training.name for training in (self.over or [])[:OVER_SHOWN]], False),
             ):
                 if asked:
-                    flow = flows.figures((LOSS, CPU, MEMORY), asked, ranks=is_each)
-                    for figure in self._client.run(flow).items:
-                        self.figures[figure.uid, figure.name] = figure
+                    flow = flows.newest_metrics((LOSS, CPU, MEMORY), asked, ranks=is_each)
+                    for metric in self._client.run(flow).items:
+                        self.newest_metrics[metric.uid, metric.name] = metric
         except AtollError:
-            self.figures = {}  # a control plane of an older release
+            self.newest_metrics = {}  # a control plane of an older release
 
     def _part(self, trainings: Sequence[Training]) -> None:
         self.alive = _newest_first([t for t in trainings if not t.status.phase.is_terminal])
@@ -131,8 +131,10 @@ class Look:
 
         out = []
         for training in (*self.alive, *(self.over or [])):
-            own = [figure for (uid, _), figure in self.figures.items() if uid == training.uid]
-            shown = {figure.name: full(figure) for figure in own}
+            own = [
+                metric for (uid, _), metric in self.newest_metrics.items() if uid == training.uid
+            ]
+            shown = {metric.name: full(metric) for metric in own}
             out.append({**training_json(training), "figures": shown, "round": round_of(training)})
         return out
 
@@ -156,7 +158,7 @@ class Look:
     def _row(self, training: Training, now: float) -> tuple[str, ...]:
         from atoll.cli import show
 
-        loss = self.figures.get((training.uid, LOSS))
+        loss = self.newest_metrics.get((training.uid, LOSS))
         is_over = training.status.phase.is_terminal
         number = round_of(training)
         return (
@@ -165,8 +167,8 @@ class Look:
             show.ready_cell(training),
             show.ran_cell(training, now),
             "-" if number is None else str(number),
-            "-" if is_over else cores(_sum(self.figures.get((training.uid, CPU)))),
-            "-" if is_over else size(_sum(self.figures.get((training.uid, MEMORY)))),
+            "-" if is_over else cores(_sum(self.newest_metrics.get((training.uid, CPU)))),
+            "-" if is_over else size(_sum(self.newest_metrics.get((training.uid, MEMORY)))),
             "-" if loss is None else f"{float(loss.value):.4g}",
             "" if loss is None else spark(loss.spark, bars()),
             show.shortened(show.command_text(training), 40),
@@ -176,7 +178,7 @@ class Look:
         from atoll.cli import show
         from atoll.cli.tables import alive_for
 
-        use = {n: _of_ranks(self.figures.get((training.uid, n))) for n in (CPU, MEMORY)}
+        use = {n: _of_ranks(self.newest_metrics.get((training.uid, n))) for n in (CPU, MEMORY)}
         rows = [
             (
                 str(rank.rank),
@@ -203,14 +205,14 @@ def round_of(training: Training) -> int | None:
     return None if summary is None else int(summary.rounds)
 
 
-def _of_ranks(figure: NewestFigure | None) -> Mapping[int, float]:
-    if figure is None:
+def _of_ranks(metric: LatestMetric | None) -> Mapping[int, float]:
+    if metric is None:
         return {}
-    return {int(rank): float(value) for rank, value in figure.ranks.items()}
+    return {int(rank): float(value) for rank, value in metric.ranks.items()}
 
 
-def _sum(figure: NewestFigure | None) -> float | None:
-    each = _of_ranks(figure)
+def _sum(metric: LatestMetric | None) -> float | None:
+    each = _of_ranks(metric)
     return sum(each.values()) if each else None
 
 
@@ -239,7 +241,7 @@ def bars() -> str:
     return BARS
 
 
-def spark(values: Sequence[Figure], bars: str = BARS, width: int = SPARK) -> str:
+def spark(values: Sequence[MetricValue], bars: str = BARS, width: int = SPARK) -> str:
     """A curve of one line. What is not finite is a gap."""
     numbers = [v if isinstance(v, int | float) and isfinite(v) else None for v in values]
     if len(numbers) > width:

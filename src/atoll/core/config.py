@@ -32,7 +32,7 @@ class ExecutorConfig(Model, frozen=True):
 
 
 class RoundStore(Model, frozen=True):
-    """One `[[rounds.stores]]`: rounds of these namespaces are read from the rosters under `uri`,
+    """One `[[rounds.stores]]`: rounds of these namespaces are read from the manifests under `uri`,
     with the credentials of the control plane."""
 
     uri: str

@@ -78,15 +78,15 @@ class Conflict(AtollError):
 class Gone(AtollError):
     """The version asked for is older than the oldest one kept."""
 
-    def __init__(self, asked: int, oldest: int) -> None:
+    def __init__(self, version: int, oldest: int) -> None:
         super().__init__(
-            f"version {asked} is no longer kept (oldest: {oldest}): read again, then watch"
+            f"version {version} is no longer kept (oldest: {oldest}): read again, then watch"
         )
-        self.asked = asked
+        self.version = version
         self.oldest = oldest
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.asked, self.oldest)
+        return type(self), (self.version, self.oldest)
 
 
 class Denied(AtollError):
@@ -125,8 +125,8 @@ class UDTerminalState(DistributedError):
     """The training is over, so this cannot be done to it."""
 
     def __init__(self, phase: str, requested_target: int | None = None, message: str = "") -> None:
-        wish = "" if requested_target is None else f", cannot scale to {requested_target}"
-        super().__init__(message or f"the training is {phase}{wish}")
+        refusal = "" if requested_target is None else f", cannot scale to {requested_target}"
+        super().__init__(message or f"the training is {phase}{refusal}")
         self.phase = phase
         self.requested_target = requested_target
 

@@ -26,7 +26,7 @@ class Problem(Model, frozen=True):
     expected: str | None = None
     kind: str | None = None
     name: str | None = None
-    asked: int | None = None
+    version: int | None = None
     oldest: int | None = None
     phase: str | None = None
     requested_target: int | None = None
@@ -47,7 +47,7 @@ _TABLE: dict[type[errors.AtollError], tuple[tuple[str, ...], _Maker]] = {
         ),
     ),
     errors.NotFound: (("kind", "name"), lambda p: errors.NotFound(p.kind or "", p.name or "")),
-    errors.Gone: (("asked", "oldest"), lambda p: errors.Gone(p.asked or 0, p.oldest or 0)),
+    errors.Gone: (("version", "oldest"), lambda p: errors.Gone(p.version or 0, p.oldest or 0)),
     errors.UDTerminalState: (
         ("phase", "requested_target"),
         lambda p: errors.UDTerminalState(p.phase or "", p.requested_target, p.detail),

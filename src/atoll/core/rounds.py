@@ -1,6 +1,6 @@
 """Outer rounds as the control plane keeps them and as clients read them. Pure.
 
-What a round was is in its roster. It is read from the store, or told by the replicas that took
+What a round was is in its manifest. It is read from the store, or told by the replicas that took
 part; what it cost is known to the replicas alone.
 """
 
@@ -26,10 +26,10 @@ HANDED_IN, WAITED_FOR = "u", "w"  # in the round that is not decided yet
 
 
 class RoundFacts(Model, frozen=True):
-    """What the roster of a round says.
+    """What the manifest of a round says.
 
     `missing`: ranks that were waited for and did not come; `blamed`: whose upload could not be
-    used; `late`: who uploaded after the roster was decided; `bad`: members whose movement was not
+    used; `late`: who uploaded after the manifest was decided; `bad`: members whose movement was not
     finite, so that it does not count; `gone`: members that handed in and left.
     """
 
@@ -65,7 +65,7 @@ class RoundCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundWord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a replica tells of a round. Only the first members tell its roster."""
+    """What a replica tells of a round. Only the first members tell its manifest."""
 
     run: str
     fragment: int
@@ -148,7 +148,7 @@ class RoundItem(Model, frozen=True, omit_defaults=False):
     attempt: int
     at: float | None
     source: Source
-    roster: list[int]
+    members: list[int]
     weights: list[float]
     missing: list[int]
     late: list[int]
@@ -187,7 +187,7 @@ class RoundSummary(Model, frozen=True, omit_defaults=False):
     round: int | None  # the newest that is decided, counted from 0
     rounds: int  # how many every fragment has
     fragments: int
-    roster: list[int]
+    members: list[int]
     behind: list[int]
     uploaded: list[int]
     waited_for: list[int]
@@ -226,7 +226,7 @@ def absent_ranks(summary: RoundSummary, training: Training) -> dict[str, list[in
     """Ranks that should be in rounds and were not in the newest: `starting`, `waiting`, …"""
     if summary.round is None or not has_replica_per_rank(training, len(summary.ranks)):
         return {}
-    known = {*summary.roster, *summary.behind, *summary.gone}
+    known = {*summary.members, *summary.behind, *summary.gone}
     came = {each.rank for each in summary.ranks}
     absent: dict[str, list[int]] = {}
     for rank in training.status.ranks:
@@ -291,7 +291,7 @@ def _item(
         attempt=facts.attempt,
         at=facts.at,
         source="reports" if kept.seen is None else "store",
-        roster=facts.members,
+        members=facts.members,
         weights=facts.weights,
         missing=facts.missing,
         late=facts.late,
@@ -328,7 +328,7 @@ def states(item: RoundItem) -> dict[int, str]:
     letters = dict.fromkeys(item.left, LEFT)
     letters |= dict.fromkeys([*item.missing, *item.blamed], MISSING)
     letters |= dict.fromkeys(item.late, LATE)
-    letters |= dict.fromkeys(item.roster, IN)
+    letters |= dict.fromkeys(item.members, IN)
     letters |= dict.fromkeys(item.joined, JOINED)
     letters |= dict.fromkeys(item.bad, BAD)
     return letters
@@ -361,7 +361,7 @@ def summary_of(
     last_kept, last = max(
         known, key=lambda pair: (pair[1].round, pair[1].at or 0.0), default=(None, None)
     )
-    roster = [] if last is None else list(last.members)
+    members = [] if last is None else list(last.members)
     behind = [] if last is None else sorted({*last.missing, *last.late, *last.blamed})
     uploaded: list[int] = []
     waited_for: list[int] = []
@@ -369,7 +369,7 @@ def summary_of(
         first = min(waiting, key=lambda each: each.round)
         uploaded = sorted(first.uploaded)
         gone = {*(left or {}), *([] if last is None else last.gone)}
-        waited_for = sorted({*roster, *([] if last is None else last.late)} - {*uploaded} - gone)
+        waited_for = sorted({*members, *([] if last is None else last.late)} - {*uploaded} - gone)
     counts = [facts.round + 1 for _, facts in known]
     summary = RoundSummary(
         run=run,
@@ -377,7 +377,7 @@ def summary_of(
         round=None if last is None else last.round,
         rounds=min(counts) if len(counts) == fragments else 0,
         fragments=fragments,
-        roster=roster,
+        members=members,
         behind=behind,
         uploaded=uploaded,
         waited_for=waited_for,
@@ -399,15 +399,15 @@ def in_words(summary: RoundSummary, absent: Mapping[str, Sequence[int]] | None =
         agreed = "no round agreed yet"
     else:
         lacking = {**({"behind": summary.behind} if summary.behind else {}), **(absent or {})}
-        everyone = {*summary.roster, *(rank for own in lacking.values() for rank in own)}
-        with_whom = f"{len(summary.roster)} of {len(everyone)}"
+        everyone = {*summary.members, *(rank for own in lacking.values() for rank in own)}
+        with_whom = f"{len(summary.members)} of {len(everyone)}"
         if not lacking:
-            with_whom = f"all {len(summary.roster)}" if len(summary.roster) > 1 else "one replica"
+            with_whom = f"all {len(summary.members)}" if len(summary.members) > 1 else "one replica"
         states = ", ".join(f"{_ranks(own)} {state}" for state, own in lacking.items())
         behind = f" ({states})" if states else ""
         noun = "round" if summary.rounds == 1 else "rounds"
         agreed = f"{summary.rounds} {noun} agreed, the last with {with_whom}{behind}"
-        if not summary.roster:
+        if not summary.members:
             agreed = f"{summary.rounds} {noun} agreed, the last is void"
     if not summary.uploaded:
         return agreed

@@ -37,7 +37,7 @@ SCHEMES = ("file", "memory", "s3", "gs", "az")
 LIST_PAGE = 1000  # keys in one LIST answer, and in one bulk delete
 SINGLE_PUT_BYTES = 1 << 30  # larger objects go up in parts
 PART_BYTES = 256 << 20
-MOST_PIECES = 1024  # of one write to a file
+MAX_PIECES = 1024  # of one write to a file
 CHUNK_BYTES = 1 << 20  # of an answer that is read as it comes
 REQUEST_TIMEOUT = "300s"
 FINAL = (
@@ -285,8 +285,8 @@ class Blobs:
                     problem: Exception = e
                 except (failures.BaseError, OSError, Temporary) as e:
                     if _NO_BUCKET.search(str(e)):
-                        words = "there is no such bucket: make it first"
-                        raise Permanent(f"{self.name}: {words}") from None
+                        message = "there is no such bucket: make it first"
+                        raise Permanent(f"{self.name}: {message}") from None
                     problem = e
                 self._silence.fail(_first_line(problem))
                 pause_s = retry.pause_s()
@@ -294,8 +294,8 @@ class Blobs:
                     is_answer = False
                     missing = ", ".join(missing_keys(self.name, os.environ))
                     keys = f"; not set: {missing}" if missing else ""
-                    words = f"{self.name}: no answer for {self._patience_s:g} s"
-                    raise Temporary(f"{words}: {_first_line(problem)}{keys}") from None
+                    message = f"{self.name}: no answer for {self._patience_s:g} s"
+                    raise Temporary(f"{message}: {_first_line(problem)}{keys}") from None
                 time.sleep(pause_s)
         finally:
             end(is_answer)
@@ -410,7 +410,7 @@ def write_file(path: str, pieces: Pieces, *, is_new: bool = False) -> None:
         try:
             rest = [view for piece in pieces if (view := memoryview(piece).cast("B")).nbytes]
             while rest:
-                count = os.writev(file, rest[:MOST_PIECES])
+                count = os.writev(file, rest[:MAX_PIECES])
                 while rest and count >= rest[0].nbytes:
                     count -= rest.pop(0).nbytes
                 if count:
@@ -555,5 +555,5 @@ def _first_line(error: Exception) -> str:
     """The error in one line, with the reason that its debug output has below."""
     first, _, rest = str(error).partition("\n")
     reason = _REASON.search(rest)
-    words = f"{type(error).__name__}: {first}"
-    return f"{words}: {reason[1]}" if reason and reason[1] not in first else words
+    message = f"{type(error).__name__}: {first}"
+    return f"{message}: {reason[1]}" if reason and reason[1] not in first else message

@@ -15,7 +15,7 @@ from atoll.core.errors import ValidationError
 from atoll.core.warnings import MAX_WARNINGS
 from atoll.diloco import probe
 from atoll.diloco.allreduce.keys import parse_upload
-from atoll.diloco.allreduce.roster import HEAVIEST, Roster
+from atoll.diloco.allreduce.manifest import HEAVIEST, Manifest
 from atoll.diloco.allreduce.team import Team, together
 from atoll.diloco.allreduce.work import Values
 from atoll.diloco.inner import forget_bad
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atoll.diloco")
 
-_MOST_WARNINGS = 1000
+_MAX_WARNINGS = 1000
 _NO_SUMS = (0, 0)
 
 
-class _Word(NamedTuple):
+class _Digest(NamedTuple):
     """What one process of a replica has seen in what it is about to send."""
 
     bad: int | None
-    movement: probe.Sums
+    pseudo_gradient: probe.Sums
     data: probe.Sums
     buffers: probe.Sums
     frozen: probe.Blocks
@@ -57,15 +57,15 @@ class Checks:
         self._probes = probe.ROUNDS
         self._frozen: probe.Blocks | None = None  # summed once: it may be most of the model
         self._kinds: set[str] = set()
-        self.warnings: deque[str] = deque(maxlen=_MOST_WARNINGS)
+        self.warnings: deque[str] = deque(maxlen=_MAX_WARNINGS)
         self._untold: list[str] = []  # what the control plane does not know yet
 
-    def warn(self, words: str, *, is_in_manifest: bool = False) -> None:
+    def warn(self, messages: str, *, is_in_manifest: bool = False) -> None:
         """Warn the user. The control plane reads by itself what is in the manifest of a round."""
-        self.warnings.append(words)
+        self.warnings.append(messages)
         if not is_in_manifest:
-            self._untold.append(words)
-        log.warning("%s", words)
+            self._untold.append(messages)
+        log.warning("%s", messages)
 
     def take_untold(self) -> list[str]:
         """The warnings since the last call, for the report of a round."""
@@ -89,27 +89,27 @@ class Checks:
                 "--rendezvous none (rendezvous_backend='none'), or initialise it before DiLoCo",
             )
 
-    def examine(self, fragment: Fragment, movement: Floats) -> str:
+    def examine(self, fragment: Fragment, pseudo_gradient: Floats) -> str:
         """The note to send along with the movement. One that is not finite is set to zeros."""
         is_probed = self._next_probe()
 
-        def look() -> tuple[int | None, probe.Sums]:
-            bad = probe.first_bad(fragment, movement)
+        def check() -> tuple[int | None, probe.Sums]:
+            bad = probe.first_bad(fragment, pseudo_gradient)
             return bad, probe.row_sums(
-                fragment, movement
+                fragment, pseudo_gradient
             ) if is_probed and bad is None else _NO_SUMS
 
-        note = self._examine(look, is_probed=is_probed)
+        note = self._examine(check, is_probed=is_probed)
         if probe.read_bad(note) is not None:
-            movement.fill(0)
+            pseudo_gradient.fill(0)
         return note
 
-    def examine_parts(self, fragment: Fragment, movement: Values) -> str:
+    def examine_parts(self, fragment: Fragment, pseudo_gradient: Values) -> str:
         """As `examine`, for a movement that comes part by part; it is the caller's to leave out."""
         is_probed = self._next_probe()
         # Before words are shared: parts may come from other processes, in messages of their own.
-        seen = probe.look_at_parts(fragment, movement, is_summed=is_probed)
-        return self._examine(lambda: seen, is_probed=is_probed)
+        known = probe.check_parts(fragment, pseudo_gradient, is_summed=is_probed)
+        return self._examine(lambda: known, is_probed=is_probed)
 
     def _next_probe(self) -> bool:
         """Whether this is one of the first rounds, in which replicas compare themselves."""
@@ -118,28 +118,28 @@ class Checks:
         return is_probed
 
     def _examine(
-        self, look: Callable[[], tuple[int | None, probe.Sums]], *, is_probed: bool
+        self, check: Callable[[], tuple[int | None, probe.Sums]], *, is_probed: bool
     ) -> str:
-        def read() -> _Word:
-            bad, sums = look()
+        def read() -> _Digest:
+            bad, sums = check()
             if not is_probed or bad is not None:
-                return _Word(bad, _NO_SUMS, _NO_SUMS, _NO_SUMS, {})
+                return _Digest(bad, _NO_SUMS, _NO_SUMS, _NO_SUMS, {})
             buffers = _NO_SUMS if self._team.process else probe.buffer_sums(self._model)
             if self._frozen is None:
                 self._frozen = probe.frozen_sums(self._model)
-            return _Word(None, sums, self._inputs.sums, buffers, self._frozen)
+            return _Digest(None, sums, self._inputs.sums, buffers, self._frozen)
 
-        words = together(self._team, read)
-        bad = [word.bad for word in words if word.bad is not None]
+        messages = together(self._team, read)
+        bad = [message.bad for message in messages if message.bad is not None]
         if bad:
             return probe.note_bad(min(bad))
         if not is_probed:
             return ""
         return probe.ReplicaProbe(
-            probe.digest([word.movement for word in words]),
-            probe.digest([word.data for word in words]),
-            probe.digest([word.buffers for word in words]),
-            probe.frozen_digest([word.frozen for word in words]),
+            probe.digest([message.pseudo_gradient for message in messages]),
+            probe.digest([message.data for message in messages]),
+            probe.digest([message.buffers for message in messages]),
+            probe.frozen_digest([message.frozen for message in messages]),
         ).note
 
     def learn(
@@ -148,10 +148,10 @@ class Checks:
         rank: int,
         fragment: Fragment,
         notes: Mapping[int, str],
-        roster: Roster | None,
+        manifest: Manifest | None,
     ) -> None:
-        """Say what the notes of a round tell, and its roster."""
-        self._weigh(number, roster)
+        """Say what the notes of a round tell, and its manifest."""
+        self._weigh(number, manifest)
         for other, slot in left_out(notes).items():
             name = fragment.slots[slot].name if slot < len(fragment.slots) else "a parameter"
             self.warn(
@@ -160,17 +160,19 @@ class Checks:
                 is_in_manifest=True,
             )
         probes = {
-            other: found for other, note in notes.items() if (found := probe.read_probe(note))
+            other: matches for other, note in notes.items() if (matches := probe.read_probe(note))
         }
         names = (probe.buffer_names, probe.frozen_names)
-        for kind, words in probe.compare(probes, rank, *(partial(n, self._model) for n in names)):
+        for kind, messages in probe.compare(
+            probes, rank, *(partial(n, self._model) for n in names)
+        ):
             if kind not in self._kinds:
                 self._kinds.add(kind)
-                self.warn(f"round {number}: {words}")
+                self.warn(f"round {number}: {messages}")
 
-    def _weigh(self, number: int, roster: Roster | None) -> None:
+    def _weigh(self, number: int, manifest: Manifest | None) -> None:
         """Say once of each rank that it counts for less than what it said that it weighs."""
-        for member in roster.members if roster is not None else ():
+        for member in manifest.members if manifest is not None else ():
             upload, kind = parse_upload(member.upload), f"weight of {member.rank}"
             if upload is not None and upload.weight > member.weight and kind not in self._kinds:
                 self._kinds.add(kind)

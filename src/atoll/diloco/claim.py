@@ -20,7 +20,7 @@ from typing import NamedTuple
 from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.allreduce.team import Team, lead
 from atoll.diloco.blobs import Blobs
-from atoll.diloco.place import RunHome
+from atoll.diloco.replica_config import RunHome
 
 log = logging.getLogger("atoll.diloco")
 
@@ -103,8 +103,8 @@ class RunClaim:
                 raise self._refusal(alive)
             if now - spoke >= silence_s:
                 spoke = now
-                words = "waiting for the training %s, which is at run %r or was killed just now"
-                log.warning(words, self._label(alive), self._run)
+                messages = "waiting for the training %s, which is at run %r or was killed just now"
+                log.warning(messages, self._label(alive), self._run)
             self._is_over.wait(min(_POLL_S, beat_s))
             self.beat()
 

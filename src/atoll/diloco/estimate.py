@@ -15,7 +15,7 @@ from atoll.core.model import Model
 T = TypeVar("T")
 
 
-class CodecFigures(Model, frozen=True):
+class CodecStats(Model, frozen=True):
     """Of one codec. Rates are megabytes of fp32 a second on one core, from `bench/codecs.py`."""
 
     bits: float
@@ -24,14 +24,14 @@ class CodecFigures(Model, frozen=True):
 
 
 CODECS = {
-    "fp32": CodecFigures(bits=32.0, encode_mb_s=5000, decode_mb_s=20000),
-    "bf16": CodecFigures(bits=10.6, encode_mb_s=360, decode_mb_s=670),
-    "int8": CodecFigures(bits=7.6, encode_mb_s=420, decode_mb_s=840),
-    "int5": CodecFigures(bits=5.1, encode_mb_s=400, decode_mb_s=850),
-    "int4": CodecFigures(bits=3.6, encode_mb_s=400, decode_mb_s=850),
-    "e3m0": CodecFigures(bits=3.6, encode_mb_s=410, decode_mb_s=870),
-    "int3": CodecFigures(bits=3.0, encode_mb_s=400, decode_mb_s=850),
-    "sparse": CodecFigures(bits=0.15, encode_mb_s=400, decode_mb_s=5000),
+    "fp32": CodecStats(bits=32.0, encode_mb_s=5000, decode_mb_s=20000),
+    "bf16": CodecStats(bits=10.6, encode_mb_s=360, decode_mb_s=670),
+    "int8": CodecStats(bits=7.6, encode_mb_s=420, decode_mb_s=840),
+    "int5": CodecStats(bits=5.1, encode_mb_s=400, decode_mb_s=850),
+    "int4": CodecStats(bits=3.6, encode_mb_s=400, decode_mb_s=850),
+    "e3m0": CodecStats(bits=3.6, encode_mb_s=410, decode_mb_s=870),
+    "int3": CodecStats(bits=3.0, encode_mb_s=400, decode_mb_s=850),
+    "sparse": CodecStats(bits=0.15, encode_mb_s=400, decode_mb_s=5000),
 }
 
 
@@ -81,7 +81,7 @@ class Estimate(Model, frozen=True):
         return self.puts + self.gets + self.lists
 
 
-# Waits on the store that follow one another in a round: upload, list, roster, the others' shares,
+# Waits on the store that follow one another in a round: upload, list, manifest, the others' shares,
 # the mean's share, the other shares.
 TRIPS = 6
 
@@ -113,15 +113,15 @@ def estimate(
     check_number("step_s", step_s, 1e-9, 1e9)
     check_number("link_gbps", link_gbps, 1e-6, 1e6)
     check_number("latency_s", latency_s, 0, 3600)
-    figures = _choose("codec", codec, CODECS)
+    stats = _choose("codec", codec, CODECS)
     price = _choose("prices", prices, PRICES) if isinstance(prices, str) else prices
     alone = replicas == 1
     means = CODECS[MEANS.get(codec, codec)]
-    size, mean_size = (0.0 if alone else parameters * each.bits / 8 for each in (figures, means))
+    size, mean_size = (0.0 if alone else parameters * each.bits / 8 for each in (stats, means))
     up = (size * (replicas - 1) + mean_size) / replicas  # one share is sent as a mean instead
     down = (size + mean_size) * (replicas - 1) / replicas
     puts, gets, lists = (0, 0, 0) if alone else _requests(replicas, fragments)
-    codec_s = 0.0 if alone else _codec_seconds(parameters, replicas, figures)
+    codec_s = 0.0 if alone else _codec_seconds(parameters, replicas, stats)
     transfer_s = (up + down) * 8 / (link_gbps * 1e9)
     waits_s = 0.0 if alone else TRIPS * latency_s * fragments
     round_s = codec_s + transfer_s + waits_s
@@ -181,11 +181,11 @@ def _requests(replicas: int, fragments: int) -> tuple[int, int, int]:
     return fragments * puts, fragments * gets, fragments * replicas
 
 
-def _codec_seconds(parameters: int, replicas: int, figures: CodecFigures) -> float:
+def _codec_seconds(parameters: int, replicas: int, stats: CodecStats) -> float:
     """A replica encodes all values and the mean of its share, and decodes all values twice."""
     megabytes = parameters * 4 / 1e6
     encoded = megabytes * (1 + 1 / replicas)
-    return encoded / figures.encode_mb_s + 2 * megabytes / figures.decode_mb_s
+    return encoded / stats.encode_mb_s + 2 * megabytes / stats.decode_mb_s
 
 
 def _choose(field: str, name: str, among: dict[str, T]) -> T:

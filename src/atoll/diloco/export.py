@@ -43,7 +43,7 @@ class ModelEntry(NamedTuple):
         return int(self.tensor.numel()) * self.tensor.element_size()
 
 
-class WholeModel:
+class FullModel:
     """A model and its global values. All processes of a replica call the same methods."""
 
     def __init__(
@@ -75,8 +75,8 @@ class WholeModel:
 
         if entry.fragment is None:
             value = entry.tensor.detach()
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            return whole.cpu().clone()
+            complete = value.full_tensor() if hasattr(value, "full_tensor") else value
+            return complete.cpu().clone()
         fragment = self._fragments[entry.fragment]
         slot = fragment.slots[entry.slot]
         row = np.empty(slot.stop - slot.start, np.float32)
@@ -102,8 +102,10 @@ class WholeModel:
         sizes = [sum(size for _, _, size in each) for each in spans]
         for each, values in zip(spans, team.all_gather(part, sizes), strict=True):
             first = 0
-            for place, _, size in each:
-                out[place - start : place - start + size] = values[first : first + size].numpy()
+            for location, _, size in each:
+                out[location - start : location - start + size] = values[
+                    first : first + size
+                ].numpy()
                 first += size
 
 
@@ -118,10 +120,10 @@ def _overlaps(share: Share, start: int, stop: int) -> Iterator[tuple[int, int, i
 
 
 def save(
-    whole: WholeModel,
+    complete: FullModel,
     target: str | os.PathLike[str],
     file_bytes: int,
-    words: dict[str, str],
+    messages: dict[str, str],
     *,
     is_writer: bool,
 ) -> list[str]:
@@ -133,7 +135,7 @@ def save(
     """
     check_int("file_bytes", file_bytes, 1, 1 << 62)
     folder, name = split_target(target)
-    groups = [whole.entries] if name else _groups(whole.entries, file_bytes)
+    groups = [complete.entries] if name else _groups(complete.entries, file_bytes)
     names = [name or "model" + SUFFIX]
     if len(groups) > 1:
         count = len(groups)
@@ -142,14 +144,14 @@ def save(
     for each, group in zip(names, groups, strict=True):
         tensors = {}
         for entry in group:
-            tensor = whole.tensor(entry)
+            tensor = complete.tensor(entry)
             if is_writer:
                 tensors[entry.name] = tensor.contiguous()
         if blobs is not None:
-            blobs.put(each, _packed(tensors, words))
+            blobs.put(each, _packed(tensors, messages))
     if len(groups) > 1:
         index = {
-            "metadata": {"total_size": sum(entry.nbytes for entry in whole.entries)},
+            "metadata": {"total_size": sum(entry.nbytes for entry in complete.entries)},
             "weight_map": {e.name: n for n, g in zip(names, groups, strict=True) for e in g},
         }
         names = [*names, f"model{SUFFIX}.index.json"]
@@ -184,8 +186,8 @@ def _groups(entries: Sequence[ModelEntry], file_bytes: int) -> list[list[ModelEn
     return groups
 
 
-def _packed(tensors: dict[str, torch.Tensor], words: dict[str, str]) -> bytes:
+def _packed(tensors: dict[str, torch.Tensor], messages: dict[str, str]) -> bytes:
     import safetensors.torch
 
-    packed: bytes = safetensors.torch.save(tensors, metadata={"format": "pt", **words})
+    packed: bytes = safetensors.torch.save(tensors, metadata={"format": "pt", **messages})
     return packed

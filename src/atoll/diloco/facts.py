@@ -1,4 +1,4 @@
-"""What the roster of a round says, as the control plane keeps it and shows it."""
+"""What the manifest of a round says, as the control plane keeps it and shows it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from atoll.agent.metrics import report_round
 from atoll.core.rounds import RoundCost, RoundFacts, RoundWord
 from atoll.diloco.allreduce.keys import parse_upload
 from atoll.diloco.allreduce.layout import Layout
+from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.note import MemberNote
-from atoll.diloco.allreduce.roster import Roster
-from atoll.diloco.place import fragment_run
 from atoll.diloco.probe import read_bad
+from atoll.diloco.replica_config import fragment_run
 from atoll.diloco.reports import RoundReport
 
 log = logging.getLogger("atoll.diloco")
 
-# So many members tell the roster; if all did, a round of 1,000 replicas would take 1,000 of them.
+# So many members tell the manifest; if all did, a round of 1,000 replicas would take 1,000 of them.
 TELLERS = 3
 
 _FRAGMENT = re.compile(r"(.+)\.(\d+)-of-(\d+)")
@@ -37,34 +37,34 @@ def fragment_of(run: str) -> tuple[str, int, int]:
     return match[1], int(match[2]), int(match[3])
 
 
-def facts_of(roster: Roster, at: float | None = None) -> RoundFacts:
-    run, fragment, fragments = fragment_of(roster.run)
-    members = sorted(roster.members, key=lambda member: member.rank)
-    said = [member.said for member in members if isinstance(member.said, MemberNote)]
-    blamed = {name.rank for upload in roster.blamed if (name := parse_upload(upload))}
+def facts_of(manifest: Manifest, at: float | None = None) -> RoundFacts:
+    run, fragment, fragments = fragment_of(manifest.run)
+    members = sorted(manifest.members, key=lambda member: member.rank)
+    header = [member.header for member in members if isinstance(member.header, MemberNote)]
+    blamed = {name.rank for upload in manifest.blamed if (name := parse_upload(upload))}
     return RoundFacts(
         run=run,
         fragment=fragment,
         fragments=fragments,
-        round=roster.round,
-        attempt=roster.attempt,
+        round=manifest.round,
+        attempt=manifest.attempt,
         members=[member.rank for member in members],
         weights=[member.weight for member in members],
-        missing=sorted(roster.missing),
+        missing=sorted(manifest.missing),
         blamed=sorted(blamed - {member.rank for member in members}),
         bad=[member.rank for member in members if read_bad(member.note) is not None],
-        gone=[member.rank for member in members if member.is_gone],
-        tokens=sum(each.tokens for each in said),
-        steps=max((each.steps for each in said), default=0),
-        parameters=_parameters(roster.layout),
+        gone=[member.rank for member in members if member.has_left],
+        tokens=sum(each.tokens for each in header),
+        steps=max((each.steps for each in header), default=0),
+        parameters=_parameters(manifest.layout),
         at=at,
-        error=roster.error,
+        error=manifest.error,
     )
 
 
-def tell_round(
+def send_round(
     report: RoundReport,
-    roster: Roster | None,
+    manifest: Manifest | None,
     rank: int,
     fragments: int,
     parameters: int,
@@ -72,14 +72,14 @@ def tell_round(
 ) -> None:
     """The control plane, if there is one, learns what the round was and what it cost."""
     try:
-        word = word_of(report, roster, rank, fragments, parameters)
-        report_round(msgspec.to_builtins(replace(word, warnings=list(warnings))))
+        message = message_of(report, manifest, rank, fragments, parameters)
+        report_round(msgspec.to_builtins(replace(message, warnings=list(warnings))))
     except Exception:  # it must never end a training
         log.warning("round %d is not reported", report.round, exc_info=True)
 
 
-def word_of(
-    report: RoundReport, roster: Roster | None, rank: int, fragments: int, parameters: int
+def message_of(
+    report: RoundReport, manifest: Manifest | None, rank: int, fragments: int, parameters: int
 ) -> RoundWord:
     """What this replica tells of a round; one without a store is alone in it."""
     cost = RoundCost(
@@ -90,7 +90,7 @@ def word_of(
         report.hidden_s,
         report.blocked_s,
     )
-    if roster is None:
+    if manifest is None:
         run = fragment_run(None, 0, 1)
         alone = RoundFacts(
             run=run,
@@ -103,9 +103,9 @@ def word_of(
             at=time.time(),
         )
         return RoundWord(run, report.fragment, report.round, cost, alone)
-    present = sorted(member.rank for member in roster.members if not member.is_gone)
-    facts = facts_of(roster, time.time()) if rank in present[:TELLERS] else None
-    return RoundWord(fragment_of(roster.run)[0], report.fragment, report.round, cost, facts)
+    present = sorted(member.rank for member in manifest.members if not member.has_left)
+    facts = facts_of(manifest, time.time()) if rank in present[:TELLERS] else None
+    return RoundWord(fragment_of(manifest.run)[0], report.fragment, report.round, cost, facts)
 
 
 @lru_cache(maxsize=32)

@@ -20,7 +20,7 @@ from atoll.diloco.allreduce.team import Solo
 if TYPE_CHECKING:
     import torch
 
-MOST_KEPT = 1 << 22  # values of a slice whose memory is used again
+MAX_RETAINED = 1 << 22  # values of a slice whose memory is used again
 # How long a process that ends waits for a collective: it takes milliseconds, unless another process
 # does not come to it. Torchrun kills what has not ended 30 s after it was told to.
 _END_S = 5.0
@@ -83,12 +83,12 @@ class ProcessTeam:
         self._group = OwnGroup(self.ranks, timeout)
         self._rooms: dict[str, torch.Tensor] = {}
 
-    def share(self, word: Any) -> list[Any]:
+    def share(self, message: Any) -> list[Any]:
         import torch.distributed as dist
 
-        words: list[Any] = [None] * self.processes
-        self._group.call(dist.all_gather_object, words, word)
-        return words
+        messages: list[Any] = [None] * self.processes
+        self._group.call(dist.all_gather_object, messages, message)
+        return messages
 
     def all_to_all(
         self,
@@ -125,7 +125,7 @@ class ProcessTeam:
         """Memory that is kept if it is small: slices that come and go would leave holes in it."""
         import torch
 
-        if size > MOST_KEPT:
+        if size > MAX_RETAINED:
             return torch.empty(size, dtype=torch.float32)
         room = self._rooms.get(name)
         if room is None or room.numel() < size:

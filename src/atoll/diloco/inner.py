@@ -16,16 +16,16 @@ log = logging.getLogger("atoll.diloco")
 _WRAPPED = ("optimizer", "_optimizer")  # where Accelerate, Lightning and others keep the real one
 
 
-def unwrap_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+def unwrap_optimizers(overrides: Any) -> list[torch.optim.Optimizer]:
     """The optimisers of torch in `given`: one, or several, each without what is around it.
 
     Raises ValidationError for anything that is not one.
     """
     import torch
 
-    many = given if isinstance(given, list | tuple) else [given]
+    many = overrides if isinstance(overrides, list | tuple) else [overrides]
     if not many:
-        raise ValidationError("inner_optimizer", given, "expected at least one optimiser")
+        raise ValidationError("inner_optimizer", overrides, "expected at least one optimiser")
     optimizers: list[torch.optim.Optimizer] = []
     for each in many:
         inner = each
@@ -71,16 +71,16 @@ def check_optimizers(
             )
         trained.update(own)
         foreign += len(ids) - len(own)
-    words = []
+    messages = []
     idle = [name for each, name in names.items() if each not in trained]
     if idle:
-        words.append(f"no inner optimiser trains {_few(idle)}: the run keeps their first values")
+        messages.append(f"no inner optimiser trains {_few(idle)}: the run keeps their first values")
     if foreign:
-        words.append(
+        messages.append(
             f"{foreign} parameters of the inner optimiser are not in the model, or not trained: "
             "they are not synchronised"
         )
-    return words
+    return messages
 
 
 def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:

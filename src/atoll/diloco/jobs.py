@@ -22,7 +22,7 @@ class PendingRound(NamedTuple):
     is_bad: bool  # its movement is not finite, and was left out
     claimed: Ranges  # the data that its movement was trained on
     is_last: bool = False
-    is_beside: bool = False  # the model trains on meanwhile
+    is_background: bool = False  # the model trains on meanwhile
 
 
 def at_once(work: Callable[[], Any]) -> Future[Any]:

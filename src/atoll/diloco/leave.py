@@ -42,13 +42,13 @@ class Departure:
     Handlers that the program has set are left alone: it calls `DiLoCo.leave()` in them.
     """
 
-    def __init__(self, tell: Callable[[], None], hand_in: Callable[[], None]) -> None:
+    def __init__(self, ask: Callable[[], None], hand_in: Callable[[], None]) -> None:
         """`tell` is called at once, also in the middle of a step or a round."""
-        self._tell, self._hand_in = tell, hand_in
+        self._ask, self._hand_in = ask, hand_in
         self._busy = 0
         self._has_stepped = False
         self.signal: int | None = None
-        self.is_told = self.is_over = False
+        self.is_requested = self.is_over = False
         self._replaced: dict[signal.Signals, Any] = {}
         self._is_closed = threading.Event()
 
@@ -90,13 +90,13 @@ class Departure:
 
     def go(self) -> None:
         """The program, or a signal, says that this replica is to leave."""
-        if not self.is_told:
-            self.is_told = True
-            self._tell()
+        if not self.is_requested:
+            self.is_requested = True
+            self._ask()
         self.act()
 
     def act(self) -> None:
-        if self.is_told and not self.is_over and not self._busy:
+        if self.is_requested and not self.is_over and not self._busy:
             self.is_over = True
             self._hand_in()
 

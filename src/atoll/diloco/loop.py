@@ -17,27 +17,33 @@ from atoll.core.checks import check_int, check_number
 from atoll.core.errors import BackendError, ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce
 from atoll.diloco.allreduce.codecs import get_codec
-from atoll.diloco.allreduce.roster import NOTHING
+from atoll.diloco.allreduce.manifest import NOTHING
 from atoll.diloco.allreduce.settle import Left
 from atoll.diloco.allreduce.start import read_start
-from atoll.diloco.allreduce.team import alike, lead, together
+from atoll.diloco.allreduce.team import is_equal, lead, together
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.checks import Checks, left_out
 from atoll.diloco.claim import claim_run
 from atoll.diloco.estimate import MEANS
-from atoll.diloco.facts import tell_round
+from atoll.diloco.facts import send_round
 from atoll.diloco.goal import RunGoal
 from atoll.diloco.group import find_team
 from atoll.diloco.inner import StepCount, check_optimizers, unwrap_optimizers
 from atoll.diloco.jobs import PendingRound, at_once, in_background
 from atoll.diloco.leave import Departure
 from atoll.diloco.model import ReplicaModel
-from atoll.diloco.movement import Movements
 from atoll.diloco.outer import Floats, load_bytes, split, to_bytes
 from atoll.diloco.own_state import OwnState
 from atoll.diloco.pieces import check_module
-from atoll.diloco.place import find_home, find_place, fragment_run, refuse_mixed, refuse_spanning
 from atoll.diloco.presets import OuterPreset, read_settings, refuse_unlike
+from atoll.diloco.pseudo_gradient import PseudoGradients
+from atoll.diloco.replica_config import (
+    find_home,
+    find_replica_config,
+    fragment_run,
+    refuse_mixed,
+    refuse_spanning,
+)
 from atoll.diloco.reports import RoundReport, RoundReports
 from atoll.diloco.schedule import RunSchedule
 from atoll.diloco.shared import SharedData, took
@@ -147,14 +153,16 @@ class DiLoCo(ReplicaFace):
         is_many = self._team.processes > 1
         if allreduce is not None and is_many:
             raise ValidationError("allreduce", allreduce, "it is of one process: pass uri=")
-        place, places = alike(
+        config, locations = is_equal(
             self._team,
-            lambda: find_place(uri, rank, world_size, min_replicas, is_one_of_many=is_many),
-            lambda place: place._replace(uri=str(place.uri)),
+            lambda: find_replica_config(
+                uri, rank, world_size, min_replicas, is_one_of_many=is_many
+            ),
+            lambda config: config._replace(uri=str(config.uri)),
         )
-        self.place = place
+        self.config = config
         if is_many:
-            refuse_spanning(places)
+            refuse_spanning(locations)
             refuse_unlike(self._team, settings, fragment_run(run_id, 0, 1))
         optimizers = unwrap_optimizers(inner_optimizer)
         self._model = ReplicaModel(model, self._team)
@@ -162,10 +170,10 @@ class DiLoCo(ReplicaFace):
         self.fragments = split(self._model.shapes, fragments)
         for fragment in self.fragments:
             fragment.terms = settings.terms
-        self._model.check_alike()
+        self._model.check_equal()
         self._is_checked = False
         options = {
-            "start": read_start(place.world_size, place.min_replicas, min_replicas, grace_s),
+            "start": read_start(config.world_size, config.min_replicas, min_replicas, grace_s),
             "codec": codec,
             "down_codec": down_codec,
             "timeout_s": timeout,
@@ -173,24 +181,26 @@ class DiLoCo(ReplicaFace):
             "team": self._team,
         }
         self._streams = open_streams(
-            self.place, fragments, checkpoint_every, allreduce, run_id, options
+            self.config, fragments, checkpoint_every, allreduce, run_id, options
         )
-        self._home = home = find_home(place, fragments, run_id, allreduce)
-        self._claim = claim_run(home, place.rank, self._team)
+        self._home = home = find_home(config, fragments, run_id, allreduce)
+        self._claim = claim_run(home, config.rank, self._team)
         self._period = sync_every // fragments
-        self._data = SharedData(self, place.rank, place.world_size, self._team)
+        self._data = SharedData(self, config.rank, config.world_size, self._team)
         for fragment, stream in zip(self.fragments, self._streams, strict=True):
             fragment.carry(stream.share(fragment.slots))
-            fragment.period, stream.scribe = self._period, self._data.journal
+            fragment.period, stream.ledger_writer = self._period, self._data.journal
         self._overlap, self._mix = settings.overlap_steps, settings.mix
-        self._is_kept = settings.is_kept and settings.overlap_steps > 0
-        self._movements = Movements(self._model, is_beside=self._overlap > 0, is_many=is_many)
+        self._is_retained = settings.is_retained and settings.overlap_steps > 0
+        self._pseudo_gradients = PseudoGradients(
+            self._model, is_background=self._overlap > 0, is_many=is_many
+        )
         self.steps = 0
         self._step = 0
         self._counted = 0.0
         self._sent_at = [(0.0, 0)] * fragments
         self._clock = (0, 0, 0.0)
-        self._told: tuple[float, int] = (0.0, 0)  # what of them the run's clock has
+        self._reported_at: tuple[float, int] = (0.0, 0)  # what of them the run's clock has
         self._goal: RunGoal | None = None
         self._pending: PendingRound | None = None
         self._has_left = False
@@ -202,17 +212,17 @@ class DiLoCo(ReplicaFace):
             lead(self._team, lambda: refuse_mixed(home.blobs.folders(), run_id, fragments))
         self._own = None
         if home is not None:
-            self._own = OwnState(home.blobs, home.run, place.rank, self._team, optimizers)
+            self._own = OwnState(home.blobs, home.run, config.rank, self._team, optimizers)
         is_group_chosen = process_group is not None or device_mesh is not None
         self._checks = Checks(model, optimizers, self._team, is_group_chosen=is_group_chosen)
-        for words in odd:
-            self._checks.warn(words)
+        for messages in odd:
+            self._checks.warn(messages)
         self._restore(keeps_groups=scheduler is not None)
         self._schedule = None if scheduler is None else RunSchedule(scheduler, optimizers)
         self._follow()
         self._departure = Departure(self._go, self._hand_in)
         self._hook = StepCount(optimizers, self._departure.begin, self._after_step)
-        if allreduce is not None or place.uri is not None:
+        if allreduce is not None or config.uri is not None:
             self._departure.listen()
 
     def __enter__(self) -> DiLoCo:
@@ -357,15 +367,15 @@ class DiLoCo(ReplicaFace):
     def _restart_period(self) -> None:
         self._step = 0
         self._set_clock()
-        self._told = (self._counted, self.steps)
-        self._sent_at = [self._told] * len(self.fragments)
+        self._reported_at = (self._counted, self.steps)
+        self._sent_at = [self._reported_at] * len(self.fragments)
 
     def read_more(self, at: int) -> None:
         """Catch up with the rounds of a fragment. The model stays as far from them as it was."""
         fragment = self.fragments[at]
         stream = self._streams[at]
         join = partial(stream.join, fragment)
-        self._data.add(at, self._movements.keep(fragment, stream, join))
+        self._data.add(at, self._pseudo_gradients.keep(fragment, stream, join))
 
     def catch_up(self) -> None:
         """All rounds that were decided are known, and none is passed over."""
@@ -454,60 +464,70 @@ class DiLoCo(ReplicaFace):
         """How much this replica has trained since the fragment was last sent; what of it was
         counted since the run's clock was told.
         """
-        (counted, steps), told = self._sent_at[at], self._told[0]
-        words = together(
+        (counted, steps), is_reported = self._sent_at[at], self._reported_at[0]
+        messages = together(
             self._team,
             lambda: (
                 self._counted,
                 self._counted - counted,
                 self.steps - steps,
-                self._counted - told,
+                self._counted - is_reported,
             ),
         )
-        tokens = sum(word[3] for word in words)
-        if any(word[0] for word in words):
-            return max(sum(word[1] for word in words), NOTHING), tokens
-        return max(float(max(word[2] for word in words)), NOTHING), tokens
+        tokens = sum(message[3] for message in messages)
+        if any(message[0] for message in messages):
+            return max(sum(message[1] for message in messages), NOTHING), tokens
+        return max(float(max(message[2] for message in messages)), NOTHING), tokens
 
     def _send(self, at: int | None = None, *, is_left: bool = False) -> None:
         self._receive()
         began = time.monotonic()
         self._data.before_send()
         at = self._turn() if at is None else at
-        if self._team.processes > 1 and any(together(self._team, lambda: self._departure.is_told)):
-            is_left = self._departure.is_told = True  # they go together
+        if self._team.processes > 1 and any(
+            together(self._team, lambda: self._departure.is_requested)
+        ):
+            is_left = self._departure.is_requested = True  # they go together
         fragment, stream = self.fragments[at], self._streams[at]
         if not self._is_checked:
             self._checks.before_first_round()
-            self._model.check_alike()
+            self._model.check_equal()
             self._is_checked = True
-        if self._is_kept:
+        if self._is_retained:
             self._sent = self._model.take_copy(fragment, self._sent)
         (weight, tokens), mark = self._weight(at), (self._counted, self.steps)
-        movement = self._movements.take(fragment, stream, self._checks)
-        is_bad = movement.is_bad
+        pseudo_gradient = self._pseudo_gradients.take(fragment, stream, self._checks)
+        is_bad = pseudo_gradient.is_bad
         if is_bad and is_left and self._team.processes == 1:
             raise Left
         if is_bad:
             weight = NOTHING
-        says = self._data.says(
-            at, self.steps - self._told[1], tokens, is_bad=is_bad, is_left=is_left
+        header = self._data.header(
+            at, self.steps - self._reported_at[1], tokens, is_bad=is_bad, is_left=is_left
         )
 
         def work() -> tuple[Commit, float, float]:
             started = time.monotonic()
-            commit = stream.advance(fragment, movement, weight, says)
+            commit = stream.advance(fragment, pseudo_gradient, weight, header)
             return commit, started, time.monotonic()
 
-        is_beside = self._overlap > 0 and not is_left
+        is_background = self._overlap > 0 and not is_left
         try:
-            job = in_background(work) if is_beside else at_once(work)
+            job = in_background(work) if is_background else at_once(work)
         except Left:
             self._sent_at[at] = mark  # it is in the store, and must not be sent again
             stream.forget_late_work()  # that is in it, too
             raise
         self._pending = PendingRound(
-            at, weight, mark, job, time.monotonic() - began, is_bad, took(says), is_left, is_beside
+            at,
+            weight,
+            mark,
+            job,
+            time.monotonic() - began,
+            is_bad,
+            took(header),
+            is_left,
+            is_background,
         )
 
     def _receive(self) -> None:
@@ -524,8 +544,8 @@ class DiLoCo(ReplicaFace):
             self._streams[pending.fragment].forget_late_work()
             return
         self._sent_at[pending.fragment] = pending.mark
-        self._told = (
-            self._told[0] if commit.is_carried else pending.mark[0],
+        self._reported_at = (
+            self._reported_at[0] if commit.is_carried else pending.mark[0],
             pending.mark[1],
         )
         before = self.round
@@ -538,24 +558,24 @@ class DiLoCo(ReplicaFace):
         if commit.is_behind:
             return
         fragment = self.fragments[pending.fragment]
-        self._checks.learn(commit.round, self.place.rank, fragment, commit.notes, commit.committed)
+        self._checks.learn(commit.round, self.config.rank, fragment, commit.notes, commit.committed)
         out = left_out(commit.notes)
         report = RoundReport(
             commit.round,
             pending.fragment,
-            tuple(rank for rank in commit.roster if rank not in out),
+            tuple(rank for rank in commit.members if rank not in out),
             pending.weight,
             commit.bytes_up,
             commit.bytes_down,
             commit.requests,
-            hidden_s=max(0.0, min(ended, began) - started) if pending.is_beside else 0.0,
+            hidden_s=max(0.0, min(ended, began) - started) if pending.is_background else 0.0,
             blocked_s=pending.blocked_s + time.monotonic() - began,
         )
         self._rounds.add(report)
         if not self._team.process:
             size = self.fragments[pending.fragment].slots[-1].stop
-            replica = self.place.rank, len(self.fragments), size
-            tell_round(report, commit.committed, *replica, self._checks.take_untold())
+            replica = self.config.rank, len(self.fragments), size
+            send_round(report, commit.committed, *replica, self._checks.take_untold())
 
     def _take_result(self, pending: PendingRound, commit: Commit) -> None:
         sent = self.fragments[pending.fragment]

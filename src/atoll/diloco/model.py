@@ -16,13 +16,13 @@ from atoll.diloco.group import ProcessTeam
 from atoll.diloco.moves import Moves
 from atoll.diloco.outer import Floats, Fragment, Slot
 from atoll.diloco.pieces import (
-    check_alike,
+    check_equal,
     check_pieces,
     fingerprint,
-    held_twice,
     local_tensor,
     read_parameters,
     read_piece,
+    shared_twice,
 )
 from atoll.diloco.staging import Staging
 
@@ -64,30 +64,30 @@ class ReplicaModel:
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, piece.shape) for name, piece in self._pieces[0].items()]
 
-    def check_alike(self) -> None:
+    def check_equal(self) -> None:
         """Raises ValidationError if processes that hold the same piece have other values in it."""
         if self._team.processes == 1:
             return
 
         def read() -> dict[str, Any]:
-            return {name: fingerprint(self._local(name)) for name in held_twice(self._pieces)}
+            return {name: fingerprint(self._local(name)) for name in shared_twice(self._pieces)}
 
-        check_alike(self._pieces, together(self._team, read))
+        check_equal(self._pieces, together(self._team, read))
 
     def take(self, fragment: Fragment, row: Floats) -> None:
         """`row` holds the values of the model that this process carries."""
         for start, part in self._parts(fragment):
             row[start : start + part.size] = part
 
-    def movement(self, fragment: Fragment, row: Floats) -> None:
+    def pseudo_gradient(self, fragment: Fragment, row: Floats) -> None:
         """`row` holds how far the model is from the global values."""
 
         def take(start: int, part: Floats) -> None:
             row[start : start + part.size] = part
 
-        self.movement_parts(fragment, take)
+        self.pseudo_gradient_parts(fragment, take)
 
-    def movement_parts(self, fragment: Fragment, take: Take) -> None:
+    def pseudo_gradient_parts(self, fragment: Fragment, take: Take) -> None:
         """`take` gets how far the model is from the global values, slice by slice.
 
         Those are rounded as in the model: rounding must not count as movement.

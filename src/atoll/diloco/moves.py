@@ -15,7 +15,7 @@ import numpy as np
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.group import ProcessTeam
 from atoll.diloco.outer import Floats, Slot
-from atoll.diloco.pieces import Dim, Piece, before, places
+from atoll.diloco.pieces import Dim, Piece, before, locations
 from atoll.diloco.staging import Staging
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ class Run(NamedTuple):
         if self.dims is None:
             row[self.row : self.row + self.size] = values
         else:
-            row[self.row + places(self.dims, self.start, self.stop) - self.low] = values
+            row[self.row + locations(self.dims, self.start, self.stop) - self.low] = values
 
     def get(self, row: Floats) -> Floats:
         if self.dims is None:
             return row[self.row : self.row + self.size]
-        return row[self.row + places(self.dims, self.start, self.stop) - self.low]
+        return row[self.row + locations(self.dims, self.start, self.stop) - self.low]
 
 
 class _Plan(NamedTuple):
@@ -83,7 +83,7 @@ class Moves:
         self._staging = staging
         self._steps = max(-(-share.size // SLICE) for share in shares)
         # Where every process has all of the model, it has its own row too.
-        self._is_whole = all(piece.is_whole for each in self._pieces for piece in each)
+        self._is_complete = all(piece.is_complete for each in self._pieces for piece in each)
         self._plans: dict[tuple[int, bool], _Plan] = {}
 
     def parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[int, Floats]]:
@@ -99,7 +99,7 @@ class Moves:
         for step in range(self._steps):
             begin, end = self._span(self._shares[me], step)
             part, plan = row[: end - begin], self._plan(step, is_taken=True)
-            if self._is_whole:
+            if self._is_complete:
                 self._read(flats, plan.receive[me], torch.from_numpy(part))
                 yield begin, part
                 continue
@@ -130,7 +130,7 @@ class Moves:
             sizes = [stop - start for start, stop in spans]
             rows = self._team.all_gather(part, sizes)
             for share, (begin, _), values in zip(self._shares, spans, rows, strict=True):
-                for start, stop, at in share.places(*self._span(share, step)):
+                for start, stop, at in share.locations(*self._span(share, step)):
                     first = at - begin
                     vector[start:stop] = values[first : first + stop - start].numpy()
 
@@ -138,7 +138,7 @@ class Moves:
         """What each process has for this one."""
         import torch
 
-        if self._is_whole:  # all need the same
+        if self._is_complete:  # all need the same
             spans = [self._span(share, step) for share in self._shares]
             part = torch.from_numpy(row[slice(*spans[self._team.process])])
             return self._team.all_gather(part, [stop - start for start, stop in spans])
@@ -165,8 +165,8 @@ class Moves:
                 return [run for run, source in pairs if not is_taken or source == holder]
 
             carried = [runs(me, each) for each in everyone]
-            held = [runs(each, me) for each in everyone]
-            send, receive = (held, carried) if is_taken else (carried, held)
+            stored = [runs(each, me) for each in everyone]
+            send, receive = (stored, carried) if is_taken else (carried, stored)
             counts, sizes = (
                 [sum(r.size for r in runs) for runs in each] for each in (send, receive)
             )
@@ -186,7 +186,7 @@ class Moves:
     def _runs(self, carrier: int, step: int, *, holder: int) -> Iterator[tuple[Run, int]]:
         """What the piece of `holder` has in a slice of the carrier's row, and who is to send it."""
         share = self._shares[carrier]
-        for start, stop, row in share.places(*self._span(share, step)):
+        for start, stop, row in share.locations(*self._span(share, step)):
             at = max(0, bisect_right(self._starts, start) - 1)
             while at < len(self._slots) and self._slots[at].start < stop:
                 slot = self._slots[at]

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.layout import Layout, TensorSpec
+from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.note import MemberNote
-from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.pieces import plain_name
 from atoll.diloco.terms import RULES, ByRound, OuterTerms, show, value_at
@@ -84,11 +84,11 @@ class Fragment:
         self.rounds, self.tokens, self.ledger = header.rounds, header.tokens, header.ledger
         self.steps = header.rounds * self.period if header.steps is None else header.steps
 
-    def tick(self, roster: Roster) -> None:
+    def tick(self, manifest: Manifest) -> None:
         """A round was committed: the run has gone as far as the furthest of its members."""
-        said = [m.said for m in roster.members if isinstance(m.said, MemberNote)]
-        self.steps += max((each.steps for each in said), default=self.period)
-        self.tokens += sum(each.tokens for each in said)
+        notes = [m.header for m in manifest.members if isinstance(m.header, MemberNote)]
+        self.steps += max((each.steps for each in notes), default=self.period)
+        self.tokens += sum(each.tokens for each in notes)
 
     def step(self, gradient: Floats) -> None:
         """One step of the outer optimiser.
@@ -189,9 +189,9 @@ class _Named:
 _HEADER = json_decoder(Header)
 
 
-def header_of(fragment: Fragment, digest: str = "", *, is_whole: bool = False) -> Header:
+def header_of(fragment: Fragment, digest: str = "", *, is_complete: bool = False) -> Header:
     share = fragment.share
-    part = (0, 1) if is_whole else (share.process, share.processes)
+    part = (0, 1) if is_complete else (share.process, share.processes)
     terms = fragment.terms
     return Header(
         list(fragment.slots),
@@ -278,7 +278,9 @@ def check_same(header: Header, fragment: Fragment, run: str = "") -> None:
         return
     if ours.preset and theirs.preset != ours.preset:
         began = repr(theirs.preset) if theirs.preset else "none"
-        raise ValidationError("preset", ours.preset, f"the run began with {began}: {theirs.words}")
+        raise ValidationError(
+            "preset", ours.preset, f"the run began with {began}: {theirs.description}"
+        )
     for setting, value, other in (
         ("outer_lr", ours.lr, theirs.lr),
         ("outer_momentum", ours.beta, theirs.beta),

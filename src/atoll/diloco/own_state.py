@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atoll.diloco")
 
-KEPT_COPIES = 2  # of each rank
+MAX_COPIES = 2  # of each rank
 KIND = b"INNR"
 Extras = Mapping[str, Any]
 
@@ -64,7 +64,7 @@ class OwnState:
         self._team, self._optimizers = team, optimizers
         self._make: Callable[[], Extras] | None = None
         self._last: tuple[int, int] | None = None  # round and step of the newest copy made here
-        self.is_kept = False
+        self.is_retained = False
         self.restored: OwnCopy | None = None
         self.extras: Extras | None = None
 
@@ -73,7 +73,7 @@ class OwnState:
         if extras is not None:
             self._make = extras if callable(extras) else lambda: extras
         self._packed_extras()
-        self.is_kept = True
+        self.is_retained = True
 
     def save(self, round: int, step: int) -> None:
         """The newest copy is of now. Raises what the store raises."""
@@ -89,20 +89,23 @@ class OwnState:
                     "extras": self._packed_extras(),
                 }
             )
-            pieces: list[bytes | memoryview] = [wire.header(KIND, wire.fence(key), body), body]
+            pieces: list[bytes | memoryview] = [
+                wire.frame_header(KIND, wire.fence(key), body),
+                body,
+            ]
             if team.process:
                 self._blobs.put(key, pieces)
             return pieces
 
-        kept: list[list[bytes | memoryview]] = []
-        together(team, lambda: kept.append(pack()))
-        lead(team, lambda: self._blobs.put(key, kept[0]))
+        retained: list[list[bytes | memoryview]] = []
+        together(team, lambda: retained.append(pack()))
+        lead(team, lambda: self._blobs.put(key, retained[0]))
         self._last = (round, step)
         lead(team, self._sweep)
 
-    def save_if_kept(self, round: int, step: int) -> None:
+    def save_if_retained(self, round: int, step: int) -> None:
         """As `save`, but a store that fails is only told of."""
-        if not self.is_kept or self._last == (round, step):
+        if not self.is_retained or self._last == (round, step):
             return
         try:
             self.save(round, step)
@@ -160,8 +163,8 @@ class OwnState:
             packed = bytes(_dumped(dict(extras)))
             _loaded(packed)
         except Exception as error:  # pickling what a script has may raise anything
-            words = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValidationError("extras", sorted(extras), f"{expected}: {words}") from error
+            messages = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValidationError("extras", sorted(extras), f"{expected}: {messages}") from error
         return packed
 
     def _list(self) -> tuple[list[OwnCopy], bool]:
@@ -180,7 +183,7 @@ class OwnState:
 
     def _sweep(self) -> None:
         """Deletes older copies, and what is left of those that were never whole."""
-        copies = self._list()[0][-KEPT_COPIES:]
+        copies = self._list()[0][-MAX_COPIES:]
         names = {copy.name for copy in copies}
         doomed = [
             blob.key
@@ -292,8 +295,8 @@ def _random_state() -> dict[str, Any]:
 def _set_random_state(state: dict[str, Any]) -> None:
     import torch
 
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    version, messages, gauss = state["python"]
+    random.setstate((version, tuple(messages), gauss))
     kind, keys, at, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), at, has_gauss, cached))
     torch.set_rng_state(state["torch"])

@@ -55,7 +55,7 @@ class Piece(NamedTuple):
         return math.prod(self.lengths)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.lengths == self.shape
 
     @property
@@ -83,17 +83,17 @@ def collapsed(
     return tuple(dims)
 
 
-def before(dims: Sequence[Dim], place: int) -> int:
+def before(dims: Sequence[Dim], location: int) -> int:
     """How many values of the piece lie before `place` of the whole."""
     stride, inner = math.prod(d.size for d in dims), math.prod(d.length for d in dims)
-    if place >= stride:
+    if location >= stride:
         return inner
     count = 0
     for dim in dims:
         if not inner:
             return 0
         stride, inner = stride // dim.size, inner // dim.length
-        digit, place = divmod(place, stride)
+        digit, location = divmod(location, stride)
         row = digit - dim.offset
         if row < 0:
             return count
@@ -103,16 +103,16 @@ def before(dims: Sequence[Dim], place: int) -> int:
     return count
 
 
-def places(dims: Sequence[Dim], start: int, stop: int) -> NDArray[np.int64]:
+def locations(dims: Sequence[Dim], start: int, stop: int) -> NDArray[np.int64]:
     """The places in the whole of the values `start:stop` of the piece."""
-    rest = np.arange(start, stop, dtype=np.int64)
+    remainder = np.arange(start, stop, dtype=np.int64)
     out = np.zeros(stop - start, np.int64)
     if stop <= start:
         return out
     stride, inner = math.prod(d.size for d in dims), math.prod(d.length for d in dims)
     for dim in dims:
         stride, inner = stride // dim.size, inner // dim.length
-        digit, rest = np.divmod(rest, inner)
+        digit, remainder = np.divmod(remainder, inner)
         out += (digit + dim.offset) * stride
     return out
 
@@ -263,15 +263,15 @@ def check_pieces(pieces: Sequence[dict[str, Piece]]) -> None:
                 "(stages of a pipeline cannot be one replica)",
             )
     for name, piece in first.items():
-        held = [each[name] for each in pieces]
-        for process, other in enumerate(held):
+        stored = [each[name] for each in pieces]
+        for process, other in enumerate(stored):
             if (other.shape, other.dtype) != (piece.shape, piece.dtype):
                 raise ValidationError(
                     f"model.{name}",
                     f"{other.dtype}{list(other.shape)} in process {process}",
                     f"expected {piece.dtype}{list(piece.shape)}, as in process 0",
                 )
-        blocks = {(other.offset, other.lengths) for other in held if other.size}
+        blocks = {(other.offset, other.lengths) for other in stored if other.size}
         size = math.prod(piece.shape)
         total = sum(math.prod(lengths) for _, lengths in blocks)
         if total != size:
@@ -303,7 +303,7 @@ def _signed(total: int) -> int:
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def held_twice(pieces: Sequence[dict[str, Piece]]) -> list[str]:
+def shared_twice(pieces: Sequence[dict[str, Piece]]) -> list[str]:
     """The parameters of which two processes hold the same piece."""
     return [
         name
@@ -312,13 +312,13 @@ def held_twice(pieces: Sequence[dict[str, Piece]]) -> list[str]:
     ]
 
 
-def check_alike(pieces: Sequence[dict[str, Piece]], sums: Sequence[dict[str, Any]]) -> None:
+def check_equal(pieces: Sequence[dict[str, Piece]], sums: Sequence[dict[str, Any]]) -> None:
     """Raises ValidationError for a piece that two processes hold with different values."""
-    for name in held_twice(pieces):
-        seen: dict[Any, tuple[int, Any]] = {}
+    for name in shared_twice(pieces):
+        known: dict[Any, tuple[int, Any]] = {}
         for process, each in enumerate(pieces):
             piece = each[name]
-            other, value = seen.setdefault(
+            other, value = known.setdefault(
                 (piece.offset, piece.lengths), (process, sums[process][name])
             )
             if value != sums[process][name]:

@@ -137,19 +137,23 @@ class LoopSettings:
     fragments: int
     overlap_steps: int
     mix: float
-    is_kept: bool  # what was trained while a result was on its way
+    is_retained: bool  # what was trained while a result was on its way
     codec: str
     down_codec: str | None
 
 
-def read_settings(preset: str | OuterPreset | None, parameters: int, **given: Any) -> LoopSettings:
+def read_settings(
+    preset: str | OuterPreset | None, parameters: int, **overrides: Any
+) -> LoopSettings:
     """Raises ValidationError naming the argument that does not fit.
 
     `given`: the arguments of `DiLoCo`, None where there is none; `parameters`: how many the model
     has, as there cannot be more fragments.
     """
     base = read_preset(preset)
-    chosen = replace(base, **{name: value for name, value in given.items() if value is not None})
+    chosen = replace(
+        base, **{name: value for name, value in overrides.items() if value is not None}
+    )
     sync_every = chosen.sync_every
     if sync_every is None:
         raise ValidationError("sync_every", None, "expected a number of steps, or a preset")
@@ -158,7 +162,7 @@ def read_settings(preset: str | OuterPreset | None, parameters: int, **given: An
     beta = read_by_round("outer_momentum", chosen.outer_momentum, 1)
     rule: OuterRule = read_rule(chosen.outer)
     fragments, overlap = chosen.fragments, chosen.overlap_steps
-    if given.get("fragments") is None:
+    if overrides.get("fragments") is None:
         fragments = max(
             each
             for each in range(1, max(1, min(fragments, parameters, sync_every)) + 1)
@@ -168,23 +172,23 @@ def read_settings(preset: str | OuterPreset | None, parameters: int, **given: An
     if sync_every % fragments:
         raise ValidationError("sync_every", sync_every, f"expected a multiple of {fragments}")
     longest = sync_every // fragments - 1
-    if given.get("overlap_steps") is None:
+    if overrides.get("overlap_steps") is None:
         overlap = min(overlap, longest)
     check_int("overlap_steps", overlap, 0, longest)
-    is_kept = chosen.mix == KEEP
-    if not is_kept:
+    is_retained = chosen.mix == KEEP
+    if not is_retained:
         if isinstance(chosen.mix, str):
             raise ValidationError("mix", chosen.mix, f"expected a number from 0 to 1, or {KEEP!r}")
         check_number("mix", chosen.mix, 0, 1)
-    said = ("outer_lr", "outer_momentum", "outer")
-    is_open = preset is None and all(given.get(name) is None for name in said)
+    header = ("outer_lr", "outer_momentum", "outer")
+    is_open = preset is None and all(overrides.get(name) is None for name in header)
     return LoopSettings(
         sync_every,
         OuterTerms(lr, beta, rule, base.name, is_open),
         fragments,
         overlap,
-        0.0 if is_kept else float(chosen.mix),
-        is_kept,
+        0.0 if is_retained else float(chosen.mix),
+        is_retained,
         chosen.codec,
         chosen.down_codec,
     )
@@ -199,12 +203,12 @@ def refuse_unlike(team: Team, settings: LoopSettings, run: str) -> None:
     names = ("sync_every", "fragments", "overlap_steps", "mix", "codec", "down_codec")
     values = {name: getattr(settings, name) for name in names} | {"run_id": run}
     # A codec of the caller's own is known by its name.
-    words = team.share({name: getattr(each, "name", each) for name, each in values.items()})
-    for process, word in enumerate(words):
-        for name, value in word.items():
-            if value != words[0][name]:
+    messages = team.share({name: getattr(each, "name", each) for name, each in values.items()})
+    for process, message in enumerate(messages):
+        for name, value in message.items():
+            if value != messages[0][name]:
                 raise ValidationError(
                     name,
                     f"{value} in process {process} of the replica",
-                    f"expected {words[0][name]!r}, as in process 0",
+                    f"expected {messages[0][name]!r}, as in process 0",
                 )

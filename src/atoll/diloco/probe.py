@@ -1,7 +1,7 @@
 """What replicas tell each other in their first rounds, so that a script that trains wrong is named.
 
-A note travels in the name of an upload, so that everybody has it from the roster: either digests of
-how the replica moved, of the data it read, of its buffers and of what is not trained, or which
+A note travels in the name of an upload, so that everybody has it from the manifest: either digests
+of how the replica moved, of the data it read, of its buffers and of what is not trained, or which
 parameter is not finite.
 """
 
@@ -46,7 +46,7 @@ Blocks = dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]
 class ReplicaProbe(NamedTuple):
     """Digests of one replica; "0" where there is nothing to compare."""
 
-    movement: str
+    pseudo_gradient: str
     data: str
     buffers: str
     frozen: str = _NOTHING
@@ -54,7 +54,7 @@ class ReplicaProbe(NamedTuple):
     @property
     def note(self) -> str:
         more = "" if self.frozen == _NOTHING else f"-{self.frozen}"
-        return f"p{self.movement}-{self.data}-{self.buffers}{more}"
+        return f"p{self.pseudo_gradient}-{self.data}-{self.buffers}{more}"
 
 
 def read_probe(note: str) -> ReplicaProbe | None:
@@ -85,8 +85,8 @@ def first_bad(fragment: Fragment, row: Floats) -> int | None:
     return min(bad)
 
 
-def look_at_parts(
-    fragment: Fragment, movement: Values, *, is_summed: bool
+def check_parts(
+    fragment: Fragment, pseudo_gradient: Values, *, is_summed: bool
 ) -> tuple[int | None, Sums]:
     """As `first_bad` and `row_sums`, for a row that comes part by part."""
     bad: int | None = None
@@ -95,14 +95,14 @@ def look_at_parts(
     def take(start: int, part: Floats) -> None:
         nonlocal bad, total, placed
         if part.size and not (np.isfinite(part.min()) and np.isfinite(part.max())):
-            at = fragment.share.place(start + int(np.flatnonzero(~np.isfinite(part))[0]))
+            at = fragment.share.location(start + int(np.flatnonzero(~np.isfinite(part))[0]))
             slot = next(i for i, slot in enumerate(fragment.slots) if at < slot.stop)
             bad = slot if bad is None else min(bad, slot)
         if is_summed:
             one, other = _part_sums(fragment, start, part)
             total, placed = total + one, placed + other
 
-    movement(take)
+    pseudo_gradient(take)
     return bad, (total & _MASK, placed & _MASK)
 
 
@@ -115,7 +115,7 @@ def row_sums(fragment: Fragment, row: Floats) -> Sums:
 def _part_sums(fragment: Fragment, begin: int, part: Floats) -> Sums:
     """Of the part of a row that begins there."""
     total = placed = 0
-    for start, stop, at in fragment.share.places(begin, begin + part.size):
+    for start, stop, at in fragment.share.locations(begin, begin + part.size):
         one, other = _sums(start, part[at - begin : at - begin + stop - start])
         total, placed = total + one, placed + other
     return total, placed
@@ -129,11 +129,11 @@ def _sums(first: int, values: Floats) -> Sums:
     total = placed = 0
     for start in range(0, values.size, _PART):
         bits = values[start : start + _PART].view(np.uint32).astype(np.uint64)
-        places = np.arange(first + start + 1, first + start + bits.size + 1, dtype=np.uint64)
-        places *= _MIX
-        places ^= places >> np.uint64(31)
+        locations = np.arange(first + start + 1, first + start + bits.size + 1, dtype=np.uint64)
+        locations *= _MIX
+        locations ^= locations >> np.uint64(31)
         total += int(bits.sum())
-        placed += int((bits * places).sum(dtype=np.uint64))
+        placed += int((bits * locations).sum(dtype=np.uint64))
     return total, placed
 
 
@@ -223,9 +223,9 @@ def frozen_sums(model: torch.nn.Module) -> Blocks:
     return sums
 
 
-def frozen_digest(words: Sequence[Blocks]) -> str:
+def frozen_digest(messages: Sequence[Blocks]) -> str:
     """Of the blocks of all processes, each once: the same however the replica is cut."""
-    blocks = {block: each for word in words for block, each in word.items()}
+    blocks = {block: each for message in messages for block, each in message.items()}
     return digest([(sum(block[0] * each for block, each in blocks.items()) & _MASK, 0)])
 
 
@@ -236,28 +236,28 @@ def compare(
     frozen: Callable[[], Sequence[str]],
 ) -> list[tuple[str, str]]:
     """What is wrong in a world with these probes, as kind and sentence; `rank` is this replica."""
-    words = []
-    moved = _groups(probes, lambda probe: probe.movement)
+    messages = []
+    moved = _groups(probes, lambda probe: probe.pseudo_gradient)
     for ranks in moved:
-        words.append(
+        messages.append(
             (
                 "identical movement",
                 f"ranks {_and(ranks)} moved identically: they train on the same data with the same "
                 "random numbers, so that together they learn what one would. Give each replica "
-                "data of its own (diloco.shard(...), or by diloco.place.rank)",
+                "data of its own (diloco.shard(...), or by diloco.config.rank)",
             )
         )
     for ranks in _groups(probes, lambda probe: probe.data):
         if not any(set(ranks) <= set(each) for each in moved):
-            words.append(
+            messages.append(
                 (
                     "identical data",
                     f"ranks {_and(ranks)} were given the same batches. Give each replica data of "
-                    "its own (diloco.shard(...), or by diloco.place.rank)",
+                    "its own (diloco.shard(...), or by diloco.config.rank)",
                 )
             )
     if rank in probes and _is_unlike(probe.buffers for probe in probes.values()):
-        words.append(
+        messages.append(
             (
                 "buffers differ",
                 f"buffers of the model differ between replicas ({_few(buffers())}): "
@@ -265,7 +265,7 @@ def compare(
             )
         )
     if rank in probes and _is_unlike(probe.frozen for probe in probes.values()):
-        words.append(
+        messages.append(
             (
                 "frozen parameters differ",
                 f"parameters that are not trained differ between replicas ({_few(frozen())}): they "
@@ -273,7 +273,7 @@ def compare(
                 "same ones: one seed, or one checkpoint",
             )
         )
-    return words
+    return messages
 
 
 def _groups(

@@ -17,7 +17,7 @@ class RoundReport(NamedTuple):
 
     round: int
     fragment: int
-    roster: tuple[int, ...]
+    members: tuple[int, ...]
     weight: float
     bytes_up: int
     bytes_down: int

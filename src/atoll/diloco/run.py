@@ -17,7 +17,9 @@ class RunFace:
 
     steps: int  # of this process
     _clock: tuple[int, int, float]  # rounds, steps and tokens of the run
-    _told: tuple[float, int]  # what this process counted, and its steps, as far as the clock goes
+    _reported_at: tuple[
+        float, int
+    ]  # what this process counted, and its steps, as far as the clock goes
     _goal: RunGoal | None
     _data: SharedData
     _streams: Sequence[Stream]
@@ -36,7 +38,7 @@ class RunFace:
 
         It is the same in all replicas at the same place of the same round, also after a restart.
         """
-        return self.agreed_steps + self.steps - self._told[1]
+        return self.agreed_steps + self.steps - self._reported_at[1]
 
     @property
     def agreed_steps(self) -> int:

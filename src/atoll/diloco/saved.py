@@ -67,16 +67,16 @@ def save(reduce: ObjectStoreAllReduce, fragment: Fragment, key: str, rounds: int
             reduce.blobs.put(reduce.keys.state(rounds, nonce, start), pieces)
         return columns, [digests(share, row) for row in rows]
 
-    words = together(team, put)
+    messages = together(team, put)
 
     def create() -> bool:
-        sums = [[d for _, each in words for d in each[at]] for at in range(len(rows))]
+        sums = [[d for _, each in messages for d in each[at]] for at in range(len(rows))]
         index = StateIndex(
-            header_of(fragment, is_whole=True),
+            header_of(fragment, is_complete=True),
             share.layout.pack(),
             nonce,
             rounds,
-            [columns for each, _ in words for columns in each],
+            [columns for each, _ in messages for columns in each],
             sums[0],
             sums[1] if len(sums) > 1 else [],
         )
@@ -148,16 +148,16 @@ def load(reduce: ObjectStoreAllReduce, fragment: Fragment, index: StateIndex) ->
     fragment.resume(index.header)
 
 
-def load_whole(fragment: Fragment, data: bytes | memoryview, run: str) -> None:
+def load_full(fragment: Fragment, data: bytes | memoryview, run: str) -> None:
     """`fragment` holds its share of a state that is in one piece."""
-    whole = Fragment(fragment.slots)
-    whole.terms, whole.period = fragment.terms, fragment.period
-    load_bytes(whole, data, run)
-    fragment.terms = whole.terms
-    fragment.values[:] = cut(fragment.share, whole.values)
-    fragment.momentum[:] = cut(fragment.share, whole.momentum)
-    fragment.rounds, fragment.steps = whole.rounds, whole.steps
-    fragment.tokens, fragment.ledger = whole.tokens, whole.ledger
+    complete = Fragment(fragment.slots)
+    complete.terms, complete.period = fragment.terms, fragment.period
+    load_bytes(complete, data, run)
+    fragment.terms = complete.terms
+    fragment.values[:] = cut(fragment.share, complete.values)
+    fragment.momentum[:] = cut(fragment.share, complete.momentum)
+    fragment.rounds, fragment.steps = complete.rounds, complete.steps
+    fragment.tokens, fragment.ledger = complete.tokens, complete.ledger
 
 
 def cut(share: Share, vector: Floats) -> Floats:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from atoll.core.checks import check_int
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce.note import Says
+from atoll.diloco.allreduce.note import UploadHeader
 from atoll.diloco.allreduce.team import Team
 from atoll.diloco.data import ranges, report
 from atoll.diloco.data.journal import Journal
@@ -23,7 +23,7 @@ from atoll.diloco.stream import Commit, Joined, Stream
 
 log = logging.getLogger("atoll.diloco")
 
-_MOST = 2**62
+_MAX_VALUE = 2**62
 _IDLE_S = 3.0  # how long a replica without data leaves the decision to others, at least
 
 
@@ -73,7 +73,7 @@ class SharedData:
             raise ValidationError("shard", "a second one", "a run has one set of data")
         if (dataset is None) == (stream is None):
             raise ValidationError("dataset", dataset, "expected a dataset, a length or stream=")
-        check_int("seed", seed, 0, _MOST)
+        check_int("seed", seed, 0, _MAX_VALUE)
         check_int("epochs", epochs, 1, 10**9)
         check_int("batch", batch, 1, 10**9)
         if stream is not None and epochs != 1:
@@ -162,11 +162,13 @@ class SharedData:
         self._loop.catch_up()
         self._be_honest()
 
-    def says(self, at: int, steps: int, tokens: float, *, is_bad: bool, is_left: bool) -> Says:
+    def header(
+        self, at: int, steps: int, tokens: float, *, is_bad: bool, is_left: bool
+    ) -> UploadHeader:
         """What an upload of the fragment says."""
         shard, book = self.shard, self.journal.book
         if shard is None or book is None:
-            return self.journal.says(steps, tokens)
+            return self.journal.header(steps, tokens)
         self._bad = self._bad + 1 if is_bad else 0
         # Data that makes a movement of no numbers is trained on a second time, not for ever.
         claim = () if self._bad == 1 else book.claim(at)
@@ -181,7 +183,7 @@ class SharedData:
         self._sent_at = now
         want = 0 if is_left else shard.want(self._loop.fragments[at].period)
         idle_s = max(_IDLE_S, 2 * self._usual_s)
-        return self.journal.says(steps, tokens, claim, want, shard.end, idle_s)
+        return self.journal.header(steps, tokens, claim, want, shard.end, idle_s)
 
     def take(self, at: int, commit: Commit, claimed: Ranges, *, is_emptied: bool) -> None:
         """A round of the fragment came back."""
@@ -242,16 +244,16 @@ class SharedData:
             self.shard.plan()
 
 
-def took(says: Says) -> Ranges:
+def took(header: UploadHeader) -> Ranges:
     """What an upload claims."""
-    data = says.note.data
+    data = header.note.data
     return () if data is None or data.took is None else data.took
 
 
 def read_length(dataset: Any) -> int:
     """The length of the data. Raises ValidationError if it has none."""
     if isinstance(dataset, int) and not isinstance(dataset, bool):
-        check_int("dataset", dataset, 1, _MOST)
+        check_int("dataset", dataset, 1, _MAX_VALUE)
         return dataset
     try:
         length = len(dataset)
@@ -261,5 +263,5 @@ def read_length(dataset: Any) -> int:
             type(dataset).__name__,
             "expected a length, or a dataset with one; a stream is diloco.shard(stream=open_at)",
         ) from error
-    check_int("len(dataset)", length, 1, _MOST)
+    check_int("len(dataset)", length, 1, _MAX_VALUE)
     return length

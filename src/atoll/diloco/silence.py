@@ -15,7 +15,7 @@ from atoll.core.stores import missing_keys
 
 FIRST_S = 3.0
 TIMES = 2.0  # each remark comes after twice the time of the one before
-LOOK_S = 0.5
+CHECK_S = 0.5
 BYTES_A_SECOND = 1e6  # a slower link is taken for a silent store
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Silence:
         self._waiting: dict[int, float] = {}  # by request: from when on it could be answered
         self._next = 0
         self._answered_at = 0.0
-        self._told_s = 0.0
+        self._warned_s = 0.0
         self._why = ""
 
     def begin(self, size: int, now: float) -> int:
@@ -48,23 +48,23 @@ class Silence:
     def end(self, request: int, now: float, *, is_answer: bool) -> str:
         """What to say: nothing, unless a silence that was told of is over."""
         with self._lock:
-            words = ""
+            message = ""
             if is_answer:
-                if self._told_s:
-                    words = f"{self._name}: answers again, after {self._silent_s(now):.0f} s"
-                self._answered_at, self._told_s, self._why = now, 0.0, ""
+                if self._warned_s:
+                    message = f"{self._name}: answers again, after {self._silent_s(now):.0f} s"
+                self._answered_at, self._warned_s, self._why = now, 0.0, ""
             self._waiting.pop(request, None)
             if not self._waiting:
-                self._told_s = 0.0
-        return words
+                self._warned_s = 0.0
+        return message
 
-    def look(self, now: float) -> str:
+    def check(self, now: float) -> str:
         """What to say of a store that is silent; nothing if it is not, or it was said."""
         with self._lock:
             silent_s = self._silent_s(now)
-            if silent_s < (self._told_s * TIMES or FIRST_S):
+            if silent_s < (self._warned_s * TIMES or FIRST_S):
                 return ""
-            self._told_s = silent_s
+            self._warned_s = silent_s
             why = f": {self._why}" if self._why else ""
         missing = missing_keys(self._name, self._env)
         keys = f"; not set: {', '.join(missing)}" if missing else ""
@@ -102,15 +102,15 @@ class _Watch:
     def _run(self) -> None:
         while True:
             self._wake.wait()
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_S)
             with self._lock:
                 stores = list(self._stores)
                 self._stores = {store for store in stores if not store.is_over}
                 if not self._stores:
                     self._wake.clear()
             for store in stores:
-                if words := store.look(time.monotonic()):
-                    log.warning("%s", words)
+                if message := store.check(time.monotonic()):
+                    log.warning("%s", message)
 
 
 _watch = _Watch()
@@ -122,7 +122,7 @@ def begin(store: Silence, size: int) -> Callable[[bool], None]:
     _watch.add(store)
 
     def end(is_answer: bool) -> None:
-        if words := store.end(request, time.monotonic(), is_answer=is_answer):
-            log.warning("%s", words)
+        if message := store.end(request, time.monotonic(), is_answer=is_answer):
+            log.warning("%s", message)
 
     return end

@@ -20,30 +20,30 @@ from atoll.core.errors import BackendError, Gone, NotFound, ValidationError
 from atoll.diloco import saved
 from atoll.diloco.allreduce import ObjectStoreAllReduce, catchup, past
 from atoll.diloco.allreduce.exchange import Behind
-from atoll.diloco.allreduce.keys import WHOLE, parse_round
+from atoll.diloco.allreduce.keys import COMPLETE, parse_round
 from atoll.diloco.allreduce.layout import Layout, TensorSpec, cells_of
+from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.note import (
     DataRound,
-    Says,
-    Scribe,
+    LedgerWriter,
+    UploadHeader,
     UploadNote,
     claim_of,
     member_note,
 )
-from atoll.diloco.allreduce.roster import Roster
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.team import Solo, Team, lead, together
-from atoll.diloco.allreduce.work import HeldMean, JointWork, Values
-from atoll.diloco.aside import Aside
+from atoll.diloco.allreduce.work import EncodedMean, JointWork, Values
 from atoll.diloco.blobs import Blobs
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data.ledger import Ledger
 from atoll.diloco.outer import Floats, Fragment, Slot
-from atoll.diloco.place import Place, check_fragments, fragment_run
+from atoll.diloco.replica_config import ReplicaConfig, check_fragments, fragment_run
+from atoll.diloco.spill import SpillFile
 
 log = logging.getLogger("atoll.diloco")
 
-_WHOLE = msgpack_decoder(bytes)
+_COMPLETE = msgpack_decoder(bytes)
 _POLL_S = 0.1
 _PATIENCE_S = 600.0
 _FIRST_RANK_S = 10.0  # how long the others leave it to rank 0 to say where all start
@@ -54,7 +54,7 @@ class Commit(NamedTuple):
     """One committed round: the same on every replica, but for the byte counts."""
 
     round: int
-    roster: tuple[int, ...]
+    members: tuple[int, ...]
     bytes_up: int = 0
     bytes_down: int = 0
     requests: int = 0
@@ -63,10 +63,10 @@ class Commit(NamedTuple):
     is_behind: bool = False  # the values were brought to no round: the run was further
     is_carried: bool = False  # the round went on without them, and they come with the next one
     read: Joined | None = None
-    committed: Roster | None = None  # None: without a store
+    committed: Manifest | None = None  # None: without a store
 
 
-class Movement(NamedTuple):
+class PseudoGradient(NamedTuple):
     """How far a replica has moved: in a row, or added to what it owes.
 
     The memory of the row is used for the mean, too; `again` writes the movement into it anew, and
@@ -101,7 +101,7 @@ class Stream(Protocol):
     def share(self, slots: Sequence[Slot]) -> Share:
         """What this process carries of a fragment with these parameters."""
 
-    scribe: Scribe | None  # keeps the ledger, if the replicas share their data
+    ledger_writer: LedgerWriter | None  # keeps the ledger, if the replicas share their data
 
     def join(self, fragment: Fragment, room: Floats | None = None) -> Joined:
         """`fragment` holds what all replicas agree on, as of the newest round.
@@ -116,7 +116,7 @@ class Stream(Protocol):
         """What was too late for earlier rounds is not brought to a later one."""
 
     @property
-    def owes(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether what does not count in a round comes with the next: see `begin`."""
 
     def begin(self, fragment: Fragment, again: Values | None) -> JointWork | None:
@@ -126,7 +126,11 @@ class Stream(Protocol):
         """
 
     def advance(
-        self, fragment: Fragment, movement: Movement, weight: float, says: Says | None = None
+        self,
+        fragment: Fragment,
+        pseudo_gradient: PseudoGradient,
+        weight: float,
+        header: UploadHeader | None = None,
     ) -> Commit:
         """`fragment` has taken the outer step of a round in which this replica took part.
 
@@ -161,7 +165,7 @@ class Alone:
 
     def __init__(self, team: Team | None = None) -> None:
         self._team: Team = Solo() if team is None else team
-        self.scribe: Scribe | None = None
+        self.ledger_writer: LedgerWriter | None = None
         self._rounds: list[tuple[int, DataRound]] = []
 
     def share(self, slots: Sequence[Slot]) -> Share:
@@ -179,26 +183,30 @@ class Alone:
     def forget_late_work(self) -> None:
         pass
 
-    owes = False
+    has_residual = False
 
     def begin(self, fragment: Fragment, again: Values | None) -> JointWork | None:
         return None
 
     def advance(
-        self, fragment: Fragment, movement: Movement, weight: float, says: Says | None = None
+        self,
+        fragment: Fragment,
+        pseudo_gradient: PseudoGradient,
+        weight: float,
+        header: UploadHeader | None = None,
     ) -> Commit:
-        assert movement.row is not None
-        fragment.step(movement.row)
-        said = UploadNote(fragment.period) if says is None else says.note
-        fragment.steps += said.steps
-        fragment.tokens += said.tokens
-        data = None if self.scribe is None else self.scribe.data()
+        assert pseudo_gradient.row is not None
+        fragment.step(pseudo_gradient.row)
+        own = UploadNote(fragment.period) if header is None else header.note
+        fragment.steps += own.steps
+        fragment.tokens += own.tokens
+        data = None if self.ledger_writer is None else self.ledger_writer.data()
         read = None
-        if data is not None and self.scribe is not None:
-            claim = claim_of(self.scribe.rank, member_note(said))
+        if data is not None and self.ledger_writer is not None:
+            claim = claim_of(self.ledger_writer.rank, member_note(own))
             read = Joined(None, (DataRound(data, (claim,)),))
             self._rounds.append((fragment.rounds - 1, read.rounds[0]))
-        return Commit(fragment.rounds - 1, (0,), notes={0: movement.note}, read=read)
+        return Commit(fragment.rounds - 1, (0,), notes={0: pseudo_gradient.note}, read=read)
 
     def checkpoint(self, fragment: Fragment) -> None:
         pass
@@ -234,12 +242,12 @@ class StoreStream:
         self._is_stale = False  # a join failed: the next round must not be added to what is here
 
     @property
-    def scribe(self) -> Scribe | None:
-        return self._allreduce.settler.scribe
+    def ledger_writer(self) -> LedgerWriter | None:
+        return self._allreduce.decider.ledger_writer
 
-    @scribe.setter
-    def scribe(self, scribe: Scribe | None) -> None:
-        self._allreduce.settler.scribe = scribe
+    @ledger_writer.setter
+    def ledger_writer(self, ledger_writer: LedgerWriter | None) -> None:
+        self._allreduce.decider.ledger_writer = ledger_writer
 
     def share(self, slots: Sequence[Slot]) -> Share:
         allreduce = self._allreduce
@@ -258,7 +266,7 @@ class StoreStream:
                 following, rounds = self._load(fragment), list[DataRound]()
                 for mean, layout in self._allreduce.read_since(following, room):
                     fragment.step(self._own(fragment, mean, layout))
-                    self._fold(fragment, self._allreduce.settler.last, rounds)
+                    self._fold(fragment, self._allreduce.decider.last, rounds)
                 break
             except catchup.Outdated:
                 continue
@@ -278,28 +286,32 @@ class StoreStream:
     def forget_late_work(self) -> None:
         self._allreduce.forget_late_work()
 
-    def _fold(self, fragment: Fragment, roster: Roster | None, rounds: list[DataRound]) -> None:
+    def _fold(self, fragment: Fragment, manifest: Manifest | None, rounds: list[DataRound]) -> None:
         """A committed round counts: in the clock of the run, and in the ledger of its data."""
-        assert roster is not None
-        fragment.tick(roster)
-        data = roster.data_round()
+        assert manifest is not None
+        fragment.tick(manifest)
+        data = manifest.data_round()
         if data is not None:
             rounds.append(data)
 
     @property
-    def owes(self) -> bool:
-        return self._allreduce.owes
+    def has_residual(self) -> bool:
+        return self._allreduce.has_residual
 
     def begin(self, fragment: Fragment, again: Values | None) -> JointWork | None:
-        return self._allreduce.begin(fragment.share.layout, again) if self.owes else None
+        return self._allreduce.begin(fragment.share.layout, again) if self.has_residual else None
 
     def advance(
-        self, fragment: Fragment, movement: Movement, weight: float, says: Says | None = None
+        self,
+        fragment: Fragment,
+        pseudo_gradient: PseudoGradient,
+        weight: float,
+        header: UploadHeader | None = None,
     ) -> Commit:
-        allreduce, room = self._allreduce, movement.row
+        allreduce, room = self._allreduce, pseudo_gradient.row
         read: Joined | None = None
         try:
-            held = self._reduce(fragment, movement, weight, says)
+            stored = self._reduce(fragment, pseudo_gradient, weight, header)
         except Behind:
             read = self.join(fragment, room)
             return Commit(-1, (), is_member=False, is_behind=True, read=read)
@@ -310,9 +322,9 @@ class StoreStream:
             read = self.join(fragment, room)
         elif room is not None:
             fragment.step(room)
-        elif held is not None:
+        elif stored is not None:
             self._is_stale = True  # as long as only some values have taken the step
-            held.visit(fragment.step_part)
+            stored.visit(fragment.step_part)
             self._is_stale = False
             fragment.rounds += 1
         if read is None:
@@ -320,32 +332,42 @@ class StoreStream:
             read = Joined(None, tuple(rounds))
             if not report.is_member and self._is_behind(report.round):
                 read = self.join(fragment, room)
-        roster = tuple(report.roster)
+        members = tuple(report.members)
         is_due = fragment.rounds == 1 or fragment.rounds % self._checkpoint_every == 0
-        is_first = next((r for r in roster if report.notes.get(r) != WHOLE), -1) == allreduce.rank
+        is_first = (
+            next((r for r in members if report.notes.get(r) != COMPLETE), -1) == allreduce.rank
+        )
         if is_due and is_first and not report.skipped:
-            fragment.ledger = self.scribe.after(rounds[0]) if self.scribe and rounds else ""
+            fragment.ledger = (
+                self.ledger_writer.after(rounds[0]) if self.ledger_writer and rounds else ""
+            )
             self._save(fragment, report.round)
         return Commit(
             report.round,
-            roster,
+            members,
             report.bytes_up,
             report.bytes_down,
             report.requests,
             report.notes,
             report.is_member,
-            is_carried=allreduce.carries and allreduce.rank not in roster,
+            is_carried=allreduce.carries and allreduce.rank not in members,
             read=read,
             committed=report.committed,
         )
 
     def _reduce(
-        self, fragment: Fragment, movement: Movement, weight: float, says: Says | None
-    ) -> HeldMean | None:
+        self,
+        fragment: Fragment,
+        pseudo_gradient: PseudoGradient,
+        weight: float,
+        header: UploadHeader | None,
+    ) -> EncodedMean | None:
         """The mean of a round is in the row of the movement, or held."""
-        allreduce, row, note = self._allreduce, movement.row, movement.note
-        if movement.joint is not None:
-            return allreduce.allreduce_parts(movement.joint, weight=weight, note=note, says=says)
+        allreduce, row, note = self._allreduce, pseudo_gradient.row, pseudo_gradient.note
+        if pseudo_gradient.joint is not None:
+            return allreduce.allreduce_parts(
+                pseudo_gradient.joint, weight=weight, note=note, header=header
+            )
         assert row is not None
         reduce = partial(
             allreduce.allreduce_share,
@@ -353,14 +375,14 @@ class StoreStream:
             row,
             weight=weight,
             note=note,
-            says=says,
+            header=header,
         )
-        if movement.again is not None:
-            reduce(again=movement.again)
+        if pseudo_gradient.again is not None:
+            reduce(again=pseudo_gradient.again)
             return None
-        with Aside(row.size) as aside:
-            aside.put(0, row)
-            reduce(again=lambda: aside.get(0, row))
+        with SpillFile(row.size) as spill:
+            spill.put(0, row)
+            reduce(again=lambda: spill.get(0, row))
         return None
 
     def checkpoint(self, fragment: Fragment) -> None:
@@ -369,16 +391,16 @@ class StoreStream:
             saved.save(self._allreduce, fragment, self._allreduce.keys.checkpoint(number), number)
 
     def data_rounds(self) -> list[tuple[int, DataRound]]:
-        rosters = lead(self._allreduce.team, self._committed)
-        return [(each.round, data) for each in rosters if (data := each.data_round())]
+        manifests = lead(self._allreduce.team, self._committed)
+        return [(each.round, data) for each in manifests if (data := each.data_round())]
 
-    def _committed(self) -> list[Roster]:
-        """The rosters of the rounds that this replica has folded: the last attempt of each."""
+    def _committed(self) -> list[Manifest]:
+        """The manifests of the rounds that this replica has folded: the last attempt of each."""
         allreduce = self._allreduce
-        last: dict[int, Roster] = {}
-        for roster in past.read_rosters(allreduce.blobs, allreduce.keys):
-            if roster.round < (allreduce.round or 0):
-                last[roster.round] = roster
+        last: dict[int, Manifest] = {}
+        for manifest in past.read_manifests(allreduce.blobs, allreduce.keys):
+            if manifest.round < (allreduce.round or 0):
+                last[manifest.round] = manifest
         return [each for _, each in sorted(last.items()) if each.members]
 
     def feedback(self) -> dict[str, Any]:
@@ -440,8 +462,8 @@ class StoreStream:
             try:
                 state = saved.read_index(self._allreduce, key)
                 if isinstance(state, bytes):
-                    whole = _WHOLE.decode(state)
-                    saved.load_whole(fragment, whole, self._allreduce.keys.run)
+                    complete = _COMPLETE.decode(state)
+                    saved.load_full(fragment, complete, self._allreduce.keys.run)
                 else:
                     saved.load(self._allreduce, fragment, state)
             except ValidationError:
@@ -488,7 +510,7 @@ class StoreStream:
         def load() -> None:
             state = saved.read_index(allreduce, key)
             if isinstance(state, bytes):
-                saved.load_whole(fragment, state[_DIGEST_BYTES:], allreduce.keys.run)
+                saved.load_full(fragment, state[_DIGEST_BYTES:], allreduce.keys.run)
             else:
                 saved.load(allreduce, fragment, state)
 
@@ -496,7 +518,7 @@ class StoreStream:
 
 
 def open_streams(
-    place: Place,
+    location: ReplicaConfig,
     count: int,
     checkpoint_every: int,
     allreduce: ObjectStoreAllReduce | None,
@@ -506,17 +528,17 @@ def open_streams(
     """One stream for each fragment, each with rounds of its own."""
     if allreduce is not None:
         return [StoreStream(allreduce, checkpoint_every)]
-    if place.uri is None:
+    if location.uri is None:
         return [Alone(options["team"]) for _ in range(count)]
-    blobs = place.uri if isinstance(place.uri, Blobs) else Blobs.open(place.uri)
+    blobs = location.uri if isinstance(location.uri, Blobs) else Blobs.open(location.uri)
     lead(options["team"], lambda: check_fragments(blobs.folders(), run_id, count))
     return [
         StoreStream(
             ObjectStoreAllReduce(
-                place.uri,
-                place.rank,
-                place.world_size,
-                min_replicas=place.min_replicas,
+                location.uri,
+                location.rank,
+                location.world_size,
+                min_replicas=location.min_replicas,
                 run_id=fragment_run(run_id, at, count),
                 **options,
             ),

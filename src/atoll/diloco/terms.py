@@ -82,7 +82,7 @@ class OuterTerms(NamedTuple):
     is_open: bool = False
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"outer_lr {show(self.lr)}, outer_momentum {show(self.beta)}"
 
 

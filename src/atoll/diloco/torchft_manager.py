@@ -16,7 +16,7 @@ from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce import ObjectStoreAllReduce, ReduceReport
 from atoll.diloco.allreduce.start import read_start
 from atoll.diloco.blobs import Blobs
-from atoll.diloco.place import find_place, fragment_run
+from atoll.diloco.replica_config import find_replica_config, fragment_run
 from atoll.diloco.torchft_state import Healer
 
 if TYPE_CHECKING:
@@ -53,16 +53,16 @@ class ObjectStoreManager:
         checkpoint_every: int = 5,
     ) -> None:
         check_int("checkpoint_every", checkpoint_every, 1, 10**9)
-        self._place = find_place(uri, rank, world_size, min_replicas)
+        self._config = find_replica_config(uri, rank, world_size, min_replicas)
         self._run = fragment_run(run_id, 0, 1)
-        place = self._place
-        start = read_start(place.world_size, place.min_replicas, min_replicas, grace_s)
+        config = self._config
+        start = read_start(config.world_size, config.min_replicas, min_replicas, grace_s)
         self._options: dict[str, Any] = {
             **{"codec": codec, "timeout_s": timeout, "grace_s": grace_s, "start": start}
         }
         self._checkpoint_every = checkpoint_every
         self._reducers: dict[int, ObjectStoreAllReduce] = {}
-        self._healer = Healer(self._run, self._place.rank, timeout, self._reducer)
+        self._healer = Healer(self._run, self._config.rank, timeout, self._reducer)
         if state_dict is not None and load_state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         self._step = 0
@@ -79,7 +79,7 @@ class ObjectStoreManager:
 
     def start_quorum(self, *_: Any, **__: Any) -> None:
         """Load the state of the others where needed; each round decides who takes part."""
-        if self._place.uri is None:
+        if self._config.uri is None:
             return
         self._is_healing = False
         if not self._has_joined:
@@ -93,10 +93,10 @@ class ObjectStoreManager:
         return self._step
 
     def num_participants(self) -> int:
-        return len(self.last_round.roster) if self.last_round else 1
+        return len(self.last_round.members) if self.last_round else 1
 
     def participating_rank(self) -> int | None:
-        return self._place.rank
+        return self._config.rank
 
     def is_participating(self) -> bool:
         return not self._is_healing
@@ -124,7 +124,7 @@ class ObjectStoreManager:
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, *_: Any, **__: Any
     ) -> _Work:
-        """`tensor` holds the mean over the roster once the work has been waited for.
+        """`tensor` holds the mean over the manifest once the work has been waited for.
 
         The codec of this manager decides what travels, whatever `should_quantize` says.
         """
@@ -151,7 +151,7 @@ class ObjectStoreManager:
         self._step += 1
         report = self.last_round
         if report is not None and self._step % self._checkpoint_every == 0:
-            self._is_checkpoint_due = next(iter(report.roster)) == self._place.rank
+            self._is_checkpoint_due = next(iter(report.members)) == self._config.rank
         return True
 
     def _save_if_due(self) -> None:
@@ -162,7 +162,7 @@ class ObjectStoreManager:
     def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         import torch
 
-        if self._place.uri is None:
+        if self._config.uri is None:
             return
         reducer = self._reducer(self._turn())
         values = [each.detach() for each in tensors]
@@ -186,12 +186,12 @@ class ObjectStoreManager:
         Each has rounds of its own, so that a replica that lags never mixes up fragments.
         """
         if at not in self._reducers:
-            assert self._place.uri is not None
+            assert self._config.uri is not None
             self._reducers[at] = ObjectStoreAllReduce(
-                self._place.uri,
-                self._place.rank,
-                self._place.world_size,
-                min_replicas=self._place.min_replicas,
+                self._config.uri,
+                self._config.rank,
+                self._config.world_size,
+                min_replicas=self._config.min_replicas,
                 run_id=f"{self._run}.torchft-{at}",
                 **self._options,
             )

@@ -24,7 +24,7 @@ log = logging.getLogger("atoll.diloco")
 FRAGMENT = "StreamingDiLoCoFragment_"  # what torchft's DiLoCo calls its states
 _POLL_S = 0.1
 _FIRST_RANK_S = 10.0  # how long the others leave it to rank 0 to say where all start
-_CHECKPOINTS_KEPT = 2
+_MAX_CHECKPOINTS = 2
 
 
 class Healer:
@@ -62,7 +62,7 @@ class Healer:
         blobs = self._reducer(0).blobs
         blobs.create(key, wire.seal(wire.CHECKPOINT, wire.fence(key), out.getvalue()))
         checkpoints = [blob.key for blob in blobs.find(self._folder)]
-        blobs.delete(checkpoints[:-_CHECKPOINTS_KEPT])
+        blobs.delete(checkpoints[:-_MAX_CHECKPOINTS])
 
     def join(self, step: int) -> tuple[int, bool]:
         """The step to go on with, and whether this replica loaded another state for it.

@@ -18,7 +18,7 @@ from atoll.diloco.leave import Departure
 from atoll.diloco.model import ReplicaModel
 from atoll.diloco.outer import Fragment
 from atoll.diloco.own_state import Extras, OwnState
-from atoll.diloco.place import Place, RunHome
+from atoll.diloco.replica_config import ReplicaConfig, RunHome
 from atoll.diloco.reports import RoundReport, RoundReports
 from atoll.diloco.run import RunFace
 
@@ -40,7 +40,7 @@ class ReplicaFace(RunFace):
     _own: OwnState | None
     _home: RunHome | None
     fragments: list[Fragment]
-    place: Place
+    config: ReplicaConfig
 
     @property
     def warnings(self) -> list[str]:
@@ -67,7 +67,7 @@ class ReplicaFace(RunFace):
 
         Its program may end now, or be ended by one of its next two steps, with exit code 143.
         """
-        return self._departure.is_told or self._has_left
+        return self._departure.is_requested or self._has_left
 
     def leave(self) -> None:
         """Hand in what was trained since the last round, and leave the others to go on.
@@ -93,9 +93,11 @@ class ReplicaFace(RunFace):
         if extras is not None and not inner:
             raise ValidationError("extras", "given", "expected inner=True with them")
         if own is None:
-            words = "checkpoint() keeps nothing: there is no store; pass uri=, or save state_dict()"
-            if words not in self._checks.warnings:
-                self._checks.warn(words)
+            messages = (
+                "checkpoint() keeps nothing: there is no store; pass uri=, or save state_dict()"
+            )
+            if messages not in self._checks.warnings:
+                self._checks.warn(messages)
             return
         with self._departure.busy():
             self._receive()
@@ -126,8 +128,8 @@ class ReplicaFace(RunFace):
         """
         with self._departure.busy():
             self._receive()
-            whole = self._whole()
-            return {entry.name: whole.tensor(entry) for entry in whole.entries}
+            complete = self._complete()
+            return {entry.name: complete.tensor(entry) for entry in complete.entries}
 
     def save(
         self, target: str | os.PathLike[str], *, file_bytes: int = export.FILE_BYTES
@@ -141,35 +143,35 @@ class ReplicaFace(RunFace):
         """
         with self._departure.busy():
             self._receive()
-            words = {"atoll.round": str(self.round), "atoll.step": str(self.step)}
+            messages = {"atoll.round": str(self.round), "atoll.step": str(self.step)}
             if self._home is not None:
-                words["atoll.main"] = self._home.name
+                messages["atoll.main"] = self._home.name
             is_writer = not self._team.process
-            return export.save(self._whole(), target, file_bytes, words, is_writer=is_writer)
+            return export.save(self._complete(), target, file_bytes, messages, is_writer=is_writer)
 
-    def _whole(self) -> export.WholeModel:
+    def _complete(self) -> export.FullModel:
         model = self._model
-        return export.WholeModel(model.module, model.parameters, self.fragments, self._team)
+        return export.FullModel(model.module, model.parameters, self.fragments, self._team)
 
     def _keep(self) -> None:
         """What is this replica's own is kept once more, if it is to be."""
         if self._own is not None:
-            self._own.save_if_kept(self.round, self.step)
+            self._own.save_if_retained(self.round, self.step)
 
     def _restore(self, *, keeps_groups: bool) -> None:
         own = self._own
         if own is None or not self.round:
             return
         reason = own.restore(keeps_groups=keeps_groups)
-        rank = self.place.rank
+        rank = self.config.rank
         if own.restored is not None:
             copy = own.restored
-            words = "inner optimiser and random numbers of rank %d as of round %d, step %d"
-            log.info(words + "; the run is at round %d", rank, copy.round, copy.step, self.round)
+            messages = "inner optimiser and random numbers of rank %d as of round %d, step %d"
+            log.info(messages + "; the run is at round %d", rank, copy.round, copy.step, self.round)
         elif reason is not None:
             self._checks.warn(
                 f"the inner optimiser of rank {rank} begins again in round {self.round}: {reason}"
             )
         else:
-            words = "the inner optimiser of rank %d begins again in round %d: no copy was kept"
-            log.info(words, rank, self.round)
+            messages = "the inner optimiser of rank %d begins again in round %d: no copy was kept"
+            log.info(messages, rank, self.round)

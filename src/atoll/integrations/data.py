@@ -74,7 +74,7 @@ def take_own_part(loader: Any, diloco: DiLoCo, seed: int, epochs: int | None) ->
 
     batches = _batches(loader)
     sampler: Any = getattr(batches, "sampler", None)
-    rank, world = diloco.place.rank, diloco.place.world_size
+    rank, world = diloco.config.rank, diloco.config.world_size
     if hasattr(sampler, "mini_repeat_count") and len(loader.dataset) >= world * sampler.batch_size:
         batches.sampler = OwnRepeats(sampler, rank, world)
         return None

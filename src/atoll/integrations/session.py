@@ -91,7 +91,7 @@ class Session:
         # A run that has rounds knows its step; a new one may go on from a checkpoint.
         self._before = done if self.diloco.round == 0 else 0
         self._shard = None
-        if asked.own_data and self.diloco.place.world_size > 1:
+        if asked.own_data and self.diloco.config.world_size > 1:
             self._shard = take_own_part(loader, self.diloco, asked.data_seed, asked.ends["epochs"])
         steps = None if max_steps < 0 else max(0, max_steps - self._before)
         self._ticks = None

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import obstore
 import obstore.exceptions as failures
@@ -88,7 +88,7 @@ class ObjectStore:
         self._lock = Lock()
 
     @classmethod
-    def open(cls, uri: str | os.PathLike[str], *, patience_s: float = 60.0) -> ObjectStore:
+    def open(cls, uri: str | os.PathLike[str], *, patience_s: float = 60.0) -> Self:
         """The store at `uri`, a plain path or file:// memory:// s3:// gs:// az://.
 
         memory:// is shared by everyone in this process who names the same URI. `patience_s`: how

@@ -30,7 +30,7 @@ from atoll.backends.kubernetes.tokens import KubernetesTokens
 from atoll.controller.informer import INFORMER, Informer
 from atoll.controller.loop import Controller
 from atoll.controller.sweep import keep_swept
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.config import Config, parse
 from atoll.core.errors import (
     AtollError,
@@ -50,8 +50,8 @@ from atoll.server.app import create_app
 from atoll.server.background import CONTROLLER, BackgroundTasks, Work
 from atoll.server.deliver import Deliverer, load_webhooks
 from atoll.server.gauges import Gauges
-from atoll.server.handlers.executors import Setup
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.handlers.admission import Setup
+from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
 
@@ -127,7 +127,7 @@ class Operator:
             setup=Setup(new_token=f"atoll token create --home {self.home} --namespace NAMESPACE"),
             informer=self.informer,
             gauges=self.gauges,
-            clock=lambda: Time(cluster.time()),
+            clock=lambda: Now.at(cluster.time()),
             series=series,
             report_key=bytes.fromhex(key),
             background=background,
@@ -153,10 +153,10 @@ class Operator:
             store,
             executors,
             informer=self.informer,
-            clock=lambda: Time(cluster.time()),
+            clock=lambda: Now.at(cluster.time()),
             on_pass=lambda done: self.gauges.reconciled(done.seconds),
             quiet_s=series.stillness.quiet_s,
-            rounds=series.rounds.seen,
+            rounds=series.rounds.observed,
         )
         series.rounds.on_news = controller.wake
         collector = Collector(series, figures_of(executors))

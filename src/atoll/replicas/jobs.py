@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.executor import DRY_RUN_UID, KubernetesBackend
 from atoll.backends.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
 from atoll.backends.kubernetes.pod import Pod, when
-from atoll.backends.kubernetes.read import finished, wish_of
-from atoll.backends.kubernetes.render import gang_name, render_job, render_service, render_world
+from atoll.backends.kubernetes.read import desired_of, finished
+from atoll.backends.kubernetes.render import gang_name
 from atoll.core.checks import RESULTS_VARIABLE
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import LogLine, Seen, Status, Training, Wish, sooner
+from atoll.core.status import DesiredState, LogLine, Observation, Status, Training, sooner
 from atoll.replicas.shared import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
@@ -60,31 +60,33 @@ def training_of(job: Json) -> Training | None:
     """
     metadata = job["metadata"]
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    wish = wish_of(job)
-    if wish is None or LAUNCH not in annotations or not {UID, NAMESPACE} <= set(labels):
+    desired = desired_of(job)
+    if desired is None or LAUNCH not in annotations or not {UID, NAMESPACE} <= set(labels):
         return None
     try:
         spec = decode(annotations[LAUNCH].encode(), TrainingSpec)
     except ValidationError as error:
         raise Permanent(f"the Job {metadata['name']} cannot be followed: {error}") from error
-    cause = cause_of(job, spec, wish)
-    is_cancelled = wish.size == 0 and not cause.reason
+    cause = cause_of(job, spec, desired)
+    is_cancelled = desired.size == 0 and not cause.reason
     training = Training(
         namespace=labels[NAMESPACE],
         uid=labels[UID],
         spec=replace(spec, cancel=is_cancelled),
-        status=with_cause(Status(asked=wish, redo=dict(wish.redo)), cause),
+        status=with_cause(
+            Status(desired=desired, discarded_attempts=dict(desired.discarded_attempts)), cause
+        ),
         created_at=when(metadata.get("creationTimestamp")) or 0.0,
     )
     return training if gang_name(training) == metadata["name"] else None
 
 
-def cause_of(job: Json, spec: TrainingSpec, wish: Wish) -> StopCause:
+def cause_of(job: Json, spec: TrainingSpec, desired: DesiredState) -> StopCause:
     """Why it was stopped, if it was not cancelled: told by who stopped it, or by its deadline."""
     text = (job["metadata"].get("annotations") or {}).get(STOP_CAUSE)
     if text:
         return StopCause(*msgspec.json.decode(text))
-    if wish.size and finished(job) == PhaseReason.DEADLINE_EXCEEDED:
+    if desired.size and finished(job) == PhaseReason.DEADLINE_EXCEEDED:
         words = f"still running {spec.deadline_s or 0:g} s after the start"
         return StopCause(PhaseReason.DEADLINE_EXCEEDED, words)
     return StopCause()
@@ -107,22 +109,24 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
 
     async def stop_cause(self, training: Training) -> StopCause:
         job = await self._job(training)
-        wish = None if job is None else wish_of(job)
-        return StopCause() if job is None or wish is None else cause_of(job, training.spec, wish)
+        desired = None if job is None else desired_of(job)
+        return (
+            StopCause() if job is None or desired is None else cause_of(job, training.spec, desired)
+        )
 
-    async def observe(self, training: Training) -> Seen:
-        seen = await super().observe(training)
+    async def observe(self, training: Training) -> Observation:
+        observation = await super().observe(training)
         if self._jobs.is_live and self._pods.is_live:
-            return seen
-        return replace(seen, again_in_s=sooner(seen.again_in_s, LOOK_S))
+            return observation
+        return replace(observation, again_in_s=sooner(observation.again_in_s, LOOK_S))
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         status = training.status
-        if wish.size == 0 and status.failing:
+        if desired.size == 0 and status.failing:
             cause = msgspec.json.encode([status.failing, status.failing_message]).decode()
             with contextlib.suppress(NotFound):
                 await self._patch_job(training, {"metadata": {"annotations": {STOP_CAUSE: cause}}})
-        await super().apply(training, wish)
+        await super().apply(training, desired)
 
     async def logs(
         self,
@@ -149,8 +153,8 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
             job = await self.cluster.get("jobs", namespace, name)
         except NotFound:
             return
-        wish = wish_of(job)
-        if wish is None or wish.size or finished(job):
+        desired = desired_of(job)
+        if desired is None or desired.size or finished(job):
             return
         _, pods = await self._job_and_pods(training)
         if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
@@ -167,22 +171,9 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         await super().release(training)
         await super().purge(training)
 
-    async def _create(self, training: Training, wish: Wish) -> None:
-        """Everything is tried first: what the cluster refuses leaves nothing behind."""
-        namespace, name = self._place(training)
-        body = as_launch(render_job(training, wish, self.options), training.spec)
-        world = render_world(training, wish, self.options, None)
-        service = render_service(training, self.options, None)
-        try:
-            for kind, item in (("configmaps", world), ("services", service)):
-                await self.cluster.patch(kind, namespace, name, item, type="apply", is_trial=True)
-            await self.cluster.create("jobs", namespace, body, is_trial=True)
-        except NotFound as error:  # nothing else has to be there for that
-            raise Permanent(f"the namespace {namespace!r} does not exist: {error}") from error
-        try:
-            await self._objects.make(training, wish)
-            job = await self.cluster.create("jobs", namespace, body)
-        except Conflict as error:
-            raise Temporary(f"the Job {name} exists or is still being deleted: {error}") from error
-        self._note_job(training, job)
-        await self._objects.tie(training, job)
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
+        """Raises whatever the cluster refuses a launch for, so that nothing is left behind."""
+        await self.rehearse(Training(namespace=namespace, uid=DRY_RUN_UID, spec=spec))
+
+    def render_job(self, training: Training, desired: DesiredState, owner: Json | None) -> Json:
+        return as_launch(super().render_job(training, desired, owner), training.spec)

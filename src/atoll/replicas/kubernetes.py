@@ -16,7 +16,7 @@ from atoll.core.checks import check_as, check_name
 from atoll.core.errors import ValidationError
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 from atoll.replicas.entrypoints import Entry, InImage, read_in_image
 from atoll.replicas.plane import ScriptPlane
 from atoll.replicas.surface import Entrypoint, ReplicaRendezvous, ReplicaSurface
@@ -180,12 +180,12 @@ class KubernetesExecutor(ReplicaSurface):
         from atoll.replicas.jobs import as_launch
 
         training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
-        wish = Wish(version=1, size=n_replicas)
+        desired = DesiredState(version=1, size=n_replicas)
         objects = [
             *(render_parts(training.spec.code) if training.spec.code else ()),
-            render_world(training, wish, self.options, None),
+            render_world(training, desired, self.options, None),
             render_service(training, self.options, None),
-            as_launch(render_job(training, wish, self.options), training.spec),
+            as_launch(render_job(training, desired, self.options), training.spec),
         ]
         for item in objects:
             item["metadata"]["namespace"] = self.namespace
@@ -203,7 +203,7 @@ class KubernetesExecutor(ReplicaSurface):
             self._official()
 
     def _official(self) -> Any:
-        from atoll.backends.kubernetes.official import access_of
+        from atoll.backends.kubernetes.access import access_of
 
         return access_of(self.batch_api, self.core_api, self.namespace)
 

@@ -184,7 +184,7 @@ class ScriptPlane:
                 training = await self.store.get(before.key)
                 if training.status.phase.is_terminal:
                     return
-                status = replace(training.status, asked=before.status.asked)
+                status = replace(training.status, desired=before.status.desired)
                 training = await self.store.update_status(training, status)
                 spec = replace(training.spec, cancel=False)
                 await self.store.update_spec(replace(training, spec=spec))

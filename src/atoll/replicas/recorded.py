@@ -13,12 +13,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.backends.recorded import RecordedBackend
+from atoll.backends.records import desired_of
 from atoll.core.checks import check_as, check_strings
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 from atoll.replicas.entrypoints import Entry, InImage, Module, read_in_image
 from atoll.replicas.kubernetes import RESTARTS
 from atoll.replicas.plane import ScriptPlane
@@ -97,15 +98,15 @@ class RecordedReplicas(ReplicaSurface):
 class RecordedLaunches(SharedBackend, RecordedBackend):
     """To be placed before the class of a backend: its gangs can be followed by many."""
 
-    async def apply(self, training: Training, wish: Wish) -> None:
+    async def apply(self, training: Training, desired: DesiredState) -> None:
         place = self.place_of(training)
-        if wish.size == 0 and training.status.failing:
+        if desired.size == 0 and training.status.failing:
             cause = encode([training.status.failing, training.status.failing_message])
             await self._keep(training, CAUSE, cause)
-        if wish.size and await self._ask(place.get, TRAINING) is None:
+        if desired.size and await self._ask(place.get, TRAINING) is None:
             await self.prepare(training)
             await self._keep(training, TRAINING, encode(as_record(training)))
-        await super().apply(training, wish)
+        await super().apply(training, desired)
 
     async def find(self, job_name: str, uid: str | None) -> Training | None:
         own = job_name.removeprefix(PREFIX)
@@ -119,21 +120,15 @@ class RecordedLaunches(SharedBackend, RecordedBackend):
             training = decode(data, Training)
         except ValidationError as error:
             raise Permanent(f"the launch {job_name} cannot be followed: {error}") from error
-        records = await self._records(training)
-        if records.wish is None:
+        desired = desired_of((await self._refreshed(training)).facts)
+        if desired is None:
             return None
-        wish = records.wish
         cause = await self.stop_cause(training)
-        asked = Wish(
-            version=wish["version"],
-            size=wish["size"],
-            redo={int(rank): attempt for rank, attempt in wish["redo"].items()},
-        )
-        is_cancelled = asked.size == 0 and not cause.reason
+        is_cancelled = desired.size == 0 and not cause.reason
         status = replace(
             training.status,
-            asked=asked,
-            redo=dict(asked.redo),
+            desired=desired,
+            discarded_attempts=dict(desired.discarded_attempts),
             failing=cause.reason,
             failing_message=cause.message,
         )

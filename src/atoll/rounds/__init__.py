@@ -1,1 +1,1 @@
-"""Rounds as the rosters in a training's object store have them, read by the control plane."""
+"""Rounds as the manifests in a training's object store have them, read by the control plane."""

@@ -1,8 +1,8 @@
-"""Reads the rosters of one run, look by look, at a bounded cost.
+"""Reads the manifests of one run, look by look, at a bounded cost.
 
 A look asks for one LIST, that of the uploads of the newest rounds, and for two objects beyond the
-rosters that are new. Only who looks for the first time, or has missed rounds whose rosters were
-folded, lists the rosters, too.
+manifests that are new. Only who looks for the first time, or has missed rounds whose manifests were
+folded, lists the manifests, too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from atoll.core.errors import NotFound, Permanent
 from atoll.core.rounds import OpenRound, RoundFacts
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.keys import LEFT, Keys, UploadName, parse_upload
-from atoll.diloco.allreduce.past import read_dated_rosters
-from atoll.diloco.allreduce.roster import ROSTER, Roster
+from atoll.diloco.allreduce.manifest import MANIFEST, Manifest
+from atoll.diloco.allreduce.past import read_dated_manifests
 from atoll.diloco.blobs import Blob, Blobs
 from atoll.diloco.facts import facts_of, fragment_of
 
-MOST_AT_ONCE = 500  # rosters in one look
-MOST_ROSTER = 64 * 2**20  # bytes
+MAX_AT_ONCE = 500  # manifests in one look
+MAX_ROSTER = 64 * 2**20  # bytes
 STILL_CHANGING = 3  # rounds whose uploads may still arrive
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class RunReader:
         self.run, self._fragment, _ = fragment_of(run)
         self._recent: dict[int, RoundFacts] = {}  # the newest rounds, which may change
         self._uploads: dict[int, set[str]] = {}  # the members' uploads in them
-        self.following = first  # no roster of it, or of a later round, is known
-        self._is_behind = True  # rosters may have been folded since the last look
+        self.following = first  # no manifest of it, or of a later round, is known
+        self._is_behind = True  # manifests may have been folded since the last look
 
     def look(self) -> RunLook:
         changed: dict[int, RoundFacts] = {}
@@ -62,15 +62,15 @@ class RunReader:
             self._keys.uploads(), self._keys.uploads(since) if since else None
         )
         ahead = max((name.round for _, name in _names(listing)), default=-1)
-        rosters = islice(self._new_rosters(ahead), MOST_AT_ONCE)
+        manifests = islice(self._new_manifests(ahead), MAX_AT_ONCE)
         number = 0
-        for roster, at in rosters:
+        for manifest, at in manifests:
             number += 1
-            facts = facts_of(roster, None if at is None else at.timestamp())
-            changed[roster.round] = self._recent[roster.round] = facts
-            self._uploads[roster.round] = {member.upload for member in roster.members}
-            self.following = max(self.following, roster.round + 1)
-        is_all = number < MOST_AT_ONCE
+            facts = facts_of(manifest, None if at is None else at.timestamp())
+            changed[manifest.round] = self._recent[manifest.round] = facts
+            self._uploads[manifest.round] = {member.upload for member in manifest.members}
+            self.following = max(self.following, manifest.round + 1)
+        is_all = number < MAX_AT_ONCE
         self._is_behind = not is_all
         for number in [n for n in self._recent if n < self.following - STILL_CHANGING]:
             del self._recent[number], self._uploads[number]
@@ -82,7 +82,7 @@ class RunReader:
             is_all,
         )
 
-    def _new_rosters(self, ahead: int) -> Iterator[tuple[Roster, datetime | None]]:
+    def _new_manifests(self, ahead: int) -> Iterator[tuple[Manifest, datetime | None]]:
         if self._is_behind:
             yield from self._listed()
             return
@@ -90,23 +90,23 @@ class RunReader:
             newest = self.following - 1
             if newest >= 0:
                 yield from self._further_attempts(newest)
-            roster = self._read(newest + 1, 0)
-            if roster is None:
+            manifest = self._read(newest + 1, 0)
+            if manifest is None:
                 if ahead > newest + 1:  # it is decided, and folded, or was since the listing
                     yield from self._listed()
                 return
             if newest >= 0:  # one may have come before the next round was decided
                 yield from self._further_attempts(newest)
-            yield roster
+            yield manifest
 
-    def _listed(self) -> Iterator[tuple[Roster, datetime | None]]:
+    def _listed(self) -> Iterator[tuple[Manifest, datetime | None]]:
         first = max(0, self.following - 1)
         known = self._recent.get(first)
-        for roster, at in read_dated_rosters(self._blobs, self._keys, first):
-            if known is None or (roster.round, roster.attempt) > (known.round, known.attempt):
-                yield roster, at
+        for manifest, at in read_dated_manifests(self._blobs, self._keys, first):
+            if known is None or (manifest.round, manifest.attempt) > (known.round, known.attempt):
+                yield manifest, at
 
-    def _further_attempts(self, number: int) -> Iterator[tuple[Roster, datetime | None]]:
+    def _further_attempts(self, number: int) -> Iterator[tuple[Manifest, datetime | None]]:
         while True:
             known = self._recent.get(number)
             following = self._read(number, 0 if known is None else known.attempt + 1)
@@ -114,16 +114,16 @@ class RunReader:
                 return
             yield following
 
-    def _read(self, number: int, attempt: int) -> tuple[Roster, datetime] | None:
-        key = self._keys.roster(number, attempt)
+    def _read(self, number: int, attempt: int) -> tuple[Manifest, datetime] | None:
+        key = self._keys.manifest(number, attempt)
         try:
-            data, at = self._blobs.get_dated(key, MOST_ROSTER)
-            body = wire.unseal(wire.ROSTER, wire.fence(key), data)
-            return ROSTER.decode(body), at
+            data, at = self._blobs.get_dated(key, MAX_ROSTER)
+            body = wire.unseal(wire.MANIFEST, wire.fence(key), data)
+            return MANIFEST.decode(body), at
         except NotFound:
             return None
         except (wire.Corrupt, msgspec.MsgspecError) as error:
-            raise Permanent(f"{self._blobs.name}: {key} is not a roster: {error}") from error
+            raise Permanent(f"{self._blobs.name}: {key} is not a manifest: {error}") from error
 
     def _seen(self, listing: list[Blob]) -> dict[int, RoundFacts]:
         """Recent rounds of which uploads show more than before: sizes, and who came late."""

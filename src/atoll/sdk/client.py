@@ -105,7 +105,7 @@ class Client:
         """Calls `function(**setting)` for each of the settings, each as a training of its own, at
         most `concurrency` of them at once (as many as there are CPUs). Returns when all are over.
 
-        Rows have `value`, `error` and `training`; `print` shows a table. The same call made again,
+        Rows have `result`, `error` and `training`; `print` shows a table. The same call made again,
         after Ctrl-C say, goes on: what has succeeded or runs is not run again, what failed is.
         With other code of the function or another `name` all are new. With `allow_pickle` results
         travel as pickles, which can run any code here. `options` are those of

@@ -39,7 +39,7 @@ class DistributedFunction:
     def deploy(self, *args: Any, **arguments: Any) -> DistributedTraining:
         """Deploys a call of the function with these arguments, and returns the handle at once.
 
-        `value()` of the handle is what rank 0 returned. Raises ValidationError for arguments that
+        `result()` of the handle is what rank 0 returned. Raises ValidationError for arguments that
         the function does not take, before anything is sent.
         """
         name, options = self._call(args, arguments)

@@ -15,34 +15,34 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from atoll.core.attempts import AttemptList
-from atoll.core.describe import failure_in_words, ranks_in_words, waiting_lines
+from atoll.core.describe import describe_failure, describe_ranks, waiting_lines
 from atoll.core.errors import (
     AtollError,
     BelowMinimumWorld,
     NotFound,
+    ResultError,
     Temporary,
     UDTerminalState,
     ValidationError,
     WorldSizeOutOfBounds,
 )
 from atoll.core.executors import MISSING, ExecutorList, absence
-from atoll.core.metrics import NewestFigures, SeriesList
+from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
 from atoll.core.phase import Phase
 from atoll.core.rank_ranges import some_spans
 from atoll.core.rounds import RoundItem, RoundList, ShownTraining
 from atoll.core.spec import TrainingSpec, check_spec_size
-from atoll.core.stats import Metrics
+from atoll.core.stats import TrainingStats
 from atoll.core.status import (
-    FIELDS_IGNORED,
+    UNSUPPORTED_FIELDS,
     AttemptStatus,
     Event,
     Training,
     TrainingList,
-    Usage,
     WorldStatus,
 )
-from atoll.core.support import ignorable_fields
+from atoll.core.support import optional_fields
 from atoll.sdk.effects import Flow, NextChange, Pack, Pause, Send
 from atoll.sdk.requests import Clock, answered, new_retry, send
 
@@ -101,13 +101,13 @@ def deploy(
 ) -> Flow[Training]:
     """The stored training, as `_stored` has it; what its executor will not honour is logged."""
     stored = yield from _stored(spec, shared, key, pack)
-    if ignorable_fields(spec):
+    if optional_fields(spec):
         try:
             told = yield from events(Who(stored.name, stored.uid), None)
         except AtollError:  # it is stored all the same
             return stored
         for event in told:
-            if event.reason == FIELDS_IGNORED:
+            if event.reason == UNSUPPORTED_FIELDS:
                 import logging  # imported here: it loads slowly
 
                 logging.getLogger(__name__).warning("atoll: %s: %s", stored.name, event.message)
@@ -239,7 +239,7 @@ def delete(
         return
     if timeout > 0:
         alive = [r.rank for r in training.status.ranks if r.is_alive]
-        ranks = f": still being stopped: {ranks_in_words(alive)}" if alive else ""
+        ranks = f": still being stopped: {describe_ranks(alive)}" if alive else ""
         raise Temporary(f"{who.name!r} is not removed after {timeout:g} s{ranks}; it goes on")
 
 
@@ -253,8 +253,8 @@ def attempts(who: Who, rank: int | None) -> Flow[list[AttemptStatus]]:
     return answered((yield from send(effect)), AttemptList).items
 
 
-class ValueAnswer(Model, frozen=True):
-    """The result of a rank, as the server sends it; `error` says why there is none."""
+class ResultAnswer(Model, frozen=True):
+    """The result of a rank as the server sends it; `error` says why there is none."""
 
     encoding: str
     value: Any = None
@@ -262,22 +262,40 @@ class ValueAnswer(Model, frozen=True):
     error: str | None = None
 
 
-def value(who: Who, rank: int) -> Flow[ValueAnswer]:
+def result(who: Who, rank: int, *, allow_pickle: bool = False) -> Flow[Any]:
+    """What the rank returned or set last; None if that is nothing. Raises ResultError with the
+    reason if it cannot be read, and for a pickle that is not allowed."""
     effect = Send("GET", f"{who.path}/result", {"rank": rank, "uid": who.uid})
-    return answered((yield from send(effect)), ValueAnswer)
+    try:
+        answer = answered((yield from send(effect)), ResultAnswer)
+    except NotFound as error:
+        if error.kind == "training":
+            raise
+        return None
+    if answer.error is not None:
+        raise ResultError(answer.error)
+    if answer.payload is None:
+        return answer.value
+    import base64
+
+    from atoll.agent.result import Result, decode_value
+
+    payload = base64.b64decode(answer.payload)
+    return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)
 
 
-def series(who: Who, names: Sequence[str], rank: int | None) -> Flow[SeriesList]:
+def metrics(who: Who, names: Sequence[str], rank: int | None) -> Flow[MetricSeriesList]:
+    """What the ranks reported under these names, or under all."""
     query = {"name": list(names) or None, "rank": rank, "uid": who.uid}
-    return answered((yield from send(Send("GET", f"{who.path}/metrics", query))), SeriesList)
+    return answered((yield from send(Send("GET", f"{who.path}/metrics", query))), MetricSeriesList)
 
 
-def figures(
+def newest_metrics(
     names: Sequence[str], trainings: Sequence[str] = (), *, ranks: bool = False
-) -> Flow[NewestFigures]:
+) -> Flow[LatestMetricList]:
     """What these trainings, or all, reported last."""
     query = {"name": list(names), "training": list(trainings) or None, "ranks": ranks or None}
-    return answered((yield from send(Send("GET", "/v1/metrics", query))), NewestFigures)
+    return answered((yield from send(Send("GET", "/v1/metrics", query))), LatestMetricList)
 
 
 def rounds(who: Who, first: int, last: int | None, *, has_costs: bool) -> Flow[RoundList]:
@@ -324,14 +342,9 @@ def end_sessions() -> Flow[EndedSessions]:
     return answered((yield from send(Send("DELETE", "/ui/sessions"))), EndedSessions)
 
 
-def metrics(who: Who) -> Flow[Metrics]:
+def stats(who: Who) -> Flow[TrainingStats]:
     effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
-    return answered((yield from send(effect)), Metrics)
-
-
-def usage(who: Who) -> Flow[Usage]:
-    effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
-    return answered((yield from send(effect)), Usage)
+    return answered((yield from send(effect)), TrainingStats)
 
 
 def wait(
@@ -453,8 +466,11 @@ def _refuse_if_over(training: Training) -> None:
         raise UDTerminalState(phase, message=f"the training is already {phase}")
 
 
-def ended(training: Training, timeout: float | None) -> WorldStatus:
-    """The result of a training that is over, for a caller who would have waited `timeout`."""
+def check_success(training: Training, timeout: float | None) -> WorldStatus:
+    """The final world of a training that is over, for a caller who would have waited `timeout`.
+
+    Raises BelowMinimumWorld if it did not succeed.
+    """
     _raise_if_lost(training, _min(training), timeout)
     return training.world
 
@@ -481,7 +497,7 @@ def _raise_if_lost(training: Training, required: int, timeout: float | None) -> 
     if status.phase not in (Phase.FAILED, Phase.CANCELLED):
         return
     raise BelowMinimumWorld(
-        failure_in_words(training),
+        describe_failure(training),
         ready=status.world.ready,
         required_min=required,
         timeout=timeout,
@@ -492,4 +508,4 @@ def _raise_if_lost(training: Training, required: int, timeout: float | None) -> 
 wait_until_min_world = partial(wait, settle=_has_min, needed=_min)
 wait_until_target_world = partial(wait, settle=_has_target, needed=_target)
 wait_until_complete = partial(wait, settle=_ended, needed=_min, at_entry=_refuse_if_over)
-result = partial(wait, settle=_ended, needed=_min)
+wait_until_end = partial(wait, settle=_ended, needed=_min)

@@ -17,26 +17,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atoll.core.checks import check_int, check_name
-from atoll.core.describe import end_in_words
+from atoll.core.describe import describe_end
 from atoll.core.errors import AtollError, Conflict, NotFound, ValidationError
 from atoll.core.phase import Phase
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training, TrainingList
 from atoll.sdk import flows
+from atoll.sdk.columns import ColumnTable
 from atoll.sdk.effects import Flow, NextChange, Pause, Send
-from atoll.sdk.metrics import ColumnTable
 from atoll.sdk.requests import answered, send
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
     from atoll.sdk.training import DistributedTraining
 
-MOST = 100_000
-MOST_AT_ONCE = 10_000
+MAX_TRAININGS = 100_000
+MAX_AT_ONCE = 10_000
 LOOK_AGAIN_S = 0.5
 DELETE_S = 60.0
 _DIGEST = 10  # characters of it in a name
-MOST_IN_NAME = 63 - 1 - _DIGEST
+MAX_IN_NAME = 63 - 1 - _DIGEST
 _PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
 
 
@@ -52,7 +52,7 @@ class SweepRow(NamedTuple):
     """One of the settings and what came of it. `error` is empty where it succeeded."""
 
     arguments: dict[str, Any]
-    value: Any
+    result: Any
     error: str
     training: DistributedTraining
 
@@ -74,26 +74,26 @@ class Sweep(Sequence[SweepRow]):
         return len(self._rows)
 
     @property
-    def values(self) -> list[Any]:
+    def results(self) -> list[Any]:
         """What each call returned; None where one failed."""
-        return [row.value for row in self._rows]
+        return [row.result for row in self._rows]
 
     @property
     def failed(self) -> list[SweepRow]:
         return [row for row in self._rows if row.error]
 
     def table(self) -> ColumnTable:
-        """Columns: the arguments, then `value`, `phase`, `error`, `name` and `seconds`.
+        """Columns: the arguments, then `result`, `phase`, `error`, `name` and `seconds`.
 
-        A value that is a mapping has a column for each of its keys as well.
+        A result that is a mapping has a column for each of its keys as well.
         """
         columns = ColumnTable()
         for name in _names(row.arguments for row in self._rows):
             columns[name] = [row.arguments.get(name) for row in self._rows]
-        parts = [row.value if isinstance(row.value, Mapping) else {} for row in self._rows]
+        parts = [row.result if isinstance(row.result, Mapping) else {} for row in self._rows]
         for name in _names(parts):
             columns.setdefault(str(name), [part.get(name) for part in parts])
-        columns["value"] = self.values
+        columns["result"] = self.results
         columns["phase"] = [row.phase for row in self._rows]
         columns["error"] = [row.error for row in self._rows]
         columns["name"] = [row.training.name for row in self._rows]
@@ -107,7 +107,7 @@ class Sweep(Sequence[SweepRow]):
         shown = {
             name: [name, *(_cell(value) for value in column)]
             for name, column in columns.items()
-            if name not in ("value", "error") or any(value for value in column)
+            if name not in ("result", "error") or any(value for value in column)
         }
         widths = [max(map(len, cells)) for cells in shown.values()]
         lines = zip(*shown.values(), strict=True)
@@ -136,11 +136,11 @@ def jobs_of(
     if not callable(function):
         raise ValidationError("function", function, "expected a function")
     listed = [settings] if isinstance(settings, Mapping) else list(settings)
-    check_int("the number of settings", len(listed), 0, MOST)
+    check_int("the number of settings", len(listed), 0, MAX_TRAININGS)
     if name is not None:
         check_name("name", name)
-        if len(name) > MOST_IN_NAME:
-            raise ValidationError("name", name, f"expected at most {MOST_IN_NAME} characters")
+        if len(name) > MAX_IN_NAME:
+            raise ValidationError("name", name, f"expected at most {MAX_IN_NAME} characters")
     stem, code = name or label_of(function), _code(function)
     jobs, names = [], set()
     for at, given in enumerate(listed):
@@ -160,7 +160,7 @@ def label_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     text = getattr(function, "__name__", "") or type(function).__name__
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MOST_IN_NAME].rstrip("-") or "map"
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MAX_IN_NAME].rstrip("-") or "map"
 
 
 def _digest(code: str, arguments: Mapping[str, Any], again: int) -> str:
@@ -224,7 +224,7 @@ class SweepRun:
         allow_pickle: bool = False,
     ) -> None:
         at_once = min(len(jobs) or 1, os.cpu_count() or 1) if concurrency is None else concurrency
-        check_int("concurrency", at_once, 1, MOST_AT_ONCE)
+        check_int("concurrency", at_once, 1, MAX_AT_ONCE)
         self._client = client
         self._shared = shared
         self._function = function
@@ -302,22 +302,19 @@ class SweepRun:
                 self._take(job, newest)
 
     def _row(self, job: Job) -> Flow[SweepRow]:
-        from atoll.sdk.training import DistributedTraining, decoded_value
+        from atoll.sdk.training import DistributedTraining
 
         training = self._ended[job.at]
         handle = DistributedTraining(self._client, training)
         if training.status.phase is not Phase.SUCCEEDED:
-            ending = end_in_words(training) if training.status.phase.is_terminal else "removed"
+            ending = describe_end(training) if training.status.phase.is_terminal else "removed"
             return SweepRow(job.arguments, None, ending, handle)
+        who = flows.Who(training.name, training.uid)
         try:
-            answer = yield from flows.value(flows.Who(training.name, training.uid), 0)
-            value = decoded_value(answer, allow_pickle=self._allow_pickle)
-        except NotFound:  # a function that ended well always returns something
-            error = "its result is not in its log any more"
-            return SweepRow(job.arguments, None, error, handle)
+            result = yield from flows.result(who, 0, allow_pickle=self._allow_pickle)
         except AtollError as error:
             return SweepRow(job.arguments, None, str(error), handle)
-        return SweepRow(job.arguments, value, "", handle)
+        return SweepRow(job.arguments, result, "", handle)
 
 
 def _version() -> Flow[int]:

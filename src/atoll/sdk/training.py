@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
-from atoll.core.errors import AtollError, NotFound, ResultError, ValidationError
-from atoll.core.metrics import SeriesList
+from atoll.core.errors import AtollError, NotFound, ValidationError
+from atoll.core.metrics import MetricSeriesList
 from atoll.core.rounds import RoundList
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
-from atoll.core.stats import Metrics
+from atoll.core.stats import TrainingStats
 from atoll.core.status import (
     AttemptStatus,
     BenchResult,
@@ -28,16 +28,14 @@ from atoll.core.status import (
     RankExit,
     RankStatus,
     Training,
-    Usage,
     WorldStatus,
 )
 from atoll.sdk import flows, logs
+from atoll.sdk.columns import MetricTable, RoundTable
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
-from atoll.sdk.logs import Position
-from atoll.sdk.metrics import SeriesTable
+from atoll.sdk.logs import LogPosition
 from atoll.sdk.options import world_of
-from atoll.sdk.rounds import RoundTable
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
@@ -141,11 +139,6 @@ class DistributedTraining:
         return bench
 
     @property
-    def usage(self) -> Usage:
-        """Rank-seconds and GPU-seconds so far; they stand still once the ranks have stopped."""
-        return self._run(flows.usage(self._who))
-
-    @property
     def warnings(self) -> list[str]:
         """What is wrong with how it trains, in sentences: the same batches in two replicas, a rank
         that is absent from rounds, and others. Read after the end too: ranks report last then."""
@@ -186,48 +179,61 @@ class DistributedTraining:
         return await self._arun(self._watched(flows.wait_until_target_world, timeout))
 
     def wait_until_complete(self, timeout: float | None = 1800) -> WorldStatus:
-        """Returns on success, raises BelowMinimumWorld on failure; see `result` for either.
+        """Wait for the training to succeed and return its final world.
 
-        Raises UDTerminalState if the training was over before the call.
+        Raises BelowMinimumWorld if it fails or `timeout` passes, and UDTerminalState if it was
+        over before the call. `result` has the same answer before, during and after the end.
         """
         return self._run(self._watched(flows.wait_until_complete, timeout))
 
     async def wait_until_complete_async(self, timeout: float | None = 1800) -> WorldStatus:
         return await self._arun(self._watched(flows.wait_until_complete, timeout))
 
-    def result(self, timeout: float | None = None) -> WorldStatus:
-        """Like a future: the same answer or error before, during and after the end."""
-        if self.last.status.phase.is_terminal:
-            return flows.ended(self.last, timeout)
-        return self._run(self._watched(flows.result, timeout))
+    def result(self, timeout: float | None = None, *, allow_pickle: bool = False) -> Any:
+        """Wait for the end and return what the function returned on rank 0, or what its program
+        set last with `atoll.set_result`; None if it set nothing.
 
-    async def result_async(self, timeout: float | None = None) -> WorldStatus:
-        if self.last.status.phase.is_terminal:
-            return flows.ended(self.last, timeout)
-        return await self._arun(self._watched(flows.result, timeout))
-
-    def value(self, rank: int = 0, *, allow_pickle: bool = False) -> Any:
-        """What the function returned on that rank, or what its program last gave with
-        `atoll.give_result`.
-
-        Raises NotFound if nothing was returned, and ResultError with the reason if it could not
-        be returned or read. A pickle is opened only with `allow_pickle`: it can run any code here.
+        Like the result of a future it is the same before, during and after the end. Raises
+        BelowMinimumWorld if the training does not succeed, and ResultError if the result could not
+        be sent or read. Pickles are opened only with `allow_pickle`: they can run any code here.
         """
-        return decoded_value(self._run(self._value(rank)), allow_pickle=allow_pickle)
+        return self._run(self._result(timeout, allow_pickle))
 
-    async def value_async(self, rank: int = 0, *, allow_pickle: bool = False) -> Any:
-        return decoded_value(await self._arun(self._value(rank)), allow_pickle=allow_pickle)
+    async def result_async(
+        self, timeout: float | None = None, *, allow_pickle: bool = False
+    ) -> Any:
+        return await self._arun(self._result(timeout, allow_pickle))
 
-    def series(
-        self, names: str | Sequence[str] | None = None, *, rank: int | None = None
-    ) -> SeriesTable:
-        """What the ranks reported with `atoll.report`, as columns: all, or these names."""
-        return SeriesTable(self._run(self._series(names, rank)))
+    def results(self, timeout: float | None = None, *, allow_pickle: bool = False) -> list[Any]:
+        """Wait for the end and return the results of all ranks, in their order; see `result`."""
+        return self._run(self._results(timeout, allow_pickle))
 
-    async def series_async(
-        self, names: str | Sequence[str] | None = None, *, rank: int | None = None
-    ) -> SeriesTable:
-        return SeriesTable(await self._arun(self._series(names, rank)))
+    async def results_async(
+        self, timeout: float | None = None, *, allow_pickle: bool = False
+    ) -> list[Any]:
+        return await self._arun(self._results(timeout, allow_pickle))
+
+    def metrics(
+        self,
+        names: str | Sequence[str] | None = None,
+        since: float | datetime | None = None,
+        *,
+        rank: int | None = None,
+    ) -> MetricTable:
+        """What the ranks reported with `atoll.report`, as columns: all of it, or these names.
+
+        With `since` (a time, or seconds since the epoch) only what came after it.
+        """
+        return MetricTable(self._run(self._metrics(names, rank)), _seconds(since))
+
+    async def metrics_async(
+        self,
+        names: str | Sequence[str] | None = None,
+        since: float | datetime | None = None,
+        *,
+        rank: int | None = None,
+    ) -> MetricTable:
+        return MetricTable(await self._arun(self._metrics(names, rank)), _seconds(since))
 
     def rounds(self, first: int = 0, last: int | None = None, *, costs: bool = False) -> RoundTable:
         """The outer rounds of a DiLoCo training, as columns: all, or those from `first` to `last`.
@@ -370,10 +376,10 @@ class DistributedTraining:
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
-        return logs.lines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.lines(self._client.wire, LogPosition(self._who, ranks, None, True))
 
     def stream_logs_async(self, ranks: Sequence[int] | None = None) -> AsyncIterator[LogLine]:
-        return logs.alines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.alines(self._client.wire, LogPosition(self._who, ranks, None, True))
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
         """Newest first; with `since` (a time, or seconds since the epoch) only those after it."""
@@ -390,11 +396,13 @@ class DistributedTraining:
     async def attempts_async(self, rank: int | None = None) -> list[AttemptStatus]:
         return await self._arun(self._attempts(rank))
 
-    def metrics(self) -> Metrics:
-        return self._run(flows.metrics(self._who))
+    def stats(self) -> TrainingStats:
+        """Counters of the training: ranks by phase, restarts, resizes, and the rank-seconds and
+        GPU-seconds used so far, which stand still once the ranks have stopped."""
+        return self._run(flows.stats(self._who))
 
-    async def metrics_async(self) -> Metrics:
-        return await self._arun(flows.metrics(self._who))
+    async def stats_async(self) -> TrainingStats:
+        return await self._arun(flows.stats(self._who))
 
     def __enter__(self) -> DistributedTraining:
         return self
@@ -446,9 +454,22 @@ class DistributedTraining:
             check_timeout(timeout)
         return flow(self._who, timeout, on_read=self._keep)  # type: ignore[no-any-return]
 
-    def _value(self, rank: int) -> Flow[flows.ValueAnswer]:
-        check_as("rank", rank, RankNumber)
-        return flows.value(self._who, rank)
+    def _result(self, timeout: float | None, allow_pickle: bool) -> Flow[Any]:
+        yield from self._wait_until_end(timeout)
+        return (yield from flows.result(self._who, 0, allow_pickle=allow_pickle))
+
+    def _results(self, timeout: float | None, allow_pickle: bool) -> Flow[list[Any]]:
+        yield from self._wait_until_end(timeout)
+        results = []
+        for rank in range(self.last.spec.world_size.target):
+            results.append((yield from flows.result(self._who, rank, allow_pickle=allow_pickle)))
+        return results
+
+    def _wait_until_end(self, timeout: float | None) -> Flow[WorldStatus]:
+        wait = self._watched(flows.wait_until_end, timeout)
+        if self.last.status.phase.is_terminal:
+            return flows.check_success(self.last, timeout)
+        return (yield from wait)
 
     def _rerun(
         self,
@@ -478,10 +499,12 @@ class DistributedTraining:
         check_as("rank", rank, RankNumber | None)
         return flows.attempts(self._who, rank)
 
-    def _series(self, names: str | Sequence[str] | None, rank: int | None) -> Flow[SeriesList]:
+    def _metrics(
+        self, names: str | Sequence[str] | None, rank: int | None
+    ) -> Flow[MetricSeriesList]:
         check_as("rank", rank, RankNumber | None)
-        wanted = [names] if isinstance(names, str) else list(names or ())
-        return flows.series(self._who, wanted, rank)
+        listed = [names] if isinstance(names, str) else list(names or ())
+        return flows.metrics(self._who, listed, rank)
 
     def _rounds(self, first: int, last: int | None, costs: bool) -> Flow[RoundList]:
         check_int("first", first, 0, 10**9)
@@ -497,7 +520,7 @@ class DistributedTraining:
         since: float | datetime | None,
         search: str | None,
         ignore_case: bool,
-    ) -> Position:
+    ) -> LogPosition:
         check_as("rank", rank, RankNumber | None)
         check_as("tail", tail, LineCount | None)
         if search is not None and (not isinstance(search, str) or not search or "\n" in search):
@@ -505,21 +528,7 @@ class DistributedTraining:
         chosen: dict[str, Any] = {} if since is None else {"since": _seconds(since)}
         if search is not None:
             chosen |= {"search": search, "ignoreCase": ignore_case or None}
-        return Position(self._who, None if rank is None else [rank], tail, follow, chosen)
-
-
-def decoded_value(answer: flows.ValueAnswer, *, allow_pickle: bool) -> Any:
-    """The value. Raises ResultError where there is none, and for a pickle that is not allowed."""
-    if answer.error is not None:
-        raise ResultError(answer.error)
-    if answer.payload is None:
-        return answer.value
-    import base64
-
-    from atoll.agent.result import Result, decode_value
-
-    payload = base64.b64decode(answer.payload)
-    return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)
+        return LogPosition(self._who, None if rank is None else [rank], tail, follow, chosen)
 
 
 def _seconds(since: float | datetime | None) -> float | None:

@@ -41,7 +41,7 @@ async def main(namespace: str, options: dict[str, Any], file: Path) -> None:
     executor = KubernetesBackend(
         cluster=cluster, is_owner=True, namespace=namespace, **{**DEFAULTS, **options}
     )
-    executor._chores._keeper = Armed(executor._keeper, file)  # its steps are within a chore
+    executor._followups._keeper = Armed(executor._keeper, file)  # its steps are within a chore
     armed = Armed(executor, file)
     await Controller(Armed(store, file), {"kubernetes": armed}).run()
 

@@ -32,7 +32,7 @@ SKIPPED = "no cluster: set KUBEBUILDER_ASSETS (kube-apiserver, …) or KUBECONFI
 REPOSITORY = Path(__file__).parents[3]
 
 
-RANK_LISTS = ("ranks", "retired", "rankExits")  # stored folded
+RANK_LISTS = ("ranks", "removedRanks", "rankExits")  # stored folded
 
 
 class Site:

@@ -71,8 +71,8 @@ def test_kubectl_scale_up_and_down(space: Space, operator: Operator) -> None:
     logs = space.kubectl("logs", space.pods(4)[0]["metadata"]["name"]).stdout
     assert logs == "rank 4 of 5\n"
     space.kubectl("scale", "training", "tiny", "--replicas=1")
-    status = space.until("tiny", "ranks stopped", lambda s: len(s.get("retired", ())) == 4)
-    ended = {r["rank"]: r["exit"] for r in status["retired"]}
+    status = space.until("tiny", "ranks stopped", lambda s: len(s.get("removedRanks", ())) == 4)
+    ended = {r["rank"]: r["exit"] for r in status["removedRanks"]}
     assert {e["code"] for e in ended.values()} == {7}
     assert all(e["isStopped"] for e in ended.values())
     assert ended[3]["logTail"][-1] == "stopping"

@@ -11,7 +11,7 @@ import pytest
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.errors import ValidationError
-from atoll.core.status import Wish
+from atoll.core.status import DesiredState
 from tests.e2e.kubernetes.conftest import Space
 from tests.unit.backends.kubernetes.kube import training
 
@@ -109,7 +109,7 @@ HOPELESS: dict[str, list[Any]] = {
 
 
 def _job(options: Json, name: str) -> Json:
-    job = render_job(training(), Wish(version=1, size=3), KubernetesOptions(**options))
+    job = render_job(training(), DesiredState(version=1, size=3), KubernetesOptions(**options))
     return {**job, "metadata": {**job["metadata"], "name": name}}
 
 

@@ -164,14 +164,14 @@ def test_what_a_process_with_a_pods_environment_reports_is_in_series(
         asked(training.series)
         for pod in pods:
             report_as(pod, 0, 5)
-        table = training.series("loss")
+        table = training.metrics("loss")
         assert sorted(zip(table["rank"], table["step"], strict=True)) == [
             (rank, step) for rank in (0, 1) for step in range(5)
         ]
         assert table["value"][0] == 1.0
         assert table.missed == 0
         rounds = training.rounds()
-        assert (rounds["round"], rounds["roster"]) == ([0, 1, 2, 3, 4], [[0, 1]] * 5)
+        assert (rounds["round"], rounds["members"]) == ([0, 1, 2, 3, 4], [[0, 1]] * 5)
         assert set(rounds["source"]) == {"reports"}
         metrics = urllib.request.Request(
             f"http://127.0.0.1:{operators.ports['one']}/metrics",
@@ -203,7 +203,7 @@ def test_the_next_leader_on_the_same_volume_has_the_series_and_only_the_leader_i
     with operators.client("two") as client:
         training = asked(lambda: client.get("tiny"))
         assert (operators.leader(), operators.status("two", "/readyz")) == ("two", 200)
-        table = training.series("loss")
+        table = training.metrics("loss")
         assert (table["step"], table.missed) == ([0, 1, 2, 3, 4], 0)
         assert training.rounds()["round"] == [0, 1, 2, 3, 4]
 
@@ -221,9 +221,9 @@ def test_without_a_volume_the_next_leader_begins_anew_and_counts_what_it_missed(
     operators.running["one"].start()
     with operators.client("one") as client:
         training = client.get("tiny")
-        assert asked(lambda: training.series("loss"))["step"] == []
+        assert asked(lambda: training.metrics("loss"))["step"] == []
         report_as(pods[0], 5, 8)
-        assert training.series("loss")["step"] == [5, 6, 7]
+        assert training.metrics("loss")["step"] == [5, 6, 7]
 
 
 class Receiver:
@@ -316,11 +316,11 @@ def test_ranks_in_pods_report_and_what_they_use_is_measured(
             code=False,
         )
         training.wait_until_complete(timeout=100)
-        table = asked(lambda: training.series("loss"))
+        table = asked(lambda: training.metrics("loss"))
         for rank in (0, 1):
             own = [s for r, s in zip(table["rank"], table["step"], strict=True) if r == rank]
             assert own == list(range(20))
-        names = set(training.series()["name"])
+        names = set(training.metrics()["name"])
         assert {"machine/memory", "machine/threads"} <= names
 
 
@@ -349,7 +349,7 @@ def test_a_rank_in_a_pod_that_does_not_move_is_told_of_until_it_does(
             stall_s=8,
             code=False,
         )
-        assert "FieldsIgnored" not in [e.reason for e in training.events()]
+        assert "UnsupportedFields" not in [e.reason for e in training.events()]
         space.until("tiny", "told", lambda s: "1" in s.get("stalled", {}), timeout=120)
         do(1, "/tmp/go")
         space.until("tiny", "it moves", lambda s: "1" not in s.get("stalled", {}), timeout=120)

@@ -88,7 +88,7 @@ class Checker:
     def _note_training(self, raw: Json) -> None:
         training = to_training(raw)
         status = training.status
-        for rank in (*status.ranks, *status.retired):
+        for rank in (*status.ranks, *status.removed_ranks):
             if rank.exit is not None:
                 self._store(training.name, rank.rank, rank.attempt, rank.exit)
         if status.world.ready > max(status.world.target, training.spec.world_size.target):

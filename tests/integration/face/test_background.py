@@ -37,7 +37,7 @@ def readiness(plane: Plane) -> dict[str, Any]:
 
 
 def points(training: atoll.DistributedTraining) -> int:
-    return sum(training.series(["loss"])["count"])
+    return sum(training.metrics(["loss"])["count"])
 
 
 def test_metrics_go_on_after_their_file_was_locked_while_trainings_ended_and_were_removed(

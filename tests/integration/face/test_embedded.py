@@ -52,7 +52,7 @@ def test_only_the_user_can_use_it(where: Path) -> None:
 
 
 def test_what_it_is_found_by_is_made_again_when_somebody_deletes_it(where: Path) -> None:
-    serve = "from atoll import run; run.WATCH_FILES_S = 0.05; run.serve(port=0)"
+    serve = "from atoll import main; main.WATCH_FILES_S = 0.05; main.serve(port=0)"
     with subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -130,7 +130,7 @@ def test_one_that_is_gone_is_replaced_and_its_ranks_were_not_disturbed(
         stop(where, how)
         (tmp_path / "go").touch()
         # The same client finds the new one by itself.
-        assert t.result(PATIENCE_S).ready == 2
+        assert t.wait_until_complete(PATIENCE_S).ready == 2
         assert told(where)["pid"] != before["pid"]
         texts = sorted(line.text for line in t.logs())
         assert texts == ["done", "done", "started", "started"]

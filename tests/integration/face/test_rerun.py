@@ -42,8 +42,8 @@ def test_a_function_and_a_cancelled_training_run_again(client: atoll.Client) -> 
 
     first = client.deploy_distributed("f", source=train, world_size=1)
     first.result(60)
-    assert first.rerun().result(60).ready == 1
-    assert client.get("f-r2").value() == 7
+    assert first.rerun().result(60) == 7
+    assert client.get("f-r2").result() == 7
     stopped = client.deploy_distributed("c", command=["sleep", "100"], world_size=1)
     stopped.wait_until_min_world(60)
     stopped.cancel()

@@ -18,7 +18,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "logs": lambda t: t.logs(),
     "follow": lambda t: list(t.stream_logs()),
     "events": lambda t: t.events(),
-    "usage": lambda t: t.usage,
+    "stats": lambda t: t.stats(),
     "metrics": lambda t: t.metrics(),
     "scale": lambda t: t.scale(1),
     "wait": lambda t: t.wait_until_min_world(0),

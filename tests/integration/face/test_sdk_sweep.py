@@ -45,15 +45,15 @@ def test_values_come_back_typed_and_what_failed_is_named(
 
     settings: list[dict[str, Any]] = [{"lr": 0.5}, {"lr": 2}, {"lr": 0.1, "depth": 3}]
     rows = client.map(fit, settings, concurrency=2)
-    assert rows.values == [{"loss": 1.0, "kind": "float"}, {"loss": 4, "kind": "int"}, None]
+    assert rows.results == [{"loss": 1.0, "kind": "float"}, {"loss": 4, "kind": "int"}, None]
     assert "too deep" in rows[2].error or "exited with code 1" in rows[2].error
-    assert rows[0].training.value() == {"loss": 1.0, "kind": "float"}
+    assert rows[0].training.result() == {"loss": 1.0, "kind": "float"}
     assert [row.phase for row in rows] == ["succeeded", "succeeded", "failed"]
     head, *lines = str(rows).splitlines()
     assert head.split()[:4] == ["lr", "depth", "loss", "kind"]
     assert lines[0].split()[:4] == ["0.5", "-", "1", "float"]
     again = asyncio.run(client.map_async(fit, settings, concurrency=1))
-    assert again.values == rows.values
+    assert again.results == rows.results
     counts = {path.name: len(path.read_text()) for path in tmp_path.glob("fit-*")}
     assert [counts[row.training.name] for row in again] == [1, 1, 2]
 
@@ -66,7 +66,7 @@ def test_a_result_that_cannot_be_returned_is_an_error_of_its_row(client: atoll.C
 
     settings = [{"size": 1}, {"size": 0}, {"size": 17_000_000}]
     rows = client.map(give, settings, concurrency=1)
-    assert rows.values == ["x", None, None]
+    assert rows.results == ["x", None, None]
     assert [row.phase for row in rows] == ["succeeded"] * 3
     assert [bool(row.error) for row in rows] == [False, True, True]
     assert "not a pathlib.PurePosixPath" in rows[1].error
@@ -74,7 +74,7 @@ def test_a_result_that_cannot_be_returned_is_an_error_of_its_row(client: atoll.C
     assert "expected at most 16" in rows[2].error
     assert len(rows.failed) == 2
     pickled = client.map(give, settings[:2], concurrency=1, name="pickled", allow_pickle=True)
-    assert pickled.values == ["x", PurePosixPath("x")]
+    assert pickled.results == ["x", PurePosixPath("x")]
     assert not pickled.failed
 
 
@@ -90,7 +90,7 @@ def work(n: int):
     return n * 10
 
 if __name__ == "__main__":
-    print(atoll.Client().map(work, [{"n": n} for n in range(5)], concurrency=2).values)
+    print(atoll.Client().map(work, [{"n": n} for n in range(5)], concurrency=2).results)
 """
 
 
@@ -125,6 +125,6 @@ def test_a_distributed_function_is_deployed_with_its_arguments(client: atoll.Cli
     training = scaled.deploy(0.5, by=4)
     training.result(timeout=PATIENCE_S)
     assert training.name.startswith("scaled-")
-    assert (training.value(), training.value(rank=1)) == (4.0, 4.0)
+    assert training.results() == [4.0, 4.0]
     assert scaled.local(0.5) == 1.5
     training._client.close()

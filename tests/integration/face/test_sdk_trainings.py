@@ -47,7 +47,7 @@ def test_the_contracts_example(client: atoll.Client, tmp_path: Path) -> None:
     assert [rank.phase for rank in t.ranks] == ["Running"] * 6
     assert (t.phase, t.is_terminal, t.rank_exits, t.root_cause) == ("ready", False, [], None)
     (tmp_path / "go").touch()
-    assert t.result(timeout=TEN).ready == 6
+    assert t.wait_until_complete(timeout=TEN).ready == 6
     assert (t.phase, t.is_terminal) == ("succeeded", True)
     assert [(e.rank, e.exit_code) for e in t.rank_exits] == [(rank, 0) for rank in range(6)]
 
@@ -278,20 +278,16 @@ def test_events_metrics_and_usage_are_real(client: atoll.Client, tmp_path: Path)
     assert [e.at for e in events] == sorted((e.at for e in events), reverse=True)
     assert {"Accepted", "Ready", "Scaled"} <= {e.reason for e in events}
     assert {e.reason for e in t.events(since=before)} < {e.reason for e in events}
-    first = t.usage
-    metrics = t.metrics()
-    assert (metrics.ready, metrics.target, metrics.ranks_running, metrics.generation) == (
-        2,
-        2,
-        2,
-        2,
-    )
-    assert t.usage.rank_seconds > first.rank_seconds > 0
-    assert t.usage.gpu_seconds > t.usage.rank_seconds
+    first = t.stats()
+    assert (first.ready, first.target, first.ranks_running, first.generation) == (2, 2, 2, 2)
+    second = t.stats()
+    assert second.rank_seconds > first.rank_seconds > 0
+    assert second.gpu_seconds > second.rank_seconds
     (tmp_path / "go").touch()
     t.result(TEN)
-    done = t.usage
-    assert t.usage == done
+    done = t.stats()
+    assert t.stats().rank_seconds == done.rank_seconds
+    assert t.stats().gpu_seconds == done.gpu_seconds
 
 
 def test_a_training_that_ended_well_before_the_wait_counts_as_there(client: atoll.Client) -> None:
@@ -363,10 +359,10 @@ def test_async_twins_do_the_same(client: atoll.Client, tmp_path: Path) -> None:
             assert (await t.wait_until_target_world_async(TEN)).ready == 3
             with pytest.raises(BelowMinimumWorld):
                 await t.wait_until_complete_async(0.1)
-            waiting = [asyncio.create_task(t.result_async(TEN)) for _ in range(5)]
+            waiting = [asyncio.create_task(t.wait_until_complete_async(TEN)) for _ in range(5)]
             (tmp_path / "go").touch()
             assert [world.ready for world in await asyncio.gather(*waiting)] == [3] * 5
-            assert (await t.metrics_async()).ranks_succeeded == 3
+            assert (await t.stats_async()).ranks_succeeded == 3
             assert await t.events_async(since=0)
             assert await t.logs_async() == []
             assert [line async for line in t.stream_logs_async()] == []
@@ -379,7 +375,14 @@ def test_async_twins_do_the_same(client: atoll.Client, tmp_path: Path) -> None:
 
 
 def test_many_waiters_in_threads_and_tasks_all_return(client: atoll.Client, tmp_path: Path) -> None:
-    t = client.deploy_distributed("many", command=hold(tmp_path / "go"), wait="min")
+    go = tmp_path / "go"
+
+    def work() -> int:
+        while not go.exists():
+            time.sleep(0.01)
+        return 5
+
+    t = client.deploy_distributed("many", source=work, wait="min")
     answers: list[Any] = []
     threads = [
         threading.Thread(target=lambda: answers.append(client.get("many").result(TEN)))
@@ -391,13 +394,13 @@ def test_many_waiters_in_threads_and_tasks_all_return(client: atoll.Client, tmp_
     async def wait() -> None:
         going = [asyncio.create_task(t.result_async(TEN)) for _ in range(32)]
         await asyncio.sleep(0)
-        (tmp_path / "go").touch()
+        go.touch()
         answers.extend(await asyncio.gather(*going))
 
     asyncio.run(wait())
     for thread in threads:
         thread.join()
-    assert [answer.ready for answer in answers] == [1] * 40
+    assert answers == [5] * 40
 
 
 def test_a_private_control_plane_takes_everything_with_it() -> None:

@@ -130,8 +130,8 @@ def test_large_bodies_of_one_namespace_take_turns_and_leave_room_for_others(
         with served.client(namespace) as http:
             answers.append(http.post("/v1/trainings", json=body).status_code)
 
-    wishes = [("one", "a"), ("one", "b"), ("one", "c"), ("two", "a"), ("two", "b")]
-    creating = [threading.Thread(target=create, args=wish) for wish in wishes]
+    creates = [("one", "a"), ("one", "b"), ("one", "c"), ("two", "a"), ("two", "b")]
+    creating = [threading.Thread(target=create, args=desired) for desired in creates]
     for thread in creating:
         thread.start()
     for _ in range(2):

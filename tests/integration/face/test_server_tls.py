@@ -23,7 +23,7 @@ import atoll
 from atoll.core.errors import Permanent, ValidationError
 from atoll.sdk import trust
 from atoll.sdk.endpoint import Fixed, PlainToken
-from atoll.server.http.serving import tls_of
+from atoll.server.http.server import tls_of
 
 ATOLL = [sys.executable, "-m", "atoll.cli"]
 
@@ -101,7 +101,7 @@ def test_it_serves_https_to_those_who_trust_its_certificate(
             patch.setenv(variable, str(secure.own.certificate))
             with atoll.Client(secure.url, secure.token) as client:
                 training = client.deploy_distributed(f"a-{variable[0].lower()}", command=["true"])
-                assert training.result(60).ready == 1
+                assert training.wait_until_complete(60).ready == 1
                 training.delete()
 
 

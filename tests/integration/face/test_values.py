@@ -1,4 +1,4 @@
-"""Results of ranks through the control plane: `value`, and logs without them."""
+"""Results of ranks through the control plane: `result`, and logs without them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import base64
 import os
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from typing import Any
 import pytest
 
 import atoll
-from atoll import NotFound, ValidationError
+from atoll import ValidationError
 from atoll.core.lines import RESULT_MARK
-from atoll.sdk import flows
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def client() -> Iterator[atoll.Client]:
 
 def ended(client: atoll.Client, name: str, **options: Any) -> atoll.DistributedTraining:
     training = client.deploy_distributed(name, **options)
-    training.result(timeout=60)
+    training.wait_until_complete(timeout=60)
     return training
 
 
@@ -37,46 +37,53 @@ def test_what_a_function_returned_on_each_rank(client: atoll.Client) -> None:
         return {"rank": int(os.environ["RANK"]), "pair": (1, b"\0")}
 
     training = ended(client, "returns", source=work, world_size=2)
-    assert training.value() == {"rank": 0, "pair": (1, b"\0")}
-    assert training.value(1)["rank"] == 1
-    assert asyncio.run(training.value_async(rank=1)) == training.value(rank=1)
-    assert client.get("returns").value(0)["rank"] == 0
+    assert training.result() == {"rank": 0, "pair": (1, b"\0")}
+    assert training.results()[1]["rank"] == 1
+    assert asyncio.run(training.results_async()) == training.results()
+    assert asyncio.run(client.get("returns").result_async(timeout=0))["rank"] == 0
     # Results are not lines of the log, however it is read.
     assert [line.text for line in training.logs(rank=0)] == ["one", "two"]
     assert [line.text for line in training.logs(rank=0, tail=1)] == ["two"]
     assert [line.text for line in training.stream_logs([0])] == ["one", "two"]
     assert {line.rank for line in training.logs(tail=1)} == {0, 1}
-    with pytest.raises(NotFound, match="result of rank 2 of training 'returns' not found"):
-        training.value(2)
-    for rank in (-1, True, "0", 1.5):
-        with pytest.raises(ValidationError, match="rank"):
-            training.value(rank)  # type: ignore[arg-type]
+    for timeout in (-1, "0"):
+        with pytest.raises(ValidationError, match="timeout"):
+            client.get("returns").result(timeout)  # type: ignore[arg-type]
+
+
+def test_the_result_is_waited_for(client: atoll.Client, tmp_path: Path) -> None:
+    def work() -> int:
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        return 7
+
+    training = client.deploy_distributed("waits", source=work)
+    with pytest.raises(atoll.BelowMinimumWorld):
+        training.result(timeout=0)
+    (tmp_path / "go").touch()
+    assert training.result(timeout=60) == training.result() == 7
 
 
 PROGRAM = """
 import atoll, sys
-atoll.give_result({"loss": 2.0})
-atoll.give_result({"loss": 0.5, "big": "x" * 50_000})
+atoll.set_result({"loss": 2.0})
+atoll.set_result({"loss": 0.5, "big": "x" * 50_000})
 print("done")
 """
 
 
 def test_what_a_program_gave_last(client: atoll.Client) -> None:
     training = ended(client, "gives", command=[sys.executable, "-c", PROGRAM])
-    value = training.value()
+    value = training.result()
     assert (value["loss"], len(value["big"])) == (0.5, 50_000)
     assert [line.text for line in training.logs(tail=3)] == ["done"]
 
 
-def test_a_program_without_a_result_has_no_value(client: atoll.Client) -> None:
+def test_the_result_of_a_program_that_sets_none_is_none(client: atoll.Client) -> None:
     training = ended(client, "nothing", command=["sh", "-c", "seq 1 200"])
-    with pytest.raises(NotFound, match="result of rank 0"):
-        training.value()
+    assert training.result() is None
+    assert training.results() == [None]
     assert [line.text for line in training.logs(tail=2)] == ["199", "200"]
-
-
-def test_a_function_that_returns_none_has_that_value(client: atoll.Client) -> None:
-    assert ended(client, "none", source=lambda: None).value() is None
 
 
 TORN = """
@@ -109,11 +116,11 @@ def test_why_a_result_cannot_be_had_is_told_to_whoever_asks(
     training = ended(client, name, **options)
     assert training.phase == "succeeded"
     with pytest.raises(atoll.ResultError, match=why):
-        training.value()
+        training.result()
     with pytest.raises(atoll.ResultError, match=why):
-        asyncio.run(training.value_async())
-    said = client.run(flows.value(flows.Who(training.name, training.last.uid), 0))
-    assert (said.encoding, said.value, said.payload) == ("none", None, None)
+        asyncio.run(training.result_async())
+    with pytest.raises(atoll.ResultError, match=why):
+        training.results()
 
 
 class Evil:
@@ -134,28 +141,28 @@ def test_a_pickle_needs_both_sides(client: atoll.Client, tmp_path: Path) -> None
     )
     training = ended(client, "evil", command=[sys.executable, "-c", program])
     with pytest.raises(ValueError, match="allow_pickle"):
-        training.value()
+        training.result()
     assert not (tmp_path / "ran").exists()
-    program = "import atoll, pathlib\natoll.give_result(pathlib.Path('x'), pickled=True)"
+    program = "import atoll, pathlib\natoll.set_result(pathlib.Path('x'), pickled=True)"
     training = ended(client, "both", command=[sys.executable, "-c", program])
     with pytest.raises(ValueError, match="allow_pickle"):
-        training.value()
-    assert training.value(allow_pickle=True) == Path("x")
+        training.result()
+    assert training.result(allow_pickle=True) == Path("x")
 
 
 def test_forged_and_broken_marks_are_no_values(client: atoll.Client) -> None:
     program = f"print({RESULT_MARK!r} + '0 1 gASVBQAAAAAAAABLKi4='); print('seen')"
     training = ended(client, "forged", command=[sys.executable, "-c", program])
-    with pytest.raises(NotFound, match="result of rank 0"):
-        training.value()
+    assert training.result() is None
     assert [line.text for line in training.logs()] == ["seen"]
 
 
 def test_the_last_lines_of_a_failed_rank_are_what_it_printed(client: atoll.Client) -> None:
-    program = "import atoll, sys; print('why'); atoll.give_result(1); sys.exit(3)"
+    program = "import atoll, sys; print('why'); atoll.set_result(1); sys.exit(3)"
     training = client.deploy_distributed("fails", command=[sys.executable, "-c", program])
     with pytest.raises(atoll.BelowMinimumWorld):
         training.result(timeout=60)
     assert training.root_cause is not None
     assert training.root_cause.log_tail == ["why"]
-    assert training.value() == 1
+    with pytest.raises(atoll.BelowMinimumWorld, match="exit_code=3"):
+        client.get("fails").result()

@@ -182,9 +182,9 @@ def test_the_wrapper_of_slurm_measures_its_command(tmp_path: Path) -> None:
         "deadline_s": None,
         "gated": False,
     }
-    wish = {"version": 1, "size": 8, "redo": {}, "stops": {}, "at": 0.0}
+    desired = {"t": "desired", "version": 1, "size": 8, "discarded": {}, "stops": {}, "at": 0.0}
     (place / "launch").write_text(json.dumps(launch))
-    (place / "wish").write_text(json.dumps(wish))
+    (place / "desired").write_text(json.dumps(desired))
     wrapper = [sys.executable, "-S", "-I", str(tmp_path / "atoll.pyz"), str(place), "7", "2"]
     done = subprocess.run(wrapper, timeout=60, check=False)
     assert done.returncode == 0

@@ -17,14 +17,14 @@ from atoll.agent.result import (
     Result,
     decode_value,
     encode_value,
-    give_result,
     hand_in,
     nonce_of,
     parts_expected,
     read_result,
     result_lines,
+    set_result,
 )
-from atoll.core.lines import visible
+from atoll.core.lines import without_result
 from atoll.server.handlers.results import report_of
 
 NONCE = nonce_of("a-launch")
@@ -184,19 +184,19 @@ def test_the_last_complete_result_counts_and_calls_do_not_mix() -> None:
 def test_lines_fit_into_one_write_and_hide_nothing_else() -> None:
     lines = result_lines(Result("msgpack", bytes(MAX_BYTES)), NONCE, "00000001")
     assert max(map(len, lines)) <= 4096
-    assert visible("half" + lines[0].decode()) == "half"
-    assert visible(lines[1].decode()) is None
-    assert visible("plain") == "plain"
+    assert without_result("half" + lines[0].decode()) == "half"
+    assert without_result(lines[1].decode()) is None
+    assert without_result("plain") == "plain"
 
 
 def test_a_rank_hands_in_what_it_can_and_says_what_it_cannot(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("ATOLL_UID", raising=False)
-    give_result(1)
+    set_result(1)
     assert capfd.readouterr().out == ""
     monkeypatch.setenv("ATOLL_UID", "a-launch")
-    give_result({"loss": 1})
+    set_result({"loss": 1})
     reading = read_result(capfd.readouterr().out.split("\n"), NONCE)
     assert reading.result == Result("json", b'{"loss": 1}')
     hand_in(object())
@@ -207,7 +207,7 @@ def test_a_rank_hands_in_what_it_can_and_says_what_it_cannot(
     with pytest.raises(ValueError, match=r"not a builtins\.object"):
         decode_value(result)
     with pytest.raises(ValueError, match="17 MiB, expected at most 16"):
-        give_result("x" * 17 * 2**20)
+        set_result("x" * 17 * 2**20)
     monkeypatch.setenv("ATOLL_RESULTS", "pickle")
     hand_in(Path("x"))
     result = read_result(capfd.readouterr().out.split("\n"), NONCE).result

@@ -17,7 +17,8 @@ import pytest
 
 from atoll.agent.bundle import wrapper_file
 from atoll.agent.process import CLAIMED, OutputTimes
-from atoll.agent.wrapper import Folder, RankAttempt, is_unwanted, open_place, read, write
+from atoll.agent.records import is_unwanted
+from atoll.agent.wrapper import Folder, RankAttempt, open_place, read, write
 from atoll.backends.slurm.render import TIMES_FILE
 from atoll.core.status import LogLine
 from atoll.logs.files import read_lines
@@ -57,11 +58,19 @@ class Gang:
         self.file.write_bytes(wrapper_file())
         self.out = folder / "out"
         self.started: list[subprocess.Popen[bytes]] = []
-        self.wish(size=3)
+        self.desired(size=3)
 
-    def wish(self, size: int, **more: Any) -> None:
-        wish = {"version": 1, "size": size, "redo": {}, "stops": {}, "at": 0.0, **more}
-        self.place.put("wish", write(wish))
+    def desired(self, size: int, **more: Any) -> None:
+        desired = {
+            "t": "desired",
+            "version": 1,
+            "size": size,
+            "discarded": {},
+            "stops": {},
+            "at": 0.0,
+            **more,
+        }
+        self.place.put("desired", write(desired))
 
     def launch(self, script: str | None = None, **more: Any) -> None:
         command = LAUNCH["command"] if script is None else ["sh", "-c", script]
@@ -146,7 +155,7 @@ def test_a_smaller_wish_stops_it_politely_and_the_record_says_so(gang: Gang) -> 
     gang.launch("trap 'exit 9' TERM; touch $OUT; while :; do sleep 0.02; done")
     process = gang.start()
     until(gang.out.exists)
-    gang.wish(size=1)
+    gang.desired(size=1)
     assert process.wait(60) == 9
     record = gang.record() or {}
     assert (record["code"], record["stopped"], record["reason"]) == (9, True, "Stopped")
@@ -160,7 +169,7 @@ def test_one_that_had_failed_before_it_was_told_to_stop_is_not_called_stopped(ga
     )
     process = gang.start()
     until(gang.out.exists)
-    gang.wish(size=1)
+    gang.desired(size=1)
     assert process.wait(20) == 1
     record = gang.record() or {}
     assert (record["stopped"], record["reason"]) == (False, "Error")
@@ -171,7 +180,7 @@ def test_one_that_ignores_it_is_killed_after_the_grace_with_all_it_started(gang:
     gang.launch("trap '' TERM; sleep 300 & echo $! > $OUT; wait; sleep 300", stop_grace_s=0.2)
     process = gang.start()
     child = int(until(lambda: gang.out.exists() and gang.out.read_text()))
-    gang.wish(size=3, stops={"1": [0]})
+    gang.desired(size=3, stops={"1": [0]})
     assert process.wait(60) == -signal.SIGKILL
     record = gang.record() or {}
     assert (record["code"], record["stopped"]) == (137, True)
@@ -189,9 +198,9 @@ def test_what_runs_goes_on_when_the_wish_is_lost(gang: Gang) -> None:
     gang.launch("touch $OUT; while [ ! -e $OUT.go ]; do sleep 0.02; done")
     process = gang.start()
     until(gang.out.exists)
-    gang.place.delete(["wish"])
-    before = until(lambda: gang.place.entries().get("1.0.beat"))
-    until(lambda: gang.place.entries()["1.0.beat"] != before)
+    gang.place.delete(["desired"])
+    before = until(lambda: gang.place.entries().get("1.0.heartbeat"))
+    until(lambda: gang.place.entries()["1.0.heartbeat"] != before)
     assert process.poll() is None
     Path(f"{gang.out}.go").touch()
     assert process.wait(60) == 0
@@ -199,7 +208,7 @@ def test_what_runs_goes_on_when_the_wish_is_lost(gang: Gang) -> None:
 
 def test_nothing_runs_for_an_attempt_that_is_not_wanted(gang: Gang) -> None:
     gang.launch()
-    gang.wish(size=1)
+    gang.desired(size=1)
     assert gang.start().wait(60) == 0
     assert not gang.out.exists()
     assert gang.record(kind="claim") is None
@@ -243,11 +252,11 @@ def test_one_that_was_given_up_while_frozen_does_not_run_on(gang: Gang) -> None:
     gang.launch("echo $$ > $OUT; while :; do sleep 0.02; done")
     process = gang.start()
     rank = int(until(lambda: gang.out.exists() and gang.out.read_text().strip()))
-    until(lambda: gang.place.entries().get("1.0.beat"))
+    until(lambda: gang.place.entries().get("1.0.heartbeat"))
     os.kill(process.pid, signal.SIGSTOP)
     concluded = write({"atollExit": 1, "by": "backend", "code": None})
     assert gang.place.create("1.0.exit", concluded)
-    stamp = gang.place.entries()["1.0.beat"]
+    stamp = gang.place.entries()["1.0.heartbeat"]
     until(lambda: time.time_ns() - stamp > 4e9)  # more beats than it may miss
     os.kill(process.pid, signal.SIGCONT)
     process.wait(60)
@@ -284,11 +293,11 @@ def test_ranks_wait_at_the_gate_and_meet_at_rank_0(gang: Gang) -> None:
     gang.launch(script, gated=True, together="TOGETHER", meeting=meeting)
     ranks = [gang.start(0), gang.start(1)]
     until(lambda: gang.record(1, kind="claim") and gang.record(0, kind="claim"))
-    until(lambda: "1.0.beat" in gang.place.entries())
+    until(lambda: "1.0.heartbeat" in gang.place.entries())
     assert not gang.out.exists()
     gang.place.create("gate", write({"at": 1.0, "together": 2}))
     assert [rank.wait(60) for rank in ranks] == [0, 0]
-    port = (read(gang.place, "meeting") or {})["port"]
+    port = (read(gang.place, "rendezvous") or {})["port"]
     assert gang.out.read_text().splitlines() == [f"2 node7 node7:{port}"] * 2
 
 
@@ -296,7 +305,7 @@ def test_one_that_is_told_to_go_at_the_gate_never_ran(gang: Gang) -> None:
     gang.launch(gated=True)
     process = gang.start()
     until(lambda: gang.record(kind="claim"))
-    gang.wish(size=0)
+    gang.desired(size=0)
     assert process.wait(60) == 0
     record = gang.record() or {}
     assert (record["ran"], record["stopped"], record["code"]) == (False, True, None)
@@ -343,11 +352,11 @@ def test_bad_words_are_usage(words: list[str], gang: Gang) -> None:
 
 
 def test_who_is_wanted() -> None:
-    wish = {"size": 2, "stops": {"1": [0, 3]}}
+    desired = {"size": 2, "stops": {"1": [0, 3]}}
     wanted = [(0, 0), (1, 4), (0, 7)]
     unwanted = [(2, 0), (1, 0), (1, 2), (1, 3)]
-    assert [is_unwanted(wish, *key) for key in wanted] == [False] * 3
-    assert [is_unwanted(wish, *key) for key in unwanted] == [True] * 4
+    assert [is_unwanted(desired, *key) for key in wanted] == [False] * 3
+    assert [is_unwanted(desired, *key) for key in unwanted] == [True] * 4
 
 
 def test_a_place_by_path_and_by_uri(tmp_path: Path) -> None:
@@ -363,8 +372,8 @@ def test_a_folder_is_read_in_one_listing(tmp_path: Path) -> None:
     assert not place.create("a", b"2")
     assert place.get("a") == b"1"
     place.put("a", b"3")
-    place.beat("0.0.beat")
-    assert sorted(place.entries()) == ["0.0.beat", "a"]
+    place.beat("0.0.heartbeat")
+    assert sorted(place.entries()) == ["0.0.heartbeat", "a"]
     place.delete(["a", "a"])
     assert place.get("a") is None
     assert json.loads(write({"b": 1, "a": 2})) == {"a": 2, "b": 1}

@@ -24,7 +24,7 @@ from atoll.backends.launch import (
 from atoll.backends.local.executor import rank_place as local_place
 from atoll.backends.local.executor import render_gang
 from atoll.core.spec import RendezvousSpec, Source, WorldSize
-from atoll.core.status import Wish
+from atoll.core.status import DesiredState
 from tests.unit.backends.kubernetes.kube import Options, training
 
 DIRECTORY = Path("/state/uid")
@@ -46,7 +46,7 @@ def cluster_launch(options: Options | None = None, **spec: Any) -> RankLaunch:
 def gang(base: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
     return render_gang(
         training(**spec),
-        Wish(version=1, size=3),
+        DesiredState(version=1, size=3),
         directory=DIRECTORY,
         host="here",
         rendezvous={},
@@ -64,7 +64,7 @@ def test_local_and_cluster_ranks_find_the_same_variables(backend: Any) -> None:
     document = gang(**spec)
     local = dict(document["env"]) | dict.fromkeys(document["rank_variables"], "0")
     local |= meeting_environment(backend, Meeting("127.0.0.1", 4000, "127.0.0.1:2379"))
-    job = render_job(training(**spec), Wish(version=1, size=3), Options())
+    job = render_job(training(**spec), DesiredState(version=1, size=3), Options())
     (container,) = job["spec"]["template"]["spec"]["containers"]
     cluster = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert set(local) - OF_LOCAL == set(cluster) - OF_THE_CLUSTER
@@ -75,10 +75,10 @@ def test_local_and_cluster_ranks_find_the_same_variables(backend: Any) -> None:
 
 def test_ranks_are_told_how_many_were_started_together() -> None:
     one = training()
-    wish = Wish(version=2, size=2)
+    desired = DesiredState(version=2, size=2)
     rest: dict[str, Any] = {"directory": DIRECTORY, "host": "here", "rendezvous": {}, "base": {}}
-    assert render_gang(one, wish, **rest)["env"][TOGETHER] == "2"
-    later = render_gang(one, wish, **rest, started_together="3")
+    assert render_gang(one, desired, **rest)["env"][TOGETHER] == "2"
+    later = render_gang(one, desired, **rest, started_together="3")
     assert later["env"][TOGETHER] == "3", "a rank that joins later finds the same"
     assert TOGETHER not in cluster_launch().env, "its gate may open with fewer"
     all_or_none = WorldSize(min=3, target=3, max=3)

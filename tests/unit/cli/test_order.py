@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from atoll.cli.order import by_figure
-from atoll.core.metrics import Figure, NewestFigure
+from atoll.cli.order import by_metric
+from atoll.core.metrics import LatestMetric, MetricValue
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
 
@@ -14,15 +14,15 @@ def training(name: str) -> Training:
     return Training(namespace="n", uid=name, spec=spec)
 
 
-def figure(uid: str, value: Figure) -> NewestFigure:
-    return NewestFigure(training=uid, uid=uid, name="loss", value=value, step=1, at=1.0)
+def metric(uid: str, value: MetricValue) -> LatestMetric:
+    return LatestMetric(training=uid, uid=uid, name="loss", value=value, step=1, at=1.0)
 
 
 def test_the_least_is_first_or_last_and_what_is_no_number_comes_after() -> None:
-    values: dict[str, Figure] = {"b": 2.0, "a": 1.0, "n": "nan", "i": "inf"}
-    figures = {uid: figure(uid, value) for uid, value in values.items()}
+    values: dict[str, MetricValue] = {"b": 2.0, "a": 1.0, "n": "nan", "i": "inf"}
+    newest_metrics = {uid: metric(uid, value) for uid, value in values.items()}
     trainings = [training(name) for name in ("none", "n", "i", "b", "a")]
-    up = [t.name for t in by_figure(trainings, figures, is_down=False)]
-    down = [t.name for t in by_figure(trainings, figures, is_down=True)]
+    up = [t.name for t in by_metric(trainings, newest_metrics, is_down=False)]
+    down = [t.name for t in by_metric(trainings, newest_metrics, is_down=True)]
     assert up == ["a", "b", "i", "n", "none"]
     assert down == ["i", "b", "a", "n", "none"]

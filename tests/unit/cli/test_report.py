@@ -17,12 +17,12 @@ from atoll.cli.measure import count
 from atoll.cli.report import end_report
 from atoll.cli.show import duration, full, ran_cell, table, training_json
 from atoll.cli.terminal import last_look, paint
-from atoll.core.clock import Time
-from atoll.core.describe import end_in_words
+from atoll.core.clock import Now
+from atoll.core.describe import describe_end
 from atoll.core.errors import Temporary, ValidationError
 from atoll.core.phase import Phase
 from atoll.core.spec import Source, TrainingSpec, WorldSize
-from atoll.core.stats import measured
+from atoll.core.stats import training_stats
 from atoll.core.status import RankExit, Status, Training
 
 SPEC = TrainingSpec(name="t", world_size=WorldSize(min=1, target=1, max=1), command=["true"])
@@ -54,9 +54,9 @@ def test_only_the_last_lines_are_shown() -> None:
 
 def test_a_cancelled_training_is_no_failure() -> None:
     cancelled = ended(Phase.CANCELLED)
-    assert end_in_words(cancelled) == "t was cancelled"
+    assert describe_end(cancelled) == "t was cancelled"
     removed = replace(cancelled, deletion_requested_at=1.0)
-    assert end_in_words(removed) == "t was cancelled: it is being removed"
+    assert describe_end(removed) == "t was cancelled: it is being removed"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_training_ran_until_its_last_rank_ended_however_late_that_was_seen() -
     ]
     over = ended(Phase.SUCCEEDED, started_at=10.0, ended_at=500.0, rank_exits=exits)
     assert over.status.ran_for(900.0) == 2.0
-    assert measured(over, Time(900.0)).running_s == 2.0
+    assert training_stats(over, Now.at(900.0)).running_s == 2.0
     assert ran_cell(over, 900.0) == "2.0s"
     assert ended(Phase.READY, started_at=10.0).status.ran_for(15.0) == 5.0
     assert ended(Phase.CANCELLED, ended_at=20.0).status.ran_for(30.0) is None

@@ -56,11 +56,11 @@ def test_the_store_wins_over_what_replicas_tell_and_what_it_cost_is_added() -> N
     told = facts(4, [0, 1], parameters=100)
     kept = with_word(KeptRound(), RoundWord("run", 0, 4, cost, told))
     (item,) = items_of([kept])
-    assert (item.source, item.roster) == ("reports", [0, 1])
+    assert (item.source, item.members) == ("reports", [0, 1])
     kept = with_word(kept, RoundWord("run", 0, 4, RoundCost(0, 200, 200, 5, 0.0, 2.0)))
     kept = with_seen(kept, facts(4, [0, 1, 2], sizes=[10, 20, 30]))
     (item,) = items_of([kept], has_costs=True)
-    assert (item.source, item.roster) == ("store", [0, 1, 2])
+    assert (item.source, item.members) == ("store", [0, 1, 2])
     assert (item.bytes_up, item.bytes_down, item.hidden_s, item.blocked_s) == (60, 500, 1.5, 2.0)
     assert item.bits_per_parameter == 8 * 800 / 2 / 100
     assert item.bits_up == 8 * 20 / 100

@@ -77,16 +77,25 @@ def test_a_range_is_as_long_as_the_object_allows(tmp_path: Path, kind: str) -> N
 
 def test_a_folder_is_listed_as_the_client_of_the_store_lists_it(tmp_path: Path) -> None:
     blobs, client = Blobs.open(tmp_path), LocalStore(tmp_path)
-    keys = [ODD, "run/up/00000001.x", "run/up/00000002/a", "run/up/left/x/1", "run/roster/1", "b/c"]
+    keys = [
+        ODD,
+        "run/up/00000001.x",
+        "run/up/00000002/a",
+        "run/up/left/x/1",
+        "run/manifest/1",
+        "b/c",
+    ]
     for size, key in enumerate(keys):
         blobs.put(key, b"x" * size)
     (tmp_path / "run" / "up" / "00000002" / "b#1").write_bytes(b"half")
     for prefix in ("run", "run/up", "run/up/00000001", "b", "nowhere"):
         for after in (None, *keys, "run/up/00000001", "run/up/00000001.", "run/up/9", "a", "z"):
-            found = [m for page in obstore.list(client, prefix, offset=after) for m in page]
+            matches = [m for page in obstore.list(client, prefix, offset=after) for m in page]
             mine = blobs.find(prefix, after)
-            assert [(b.key, b.size) for b in mine] == sorted((m["path"], m["size"]) for m in found)
-            times = {m["path"]: m["last_modified"] for m in found}
+            assert [(b.key, b.size) for b in mine] == sorted(
+                (m["path"], m["size"]) for m in matches
+            )
+            times = {m["path"]: m["last_modified"] for m in matches}
             for blob in mine:
                 assert abs((blob.modified - times[blob.key]).total_seconds()) < 1e-3
 

@@ -12,7 +12,7 @@ from atoll.core.errors import ValidationError
 from atoll.diloco.allreduce.team import Solo
 from atoll.diloco.blobs import Blob, Blobs
 from atoll.diloco.claim import RunClaim, claim_run
-from atoll.diloco.place import RunHome
+from atoll.diloco.replica_config import RunHome
 
 
 class Store(Blobs):
@@ -67,11 +67,11 @@ def test_a_training_that_was_killed_is_waited_for_only_until_it_is_silent(store:
     looks = count(1)
     last = 0
 
-    def look() -> None:
+    def check() -> None:
         nonlocal last
         last = next(looks)
 
-    store.before = look
+    store.before = check
     claim(store)
     assert last > 5
     assert marks(store) == ["exp/live/b/00000"]

@@ -43,9 +43,9 @@ def test_what_overlap_covers_does_not_block() -> None:
 
 
 def test_fragments_share_the_overlap() -> None:
-    whole = example(codec="fp32", overlap_steps=24)
+    complete = example(codec="fp32", overlap_steps=24)
     parts = example(codec="fp32", fragments=4, overlap_steps=24)
-    assert parts.blocked_s < whole.blocked_s
+    assert parts.blocked_s < complete.blocked_s
 
 
 def test_dollars_are_requests_and_bytes() -> None:

@@ -37,8 +37,8 @@ class MovingTeam:
         parts = [torch.full((count,), torch.nan) for count in counts]
         for process, part in enumerate(parts):
             fill(process, part)
-        words = self._share(parts)
-        mine = [word[self.process] for word in words]
+        messages = self._share(parts)
+        mine = [message[self.process] for message in messages]
         assert [part.numel() for part in mine] == list(sizes)
         return mine
 
@@ -48,7 +48,7 @@ class MovingTeam:
         return list(parts)
 
 
-def whole(shape: tuple[int, ...]) -> Piece:
+def complete(shape: tuple[int, ...]) -> Piece:
     return Piece(shape, (0,) * len(shape), shape, "float32")
 
 
@@ -57,7 +57,7 @@ def along(shape: tuple[int, ...], dim: int, process: int, processes: int) -> Pie
     chunk = -(-shape[dim] // processes)
     start = min(shape[dim], process * chunk)
     length = min(shape[dim], start + chunk) - start
-    piece = whole(shape)
+    piece = complete(shape)
     offset, lengths = list(piece.offset), list(piece.lengths)
     offset[dim], lengths[dim] = start, length
     return piece._replace(offset=tuple(offset), lengths=tuple(lengths))
@@ -65,12 +65,12 @@ def along(shape: tuple[int, ...], dim: int, process: int, processes: int) -> Pie
 
 def pieces_of(kind: str, process: int, processes: int) -> dict[str, Piece]:
     if kind == "ddp":
-        return {name: whole(shape) for name, shape in SHAPES.items()}
+        return {name: complete(shape) for name, shape in SHAPES.items()}
     if kind == "rows":
         return {n: along(s, 0, process, processes) for n, s in SHAPES.items()}
     if kind == "columns":  # and the short one on every process
         return {
-            n: along(s, len(s) - 1, process, processes) if len(s) > 1 else whole(s)
+            n: along(s, len(s) - 1, process, processes) if len(s) > 1 else complete(s)
             for n, s in SHAPES.items()
         }
     # Two halves of the processes hold the same.

@@ -70,15 +70,15 @@ def test_fragments_of_a_transformer_are_about_equal() -> None:
 def fresh(**changes: object) -> Fragment:
     given: dict = {"a": (3, 2), "b": (4,), "c": ()}
     lr, beta = changes.pop("lr", 0.7), changes.pop("beta", 0.9)
-    (found,) = split(list((given | changes).items()), 1, lr, beta)
-    return found
+    (matches,) = split(list((given | changes).items()), 1, lr, beta)
+    return matches
 
 
 def some() -> Fragment:
-    found = fresh()
-    found.values[:] = np.arange(found.values.size) + 0.5
-    found.step(np.ones(found.values.size, np.float32))
-    return found
+    matches = fresh()
+    matches.values[:] = np.arange(matches.values.size) + 0.5
+    matches.step(np.ones(matches.values.size, np.float32))
+    return matches
 
 
 def test_a_checkpoint_comes_back_to_the_bit() -> None:

@@ -16,10 +16,10 @@ from atoll.diloco import pieces as module
 from atoll.diloco.pieces import (
     Piece,
     before,
-    check_alike,
+    check_equal,
     check_pieces,
     fingerprint,
-    places,
+    locations,
     plain_name,
     read_parameters,
 )
@@ -35,12 +35,12 @@ def pieces(draw: Any) -> Piece:
 
 @given(pieces())
 def test_the_values_of_a_piece_are_found_in_the_whole(piece: Piece) -> None:
-    whole = np.arange(math.prod(piece.shape)).reshape(piece.shape)
+    complete = np.arange(math.prod(piece.shape)).reshape(piece.shape)
     cut = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.lengths, strict=True))
-    flat = whole[cut].reshape(-1)
-    assert np.array_equal(places(piece.dims, 0, piece.size), flat)
-    for place in range(whole.size + 1):
-        assert before(piece.dims, place) == (flat < place).sum()
+    flat = complete[cut].reshape(-1)
+    assert np.array_equal(locations(piece.dims, 0, piece.size), flat)
+    for location in range(complete.size + 1):
+        assert before(piece.dims, location) == (flat < location).sum()
 
 
 def rows(start: int, count: int, **changes: Any) -> Piece:
@@ -48,7 +48,7 @@ def rows(start: int, count: int, **changes: Any) -> Piece:
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
+    ("stored", "message"),
     [
         ([{"w": rows(0, 2)}, {"w": rows(3, 1)}], "model.w: '9 of 12 values'"),
         ([{"w": rows(0, 2)}, {"w": rows(2, 2, dtype="bfloat16")}], "model.w: 'bfloat16"),
@@ -57,19 +57,19 @@ def rows(start: int, count: int, **changes: Any) -> Piece:
     ],
 )
 def test_pieces_that_do_not_make_the_model_once_are_named(
-    held: list[dict[str, Piece]], message: str
+    stored: list[dict[str, Piece]], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):
-        check_pieces(held)
+        check_pieces(stored)
 
 
 def test_copies_that_differ_between_processes_are_named() -> None:
     both = [{"w": rows(0, 4)}, {"w": rows(0, 4)}]
     ours, theirs = torch.ones(4, 3), torch.ones(4, 3)
-    check_alike(both, [{"w": fingerprint(ours)}, {"w": fingerprint(theirs)}])
+    check_equal(both, [{"w": fingerprint(ours)}, {"w": fingerprint(theirs)}])
     theirs[1, 1] += 1e-7
     with pytest.raises(ValidationError, match=r"model.w: 'of process 1' .* trains as one"):
-        check_alike(both, [{"w": fingerprint(ours)}, {"w": fingerprint(theirs)}])
+        check_equal(both, [{"w": fingerprint(ours)}, {"w": fingerprint(theirs)}])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -114,8 +114,8 @@ def test_wrappers_within_and_around_a_model_are_no_part_of_names() -> None:
     def model(*, is_wrapped: bool) -> torch.nn.Module:
         part = torch.nn.Linear(2, 2)
         inner = torch.nn.DataParallel(part) if is_wrapped else part
-        whole = torch.nn.Sequential(inner, torch.nn.Linear(2, 2))
-        return Holder(torch.compile(whole, backend="eager")) if is_wrapped else whole  # type: ignore[arg-type]
+        complete = torch.nn.Sequential(inner, torch.nn.Linear(2, 2))
+        return Holder(torch.compile(complete, backend="eager")) if is_wrapped else complete  # type: ignore[arg-type]
 
     names = list(read_parameters(model(is_wrapped=False)))
     assert list(read_parameters(model(is_wrapped=True))) == names
@@ -128,11 +128,11 @@ def test_a_fingerprint_is_the_same_however_much_is_summed_at_a_time(
 ) -> None:
     """Processes of one replica compare them, and so do replicas that sum in one piece."""
     values = torch.arange(1, 1002).to(dtype) * -1e9
-    seen = set()
+    known = set()
     for most in (2, 64, 1 << 20):
         monkeypatch.setattr(module, "_SUMMED", most)
-        seen.add(fingerprint(values))
+        known.add(fingerprint(values))
     bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
-    assert seen == {
+    assert known == {
         (int(bits.sum(dtype=torch.int64)), int(bits[1::2].sum(dtype=torch.int64))),
     }

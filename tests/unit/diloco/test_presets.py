@@ -28,7 +28,7 @@ def test_presets_have_the_published_values() -> None:
     sparse = settings("sparseloco")
     assert (sparse.codec, sparse.terms[:2]) == ("sparse:64/4096@0.95", (1.0, 0.0))
     eager = settings("eager", sync_every=20)
-    assert (eager.overlap_steps, eager.is_kept) == (19, True)
+    assert (eager.overlap_steps, eager.is_retained) == (19, True)
     assert settings("pier").terms.beta == ((0, 0.5), (10, 0.9), (80, 0.9), (100, 0.5))
 
 
@@ -71,11 +71,11 @@ def test_the_k_largest_of_each_chunk_travel(name: str) -> None:
     assert codec.name == name
     for start in range(0, values.size, chunk):
         part, other = values[start : start + chunk], sent[start : start + chunk]
-        kept = np.flatnonzero(other)
-        assert len(kept) == min(keep, len(part))
-        least = np.abs(part[kept]).min()
-        assert (np.abs(np.delete(part, kept)) <= least * 1.001).all()
-        assert (np.sign(part[kept]) == np.sign(other[kept])).all()
+        retained = np.flatnonzero(other)
+        assert len(retained) == min(keep, len(part))
+        least = np.abs(part[retained]).min()
+        assert (np.abs(np.delete(part, retained)) <= least * 1.001).all()
+        assert (np.sign(part[retained]) == np.sign(other[retained])).all()
 
 
 @pytest.mark.parametrize("name", ["sparse:0/64", "sparse:9/100", "sparse:65/64", "sparse:1/64@2"])

@@ -15,10 +15,10 @@ SIZE = 1000
 
 
 def fragment(process: int = 0, processes: int = 1) -> Fragment:
-    whole = split([("a", (700,)), ("b", (300,))], 1)[0]
+    complete = split([("a", (700,)), ("b", (300,))], 1)[0]
     layout = Layout((TensorSpec("float32", (SIZE,)),), 3, "fp32", "fp32", "", 8)
-    whole.carry(Share(layout, process, processes))
-    return whole
+    complete.carry(Share(layout, process, processes))
+    return complete
 
 
 def digest(values: Floats, processes: int = 1) -> str:
@@ -30,24 +30,24 @@ def digest(values: Floats, processes: int = 1) -> str:
     return probe.digest(sums)
 
 
-def movement(seed: int = 0) -> Floats:
+def pseudo_gradient(seed: int = 0) -> Floats:
     return np.random.default_rng(seed).normal(size=SIZE).astype(np.float32)
 
 
 @pytest.mark.parametrize("processes", [2, 3, 8])
 def test_a_movement_has_one_digest_however_the_replica_is_cut(processes: int) -> None:
-    assert digest(movement(), processes) == digest(movement())
-    assert digest(movement(1), processes) != digest(movement())
+    assert digest(pseudo_gradient(), processes) == digest(pseudo_gradient())
+    assert digest(pseudo_gradient(1), processes) != digest(pseudo_gradient())
 
 
 def test_a_movement_that_comes_in_parts_has_the_digest_of_the_whole() -> None:
-    values = movement()
+    values = pseudo_gradient()
 
     def in_parts(take: Take) -> None:
         for start in range(0, SIZE, 77):
             take(start, values[start : start + 77])
 
-    bad, sums = probe.look_at_parts(fragment(), in_parts, is_summed=True)
+    bad, sums = probe.check_parts(fragment(), in_parts, is_summed=True)
     assert bad is None
     assert probe.digest([sums]) == digest(values)
 

@@ -18,22 +18,22 @@ KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
 def test_a_silent_store_is_told_of_after_3_s_and_again() -> None:
     store = Silence("s3://bucket/run", KEYS)
     request = store.begin(0, now=100.0)
-    assert store.look(102.9) == ""
-    assert store.look(103.0) == "s3://bucket/run: no answer for 3 s; still trying"
-    assert store.look(105.9) == ""
+    assert store.check(102.9) == ""
+    assert store.check(103.0) == "s3://bucket/run: no answer for 3 s; still trying"
+    assert store.check(105.9) == ""
     store.fail("Connection refused")
-    assert "no answer for 6 s: Connection refused; still trying" in store.look(106.0)
-    assert [at for at in range(107, 161) if store.look(float(at))] == [112, 124, 148]
-    words = store.end(request, 163.0, is_answer=True)
-    assert words == "s3://bucket/run: answers again, after 63 s"
-    assert store.look(500.0) == ""
+    assert "no answer for 6 s: Connection refused; still trying" in store.check(106.0)
+    assert [at for at in range(107, 161) if store.check(float(at))] == [112, 124, 148]
+    messages = store.end(request, 163.0, is_answer=True)
+    assert messages == "s3://bucket/run: answers again, after 63 s"
+    assert store.check(500.0) == ""
 
 
 def test_many_requests_that_wait_are_one_line() -> None:
     store = Silence("s3://b", KEYS)
     for _ in range(50):
         store.begin(0, now=0.0)
-    assert sum(bool(store.look(at / 10)) for at in range(59)) == 1
+    assert sum(bool(store.check(at / 10)) for at in range(59)) == 1
 
 
 def test_a_store_that_answers_others_is_not_silent() -> None:
@@ -41,21 +41,21 @@ def test_a_store_that_answers_others_is_not_silent() -> None:
     store.begin(0, now=0.0)
     for at in range(1, 60):
         other = store.begin(0, now=float(at))
-        assert store.look(at + 0.9) == ""
+        assert store.check(at + 0.9) == ""
         assert store.end(other, at + 0.9, is_answer=True) == ""
 
 
 def test_a_large_upload_has_the_time_it_needs() -> None:
     store = Silence("s3://b", KEYS)
     store.begin(10**7, now=0.0)
-    assert store.look(12.9) == ""
-    assert store.look(13.0)
+    assert store.check(12.9) == ""
+    assert store.check(13.0)
 
 
 def test_keys_that_are_missing_are_named() -> None:
     store = Silence("s3://b", {"AWS_ACCESS_KEY_ID": "a"})
     store.begin(0, now=0.0)
-    assert "not set: AWS_SECRET_ACCESS_KEY; still trying" in store.look(3.0)
+    assert "not set: AWS_SECRET_ACCESS_KEY; still trying" in store.check(3.0)
 
 
 def test_a_request_that_hangs_is_told_of(
@@ -63,14 +63,14 @@ def test_a_request_that_hangs_is_told_of(
 ) -> None:
     """A server that accepts and says nothing: nothing is raised while it is waited for."""
     monkeypatch.setattr(silence, "FIRST_S", 0.01)
-    monkeypatch.setattr(silence, "LOOK_S", 0.01)
+    monkeypatch.setattr(silence, "CHECK_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         for name, value in KEYS.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{mute.getsockname()[1]}")
         blobs = Blobs.open("s3://bucket/run", patience_s=0.0)
-        told = threading.Event()
-        monkeypatch.setattr(silence.log, "warning", lambda *words: told.set())
+        is_reported = threading.Event()
+        monkeypatch.setattr(silence.log, "warning", lambda *messages: is_reported.set())
 
         def ask() -> None:
             with pytest.raises(Temporary):
@@ -78,7 +78,7 @@ def test_a_request_that_hangs_is_told_of(
 
         asking = threading.Thread(target=ask)
         asking.start()
-        assert told.wait(60)
+        assert is_reported.wait(60)
         connection, _ = mute.accept()
         connection.close()
     asking.join(60)

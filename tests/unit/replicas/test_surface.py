@@ -15,9 +15,17 @@ from msgspec.structs import replace
 from atoll.core import plan
 from atoll.core.errors import Denied, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.ports import Executor, Key
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import Chore, Exit, LogLine, Seen, SeenRank, Training, Wish
+from atoll.core.status import (
+    DesiredState,
+    Exit,
+    Followup,
+    LogLine,
+    Observation,
+    ObservedRank,
+    Training,
+)
 from atoll.replicas import plane
 from atoll.replicas.shared import SharedBackend, StopCause
 from atoll.replicas.surface import ReplicaSurface, read_gpu
@@ -29,42 +37,42 @@ class FakeExecutor(Executor):
     name = "fake"
 
     def __init__(self) -> None:
-        self.wishes: dict[str, Wish] = {}
+        self.desired_states: dict[str, DesiredState] = {}
         self.ended: dict[str, Exit] = {}
-        self.applies: list[Wish] = []
+        self.applies: list[DesiredState] = []
         self.questions = 0
-        self.refusal: Callable[[Wish], Exception | None] = lambda wish: None
+        self.refusal: Callable[[DesiredState], Exception | None] = lambda desired: None
         self.trouble: Exception | None = None
         self.changed: asyncio.Queue[Key | Exception] = asyncio.Queue()
 
-    async def apply(self, training: Training, wish: Wish) -> None:
-        self.applies.append(wish)
-        error = self.trouble or self.refusal(wish)
+    async def apply(self, training: Training, desired: DesiredState) -> None:
+        self.applies.append(desired)
+        error = self.trouble or self.refusal(desired)
         if error is not None:
             raise error
-        self.wishes[training.uid] = wish
-        if wish.size == 0:
+        self.desired_states[training.uid] = desired
+        if desired.size == 0:
             self.ended[training.uid] = Exit(
                 code=143, at=time.time(), reason="Stopped", is_stopped=True
             )
         self.changed.put_nowait(training.key)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         self.questions += 1
         if self.trouble is not None:
             raise self.trouble
-        wish, ended = self.wishes.get(training.uid), self.ended.get(training.uid)
-        if wish is None:
-            return Seen()
-        rank = SeenRank(
+        desired, ended = self.desired_states.get(training.uid), self.ended.get(training.uid)
+        if desired is None:
+            return Observation()
+        rank = ObservedRank(
             rank=0, state="exited" if ended else "running", started_at=time.time(), exit=ended
         )
-        return Seen(ranks=[rank], wish=wish, is_supervised=ended is None)
+        return Observation(ranks=[rank], desired=desired, is_supervised=ended is None)
 
     async def release(self, training: Training) -> None:
         if self.trouble is not None:
             raise self.trouble
-        self.wishes.pop(training.uid, None)
+        self.desired_states.pop(training.uid, None)
         self.ended.pop(training.uid, None)
 
     async def purge(self, training: Training) -> None:
@@ -114,7 +122,9 @@ class SharedFake(SharedBackend, FakeExecutor):
 
     def stop_elsewhere(self, uid: str) -> None:
         """Another process stops the gang, and nobody here has been told yet."""
-        self.wishes[uid] = Wish(version=self.wishes[uid].version + 1, size=0)
+        self.desired_states[uid] = DesiredState(
+            version=self.desired_states[uid].version + 1, size=0
+        )
         self.ended[uid] = Exit(code=143, at=time.time(), reason="Stopped", is_stopped=True)
 
 
@@ -135,11 +145,11 @@ def test_what_the_executor_will_never_do_ends_the_gang_with_its_words() -> None:
     """As in the control plane: it is tried once, and the training has failed."""
 
     class Forgetful(FakeExecutor):
-        async def observe(self, training: Training) -> Seen:
-            return Seen()  # so it is asked a second time
+        async def observe(self, training: Training) -> Observation:
+            return Observation()  # so it is asked a second time
 
     fake = Forgetful()
-    fake.refusal = lambda wish: Permanent("403 forbidden") if len(fake.applies) > 1 else None
+    fake.refusal = lambda desired: Permanent("403 forbidden") if len(fake.applies) > 1 else None
     with Library(fake) as library:
         handles = library.launch_replicas(2, "os")
         reports = library.collect(handles, timeout=20)
@@ -193,7 +203,7 @@ def test_a_report_is_plain_data() -> None:
     with Library(fake) as library:
         (handle,) = library.launch_replicas(1, "os")
         uid = handle.metadata["uid"]
-        fake.ended[uid] = Exit(code=1, at=time.time(), reason=RankEnd.ERROR)
+        fake.ended[uid] = Exit(code=1, at=time.time(), reason=ExitReason.ERROR)
         (training,) = library.trainings()
         library._plane.call(fake.changed.put(training.key))
         (report,) = library.collect([handle], timeout=20)
@@ -203,7 +213,7 @@ def test_a_report_is_plain_data() -> None:
 
 def test_a_launch_that_is_refused_for_good_raises_and_leaves_nothing() -> None:
     fake = FakeExecutor()
-    fake.refusal = lambda wish: Permanent("no such cluster") if wish.size else None
+    fake.refusal = lambda desired: Permanent("no such cluster") if desired.size else None
     with Library(fake) as library:
         with pytest.raises(Permanent, match="no such cluster"):
             library.launch_replicas(1, "os")
@@ -213,7 +223,7 @@ def test_a_launch_that_is_refused_for_good_raises_and_leaves_nothing() -> None:
 def test_a_launch_is_tried_again_while_the_backend_is_away_for_a_moment() -> None:
     fake = FakeExecutor()
     away = Temporary("starting up", retry_after_s=0.0)
-    fake.refusal = lambda wish: away if len(fake.applies) < 3 else None
+    fake.refusal = lambda desired: away if len(fake.applies) < 3 else None
     with Library(fake) as library:
         (handle,) = library.launch_replicas(1, "os")
         until(lambda: library.poll(handle) == "running")
@@ -231,7 +241,7 @@ def test_a_launch_gives_up_on_a_backend_that_stays_away_and_leaves_nothing(
             library.launch_replicas(1, "os")
         fake.trouble = None
         until(lambda: library.trainings() == [])
-        assert fake.wishes == {}
+        assert fake.desired_states == {}
 
 
 def test_bad_input_is_refused_before_anything_is_asked_for() -> None:
@@ -257,9 +267,9 @@ def test_an_interrupted_launch_leaves_nothing() -> None:
         raise KeyboardInterrupt
 
     class Interrupting(FakeExecutor):
-        async def apply(self, training: Training, wish: Wish) -> None:
-            await super().apply(training, wish)
-            if wish.size and not sent.is_set():
+        async def apply(self, training: Training, desired: DesiredState) -> None:
+            await super().apply(training, desired)
+            if desired.size and not sent.is_set():
                 sent.set()
                 signal.pthread_kill(main, signal.SIGINT)
                 await asyncio.to_thread(interrupted.wait)  # the launch is not over before
@@ -272,14 +282,14 @@ def test_an_interrupted_launch_leaves_nothing() -> None:
         finally:
             signal.signal(signal.SIGINT, usual)
         assert library.trainings() == []
-        assert library.fake.wishes == {}
+        assert library.fake.desired_states == {}
 
 
 @pytest.mark.parametrize("error", [Denied("403 forbidden"), Permanent("500"), Temporary("away")])
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_refused_cancel_raises_and_is_over(error: Exception, is_shared: bool) -> None:
     fake = SharedFake() if is_shared else FakeExecutor()
-    fake.refusal = lambda wish: error if wish.size == 0 else None
+    fake.refusal = lambda desired: error if desired.size == 0 else None
     with Library(fake) as library:
         handles = library.launch_replicas(1, "os")
         until(lambda: library.poll(handles[0]) == "running")
@@ -290,7 +300,7 @@ def test_a_refused_cancel_raises_and_is_over(error: Exception, is_shared: bool) 
             (report,) = library.collect(handles, timeout=0)
             assert report["status"] == "running"
         refused = len(fake.applies)
-        fake.refusal = lambda wish: None
+        fake.refusal = lambda desired: None
         look_again(library, fake)  # nothing of it is left to be carried out
         look_again(library, fake)
         assert library.poll(handles[0]) == "running"
@@ -313,11 +323,11 @@ def test_what_may_be_read_is_told_though_nothing_may_be_done() -> None:
     """As with an account that may only look: a chore beside the look is refused."""
 
     class Reading(SharedFake):
-        async def observe(self, training: Training) -> Seen:
-            seen = await super().observe(training)
-            return replace(seen, chores=(Chore(),))
+        async def observe(self, training: Training) -> Observation:
+            observation = await super().observe(training)
+            return replace(observation, followups=(Followup(),))
 
-        async def perform(self, training: Training, chore: Chore) -> None:
+        async def perform(self, training: Training, followup: Followup) -> None:
             if self.is_refusing:
                 raise Denied("403 forbidden")
 
@@ -342,7 +352,7 @@ def test_a_gang_that_failed_before_it_was_cancelled_has_failed() -> None:
         (handle,) = library.launch_replicas(1, "os")
         until(lambda: library.poll(handle) == "running")
         uid = handle.metadata["uid"]
-        fake.ended[uid] = Exit(code=3, at=time.time(), reason=RankEnd.ERROR)  # not seen yet
+        fake.ended[uid] = Exit(code=3, at=time.time(), reason=ExitReason.ERROR)  # not seen yet
         library.cancel(handle)
         (report,) = library.collect([handle], timeout=60)
         assert (report["status"], report["exit_code"]) == ("failed", 3)
@@ -367,7 +377,7 @@ def test_closing_ends_what_was_launched_and_says_so_afterwards() -> None:
     (handle,) = library.launch_replicas(1, "os")
     until(lambda: library.poll(handle) == "running")
     library.close()
-    assert fake.wishes == {}
+    assert fake.desired_states == {}
     assert library.poll(handle) == "cancelled"
 
 
@@ -378,10 +388,10 @@ def test_a_close_that_the_backend_refuses_raises_and_can_be_repeated() -> None:
     fake.trouble = Permanent("403 forbidden")
     with pytest.raises(Permanent, match="403"):
         library.close()
-    assert fake.wishes
+    assert fake.desired_states
     fake.trouble = None
     library.close()
-    assert fake.wishes == {}
+    assert fake.desired_states == {}
 
 
 def test_waiting_ends_when_the_gangs_can_no_longer_be_followed() -> None:
@@ -396,7 +406,7 @@ def test_waiting_ends_when_the_gangs_can_no_longer_be_followed() -> None:
             library.poll(handle)
         with pytest.raises(Permanent, match="the watch broke"):
             library.launch_replicas(1, "os")
-    assert fake.wishes == {}
+    assert fake.desired_states == {}
 
 
 def test_a_cancel_beside_another_process_that_was_faster_is_no_error() -> None:

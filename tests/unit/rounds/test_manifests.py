@@ -1,4 +1,4 @@
-"""Rounds that are read look by look equal what the rosters hold, whenever it was looked."""
+"""Rounds that are read look by look equal what the manifests hold, whenever it was looked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atoll.core.errors import Permanent
 from atoll.core.rounds import RoundFacts
 from atoll.diloco.allreduce import keys, past, wire
 from atoll.diloco.allreduce.keys import Keys
-from atoll.diloco.allreduce.roster import Member, Roster
+from atoll.diloco.allreduce.manifest import Manifest, Member
 from atoll.diloco.blobs import Blob, Blobs
 from atoll.rounds.manifests import RunReader
 
@@ -44,22 +44,22 @@ def upload(blobs: Blobs, number: int, rank: int, weight: float = 1.0, note: str 
 
 def decide(
     blobs: Blobs, number: int, uploads: dict[int, str], missing: list[int], attempt: int = 0
-) -> Roster:
+) -> Manifest:
     members = [Member(rank, key, float(rank + 1)) for rank, key in sorted(uploads.items())]
-    roster = Roster("run", number, attempt, b"", members, [], [], missing, "me")
-    key = KEYS.roster(number, attempt)
-    blobs.put(key, wire.seal(wire.ROSTER, wire.fence(key), msgspec.json.encode(roster)))
-    return roster
+    manifest = Manifest("run", number, attempt, b"", members, [], [], missing, "me")
+    key = KEYS.manifest(number, attempt)
+    blobs.put(key, wire.seal(wire.MANIFEST, wire.fence(key), msgspec.json.encode(manifest)))
+    return manifest
 
 
 def shown(facts: RoundFacts) -> tuple[Any, ...]:
     return facts.round, facts.attempt, facts.members, facts.weights, facts.missing
 
 
-def held(roster: Roster) -> tuple[Any, ...]:
-    ranks = [member.rank for member in roster.members]
-    weights = [member.weight for member in roster.members]
-    return roster.round, roster.attempt, ranks, weights, roster.missing
+def held(manifest: Manifest) -> tuple[Any, ...]:
+    ranks = [member.rank for member in manifest.members]
+    weights = [member.weight for member in manifest.members]
+    return manifest.round, manifest.attempt, ranks, weights, manifest.missing
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -68,7 +68,7 @@ def test_what_is_shown_is_what_the_rosters_hold(seed: int, monkeypatch: pytest.M
     monkeypatch.setattr(keys, "BLOCK", 50)
     chance, store = random.Random(seed), MemoryStore()
     blobs = Blobs(store, "memory")
-    truth: dict[int, Roster] = {}
+    truth: dict[int, Manifest] = {}
     kept: dict[int, RoundFacts] = {}
     reader = RunReader(blobs, "run")
 
@@ -159,6 +159,6 @@ def test_an_object_that_is_no_roster_is_told_of() -> None:
     decide(blobs, 0, {0: upload(blobs, 0, 0)}, [])
     reader = RunReader(blobs, "run")
     reader.look()
-    blobs.put(KEYS.roster(1, 0), b"rubbish")
-    with pytest.raises(Permanent, match="is not a roster"):
+    blobs.put(KEYS.manifest(1, 0), b"rubbish")
+    with pytest.raises(Permanent, match="is not a manifest"):
         reader.look()

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import atoll
-from atoll.core.describe import failure_in_words
+from atoll.core.describe import describe_failure
 from atoll.core.errors import (
     BelowMinimumWorld,
     Conflict,
@@ -129,7 +129,7 @@ WAITS = [
     flows.wait_until_min_world,
     flows.wait_until_target_world,
     flows.wait_until_complete,
-    flows.result,
+    flows.wait_until_end,
 ]
 
 
@@ -179,7 +179,7 @@ def test_the_timeout_of_a_failure_is_the_callers(wait: Any, timeout: float | Non
     assert caught.value.timeout == timeout
 
 
-@pytest.mark.parametrize("wait", [flows.wait_until_complete, flows.result])
+@pytest.mark.parametrize("wait", [flows.wait_until_complete, flows.wait_until_end])
 @pytest.mark.parametrize("end", ["ready", "failed"])
 def test_a_wait_for_the_end_requires_min_ranks(wait: Any, end: str) -> None:
     script = Script([training("ready", 3), training(end, 3, exits=[KILLED], version=2)])
@@ -199,7 +199,7 @@ def test_a_late_wait_says_what_all_ranks_wait_for() -> None:
     assert text.endswith("ranks 24-29: wait for 2 other things")
 
 
-@pytest.mark.parametrize("wait", [flows.wait_until_complete, flows.result])
+@pytest.mark.parametrize("wait", [flows.wait_until_complete, flows.wait_until_end])
 def test_success_on_the_last_read_is_success(wait: Any) -> None:
     script = Script([training("ready", 4), training("succeeded", 4, version=2)])
     assert script.wait(wait, 10).ready == 4
@@ -225,7 +225,7 @@ def test_timeout_0_of_an_unreachable_server_is_not_retried(wait: Any) -> None:
 
 def test_timeout_0_returns_what_is_already_so() -> None:
     assert Script([training("ready", 4)]).wait(flows.wait_until_target_world, 0).ready == 4
-    assert Script([training("succeeded", 4)]).wait(flows.result, 0).ready == 4
+    assert Script([training("succeeded", 4)]).wait(flows.wait_until_end, 0).ready == 4
 
 
 @pytest.mark.parametrize("phase", ["succeeded", "failed", "cancelled"])
@@ -236,13 +236,13 @@ def test_wait_until_complete_refuses_a_training_that_is_already_over(phase: str)
 
 
 def test_result_is_the_same_after_the_end() -> None:
-    assert Script([training("succeeded", 4)]).wait(flows.result, None).ready == 4
+    assert Script([training("succeeded", 4)]).wait(flows.wait_until_end, None).ready == 4
     with pytest.raises(BelowMinimumWorld):
-        Script([training("failed", exits=[KILLED])]).wait(flows.result, None)
+        Script([training("failed", exits=[KILLED])]).wait(flows.wait_until_end, None)
 
 
 @pytest.mark.parametrize(
-    "wait", [flows.wait_until_min_world, flows.wait_until_target_world, flows.result]
+    "wait", [flows.wait_until_min_world, flows.wait_until_target_world, flows.wait_until_end]
 )
 def test_a_training_that_ended_well_counts_as_there(wait: Any) -> None:
     assert Script([training("succeeded", 4)]).wait(wait, 10).ready == 4
@@ -422,7 +422,7 @@ def test_delete_and_cancel_never_touch_another_training_of_the_same_name() -> No
 def test_an_unknown_exit_code_is_never_shown_as_0() -> None:
     lost = RankExit(rank=3, exit_code=None, termination_reason="Lost")
     with pytest.raises(BelowMinimumWorld, match="rank 3: exit_code=unknown reason=Lost"):
-        Script([training("failed", exits=[lost])]).wait(flows.result, 1)
+        Script([training("failed", exits=[lost])]).wait(flows.wait_until_end, 1)
 
 
 def test_the_cause_comes_first_and_brings_its_log() -> None:
@@ -434,7 +434,7 @@ def test_the_cause_comes_first_and_brings_its_log() -> None:
     failed = msgspec.structs.replace(
         failed, status=replace(failed.status, rank_exits=[other, cause])
     )
-    text = failure_in_words(failed)
+    text = describe_failure(failed)
     assert text.index("rank 2: exit_code=1") < text.index("rank 0: exit_code=137")
     assert text.endswith("boom")
 
@@ -443,13 +443,13 @@ def test_a_failure_says_why_where_the_exits_do_not() -> None:
     cannot = RankExit(
         rank=0, exit_code=126, termination_reason="CannotRun", message="x: Permission denied"
     )
-    assert failure_in_words(training("failed", exits=[cannot])).endswith(
+    assert describe_failure(training("failed", exits=[cannot])).endswith(
         "reason=CannotRun: the command cannot be run (x: Permission denied)"
     )
     stopped = RankExit(rank=0, exit_code=143, termination_reason="Stopped")
     late = training("failed", exits=[stopped])
     status = replace(late.status, root_cause=None, message="still running 5 s after the start")
-    text = failure_in_words(replace(late, status=status))
+    text = describe_failure(replace(late, status=status))
     assert "failed: still running 5 s after the start; rank 0: exit_code=143" in text
 
 

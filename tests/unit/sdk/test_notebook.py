@@ -44,7 +44,7 @@ class Handle:
 def shown(handle: Handle) -> list[tuple[str, str]]:
     drawn: list[tuple[str, str]] = []
 
-    def draw(training: Training, figures: object, remark: str) -> None:
+    def draw(training: Training, newest_metrics: object, remark: str) -> None:
         drawn.append((training.status.phase.value, remark))
 
     notebook.follow(handle, draw, 1.0, pause=lambda seconds: None)  # type: ignore[arg-type]

@@ -10,25 +10,20 @@ import asyncio
 import contextlib
 import re
 import socket
-import ssl
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
+from email.utils import parsedate_to_datetime
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx2
 import msgspec
-import yaml  # type: ignore[import-untyped]
-from lightkube.config.client_adapter import user_auth, verify_cluster
-from lightkube.config.kubeconfig import KubeConfig, SingleConfig
-from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
-from msgspec.structs import replace
 
+from atoll.backends.kubernetes.access import Access, no_credentials, read_access
 from atoll.backends.kubernetes.pod import PodManifest, share_parts
-from atoll.backends.kubernetes.servertime import ServerTime
 from atoll.core.decoders import json_decoder
 from atoll.core.errors import (
     AtollError,
@@ -43,6 +38,7 @@ from atoll.core.errors import (
 from atoll.core.lines import alines_of
 
 Json = dict[str, Any]
+
 PatchType = Literal["merge", "strategic", "json", "apply"]
 
 FIELD_MANAGER = "atoll"
@@ -70,7 +66,6 @@ TOO_LARGE = ("request is too large", "larger than max")  # etcd's words, with co
 ErrorT = TypeVar("ErrorT", bound=AtollError)
 IS_THERE = "does 'kubectl cluster-info' answer? KUBECONFIG names the file with its address"
 MAY_I = "'kubectl auth can-i --list' shows what this account may do"
-WHO_AM_I = "'kubectl auth whoami' shows whether KUBECONFIG holds some"
 NO_LOG = re.compile(r"unable to retrieve container logs for \w+://[0-9a-f]{64}")
 WATCH_S = 240  # the server ends a watch after this; the client resumes it from there
 # Objects of one request. 500 pods are 5 MB, decoded in 20 ms; a training may have 1 MB.
@@ -85,6 +80,14 @@ _KEEPALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 ]
+
+
+class Rejected(Permanent):
+    """The API server refuses an object. `causes` are pairs of a field and what is wrong with it."""
+
+    def __init__(self, text: str, causes: list[tuple[str, str]]) -> None:
+        super().__init__(text)
+        self.causes = causes
 
 
 class ObjectList(NamedTuple):
@@ -244,11 +247,15 @@ class Cluster:
         return ObjectList(items, metadata["resourceVersion"], metadata.get("continue") or "")
 
     async def create(
-        self, kind: str, namespace: str | None, body: Json, *, is_trial: bool = False
+        self, kind: str, namespace: str | None, body: Json, *, is_dry_run: bool = False
     ) -> Json:
-        """The object as it was created; with `is_trial` as it would be."""
+        """Creates the object and returns it as stored; with `is_dry_run` as it would be."""
         # Without Strict, the server silently drops fields that it does not know.
-        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **_trial(is_trial)}
+        params = {
+            "fieldManager": FIELD_MANAGER,
+            "fieldValidation": "Strict",
+            **_dry_run_params(is_dry_run),
+        }
         answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
         return _object(answer)
 
@@ -269,9 +276,9 @@ class Cluster:
         *,
         type: PatchType = "merge",
         part: str = "",
-        is_trial: bool = False,
+        is_dry_run: bool = False,
     ) -> Json:
-        params = {"fieldManager": FIELD_MANAGER, **_trial(is_trial)}
+        params = {"fieldManager": FIELD_MANAGER, **_dry_run_params(is_dry_run)}
         if type == "apply":
             params["force"] = "true"
         path = _path(kind, namespace, name, part)
@@ -452,9 +459,9 @@ def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> s
     return "/" + "/".join(parts)
 
 
-def _trial(is_trial: bool) -> dict[str, str]:
+def _dry_run_params(is_dry_run: bool) -> dict[str, str]:
     """The server checks everything, rights included, and writes nothing."""
-    return {"dryRun": "All"} if is_trial else {}
+    return {"dryRun": "All"} if is_dry_run else {}
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:
@@ -496,8 +503,8 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return NotFound(details.get("kind") or kind, details.get("name", ""))
     if code == 409:
         return Conflict(text)
-    causes = {cause.get("reason") for cause in details.get("causes") or ()}
-    if code == 410 or "ResourceVersionTooLarge" in causes:
+    causes = details.get("causes") or ()
+    if code == 410 or any(cause.get("reason") == "ResourceVersionTooLarge" for cause in causes):
         return Gone(0, 0)
     if code in (401, 403):
         return _hinted(Denied(f"Kubernetes refused: {text}"), MAY_I)
@@ -505,7 +512,8 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
         return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
-    return Permanent(f"Kubernetes refused: {text}")
+    fields = [(cause.get("field", ""), cause.get("message", "")) for cause in causes]
+    return Rejected(f"Kubernetes refused: {text}", fields)
 
 
 def _hinted(error: ErrorT, hint: str) -> ErrorT:
@@ -528,73 +536,35 @@ def _nanosecond(text: str) -> int:
     return whole * 10**9 + int(digits.ljust(9, "0")[:9])
 
 
-EXEC_V1 = "client.authentication.k8s.io/v1"
-# lightkube does not catch what a file that is not a kubeconfig makes it raise.
-_BAD_CONFIG = (
-    *(ConfigError, OSError, KeyError, ValueError, AttributeError, TypeError),
-    *(msgspec.ValidationError, yaml.YAMLError),
-)
+STEP_S = 5.0  # a server whose clock was set back by more is believed
 
 
-class Access(NamedTuple):
-    """How to reach an API server, and as whom."""
+class ServerTime:
+    """Called, it tells the time as the server would."""
 
-    server: str
-    namespace: str
-    verify: ssl.SSLContext | bool
-    auth: httpx2.Auth | None
-    proxy: httpx2.Proxy | None = None
-    headers: Mapping[str, str] | None = None
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall = wall
+        self._monotonic = monotonic
+        self._ahead_s: float | None = None  # of the server, compared with the monotonic clock
 
+    def __call__(self) -> float:
+        return self._wall() if self._ahead_s is None else self._monotonic() + self._ahead_s
 
-def read_access(context: str | None, kubeconfig: str | None) -> Access:
-    """Raises Permanent if no usable configuration exists."""
-    try:
-        loaded = KubeConfig.from_file(kubeconfig) if kubeconfig else KubeConfig.from_env()
-        config = loaded.get(context)
-        assert config is not None
-        user = config.user
-        _check_files(config)
-        verify = verify_cluster(config.cluster, user, config.abs_file) if user else True
-        auth = _auth(user) if user else None
-    except _BAD_CONFIG as error:
-        raise Permanent(f"no usable Kubernetes configuration: {_one_line(error)}") from error
-    return Access(config.cluster.server, config.namespace, verify, auth)
+    def hear(self, date: str | None) -> None:
+        """Takes a date of whole seconds, cut off, that was some time on its way.
 
-
-def _check_files(config: SingleConfig) -> None:
-    """Raises ConfigError for a missing file, which OpenSSL would not name."""
-    user = config.user or User()
-    for path in (config.cluster.certificate_auth, user.client_cert, user.client_key):
-        if path is not None and not Path(config.abs_file(path)).is_file():
-            raise ConfigError(f"{path}: no such file")
-
-
-def _auth(user: User) -> httpx2.Auth | None:
-    """The user's authentication, with support for exec plugins of `v1`.
-
-    lightkube knows no version after `v1beta1`, whose answers look the same. The plugin itself is
-    called with the version that the kubeconfig states.
-    """
-    if user.exec is not None and user.exec.apiVersion == EXEC_V1:
-        request = {"apiVersion": EXEC_V1, "kind": "ExecCredential", "spec": {"interactive": False}}
-        variable = NameValue("KUBERNETES_EXEC_INFO", msgspec.json.encode(request).decode())
-        beta = f"{EXEC_V1}beta1"
-        plugin = replace(user.exec, apiVersion=beta, env=[*(user.exec.env or ()), variable])
-        user = replace(user, exec=plugin)
-    return user_auth(user)
-
-
-def no_credentials(error: Exception) -> Denied:
-    text = f"no credentials for the Kubernetes API server: {_one_line(error)}"
-    return _hinted(Denied(text), WHO_AM_I)
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"the file has no {error}"
-    if isinstance(error, AttributeError | TypeError):
-        return "this is not a kubeconfig"
-    name = getattr(error, "filename", None)
-    text = " ".join(str(error).split()) or type(error).__name__
-    return f"{text}: {name}" if name and str(name) not in text else text
+        So each is too early by up to a second and more, and the latest is the best.
+        """
+        if date is None:
+            return
+        try:
+            ahead_s = parsedate_to_datetime(date).timestamp() - self._monotonic()
+        except ValueError:
+            return
+        last = self._ahead_s
+        if last is None or ahead_s > last or ahead_s < last - STEP_S:
+            self._ahead_s = ahead_s

@@ -9,39 +9,45 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from atoll.backends.kubernetes.client import Cluster
-from atoll.backends.kubernetes.fabric import Members, fabric_folder, members
 from atoll.backends.kubernetes.followups import PatchJob
-from atoll.backends.kubernetes.names import BENCH, ETCD
+from atoll.backends.kubernetes.names import BENCH, ETCD, PART, UID
 from atoll.backends.kubernetes.options import KubernetesOptions
-from atoll.backends.kubernetes.parts import (
-    address,
-    answering,
-    bench_name,
-    etcd_words,
-    is_bench_over,
-    read_bench,
-    render_bench,
-    render_bench_service,
-    render_etcd,
-    render_etcd_service,
-    trouble_of,
-)
 from atoll.backends.kubernetes.patch import is_held, render_unhold
-from atoll.backends.kubernetes.pod import BROKEN, HOPELESS, Pod
-from atoll.backends.kubernetes.render import etcd_name, owner_of, reference_to
-from atoll.core.bench import LIMIT_S
-from atoll.core.errors import BackendError, Conflict, NotFound
-from atoll.core.mesh import MeshState
+from atoll.backends.kubernetes.placement import affinity, node_selector, ranks_of, tolerations
+from atoll.backends.kubernetes.pod import BROKEN, HOPELESS, Pod, when
+from atoll.backends.kubernetes.render import (
+    RESTRICTED,
+    etcd_name,
+    fabric_folder,
+    gang_metadata,
+    gang_name,
+    owner_of,
+    reference_to,
+    render_headless,
+)
+from atoll.core.bench import DONE, LIMIT_S, has_floor
+from atoll.core.errors import BackendError, Conflict, NotFound, ValidationError
+from atoll.core.mesh import DEFAULT_ETCD_PORT, MeshState
+from atoll.core.model import decode
 from atoll.core.ports import Key
-from atoll.core.status import BenchSeen, Chore, MeshStatus, Seen, Training, sooner
+from atoll.core.status import (
+    BenchResult,
+    DesiredState,
+    Followup,
+    MeshStatus,
+    Observation,
+    ObservedBench,
+    Training,
+    sooner,
+)
 from atoll.mesh.etcd import EtcdKeys
-from atoll.mesh.reach import MeshVerdict
+from atoll.mesh.reach import MeshVerdict, agent_name
 from atoll.mesh.watch import MeshWatch
 
 Json = dict[str, Any]
@@ -52,20 +58,20 @@ BENCH_EVERY_S = 5.0
 HELD_EVERY_S = 30.0
 
 
-class StartEtcd(Chore, frozen=True):
+class StartEtcd(Followup, frozen=True):
     """The etcd exists or is being started. Without a Training object, `job` owns it."""
 
     job: Json | None
 
 
-class FollowMesh(Chore, frozen=True):
+class FollowMesh(Followup, frozen=True):
     """The mesh watch expects these agents to reach each other, and reads their reports there."""
 
     endpoint: str
     members: Members | None
 
 
-class ClearBench(Chore, frozen=True):
+class ClearBench(Followup, frozen=True):
     """The result of the bench is stored, so its Job and Service are deleted."""
 
 
@@ -228,33 +234,37 @@ class Beside:
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         await self._meshes.sweep(known)
 
-    def look(
+    def observe_gang(
         self,
         training: Training,
         job: Json | None,
         newest: list[Pod],
         pods: list[Pod],
-        seen: Seen,
+        observation: Observation,
         now: float,
-    ) -> Seen:
+    ) -> Observation:
         """`seen`, completed with etcd, mesh and bench; `newest` is the last pod of each rank."""
         etcd = [pod for pod in pods if pod.part == ETCD]
         bench = [pod for pod in pods if pod.part == BENCH]
         if job is not None and is_held(job) and answering(etcd) is not None:
-            seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_unhold(job)))
-        if seen.wish is None or seen.wish.size == 0:
-            return self._look_at_bench(training, newest, bench, seen, now)
+            observation = _asking(
+                observation, PatchJob(why="its etcd answers", patch=render_unhold(job))
+            )
+        if observation.desired is None or observation.desired.size == 0:
+            return self._look_at_bench(training, newest, bench, observation, now)
         is_ending = training.is_cancelling or bool(training.status.failing)
-        is_etcd_wanted = seen.is_supervised and not is_ending
+        is_etcd_wanted = observation.is_supervised and not is_ending
         if self._options.has_own_etcd(training.spec) and is_etcd_wanted:
-            seen = self._look_at_etcd(training, job, etcd, seen, now)
+            observation = self._look_at_etcd(training, job, etcd, observation, now)
         if self._options.has_gate(training.spec):
-            agents = None if seen.wish is None else members(newest, seen.wish)
-            seen = self._look_at_mesh(training, agents, etcd, seen)
-        return self._look_at_bench(training, newest, bench, seen, now)
+            agents = None if observation.desired is None else members(newest, observation.desired)
+            observation = self._look_at_mesh(training, agents, etcd, observation)
+        return self._look_at_bench(training, newest, bench, observation, now)
 
-    async def perform(self, training: Training, namespace: str, chore: Chore, now: float) -> None:
-        match chore:
+    async def perform(
+        self, training: Training, namespace: str, followup: Followup, now: float
+    ) -> None:
+        match followup:
             case StartEtcd(job=job):
                 await self._start_etcd(training, namespace, job, now)
             case FollowMesh(endpoint=endpoint, members=agents):
@@ -287,23 +297,28 @@ class Beside:
             await self._clear_bench(training, namespace)
 
     def _look_at_etcd(
-        self, training: Training, job: Json | None, pods: list[Pod], seen: Seen, now: float
-    ) -> Seen:
+        self,
+        training: Training,
+        job: Json | None,
+        pods: list[Pod],
+        observation: Observation,
+        now: float,
+    ) -> Observation:
         """An etcd without pods is applied again: somebody may have deleted it."""
-        asked_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
+        desired_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
         if not pods:
-            is_due = now - asked_at >= ASK_AGAIN_S
-            chores = (StartEtcd(job=job),) if is_due else ()
-            seen = _asking(seen, *chores, again_in_s=ASK_AGAIN_S)
+            is_due = now - desired_at >= ASK_AGAIN_S
+            followups = (StartEtcd(job=job),) if is_due else ()
+            observation = _asking(observation, *followups, again_in_s=ASK_AGAIN_S)
         if not is_held(job):
-            return seen
+            return observation
         limit_s = self._options.image_timeout_s
-        seen = _asking(seen, again_in_s=min(limit_s, HELD_EVERY_S))
+        observation = _asking(observation, again_in_s=min(limit_s, HELD_EVERY_S))
         for pod in pods:
             is_late = now - pod.created_at > limit_s
             if pod.waiting_reason in HOPELESS or (is_late and pod.waiting_reason in BROKEN):
-                return replace(seen, fault=f"its etcd: {pod.waits_for}")
-        return replace(seen, message=etcd_words(pods, trouble))
+                return replace(observation, fault=f"its etcd: {pod.waits_for}")
+        return replace(observation, message=etcd_words(pods, trouble))
 
     async def _start_etcd(
         self, training: Training, namespace: str, job: Json | None, now: float
@@ -316,41 +331,48 @@ class Beside:
         self._etcds[training.uid] = (now, trouble_of(deployment))
 
     def _look_at_mesh(
-        self, training: Training, agents: Members | None, etcd: list[Pod], seen: Seen
-    ) -> Seen:
+        self, training: Training, agents: Members | None, etcd: list[Pod], observation: Observation
+    ) -> Observation:
         pod = answering(etcd)
         endpoint = self._options.etcd_endpoint or (address(pod) if pod else "")
         status = self._meshes.verdict(training.uid, endpoint)
         if status is None and training.status.mesh is None:
             status = MeshStatus(state=MeshState.PENDING, message="its ranks are being placed")
         if not self._meshes.is_followed(training.uid, endpoint, agents):
-            seen = _asking(seen, FollowMesh(endpoint=endpoint, members=agents), again_in_s=0.0)
-        return replace(seen, mesh=status)
+            observation = _asking(
+                observation, FollowMesh(endpoint=endpoint, members=agents), again_in_s=0.0
+            )
+        return replace(observation, mesh=status)
 
     def _look_at_bench(
-        self, training: Training, newest: list[Pod], pods: list[Pod], seen: Seen, now: float
-    ) -> Seen:
+        self,
+        training: Training,
+        newest: list[Pod],
+        pods: list[Pod],
+        observation: Observation,
+        now: float,
+    ) -> Observation:
         if training.spec.bench.mode == "off":
-            return seen
-        agents = None if seen.wish is None else members(newest, seen.wish)
-        asked_at = self._benches.get(training.uid)
+            return observation
+        agents = None if observation.desired is None else members(newest, observation.desired)
+        desired_at = self._benches.get(training.uid)
         bench = read_bench(
             training,
             pods,
             newest,
             self._options,
             now,
-            made_at=asked_at,
+            made_at=desired_at,
             are_ranks_placed=agents is not None,
         )
-        seen = replace(seen, bench=bench)
-        if asked_at is None and all(pod.is_leaving for pod in pods):
-            return seen
-        if self._is_bench_to_go(training, bench, now) and not seen.fault:
-            return _asking(seen, ClearBench())
-        return _asking(seen, again_in_s=BENCH_EVERY_S)
+        observation = replace(observation, bench=bench)
+        if desired_at is None and all(pod.is_leaving for pod in pods):
+            return observation
+        if self._is_bench_to_go(training, bench, now) and not observation.fault:
+            return _asking(observation, ClearBench())
+        return _asking(observation, again_in_s=BENCH_EVERY_S)
 
-    def _is_bench_to_go(self, training: Training, bench: BenchSeen, now: float) -> bool:
+    def _is_bench_to_go(self, training: Training, bench: ObservedBench, now: float) -> bool:
         """Whether the result of the bench is stored, or is about to be in this pass."""
         since = training.status.bench.started_at
         is_late = since is not None and now >= since + LIMIT_S
@@ -369,9 +391,13 @@ class Beside:
         return reference_to("batch/v1", "Job", job["metadata"]) if job else None
 
 
-def _asking(seen: Seen, *chores: Chore, again_in_s: float | None = None) -> Seen:
-    again_in_s = sooner(seen.again_in_s, again_in_s)
-    return replace(seen, chores=(*seen.chores, *chores), again_in_s=again_in_s)
+def _asking(
+    observation: Observation, *followups: Followup, again_in_s: float | None = None
+) -> Observation:
+    again_in_s = sooner(observation.again_in_s, again_in_s)
+    return replace(
+        observation, followups=(*observation.followups, *followups), again_in_s=again_in_s
+    )
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:
@@ -383,3 +409,304 @@ async def _end(task: asyncio.Task[None] | None) -> None:
 def _log_end(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
         log.error("the watch over a mesh ended: %s", error, exc_info=error)
+
+
+BENCH_PORT = 28_411
+HOST = "kubernetes.io/hostname"
+BENCH_KEPT_S = 3600  # how long a finished Job that nobody deletes stays
+# NEAR counts once for each rank on a node: below 100 ranks, two nodes score higher than one.
+APART, NEAR = 100, 1
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+
+
+def render_etcd_service(training: Training, options: KubernetesOptions, owner: Json | None) -> Json:
+    metadata = gang_metadata(training, owner, options, name=etcd_name(training))
+    return render_headless(metadata, training, ETCD, "client", DEFAULT_ETCD_PORT)
+
+
+def render_etcd(training: Training, options: KubernetesOptions, owner: Json | None) -> Json:
+    metadata = gang_metadata(training, owner, options, name=etcd_name(training))
+    labels = {**metadata["labels"], PART: ETCD}
+    pod: Json = {
+        "containers": [_etcd_container(training, options)],
+        "tolerations": tolerations(training.spec.resources, options),
+        "volumes": [{"name": "data", "emptyDir": {}}],
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 1,
+    }
+    pod |= options.shared("priorityClassName", "imagePullSecrets")
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata,
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "revisionHistoryLimit": 0,
+            "selector": {"matchLabels": {UID: training.uid, PART: ETCD}},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def _etcd_container(training: Training, options: KubernetesOptions) -> Json:
+    port = DEFAULT_ETCD_PORT
+    return {
+        "name": ETCD,
+        "image": options.etcd_image,
+        "command": [
+            "etcd",
+            "--data-dir=/data/etcd",
+            "--enable-v2=true",
+            f"--listen-client-urls=http://0.0.0.0:{port}",
+            f"--advertise-client-urls=http://{etcd_name(training)}:{port}",
+            "--listen-peer-urls=http://127.0.0.1:2380",
+            # No page in somebody's browser may read or write it, by its own name or by another's.
+            f"--cors=http://127.0.0.1:{port}",
+            f"--host-whitelist={_hosts(etcd_name(training))}",
+            "--unsafe-no-fsync",
+        ],
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in (("POD_IP", "status.podIP"), ("HOME_NS", "metadata.namespace"))
+        ],
+        "ports": [{"name": "client", "containerPort": port}],
+        "readinessProbe": {
+            "httpGet": {"path": "/health", "port": "client"},
+            "periodSeconds": 1,
+            "timeoutSeconds": 5,
+            "failureThreshold": 5,
+        },
+        "resources": {
+            "requests": {"cpu": "50m", "memory": "64Mi"},
+            "limits": {"memory": "512Mi"},
+        },
+        "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+        "securityContext": RESTRICTED,
+    }
+
+
+def _hosts(name: str) -> str:
+    """By which names the etcd may be asked: its Service, its pod, and a forwarded port."""
+    names = [name, f"{name}.$(HOME_NS)", f"{name}.$(HOME_NS).svc"]
+    names.append(f"{name}.$(HOME_NS).svc.cluster.local")
+    return ",".join([*names, "$(POD_IP)", "localhost", "127.0.0.1"])
+
+
+def answering(pods: list[Pod]) -> Pod | None:
+    """The etcd pod that is ready, if there is one."""
+    for pod in pods:
+        is_ready = pod.condition("Ready").get("status") == "True" and not pod.is_leaving
+        if is_ready and pod.status.get("podIP"):
+            return pod
+    return None
+
+
+def address(pod: Pod) -> str:
+    """By IP: the pod states it, and this process may run where cluster names do not resolve."""
+    ip = str(pod.status["podIP"])
+    return f"[{ip}]:{DEFAULT_ETCD_PORT}" if ":" in ip else f"{ip}:{DEFAULT_ETCD_PORT}"
+
+
+def trouble_of(deployment: Json) -> str:
+    """Why the Deployment's pod cannot be created (quota, admission), as far as that is known."""
+    conditions = deployment.get("status", {}).get("conditions") or ()
+    messages = (c.get("message", "") for c in conditions if c["type"] == "ReplicaFailure")
+    return next(messages, "")
+
+
+def etcd_words(pods: list[Pod], trouble: str = "") -> str:
+    """One line that says what a held Job waits for."""
+    reasons = (pod.waits_for for pod in pods if pod.waits_for and not pod.is_leaving)
+    waits = next(reasons, "" if pods else trouble)
+    return f"waits for its etcd{f': {waits}' if waits else ''}"
+
+
+def bench_name(training: Training) -> str:
+    return f"{gang_name(training)}-bench"
+
+
+def render_bench_service(
+    training: Training, options: KubernetesOptions, owner: Json | None
+) -> Json:
+    metadata = gang_metadata(training, owner, options, name=bench_name(training))
+    return render_headless(metadata, training, BENCH, BENCH, BENCH_PORT)
+
+
+def render_bench(
+    training: Training, options: KubernetesOptions, owner: Json | None, token: str
+) -> Json:
+    name = bench_name(training)
+    metadata = gang_metadata(training, owner, options, name=name)
+    container = {
+        "name": BENCH,
+        "image": options.agent_image,
+        "command": [
+            *("python", "-m", "atoll.bench.netbench", "pair", f"{name}-0.{name}:{BENCH_PORT}"),
+            f"--limit={LIMIT_S:g}",
+        ],
+        "env": [
+            {"name": "ATOLL_BENCH_TOKEN", "value": token},
+            {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
+        "ports": [{"name": BENCH, "containerPort": BENCH_PORT}],
+        # No limits: a CPU limit would lower what is measured.
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
+        "securityContext": RESTRICTED,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    needs = training.spec.resources
+    pod: Json = {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "containers": [container],
+        "tolerations": tolerations(needs, options),
+        "affinity": _affinity(training, options),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 1,
+    }
+    if selector := node_selector(needs, options):
+        pod["nodeSelector"] = selector
+    pod |= options.shared("imagePullSecrets", "hostNetwork", "dnsPolicy")
+    body = {
+        "completions": 2,
+        "parallelism": 2,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "ttlSecondsAfterFinished": BENCH_KEPT_S,
+        "template": {"metadata": {"labels": {**metadata["labels"], PART: BENCH}}, "spec": pod},
+    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body}
+
+
+def _affinity(training: Training, options: KubernetesOptions) -> Json:
+    """Where the two bench pods run: the ranks' node rules, plus rules between these pods.
+
+    `strict` requires two different nodes that run ranks; `preferred` prefers them. With a floor,
+    the link is measured before there are ranks: then on any two nodes that the ranks may use, and
+    the result says that they are not the ranks' own.
+    """
+    own = affinity(training, options) or {}
+    rules = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
+    apart = _term({UID: training.uid, PART: BENCH})
+    near = _term(ranks_of(training))
+    if training.spec.bench.placement == "strict":
+        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [apart]}}
+    rules["podAntiAffinity"] = {PREFERRED: [{"weight": APART, "podAffinityTerm": apart}]}
+    if not has_floor(training.spec):
+        rules["podAffinity"] = {PREFERRED: [{"weight": NEAR, "podAffinityTerm": near}]}
+    return rules
+
+
+def _term(labels: dict[str, str]) -> Json:
+    return {"topologyKey": HOST, "labelSelector": {"matchLabels": labels}}
+
+
+def is_bench_over(training: Training) -> bool:
+    """Whether the result of the bench is stored, and its pods may be deleted."""
+    return training.status.bench.phase in DONE
+
+
+def read_bench(
+    training: Training,
+    pods: Iterable[Pod],
+    ranks: Iterable[Pod],
+    options: KubernetesOptions,
+    now: float,
+    *,
+    made_at: float | None,
+    are_ranks_placed: bool,
+) -> ObservedBench:
+    """The state of the bench, from its own `pods` and those of the ranks.
+
+    `made_at` is when its Job was created; None if it was not.
+    """
+    pair = sorted((p for p in pods if not p.is_leaving and p.index in (0, 1)), key=_index)
+    if not pair:
+        if made_at is not None:
+            return _missing(now - made_at, options)
+        if has_floor(training.spec) or are_ranks_placed:
+            return ObservedBench(state="idle", message="about to be measured")
+        return ObservedBench(state="waiting", message="waits until all ranks have nodes")
+    if pair[-1].index == 1 and pair[-1].status.get("phase") == "Succeeded":
+        return _result(pair, {p.node for p in ranks if p.node})
+    for pod in pair:
+        if pod.status.get("phase") == "Failed" or _is_hopeless(pod, options, now):
+            return ObservedBench(state="failed", message=_bench_words(pod, now))
+    waiting = [p for p in pair if "running" not in p.state and not p.is_over]
+    if waiting or len(pair) < 2:
+        words = waiting[0].waits_for if waiting else ""
+        return ObservedBench(state="waiting", message=words or "its pods are being started")
+    a, b = (p.node for p in pair)
+    return ObservedBench(state="running", message=f"measuring {a} with {b}")
+
+
+def _missing(since_s: float, options: KubernetesOptions) -> ObservedBench:
+    """The state of a bench whose Job has no pods: a quota refused them, or they were deleted."""
+    limit_s = options.image_timeout_s
+    if since_s > limit_s:
+        return ObservedBench(state="failed", message=f"its pods are not there after {limit_s:g} s")
+    return ObservedBench(state="waiting", message="its pods are being created")
+
+
+def _result(pair: list[Pod], workers: set[str]) -> ObservedBench:
+    nodes = {p.index: p.node or "unknown" for p in pair}
+    ended: Json = pair[-1].state.get("terminated") or {}
+    try:
+        result = decode(str(ended.get("message", "")), BenchResult)
+    except ValidationError as error:
+        return ObservedBench(state="failed", message=f"its result cannot be read: {error}")
+    a, b = nodes.get(0, "unknown"), nodes[1]
+    result = replace(result, probe_node_a=a, probe_node_b=b, is_worker_pair={a, b} <= workers)
+    return ObservedBench(state="done", result=result)
+
+
+def _index(pod: Pod) -> int:
+    return pod.index
+
+
+def _is_hopeless(pod: Pod, options: KubernetesOptions, now: float) -> bool:
+    is_late = now - pod.created_at > options.image_timeout_s
+    return pod.waiting_reason in HOPELESS or (pod.waiting_reason in BROKEN and is_late)
+
+
+def _bench_words(pod: Pod, now: float) -> str:
+    if not pod.is_over:
+        return pod.waits_for
+    ended = pod.exit(is_stopped=False, now=now)
+    words = ended.log_tail[-1] if ended.log_tail else ended.message
+    return f"the pod on {pod.node} ended with {ended.reason}: {words or f'exit code {ended.code}'}"
+
+
+class Members(NamedTuple):
+    """The agents that must reach each other, and when the last of them got its node."""
+
+    agents: frozenset[str]
+    placed_at: float
+
+
+def members(newest: Iterable[Pod], desired: DesiredState) -> Members | None:
+    """The agents of the ranks that have a node; None while the scheduler has yet to decide on one.
+
+    A rank for which there is no room is not waited for: it joins when it gets a node.
+    """
+    pods = [pod for pod in newest if pod.rank < desired.size]
+    undecided = desired.size - len(pods) + sum(not _is_decided(pod) for pod in pods)
+    on_nodes = [p for p in pods if p.node is not None and not p.is_over and not p.is_leaving]
+    if undecided or not on_nodes:
+        return None
+    return Members(
+        agents=frozenset(agent_name(p.rank, p.node) for p in on_nodes if p.node),
+        placed_at=max(_placed_at(p) for p in on_nodes),
+    )
+
+
+def _is_decided(pod: Pod) -> bool:
+    return pod.node is not None or pod.is_over or pod.waiting_reason == "Unschedulable"
+
+
+def _placed_at(pod: Pod) -> float:
+    return when(pod.condition("PodScheduled").get("lastTransitionTime")) or pod.created_at

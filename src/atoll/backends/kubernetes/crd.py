@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from atoll.backends.kubernetes.explain import SPEC, described, status_schema
+from atoll.backends.kubernetes.names import GROUP, VERSION
 from atoll.core.checks import (
     LAUNCH_VARIABLES,
     NAME_PATTERN,
@@ -23,8 +24,6 @@ from atoll.core.spec import QUANTITY_PATTERN, URI_PATTERN, TrainingSpec
 
 Json = dict[str, Any]
 
-GROUP = "atoll.dev"
-VERSION = "v1"
 WORDS = {"maxItems": 1024, "items": {"type": "string", "maxLength": 65_536}}
 NAMES = {"maxItems": 64, "items": {"type": "string", "maxLength": 253}}
 

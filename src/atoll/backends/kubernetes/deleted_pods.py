@@ -107,7 +107,7 @@ class DeletedPods:
         """
         uid = training.uid
         names = {manifest["metadata"]["name"] for manifest in there}
-        ranks = {r.rank: r for r in (*training.status.ranks, *training.status.retired)}
+        ranks = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
         left = self._left.get(uid, {})
         gone = {name: Pod(manifest) for name, manifest in left.items() if name not in names}
         for name in [name for name, pod in gone.items() if is_stored(pod, ranks.get(pod.rank))]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from atoll.backends.kubernetes.stored import ExitGroup, RankGroup
+from atoll.backends.kubernetes.resource import ExitGroup, RankGroup
 from atoll.core.phase import Phase
-from atoll.core.reasons import PhaseReason, RankEnd, listing
+from atoll.core.reasons import ExitReason, PhaseReason, listing
 from atoll.core.status import AttemptStatus, Event, StatusHead
 
 Json = dict[str, Any]
@@ -87,7 +87,7 @@ STATUS = {
     "rootCause": "How the rank ended that brought the training down.",
     "rank": "The number of the rank.",
     "exitCode": "The exit code; not there if it could not be learned.",
-    "terminationReason": f"How it ended. {listing(RankEnd)}.",
+    "terminationReason": f"How it ended. {listing(ExitReason)}.",
     "restartCount": "How often the rank had been started again.",
     "signal": "The signal that killed it.",
     "startedAt": f"When it started, {SECONDS}.",
@@ -106,11 +106,11 @@ STATUS = {
     "gateOpenedAt": f"When ranks were let go, {SECONDS}.",
     "failing": "The reason of a decision to fail, until every rank has stopped.",
     "failingMessage": "The same for people.",
-    "askedAt": f"When the executor was last asked for ranks that it does not show, {SECONDS}.",
-    "asked": "What the executor was last asked for.",
+    "desiredAt": f"When the executor was last asked for ranks that it does not show, {SECONDS}.",
+    "desired": "What the executor was last asked for.",
     "version": "It grows with every change.",
     "size": "Ranks 0 to size-1 are wanted.",
-    "redo": "Ranks, each with an attempt that does not count.",
+    "discardedAttempts": "Ranks, each with an attempt that does not count.",
     "worldSizeHistory": "How the size of the world changed, the latest changes.",
     "at": f"When it was, {SECONDS}.",
     "lastResize": "The latest change of the target.",
@@ -122,7 +122,7 @@ STATUS = {
     "state": "How far that is.",
     "hosts": "How many hosts there are.",
     "foreignWrites": "Keys of the gate that somebody else wrote, and that were put right.",
-    "countedFrom": "The steady time of created, ended and bench, where it is not the wall's.",
+    "startedMonotonic": "The steady time of created, ended and bench, where it is not the wall's.",
     "clockSkew": "Seconds by which the clock of the ranks differs from the steady one.",
     "bench": "The measurement of the link between two hosts.",
     "result": "What was measured.",
@@ -146,7 +146,7 @@ STATUS = {
     "attempts": "Earlier attempts of ranks: the latest 20 of each, 500 in all.",
     "attempts.rank": "The rank.",
     "attempts.attempt": "Its number, from 0.",
-    "attempts.reason": f"How it ended, in one word: {listing(RankEnd)}.",
+    "attempts.reason": f"How it ended, in one word: {listing(ExitReason)}.",
     "attempts.message": "The same for people.",
     "count": "How often it happened in a row.",
     "id": "Its number.",
@@ -155,7 +155,7 @@ STATUS = {
     "ranks.phase": "Pending, Running, Succeeded, Failed or Stopped.",
     "ranks.message": "What these ranks wait for, or how they ended.",
     "ranks.restarts": "How often each of them was started again.",
-    "retired": "Ranks that were scaled away, those in the same state together.",
+    "removedRanks": "Ranks that were scaled away, those in the same state together.",
     "rankData": "All that is known of the ranks: JSON through zlib, in base64. atoll reads this.",
     "isStopped": "Whether atoll asked it to stop.",
     "rankExits": "How every rank that ran ended; those that ended alike together.",
@@ -174,13 +174,13 @@ def status_schema() -> Json:
         "events": _list(event),
         "attempts": _list(attempt),
         "ranks": _list(ranks),
-        "retired": _list(ranks),
+        "removedRanks": _list(ranks),
         "rankExits": _list(exits),
         "rankData": {"type": "string"},
     }
     moment = head["properties"]["conditions"]["items"]["properties"]["lastTransitionTime"]
     moment["format"] = "date-time"
-    text = f"What was seen. Of rankExits, terminationReason is {listing(RankEnd)}."
+    text = f"What was seen. Of rankExits, terminationReason is {listing(ExitReason)}."
     return described(head, STATUS, text)
 
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from atoll.backends.kubernetes.archive import Archive
 from atoll.backends.kubernetes.client import Cluster, gather
 from atoll.backends.kubernetes.code import CodeMaps, CodeMissing
 from atoll.backends.kubernetes.gate import is_open, render_opened_world, render_start
+from atoll.backends.kubernetes.logs import Archive
 from atoll.backends.kubernetes.names import PLANE, SELECTOR, UID
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.patch import LET_GO, render_lost, render_stopped
@@ -29,7 +29,7 @@ from atoll.backends.kubernetes.render import (
     render_world,
 )
 from atoll.core.errors import Conflict, NotFound, Permanent
-from atoll.core.status import Chore, Training, Wish
+from atoll.core.status import DesiredState, Followup, Training
 
 Json = dict[str, Any]
 
@@ -38,49 +38,49 @@ AT_ONCE = 20  # requests under way at a time where every pod needs one
 LOG_S = 1.0  # how long a pod that may be deleted waits for its log to be stored
 
 
-class KeepLogs(Chore, frozen=True):
+class KeepLogs(Followup, frozen=True):
     """The logs of these pods, deleted while they ran, are archived; they would be lost."""
 
     pods: tuple[Pod, ...]
     ranks: int
 
 
-class GiveUp(Chore, frozen=True):
+class GiveUp(Followup, frozen=True):
     """Pods on nodes that do not answer are marked as failed, so that the Job replaces them."""
 
     pods: tuple[Pod, ...]
 
 
-class LetGo(Chore, frozen=True):
+class LetGo(Followup, frozen=True):
     """Pods whose exits are stored, or that have none, lose their finalizer."""
 
     pods: tuple[Pod, ...]
 
 
-class MarkStopped(Chore, frozen=True):
+class MarkStopped(Followup, frozen=True):
     """The end of these pods does not count as a failure of their ranks."""
 
     pods: tuple[Pod, ...]
 
 
-class PatchJob(Chore, frozen=True):
+class PatchJob(Followup, frozen=True):
     """A merge patch of the Job. One that names a version is dropped if the Job has changed."""
 
     why: str
     patch: Json
 
 
-class OpenGate(Chore, frozen=True):
+class OpenGate(Followup, frozen=True):
     """These pods pass the start gate, and so do all that are created later."""
 
     pods: tuple[Pod, ...]
     together: int | None = None  # how many ranks the gate let go; not known of older Jobs
 
 
-class RestoreObjects(Chore, frozen=True):
+class RestoreObjects(Followup, frozen=True):
     """The ConfigMap and the Service of a gang exist again after somebody has deleted them."""
 
-    wish: Wish
+    desired: DesiredState
     job: Json
 
 
@@ -96,12 +96,14 @@ class GangObjects:
         self._is_owner = is_owner
         self._code = CodeMaps(cluster)
 
-    async def make(self, training: Training, wish: Wish, job: Json | None = None) -> None:
+    async def make(
+        self, training: Training, desired: DesiredState, job: Json | None = None
+    ) -> None:
         """Both objects exist. Called before the Job is created, and when they are missing later."""
         owner = self._owner(training, job)
         if job is None:
             await self._put_code(training)
-        world = render_world(training, wish, self._options, owner, is_opened=is_open(job))
+        world = render_world(training, desired, self._options, owner, is_opened=is_open(job))
         await self._cluster.patch("configmaps", *self._place(training), world, type="apply")
         await self._make_service(training, owner)
 
@@ -128,16 +130,16 @@ class GangObjects:
             await self._cluster.patch(kind, metadata["namespace"], metadata["name"], patch)
         await self._code.keep(metadata["namespace"], training.spec.code, _job_as_owner(job))
 
-    async def resize(self, training: Training, wish: Wish, job: Json) -> None:
+    async def resize(self, training: Training, desired: DesiredState, job: Json) -> None:
         """Ranks that start from now on read the new size and have DNS names."""
-        if wish.size > job["spec"]["completions"]:
+        if desired.size > job["spec"]["completions"]:
             await self._make_service(training, self._owner(training, job))
-        patch = {"data": render_size(wish)}
+        patch = {"data": render_size(desired)}
         try:
             await self._cluster.patch("configmaps", *self._place(training), patch)
         except NotFound:
-            if wish.size > 0:
-                await self.make(training, wish, job)
+            if desired.size > 0:
+                await self.make(training, desired, job)
 
     async def note_opened(self, training: Training) -> None:
         """Pods that are created from now on find the gate open."""
@@ -219,7 +221,7 @@ class PodKeeper:
             )
 
 
-class GangChores:
+class GangFollowups:
     """Performs the chores that concern ranks."""
 
     def __init__(
@@ -236,8 +238,8 @@ class GangChores:
         self._patch_job = patch_job
         self._clock = clock
 
-    async def perform(self, training: Training, chore: Chore) -> None:
-        match chore:
+    async def perform(self, training: Training, followup: Followup) -> None:
+        match followup:
             case KeepLogs(pods=pods, ranks=ranks):
                 # Reading goes on until the pod has ended; this pass does not wait for it.
                 for pod in pods:
@@ -252,8 +254,8 @@ class GangChores:
             case OpenGate(pods=pods, together=together):
                 await self._objects.note_opened(training)
                 await self._keeper.let_start(pods, together)
-            case RestoreObjects(wish=wish, job=job):
-                await self._objects.make(training, wish, job)
+            case RestoreObjects(desired=desired, job=job):
+                await self._objects.make(training, desired, job)
             case PatchJob(patch=patch):
                 # The Job was changed or deleted since it was read: the next look asks again.
                 with contextlib.suppress(Conflict, NotFound):

@@ -15,7 +15,7 @@ from atoll.backends.kubernetes.names import GATE, GATE_COUNT, GATE_OPENED, START
 from atoll.backends.kubernetes.patch import is_held, yielded_at
 from atoll.backends.kubernetes.pod import TURNED_AWAY, Pod, when
 from atoll.core.gate import may_start
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 
 Json = dict[str, Any]
 
@@ -119,10 +119,14 @@ def is_grace_unknown(job: Json) -> bool:
 
 
 def read_gate(
-    training: Training, job: Json | None, wish: Wish | None, newest: Iterable[Pod], now: float
+    training: Training,
+    job: Json | None,
+    desired: DesiredState | None,
+    newest: Iterable[Pod],
+    now: float,
 ) -> StartGate:
     """`newest` is the last pod of each rank."""
-    if job is None or wish is None or not is_gated(job):
+    if job is None or desired is None or not is_gated(job):
         return StartGate()
     world = training.spec.world_size
     candidates = [p for p in newest if p.rank < world.target and not p.is_leaving and not p.is_over]
@@ -142,7 +146,7 @@ def read_gate(
     is_grace_over = left is not None and left <= 0
     is_ending = training.is_cancelling or bool(training.status.failing)
     is_due = (
-        wish.size > 0
+        desired.size > 0
         and not is_ending
         and yielded_at(job) is None
         and not is_held(job)

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from atoll.backends.kubernetes.crd import GROUP, render_crd
-from atoll.backends.kubernetes.names import REPORT_KEY
+from atoll.backends.kubernetes.crd import render_crd
+from atoll.backends.kubernetes.names import GROUP, REPORT_KEY
 from atoll.backends.kubernetes.options import KubernetesOptions
 from atoll.backends.kubernetes.tokens import NAME as TOKENS
 from atoll.core.errors import ValidationError

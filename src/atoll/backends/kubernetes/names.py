@@ -1,5 +1,8 @@
 """Labels, annotations, finalizers and conditions that say what an object is to atoll."""
 
+GROUP = "atoll.dev"  # of the API with trainings, and its version
+VERSION = "v1"
+
 MANAGED = "app.kubernetes.io/managed-by"
 TRAINING = "atoll.dev/training"
 NAMESPACE = "atoll.dev/namespace"
@@ -7,7 +10,7 @@ UID = "atoll.dev/uid"
 PLANE = "atoll.dev/plane"  # the control plane it belongs to; the operator's has none
 PART = "atoll.dev/part"  # of a training: its ranks, or what runs beside them
 LOG_OF = "atoll.dev/log-of-rank"
-WISH = "atoll.dev/wish"
+DESIRED = "atoll.dev/desired"
 RELEASED = "atoll.dev/released"
 SHRINKS = "atoll.dev/shrinks"
 YIELDED = "atoll.dev/yielded"

@@ -8,17 +8,17 @@ from typing import Any
 import msgspec
 
 from atoll.backends.kubernetes.names import (
+    DESIRED,
     FINALIZER,
     HELD,
     QUEUE,
     RELEASED,
     SHRINKS,
     STOPPED,
-    WISH,
     YIELDED,
 )
 from atoll.core.model import encode
-from atoll.core.status import Wish
+from atoll.core.status import DesiredState
 
 Json = dict[str, Any]
 
@@ -27,18 +27,18 @@ SHRINKS_KEPT = 16
 LET_GO: Json = {"metadata": {"$deleteFromPrimitiveList/finalizers": [FINALIZER]}}
 
 
-def render_resize(wish: Wish, job: Json, now: float) -> Json:
+def render_resize(desired: DesiredState, job: Json, now: float) -> Json:
     """A merge patch that resizes the Job; the server refuses it if the Job has changed since.
 
     An annotation records each shrink, to tell ranks that were stopped from ranks that failed.
     """
-    annotations = {WISH: encode(wish).decode()}
-    if wish.size < job["spec"]["completions"]:
-        annotations |= _shrunk(job, wish.size, now)
+    annotations = {DESIRED: encode(desired).decode()}
+    if desired.size < job["spec"]["completions"]:
+        annotations |= _shrunk(job, desired.size, now)
     # Completions may never be 0, and may change only together with parallelism.
-    spec: Json = {"parallelism": wish.size}
-    if wish.size > 0:
-        spec["completions"] = wish.size
+    spec: Json = {"parallelism": desired.size}
+    if desired.size > 0:
+        spec["completions"] = desired.size
     version = job["metadata"]["resourceVersion"]
     return {"metadata": {"annotations": annotations, "resourceVersion": version}, "spec": spec}
 
@@ -77,12 +77,12 @@ def render_return(job: Json) -> Json:
     return {"metadata": _as_read(job, {YIELDED: None}), "spec": {"parallelism": size}}
 
 
-def render_size_restored(job: Json, wish: Wish) -> Json:
+def render_size_restored(job: Json, desired: DesiredState) -> Json:
     """A merge patch that restores the Job's size if somebody else has changed it; else {}."""
     if yielded_at(job) is not None or QUEUE in (job["metadata"].get("labels") or {}):
         return {}
     # Completions may never be 0.
-    due = {"parallelism": wish.size} | ({"completions": wish.size} if wish.size else {})
+    due = {"parallelism": desired.size} | ({"completions": desired.size} if desired.size else {})
     if all(job["spec"].get(field) == size for field, size in due.items()):
         return {}
     return {"metadata": _as_read(job), "spec": due}

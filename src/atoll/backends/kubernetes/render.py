@@ -23,7 +23,6 @@ from atoll.backends.kubernetes.code import (
     render_code_mounts,
     render_code_volumes,
 )
-from atoll.backends.kubernetes.fabric import render_agent
 from atoll.backends.kubernetes.gate import (
     TURNED_AWAY_RULE,
     render_gate,
@@ -32,7 +31,9 @@ from atoll.backends.kubernetes.gate import (
     render_together,
 )
 from atoll.backends.kubernetes.names import (
+    AGENT,
     CONTAINER,
+    DESIRED,
     ELASTIC,
     ETCD,
     FAILURES,
@@ -49,7 +50,6 @@ from atoll.backends.kubernetes.names import (
     STOPPED,
     TRAINING,
     UID,
-    WISH,
 )
 from atoll.backends.kubernetes.options import KubernetesOptions as Options
 from atoll.backends.kubernetes.placement import (
@@ -71,7 +71,8 @@ from atoll.core.errors import Permanent
 from atoll.core.mesh import DEFAULT_ETCD_PORT
 from atoll.core.model import encode
 from atoll.core.spec import Resources
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
+from atoll.mesh.reach import FABRIC_DIR
 
 Json = dict[str, Any]
 
@@ -89,6 +90,16 @@ REPORT = "process.py"  # the key in the gang's ConfigMap
 # rank's, the start gate's, the mesh agent's, one that somebody else may put there, and the patch's.
 RECORDS_BYTES = 12_288
 SHARES = 4
+# Limits equal requests: anything else would change the pod's quality-of-service class.
+AMOUNTS = {"cpu": "100m", "memory": "96Mi"}
+RESTRICTED: Json = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "runAsUser": 65532,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
 
 
 def gang_name(training: Training) -> str:
@@ -109,7 +120,7 @@ def gang_labels(training: Training) -> dict[str, str]:
 
 def render_world(
     training: Training,
-    wish: Wish,
+    desired: DesiredState,
     options: Options,
     owner: Json | None,
     *,
@@ -121,7 +132,7 @@ def render_world(
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": gang_metadata(training, owner, options),
-        "data": render_size(wish),
+        "data": render_size(desired),
     }
     if options.gates_start(training.spec):
         body["data"] |= render_opened_world(is_opened=is_opened)
@@ -141,8 +152,8 @@ def render_world(
     return body
 
 
-def render_size(wish: Wish) -> dict[str, str]:
-    return {"size": str(wish.size)}
+def render_size(desired: DesiredState) -> dict[str, str]:
+    return {"size": str(desired.size)}
 
 
 def render_service(training: Training, options: Options, owner: Json | None) -> Json:
@@ -166,11 +177,13 @@ def render_headless(metadata: Json, training: Training, part: str, port: str, nu
     }
 
 
-def render_job(training: Training, wish: Wish, options: Options, owner: Json | None = None) -> Json:
+def render_job(
+    training: Training, desired: DesiredState, options: Options, owner: Json | None = None
+) -> Json:
     """The gang: ranks `0..size-1`, each restarted on its own up to `max_restarts` times."""
     spec = training.spec
     metadata = gang_metadata(training, owner, options)
-    metadata["annotations"] = {**options.annotations, WISH: encode(wish).decode()}
+    metadata["annotations"] = {**options.annotations, DESIRED: encode(desired).decode()}
     is_held = options.has_own_etcd(spec)
     if is_held:  # until its etcd answers
         metadata["annotations"][HELD] = ETCD
@@ -178,8 +191,8 @@ def render_job(training: Training, wish: Wish, options: Options, owner: Json | N
         metadata["labels"][QUEUE] = options.kueue_queue
         metadata["annotations"][ELASTIC] = "true"  # or it would be stopped for every resize
     body: Json = {
-        "completions": wish.size,
-        "parallelism": wish.size,
+        "completions": desired.size,
+        "parallelism": desired.size,
         "completionMode": "Indexed",
         "backoffLimitPerIndex": spec.max_restarts,
         # A rank never runs twice: its successor waits until the last one is gone.
@@ -447,3 +460,37 @@ def _volumes(training: Training, options: Options) -> list[Json]:
     if options.gates_start(training.spec):
         made.append(render_gate_volume())
     return made
+
+
+def fabric_folder(training: Training) -> str:
+    """The training's folder in its etcd, named by uid because several trainings may share one."""
+    return f"{FABRIC_DIR}/{training.uid}"
+
+
+def render_agent(training: Training, etcd: str, options: Options) -> Json:
+    """A native sidecar: it starts before the rank, and ends after it without delaying it."""
+    fields = {
+        "RANK": f"metadata.annotations['{INDEX}']",
+        "NODE_NAME": "spec.nodeName",
+        "POD_IP": "status.podIP",
+    }
+    # Kubernetes replaces `$(NAME)` here.
+    command = [
+        *("python", "-m", "atoll.mesh.fabric"),
+        "--host=rank-$(RANK)@$(NODE_NAME)",
+        "--address=$(POD_IP)",
+        f"--etcd={etcd}",
+        f"--folder={fabric_folder(training)}",
+    ]
+    return {
+        "name": AGENT,
+        "image": options.agent_image,
+        "restartPolicy": "Always",
+        "command": command,
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+            for name, path in fields.items()
+        ],
+        "resources": {"requests": AMOUNTS, "limits": AMOUNTS},
+        "securityContext": RESTRICTED,
+    }

@@ -125,11 +125,11 @@ def set_aside(directory: Path, why: str) -> str:
 
 
 def _is_newer(record: Training, stored: Training) -> bool:
-    return record.status.phase.is_terminal or _wishes(record) > _wishes(stored)
+    return record.status.phase.is_terminal or _desired_states(record) > _desired_states(stored)
 
 
-def _wishes(training: Training) -> int:
-    return 0 if training.status.asked is None else training.status.asked.version
+def _desired_states(training: Training) -> int:
+    return 0 if training.status.desired is None else training.status.desired.version
 
 
 def _with_code(record: Training, directory: Path) -> Training:

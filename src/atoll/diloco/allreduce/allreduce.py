@@ -17,42 +17,42 @@ from atoll.core.errors import BackendError, DistributedError, ValidationError
 from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.arguments import (
-    MOST_REPLICAS,
-    MOST_ROUNDS,
+    MAX_REPLICAS,
+    MAX_ROUNDS,
     as_lists,
     check_seconds,
+    read_complete,
     read_min,
     read_round,
     read_run_id,
     read_weight,
-    read_whole,
 )
 from atoll.diloco.allreduce.catchup import Checkpoint, JoinState
 from atoll.diloco.allreduce.codecs import Codec, get_codec
 from atoll.diloco.allreduce.exchange import Abandoned, Behind, Exchange, run_as_one
 from atoll.diloco.allreduce.feedback import Feedback
-from atoll.diloco.allreduce.keys import WHOLE, Keys, part_of
+from atoll.diloco.allreduce.keys import COMPLETE, Keys, part_of
 from atoll.diloco.allreduce.layout import Layout, Vector
-from atoll.diloco.allreduce.note import Says
+from atoll.diloco.allreduce.manifest import Manifest, PastRound
+from atoll.diloco.allreduce.note import UploadHeader
 from atoll.diloco.allreduce.pace import MIN_GRACE_S, History
-from atoll.diloco.allreduce.roster import PastRound, Roster
 from atoll.diloco.allreduce.settle import (
     DONE,
     FAILED,
     LEFT,
-    Ballot,
+    Decider,
+    Decision,
     Left,
     Me,
-    Settler,
     refuse_foreign,
 )
 from atoll.diloco.allreduce.share import Share
 from atoll.diloco.allreduce.start import Start, read_start
 from atoll.diloco.allreduce.sweep import StoreSweep, refuse_unconditional
-from atoll.diloco.allreduce.team import Solo, Team, alike, lead, together
-from atoll.diloco.allreduce.upload import Cargo, Parcel
+from atoll.diloco.allreduce.team import Solo, Team, is_equal, lead, together
+from atoll.diloco.allreduce.upload import Parcel, Payload
 from atoll.diloco.allreduce.work import (
-    HeldMean,
+    EncodedMean,
     JointWork,
     ReduceReport,
     TensorWork,
@@ -116,8 +116,8 @@ class ObjectStoreAllReduce:
         `team`: the processes that are this replica together, all with the same arguments. Each
         brings its share with `allreduce_share` or `allreduce_parts`.
         """
-        self.world_size = read_whole("world_size", world_size, 1, MOST_REPLICAS)
-        self.rank = read_whole("rank", rank, 0, self.world_size - 1)
+        self.world_size = read_complete("world_size", world_size, 1, MAX_REPLICAS)
+        self.rank = read_complete("rank", rank, 0, self.world_size - 1)
         least = read_min(min_replicas, self.world_size)
         check_seconds("timeout_s", timeout_s)
         check_seconds("poll_interval_s", poll_interval_s)
@@ -127,7 +127,7 @@ class ObjectStoreAllReduce:
         self.down_codec = self.codec if down_codec is None else get_codec(down_codec, "down_codec")
         self._codecs = (self.codec.name, self.down_codec.name)
         self.keys = Keys(read_run_id(run_id))
-        keep_rounds = read_whole("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
+        keep_rounds = read_complete("keep_rounds", keep_rounds, 1, MAX_ROUNDS)
         self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.last_round: ReduceReport | None = None
         self.carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
@@ -136,12 +136,12 @@ class ObjectStoreAllReduce:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix=f"allreduce-{self.rank}")
         self._history = History(grace_s, timeout_s, poll_interval_s)
         self._beginning = start or read_start(self.world_size, least, min_replicas, grace_s)
-        self.settler = self._settler = Settler(
+        self.decider = self._decider = Decider(
             self.blobs, self.keys, me, self._history, self._pool, self._beginning
         )
         self._me = me
         self._feedback: dict[str, Feedback] = {}
-        self._cargo: dict[str, Cargo] = {}
+        self._cargo: dict[str, Payload] = {}
         self._shares: dict[str, Share] = {}
         self._next = read_round(round_id)  # the round to do next; None: ask the store
         self.may_be_late = False  # rounds may have been decided without this replica
@@ -151,7 +151,7 @@ class ObjectStoreAllReduce:
         lead(self.team, self._come)
 
     @property
-    def owes(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether values that do not count in their round, or parts of them, come with the next."""
         return self.carries or not self.codec.is_exact
 
@@ -172,7 +172,7 @@ class ObjectStoreAllReduce:
     def allreduce(
         self, tensors: Any, name: str = "", *, weight: float = 1.0, out: Any = None
     ) -> Any:
-        """The weighted mean of the roster: a list like `tensors`, or a tensor for one tensor.
+        """The weighted mean of the manifest: a list like `tensors`, or a tensor for one tensor.
 
         `out`: tensors like `tensors`, or those themselves, to hold the mean; they are what is
         returned. A loop that gives the result of its first call to the later ones needs no fresh
@@ -192,8 +192,8 @@ class ObjectStoreAllReduce:
             layouts.check_out(out, arrays)
         is_plain = self.codec.is_exact and self.down_codec.is_exact and not self.carries
         with self._lock:
-            cargo, feedback = self._load(layout)
-            work = TensorWork.of(cargo, feedback, weight, arrays, out, is_plain=is_plain)
+            payload, feedback = self._load(layout)
+            work = TensorWork.of(payload, feedback, weight, arrays, out, is_plain=is_plain)
             self._allreduce(work)
         assert (mean := work.out) is not None
         means = layouts.unflatten(mean, arrays) if out is None else layouts.fill(mean, out)
@@ -201,14 +201,14 @@ class ObjectStoreAllReduce:
 
     def describe(self, tensors: Sequence[Any], name: str = "") -> Layout:
         """The layout of a round with tensors like these."""
-        cargo = self._cargo.get(name)
+        payload = self._cargo.get(name)
         return layouts.describe(
             tensors,
             shards=self.world_size,
             codec=self.codec.name,
             down_codec=self.down_codec.name,
             name=name,
-            known=None if cargo is None else cargo.layout,
+            known=None if payload is None else payload.layout,
         )
 
     def share_of(self, layout: Layout) -> Share:
@@ -227,25 +227,26 @@ class ObjectStoreAllReduce:
         *,
         weight: float = 1.0,
         note: str = "",
-        says: Says | None = None,
+        header: UploadHeader | None = None,
     ) -> None:
         """`row` holds the mean of what this process carries, as it held its values; see `share_of`.
 
         `again` brings its values back, if it is called before this returns. If this fails, the row
         holds anything. `note` is a word for all members of the round, in the name of the upload;
-        `says` is what goes into the roster. With a ledger in it this is one round: it raises Behind
-        if the run is further, where the values of any other call would be brought to a later one.
+        `header` is what goes into the manifest. With a ledger in it this is one round: it raises
+        Behind if the run is further, where the values of any
+        other call would be brought to a later one.
 
         All processes of the replica call it, with the same layout and weight. What fails in one of
         them is raised in all.
         """
-        if self.owes:
+        if self.has_residual:
             raise ValidationError("codec", self.codec.name, "expected an exact one, see `begin`")
         with self._lock:
-            cargo, feedback = self._load(layout)
-            cargo.hold(row)
-            cargo.add(feedback.up)
-            work = Work(cargo, feedback, row, again, read_weight(weight), note, says)
+            payload, feedback = self._load(layout)
+            payload.hold(row)
+            payload.add(feedback.up)
+            work = Work(payload, feedback, row, again, read_weight(weight), note, header)
             self._allreduce(work)
 
     def begin(self, layout: Layout, again: Values | None = None) -> JointWork:
@@ -258,32 +259,37 @@ class ObjectStoreAllReduce:
             return JointWork.of(*self._load(layout), again)
 
     def allreduce_parts(
-        self, work: JointWork, *, weight: float = 1.0, note: str = "", says: Says | None = None
-    ) -> HeldMean:
+        self,
+        work: JointWork,
+        *,
+        weight: float = 1.0,
+        note: str = "",
+        header: UploadHeader | None = None,
+    ) -> EncodedMean:
         """The mean of what `begin` gave; as `allreduce_share`, from any thread."""
-        work.weight, work.note, work.says = read_weight(weight), note, says
+        work.weight, work.note, work.header = read_weight(weight), note, header
         with self._lock:
-            return HeldMean(self._allreduce(work))
+            return EncodedMean(self._allreduce(work))
 
-    def _load(self, layout: Layout) -> tuple[Cargo, Feedback]:
+    def _load(self, layout: Layout) -> tuple[Payload, Feedback]:
         """Memory for what this process brings, and what it owes of earlier rounds."""
         if self._is_closed:
             raise DistributedError("this all-reduce is closed: make another one")
         feedback = self._feedback_for(layout)
         settle_failed(self, feedback)
-        cargo = self._cargo.get(layout.name)
-        if cargo is None or cargo.layout != layout:
-            cargo = Cargo(self.share_of(layout), self.rank, self.codec)
-            self._cargo[layout.name] = cargo
-        return cargo, feedback
+        payload = self._cargo.get(layout.name)
+        if payload is None or payload.layout != layout:
+            payload = Payload(self.share_of(layout), self.rank, self.codec)
+            self._cargo[layout.name] = payload
+        return payload, feedback
 
     def _allreduce(self, work: Work) -> Exchange:
-        before, started, cargo = self.blobs.usage, time.monotonic(), work.cargo
+        before, started, payload = self.blobs.usage, time.monotonic(), work.payload
         try:
             if self.codec.needs_finite or self.down_codec.needs_finite:
-                together(self.team, cargo.check_finite)
+                together(self.team, payload.check_finite)
             exchange = self._until_done(work, started, before)
-            cargo.release()
+            payload.release()
             return exchange
         except BaseException:
             work.fail()
@@ -348,9 +354,9 @@ class ObjectStoreAllReduce:
         They do not wait for it then. Without $ATOLL_STARTED_TOGETHER only a failure is told.
         """
         has_left, self._has_left = self._has_left, True
-        is_told = not self.team.process and not has_left
-        if is_told and not isinstance(error, BackendError):  # a store that fails is not asked
-            self._settler.leave(DONE if error is None else FAILED)
+        is_requested = not self.team.process and not has_left
+        if is_requested and not isinstance(error, BackendError):  # a store that fails is not asked
+            self._decider.leave(DONE if error is None else FAILED)
 
     def close(self) -> None:
         """Stop the threads. Objects in the store stay."""
@@ -374,7 +380,7 @@ class ObjectStoreAllReduce:
     def _until_done(self, work: Work, started: float, before: Traffic) -> Exchange:
         begin = self._start() if self._next is None else self._next
         number, skipped = begin, list[int]()
-        is_single = work.says is not None and work.says.is_single
+        is_single = work.header is not None and work.header.is_single
         if self.may_be_late and not is_single:
             # Rounds already decided are lost to this replica: take part in the next one instead.
             number = max(begin, self._start(begin - 1))
@@ -383,119 +389,121 @@ class ObjectStoreAllReduce:
         self._next, self.may_be_late = begin, True
         while True:
             try:
-                roster, mean = self._one_round(number, work)
+                manifest, mean = self._one_round(number, work)
             except Behind as news:
                 log.warning("round %d is gone: the run is at round %d", number, news.latest)
                 if is_single:
                     raise
-                counted = partial(is_counted, self, work, news.roster)
+                counted = partial(is_counted, self, work, news.manifest)
                 work.bring_again(counted, carries=self.carries)
-                gone, number = number, self._start(number - 1)
-                skipped += range(gone, number)
+                departed, number = number, self._start(number - 1)
+                skipped += range(departed, number)
                 continue
             if mean is None:  # the round is void, by common decision: nobody has its mean
-                self._settler.last = None
+                self._decider.last = None
                 number += 1
                 continue
             self._next = number + 1
-            self._finish(roster, work, skipped, started, before)
+            self._finish(manifest, work, skipped, started, before)
             return mean
 
-    def _one_round(self, number: int, work: Work) -> tuple[Roster, Exchange | None]:
-        settler = self._settler
+    def _one_round(self, number: int, work: Work) -> tuple[Manifest, Exchange | None]:
+        decider = self._decider
         work.uploads.clear()
-        if settler.is_leaving:
-            work.note = WHOLE
+        if decider.is_leaving:
+            work.note = COMPLETE
         started = time.monotonic()
         self._upload(number, work)
         began = time.monotonic()
-        ballot = settler.first_ballot(number)
-        ballot.lead_s = began - started
+        decision = decider.first_ballot(number)
+        decision.lead_s = began - started
         while True:
-            roster = self._settle(ballot, work)
-            work.cargo.is_whole = False  # a roster with a whole upload is not waited for
-            work.upload = next((u for u in work.uploads if roster.has(u)), work.upload)
-            work.seconds["roster"] = time.monotonic() - began
-            if roster.error:
-                raise roster.refusal(self.rank)
-            if not roster.members:
-                return roster, None
-            refuse_foreign(roster, work.layout, self.rank)
-            exchange = self.exchange(roster, work.layout)
-            if roster.has(work.upload):
-                work.feedback.entry = work.entry(roster, self._pool)
+            manifest = self._settle(decision, work)
+            work.payload.is_complete = False  # a manifest with a whole upload is not waited for
+            work.upload = next((u for u in work.uploads if manifest.has(u)), work.upload)
+            work.seconds["manifest"] = time.monotonic() - began
+            if manifest.error:
+                raise manifest.refusal(self.rank)
+            if not manifest.members:
+                return manifest, None
+            refuse_foreign(manifest, work.layout, self.rank)
+            exchange = self.exchange(manifest, work.layout)
+            if manifest.has(work.upload):
+                work.feedback.entry = work.entry(manifest, self._pool)
             try:
                 self._check_claims(exchange, work)
-                run = partial(exchange.run, work.upload, work.cargo, work.feedback, work.out)
-                run_as_one(self.team, roster, run)
+                run = partial(exchange.run, work.upload, work.payload, work.feedback, work.out)
+                run_as_one(self.team, manifest, run)
             except Abandoned as news:
                 work.feedback.give_up()
                 work.bring_back()
-                ballot = settler.next_ballot(roster, news.blame)
-                ballot.is_blamed = work.upload in ballot.blamed
+                decision = decider.next_decision(manifest, news.damage)
+                decision.is_blamed = work.upload in decision.blamed
                 continue
             work.seconds |= exchange.seconds
-            return roster, exchange
+            return manifest, exchange
 
     def go(self) -> None:
         """Wait for no round: whoever waits hands in and raises Left. From any thread."""
-        self._settler.is_leaving = self.team.processes == 1
+        self._decider.is_leaving = self.team.processes == 1
 
     def depart(self) -> None:
         """Mark this replica as one that was told to leave."""
         has_left, self._has_left = self._has_left, True
         if not has_left and not self.team.process:
-            self._settler.leave(LEFT)
+            self._decider.leave(LEFT)
 
-    def _settle(self, ballot: Ballot, work: Work) -> Roster:
+    def _settle(self, decision: Decision, work: Work) -> Manifest:
         while True:
-            if self._settler.is_leaving:
-                return self._hand_in(ballot, work)
-            ballot.idle_s = work.says.idle_s if work.says else 0.0
-            roster = lead(self.team, lambda: self._settler.settle(ballot, work.layout, self.codec))
-            if isinstance(roster, PastRound):
-                raise Behind(*roster)
-            if roster is not None:
-                return roster
-            if not self._settler.is_leaving:
-                self._upload(ballot.number, work)
+            if self._decider.is_leaving:
+                return self._hand_in(decision, work)
+            decision.idle_s = work.header.idle_s if work.header else 0.0
+            manifest = lead(
+                self.team, lambda: self._decider.settle(decision, work.layout, self.codec)
+            )
+            if isinstance(manifest, PastRound):
+                raise Behind(*manifest)
+            if manifest is not None:
+                return manifest
+            if not self._decider.is_leaving:
+                self._upload(decision.number, work)
 
-    def _hand_in(self, ballot: Ballot, work: Work) -> Roster:
-        """Raises Left, with a whole upload in the store; or the roster that was there before."""
-        if work.note != WHOLE:
-            work.note = WHOLE
-            self._upload(ballot.number, work)
-        roster = self._settler.read_decided(ballot)
-        if isinstance(roster, PastRound):
-            raise Behind(*roster)
-        if roster is None or roster.has(work.uploads[-1]):
+    def _hand_in(self, decision: Decision, work: Work) -> Manifest:
+        """Raises Left, with a whole upload in the store; or the manifest that was there before."""
+        if work.note != COMPLETE:
+            work.note = COMPLETE
+            self._upload(decision.number, work)
+        manifest = self._decider.read_decided(decision)
+        if isinstance(manifest, PastRound):
+            raise Behind(*manifest)
+        if manifest is None or manifest.has(work.uploads[-1]):
             self.depart()
             raise Left
-        return roster
+        return manifest
 
     def _check_claims(self, exchange: Exchange, work: Work) -> None:
-        """Raises Abandoned, or Behind, for a roster that is none of this replica's ledger.
+        """Raises Abandoned, or Behind, for a manifest that is none of this replica's ledger.
 
         As every member must publish a mean, such a round is never committed.
         """
-        roster, scribe = exchange.roster, self._settler.scribe
-        problem = None if scribe is None else scribe.problem(roster.data_round())
+        manifest, ledger_writer = exchange.manifest, self._decider.ledger_writer
+        problem = None if ledger_writer is None else ledger_writer.problem(manifest.data_round())
         if problem is None:
             return
-        if not roster.has(work.upload):
-            raise Behind(roster.round, roster)
-        log.warning("round %d: its roster is refused: %s", roster.round, problem)
+        if not manifest.has(work.upload):
+            raise Behind(manifest.round, manifest)
+        log.warning("round %d: its manifest is refused: %s", manifest.round, problem)
         raise Abandoned(lead(self.team, lambda: exchange.refuse(work.upload, problem)))
 
     def _come(self) -> None:
         refuse_unconditional(self.blobs)
-        self._settler.come()
+        self._decider.come()
 
     def _upload(self, number: int, work: Work) -> None:
         """The upload of the replica is whole: process 0 puts its object when all others have."""
         began = time.monotonic()
         team = self.team
-        # Every upload has a name of its own, so that what a roster names never changes.
+        # Every upload has a name of its own, so that what a manifest names never changes.
         nonce = lead(team, lambda: secrets.token_hex(8))
         work.upload = self.keys.upload(
             number,
@@ -505,87 +513,89 @@ class ObjectStoreAllReduce:
             work.layout.fingerprint,
             team.processes,
             work.note,
-            work.says.text if work.says else "",
+            work.header.text if work.header else "",
         )
         work.uploads.append(work.upload)
-        self._settler.uploads.append(work.upload)
+        self._decider.uploads.append(work.upload)
         key = part_of(work.upload, team.process)
-        encoded, work.cargo.is_whole = began, work.note == WHOLE
+        encoded, work.payload.is_complete = began, work.note == COMPLETE
 
         def pack() -> Parcel:
             nonlocal encoded
-            parcel = work.cargo.pack(key, self._pool)
+            parcel = work.payload.pack(key, self._pool)
             encoded = time.monotonic()
             if team.process:
                 self.blobs.put(key, parcel.pieces)
             return parcel
 
-        packed, sections = alike(team, pack, lambda parcel: parcel.sections)
-        says = work.says.full if work.says else b""
-        footer = work.cargo.footer(key, sections, says)
+        packed, sections = is_equal(team, pack, lambda parcel: parcel.sections)
+        header = work.header.full if work.header else b""
+        footer = work.payload.footer(key, sections, header)
         lead(team, lambda: self.blobs.put(key, [*packed.pieces, footer]))
         work.seconds |= {"encode": encoded - began, "upload": time.monotonic() - encoded}
 
     def _finish(
-        self, roster: Roster, work: Work, skipped: list[int], started: float, before: Traffic
+        self, manifest: Manifest, work: Work, skipped: list[int], started: float, before: Traffic
     ) -> None:
-        is_member = roster.has(work.upload)
+        is_member = manifest.has(work.upload)
         self.may_be_late = not is_member
         if is_member:
             work.settle()
-        elif roster.member(self.rank) is None:
+        elif manifest.member(self.rank) is None:
             work.carry() if self.carries else work.drop()
         else:  # the rank's work is in the round, so that of this process must not come in later
-            log.warning("round %d: another process was taken for rank %d", roster.round, self.rank)
+            log.warning(
+                "round %d: another process was taken for rank %d", manifest.round, self.rank
+            )
             work.drop()
-        if not roster.missing:
+        if not manifest.missing:
             # How far apart processes start says nothing about the rounds that follow.
-            spread = roster.spread_s
-            self._history.note_spread(spread if roster.round else min(spread, MIN_GRACE_S / 4))
-        self._settler.last = roster
-        self._beginning.begin(len(roster.members))
+            spread = manifest.spread_s
+            self._history.note_spread(spread if manifest.round else min(spread, MIN_GRACE_S / 4))
+        self._decider.last = manifest
+        self._beginning.begin(len(manifest.members))
         used = self.blobs.usage.since(before)
         work.seconds["total"] = time.monotonic() - started
         self.last_round = ReduceReport(
-            round=roster.round,
-            attempt=roster.attempt,
-            roster=roster.weights,
+            round=manifest.round,
+            attempt=manifest.attempt,
+            members=manifest.weights,
             is_member=is_member,
-            missing=list(roster.missing),
+            missing=list(manifest.missing),
             skipped=skipped,
             bytes_up=used.bytes_up,
             bytes_down=used.bytes_down,
             requests=used.requests,
             seconds=dict(work.seconds),
-            committed=roster,
-            notes={m.rank: m.note for m in roster.members if m.note},
+            committed=manifest,
+            notes={m.rank: m.note for m in manifest.members if m.note},
         )
-        if roster.by == self._me.nonce and not self.team.process:
-            self._sweep.start(roster.round)
+        if manifest.by == self._me.nonce and not self.team.process:
+            self._sweep.start(manifest.round)
 
     def _start(self, known: int = -1) -> int:
         """The round after the newest one that was decided; `known` was."""
 
-        def read() -> tuple[tuple[int, int] | None, Roster | None]:
+        def read() -> tuple[tuple[int, int] | None, Manifest | None]:
             newest = catchup.newest(self.blobs, self.keys, known)
-            return newest, newest and self._settler.read(self.keys.roster(*newest))
+            return newest, newest and self._decider.read(self.keys.manifest(*newest))
 
-        newest, roster = lead(self.team, read)
+        newest, manifest = lead(self.team, read)
         if newest is None:
             return 0
         self._beginning.begin()
-        self._settler.last = roster
-        if roster is not None:
-            self._history.note_spread(min(roster.spread_s, MIN_GRACE_S / 4))
+        self._decider.last = manifest
+        if manifest is not None:
+            self._history.note_spread(min(manifest.spread_s, MIN_GRACE_S / 4))
         return newest[0] + 1
 
-    def exchange(self, roster: Roster, layout: Layout) -> Exchange:
+    def exchange(self, manifest: Manifest, layout: Layout) -> Exchange:
         up, down = (
             own if name == own.name else get_codec(name)
             for name, own in ((layout.codec, self.codec), (layout.down_codec, self.down_codec))
         )
-        held = (self.blobs, self.keys, self._me, self._history, self._pool)
-        return Exchange(*held, roster, self._readable(layout), up, down)
+        stored = (self.blobs, self.keys, self._me, self._history, self._pool)
+        return Exchange(*stored, manifest, self._readable(layout), up, down)
 
     def _readable(self, layout: Layout) -> Share:
         """What is read of a round: the own share, or all of one that was cut in another way."""

@@ -20,9 +20,9 @@ from atoll.diloco.allreduce.exchange import Abandoned, Exchange
 from atoll.diloco.allreduce.feedback import Entry
 from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round, parse_upload
 from atoll.diloco.allreduce.layout import Layout, Vector
+from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.pace import poll_pause
-from atoll.diloco.allreduce.roster import Roster
-from atoll.diloco.allreduce.settle import Settler
+from atoll.diloco.allreduce.settle import Decider
 from atoll.diloco.allreduce.team import Team, lead, together
 from atoll.diloco.blobs import Blobs
 
@@ -63,9 +63,9 @@ class Reader(Protocol):
     """How one process reads the rounds of a run."""
 
     team: Team
-    settler: Settler
+    decider: Decider
 
-    def exchange(self, roster: Roster, layout: Layout) -> Exchange: ...
+    def exchange(self, manifest: Manifest, layout: Layout) -> Exchange: ...
 
 
 class _Arrays(msgspec.Struct, frozen=True):
@@ -100,17 +100,17 @@ def load(blobs: Blobs, keys: Keys) -> Checkpoint | None:
 
 
 def latest(blobs: Blobs, keys: Keys, after: int = -1) -> tuple[int, int] | None:
-    """Round and attempt of the newest roster of a round later than `after`, or None."""
-    listing = blobs.find(keys.rosters(), keys.roster(after, 9999) if after >= 0 else None)
+    """Round and attempt of the newest manifest of a round later than `after`, or None."""
+    listing = blobs.find(keys.manifests(), keys.manifest(after, 9999) if after >= 0 else None)
     return max(filter(None, (parse_attempt(blob.key) for blob in listing)), default=None)
 
 
 def newest(blobs: Blobs, keys: Keys, known: int = -1) -> tuple[int, int] | None:
     """As `latest`, at a cost that does not grow with the number of rounds.
 
-    There may be thousands of rosters, but few uploads. Nobody uploads to a round before the one
-    before it is decided, so the newest uploads tell where in the rosters to begin. `known`: a round
-    that was.
+    There may be thousands of manifests, but few uploads. Nobody uploads to a round before the one
+    before it is decided, so the newest uploads tell where in the manifests to begin. `known`: a
+    round that was.
     """
     after = known - 1
     if known < 0:
@@ -125,9 +125,9 @@ def join(reader: Reader) -> JoinState:
 
     Raises Gone if there is no checkpoint and the first means are no longer in the store.
     """
-    settler = reader.settler
+    decider = reader.decider
     while True:
-        checkpoint = load(settler.blobs, settler.keys)
+        checkpoint = load(decider.blobs, decider.keys)
         start = following = 0 if checkpoint is None else checkpoint.round + 1
         means = []
         try:
@@ -143,13 +143,13 @@ def join(reader: Reader) -> JoinState:
 
 def was_committed(reader: Reader, entry: Entry) -> bool:
     """Whether the round of the entry has its upload. Waits for the round, or ends it, as `join`."""
-    settler, number = reader.settler, entry.roster.round
+    decider, number = reader.decider, entry.manifest.round
 
     def newest() -> tuple[int, int] | None:
-        return latest(settler.blobs, settler.keys, number)
+        return latest(decider.blobs, decider.keys, number)
 
     def has_own() -> bool:
-        return reader.exchange(entry.roster, entry.share.layout).has(entry.rank)
+        return reader.exchange(entry.manifest, entry.share.layout).has(entry.rank)
 
     is_last = lead(reader.team, newest) is None
     if is_last and not lead(reader.team, has_own):
@@ -158,9 +158,9 @@ def was_committed(reader: Reader, entry: Entry) -> bool:
         mean = _read_round(reader, number, is_last=is_last)
     except (Outdated, Gone):  # its means are deleted: it is over, and its last attempt counts
         return not lead(
-            reader.team, lambda: _was_decided(settler, number, entry.roster.attempt + 1)
+            reader.team, lambda: _was_decided(decider, number, entry.manifest.attempt + 1)
         )
-    committed = settler.last
+    committed = decider.last
     return mean is not None and committed is not None and committed.has(entry.upload)
 
 
@@ -176,10 +176,10 @@ def read_since(
 
     Raises Outdated or Gone if a mean is no longer in the store.
     """
-    settler = reader.settler
+    decider = reader.decider
     while True:
         after = following - 1
-        newest = lead(reader.team, lambda: latest(settler.blobs, settler.keys, after))  # noqa: B023
+        newest = lead(reader.team, lambda: latest(decider.blobs, decider.keys, after))  # noqa: B023
         if newest is None:
             return
         for number in range(following, newest[0] + 1):
@@ -195,33 +195,33 @@ def _read_round(
 
     A round that nobody completes any more becomes void.
     """
-    settler, team = reader.settler, reader.team
+    decider, team = reader.decider, reader.team
     attempt, started = 0, time.monotonic()
     while True:
 
-        def read(attempt: int = attempt, started: float = started) -> tuple[Roster | None, bool]:
-            key = settler.keys.roster(number, attempt)
-            roster = settler.read(key)
-            is_over = not is_last or _is_overdue(settler, started)
-            if roster is None and is_over:
-                roster = _end(settler, number, attempt)
-            return roster, is_over
+        def read(attempt: int = attempt, started: float = started) -> tuple[Manifest | None, bool]:
+            key = decider.keys.manifest(number, attempt)
+            manifest = decider.read(key)
+            is_over = not is_last or _is_overdue(decider, started)
+            if manifest is None and is_over:
+                manifest = _end(decider, number, attempt)
+            return manifest, is_over
 
-        roster, is_over = lead(team, read)
-        if roster is not None and not roster.members:
+        manifest, is_over = lead(team, read)
+        if manifest is not None and not manifest.members:
             return None
-        if roster is not None:
-            settler.last = roster
-            look = _Look(reader.exchange(roster, Layout.unpack(roster.layout)), out)
-            words = together(team, look.read)
-            if is_over and MISSING in words and VOID not in words:
-                lead(team, lambda: _fail_if_swept(settler, number, is_last=is_last))
-                words = together(team, look.end)
-            if VOID in words:
+        if manifest is not None:
+            decider.last = manifest
+            check = _Look(reader.exchange(manifest, Layout.unpack(manifest.layout)), out)
+            messages = together(team, check.read)
+            if is_over and MISSING in messages and VOID not in messages:
+                lead(team, lambda: _fail_if_swept(decider, number, is_last=is_last))
+                messages = together(team, check.end)
+            if VOID in messages:
                 attempt, started = attempt + 1, time.monotonic()
                 continue
-            if look.is_read and MISSING not in words:
-                return look.out, look.exchange.layout
+            if check.is_read and MISSING not in messages:
+                return check.out, check.exchange.layout
         time.sleep(poll_pause(time.monotonic() - started, 0.0))
 
 
@@ -255,52 +255,52 @@ class _Look:
         return self.read()
 
 
-def _fail_if_swept(settler: Settler, number: int, *, is_last: bool) -> None:
+def _fail_if_swept(decider: Decider, number: int, *, is_last: bool) -> None:
     """Raises Outdated or Gone if the means of round `number` have been deleted.
 
     Once there is a checkpoint, means are deleted only when a newer one covers them.
     """
-    saved = settler.blobs.find(settler.keys.checkpoints())
+    saved = decider.blobs.find(decider.keys.checkpoints())
     if any((parse_round(blob.key) or 0) > number for blob in saved):
         raise Outdated
     if not saved and not is_last:
         raise Gone(number, number + 1)
 
 
-def _end(settler: Settler, number: int, attempt: int) -> Roster:
-    """The roster of an attempt that nobody decides any more: a void one, if there is none.
+def _end(decider: Decider, number: int, attempt: int) -> Manifest:
+    """The manifest of an attempt that nobody decides any more: a void one, if there is none.
 
-    Raises Outdated or Gone if the round is past: its roster is not missing, but folded.
+    Raises Outdated or Gone if the round is past: its manifest is not missing, but folded.
     """
-    key, void = settler.keys.roster(number, attempt), settler.void(number, attempt)
-    _fail_if_past(settler, number)
-    roster = settler.write(key, void)
-    if roster is void:  # the run may have gone on while this process slept
+    key, void = decider.keys.manifest(number, attempt), decider.void(number, attempt)
+    _fail_if_past(decider, number)
+    manifest = decider.write(key, void)
+    if manifest is void:  # the run may have gone on while this process slept
         try:
-            _fail_if_past(settler, number)
-            is_last = latest(settler.blobs, settler.keys, number) is None
-            _fail_if_swept(settler, number, is_last=is_last or not attempt)
+            _fail_if_past(decider, number)
+            is_last = latest(decider.blobs, decider.keys, number) is None
+            _fail_if_swept(decider, number, is_last=is_last or not attempt)
         except (Outdated, Gone):
-            settler.blobs.delete([key])
+            decider.blobs.delete([key])
             raise
-    return roster
+    return manifest
 
 
-def _fail_if_past(settler: Settler, number: int) -> None:
-    if past.is_past(settler.blobs, settler.keys, number):
-        _fail_if_swept(settler, number, is_last=False)
+def _fail_if_past(decider: Decider, number: int) -> None:
+    if past.is_past(decider.blobs, decider.keys, number):
+        _fail_if_swept(decider, number, is_last=False)
         raise Gone(number, number + 1)
 
 
-def _was_decided(settler: Settler, number: int, attempt: int) -> bool:
-    if settler.read(settler.keys.roster(number, attempt)) is not None:
+def _was_decided(decider: Decider, number: int, attempt: int) -> bool:
+    if decider.read(decider.keys.manifest(number, attempt)) is not None:
         return True
-    folded = past.read_round(settler.blobs, settler.keys, number)
-    return any(roster.attempt == attempt for roster in folded)
+    folded = past.read_round(decider.blobs, decider.keys, number)
+    return any(manifest.attempt == attempt for manifest in folded)
 
 
-def _is_overdue(settler: Settler, started: float) -> bool:
-    return time.monotonic() - started > 2 * settler.history.owner_grace(0.0)
+def _is_overdue(decider: Decider, started: float) -> bool:
+    return time.monotonic() - started > 2 * decider.history.owner_grace(0.0)
 
 
 def _pack(state: bytes | Sequence[Any]) -> bytes:

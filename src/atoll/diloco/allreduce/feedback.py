@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from atoll.diloco.allreduce.layout import Vector
-from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.share import Share
 
 
@@ -30,12 +30,12 @@ def set_left_out(out: Vector, values: Vector, sent: Vector) -> None:
         _drop_infinite(out[at])
 
 
-_LEAST_SHARE = 1e-6
+_MIN_SHARE = 1e-6
 _SLICE = 1 << 16  # values of a pass that stay in the cache
 _LARGEST = np.finfo(np.float32).max
 
 
-def add_owed(row: Vector, residual: Vector) -> None:
+def add_residual(row: Vector, residual: Vector) -> None:
     """Add the residual in place. A sum of finite values beyond the largest float is that float."""
     for start in range(0, row.size, _SLICE):
         part = row[start : start + _SLICE]
@@ -56,13 +56,13 @@ def _drop_infinite(residual: Vector) -> None:
 
 @dataclass
 class Entry:
-    """What this process will owe if the attempt of `roster` is committed with its `upload`.
+    """What this process will owe if the attempt of `manifest` is committed with its `upload`.
 
     `find_left_out` computes what the upload lacks, into a row if it gets one, as long as the values
     are there; `left_out` is that of a call that has failed.
     """
 
-    roster: Roster
+    manifest: Manifest
     upload: str
     rank: int
     share: Share
@@ -119,13 +119,13 @@ class Feedback:
             self.up = entry.left_out
         if self.up is not None and self.decay != 1:
             self.up *= np.float32(self.decay)
-        weights = entry.roster.weights
+        weights = entry.manifest.weights
         share = weights[entry.rank] / max(weights.values())
         share /= sum(weight / max(weights.values()) for weight in weights.values())
         for shard, residual in entry.shards.items():
             self.down.pop(shard, None)
             # A light rank would bring it back beyond measure when it weighs again.
-            if share < _LEAST_SHARE:
+            if share < _MIN_SHARE:
                 if shard == entry.rank:
                     self.down[shard] = residual
                 continue
@@ -137,7 +137,7 @@ class Feedback:
                 with np.errstate(over="ignore", invalid="ignore"):
                     np.divide(part, np.float32(share), out=part)
                 _drop_infinite(part)
-                add_owed(own[start : start + _SLICE], part)
+                add_residual(own[start : start + _SLICE], part)
 
     def carry(self, values: Vector) -> None:
         """The round did without this rank, which owes all of its values now."""

@@ -1,7 +1,7 @@
 """The keys of a run's objects in the store.
 
-roster/ROUND.ATTEMPT            who is in the round: created once
-past/ROUND                      the rosters of the BLOCK rounds from that one on, folded
+manifest/ROUND.ATTEMPT            who is in the round: created once
+past/ROUND                      the manifests of the BLOCK rounds from that one on, folded
 up/ROUND/RANK.NONCE.WEIGHT.LAYOUT   what one rank brings to the round; .PROCESSES if several do,
                                 .nNOTE where it has a word for all the others, .C… with how far
                                 it trained and on which data (see note.py)
@@ -30,11 +30,13 @@ UPLOAD = re.compile(
 ATTEMPT = re.compile(r"(\d{8})\.(\d{4})")
 
 
-BLOCK = 1000  # rounds whose rosters are folded into one object; part of the format
+BLOCK = 1000  # rounds whose manifests are folded into one object; part of the format
 
 LEFT = re.compile(r"left/([^/]+)/(\d{5})\.(done|failed|left)")
 
-WHOLE = "left"  # the note of a rank that does not wait for the round: its own shard is in it, too
+COMPLETE = (
+    "left"  # the note of a rank that does not wait for the round: its own shard is in it, too
+)
 
 
 class UploadName(NamedTuple):
@@ -47,7 +49,7 @@ class UploadName(NamedTuple):
     size: int = 0
     processes: int = 1
     note: str = ""
-    says: str = ""
+    header: str = ""
 
 
 class Keys:
@@ -56,11 +58,11 @@ class Keys:
     def __init__(self, run: str) -> None:
         self.run = run
 
-    def roster(self, number: int, attempt: int) -> str:
-        return f"{self.run}/roster/{number:08d}.{attempt:04d}"
+    def manifest(self, number: int, attempt: int) -> str:
+        return f"{self.run}/manifest/{number:08d}.{attempt:04d}"
 
-    def rosters(self) -> str:
-        return f"{self.run}/roster"
+    def manifests(self) -> str:
+        return f"{self.run}/manifest"
 
     def past(self, number: int) -> str:
         """Of the block that the round is in."""
@@ -81,13 +83,13 @@ class Keys:
         layout: str,
         processes: int = 1,
         note: str = "",
-        says: str = "",
+        header: str = "",
     ) -> str:
-        # The exact weight is in the name, so that one LIST holds all that a roster is decided on.
+        # The exact weight is in the name, so that one LIST holds all that a manifest is decided on.
         weight_hex = weight.hex().replace(".", "_")
         many = f".{processes}" if processes > 1 else ""
-        word = (f".n{note}" if note else "") + (f".{says}" if says else "")
-        return f"{self.uploads(number)}/{rank:05d}.{nonce}.{weight_hex}.{layout}{many}{word}"
+        message = (f".n{note}" if note else "") + (f".{header}" if header else "")
+        return f"{self.uploads(number)}/{rank:05d}.{nonce}.{weight_hex}.{layout}{many}{message}"
 
     def left(self, launch: str, rank: int, how: str) -> str:
         # Among the uploads, and after them, so that one LIST holds the marks as well.
@@ -167,7 +169,7 @@ def parse_left(key: str, launch: str) -> tuple[int, str] | None:
 
 
 def parse_attempt(key: str) -> tuple[int, int] | None:
-    """Round and attempt of a roster or shard key."""
+    """Round and attempt of a manifest or shard key."""
     for part in reversed(key.split("/")):
         match = ATTEMPT.fullmatch(part)
         if match:
@@ -176,7 +178,7 @@ def parse_attempt(key: str) -> tuple[int, int] | None:
 
 
 def parse_round(key: str) -> int | None:
-    """The round of a roster, upload, shard or checkpoint key."""
+    """The round of a manifest, upload, shard or checkpoint key."""
     for part in reversed(key.split("/")[1:]):
         head = part.partition(".")[0]
         if len(head) == 8 and head.isdigit():

@@ -24,9 +24,9 @@ from atoll.core.errors import ValidationError
 Vector = NDArray[np.float32]
 
 UNIT = 4096  # values; a multiple of every codec's blocks
-MOST_CELLS = 64
+MAX_CELLS = 64
 
-MOST_BYTES = 8 << 20  # of a layout as JSON: some 200,000 tensors
+MAX_BYTES = 8 << 20  # of a layout as JSON: some 200,000 tensors
 
 # Models have thousands of tensors: what is asked of each of them is asked without a step of Python.
 DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
@@ -59,7 +59,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     codec: str
     down_codec: str
     name: str = ""
-    cells: Annotated[int, msgspec.Meta(ge=0, le=MOST_CELLS)] = 0
+    cells: Annotated[int, msgspec.Meta(ge=0, le=MAX_CELLS)] = 0
 
     @cached_property
     def size(self) -> int:
@@ -107,11 +107,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def _packed(self) -> bytes:
         """Raises ValidationError for more tensors than another replica would unpack."""
         text = msgspec.json.encode(self)
-        if len(text) > MOST_BYTES:
+        if len(text) > MAX_BYTES:
             raise ValidationError(
                 "tensors",
                 f"{len(self.tensors)} tensors",
-                f"expected shapes that take at most {MOST_BYTES >> 20} MiB as JSON, "
+                f"expected shapes that take at most {MAX_BYTES >> 20} MiB as JSON, "
                 f"these take {len(text) >> 20} MiB: join small tensors",
             )
         return zlib.compress(text)
@@ -121,9 +121,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         """Raises ValueError on anything that `pack` did not make, however far it would expand."""
         decoder = zlib.decompressobj()
         try:
-            text = decoder.decompress(data, MOST_BYTES + 1)
-            if len(text) > MOST_BYTES:
-                raise ValueError(f"not a layout: it expands to more than {MOST_BYTES} bytes")
+            text = decoder.decompress(data, MAX_BYTES + 1)
+            if len(text) > MAX_BYTES:
+                raise ValueError(f"not a layout: it expands to more than {MAX_BYTES} bytes")
             return _LAYOUT.decode(text)
         except (zlib.error, msgspec.MsgspecError) as error:
             raise ValueError(f"not a layout: {error}") from error
@@ -135,8 +135,8 @@ _LAYOUT = json_decoder(Layout)
 def cells_of(shard_size: int, codecs: Sequence[str]) -> int:
     """How many cells a shard has: enough for many processes, few enough to cost next to nothing."""
     if any(codec.startswith("sparse") for codec in codecs):
-        return max(1, min(MOST_CELLS, shard_size // (64 * UNIT)))
-    large = min(MOST_CELLS, shard_size // (32 * UNIT))
+        return max(1, min(MAX_CELLS, shard_size // (64 * UNIT)))
+    large = min(MAX_CELLS, shard_size // (32 * UNIT))
     if any(codec != "fp32" for codec in codecs):
         return max(1, large, min(16, shard_size // (4 * UNIT)))
     return max(1, large, min(16, shard_size // (2 * UNIT)), min(4, shard_size // 64))
@@ -161,8 +161,8 @@ def describe(
     specs = []
     for index, tensor in enumerate(tensors):
         if not _dtype_name(tensor).startswith(("float", "bfloat")):
-            words = "expected a float type"
-            raise ValidationError(f"tensors[{index}]", _dtype_name(tensor), words)
+            messages = "expected a float type"
+            raise ValidationError(f"tensors[{index}]", _dtype_name(tensor), messages)
         if not _hold_values([tensor]):
             kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
             raise ValidationError(f"tensors[{index}]", kind, "expected a dense tensor with values")
@@ -293,13 +293,15 @@ def refuse_shared(out: Sequence[Any]) -> None:
             raise ValidationError(f"out[{index}]", "expanded", "expected memory for every value")
         is_row = room.is_contiguous() if _is_torch(room) else room.flags.c_contiguous
         if is_row and room.nbytes:  # others may lie between each other's values
-            place = str(getattr(room, "device", "cpu")), _address(room)
-            spans.append((*place, place[1] + room.nbytes, index))
+            location = str(getattr(room, "device", "cpu")), _address(room)
+            spans.append((*location, location[1] + room.nbytes, index))
     spans.sort()
     for (where, _, end, first), (other, start, _, second) in pairwise(spans):
         if where == other and start < end:
-            words = f"in memory of out[{min(first, second)}]"
-            raise ValidationError(f"out[{max(first, second)}]", words, "expected memory of its own")
+            messages = f"in memory of out[{min(first, second)}]"
+            raise ValidationError(
+                f"out[{max(first, second)}]", messages, "expected memory of its own"
+            )
 
 
 def fill(flat: Vector, out: Sequence[Any]) -> list[Any]:
@@ -335,8 +337,8 @@ def _are_in_a_row(tensors: Sequence[Any]) -> bool:
     """Whether the tensors are float32 and lie in this machine's memory one after the other."""
     if not tensors or not _are_plain(tensors):
         return False
-    places = accumulate(map(attrgetter("nbytes"), tensors), initial=_address(tensors[0]))
-    return all(map(eq, map(_address, tensors), places))
+    locations = accumulate(map(attrgetter("nbytes"), tensors), initial=_address(tensors[0]))
+    return all(map(eq, map(_address, tensors), locations))
 
 
 def are_apart(vector: Vector, tensors: Sequence[Any]) -> bool:
@@ -364,14 +366,14 @@ def _are_here(tensors: Sequence[Any]) -> bool:
 def _are_plain(tensors: Sequence[Any]) -> bool:
     """Whether each of the tensors is float32 and in one piece of this machine's memory."""
     if set(map(type, tensors)) == {np.ndarray}:
-        is_whole = all(map(attrgetter("flags.c_contiguous"), tensors))
-        return is_whole and set(map(DTYPE, tensors)) == {np.dtype(np.float32)}
+        is_complete = all(map(attrgetter("flags.c_contiguous"), tensors))
+        return is_complete and set(map(DTYPE, tensors)) == {np.dtype(np.float32)}
     if not _are_here(tensors):
         return False
     import torch
 
-    is_whole = all(map(torch.Tensor.is_contiguous, tensors))
-    is_plain = is_whole and not any(map(torch.Tensor.is_neg, tensors))
+    is_complete = all(map(torch.Tensor.is_contiguous, tensors))
+    is_plain = is_complete and not any(map(torch.Tensor.is_neg, tensors))
     return is_plain and set(map(DTYPE, tensors)) == {torch.float32}
 
 
@@ -388,10 +390,10 @@ def split(flat: Vector, layout: Layout) -> list[Vector]:
     return [part.reshape(spec.shape) for part, spec in zip(parts, layout.tensors, strict=True)]
 
 
-def tensor_at(layout: Layout, place: int) -> int:
+def tensor_at(layout: Layout, location: int) -> int:
     """The index of the tensor that the value at `place` of the vector belongs to."""
     ends = np.cumsum([spec.size for spec in layout.tensors])
-    return int(np.searchsorted(ends, place, side="right"))
+    return int(np.searchsorted(ends, location, side="right"))
 
 
 def _dtype_name(tensor: Any) -> str:

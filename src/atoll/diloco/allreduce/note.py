@@ -1,7 +1,7 @@
 """What a replica says with its upload, beside its values: how far it trained, and on which data.
 
-It stands in the name of the upload, so that the LIST on which a roster is decided has all of it,
-and in full in the footer. The roster repeats it for each member, so that every replica folds the
+It stands in the name of the upload, so that the LIST on which a manifest is decided has all of it,
+and in full in the footer. The manifest repeats it for each member, so that every replica folds the
 same clock and the same ledger.
 """
 
@@ -19,9 +19,9 @@ from atoll.diloco.data import ranges
 from atoll.diloco.data.ledger import Claim, Terms, difference
 from atoll.diloco.data.ranges import Ranges
 
-MOST_RANGES = 6
-MOST_TEXT = 48  # of ranges: a name has room for 255 characters
-DATA_ERROR = "data: "  # what the error of a void roster begins with
+MAX_RANGES = 6
+MAX_TEXT = 48  # of ranges: a name has room for 255 characters
+DATA_ERROR = "data: "  # what the error of a void manifest begins with
 
 NOTE = re.compile(
     r"C(?P<steps>[0-9a-z]+)-(?P<tokens>[0-9a-z_+-]+)"
@@ -61,7 +61,7 @@ _IN_FULL = msgpack_decoder(NoteInFull)
 
 
 class MemberNote(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the roster has of a member's note."""
+    """What the manifest has of a member's note."""
 
     steps: int
     tokens: float = 0.0
@@ -70,7 +70,7 @@ class MemberNote(msgspec.Struct, frozen=True, omit_defaults=True):
     end: int | None = None
 
 
-class RosterData(msgspec.Struct, frozen=True):
+class ManifestData(msgspec.Struct, frozen=True):
     """The ledger on which a round was decided: after `seq` rounds, with digest `base`."""
 
     seq: int
@@ -88,7 +88,7 @@ def write_note(note: UploadNote) -> str:
         return text
     took = data.took or ()
     inside = ranges.write(took)
-    if len(took) > MOST_RANGES or len(inside) > MOST_TEXT:
+    if len(took) > MAX_RANGES or len(inside) > MAX_TEXT:
         inside = f"x{ranges.digest(took)}"
     end = "" if data.end is None else f".e{ranges.base36(data.end)}"
     return f"{text}.D{inside}.{ranges.base36(data.want)}.{data.base[:8]}{end}"
@@ -129,13 +129,13 @@ def claim_of(rank: int, note: MemberNote) -> Claim:
 
 
 class DataRound(NamedTuple):
-    """What a committed roster says of the data: the ledger before it, and its claims."""
+    """What a committed manifest says of the data: the ledger before it, and its claims."""
 
-    data: RosterData
+    data: ManifestData
     claims: tuple[Claim, ...]
 
 
-class Scribe(Protocol):
+class LedgerWriter(Protocol):
     """Keeps the ledger of a run; asked by the process that decides a round."""
 
     @property
@@ -144,17 +144,17 @@ class Scribe(Protocol):
     def after(self, round: DataRound) -> str:
         """The ledger after the round, for a checkpoint."""
 
-    def data(self) -> RosterData | None:
+    def data(self) -> ManifestData | None:
         """The ledger that the next round is decided on; None: this replica has none."""
 
     def refuses(self, rank: int, data: DataNote) -> str | None:
         """Why an upload cannot be in the round, in words."""
 
     def problem(self, round: DataRound | None) -> str | None:
-        """Why a roster is not one of this ledger."""
+        """Why a manifest is not one of this ledger."""
 
 
-class Says(NamedTuple):
+class UploadHeader(NamedTuple):
     """What an upload says. For `idle_s` it leaves the decision to those who train."""
 
     note: UploadNote
@@ -182,7 +182,7 @@ class SaidUpload(NamedTuple):
     read: Callable[[], bytes]
 
 
-class Sifted(NamedTuple):
+class ValidUploads(NamedTuple):
     """`notes` of the uploads that may be in the round, and why others may not.
 
     `error`: why nobody may go on.
@@ -193,19 +193,21 @@ class Sifted(NamedTuple):
     refused: dict[int, str] = {}
 
 
-def sift(scribe: Scribe | None, uploads: Sequence[SaidUpload], rank: int) -> Sifted:
+def sift(
+    ledger_writer: LedgerWriter | None, uploads: Sequence[SaidUpload], rank: int
+) -> ValidUploads:
     """Which uploads may be in a round that `rank` decides on."""
-    data = None if scribe is None else scribe.data()
+    data = None if ledger_writer is None else ledger_writer.data()
     notes = {each.rank: each.note for each in uploads}
     for each in uploads:
         shares = each.note is not None and each.note.data is not None
         if shares != (data is not None):
             one, other = (each.rank, rank) if shares else (rank, each.rank)
-            return Sifted(
+            return ValidUploads(
                 {}, f"rank {one} shares its data by diloco.shard(), rank {other} does not"
             )
-    if data is None or scribe is None:
-        return Sifted(notes)
+    if data is None or ledger_writer is None:
+        return ValidUploads(notes)
     refused: dict[int, str] = {}
     for each in uploads:
         note = each.note
@@ -221,16 +223,16 @@ def sift(scribe: Scribe | None, uploads: Sequence[SaidUpload], rank: int) -> Sif
             other_terms = None if full.terms is None else difference(data.terms, full.terms)
             if is_foreign and other_terms is None and full.terms is not None:
                 if full.terms.first != data.terms.first:  # it follows from the steps of a period
-                    return Sifted({}, f"sync_every of ranks {each.rank} and {rank} differs")
+                    return ValidUploads({}, f"sync_every of ranks {each.rank} and {rank} differs")
             if is_foreign and other_terms is not None:
                 name, mine, theirs = other_terms
-                return Sifted(
+                return ValidUploads(
                     {}, f"{name} is {theirs!r} in rank {each.rank} and {mine!r} in rank {rank}"
                 )
             note = notes[each.rank] = full.note
         assert note.data is not None
-        reason = scribe.refuses(each.rank, note.data)
+        reason = ledger_writer.refuses(each.rank, note.data)
         if reason is not None:
             refused[each.rank] = reason
     good = {rank: note for rank, note in notes.items() if rank not in refused}
-    return Sifted(good, refused=refused)
+    return ValidUploads(good, refused=refused)

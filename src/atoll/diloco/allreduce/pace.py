@@ -77,7 +77,7 @@ class History:
         return median(waits) if waits else 0.0
 
     def note_spread(self, seconds: float) -> None:
-        """A roster became complete `seconds` after its quorum."""
+        """A manifest became complete `seconds` after its quorum."""
         self._spreads.append(seconds)
 
     def note_late(self, number: int, seconds: float) -> None:
@@ -87,7 +87,7 @@ class History:
             self._spreads.append(seconds / 2)  # the grace becomes twice as long as it was late
 
     def note_reduce(self, seconds: float) -> None:
-        """The last owner's shard came `seconds` after the roster."""
+        """The last owner's shard came `seconds` after the manifest."""
         self._reduces.append(seconds)
 
     def note_advice(self, seconds: float) -> None:

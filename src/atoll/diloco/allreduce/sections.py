@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from atoll.diloco.allreduce.codecs import Codec
 from atoll.diloco.allreduce.layout import Vector
-from atoll.diloco.allreduce.roster import Member
+from atoll.diloco.allreduce.manifest import Member
 from atoll.diloco.allreduce.share import Cells, Share
 from atoll.diloco.allreduce.upload import RUN, Section, run_size, runs_of
 from atoll.diloco.blobs import Blobs

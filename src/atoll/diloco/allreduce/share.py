@@ -106,7 +106,7 @@ class Share:
                 out.append((start, stop))
         return out
 
-    def places(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def locations(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """The places `start:stop` of the vector that part `begin:end` of the row holds, each with
         where in the row it begins."""
         at = 0
@@ -116,7 +116,7 @@ class Share:
                 yield start + low - at, start + high - at, low
             at += stop - start
 
-    def place(self, at: int) -> int:
+    def location(self, at: int) -> int:
         """The place in the vector of the value at `at` of the row."""
         for start, stop in self.intervals:
             if at < stop - start:

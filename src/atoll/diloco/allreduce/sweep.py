@@ -18,7 +18,7 @@ log = logging.getLogger("atoll.allreduce")
 PROBE = "conditional-write-probe"
 KEPT_CHECKPOINTS = 2
 NOTE_BYTES = 8  # of an object tell its kind
-MOST_ATTEMPTS = 10_000
+MAX_ATTEMPTS = 10_000
 
 
 def refuse_unconditional(blobs: Blobs) -> None:
@@ -45,7 +45,7 @@ class StoreSweep:
         self._pool = pool
         self._keep_rounds = keep_rounds
         self._running: Future[None] | None = None
-        self._folded = 0  # all blocks of rosters before this round are
+        self._folded = 0  # all blocks of manifests before this round are
         self._swept = 0  # all means of rounds before this one are gone
         self._is_closed = False
 
@@ -83,7 +83,7 @@ def collect_garbage(blobs: Blobs, keys: Keys, oldest: int, swept: int = 0) -> tu
     """Delete the uploads of rounds before `oldest`, and those means that no joiner needs.
 
     Means of rounds before `swept` are gone already. Returns the first round of which a joiner may
-    need a roster, and the first of which it may need a mean.
+    need a manifest, and the first of which it may need a mean.
     """
     checkpoints = [b.key for b in blobs.find(keys.checkpoints())]
     # Without a checkpoint, a joiner takes the start, if there is one, and needs all means.
@@ -94,9 +94,11 @@ def collect_garbage(blobs: Blobs, keys: Keys, oldest: int, swept: int = 0) -> tu
     listing = blobs.find(keys.sums(), keys.sums(swept) if swept else None)
     means = [b.key for b in listing if _is_before(b.key, oldest_mean)]
     notes = set(_notes(blobs, keys, means))
-    kept = [parse_round(key) or 0 for key in checkpoints[-KEPT_CHECKPOINTS:]]
+    retained = [parse_round(key) or 0 for key in checkpoints[-KEPT_CHECKPOINTS:]]
     # The start stays: its state has no round before it.
-    states = [b.key for b in blobs.find(keys.states()) if kept and _is_before(b.key, kept[0])]
+    states = [
+        b.key for b in blobs.find(keys.states()) if retained and _is_before(b.key, retained[0])
+    ]
     states = [key for key in states if parse_round(key)]
     # Uploads go first: who could read them knows that no note was deleted before.
     for doomed in (uploads, [key for key in means if key not in notes]):
@@ -104,7 +106,7 @@ def collect_garbage(blobs: Blobs, keys: Keys, oldest: int, swept: int = 0) -> tu
             blobs.delete(doomed)
     if states or checkpoints[:-KEPT_CHECKPOINTS]:
         blobs.delete(states + checkpoints[:-KEPT_CHECKPOINTS])
-    return min([oldest_mean, *kept]), oldest_mean
+    return min([oldest_mean, *retained]), oldest_mean
 
 
 def _notes(blobs: Blobs, keys: Keys, means: Sequence[str]) -> Iterator[str]:
@@ -117,12 +119,12 @@ def _notes(blobs: Blobs, keys: Keys, means: Sequence[str]) -> Iterator[str]:
         return
     first = min(where[0] for where in attempts.values() if where is not None)
     last: dict[int, int] = {}
-    for blob in blobs.find(keys.rosters(), keys.roster(first - 1, 9999) if first else None):
+    for blob in blobs.find(keys.manifests(), keys.manifest(first - 1, 9999) if first else None):
         number, attempt = parse_attempt(blob.key) or (-1, 0)
         last[number] = max(attempt, last.get(number, 0))
     for key, where in attempts.items():
         # After the last attempt of a round there was no other: it was not given up.
-        if where is not None and where[1] < last.get(where[0], MOST_ATTEMPTS):
+        if where is not None and where[1] < last.get(where[0], MAX_ATTEMPTS):
             try:
                 if wire.kind_of(blobs.get(key, 0, NOTE_BYTES)) == wire.ABANDONED:
                     yield key

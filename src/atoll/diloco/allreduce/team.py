@@ -24,7 +24,7 @@ class Team(Protocol):
     @property
     def processes(self) -> int: ...
 
-    def share(self, word: Any) -> list[Any]:
+    def share(self, message: Any) -> list[Any]:
         """The words of all processes, by process."""
 
 
@@ -34,8 +34,8 @@ class Solo:
     process = 0
     processes = 1
 
-    def share(self, word: Any) -> list[Any]:
-        return [word]
+    def share(self, message: Any) -> list[Any]:
+        return [message]
 
 
 class _Text(str):
@@ -65,31 +65,31 @@ def together(team: Team, work: Callable[[], T]) -> list[T]:
         return [work()]
     own: BaseException | None = None
     try:
-        word: Any = work()
+        message: Any = work()
     except Exception as error:
-        own, word = error, _Failure(_portable(error))
-    words: list[T] = team.share(word)
+        own, message = error, _Failure(_portable(error))
+    messages: list[T] = team.share(message)
     if own is not None:
         raise own
-    for process, each in enumerate(words):
+    for process, each in enumerate(messages):
         if isinstance(each, _Failure):
             each.error.add_note(f"in process {process} of the replica's {team.processes}")
             raise each.error
-    return words
+    return messages
 
 
-def alike(
-    team: Team, work: Callable[[], T], word: Callable[[T], Any] = lambda _: None
+def is_equal(
+    team: Team, work: Callable[[], T], message: Callable[[T], Any] = lambda _: None
 ) -> tuple[T, list[Any]]:
     """What the work gave in this process, once it is done in all, and a word on it from each."""
-    kept: list[T] = []
+    retained: list[T] = []
 
     def run() -> Any:
-        kept.append(work())
-        return word(kept[0])
+        retained.append(work())
+        return message(retained[0])
 
-    words = together(team, run)
-    return kept[0], words
+    messages = together(team, run)
+    return retained[0], messages
 
 
 def _nothing() -> Any:

@@ -15,20 +15,20 @@ import numpy as np
 from atoll.core.errors import NotFound, ValidationError
 from atoll.diloco.allreduce import wire
 from atoll.diloco.allreduce.codecs import Codec
-from atoll.diloco.allreduce.feedback import add_owed, set_left_out
+from atoll.diloco.allreduce.feedback import add_residual, set_left_out
 from atoll.diloco.allreduce.keys import part_of
 from atoll.diloco.allreduce.layout import Layout, Vector, tensor_at
+from atoll.diloco.allreduce.manifest import Member
 from atoll.diloco.allreduce.pool import CORES, each
-from atoll.diloco.allreduce.roster import Member
 from atoll.diloco.allreduce.share import Cells, Share
 from atoll.diloco.blobs import Blobs
 
 RUN = 1 << 17  # values of a shard that are in memory at a time
 ROOM_BYTES = 8 << 20  # of all members together, or little more
-MOST_BYTES_A_VALUE, MOST_EXTRA = 8, 4096  # what no codec exceeds
+MAX_BYTES_A_VALUE, MAX_EXTRA = 8, 4096  # what no codec exceeds
 
 
-class Blamed(Exception):
+class DamagedUpload(Exception):
     """This upload cannot be used."""
 
     def __init__(self, upload: str, reason: str) -> None:
@@ -37,7 +37,7 @@ class Blamed(Exception):
         self.reason = reason
 
 
-class Cargo:
+class Payload:
     """The values one process brings, as one row, and the object made of them.
 
     Nothing is copied: an exact upload is sent from where the values lie. Memory that belongs to the
@@ -51,7 +51,7 @@ class Cargo:
         self.codec = codec
         self.parts: list[Vector] = []
         # The upload has the own shard, too: somebody else will make its mean.
-        self.is_whole = False
+        self.is_complete = False
         self._own: Vector | None = None
         self._rooms = np.empty(0, np.float32)
 
@@ -84,7 +84,7 @@ class Cargo:
     def add(self, residual: Vector | None) -> None:
         """Bring what earlier rounds left out, too."""
         if residual is not None:
-            add_owed(self.row, residual)
+            add_residual(self.row, residual)
 
     def replace(self, residual: Vector | None, other: Vector | None) -> None:
         """Bring `other` in place of `residual`."""
@@ -103,7 +103,7 @@ class Cargo:
         # NaN and infinity show in the minimum or the maximum: no mask of the whole is needed.
         if row.size and not (np.isfinite(row.min()) and np.isfinite(row.max())):
             at = int(np.flatnonzero(~np.isfinite(row))[0])
-            index = tensor_at(self.layout, self.share.place(at))
+            index = tensor_at(self.layout, self.share.location(at))
             codecs = f"{self.layout.codec!r}, {self.layout.down_codec!r}"
             raise ValidationError(
                 f"tensors[{index}]", float(row[at]), f"codecs {codecs} need finite numbers"
@@ -113,13 +113,13 @@ class Cargo:
         """The object to be put at `key`, still without its footer."""
 
         def pack_shard(shard: int) -> list[wire.Buffer]:
-            if self._is_kept(shard) or not self.share.section_size(shard):
+            if self._is_retained(shard) or not self.share.section_size(shard):
                 return []
-            place, values = wire.fence(key, str(shard)), self.parts[shard]
+            location, values = wire.fence(key, str(shard)), self.parts[shard]
             if self.codec.name == "fp32":
-                return seal_plain(wire.SECTION, place, values, self.share.cell_sizes(shard))
+                return seal_plain(wire.SECTION, location, values, self.share.cell_sizes(shard))
             cells = encode_cells(self.codec, self.share, shard, values)
-            return [wire.seal_table(wire.SECTION, place, cells), *cells]
+            return [wire.seal_table(wire.SECTION, location, cells), *cells]
 
         # What is sent as it is only needs its checksums, which take less time than threads do.
         lanes = 1 if self.codec.name == "fp32" else CORES
@@ -127,14 +127,14 @@ class Cargo:
         sections = [sum(memoryview(piece).nbytes for piece in pieces) for pieces in sealed]
         return Parcel([piece for pieces in sealed for piece in pieces], sections)
 
-    def _is_kept(self, shard: int) -> bool:
+    def _is_retained(self, shard: int) -> bool:
         """Whether the upload does without the shard."""
-        return shard == self.rank and not self.is_whole
+        return shard == self.rank and not self.is_complete
 
-    def footer(self, key: str, sections: list[list[int]], says: bytes = b"") -> bytes:
+    def footer(self, key: str, sections: list[list[int]], header: bytes = b"") -> bytes:
         """The end of the object, with the sections of all processes."""
-        rest = [] if self.codec.is_exact else [n for each in sections for n in each]
-        return wire.seal_footer(wire.fence(key), wire.Footer(self.layout.pack(), rest, says))
+        remainder = [] if self.codec.is_exact else [n for each in sections for n in each]
+        return wire.seal_footer(wire.fence(key), wire.Footer(self.layout.pack(), remainder, header))
 
     def as_sent(self, shard: int, cells: Cells) -> Vector:
         """The values of some cells as the upload holds them, and so as every other rank has them.
@@ -142,7 +142,7 @@ class Cargo:
         The own shard is in no upload, so it counts as it is.
         """
         part = self.parts[shard][slice(*self.share.within(shard, cells))]
-        if self.codec.is_exact or self._is_kept(shard):
+        if self.codec.is_exact or self._is_retained(shard):
             return part
         sent, at = np.empty_like(part), 0
         for size in _sizes(self.share, shard, cells):
@@ -158,7 +158,7 @@ class Cargo:
 
         def fill(shard: int) -> None:
             out, values = row[slice(*self.share.bounds(shard))], self.parts[shard]
-            if self._is_kept(shard):
+            if self._is_retained(shard):
                 out.fill(0)
                 return
             for cells in runs_of(self.share, shard, 1):
@@ -182,11 +182,14 @@ def encode_cell(codec: Codec, values: Vector) -> wire.Buffer:
 
 
 def seal_plain(
-    kind: bytes, place: bytes, values: Vector, sizes: Sequence[int]
+    kind: bytes, location: bytes, values: Vector, sizes: Sequence[int]
 ) -> list[wire.Buffer]:
     """A table and the values it is of, as they lie in memory."""
     data, lengths = _bytes_of(values), [values.itemsize * size for size in sizes]
-    return [wire.seal_cells(kind, place, lengths, wire.cell_sums(kind, place, data, lengths)), data]
+    return [
+        wire.seal_cells(kind, location, lengths, wire.cell_sums(kind, location, data, lengths)),
+        data,
+    ]
 
 
 def encode_cells(codec: Codec, share: Share, shard: int, values: Vector) -> list[wire.Buffer]:
@@ -231,11 +234,11 @@ class CellReader:
         key: str,
         span: tuple[int, int | None],
         kind: bytes,
-        place: bytes,
+        location: bytes,
         theirs: Share,
         wanted: Cells,
     ) -> None:
-        self._kind, self._place = kind, place
+        self._kind, self._location = kind, location
         self._is_all = wanted == theirs.cells
         self._count = theirs.cells.length
         size = wire.table_size(self._count)
@@ -258,7 +261,7 @@ class CellReader:
         self._reader.close()
 
     def _open_table(self) -> wire.CellTable:
-        return wire.unseal_table(self._kind, self._place, self.head, self._count)
+        return wire.unseal_table(self._kind, self._location, self.head, self._count)
 
     def _next(self, count: int) -> wire.CellTable:
         if self._table is None:
@@ -276,7 +279,7 @@ class CellReader:
         """The next cell, which holds so many values, as bytes. Raises Corrupt."""
         table = self._next(1)
         (length,) = table.lengths
-        if length > MOST_BYTES_A_VALUE * size + MOST_EXTRA:
+        if length > MAX_BYTES_A_VALUE * size + MAX_EXTRA:
             raise wire.Corrupt(f"{length} bytes for {size} values")
         data = memoryview(np.empty(length, np.uint8))  # type: ignore[arg-type]
         self._fill(table, data)
@@ -303,7 +306,7 @@ class CellReader:
 
     def _fill(self, table: wire.CellTable, data: memoryview) -> None:
         count = self._reader.fill(data)
-        wire.check_cells(self._kind, self._place, table, data[:count])
+        wire.check_cells(self._kind, self._location, table, data[:count])
 
 
 def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Footer:
@@ -315,7 +318,7 @@ def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Foote
             tail = blobs.get(key, max(0, size - wire.footer_length(tail)), size)
         return wire.unseal_footer(wire.fence(key), tail)
     except (NotFound, wire.Corrupt) as error:
-        raise Blamed(key, str(error)) from error
+        raise DamagedUpload(key, str(error)) from error
 
 
 class Section:
@@ -362,20 +365,20 @@ class Section:
                 if process in self._readers:
                     self._readers.pop(process).close()
                 if is_last:
-                    raise Blamed(self._member.upload, str(error)) from error
+                    raise DamagedUpload(self._member.upload, str(error)) from error
 
     def _open(self, theirs: Share, first: int) -> CellReader:
         count, shard = theirs.layout.shards, self._shard
         sections = self._member.sections[theirs.process * count : (theirs.process + 1) * count]
-        owner = -1 if self._member.is_gone else self._member.rank
+        owner = -1 if self._member.has_left else self._member.rank
         span = exact_span(theirs, shard, owner)
         if sections:
             starts = wire.section_offsets(sections)
             span = starts[shard], starts[shard + 1]
         key = part_of(self._member.upload, theirs.process)
-        rest = Cells(first, self._share.cells.overlap(theirs.cells).stop)
-        place = wire.fence(key, str(shard))
-        return CellReader(self._blobs, key, span, wire.SECTION, place, theirs, rest)
+        remainder = Cells(first, self._share.cells.overlap(theirs.cells).stop)
+        location = wire.fence(key, str(shard))
+        return CellReader(self._blobs, key, span, wire.SECTION, location, theirs, remainder)
 
 
 def read_section(blobs: Blobs, member: Member, shard: int, share: Share, codec: Codec) -> Vector:

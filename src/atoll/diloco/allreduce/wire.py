@@ -28,12 +28,12 @@ FOLD_BYTES = 64 * 1024 * 8
 UNIT_BYTES = 16 * 128 * 8  # of a cell, summed together; cells of plain values are of whole units
 FOLDED = 16  # so many bytes of a unit become one of its sums
 SUMMED_BYTES = 1 << 20  # at a time; a multiple of the unit
-MOST_FOOTER = 16 << 20  # a layout, and the lengths of the sections
+MAX_FOOTER = 16 << 20  # a layout, and the lengths of the sections
 
 SECTION = b"SECT"  # one rank's part of one shard, inside its upload; a table of cells, then they
 FOOTER = b"FOOT"  # at the end of an upload: the layout, and how long each section is
-ROSTER = b"ROST"
-PAST = b"PAST"  # the rosters of many rounds
+MANIFEST = b"ROST"
+PAST = b"PAST"  # the manifests of many rounds
 SHARD = b"DATA"  # the mean of one shard
 ABANDONED = b"DROP"  # in a shard's place: this attempt can never be completed
 CHECKPOINT = b"CKPT"
@@ -48,17 +48,17 @@ def fence(*where: str) -> bytes:
     return hashlib.blake2b("\0".join(where).encode(), digest_size=16).digest()
 
 
-def seal(kind: bytes, place: bytes, payload: Buffer) -> bytes:
-    return b"".join([header(kind, place, payload), payload])
+def seal(kind: bytes, location: bytes, payload: Buffer) -> bytes:
+    return b"".join([frame_header(kind, location, payload), payload])
 
 
-def header(kind: bytes, place: bytes, payload: Buffer) -> bytes:
+def frame_header(kind: bytes, location: bytes, payload: Buffer) -> bytes:
     """The bytes that, put before the payload, make an envelope of it."""
     body = memoryview(payload).cast("B")
-    return SEAL.pack(MAGIC, kind, place, body.nbytes, _checksum(kind, place, body))
+    return SEAL.pack(MAGIC, kind, location, body.nbytes, _checksum(kind, location, body))
 
 
-def unseal(kind: bytes, place: bytes, data: Buffer) -> memoryview:
+def unseal(kind: bytes, location: bytes, data: Buffer) -> memoryview:
     """The payload. Raises Corrupt unless the envelope is whole, of this kind and for this place."""
     view = memoryview(data).cast("B")
     if view.nbytes < SEAL.size:
@@ -66,12 +66,12 @@ def unseal(kind: bytes, place: bytes, data: Buffer) -> memoryview:
     magic, found_kind, found_place, length, checksum = SEAL.unpack_from(view)
     if magic != MAGIC or found_kind != kind:
         raise Corrupt(f"not a {kind.decode()} object")
-    if found_place != place:
+    if found_place != location:
         raise Corrupt("made for another place, round or run")
     body = view[SEAL.size :]
     if body.nbytes != length:
         raise Corrupt(f"{body.nbytes} bytes instead of {length}")
-    if _checksum(kind, place, body) != checksum:
+    if _checksum(kind, location, body) != checksum:
         raise Corrupt("checksum does not match")
     return body
 
@@ -82,18 +82,18 @@ def kind_of(data: Buffer) -> bytes:
     return bytes(view[4:8]) if bytes(view[:4]) == MAGIC else b""
 
 
-def _checksum(kind: bytes, place: bytes, body: memoryview) -> int:
+def _checksum(kind: bytes, location: bytes, body: memoryview) -> int:
     """The CRC-32; for large bodies that of the sums of their columns, which is five times as fast.
 
     Every 64 rows of 1,024 words are summed, so any change within them shows unless it cancels
     out in the very same columns, and parts that moved show by the order of the sums.
     """
-    first = zlib.crc32(place, zlib.crc32(kind))
-    whole = body.nbytes - body.nbytes % FOLD_BYTES
-    if whole:
-        words = np.frombuffer(body[:whole], "<u8").reshape(-1, 64, 1024)
-        first = zlib.crc32(memoryview(np.add.reduce(words, axis=1)).cast("B"), first)
-    return zlib.crc32(body[whole:], first)
+    first = zlib.crc32(location, zlib.crc32(kind))
+    complete = body.nbytes - body.nbytes % FOLD_BYTES
+    if complete:
+        messages = np.frombuffer(body[:complete], "<u8").reshape(-1, 64, 1024)
+        first = zlib.crc32(memoryview(np.add.reduce(messages, axis=1)).cast("B"), first)
+    return zlib.crc32(body[complete:], first)
 
 
 class CellTable(NamedTuple):
@@ -117,9 +117,9 @@ def table_size(count: int) -> int:
     return SEAL.size + _rows(count).size
 
 
-def cell_sums(kind: bytes, place: bytes, data: Buffer, lengths: Sequence[int]) -> list[int]:
+def cell_sums(kind: bytes, location: bytes, data: Buffer, lengths: Sequence[int]) -> list[int]:
     """The checksums of cells of these lengths, which follow each other in `data`."""
-    view, first = memoryview(data).cast("B"), zlib.crc32(place, zlib.crc32(kind))
+    view, first = memoryview(data).cast("B"), zlib.crc32(location, zlib.crc32(kind))
     sums = []
     for start, stop, cells in _groups(tuple(lengths)):
         if len(cells) == 1:
@@ -154,8 +154,8 @@ def _groups(lengths: tuple[int, ...]) -> list[tuple[int, int, list[tuple[int, in
 
 def _folded(data: memoryview) -> NDArray[np.uint64]:
     """The sums of the columns of each whole unit, seen as 16 rows of 128 words."""
-    words = np.frombuffer(data[: data.nbytes - data.nbytes % UNIT_BYTES], "<u8")
-    folded: NDArray[np.uint64] = np.add.reduce(words.reshape(-1, 16, 128), axis=1)
+    messages = np.frombuffer(data[: data.nbytes - data.nbytes % UNIT_BYTES], "<u8")
+    folded: NDArray[np.uint64] = np.add.reduce(messages.reshape(-1, 16, 128), axis=1)
     return folded
 
 
@@ -165,53 +165,53 @@ def _cell_sum(first: int, cell: memoryview) -> int:
     Any change within a unit shows unless it cancels out in the very same columns, and units that
     moved show by the order of the sums.
     """
-    whole = cell.nbytes - cell.nbytes % UNIT_BYTES
-    for start in range(0, whole, SUMMED_BYTES):
-        folded = _folded(cell[start : min(start + SUMMED_BYTES, whole)])
+    complete = cell.nbytes - cell.nbytes % UNIT_BYTES
+    for start in range(0, complete, SUMMED_BYTES):
+        folded = _folded(cell[start : min(start + SUMMED_BYTES, complete)])
         first = zlib.crc32(memoryview(folded), first)  # type: ignore[arg-type]
-    return zlib.crc32(cell[whole:], first)
+    return zlib.crc32(cell[complete:], first)
 
 
-def seal_cells(kind: bytes, place: bytes, lengths: Sequence[int], sums: Sequence[int]) -> bytes:
+def seal_cells(kind: bytes, location: bytes, lengths: Sequence[int], sums: Sequence[int]) -> bytes:
     """A sealed table of cells, which follow it as they are: any run of them is one range."""
     pairs = chain.from_iterable(zip(lengths, sums, strict=True))
-    return seal(kind, place, _rows(len(lengths)).pack(*pairs))
+    return seal(kind, location, _rows(len(lengths)).pack(*pairs))
 
 
-def seal_table(kind: bytes, place: bytes, cells: Sequence[Buffer]) -> bytes:
+def seal_table(kind: bytes, location: bytes, cells: Sequence[Buffer]) -> bytes:
     """As `seal_cells`, of cells that do not lie in one piece of memory."""
     lengths = [memoryview(cell).nbytes for cell in cells]
-    sums = [cell_sums(kind, place, cell, [n])[0] for cell, n in zip(cells, lengths, strict=True)]
-    return seal_cells(kind, place, lengths, sums)
+    sums = [cell_sums(kind, location, cell, [n])[0] for cell, n in zip(cells, lengths, strict=True)]
+    return seal_cells(kind, location, lengths, sums)
 
 
-def unseal_table(kind: bytes, place: bytes, head: Buffer, count: int) -> CellTable:
+def unseal_table(kind: bytes, location: bytes, head: Buffer, count: int) -> CellTable:
     """The table that `head` begins with. Raises Corrupt unless it is whole and for this place."""
     view = memoryview(head).cast("B")
-    body = unseal(kind, place, view[: table_size(count)])
+    body = unseal(kind, location, view[: table_size(count)])
     rows = _rows(count)
     if body.nbytes != rows.size:
         raise Corrupt(f"a table of {body.nbytes} bytes instead of {count} cells")
-    words = rows.unpack(body)
-    return CellTable(words[0::2], words[1::2])
+    messages = rows.unpack(body)
+    return CellTable(messages[0::2], messages[1::2])
 
 
-def check_cells(kind: bytes, place: bytes, table: CellTable, data: memoryview) -> None:
+def check_cells(kind: bytes, location: bytes, table: CellTable, data: memoryview) -> None:
     """Raises Corrupt unless `data` is these cells."""
     if data.nbytes != sum(table.lengths):
         raise Corrupt(f"{data.nbytes} bytes instead of {sum(table.lengths)}")
-    if cell_sums(kind, place, data, table.lengths) != list(table.checksums):
+    if cell_sums(kind, location, data, table.lengths) != list(table.checksums):
         raise Corrupt("checksum does not match")
 
 
 class Footer(msgspec.Struct, frozen=True):
     layout: bytes
     sections: list[int]
-    says: bytes = b""
+    header: bytes = b""
 
 
-class Blame(msgspec.Struct, frozen=True):
-    """Why an attempt was given up: the uploads that must not be in the next roster."""
+class Damage(msgspec.Struct, frozen=True):
+    """Why an attempt was given up: the uploads that must not be in the next manifest."""
 
     uploads: list[str]
     by: int
@@ -219,7 +219,7 @@ class Blame(msgspec.Struct, frozen=True):
 
 
 _FOOTER = msgpack_decoder(Footer)
-BLAME = json_decoder(Blame)
+BLAME = json_decoder(Damage)
 
 
 def section_offsets(sections: Sequence[int]) -> list[int]:
@@ -235,9 +235,9 @@ def footer_guess(shards: int, tensors: int) -> int:
     return SEAL.size + 4 + 512 + 16 * shards + 8 * tensors
 
 
-def seal_footer(place: bytes, footer: Footer) -> bytes:
+def seal_footer(location: bytes, footer: Footer) -> bytes:
     """The footer with its length behind it, so that a reader can find it from the end."""
-    sealed = seal(FOOTER, place, msgspec.msgpack.encode(footer))
+    sealed = seal(FOOTER, location, msgspec.msgpack.encode(footer))
     return sealed + struct.pack("<I", len(sealed))
 
 
@@ -246,17 +246,17 @@ def footer_length(tail: memoryview) -> int:
     if tail.nbytes < 4:
         raise Corrupt("too short for a footer")
     length = int(struct.unpack("<I", tail[-4:])[0]) + 4
-    if length > MOST_FOOTER:
-        raise Corrupt(f"a footer of {length} bytes, more than the {MOST_FOOTER} there can be")
+    if length > MAX_FOOTER:
+        raise Corrupt(f"a footer of {length} bytes, more than the {MAX_FOOTER} there can be")
     return length
 
 
-def unseal_footer(place: bytes, tail: memoryview) -> Footer:
+def unseal_footer(location: bytes, tail: memoryview) -> Footer:
     length = footer_length(tail)
     if tail.nbytes < length:
         raise Corrupt("the footer is cut")
     try:
-        body = unseal(FOOTER, place, tail[tail.nbytes - length : -4])
+        body = unseal(FOOTER, location, tail[tail.nbytes - length : -4])
         return _FOOTER.decode(body)
     except msgspec.MsgspecError as error:
         raise Corrupt(f"not a footer: {error}") from error

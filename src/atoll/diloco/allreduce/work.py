@@ -14,12 +14,12 @@ import numpy as np
 from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.exchange import Exchange
-from atoll.diloco.allreduce.feedback import Entry, Feedback, add_owed
+from atoll.diloco.allreduce.feedback import Entry, Feedback, add_residual
 from atoll.diloco.allreduce.layout import Layout, Vector
-from atoll.diloco.allreduce.note import Says
-from atoll.diloco.allreduce.roster import Roster
+from atoll.diloco.allreduce.manifest import Manifest
+from atoll.diloco.allreduce.note import UploadHeader
 from atoll.diloco.allreduce.team import together
-from atoll.diloco.allreduce.upload import Cargo
+from atoll.diloco.allreduce.upload import Payload
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -31,27 +31,27 @@ Values = Callable[[Take], None]  # calls it with all of a row, part by part
 class Work:
     """What one call of an all-reduce brings to its rounds."""
 
-    cargo: Cargo
+    payload: Payload
     feedback: Feedback
     out: Vector | None = None  # for the mean, perhaps the row of the cargo; None: it stays encoded
     bring: Callable[[], None] | None = None  # puts the values into the row again
     weight: float = 1.0
     note: str = ""  # a word for all members
-    says: Says | None = None
+    header: UploadHeader | None = None
     upload: str = ""
     uploads: list[str] = field(default_factory=list)  # of this round; all hold the same values
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
-        return self.cargo.layout
+        return self.payload.layout
 
     def bring_back(self) -> None:
         """The cargo has its values, even if a part of a mean is in their place."""
-        if self.out is self.cargo.row:
+        if self.out is self.payload.row:
             assert self.bring is not None
             self.bring()
-            self.cargo.add(self.feedback.up)
+            self.payload.add(self.feedback.up)
 
     def bring_again(self, is_counted: Callable[[], bool], *, carries: bool) -> None:
         """Make ready for a later round, after one whose mean is gone.
@@ -64,15 +64,15 @@ class Work:
         if not is_counted():
             return
         if carries:
-            self.cargo.bring_only(self.feedback.up)
+            self.payload.bring_only(self.feedback.up)
         else:
-            self.cargo.replace(residual, self.feedback.up)
+            self.payload.replace(residual, self.feedback.up)
 
-    def entry(self, roster: Roster, pool: Executor) -> Entry:
-        """What will be owed if the attempt of the roster is committed."""
-        cargo = self.cargo
-        find = None if cargo.codec.is_exact else partial(cargo.left_out, pool)
-        return Entry(roster, self.upload, cargo.rank, cargo.share, find)
+    def entry(self, manifest: Manifest, pool: Executor) -> Entry:
+        """What will be owed if the attempt of the manifest is committed."""
+        payload = self.payload
+        find = None if payload.codec.is_exact else partial(payload.left_out, pool)
+        return Entry(manifest, self.upload, payload.rank, payload.share, find)
 
     def settle(self) -> None:
         """The round is committed, with the upload of this process."""
@@ -80,7 +80,7 @@ class Work:
 
     def carry(self) -> None:
         """The round is committed without this rank, which owes its values now."""
-        self.feedback.carry(self.cargo.row)
+        self.feedback.carry(self.payload.row)
 
     def drop(self) -> None:
         """The round is committed, and the values of this process will never count."""
@@ -99,7 +99,7 @@ class TensorWork(Work):
     @classmethod
     def of(
         cls,
-        cargo: Cargo,
+        payload: Payload,
         feedback: Feedback,
         weight: float,
         tensors: Sequence[Any],
@@ -111,24 +111,24 @@ class TensorWork(Work):
         if that is one piece of memory, and the mean is made in `out` if that is one.
         """
         vector = layouts.as_vector(tensors) if is_plain and feedback.up is None else None
-        cargo.hold(vector)
+        payload.hold(vector)
         if vector is None:
-            layouts.flatten(tensors, cargo.row)
-            cargo.add(feedback.up)
+            layouts.flatten(tensors, payload.row)
+            payload.add(feedback.up)
         room = None if out is None else layouts.as_vector(out)
         if room is None and out is not None:
             layouts.refuse_shared(out)
         if room is not None and not layouts.are_apart(room, tensors):
             room = None
         if room is None and out is not None and is_plain:
-            room = cargo.spare
+            room = payload.spare
         if room is None:
-            room = np.empty(cargo.share.size, np.float32)
-        return cls(cargo, feedback, room, weight=weight, tensors=tensors)
+            room = np.empty(payload.share.size, np.float32)
+        return cls(payload, feedback, room, weight=weight, tensors=tensors)
 
     def bring_back(self) -> None:
-        if self.out is self.cargo.row:
-            layouts.flatten(self.tensors, self.cargo.row)
+        if self.out is self.payload.row:
+            layouts.flatten(self.tensors, self.payload.row)
 
 
 @dataclass
@@ -144,20 +144,20 @@ class JointWork(Work):
     has_values: bool = False
 
     @classmethod
-    def of(cls, cargo: Cargo, feedback: Feedback, again: Values | None) -> JointWork:
+    def of(cls, payload: Payload, feedback: Feedback, again: Values | None) -> JointWork:
         row, feedback.up = feedback.up, None
-        cargo.hold(np.zeros(cargo.share.size, np.float32) if row is None else row)
-        return cls(cargo, feedback, again=again)
+        payload.hold(np.zeros(payload.share.size, np.float32) if row is None else row)
+        return cls(payload, feedback, again=again)
 
     def add(self, start: int, part: Vector) -> None:
         """Bring these values, from `start` on, too. Their memory is used."""
         self.has_values = True
-        at = self.cargo.row[start : start + part.size]
-        add_owed(part, at)
+        at = self.payload.row[start : start + part.size]
+        add_residual(part, at)
         at[:] = part
 
     def subtract(self, start: int, part: Vector) -> None:
-        at = self.cargo.row[start : start + part.size]
+        at = self.payload.row[start : start + part.size]
         with np.errstate(invalid="ignore", over="ignore"):
             np.subtract(at, part, out=at)
         at[~np.isfinite(at)] = 0
@@ -177,50 +177,50 @@ class JointWork(Work):
             if self.again is not None:
                 self.again(self.add)
 
-    def entry(self, roster: Roster, pool: Executor) -> Entry:
-        cargo = self.cargo
+    def entry(self, manifest: Manifest, pool: Executor) -> Entry:
+        payload = self.payload
         return Entry(
-            roster,
+            manifest,
             self.upload,
-            cargo.rank,
-            cargo.share,
-            lambda _: cargo.left_out(pool, cargo.row),
+            payload.rank,
+            payload.share,
+            lambda _: payload.left_out(pool, payload.row),
         )
 
     def carry(self) -> None:
-        self.feedback.up = self.cargo.row
+        self.feedback.up = self.payload.row
 
     def drop(self) -> None:
         self._take_out()
-        self.feedback.up = self.cargo.row
+        self.feedback.up = self.payload.row
 
     def fail(self) -> None:
-        entry, cargo = self.feedback.entry, self.cargo
+        entry, payload = self.feedback.entry, self.payload
         if self.feedback.up is not None:  # the round was committed before the call failed
             return
         if entry is not None and entry.find_left_out is not None:
-            values = None if self.again is None else cargo.row.copy()
+            values = None if self.again is None else payload.row.copy()
             entry.left_out, entry.find_left_out = entry.find_left_out(None), None
-            cargo.hold(np.empty(0, np.float32) if values is None else values)
+            payload.hold(np.empty(0, np.float32) if values is None else values)
         if self.again is None:
-            log.info("what rank %d owed before the round is forgotten", cargo.rank)
+            log.info("what rank %d owed before the round is forgotten", payload.rank)
             return
         try:
             self._take_out()
         except Exception as error:
             log.warning("what was owed is forgotten: %s", error)
-            cargo.row.fill(0)
-        self.feedback.up = cargo.row
+            payload.row.fill(0)
+        self.feedback.up = payload.row
 
     def _take_out(self) -> None:
         """The row holds what was owed before."""
         if self.has_values and self.again is not None:
             self.again(self.subtract)
         elif self.has_values:
-            self.cargo.row.fill(0)
+            self.payload.row.fill(0)
 
 
-class HeldMean:
+class EncodedMean:
     """The mean of a round, still encoded."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -251,25 +251,25 @@ def settle_failed(reader: catchup.Reader, feedback: Feedback) -> bool:
     return False
 
 
-def is_counted(reader: catchup.Reader, work: Work, roster: Roster) -> bool:
-    """Whether the round of the roster, whose mean cannot be read, has the rank's values."""
-    if roster.has(work.upload):
+def is_counted(reader: catchup.Reader, work: Work, manifest: Manifest) -> bool:
+    """Whether the round of the manifest, whose mean cannot be read, has the rank's values."""
+    if manifest.has(work.upload):
         return settle_failed(reader, work.feedback)
-    return roster.member(work.cargo.rank) is not None
+    return manifest.member(work.payload.rank) is not None
 
 
 @dataclass(frozen=True)
 class ReduceReport:
     """How one round went, as this replica saw it.
 
-    `roster`: rank to weight, of those whose tensors are in the mean. `is_member`: whether this
+    `manifest`: rank to weight, of those whose tensors are in the mean. `is_member`: whether this
     replica's are. `missing`: ranks that were waited for and did not come. `skipped`: rounds that
     were decided and whose means this replica did not read; its caller catches up with `join()`.
     """
 
     round: int
     attempt: int
-    roster: dict[int, float]
+    members: dict[int, float]
     is_member: bool
     missing: list[int]
     skipped: list[int]
@@ -278,4 +278,4 @@ class ReduceReport:
     requests: int
     seconds: dict[str, float] = field(default_factory=dict)
     notes: dict[int, str] = field(default_factory=dict)  # rank to the word of its upload
-    committed: Roster | None = None
+    committed: Manifest | None = None

@@ -95,15 +95,15 @@ class Book:
         self._emptied[fragment] = step
         first = min(self._emptied)
         carried = ranges.union(*self._carried)
-        kept = []
+        retained = []
         for training in self._trainings:
             if training.step <= first:
                 there = ranges.common(training.ranges, carried)
                 self.in_vain += ranges.size(training.ranges) - ranges.size(there)
                 training = Trained(training.step, there)
             if training.ranges:
-                kept.append(training)
-        self._trainings = kept
+                retained.append(training)
+        self._trainings = retained
 
     @property
     def is_honest(self) -> bool:
@@ -118,5 +118,5 @@ class Book:
         self._carried = [()] * len(self._carried)
 
     def _forget(self, committed: Ranges) -> None:
-        kept = (Trained(t.step, ranges.minus(t.ranges, committed)) for t in self._trainings)
-        self._trainings = [training for training in kept if training.ranges]
+        retained = (Trained(t.step, ranges.minus(t.ranges, committed)) for t in self._trainings)
+        self._trainings = [training for training in retained if training.ranges]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from atoll.core.errors import DistributedError, ValidationError
-from atoll.diloco.allreduce.note import DataNote, DataRound, RosterData, Says, UploadNote
+from atoll.diloco.allreduce.note import DataNote, DataRound, ManifestData, UploadHeader, UploadNote
 from atoll.diloco.data import ledger as ledgers
 from atoll.diloco.data import ranges
 from atoll.diloco.data.book import Book
@@ -73,7 +73,7 @@ class Journal:
             self._commit(queue.popleft())
 
     def problem(self, round: DataRound | None) -> str | None:
-        """Why a roster is not one of this ledger."""
+        """Why a manifest is not one of this ledger."""
         if self.book is None:
             return None
         return "it has no ledger" if round is None else self._check(round)
@@ -96,7 +96,7 @@ class Journal:
             return str(error)
         return None
 
-    def says(
+    def header(
         self,
         steps: int,
         tokens: float,
@@ -104,21 +104,21 @@ class Journal:
         want: int = 0,
         end: int | None = None,
         idle_s: float = 0.0,
-    ) -> Says:
+    ) -> UploadHeader:
         """What the replica says with an upload. `idle_s`: how long it waits if it has no claim."""
         if self.book is None:
-            return Says(UploadNote(steps, tokens))
+            return UploadHeader(UploadNote(steps, tokens))
         ledger = self.book.ledger
         others = (h.ranges for rank, h in ledger.holds.items() if rank != self.rank and h.firm)
         waits_s = idle_s if not took and any(others) else 0.0
         data = DataNote(took, want, ledger.digest, end)
-        return Says(UploadNote(steps, tokens, data), ledger.terms, waits_s)
+        return UploadHeader(UploadNote(steps, tokens, data), ledger.terms, waits_s)
 
-    def data(self) -> RosterData | None:
+    def data(self) -> ManifestData | None:
         if self.book is None:
             return None
         ledger = self.book.ledger
-        return RosterData(ledger.seq, ledger.digest, ledger.terms, self.world)
+        return ManifestData(ledger.seq, ledger.digest, ledger.terms, self.world)
 
     def refuses(self, rank: int, data: DataNote) -> str | None:
         """Why an upload cannot be in the round that is decided on this ledger."""

@@ -1,6 +1,6 @@
 """The ledger: who may train on what. A pure fold over the committed rounds of a run.
 
-Every replica computes the same ledger from the same rosters: no clock, no chance, nothing local.
+Every replica computes the same ledger from the same manifests: no clock, no chance, nothing local.
 Positions are used, held by a rank, back with nobody, or not given out yet. What is used is never
 written down, so the size does not grow with it. See docs/decisions/022.
 """
@@ -110,7 +110,7 @@ class Hold(msgspec.Struct, frozen=True, array_like=True):
     """What a rank may train on. `seen`: the last round it was in. `firm`: it was in one."""
 
     ranges: Ranges
-    seen: int
+    observed: int
     firm: bool
 
 
@@ -133,10 +133,10 @@ class Ledger(msgspec.Struct, frozen=True):
     @property
     def used(self) -> int:
         """How many positions were trained on and committed."""
-        return self.next - ranges.size(self.back) - self.held
+        return self.next - ranges.size(self.back) - self.stored
 
     @property
-    def held(self) -> int:
+    def stored(self) -> int:
         return sum(ranges.size(hold.ranges) for hold in self.holds.values())
 
     @property
@@ -181,7 +181,7 @@ def begin(terms: Terms, seq: int = 0) -> Ledger:
 
 
 def commit(ledger: Ledger, claims: Sequence[Claim], world: int) -> Ledger:
-    """The ledger after a round of these members, in roster order, of a world of so many ranks.
+    """The ledger after a round of these members, in manifest order, of a world of so many ranks.
 
     Raises InvalidClaim unless each of them took what it held.
     """
@@ -192,8 +192,8 @@ def commit(ledger: Ledger, claims: Sequence[Claim], world: int) -> Ledger:
     is_dry = not any(claim.took for claim in claims)
     draft.idle = ledger.idle + 1 if is_dry else 0
     for claim in claims:
-        rest = ranges.minus(ledger.hold_of(claim.rank), claim.took)
-        draft.holds[claim.rank] = Hold(rest, draft.seq, True)
+        remainder = ranges.minus(ledger.hold_of(claim.rank), claim.took)
+        draft.holds[claim.rank] = Hold(remainder, draft.seq, True)
         if not claim.want:
             draft.give_back([claim.rank])
     draft.give_back(
@@ -241,7 +241,7 @@ def _check(ledger: Ledger, claims: Sequence[Claim], world: int) -> None:
 def _is_over(terms: Terms, hold: Hold, seq: int, rank: int, world: int) -> bool:
     """Whether the hold of a rank that is not in the round comes back."""
     limit = terms.patience if hold.firm else terms.shelf
-    return rank >= world or seq - hold.seen > limit
+    return rank >= world or seq - hold.observed > limit
 
 
 class _Draft:
@@ -280,33 +280,33 @@ class _Draft:
     def take(self, count: int) -> Ranges:
         """So many positions: those that came back first, then new ones."""
         part, self.back = ranges.take(self.back, count)
-        rest = count - ranges.size(part)
+        remainder = count - ranges.size(part)
         total = self.terms.total if self.end is None else self.end
         if total is not None:
-            rest = min(rest, total - self.next)
-        if rest > 0:
-            part = ranges.union(part, ((self.next, self.next + rest),))
-            self.next += rest
+            remainder = min(remainder, total - self.next)
+        if remainder > 0:
+            part = ranges.union(part, ((self.next, self.next + remainder),))
+            self.next += remainder
         return part
 
     def lease(self, rank: int, count: int, *, is_firm: bool) -> None:
         known = self.holds.get(rank)
-        held = () if known is None else known.ranges
-        self.holds[rank] = Hold(ranges.union(held, self.take(count)), self.seq, is_firm)
+        stored = () if known is None else known.ranges
+        self.holds[rank] = Hold(ranges.union(stored, self.take(count)), self.seq, is_firm)
 
     def top_up(self, wants: dict[int, int], members: set[int]) -> None:
         """Each member holds what it wants, or its share of what is left."""
-        held = {rank: ranges.size(self.holds[rank].ranges) for rank in wants}
-        lacks = sum(max(0, want - held[rank]) for rank, want in wants.items())
+        stored = {rank: ranges.size(self.holds[rank].ranges) for rank in wants}
+        lacks = sum(max(0, want - stored[rank]) for rank, want in wants.items())
         left = self.left()
         if left is not None and lacks > left:
             loose = [r for r, hold in self.holds.items() if r not in members and not hold.firm]
             self.give_back(loose)
             left = self.left()
         grants = (
-            {rank: max(0, want - held[rank]) for rank, want in wants.items()}
+            {rank: max(0, want - stored[rank]) for rank, want in wants.items()}
             if left is None or lacks <= left
-            else shared(wants, held, left)
+            else shared(wants, stored, left)
         )
         for rank, count in grants.items():
             if count:
@@ -323,11 +323,13 @@ class _Draft:
                 self.lease(rank, first, is_firm=False)
 
 
-def shared(wants: dict[int, int], held: dict[int, int], left: int) -> dict[int, int]:
+def shared(wants: dict[int, int], stored: dict[int, int], left: int) -> dict[int, int]:
     """How much of `left` each rank gets, so that all holds last about equally long."""
 
     def at_level(level: int) -> dict[int, int]:
-        return {rank: max(0, want * level // _LEVELS - held[rank]) for rank, want in wants.items()}
+        return {
+            rank: max(0, want * level // _LEVELS - stored[rank]) for rank, want in wants.items()
+        }
 
     low, high = 0, _LEVELS
     while high - low > 1:
@@ -337,15 +339,15 @@ def shared(wants: dict[int, int], held: dict[int, int], left: int) -> dict[int, 
         else:
             high = middle
     grants = at_level(low)
-    rest = left - sum(grants.values())
+    remainder = left - sum(grants.values())
     for rank, want in wants.items():  # what rounding left over
-        more = min(rest, max(0, want - held[rank] - grants[rank]))
+        more = min(remainder, max(0, want - stored[rank] - grants[rank]))
         if more > 0:
-            more = min(more, -(-rest // max(1, len(wants))))
+            more = min(more, -(-remainder // max(1, len(wants))))
             grants[rank] += more
-            rest -= more
+            remainder -= more
     for rank, want in wants.items():
-        more = min(rest, max(0, want - held[rank] - grants[rank]))
+        more = min(remainder, max(0, want - stored[rank] - grants[rank]))
         grants[rank] += more
-        rest -= more
+        remainder -= more
     return grants

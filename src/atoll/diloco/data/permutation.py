@@ -31,9 +31,9 @@ def _half_bits(length: int) -> int:
     return max(1, (max(length - 1, 1).bit_length() + 1) // 2)
 
 
-def shuffle(places: Sequence[int] | Indexes, length: int, seed: int, epoch: int) -> Indexes:
+def shuffle(locations: Sequence[int] | Indexes, length: int, seed: int, epoch: int) -> Indexes:
     """Where each place of the epoch lies in data of `length`."""
-    values = np.asarray(places, np.uint64)
+    values = np.asarray(locations, np.uint64)
     half = np.uint64(_half_bits(length))
     mask = np.uint64((1 << int(half)) - 1)
     keys = [np.uint64(key) for key in _keys(seed, epoch)]
@@ -64,12 +64,12 @@ def indexes(
 ) -> Indexes:
     """The index in the data of each position of the line, which has epoch after epoch."""
     line = np.asarray(positions, np.int64)
-    places = line % length
+    locations = line % length
     if not is_shuffled:
-        return places
-    out = np.empty_like(places)
+        return locations
+    out = np.empty_like(locations)
     epochs = line // length
     for epoch in np.unique(epochs):
         of_epoch = epochs == epoch
-        out[of_epoch] = shuffle(places[of_epoch], length, seed, int(epoch))
+        out[of_epoch] = shuffle(locations[of_epoch], length, seed, int(epoch))
     return out

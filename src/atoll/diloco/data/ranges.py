@@ -38,13 +38,13 @@ def union(*sets: Ranges) -> Ranges:
     return join(part for each in full for part in each)
 
 
-def minus(whole: Ranges, part: Ranges) -> Ranges:
+def minus(complete: Ranges, part: Ranges) -> Ranges:
     """The positions of `whole` that are not in `part`."""
-    if not part or not whole:
-        return whole
+    if not part or not complete:
+        return complete
     out: list[Range] = []
     at = 0
-    for start, stop in whole:
+    for start, stop in complete:
         while at < len(part) and part[at][1] <= start:
             at += 1
         k = at
@@ -73,8 +73,8 @@ def common(one: Ranges, other: Ranges) -> Ranges:
     return tuple(out)
 
 
-def is_inside(part: Ranges, whole: Ranges) -> bool:
-    return not minus(part, whole)
+def is_inside(part: Ranges, complete: Ranges) -> bool:
+    return not minus(part, complete)
 
 
 def size(ranges: Ranges) -> int:

@@ -40,7 +40,7 @@ class DataReport:
 
     total: int | None
     used: int
-    held: int
+    stored: int
     back: int
     end: int | None
     by_rank: dict[int, int] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def make(
     return DataReport(
         total=None if ledger is None else ledger.total,
         used=0 if ledger is None else ledger.used,
-        held=0 if ledger is None else ledger.held,
+        stored=0 if ledger is None else ledger.stored,
         back=0 if ledger is None else ranges.size(ledger.back),
         end=None if ledger is None else ledger.end,
         by_rank=by_rank,

@@ -156,16 +156,18 @@ class Shard:
         if self._team.processes == 1:
             self._new = []
             return
-        words = together(self._team, lambda: (self._new, self._waiting(), self.end))
+        messages = together(self._team, lambda: (self._new, self._waiting(), self.end))
         self._new = []
-        for process, (trained, _, end) in enumerate(words):
+        for process, (trained, _, end) in enumerate(messages):
             if end is not None:
                 self.end = end if self.end is None else min(end, self.end)
             if process != self._team.process:
                 for step, part in trained:
                     self._book.train(ranges.minus(part, self._book.fresh), step)
         others = [
-            word for process, (_, word, _) in enumerate(words) if process != self._team.process
+            message
+            for process, (_, message, _) in enumerate(messages)
+            if process != self._team.process
         ]
         self._others_ahead = ranges.union(*others)
         self._dealt = ()

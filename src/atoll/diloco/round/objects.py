@@ -32,7 +32,7 @@ from atoll.diloco.data.ranges import Ranges
 
 T = TypeVar("T")
 
-FORMAT: Final = 2  # of all objects of a run; 1 had rosters with attempts
+FORMAT: Final = 2  # of all objects of a run; 1 had manifests with attempts
 MAX_ROUND = 99_999_999  # eight digits: at a round a second, three years
 MAX_RANK = 99_999
 MAX_PROCESSES = 99_999
@@ -306,12 +306,14 @@ class Receipt(msgspec.Struct, frozen=True):
 class Checkpoint(msgspec.Struct, frozen=True):
     """The state after `round` rounds; its values are in the pieces of `nonce`.
 
-    `last`: the manifest of the round before. `ledger`: packed, where replicas share their data.
+    The pieces are cut by `shards` and `processes` of whoever saved it. `last`: the manifest of the
+    round before. `ledger`: packed, where replicas share their data.
     """
 
     round: Round
     chain: Digest
     layout: Digest
+    shards: Count
     nonce: Nonce
     processes: Processes
     last: Manifest | None = None

@@ -1,5 +1,5 @@
-"""The files of the dashboard. One page serves every address; the files it loads are named by their
-content, so that a browser keeps them for ever."""
+"""The files of the dashboard. One page serves every address. The paths of its files contain a
+digest of their content, so that browsers may cache them for ever."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HEADERS = {
 
 
 class Bundle(NamedTuple):
-    """All files, with the digest that stands in their addresses."""
+    """All files, and the digest in their paths."""
 
     digest: str
     plain: dict[str, bytes]

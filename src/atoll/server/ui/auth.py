@@ -1,4 +1,4 @@
-"""Signing in to the dashboard and out of it."""
+"""Sign-in and sign-out of the dashboard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atoll.core.errors import Denied
 from atoll.core.model import Model
 from atoll.server.http.auth import check_dashboard_host, check_origin, cookie_of, hashed, token_of
 from atoll.server.http.operations import Answer, ApiCall, json_answer
-from atoll.server.ui.sessions import LONGEST_S
+from atoll.server.ui.sessions import MAX_S
 
 SECRET = Annotated[str, Meta(max_length=200)]
 
@@ -24,8 +24,8 @@ class SignIn(Model, frozen=True):
 
 
 class SignedIn(Model, frozen=True, omit_defaults=False):
-    """`csrf` is told here and nowhere else. Pages keep it where only pages of the same host and
-    port find it, so a server to which the browser sends the cookie does not have it."""
+    """`csrf` is sent here and nowhere else. Pages store it where only pages of the same host and
+    port find it, so another server that is sent the cookie does not have it."""
 
     csrf: str
     namespace: str
@@ -35,7 +35,7 @@ class SignInCode(Model, frozen=True, omit_defaults=False):
     """Signs a browser in once, within a minute: open `/in#CODE`."""
 
     code: str
-    host: str  # the dashboard's own name on this machine, which takes the place of 127.0.0.1
+    host: str  # the host name of the dashboard on this machine, instead of 127.0.0.1
 
 
 class SessionsEnded(Model, frozen=True, omit_defaults=False):
@@ -46,7 +46,7 @@ async def new_code(call: ApiCall) -> Answer:
     sessions = call.plane.sessions
     token = token_of(call.request)
     if not token:
-        raise Denied("a code is made with a token, not by a browser")
+        raise Denied("expected a token: a browser session cannot make codes")
     return json_answer(
         SignInCode(code=sessions.new_code(call.namespace, hashed(token)), host=sessions.host)
     )
@@ -57,8 +57,9 @@ async def revoke(call: ApiCall) -> Answer:
 
 
 async def sign_in(call: ApiCall) -> Answer:
-    """Not by a GET: opening or previewing a link uses nothing up. Nor by a page of others, which
-    would sign a browser in as somebody else and so see what its user does."""
+    """Signs a browser in. A POST, so that opening or previewing a link does not use its code up;
+    and from our own pages only: another site could sign the browser in as somebody else and so see
+    what its user does."""
     check_dashboard_host(call.plane, call.request)
     check_origin(call.request)
     plane, body = call.plane, call.body
@@ -78,7 +79,7 @@ async def sign_in(call: ApiCall) -> Answer:
     answer.set_cookie(
         plane.sessions.cookie,
         cookie,
-        max_age=int(LONGEST_S),
+        max_age=int(MAX_S),
         path="/",
         secure=call.request.url.scheme == "https",
         httponly=True,

@@ -1,5 +1,5 @@
-"""Answers that take long to make, used again for a while: many tabs, and tabs that ask often, cost
-a server of one core no more than a share of it."""
+"""A cache for answers that are expensive to compute: many tabs that ask often cost a server of one
+core no more than a tenth of it."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-KEPT = 64
-TIMES = 10  # as long as it took, an answer is used: making them takes a tenth of a core at most
-LONGEST_S = 30.0
+MAX_ENTRIES = 64  # charts of some five pages
+# An answer is valid for ten times as long as it took: computing takes a tenth of a core at most.
+TIMES = 10
+MAX_S = 30.0  # and never longer: people expect a chart to move
 
 
-class Reused:
-    """Bodies of answers by key. Each is made in a thread, by one caller at a time."""
+class TTLCache:
+    """Bodies of answers by key. One caller at a time computes each, in a thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._kept: OrderedDict[Hashable, tuple[float, bytes]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[float, bytes]] = OrderedDict()
         self._locks: dict[Hashable, asyncio.Lock] = {}
 
     async def body(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
         lock = self._locks.setdefault(key, asyncio.Lock())
         try:
             async with lock:
-                good_until, body = self._kept.get(key, (0.0, b""))
+                good_until, body = self._entries.get(key, (0.0, b""))
                 if good_until > self._now():
                     return body
-                begun = self._now()
+                started = self._now()
                 body = await asyncio.to_thread(make)
-                spent = self._now() - begun
-                self._kept[key] = (self._now() + min(LONGEST_S, TIMES * spent), body)
-                self._kept.move_to_end(key)
-                while len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
+                spent = self._now() - started
+                self._entries[key] = (self._now() + min(MAX_S, TIMES * spent), body)
+                self._entries.move_to_end(key)
+                while len(self._entries) > MAX_ENTRIES:
+                    self._entries.popitem(last=False)
                 return body
         finally:
             if not lock.locked():

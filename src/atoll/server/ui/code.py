@@ -1,6 +1,7 @@
-"""A training as the code and the command that start the same one again. Pure.
+"""The Python code and the shell command that start the same training again. Pure.
 
-Values of variables may be secrets: they are taken from the environment of whoever runs it.
+Values of environment variables may be secrets: the code reads them from the environment of the
+person who runs it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.executors import LOCAL
 from atoll.core.spec import BenchSpec, TrainingSpec
 
@@ -36,12 +37,22 @@ FLAGS = {
     "mesh": "--mesh",
 }
 SECTIONS = {"resources": "", "rendezvous": "rendezvous_"}
-# Not said by options: they are the name and what runs, or are no wish of the user.
-_APART = ("name", "world_size", "command", "args", "source", "code", "bench", "cancel", *SECTIONS)
+# Fields without an option of their own: the name, what runs, and what the user does not set.
+_NOT_OPTIONS = (
+    "name",
+    "world_size",
+    "command",
+    "args",
+    "source",
+    "code",
+    "bench",
+    "cancel",
+    *SECTIONS,
+)
 
 
 class Variable:
-    """The value of a variable of whoever runs the code."""
+    """An environment variable, read where the code runs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,7 +62,7 @@ class Variable:
 
 
 def options_of(spec: TrainingSpec) -> dict[str, Any]:
-    """The options of `deploy_distributed` that are not their defaults, what runs included."""
+    """The options of `deploy_distributed` that differ from their defaults, and what runs."""
     options: dict[str, Any] = {"command": spec.command, "world_size": spec.world_size}
     if spec.args:
         options["args"] = spec.args
@@ -61,7 +72,7 @@ def options_of(spec: TrainingSpec) -> dict[str, Any]:
         bench = _changed(spec.bench, "bench_")
         options |= {"bench": bench.pop("bench_mode"), **bench}
     changed = _changed(spec, "")
-    options |= {name: value for name, value in changed.items() if name not in _APART}
+    options |= {name: value for name, value in changed.items() if name not in _NOT_OPTIONS}
     for name in ("env", "nccl_env"):
         if name in options:
             options[name] = {variable: Variable(variable) for variable in options[name]}
@@ -71,7 +82,7 @@ def options_of(spec: TrainingSpec) -> dict[str, Any]:
 
 
 def _changed(part: Any, prefix: str) -> dict[str, Any]:
-    """The fields that are not their defaults."""
+    """The fields that differ from their defaults."""
     defaults = zip(part.__struct_fields__[::-1], part.__struct_defaults__[::-1], strict=False)
     usual = {name: getattr(default, "factory", lambda d=default: d)() for name, default in defaults}
     fields = {name: getattr(part, name) for name in part.__struct_fields__}
@@ -83,7 +94,7 @@ def _changed(part: Any, prefix: str) -> dict[str, Any]:
 
 
 def python_of(spec: TrainingSpec, name: str) -> str:
-    """A call of `deploy_distributed`; empty for code that was sent along, which is not here."""
+    """A call of `deploy_distributed`; empty if the client sent the code itself."""
     if spec.source is not None:
         return ""
     lines = [f"    {option}={_literal(value)}," for option, value in options_of(spec).items()]
@@ -93,31 +104,31 @@ def python_of(spec: TrainingSpec, name: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    """As Python writes it; structs of the spec are names of atoll."""
+    """A Python literal; structs of the spec are names of `atoll`."""
     return f"atoll.{value!r}" if hasattr(value, "__struct_fields__") else repr(value)
 
 
 def shell_of(spec: TrainingSpec, name: str) -> str:
-    """A call of `atoll run`; empty where that has no option for something, or cannot have it."""
+    """A call of `atoll run`; empty if that has no option for some field of the spec."""
     if spec.source is not None:
         return ""
     options, size = options_of(spec), spec.world_size
     command = [*options.pop("command"), *options.pop("args", ())]
     del options["world_size"]
-    words = ["--name", name, "-n", str(size.target)]
-    words += ["--min", str(size.min), "--max", str(size.max)]
+    argv = ["--name", name, "-n", str(size.target)]
+    argv += ["--min", str(size.min), "--max", str(size.max)]
     if options.pop("code", True) is False:
-        words.append("--no-code")
+        argv.append("--no-code")
     for variable in options.pop("env", ()):
-        words += ["--env", variable]
+        argv += ["--env", variable]
     for package in options.pop("pip_packages", ()):
-        words += ["--pip", package]
+        argv += ["--pip", package]
     for option, value in options.items():
         if option not in FLAGS:
             return ""
-        words += [FLAGS[option]] if value is True else [FLAGS[option], str(value)]
-    # A terminal would act on control characters that are pasted, and not pass them on.
-    text = "".join([*words, *command]).replace("\n", "").replace("\t", "")
-    if visible(text) != text:
+        argv += [FLAGS[option]] if value is True else [FLAGS[option], str(value)]
+    # A terminal would act on pasted control characters instead of passing them on.
+    text = "".join([*argv, *command]).replace("\n", "").replace("\t", "")
+    if escape_control(text) != text:
         return ""
-    return shlex.join(["atoll", "run", *words, "--", *command])
+    return shlex.join(["atoll", "run", *argv, "--", *command])

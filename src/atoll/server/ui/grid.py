@@ -1,4 +1,4 @@
-"""Rounds as a grid of replicas and rounds: a letter a cell, bounded however many there are."""
+"""Outer rounds as a grid of replicas and rounds: one letter a cell, bounded in size."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
 N = TypeVar("N", int, float)
 
-MOST_COLUMNS = 400
-MOST_ROWS = 128
-# Of several cells in one, the worst shows.
+MAX_COLUMNS = 400  # 5 px each on a screen of 2,000 px
+MAX_ROWS = 128  # 7 px each on a screen of 900 px
+# The worst state of all cells that share one.
 WORST = (BAD, MISSING, LATE, LEFT, JOINED, WAITED_FOR, HANDED_IN, IN, ABSENT)
 
 
 class GridQuery(Query, frozen=True, rename={"from_": "from"}):
     from_: RoundNumber = 0
     to: RoundNumber | None = None
-    columns: Annotated[int, Meta(ge=10, le=MOST_COLUMNS)] = MOST_COLUMNS
+    columns: Annotated[int, Meta(ge=10, le=MAX_COLUMNS)] = MAX_COLUMNS
     uid: str | None = None
 
 
 class GridColumn(Model, frozen=True, omit_defaults=False):
-    """One round of a fragment, or several: those from `first` to `last`."""
+    """One round of a fragment, or all rounds from `first` to `last`."""
 
     first: int
     last: int
-    fragment: int | None  # None: of several
+    fragment: int | None  # None: several
     at: float | None
-    members: int  # the fewest
-    share: float  # of those who were wanted, how many were in
+    members: int  # the fewest of these rounds
+    share: float  # of the expected replicas that were members
     bytes_up: int | None
     bytes_down: int | None
     hidden_s: float | None
@@ -63,13 +63,13 @@ class GridColumn(Model, frozen=True, omit_defaults=False):
 
 
 class RoundGrid(Model, frozen=True, omit_defaults=False):
-    """`cells` has a text for each row with a letter for each column."""
+    """`cells` has one string a row with one letter a column."""
 
     rows: list[str]
     columns: list[GridColumn]
     cells: list[str]
-    words: str
-    why: str
+    message: str
+    source: str
     summary: RoundSummary | None
     dropped: int = 0
 
@@ -80,7 +80,9 @@ async def rounds(call: ApiCall) -> Answer:
     if query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
     if call.plane.series is None:
-        return json_answer(grid_of([], None, "this control plane keeps no rounds", MOST_COLUMNS))
+        return json_answer(
+            grid_of([], None, "this control plane does not store rounds", MAX_COLUMNS)
+        )
     keeper = call.plane.series.rounds
     return json_answer(await asyncio.to_thread(_grid, keeper, training, query))
 
@@ -88,18 +90,18 @@ async def rounds(call: ApiCall) -> Answer:
 def _grid(keeper: RoundKeeper, training: Training, query: GridQuery) -> RoundGrid:
     uid = training.uid
     run = keeper.run_of(uid)
-    summary, why = with_absent(keeper.summary(uid), training), why_of(keeper.look(uid))
+    summary, source = with_absent(keeper.summary(uid), training), why_of(keeper.look(uid))
     if run is None:
-        return grid_of([], summary, why, query.columns)
-    wanted = RoundsQuery(from_=query.from_, to=query.to)
-    items = chosen(keeper, uid, run, wanted)
-    return grid_of(items, summary, why, query.columns, keeper.dropped(uid, run)[0])
+        return grid_of([], summary, source, query.columns)
+    selection = RoundsQuery(from_=query.from_, to=query.to)
+    items = chosen(keeper, uid, run, selection)
+    return grid_of(items, summary, source, query.columns, keeper.dropped(uid, run)[0])
 
 
 def grid_of(
     items: Sequence[RoundItem],
     summary: RoundSummary | None,
-    why: str,
+    source: str,
     most: int,
     dropped: int = 0,
 ) -> RoundGrid:
@@ -109,25 +111,25 @@ def grid_of(
     columns = [_column(items[each], letters[each]) for each in bins]
     merged = [_merge(letters[each]) for each in bins]
     if summary is not None and summary.uploaded:
-        columns.append(_open(summary))
+        columns.append(_open_column(summary))
         merged.append(
             dict.fromkeys(summary.waited_for, WAITED_FOR)
             | dict.fromkeys(summary.uploaded, HANDED_IN)
         )
     ranks = sorted({rank for each in merged for rank in each})
-    tall = -(-len(ranks) // MOST_ROWS) if ranks else 1
+    tall = -(-len(ranks) // MAX_ROWS) if ranks else 1
     groups = [ranks[at : at + tall] for at in range(0, len(ranks), tall)]
     cells = [
         "".join(_worst(each.get(rank, ABSENT) for rank in group) for each in merged)
         for group in groups
     ]
-    words = "no round yet" if summary is None else summary.words
+    message = "no round yet" if summary is None else summary.words
     return RoundGrid(
         rows=[spans(group) for group in groups],
         columns=columns,
         cells=cells,
-        words=words,
-        why=why,
+        message=message,
+        source=source,
         summary=summary,
         dropped=dropped,
     )
@@ -144,26 +146,26 @@ def _worst(letters: Iterable[str]) -> str:
 
 def _column(items: Sequence[RoundItem], letters: Sequence[dict[int, str]]) -> GridColumn:
     fragments = {item.fragment for item in items}
-    wanted = sum(sum(letter != LEFT for letter in each.values()) for each in letters)
+    expected = sum(sum(letter != LEFT for letter in each.values()) for each in letters)
     return GridColumn(
         first=items[0].round,
         last=items[-1].round,
         fragment=fragments.pop() if len(fragments) == 1 else None,
         at=items[-1].at,
-        members=min(len(item.roster) for item in items),
-        share=sum(len(item.roster) for item in items) / wanted if wanted else 0.0,
-        bytes_up=_most([item.bytes_up for item in items]),
-        bytes_down=_most([item.bytes_down for item in items]),
-        hidden_s=_most([item.hidden_s for item in items]),
-        blocked_s=_most([item.blocked_s for item in items]),
+        members=min(len(item.members) for item in items),
+        share=sum(len(item.members) for item in items) / expected if expected else 0.0,
+        bytes_up=_max_or_none([item.bytes_up for item in items]),
+        bytes_down=_max_or_none([item.bytes_down for item in items]),
+        hidden_s=_max_or_none([item.hidden_s for item in items]),
+        blocked_s=_max_or_none([item.blocked_s for item in items]),
     )
 
 
-def _most(values: Iterable[N | None]) -> N | None:
+def _max_or_none(values: Iterable[N | None]) -> N | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _open(summary: RoundSummary) -> GridColumn:
+def _open_column(summary: RoundSummary) -> GridColumn:
     number = 0 if summary.round is None else summary.round + 1
     everyone = len({*summary.uploaded, *summary.waited_for})
     return GridColumn(

@@ -1,4 +1,4 @@
-"""One training as its page shows it: made on the server, bounded however many ranks there are."""
+"""The data of a training's page. Its size is bounded, however many ranks there are."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from atoll.core.attempts import attempts_of
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.describe import (
-    attempt_in_words,
+    describe_attempt,
     describe_cause,
-    exit_in_words,
+    describe_exit,
+    describe_ranks,
     is_stopped_by_atoll,
     ranks_alike,
-    ranks_in_words,
     waiting_lines,
 )
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.model import Model
 from atoll.core.reasons import why_ended
+from atoll.core.stats import usage
 from atoll.core.status import (
     AttemptStatus,
     Condition,
@@ -33,16 +34,15 @@ from atoll.core.status import (
     Training,
     WorldPoint,
 )
-from atoll.core.usage import usage
-from atoll.server.http.encoded import shown
+from atoll.server.http.encoded import redact
 from atoll.server.ui.code import python_of, shell_of
 from atoll.server.ui.rows import TrainingRow, row_of
 
-EACH_SHOWN = 128  # ranks that are sent one by one
-ODD_SHOWN = 50
-LINES = 8  # of what happened
-RESIZES = 20
-PLAIN_ENDS = ("Completed", "Error")  # the code says as much
+MAX_LINES = 128  # twice what the page draws as lanes; larger worlds are sent as one letter a rank
+MAX_ODD_LINES = 50  # rows of a table that people still read
+MAX_ENTRIES = 8  # of the timeline: they fit beside the cause without scrolling
+RESIZES = 20  # marks that a chart can show side by side
+PLAIN_ENDS = ("Completed", "Error")  # the exit code says the same
 LETTERS = {"Pending": "P", "Running": "R", "Succeeded": "S", "Failed": "F", "Stopped": "C"}
 
 
@@ -52,7 +52,7 @@ class EarlierAttempt(Model, frozen=True, omit_defaults=False):
     attempt: int
     started_at: float | None
     ended_at: float | None
-    words: str
+    message: str
 
 
 class RankLine(Model, frozen=True, omit_defaults=False):
@@ -61,45 +61,49 @@ class RankLine(Model, frozen=True, omit_defaults=False):
     rank: int
     phase: str
     host: str
-    words: str
-    short: str  # the same for a narrow column; empty while it has not ended
+    message: str
+    short: str  # the message for a narrow column; empty until the rank has ended
     restarts: int
     attempt: int
     started_at: float | None
     ended_at: float | None
-    is_first: bool = False  # the first that failed
+    is_first: bool = False  # the first rank that failed
     previous: str = ""
     previous_at: float | None = None
     earlier: list[EarlierAttempt] = []
     provider: str = ""
     region: str = ""
-    unit: str = ""  # the pod, job or process that it is
+    unit: str = ""  # its pod, job or process
 
 
 class CauseCard(Model, frozen=True, omit_defaults=False):
+    """The rank that failed first, and what is known about it."""
+
     rank: int
     headline: str
     exit: str
     host: str
-    beside: str  # other ranks on that host
+    neighbours: str  # the other ranks on that host
     before: str
     at: float | None
     tail: list[str]
 
 
-class Happening(Model, frozen=True, omit_defaults=False):
+class TimelineEntry(Model, frozen=True, omit_defaults=False):
+    """One line of what led to the state of a training."""
+
     at: float
     kind: str  # running, failed, cancelled, succeeded or pending
     text: str
     is_first: bool = False
 
 
-class SeriesName(Model, frozen=True, omit_defaults=False):
+class MetricName(Model, frozen=True, omit_defaults=False):
     name: str
-    ranks: int  # that report it
+    ranks: int  # how many ranks report it
 
 
-class PageOfTraining(Model, frozen=True, omit_defaults=False):
+class TrainingPage(Model, frozen=True, omit_defaults=False):
     row: TrainingRow
     now: float
     world_max: int
@@ -107,35 +111,35 @@ class PageOfTraining(Model, frozen=True, omit_defaults=False):
     rank_seconds: float
     cause: CauseCard | None
     waiting: list[str]
-    warnings: list[str]  # what is wrong with how it trains
-    happened: list[Happening]
+    warnings: list[str]  # problems of the training that do not stop it
+    timeline: list[TimelineEntry]
     tally: dict[str, int]
     ranks: list[RankLine]
-    odd_ranks: int  # that are not like the rest; `ranks` has the first of them if it has cells
-    cells: str  # a letter for each rank, where not every rank is in `ranks`
+    odd_ranks: int  # that failed, wait or restarted; with `cells`, `ranks` has the first of them
+    cells: str  # one letter a rank, where `ranks` does not have all of them
     world: list[WorldPoint]
     conditions: list[Condition]
     resizes: list[Resize]
-    series: list[SeriesName]
-    is_kept: bool  # whether this control plane keeps series
+    metrics: list[MetricName]
+    has_store: bool  # whether this control plane stores metrics
     spec: dict[str, object]
     command: str
-    shell: str  # starts the same training again; empty where `atoll run` cannot
+    shell: str  # the command that starts the same training; empty where `atoll run` cannot
     python: str
 
 
 def page_of(
     training: Training,
-    time: Time,
+    time: Now,
     attempts: Sequence[AttemptStatus] = (),
-    series: Sequence[SeriesName] | None = (),
-) -> PageOfTraining:
-    """`attempts` are those that have a successor. `series` is None where none are kept."""
+    metrics: Sequence[MetricName] | None = (),
+) -> TrainingPage:
+    """`attempts` are those that have a successor. `metrics` is None where none are stored."""
     status = training.status
     lines = rank_lines(status, attempts)
     again = f"{training.name[:61].rstrip('-')}-2"
-    odd, is_large = _odd_lines(lines), len(lines) > EACH_SHOWN
-    return PageOfTraining(
+    odd, is_large = _odd_lines(lines), len(lines) > MAX_LINES
+    return TrainingPage(
         row=row_of(training),
         now=time.wall,
         world_max=training.spec.world_size.max,
@@ -143,17 +147,17 @@ def page_of(
         rank_seconds=usage(training, time).rank_seconds,
         cause=cause_card(training),
         waiting=_waiting(status),
-        warnings=[visible(words) for words in status.warnings],
-        happened=happenings(training),
+        warnings=[escape_control(message) for message in status.warnings],
+        timeline=timeline_of(training),
         tally=_tally(status),
-        ranks=odd[:ODD_SHOWN] if is_large else lines,
+        ranks=odd[:MAX_ODD_LINES] if is_large else lines,
         odd_ranks=len(odd),
         cells="".join(map(_letter, lines)) if is_large else "",
         world=list(status.world_size_history),
         conditions=list(status.conditions),
         resizes=_resizes(status.world_size_history),
-        series=list(series or ()),
-        is_kept=series is not None,
+        metrics=list(metrics or ()),
+        has_store=metrics is not None,
         spec=_spec(training),
         command=_command(training),
         shell=shell_of(training.spec, again),
@@ -162,7 +166,7 @@ def page_of(
 
 
 def _letter(line: RankLine) -> str:
-    """A restarted rank that runs is told from one that always ran."""
+    """One letter for the state of a rank; `r` is one that runs after a restart."""
     return "r" if line.phase == "Running" and line.restarts else LETTERS.get(line.phase, "?")
 
 
@@ -182,7 +186,7 @@ def rank_lines(status: Status, attempts: Sequence[AttemptStatus] = ()) -> list[R
             earlier.setdefault(one.rank, []).append(_earlier(one))
     first = None if status.root_cause is None else status.root_cause.rank
     exits = {ended.rank: ended for ended in status.rank_exits}
-    ranks = sorted((*status.ranks, *status.retired), key=lambda rank: rank.rank)
+    ranks = sorted((*status.ranks, *status.removed_ranks), key=lambda rank: rank.rank)
     return [
         replace(
             _line(rank, exits.get(rank.rank), is_first=rank.rank == first),
@@ -197,19 +201,19 @@ def _earlier(one: AttemptStatus) -> EarlierAttempt:
         attempt=one.attempt,
         started_at=one.started_at,
         ended_at=one.ended_at,
-        words=attempt_in_words(one)[:200],
+        message=describe_attempt(one)[:200],
     )
 
 
 def _line(rank: RankStatus, ended: RankExit | None, *, is_first: bool) -> RankLine:
     final = ended if ended is not None else rank.exit
     at = None if final is None else final.ended_at if isinstance(final, RankExit) else final.at
-    words = visible(rank.message) if final is None else exit_in_words(final)
+    message = escape_control(rank.message) if final is None else describe_exit(final)
     return RankLine(
         rank=rank.rank,
         phase=rank.phase,
         host=rank.node or "",
-        words=words[:300],
+        message=message[:300],
         short="" if final is None else _short(final),
         restarts=rank.restarts,
         attempt=rank.attempt,
@@ -219,8 +223,8 @@ def _line(rank: RankStatus, ended: RankExit | None, *, is_first: bool) -> RankLi
         provider=rank.provider or "",
         region=rank.region or "",
         unit=rank.pod_name,
-        previous="" if rank.previous is None else exit_in_words(rank.previous)[:200],
-        previous_at=None if rank.previous is None else rank.previous.at,
+        previous="" if rank.previous_exit is None else describe_exit(rank.previous_exit)[:200],
+        previous_at=None if rank.previous_exit is None else rank.previous_exit.at,
     )
 
 
@@ -232,12 +236,12 @@ def _short(ended: Exit | RankExit) -> str:
         code, reason = ended.code, ended.reason
     if code is None:
         return "end unknown"
-    told = "" if reason in PLAIN_ENDS else reason or ""
-    return visible(f"exit {code} {told}".strip())[:40]
+    detail = "" if reason in PLAIN_ENDS else reason or ""
+    return escape_control(f"exit {code} {detail}".strip())[:40]
 
 
 def _odd_lines(lines: Sequence[RankLine]) -> list[RankLine]:
-    """What is not like the rest: failed first, then waiting, then restarted."""
+    """Ranks that failed, wait or restarted, in this order."""
 
     def order(line: RankLine) -> tuple[bool, int, int]:
         kinds = {"Failed": 0, "Pending": 1}
@@ -251,97 +255,99 @@ def cause_card(training: Training) -> CauseCard | None:
     status, cause = training.status, training.status.root_cause
     if cause is None:
         return None
-    why = visible(why_ended(cause.termination_reason, cause.message))
-    headline = f"Rank {cause.rank}: {why}" if why else f"Rank {cause.rank} {exit_in_words(cause)}"
+    why = escape_control(why_ended(cause.termination_reason, cause.message))
+    headline = f"Rank {cause.rank}: {why}" if why else f"Rank {cause.rank} {describe_exit(cause)}"
     if len(ranks_alike(status)) > 1:
         headline = _capital(describe_cause(status))
     code = "unknown" if cause.exit_code is None else str(cause.exit_code)
     parts = [code, cause.signal or "", cause.termination_reason]
     attempts = f"attempt {cause.restart_count + 1}"
-    ranks = (*status.ranks, *status.retired)
-    beside = [r.rank for r in ranks if cause.host and r.node == cause.host and r.rank != cause.rank]
+    ranks = (*status.ranks, *status.removed_ranks)
+    neighbours = [
+        r.rank for r in ranks if cause.host and r.node == cause.host and r.rank != cause.rank
+    ]
     return CauseCard(
         rank=cause.rank,
         headline=headline,
         exit=f"{', '.join(part for part in parts if part)}; {attempts}",
         host=cause.host or "",
-        beside=ranks_in_words(beside) if beside else "",
+        neighbours=describe_ranks(neighbours) if neighbours else "",
         before=_before(status, cause),
         at=cause.ended_at,
-        tail=[visible(line) for line in cause.log_tail],
+        tail=[escape_control(line) for line in cause.log_tail],
     )
 
 
 def _before(status: Status, cause: RankExit) -> str:
     resize = status.last_resize
     if resize is not None and cause.ended_at is not None and resize.at <= cause.ended_at:
-        apart = _apart(cause.ended_at - resize.at)
-        return f"scaled {resize.from_target} → {resize.to_target}, {apart} earlier"
+        span = _format_span(cause.ended_at - resize.at)
+        return f"scaled {resize.from_target} → {resize.to_target}, {span} earlier"
     if cause.started_at is not None and cause.ended_at is not None:
-        return f"it had run for {_apart(cause.ended_at - cause.started_at)}"
+        return f"it had run for {_format_span(cause.ended_at - cause.started_at)}"
     return ""
 
 
-def happenings(training: Training) -> list[Happening]:
-    """What led here, in order: at most so many lines."""
+def timeline_of(training: Training) -> list[TimelineEntry]:
+    """What led to the present state, in order, as at most `MAX_ENTRIES` entries and one more."""
     status = training.status
-    lines: list[Happening] = []
+    lines: list[TimelineEntry] = []
     if status.started_at is not None:
         size = training.spec.world_size.target
         lines.append(
-            Happening(at=status.started_at, kind="running", text=f"First of {size} ranks ran")
+            TimelineEntry(at=status.started_at, kind="running", text=f"First of {size} ranks ran")
         )
     if status.last_resize is not None:
         resize = status.last_resize
         text = f"Scaled {resize.from_target} → {resize.to_target}"
-        lines.append(Happening(at=resize.at, kind="running", text=text))
-    restarted = [r for r in status.ranks if r.previous is not None]
-    for words, ranks in _alike(
-        [(exit_in_words(r.previous), r.rank) for r in restarted if r.previous]
+        lines.append(TimelineEntry(at=resize.at, kind="running", text=text))
+    restarted = [r for r in status.ranks if r.previous_exit is not None]
+    for message, ranks in _group_by_message(
+        [(describe_exit(r.previous_exit), r.rank) for r in restarted if r.previous_exit]
     ):
-        at = min(r.previous.at for r in restarted if r.rank in ranks and r.previous)
-        text = f"{_who(ranks, words)}, and {'was' if len(ranks) == 1 else 'were'} started again"
-        lines.append(Happening(at=at, kind="failed", text=text))
+        at = min(r.previous_exit.at for r in restarted if r.rank in ranks and r.previous_exit)
+        text = f"{_who(ranks, message)}, and {'was' if len(ranks) == 1 else 'were'} started again"
+        lines.append(TimelineEntry(at=at, kind="failed", text=text))
     cause, alike = status.root_cause, set(ranks_alike(status))
     if cause is not None and cause.ended_at is not None:
-        text = f"Rank {cause.rank} {exit_in_words(cause)}"
+        text = f"Rank {cause.rank} {describe_exit(cause)}"
         if len(alike) > 1:
             text = _capital(describe_cause(status))
-        lines.append(Happening(at=cause.ended_at, kind="failed", text=text, is_first=True))
+        lines.append(TimelineEntry(at=cause.ended_at, kind="failed", text=text, is_first=True))
     others = [e for e in status.rank_exits if e.rank not in alike]
     for kind, ended in (
         ("failed", [e for e in others if e.is_failure and not is_stopped_by_atoll(e)]),
         ("cancelled", [e for e in others if is_stopped_by_atoll(e)]),
         ("succeeded", [e for e in others if not e.is_failure]),
     ):
-        told = [("" if kind == "cancelled" else exit_in_words(e), e.rank) for e in ended]
-        for words, ranks in _alike(told):
+        exits = [("" if kind == "cancelled" else describe_exit(e), e.rank) for e in ended]
+        for message, ranks in _group_by_message(exits):
             times = [e.ended_at for e in ended if e.rank in set(ranks) and e.ended_at is not None]
             if times:
-                text = _who(ranks, words or "was stopped by atoll")
-                lines.append(Happening(at=min(times), kind=kind, text=text))
+                text = _who(ranks, message or "was stopped by atoll")
+                lines.append(TimelineEntry(at=min(times), kind=kind, text=text))
     lines.sort(key=lambda line: line.at)
-    if len(lines) > LINES:
+    if len(lines) > MAX_ENTRIES:
         first = next((at for at, line in enumerate(lines) if line.is_first), len(lines) - 1)
-        begin = max(0, min(first - LINES // 2, len(lines) - LINES))
-        left = len(lines) - LINES
-        lines = lines[begin : begin + LINES]
-        rest = f"and {left} more: see the events"
-        lines.append(Happening(at=lines[-1].at, kind="pending", text=rest))
+        begin = max(0, min(first - MAX_ENTRIES // 2, len(lines) - MAX_ENTRIES))
+        dropped = len(lines) - MAX_ENTRIES
+        lines = lines[begin : begin + MAX_ENTRIES]
+        more = f"and {dropped} more: see the events"
+        lines.append(TimelineEntry(at=lines[-1].at, kind="pending", text=more))
     return lines
 
 
-def _who(ranks: Sequence[int], words: str) -> str:
+def _who(ranks: Sequence[int], message: str) -> str:
     """`Rank 3 was killed`, `Ranks 3-5 were killed`."""
-    if len(ranks) > 1 and words.startswith("was "):
-        words = f"were {words.removeprefix('was ')}"
-    return f"{_capital(ranks_in_words(ranks))} {words}"
+    if len(ranks) > 1 and message.startswith("was "):
+        message = f"were {message.removeprefix('was ')}"
+    return f"{_capital(describe_ranks(ranks))} {message}"
 
 
-def _alike(pairs: Sequence[tuple[str, int]]) -> list[tuple[str, list[int]]]:
+def _group_by_message(pairs: Sequence[tuple[str, int]]) -> list[tuple[str, list[int]]]:
     groups: dict[str, list[int]] = {}
-    for words, rank in pairs:
-        groups.setdefault(words, []).append(rank)
+    for message, rank in pairs:
+        groups.setdefault(message, []).append(rank)
     return list(groups.items())
 
 
@@ -349,17 +355,17 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _apart(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole // 60 % 60:02} min"
+def _format_span(seconds: float) -> str:
+    total = int(seconds)
+    if total < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02} s"
+    return f"{total // 3600} h {total // 60 % 60:02} min"
 
 
 def _waiting(status: Status) -> list[str]:
-    """What ranks wait for, each once with those who do."""
+    """What ranks wait for: each message once, with the ranks that wait."""
     return [] if status.phase.is_terminal else [*map(_capital, waiting_lines(status.ranks))]
 
 
@@ -386,7 +392,7 @@ def _kind_of_exit(ended: RankExit) -> str:
 def _spec(training: Training) -> dict[str, object]:
     import msgspec
 
-    spec: dict[str, object] = msgspec.to_builtins(shown(training).spec)
+    spec: dict[str, object] = msgspec.to_builtins(redact(training).spec)
     return spec
 
 
@@ -395,5 +401,5 @@ def _command(training: Training) -> str:
 
     spec = training.spec
     if spec.source is not None:
-        return visible(f"<{spec.source.kind} {spec.source.filename}>")
-    return visible(shlex.join([*(spec.command or ()), *spec.args]))
+        return escape_control(f"<{spec.source.kind} {spec.source.filename}>")
+    return escape_control(shlex.join([*(spec.command or ()), *spec.args]))

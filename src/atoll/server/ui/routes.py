@@ -1,18 +1,18 @@
-"""The addresses of the dashboard."""
+"""The routes of the dashboard: its pages and the data they read."""
 
 from __future__ import annotations
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from atoll.server.http import problems
 from atoll.server.http.auth import caller, check_dashboard_host
-from atoll.server.http.operations import Operation, Plane, routes
-from atoll.server.http.routing import Endpoint, Route
+from atoll.server.http.operations import Operation, PathEndpoint, Plane, RequestHandler, routes
 from atoll.server.ui import assets, auth, grid, views
 
-MAX_BODY = 10_000
+MAX_BODY = 10_000  # a code or a token, with room to spare
 
 OPERATIONS = (
     Operation("POST", "/ui/codes", auth.new_code, "Make a code that signs a browser in.", {}),
@@ -31,31 +31,40 @@ OPERATIONS = (
     Operation("GET", "/ui/rows", views.rows, "Trainings as rows.", {}, query=views.RowsQuery),
     Operation("GET", "/ui/page/{name}", views.page, "One training.", {}, query=views.PageQuery),
     Operation("GET", "/ui/ranks/{name}", views.ranks, "Some ranks.", {}, query=views.RanksQuery),
-    Operation("GET", "/ui/curves/{name}", views.curves, "Its curves.", {}, query=views.CurvesQuery),
+    Operation(
+        "GET",
+        "/ui/metrics/{name}",
+        views.metric_bands,
+        "Its metrics over time.",
+        {},
+        query=views.MetricBandsQuery,
+    ),
     Operation("GET", "/ui/rounds/{name}", grid.rounds, "Its rounds.", {}, query=grid.GridQuery),
-    Operation("GET", "/ui/stream", views.stream, "What changes.", {}, query=views.StreamQuery),
+    Operation(
+        "GET", "/ui/stream", views.stream, "Which trainings change.", {}, query=views.StreamQuery
+    ),
 )
-PAGES = ("/", "/in", "/compare", "/t/*")
+PAGES = ("/", "/in", "/compare", "/t/{path:path}")
 
 
 def routes_of(plane: Plane) -> list[Route]:
     return [
         *routes(OPERATIONS, plane, caller, problems.on_error),
-        *(Route("GET", path, _checked(plane, assets.shell), _in_words) for path in PAGES),
-        Route("GET", "/assets/*", _checked(plane, assets.asset), _in_words),
+        *(Route(path, _page(plane, assets.shell)) for path in PAGES),
+        Route("/assets/{path:path}", _page(plane, assets.asset)),
     ]
 
 
-def _checked(plane: Plane, endpoint: Endpoint) -> Endpoint:
-    async def answer(request: Request) -> Response:
+def _page(plane: Plane, handler: RequestHandler) -> PathEndpoint:
+    async def get(request: Request) -> Response:
         check_dashboard_host(plane, request)
-        return await endpoint(request)
+        return await handler(request)
 
-    return answer
+    return PathEndpoint({"GET": get}, _as_text)
 
 
-def _in_words(request: Request, error: Exception) -> Response:
-    """A person reads this, not a program."""
+def _as_text(request: Request, error: Exception) -> Response:
+    """Errors of pages as plain text: people read them, not programs."""
     if isinstance(error, HTTPException):
         return PlainTextResponse(f"atoll: {error.detail}\n", error.status_code, assets.HEADERS)
     return problems.on_error(request, error)

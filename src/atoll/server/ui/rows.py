@@ -1,6 +1,6 @@
-"""Trainings as rows, kept in memory and up to date, so that lists of thousands are cheap.
+"""Trainings as rows, in memory and always current, so that lists of thousands are cheap.
 
-What a row says is decided here, in the words of `core/describe.py`; a browser only draws it.
+The text of a row is decided here, with `core/describe.py`; a browser only draws it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.controller.informer import Informer
-from atoll.core.describe import end_in_words, phase_in_words, status_in_words
+from atoll.core.describe import describe_end, describe_phase, describe_status
 from atoll.core.errors import ValidationError
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.executors import absence
 from atoll.core.model import Model
 from atoll.core.phase import Phase
@@ -23,12 +23,12 @@ from atoll.core.ports import Store, Update
 from atoll.core.reasons import why_ended
 from atoll.core.status import Training
 
-RECENT_S = 86_400.0
-PENDING_S = 300.0
+RECENT_S = 86_400.0  # a failure needs attention for a day
+PENDING_S = 300.0  # longer than pulling most images takes
 SORTS = ("since", "name", "phase", "world", "ran", "where")
-SENTENCE = 300  # characters
-RECENT_KEPT = 10_000  # changes
-HOSTS = 1_000  # that a filter finds a training by
+SENTENCE = 300  # characters: three lines of the table
+MAX_RECENT = 10_000  # changes: a tab that missed more reads everything again
+HOSTS = 1_000  # host names of one training that the filter searches: some 20 kB
 
 
 class TrainingRow(Model, frozen=True, omit_defaults=False):
@@ -37,7 +37,7 @@ class TrainingRow(Model, frozen=True, omit_defaults=False):
     name: str
     uid: str
     phase: str
-    cause: str  # what to see first; may be empty
+    cause: str  # the first words, in bold; may be empty
     sentence: str
     ready: int
     target: int
@@ -50,11 +50,11 @@ class TrainingRow(Model, frozen=True, omit_defaults=False):
     version: int
     is_stopping: bool = False
     is_below: bool = False
-    round: int | None = None  # outer rounds that are agreed; None where there are none
+    round: int | None = None  # committed outer rounds; None if there are none
     loss: float | str | None = None
     spark: list[float] = []
 
-    def needs_look(self, now: float) -> bool:
+    def needs_attention(self, now: float) -> bool:
         if self.phase == "failed":
             return now - self.since < RECENT_S
         if self.phase in ("pending", "new"):
@@ -71,7 +71,7 @@ class RowTotals(Model, frozen=True, omit_defaults=False):
     """How many trainings there are, by phase, before any filter."""
 
     all: int
-    needs_look: int
+    needs_attention: int
     by_phase: dict[str, int]
 
 
@@ -99,7 +99,7 @@ def row_of(training: Training) -> TrainingRow:
         ready=status.world.ready,
         target=world.target,
         min=world.min,
-        restarts=sum(rank.restarts for rank in (*status.ranks, *status.retired)),
+        restarts=sum(rank.restarts for rank in (*status.ranks, *status.removed_ranks)),
         started_at=status.started_at,
         ended_at=ended_at,
         since=since or training.created_at,
@@ -111,40 +111,40 @@ def row_of(training: Training) -> TrainingRow:
 
 
 def _sentence(training: Training) -> tuple[str, str]:
-    """What to see first, and the rest of the sentence."""
+    """The cause, and the sentence after it."""
     status, name = training.status, training.name
     if status.phase.is_terminal:
-        words = end_in_words(training).removeprefix(f"{name} ")
+        terms = describe_end(training).removeprefix(f"{name} ")
         cause = status.root_cause
         if cause is None:
-            return "", words.removeprefix(f"{status.phase.value}: ")
+            return "", terms.removeprefix(f"{status.phase.value}: ")
         why = why_ended(cause.termination_reason, cause.message)
-        return visible(why), words.removeprefix("failed: ")
+        return escape_control(why), terms.removeprefix("failed: ")
     if where := absence(training):
-        return f"Executor {where.removeprefix('Executor').lower()}", visible(status.message)
+        return f"Executor {where.removeprefix('Executor').lower()}", escape_control(status.message)
     waits = [rank for rank in status.ranks if rank.phase == "Pending" and rank.message]
     if status.phase is Phase.PENDING and waits:
-        words = visible(waits[0].message)
+        terms = escape_control(waits[0].message)
         more = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
-        return "", f"rank {waits[0].rank} {words}{more}"
+        return "", f"rank {waits[0].rank} {terms}{more}"
     if status.phase is Phase.NONE:
         return "", "stored; its ranks start soon"
     if status.failing or training.is_cancelling:
-        return "", status_in_words(status)
-    return "", phase_in_words(status) if status.message else status_in_words(status)
+        return "", describe_status(status)
+    return "", describe_phase(status) if status.message else describe_status(status)
 
 
 class Rows:
-    """The rows of the namespaces that somebody has looked at."""
+    """The rows of every namespace that was read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._rows: dict[str, dict[str, TrainingRow]] = {}  # by namespace, then name
-        self._readings: dict[str, asyncio.Task[None]] = {}  # of all trainings of a namespace
-        self._removed: dict[str, set[str]] = {}  # by namespace: uids, while it is read
-        self._texts: dict[str, str] = {}  # by uid: what a filter looks into
+        self._readings: dict[str, asyncio.Task[None]] = {}  # by namespace
+        self._removed: dict[str, set[str]] = {}  # by namespace: uids removed while it is read
+        self._texts: dict[str, str] = {}  # by uid: what the filter searches
         self._changed = asyncio.Condition()
-        self._recent: deque[tuple[int, str, str]] = deque(maxlen=RECENT_KEPT)
+        self._recent: deque[tuple[int, str, str]] = deque(maxlen=MAX_RECENT)
         self.version = 0
 
     async def follow(self, informer: Informer) -> None:
@@ -163,12 +163,12 @@ class Rows:
                 self._changed.notify_all()
 
     async def read(self, namespace: str) -> None:
-        """Makes the rows of a namespace, once; afterwards they follow."""
+        """Makes the rows of a namespace once; `follow` keeps them current."""
         reading = self._readings.get(namespace)
         if reading is None or (reading.done() and (reading.cancelled() or reading.exception())):
             reading = asyncio.create_task(self._read(namespace), name=f"rows of {namespace}")
             self._readings[namespace] = reading
-        await asyncio.shield(reading)  # others wait for it, too
+        await asyncio.shield(reading)  # other callers wait for it too
 
     async def _read(self, namespace: str) -> None:
         self._rows.setdefault(namespace, {})
@@ -181,12 +181,12 @@ class Rows:
                     if training.uid not in removed:
                         self._put(training)
                 more = page.more
-                await asyncio.sleep(0)  # thousands of them hold up nobody
+                await asyncio.sleep(0)  # let other requests in between pages
         finally:
             del self._removed[namespace]
 
     async def wait(self, after: int) -> int:
-        """Returns once there is a version above `after`: that version."""
+        """Waits for a version above `after` and returns it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version > after)
         return self.version
@@ -211,8 +211,8 @@ class Rows:
             self._texts.pop(update.uid, None)
 
     def changed(self, namespace: str, after: int) -> list[str] | None:
-        """The names that changed after a version; None if that is not known any more."""
-        if self._recent and self._recent[0][0] > after + 1 and len(self._recent) == RECENT_KEPT:
+        """The names that changed after a version; None if the oldest changes are dropped."""
+        if self._recent and self._recent[0][0] > after + 1 and len(self._recent) == MAX_RECENT:
             return None
         names = (n for version, ns, n in self._recent if version > after and ns == namespace)
         return list(dict.fromkeys(names))
@@ -223,13 +223,13 @@ class Rows:
     def page(
         self, namespace: str, *, q: str, phase: str, sort: str, offset: int, limit: int, now: float
     ) -> RowPage:
-        """Rows that match, sorted. `-since` is the other way round. Raises ValidationError."""
+        """The matching rows, sorted; `-since` sorts descending. Raises ValidationError."""
         rows = self.all_of(namespace)
         phases = Counter(row.phase for row in rows)
-        looks = sum(row.needs_look(now) for row in rows)
-        totals = RowTotals(all=len(rows), needs_look=looks, by_phase=dict(phases))
-        words = q.lower().split()
-        matching = [row for row in rows if _matches(row, self._texts[row.uid], words, phase, now)]
+        attention = sum(row.needs_attention(now) for row in rows)
+        totals = RowTotals(all=len(rows), needs_attention=attention, by_phase=dict(phases))
+        terms = q.lower().split()
+        matching = [row for row in rows if _matches(row, self._texts[row.uid], terms, phase, now)]
         ordered = _sorted(matching, sort, now)
         return RowPage(
             items=ordered[offset : offset + limit],
@@ -240,19 +240,19 @@ class Rows:
         )
 
 
-def _matches(row: TrainingRow, text: str, words: list[str], phase: str, now: float) -> bool:
-    if phase == "look" and not row.needs_look(now):
+def _matches(row: TrainingRow, text: str, terms: list[str], phase: str, now: float) -> bool:
+    if phase == "attention" and not row.needs_attention(now):
         return False
-    if phase not in ("", "look") and row.phase != phase:
+    if phase not in ("", "attention") and row.phase != phase:
         return False
-    for word in words:
-        field, _, value = word.partition(":")
+    for term in terms:
+        field, _, value = term.partition(":")
         if value and field == "phase":
             is_match = row.phase.startswith(value)
         elif value and field == "where":
             is_match = row.where.lower().startswith(value)
         else:
-            is_match = word in text
+            is_match = term in text
         if not is_match:
             return False
     return True
@@ -260,7 +260,7 @@ def _matches(row: TrainingRow, text: str, words: list[str], phase: str, now: flo
 
 def _sorted(rows: Sequence[TrainingRow], sort: str, now: float) -> list[TrainingRow]:
     name, is_down = sort.removeprefix("-"), sort.startswith("-")
-    if name == "":  # in groups: what needs a look, what runs, what has ended; newest first
+    if name == "":  # groups: needs attention, running, ended; newest first
         return sorted(rows, key=lambda row: (_group(row, now), -row.since, row.name))
     if name not in SORTS:
         raise ValidationError("sort", sort, f"expected one of {', '.join(SORTS)}")
@@ -277,7 +277,7 @@ def _sorted(rows: Sequence[TrainingRow], sort: str, now: float) -> list[Training
 
 
 def _group(row: TrainingRow, now: float) -> int:
-    if row.needs_look(now):
+    if row.needs_attention(now):
         return 0
     return 1 if row.phase in ("new", "pending", "ready") else 2
 

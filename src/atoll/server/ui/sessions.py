@@ -1,7 +1,7 @@
-"""Sessions of browsers: a code of one use becomes a cookie, and a word that only our pages know.
+"""Sessions of browsers: a one-time code becomes a cookie and a CSRF token.
 
-They are in memory: a session ends with its control plane, so that who takes its port next is sent
-nothing of use. A session can do what its token can, and ends with it.
+Sessions are in memory and end with the control plane: another program that takes the port later is
+sent nothing of use. A session may do what its token may, and ends with it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 from atoll.core.errors import Denied
 
-CODE_S = 60.0
-IDLE_S = 12 * 3600.0
-LONGEST_S = 7 * 86_400.0
-MOST = 1_000  # sessions, codes that wait, and codes that were used
+CODE_S = 60.0  # `atoll ui` opens the browser at once
+IDLE_S = 12 * 3600.0  # a night: sign in once a working day
+MAX_S = 7 * 86_400.0  # a week, however busy the tab is
+MAX_ENTRIES = 1_000  # sessions, unused codes and used codes: some 300 kB
 
 
 class BrowserSession(NamedTuple):
     """What a cookie stands for."""
 
     namespace: str
-    token: str  # the hash of the token that it came from
-    csrf: str  # what a page of ours knows beside the cookie; random, and never asked for by cookie
+    token: str  # the hash of the token that the session was made from
+    csrf: str  # random; pages send it with every request, and the cookie alone never gets it
     began_at: float
     used_at: float
 
@@ -37,7 +37,7 @@ class UnusedCode(NamedTuple):
 
 
 def _boot_time() -> float:
-    """Goes on while the machine sleeps, and does not jump when its clock is set."""
+    """A clock that runs while the machine sleeps and does not jump when its time is set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -51,11 +51,12 @@ class Sessions:
         is_loopback: bool = False,
         now: Callable[[], float] = _boot_time,
     ) -> None:
-        """`identity` is a secret that outlives the process, so that the dashboard keeps its name;
-        `is_loopback` says that the server listens on this machine only."""
+        """`identity` is a secret that outlives the process, so that the dashboard keeps its host
+        name; `is_loopback` says that the server listens on this machine only."""
         label = _hash(f"dashboard {identity or secrets.token_hex(16)}")[:16]
-        # Browsers tell hosts apart and not ports. Nobody is told this name without a token: under
-        # it another server of this machine would be sent the cookie.
+        # Browsers send cookies to every port of a host. So the dashboard has a host name of its
+        # own, which nobody learns without a token: the browser would send the cookie to any
+        # other server of this machine under that name.
         self.host = f"atoll-{label}.localhost"
         self.cookie = f"atoll_ui_{label[:8]}"
         self.is_loopback = is_loopback
@@ -65,37 +66,39 @@ class Sessions:
         self._sessions: dict[str, BrowserSession] = {}  # by the hash of the cookie
 
     def new_code(self, namespace: str, token: str) -> str:
-        """A code that signs in once, within a minute."""
+        """Makes a code that signs in once, within a minute."""
         now = self._now()
-        self._codes = {c: kept for c, kept in self._codes.items() if kept.ends_at > now}
-        _make_room(self._codes)
+        self._codes = {
+            c: remaining for c, remaining in self._codes.items() if remaining.ends_at > now
+        }
+        _evict_oldest(self._codes)
         code = secrets.token_urlsafe(16)
         self._codes[_hash(code)] = UnusedCode(now + CODE_S, namespace, token)
         return code
 
     def redeem(self, code: str) -> str:
-        """The cookie of a new session. Raises Denied for a code that is unknown or too old, and for
-        one that was used, with the time: only its owner can know that it was somebody else."""
+        """Returns the cookie of a new session. Raises Denied for a code that is unknown or too old,
+        and for a used one with the time of its use: only its owner knows who that was."""
         hashed, now = _hash(code), self._now()
         if hashed in self._redeemed:
             ago_s = now - self._redeemed[hashed]
             clock = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - ago_s))
             raise Denied(
-                f"this link was used already, at {clock}, {ago_s:.0f} s ago. If that was not you, "
-                "somebody else is signed in as you: run 'atoll ui --revoke', which signs all "
-                "browsers out, then 'atoll ui' again"
+                f"this link was already used at {clock}, {ago_s:.0f} s ago. If that was not you, "
+                "somebody else is signed in as you: run 'atoll ui --revoke' to sign all browsers "
+                "out, then 'atoll ui'"
             )
-        known = self._codes.pop(hashed, None)
-        if known is None or known.ends_at <= now:
+        code_entry = self._codes.pop(hashed, None)
+        if code_entry is None or code_entry.ends_at <= now:
             raise Denied("this link is unknown here or older than a minute: run 'atoll ui' again")
-        _make_room(self._redeemed)
+        _evict_oldest(self._redeemed)
         self._redeemed[hashed] = now
-        return self.begin(known.namespace, known.token)
+        return self.begin(code_entry.namespace, code_entry.token)
 
     def begin(self, namespace: str, token: str) -> str:
         now = self._now()
         self._sessions = {h: s for h, s in self._sessions.items() if self._is_valid(s)}
-        while len(self._sessions) >= MOST:
+        while len(self._sessions) >= MAX_ENTRIES:
             del self._sessions[min(self._sessions, key=lambda h: self._sessions[h].used_at)]
         cookie, csrf = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self._sessions[_hash(cookie)] = BrowserSession(namespace, token, csrf, now, now)
@@ -113,21 +116,21 @@ class Sessions:
         self._sessions.pop(_hash(cookie), None)
 
     def end_all(self, namespace: str) -> int:
-        """Ends the sessions of a namespace and its codes; returns how many sessions there were."""
-        kept = {h: s for h, s in self._sessions.items() if s.namespace != namespace}
-        ended = len(self._sessions) - len(kept)
-        self._sessions = kept
+        """Ends the sessions and codes of a namespace; returns how many sessions there were."""
+        remaining = {h: s for h, s in self._sessions.items() if s.namespace != namespace}
+        ended = len(self._sessions) - len(remaining)
+        self._sessions = remaining
         self._codes = {h: c for h, c in self._codes.items() if c.namespace != namespace}
         return ended
 
     def _is_valid(self, session: BrowserSession) -> bool:
         now = self._now()
-        return now - session.used_at < IDLE_S and now - session.began_at < LONGEST_S
+        return now - session.used_at < IDLE_S and now - session.began_at < MAX_S
 
 
-def _make_room(kept: dict[str, UnusedCode] | dict[str, float]) -> None:
-    while len(kept) >= MOST:
-        del kept[next(iter(kept))]
+def _evict_oldest(remaining: dict[str, UnusedCode] | dict[str, float]) -> None:
+    while len(remaining) >= MAX_ENTRIES:
+        del remaining[next(iter(remaining))]
 
 
 def _hash(secret: str) -> str:

@@ -1,4 +1,4 @@
-"""What the pages of the dashboard read: rows, one training, curves, and what has changed."""
+"""The data that pages of the dashboard read: rows, one training, metrics, and what has changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from atoll.core.errors import NotFound, Temporary, ValidationError
-from atoll.core.metrics import Figure
+from atoll.core.metrics import MetricValue
 from atoll.core.model import Model, encode
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
@@ -31,15 +31,16 @@ from atoll.server.http.operations import (
     json_answer,
     stream_answer,
 )
-from atoll.server.ui.page import PageOfTraining, RankLine, SeriesName, page_of, rank_lines
+from atoll.server.ui.page import MetricName, RankLine, TrainingPage, page_of, rank_lines
 from atoll.server.ui.rows import TrainingRow, with_spark
 
-FRAMES_S = 0.25  # between two messages of a stream
+FRAMES_S = 0.25  # between two messages of a stream: people do not see more
 LOSS = "loss"
-MOST_CURVES = 12
-MOST_LINES = 8
-MOST_RANKS = 64
-ALIKE = 1e-6  # of the mean: ranks that differ less are not told apart
+# What one page draws at most: charts, lines in a chart, lanes of ranks.
+MAX_CURVES = 12
+MAX_LINES = 8
+MAX_RANKS = 64
+MIN_SPREAD = 1e-6  # of the mean: ranks that differ less differ by rounding
 
 
 class RowsQuery(Query, frozen=True):
@@ -63,12 +64,11 @@ class RankLines(Model, frozen=True, omit_defaults=False):
     items: list[RankLine]
 
 
-class CurvesQuery(Query, frozen=True):
+class MetricBandsQuery(Query, frozen=True):
     name: list[str] = []
-    rank: list[RankNumber] = []  # drawn as lines of their own
-    furthest: Annotated[int, Meta(ge=0, le=8)] = (
-        0  # without `rank`: so many, furthest from the mean
-    )
+    rank: list[RankNumber] = []  # ranks to draw as single lines
+    # Without `rank`: how many to draw, those furthest from the mean.
+    furthest: Annotated[int, Meta(ge=0, le=8)] = 0
     bins: Annotated[int, Meta(ge=10, le=2_000)] = 600
     start: Moment | None = None
     end: Moment | None = None
@@ -79,29 +79,29 @@ class StreamQuery(Query, frozen=True):
     after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
 
 
-class CurveBand(Model, frozen=True, omit_defaults=False):
-    """One name over time: bands over all ranks; a rank alone has only its mean."""
+class MetricBand(Model, frozen=True, omit_defaults=False):
+    """One metric over time: the band of all ranks, or one rank, which has only a mean."""
 
     name: str
     rank: int | None
     at: list[float]
-    low: list[Figure]
-    p10: list[Figure]
-    mean: list[Figure]
-    p90: list[Figure]
-    high: list[Figure]
+    low: list[MetricValue]
+    p10: list[MetricValue]
+    mean: list[MetricValue]
+    p90: list[MetricValue]
+    high: list[MetricValue]
     ranks: list[int]
     bad: int
 
 
-class CurveList(Model, frozen=True, omit_defaults=False):
-    names: list[SeriesName]
-    items: list[CurveBand]
-    is_kept: bool = True
+class MetricBandList(Model, frozen=True, omit_defaults=False):
+    names: list[MetricName]
+    items: list[MetricBand]
+    has_store: bool = True
 
 
 class StreamFrame(Model, frozen=True, omit_defaults=False):
-    """What changed since the frame before; `names` is null if everything may have."""
+    """The trainings that changed since the last frame; `names` is null if all may have."""
 
     version: int
     names: list[str] | None
@@ -120,14 +120,16 @@ async def rows(call: ApiCall) -> Answer:
         limit=query.limit,
         now=call.plane.clock().wall,
     )
-    return json_answer(replace(page, items=await asyncio.to_thread(_sparked, call, page.items)))
+    return json_answer(
+        replace(page, items=await asyncio.to_thread(_add_sparklines, call, page.items))
+    )
 
 
-def _sparked(call: ApiCall, items: list[TrainingRow]) -> list[TrainingRow]:
+def _add_sparklines(call: ApiCall, items: list[TrainingRow]) -> list[TrainingRow]:
     keeper = call.plane.series
     if keeper is None:
         return items
-    with contextlib.suppress(Temporary):  # rows are shown all the same
+    with contextlib.suppress(Temporary):  # rows are useful without them
         return [
             replace(
                 _with_loss(row, keeper.first(row.uid, LOSS)), round=keeper.rounds.reached(row.uid)
@@ -150,48 +152,48 @@ async def page(call: ApiCall) -> Answer:
     keeper, now = call.plane.series, call.plane.clock()
     await _catch_up(keeper, training)
 
-    def made() -> PageOfTraining:
+    def build() -> TrainingPage:
         names = None if keeper is None else _names(keeper, training.uid)
         return page_of(training, now, attempts, names)
 
-    return json_answer(await asyncio.to_thread(made))
+    return json_answer(await asyncio.to_thread(build))
 
 
 async def ranks(call: ApiCall) -> Answer:
-    """Some ranks in full, as of worlds of which the page has only the exceptions."""
-    wanted = chosen_ranks(call.query.ranks)
+    """Some ranks in full: the page of a large world has only the exceptions."""
+    requested = parse_ranks(call.query.ranks)
     training = await _training(call)
     attempts = await call.plane.store.attempts(call.key)
     lines = await asyncio.to_thread(rank_lines, training.status, attempts)
-    return json_answer(RankLines(items=[line for line in lines if line.rank in wanted]))
+    return json_answer(RankLines(items=[line for line in lines if line.rank in requested]))
 
 
-def chosen_ranks(text: str) -> set[int]:
-    """`400-415,870` as numbers, at most so many. Raises ValidationError."""
-    wanted: set[int] = set()
+def parse_ranks(text: str) -> set[int]:
+    """Parses `400-415,870`, at most `MAX_RANKS` ranks. Raises ValidationError."""
+    requested: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         is_range = first.isdecimal() and (not dash or last.isdecimal())
         if not is_range or len(first) > 7 or len(last) > 7:
             raise ValidationError("ranks", text, "expected ranks such as 400-415,870")
         stop = int(last if dash else first) + 1
-        if stop <= int(first) or len(wanted) + stop - int(first) > MOST_RANKS:
-            raise ValidationError("ranks", text, f"expected at most {MOST_RANKS} ranks")
-        wanted |= set(range(int(first), stop))
-    return wanted
+        if stop <= int(first) or len(requested) + stop - int(first) > MAX_RANKS:
+            raise ValidationError("ranks", text, f"expected at most {MAX_RANKS} ranks")
+        requested |= set(range(int(first), stop))
+    return requested
 
 
 async def _catch_up(keeper: SeriesKeeper | None, training: Training) -> None:
-    """Of one that is over everything is there: its page asks no more."""
+    """Reads the last metrics of a training that has ended: its page does not ask again."""
     if keeper is not None and keeper.catch_up and training.status.phase.is_terminal:
         await keeper.catch_up(training)
 
 
-def _names(keeper: SeriesKeeper, uid: str) -> list[SeriesName]:
+def _names(keeper: SeriesKeeper, uid: str) -> list[MetricName]:
     counts: dict[str, set[int]] = {}
     for rank, _, name in keeper.keys(uid):
         counts.setdefault(name, set()).add(rank)
-    return [SeriesName(name=name, ranks=len(who)) for name, who in sorted(counts.items())]
+    return [MetricName(name=name, ranks=len(ranks)) for name, ranks in sorted(counts.items())]
 
 
 async def _training(call: ApiCall) -> Training:
@@ -201,38 +203,40 @@ async def _training(call: ApiCall) -> Training:
     return with_staleness(training, call.plane.setup.stale())
 
 
-async def curves(call: ApiCall) -> Answer:
-    query: CurvesQuery = call.query
+async def metric_bands(call: ApiCall) -> Answer:
+    query: MetricBandsQuery = call.query
     training = await _training(call)
     if call.plane.series is None:
-        return json_answer(CurveList(names=[], items=[], is_kept=False))
+        return json_answer(MetricBandList(names=[], items=[], has_store=False))
     await _catch_up(call.plane.series, training)
     key = (training.uid, encode(query))
-    body = await call.plane.curves.body(key, lambda: encode(_curves(call, training.uid)))
+    body = await call.plane.metric_cache.body(
+        key, lambda: encode(_metric_bands(call, training.uid))
+    )
     return Answer(body, media_type=JSON)
 
 
-def _curves(call: ApiCall, uid: str) -> CurveList:
+def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
     query, keeper = call.query, call.plane.series
     assert keeper is not None
     items = []
-    for name in query.name[:MOST_CURVES]:
+    for name in query.name[:MAX_CURVES]:
         every = [one for one in keeper.series(uid, [name]) if len(one.series)]
         if not every:
             continue
         start = min(one.series.columns[AT][0] for one in every)
         end = max(one.series.columns[AT][-1] for one in every)
         start, end = max(start, query.start or start), min(end, query.end or end)
-        items.append(_curve(name, None, every, start, end, query.bins))
-        for rank in (query.rank or furthest(every, query.furthest))[:MOST_LINES]:
+        items.append(_metric_band(name, None, every, start, end, query.bins))
+        for rank in (query.rank or furthest(every, query.furthest))[:MAX_LINES]:
             own = [one for one in every if one.rank == rank]
             if own:
-                items.append(_curve(name, rank, own, start, end, query.bins))
-    return CurveList(names=_names(keeper, uid), items=items)
+                items.append(_metric_band(name, rank, own, start, end, query.bins))
+    return MetricBandList(names=_names(keeper, uid), items=items)
 
 
 def furthest(series: list[OneSeries], count: int) -> list[int]:
-    """The ranks whose newest value is furthest from the mean of all; so many at most."""
+    """At most `count` ranks whose newest value is furthest from the mean."""
     lasts: dict[int, float] = {}
     for one in series:
         value = one.series.columns[MEAN][-1]
@@ -243,36 +247,36 @@ def furthest(series: list[OneSeries], count: int) -> list[int]:
     middle = fsum(lasts.values()) / len(lasts)
     far = {rank: abs(value - middle) for rank, value in lasts.items()}
     order = sorted(far, key=lambda rank: (-far[rank], rank))
-    return sorted(rank for rank in order[:count] if far[rank] > ALIKE * abs(middle))
+    return sorted(rank for rank in order[:count] if far[rank] > MIN_SPREAD * abs(middle))
 
 
-def _curve(
+def _metric_band(
     name: str, rank: int | None, series: list[OneSeries], start: float, end: float, bins: int
-) -> CurveBand:
+) -> MetricBand:
     band = band_of([one.series for one in series], start, end, bins)
-    return CurveBand(name=name, rank=rank, **band._asdict())
+    return MetricBand(name=name, rank=rank, **band._asdict())
 
 
 async def stream(call: ApiCall) -> Answer:
-    """Tells which trainings changed; the page then reads those it shows."""
+    """Streams which trainings changed; the page then reads those it shows."""
     plane, namespace = call.plane, call.namespace
     query: StreamQuery = call.query
 
     async def frames() -> AsyncIterator[bytes]:
-        seen = query.after
-        if seen <= 0 or seen > plane.rows.version:
-            seen = plane.rows.version
-        yield _frame(seen, [], plane.clock().wall)
+        version = query.after
+        if version <= 0 or version > plane.rows.version:
+            version = plane.rows.version
+        yield _frame(version, [], plane.clock().wall)
         while True:
-            await plane.rows.wait(seen)
-            names = plane.rows.changed(namespace, seen)
-            seen = plane.rows.version
+            await plane.rows.wait(version)
+            names = plane.rows.changed(namespace, version)
+            version = plane.rows.version
             if names != []:
-                yield _frame(seen, names, plane.clock().wall)
+                yield _frame(version, names, plane.clock().wall)
                 await asyncio.sleep(FRAMES_S)
 
     beat = b'{"beat":true}\n'
-    return stream_answer(plane.streams.run(frames(), beat=beat), NDJSON)
+    return stream_answer(plane.streams.run(frames(), heartbeat=beat), NDJSON)
 
 
 def _frame(version: int, names: list[str] | None, now: float) -> bytes:

@@ -9,30 +9,31 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from atoll.backends.kubernetes.companions import Beside, FollowMesh
-from atoll.backends.kubernetes.fabric import members
-from atoll.backends.kubernetes.followups import PatchJob
-from atoll.backends.kubernetes.gate import read_gate
-from atoll.backends.kubernetes.names import HELD, PART
-from atoll.backends.kubernetes.parts import (
+from atoll.backends.kubernetes.companions import (
+    Beside,
+    FollowMesh,
     address,
     answering,
     etcd_words,
     is_bench_over,
+    members,
     read_bench,
     render_bench,
     render_bench_service,
     render_etcd,
     render_etcd_service,
 )
+from atoll.backends.kubernetes.followups import PatchJob
+from atoll.backends.kubernetes.gate import read_gate
+from atoll.backends.kubernetes.names import HELD, PART
 from atoll.backends.kubernetes.patch import is_held, render_unhold
 from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.read import is_unchanged
-from atoll.backends.kubernetes.read import look as look_at_ranks
+from atoll.backends.kubernetes.read import observe_gang as look_at_ranks
 from atoll.backends.kubernetes.render import gang_name, render_job, render_service
 from atoll.core.model import encode
 from atoll.core.spec import BenchSpec, RendezvousSpec
-from atoll.core.status import BenchResult, BenchStatus, Seen, Status, Wish
+from atoll.core.status import BenchResult, BenchStatus, DesiredState, Observation, Status
 from atoll.mesh.reach import FABRIC_DIR
 from tests.unit.backends.kubernetes.kube import (
     MADE,
@@ -43,10 +44,10 @@ from tests.unit.backends.kubernetes.kube import (
     Resources,
     ended,
     job,
+    observation,
     only,
     pod,
     running,
-    seen,
     stamp,
     training,
 )
@@ -67,7 +68,7 @@ def rendered() -> list[Json]:
     options = Options(agent_image="atoll:1", image_pull_secrets=["registry"])
     strict = training(bench=BenchSpec(mode="on-start", placement="strict"))
     return [
-        render_job(given, Wish(version=1, size=3), options),
+        render_job(given, DesiredState(version=1, size=3), options),
         render_etcd(given, options, None),
         render_etcd_service(given, options, None),
         render_bench(BENCHED, AGENT, None, "token"),
@@ -77,7 +78,7 @@ def rendered() -> list[Json]:
 
 
 def test_requests_are_the_golden_ones(request: pytest.FixtureRequest) -> None:
-    path = Path(GOLDEN / "beside.json")
+    path = Path(GOLDEN / "companions.json")
     text = json.dumps(rendered(), indent=1) + "\n"
     if request.config.getoption("--update-golden", default=False):
         path.write_text(text)
@@ -92,7 +93,7 @@ def test_requests_fit_the_published_schemas(version: str) -> None:
 
 
 def env_of(options: Options, **spec: Any) -> Json:
-    return environment(render_job(training(**spec), Wish(version=1, size=3), options))
+    return environment(render_job(training(**spec), DesiredState(version=1, size=3), options))
 
 
 def test_with_c10d_ranks_meet_at_rank_zero_and_only_the_gate_is_in_etcd() -> None:
@@ -118,7 +119,7 @@ def test_what_the_user_has_set_stays() -> None:
 
 def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
     options = Options(agent_image="atoll:1", etcd_endpoint="etcd.infra:2379")
-    made = render_job(training(mesh=True), Wish(version=1, size=3), options)
+    made = render_job(training(mesh=True), DesiredState(version=1, size=3), options)
     assert environment(made)["ATOLL_MESH_ENDPOINT"] == "etcd.infra:2379"
     assert not is_held(made)
     (agent,) = made["spec"]["template"]["spec"]["initContainers"]
@@ -127,7 +128,7 @@ def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
 
 
 def test_a_job_is_held_until_its_etcd_answers() -> None:
-    made = render_job(training(rendezvous=ETCD_V2), Wish(version=1, size=3), Options())
+    made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=3), Options())
     assert made["spec"]["suspend"] is True
     assert is_held(made)
     patch = render_unhold(made)
@@ -138,21 +139,23 @@ def test_a_job_is_held_until_its_etcd_answers() -> None:
 def test_a_job_in_a_queue_is_held_at_its_start_gate() -> None:
     """When it runs is the queue's business, and its pods do not start ranks before that."""
     options = Options(kueue_queue="research", is_start_gated=True)
-    made = render_job(training(rendezvous=ETCD_V2), Wish(version=1, size=1), options)
+    made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=1), options)
     assert is_held(made)
     assert "spec" not in render_unhold(made)
     made["status"] = {"startTime": stamp(MADE)}
     ranks = [Pod(waiting(rank)) for rank in range(3)]
-    given, wish = training(rendezvous=ETCD_V2), Wish(version=1, size=3)
-    assert not read_gate(given, made, wish, ranks, NOW).is_due
+    given, desired = training(rendezvous=ETCD_V2), DesiredState(version=1, size=3)
+    assert not read_gate(given, made, desired, ranks, NOW).is_due
     del made["metadata"]["annotations"][HELD]
-    assert read_gate(given, made, wish, ranks, NOW).is_due
+    assert read_gate(given, made, desired, ranks, NOW).is_due
 
 
 def test_the_agent_comes_before_the_start_gate_and_leaves_the_rank_its_class_of_service() -> None:
     options = Options(agent_image="atoll:1", is_start_gated=True)
     needs = Resources(cpu="1", memory="1Gi")
-    made = render_job(training(mesh=True, resources=needs), Wish(version=1, size=3), options)
+    made = render_job(
+        training(mesh=True, resources=needs), DesiredState(version=1, size=3), options
+    )
     before = made["spec"]["template"]["spec"]["initContainers"]
     assert [c["name"] for c in before] == ["atoll-fabric", "start-gate"]
     assert before[0]["restartPolicy"] == "Always"
@@ -179,8 +182,10 @@ def etcd(is_ready: bool, ip: str = "10.0.0.9", **more: Any) -> Json:
 def test_pods_beside_the_ranks_are_no_ranks() -> None:
     extra = [beside("bench", 0, running()), beside("bench", 1, ended(1)), etcd(True)]
     ranks = [pod(rank, running()) for rank in range(3)]
-    found = seen(*ranks, *extra)
-    assert [(r.rank, r.state) for r in found.seen.ranks] == [(r, "running") for r in range(3)]
+    found = observation(*ranks, *extra)
+    assert [(r.rank, r.state) for r in found.observation.ranks] == [
+        (r, "running") for r in range(3)
+    ]
     assert is_unchanged(job(), [*ranks, *extra])
     selector = render_service(training(), Options(), None)["spec"]["selector"]
     assert selector[PART] == "rank"
@@ -194,7 +199,7 @@ def test_an_etcd_answers_once_its_pod_is_ready() -> None:
     assert address(found) == "10.0.0.9:2379"
     assert address(Pod(etcd(True, ip="fd00::9"))) == "[fd00::9]:2379"
     assert etcd_words([Pod(beside("etcd", conditions=NO_ROOM, node=None))]).startswith(
-        "waits for its etcd: no room: 0/2 nodes"
+        "waits for its etcd: no capacity: 0/2 nodes"
     )
 
 
@@ -206,17 +211,17 @@ PLACED = {"PodScheduled": {"status": "True", "lastTransitionTime": "2027-01-15T0
 
 
 def test_agents_are_those_of_the_ranks_that_have_a_node() -> None:
-    wish = Wish(version=1, size=3)
+    desired = DesiredState(version=1, size=3)
     pods = [
         pod(0, running(), node="a"),
         pod(1, running(), node="b", conditions=PLACED),
         pod(2, node=None, conditions=NO_ROOM),
     ]
-    found = members(newest(*pods), wish)
+    found = members(newest(*pods), desired)
     assert found is not None
     assert found.agents == {"rank-0@a", "rank-1@b"}
     assert found.placed_at == NOW
-    over = members(newest(pods[0], pod(1, ended(0), node="b"), pods[2]), wish)
+    over = members(newest(pods[0], pod(1, ended(0), node="b"), pods[2]), desired)
     assert over is not None
     assert over.agents == {"rank-0@a"}
 
@@ -231,14 +236,14 @@ def test_agents_are_those_of_the_ranks_that_have_a_node() -> None:
     ],
 )
 def test_while_places_are_being_decided_there_is_no_mesh_to_check(pods: list[Json]) -> None:
-    assert members(newest(*pods), Wish(version=1, size=2)) is None
+    assert members(newest(*pods), DesiredState(version=1, size=2)) is None
 
 
 def test_a_sidecar_that_is_not_ready_is_not_a_silent_node() -> None:
     unready = {"Ready": {"status": "False", "reason": "ContainersNotReady"}}
-    assert only(seen(pod(0, running(), conditions=unready))).message == ""
+    assert only(observation(pod(0, running(), conditions=unready))).message == ""
     silent = {"Ready": {"status": "False"}}
-    assert "does not answer" in only(seen(pod(0, running(), conditions=silent))).message
+    assert "does not answer" in only(observation(pod(0, running(), conditions=silent))).message
 
 
 def test_a_sidecar_whose_image_is_missing_is_what_its_rank_waits_for() -> None:
@@ -250,10 +255,10 @@ def test_a_sidecar_whose_image_is_missing_is_what_its_rank_waits_for() -> None:
         {"name": "atoll-fabric", "state": pull},
         {"name": "start-gate", "state": later},
     ]
-    assert only(seen(made)).message == "the image atoll:9 cannot be pulled: not found"
+    assert only(observation(made)).message == "the image atoll:9 cannot be pulled: not found"
 
 
-def look(*pods: Json, ranks: tuple[str, ...] = ("a", "b"), **more: Any) -> Any:
+def observe_gang(*pods: Json, ranks: tuple[str, ...] = ("a", "b"), **more: Any) -> Any:
     given = {"made_at": NOW - 1, "are_ranks_placed": True} | more
     mine = [Pod(pod(i, running(), node=node)) for i, node in enumerate(ranks)]
     subject = given.pop("subject", BENCHED)
@@ -268,22 +273,22 @@ RESULT = BenchResult(measured_at=NOW, probe_node_a="b", probe_node_b="peer", bus
 
 
 def test_the_link_is_measured_once_ranks_have_their_nodes() -> None:
-    assert look(made_at=None, are_ranks_placed=False).state == "waiting"
-    assert look(made_at=None).state == "idle"
-    assert look().state == "waiting"
-    assert look(made_at=NOW - 301).state == "failed"
+    assert observe_gang(made_at=None, are_ranks_placed=False).state == "waiting"
+    assert observe_gang(made_at=None).state == "idle"
+    assert observe_gang().state == "waiting"
+    assert observe_gang(made_at=NOW - 301).state == "failed"
     floor = training(bench=BenchSpec(mode="on-start", require_gbps=1.0))
-    assert look(subject=floor, made_at=None, are_ranks_placed=False).state == "idle"
+    assert observe_gang(subject=floor, made_at=None, are_ranks_placed=False).state == "idle"
 
 
 def test_the_bench_runs_when_both_of_its_pods_do() -> None:
     one = beside("bench", 0, running(), node="a")
-    assert look(one).state == "waiting"
+    assert observe_gang(one).state == "waiting"
     lost = beside("bench", 1, node=None, conditions=NO_ROOM)
-    found = look(one, lost)
+    found = observe_gang(one, lost)
     assert found.state == "waiting"
-    assert found.message.startswith("no room: 0/2 nodes are available")
-    found = look(one, beside("bench", 1, running(), node="b"))
+    assert found.message.startswith("no capacity: 0/2 nodes are available")
+    found = observe_gang(one, beside("bench", 1, running(), node="b"))
     assert (found.state, found.message) == ("running", "measuring a with b")
 
 
@@ -295,7 +300,7 @@ def test_the_result_names_the_nodes_it_was_measured_on(
 ) -> None:
     a = beside("bench", 0, ended(0, "Completed"), phase="Succeeded", node=nodes[0])
     b = beside("bench", 1, told(RESULT), phase="Succeeded", node=nodes[1])
-    found = look(a, b).result
+    found = observe_gang(a, b).result
     assert (found.probe_node_a, found.probe_node_b) == nodes
     assert found.is_worker_pair is is_own
     assert found.busbw_gbps_p50 == 9.0
@@ -304,24 +309,24 @@ def test_the_result_names_the_nodes_it_was_measured_on(
 def test_before_there_are_ranks_no_node_is_theirs() -> None:
     a = beside("bench", 0, ended(0, "Completed"), phase="Succeeded", node="a")
     b = beside("bench", 1, told(RESULT), phase="Succeeded", node="b")
-    assert look(a, b, ranks=()).result.is_worker_pair is False
+    assert observe_gang(a, b, ranks=()).result.is_worker_pair is False
 
 
 def test_a_bench_that_fails_says_why() -> None:
     a = beside("bench", 0, running(), node="a")
     b = beside("bench", 1, ended(1, "Error", "netbench: no route"), phase="Failed", node="b")
-    found = look(a, b)
+    found = observe_gang(a, b)
     assert found.state == "failed"
     assert found.message == "the pod on b ended with Error: netbench: no route"
     rubbish = beside("bench", 1, ended(0, "Completed", "<html>"), phase="Succeeded", node="b")
-    assert look(a, rubbish).state == "failed"
+    assert observe_gang(a, rubbish).state == "failed"
     never = beside("bench", 1, {"waiting": {"reason": "InvalidImageName"}}, phase="Pending")
-    assert look(a, never).state == "failed"
+    assert observe_gang(a, never).state == "failed"
 
 
 def test_pods_of_a_bench_that_are_leaving_are_not_looked_at() -> None:
     gone = beside("bench", 0, running(), left_at=NOW)
-    assert look(gone, made_at=None).state == "idle"
+    assert observe_gang(gone, made_at=None).state == "idle"
 
 
 def test_two_nodes_are_preferred_to_one_however_many_ranks_are_on_it() -> None:
@@ -333,7 +338,7 @@ def test_two_nodes_are_preferred_to_one_however_many_ranks_are_on_it() -> None:
 
 def test_bench_pods_go_where_ranks_may_and_take_no_gpu() -> None:
     made = render_bench(BENCHED, AGENT, None, "t")["spec"]["template"]["spec"]
-    ranks = render_job(BENCHED, Wish(version=1, size=2), AGENT)["spec"]["template"]["spec"]
+    ranks = render_job(BENCHED, DesiredState(version=1, size=2), AGENT)["spec"]["template"]["spec"]
     assert made["affinity"]["nodeAffinity"] == ranks["affinity"]["nodeAffinity"]
     assert made["tolerations"] == ranks["tolerations"]
     assert "limits" not in made["containers"][0]["resources"]
@@ -352,7 +357,7 @@ def test_what_is_stored_of_a_bench_lets_its_pods_go() -> None:
         assert is_bench_over(done)
 
 
-def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Seen:
+def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Observation:
     """One look beside the ranks; any request would fail."""
     gang = more.pop("gang", job())
     subject = training(**more)
@@ -361,11 +366,11 @@ def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Seen:
     ranks = [p for p in pods if p["metadata"].get("labels", {}).get(PART, "rank") == "rank"]
     others = [Pod(p) for p in pods if p not in ranks]
     found = look_at_ranks(subject, gang, ranks, options, NOW)
-    return parts.look(subject, gang, found.newest, others, found.seen, NOW)
+    return parts.observe_gang(subject, gang, found.newest, others, found.observation, NOW)
 
 
-def kinds(found: Seen) -> list[str]:
-    return [type(chore).__name__ for chore in found.chores]
+def kinds(found: Observation) -> list[str]:
+    return [type(followup).__name__ for followup in found.followups]
 
 
 HELD_JOB = job(annotations={HELD: "etcd"}, suspend=True)
@@ -385,7 +390,7 @@ def test_no_etcd_is_started_for_ranks_that_are_being_stopped(ending: Json) -> No
 
 def test_a_job_is_let_go_once_its_etcd_answers() -> None:
     found = asked_beside(etcd(True), rendezvous=ETCD_V2, gang=HELD_JOB)
-    (begun,) = found.chores
+    (begun,) = found.followups
     assert isinstance(begun, PatchJob)
     assert begun.patch == render_unhold(HELD_JOB)
 
@@ -393,7 +398,7 @@ def test_a_job_is_let_go_once_its_etcd_answers() -> None:
 def test_a_mesh_is_followed_by_a_chore_and_looked_at_next() -> None:
     ranks = [pod(rank, running(), node=f"node-{rank}") for rank in range(3)]
     found = asked_beside(etcd(True), *ranks, mesh=True)
-    (follow,) = found.chores
+    (follow,) = found.followups
     assert isinstance(follow, FollowMesh)
     assert (follow.endpoint, found.again_in_s) == ("10.0.0.9:2379", 0.0)
     assert follow.members is not None

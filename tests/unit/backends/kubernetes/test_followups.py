@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from atoll.backends.kubernetes.archive import Archive
 from atoll.backends.kubernetes.executor import KubernetesBackend
 from atoll.backends.kubernetes.followups import (
-    GangChores,
+    GangFollowups,
     GiveUp,
     KeepLogs,
     LetGo,
@@ -20,10 +19,11 @@ from atoll.backends.kubernetes.followups import (
     PatchJob,
     RestoreObjects,
 )
+from atoll.backends.kubernetes.logs import Archive
 from atoll.backends.kubernetes.names import YIELDED
 from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import Conflict
-from atoll.core.status import Chore, Training
+from atoll.core.status import Followup, Training
 from tests.unit.backends.kubernetes.kube import (
     MADE,
     NO_ROOM,
@@ -32,22 +32,25 @@ from tests.unit.backends.kubernetes.kube import (
     Json,
     ended,
     job,
+    observation,
     pod,
     running,
-    seen,
     training,
 )
 
 
 def asked(*pods: Json, gang: Json | None = None, **options: Any) -> list[str]:
     """The names of the chores, with the ranks or the reason in them."""
-    return [_words(chore) for chore in seen(*pods, gang=gang, **options).seen.chores]
+    return [
+        _words(followup)
+        for followup in observation(*pods, gang=gang, **options).observation.followups
+    ]
 
 
-def _words(chore: Chore) -> str:
-    pods: Iterable[Pod] = getattr(chore, "pods", ())
-    more = getattr(chore, "why", "") or " ".join(str(p.rank) for p in pods)
-    return f"{type(chore).__name__} {more}".strip()
+def _words(followup: Followup) -> str:
+    pods: Iterable[Pod] = getattr(followup, "pods", ())
+    more = getattr(followup, "why", "") or " ".join(str(p.rank) for p in pods)
+    return f"{type(followup).__name__} {more}".strip()
 
 
 GONE = pod(0, ended(1), phase="Failed", left_at=NOW - 20)
@@ -94,8 +97,8 @@ CASES: dict[str, tuple[list[Json], Json | None, list[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_look_asks_for(case: str) -> None:
-    pods, gang, chores = CASES[case]
-    assert asked(*pods, gang=gang) == chores
+    pods, gang, followups = CASES[case]
+    assert asked(*pods, gang=gang) == followups
 
 
 def test_a_gang_whose_configmap_is_gone_gets_it_back() -> None:
@@ -129,7 +132,7 @@ LATER: list[tuple[list[Json], Json | None, float | None]] = [
 def test_it_says_when_to_look_again(
     pods: list[Json], gang: Json | None, again_in_s: float | None
 ) -> None:
-    assert seen(*pods, gang=gang).seen.again_in_s == again_in_s
+    assert observation(*pods, gang=gang).observation.again_in_s == again_in_s
 
 
 class Deeds:
@@ -150,23 +153,23 @@ class Deeds:
 
 def test_every_chore_has_somebody_who_does_it() -> None:
     deeds: Any = Deeds()
-    chores = GangChores(deeds, deeds, deeds, deeds.patch_job, lambda: NOW)
+    followups = GangFollowups(deeds, deeds, deeds, deeds.patch_job, lambda: NOW)
     mine = (Pod(GONE),)
-    wish = seen().seen.wish
-    assert wish is not None
-    all_of_them: list[Chore] = [
+    desired = observation().observation.desired
+    assert desired is not None
+    all_of_them: list[Followup] = [
         KeepLogs(pods=mine, ranks=1),
         GiveUp(pods=mine),
         LetGo(pods=mine),
         MarkStopped(pods=mine),
         OpenGate(pods=mine),
-        RestoreObjects(wish=wish, job=job()),
+        RestoreObjects(desired=desired, job=job()),
         PatchJob(why="", patch={}),
     ]
 
     async def perform() -> None:
-        for chore in all_of_them:
-            await chores.perform(training(), chore)
+        for followup in all_of_them:
+            await followups.perform(training(), followup)
 
     asyncio.run(perform())
     assert deeds.done == [
@@ -186,7 +189,7 @@ def test_a_job_that_has_changed_since_the_look_is_left_to_the_next_one() -> None
 
     async def perform() -> None:
         archive: Any = Archive
-        chores = GangChores(archive, archive, archive, refuse)
-        await chores.perform(training(), PatchJob(why="", patch={}))
+        followups = GangFollowups(archive, archive, archive, refuse)
+        await followups.perform(training(), PatchJob(why="", patch={}))
 
     asyncio.run(perform())

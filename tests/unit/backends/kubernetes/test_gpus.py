@@ -9,7 +9,7 @@ import pytest
 from atoll.backends.kubernetes.gpus import EKS_GPU_NODES, GPU_NODES, check_gpu_nodes
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.errors import ValidationError
-from atoll.core.status import Wish
+from atoll.core.status import DesiredState
 from tests.unit.backends.kubernetes.kube import Json, Options, Resources, training
 
 INSTANCE = "node.kubernetes.io/instance-type"
@@ -21,7 +21,9 @@ def pod_with(gpus: list[str], **options: Any) -> Json:
     asked = training(resources=Resources(gpu_count=1, gpu_models=gpus))
     settings = Options(**table)
     settings.check(asked.spec)
-    pod: Json = render_job(asked, Wish(version=1, size=1), settings)["spec"]["template"]["spec"]
+    pod: Json = render_job(asked, DesiredState(version=1, size=1), settings)["spec"]["template"][
+        "spec"
+    ]
     return pod
 
 

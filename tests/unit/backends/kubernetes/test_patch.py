@@ -5,29 +5,29 @@ from __future__ import annotations
 from atoll.backends.kubernetes.names import QUEUE, YIELDED
 from atoll.backends.kubernetes.patch import render_size_restored
 from atoll.backends.kubernetes.pod import Pod
-from atoll.core.status import Wish
+from atoll.core.status import DesiredState
 from tests.unit.backends.kubernetes.kube import NOW, job, pod, running
 
-WISH = Wish(version=1, size=3)
+DESIRED = DesiredState(version=1, size=3)
 
 
 def test_a_job_of_another_size_gets_its_own_back() -> None:
-    assert render_size_restored(job(3), WISH) == {}
-    assert render_size_restored(job(3, parallelism=1), WISH)["spec"] == {
+    assert render_size_restored(job(3), DESIRED) == {}
+    assert render_size_restored(job(3, parallelism=1), DESIRED)["spec"] == {
         "parallelism": 3,
         "completions": 3,
     }
-    assert render_size_restored(job(3, parallelism=1), Wish(version=2, size=0))["spec"] == {
+    assert render_size_restored(job(3, parallelism=1), DesiredState(version=2, size=0))["spec"] == {
         "parallelism": 0
     }
 
 
 def test_a_job_whose_size_another_decides_is_left_alone() -> None:
     gave_way = job(3, parallelism=0, annotations={YIELDED: str(NOW)})
-    assert render_size_restored(gave_way, WISH) == {}
+    assert render_size_restored(gave_way, DESIRED) == {}
     queued = job(3, parallelism=1)
     queued["metadata"]["labels"] = {QUEUE: "research"}
-    assert render_size_restored(queued, WISH) == {}
+    assert render_size_restored(queued, DESIRED) == {}
 
 
 def test_a_pod_tells_which_configmap_it_misses() -> None:

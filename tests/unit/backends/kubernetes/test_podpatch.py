@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from atoll.backends.kubernetes.companions import render_bench, render_etcd
 from atoll.backends.kubernetes.manifests import read_options, render_manifests
 from atoll.backends.kubernetes.options import ClusterOptions
-from atoll.backends.kubernetes.parts import render_bench, render_etcd
 from atoll.backends.kubernetes.podpatch import SHORT_NAMES, ShortNames, merge_pod
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.config import options_of
 from atoll.core.errors import ValidationError
-from atoll.core.status import Wish
+from atoll.core.status import DesiredState
 from atoll.replicas.kubernetes import KubernetesExecutor
 from tests.unit.backends.kubernetes.kube import Json, Options, Resources, Source, training
 
@@ -190,7 +190,7 @@ def test_a_runtime_class_of_the_patch_is_refused_with_a_gpu() -> None:
 
 
 def pod_of(options: Options, **spec: Any) -> Json:
-    made = render_job(training(**spec), Wish(version=1, size=3), options)
+    made = render_job(training(**spec), DesiredState(version=1, size=3), options)
     pod: Json = made["spec"]["template"]["spec"]
     return pod
 

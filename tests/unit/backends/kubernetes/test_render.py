@@ -21,7 +21,7 @@ from atoll.backends.kubernetes.render import (
 from atoll.backends.metrics_token import read_token
 from atoll.core.errors import Permanent, ValidationError
 from atoll.core.spec import BenchSpec, Code, ProviderFilter, RendezvousSpec, WorldSize
-from atoll.core.status import Wish
+from atoll.core.status import DesiredState
 from atoll.replicas.kubernetes import EKSExecutor, KubernetesExecutor
 from tests.unit.backends.kubernetes.kube import Json, Options, Resources, Source, training
 
@@ -132,15 +132,15 @@ CASES: dict[str, tuple[Any, Options]] = {
 
 def rendered(name: str) -> list[Json]:
     given, options = CASES[name]
-    wish = Wish(version=1, size=given.spec.world_size.target)
-    world = render_world(given, wish, options, None)
+    desired = DesiredState(version=1, size=given.spec.world_size.target)
+    world = render_world(given, desired, options, None)
     if "process.py" in world["data"]:
         assert world["data"]["process.py"] == Path(process.__file__).read_text()
         world["data"]["process.py"] = "the text of agent/process.py"
     return [
         world,
         render_service(given, options, None),
-        render_job(given, wish, options),
+        render_job(given, desired, options),
     ]
 
 
@@ -163,7 +163,7 @@ def test_requests_fit_the_published_schemas(name: str, version: str) -> None:
 
 def job_of(options: Options | None = None, **spec: Any) -> Json:
     given = training(**spec)
-    return render_job(given, Wish(version=1, size=3), options or Options())
+    return render_job(given, DesiredState(version=1, size=3), options or Options())
 
 
 def pod_of(made: Json) -> Json:
@@ -420,7 +420,7 @@ def test_clashes_are_refused_before_anything_is_created(
         executor.check(training(**spec).spec)
     assert refused.value.field == field
     with pytest.raises(Permanent, match=field):
-        asyncio.run(executor.apply(training(**spec), Wish(version=1, size=1)))
+        asyncio.run(executor.apply(training(**spec), DesiredState(version=1, size=1)))
 
 
 BAD_OPTIONS: list[tuple[str, Json]] = [
@@ -469,7 +469,7 @@ def test_a_runtime_class_with_a_gpu_may_be_insisted_on() -> None:
 def test_a_source_that_no_config_map_can_hold_is_refused() -> None:
     big = training(command=None, source=Source(kind="script", content=b"x" * 1_000_000))
     with pytest.raises(Permanent, match="put it into the image"):
-        render_world(big, Wish(version=1, size=1), Options(), None)
+        render_world(big, DesiredState(version=1, size=1), Options(), None)
 
 
 def test_a_rank_whose_exit_is_recorded_runs_under_the_wrapper() -> None:
@@ -495,12 +495,12 @@ def test_the_command_is_exactly_as_given_where_no_record_is_asked_for(case: str)
     options, spec = AS_GIVEN[case]
     made = job_of(options, command=["train"], **spec)
     assert container_of(made)["command"] == ["train"]
-    world = render_world(training(**spec), Wish(version=1, size=1), options, None)
+    world = render_world(training(**spec), DesiredState(version=1, size=1), options, None)
     assert "process.py" not in world["data"]
     assert "atoll-report" not in json.dumps(made)
 
 
 def test_the_largest_source_and_the_wrapper_fit_into_a_config_map() -> None:
     big = training(command=None, source=Source(kind="script", content=b"x" * 900_000))
-    world = render_world(big, Wish(version=1, size=1), Options(is_start_gated=True), None)
+    world = render_world(big, DesiredState(version=1, size=1), Options(is_start_gated=True), None)
     assert sum(map(len, world["data"].values())) + 900_000 < 2**20

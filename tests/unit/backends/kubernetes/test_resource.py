@@ -18,13 +18,13 @@ from atoll.core.phase import Phase
 from atoll.core.spec import Source, TrainingSpec, WorldSize
 from atoll.core.status import (
     Condition,
+    DesiredState,
     Event,
     Exit,
     RankExit,
     RankStatus,
     Status,
     Training,
-    Wish,
     WorldStatus,
 )
 
@@ -61,8 +61,8 @@ def test_a_training_comes_back_as_it_was_sent() -> None:
         phase=Phase.READY,
         world=WorldStatus(ready=2, target=2, min=1, max=4, below_minimum=False),
         ranks=[RankStatus(rank=0, attempt=5, exit=Exit(code=None, at=1.5, reason="NodeLost"))],
-        asked=Wish(version=3, size=2, redo={1: 5}),
-        redo={1: 5},
+        desired=DesiredState(version=3, size=2, discarded_attempts={1: 5}),
+        discarded_attempts={1: 5},
     )
     one = replace(
         training(

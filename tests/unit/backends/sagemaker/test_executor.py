@@ -21,9 +21,9 @@ from atoll.backends.sagemaker.options import SageMakerOptions
 from atoll.code.archive import pack
 from atoll.controller.loop import Controller
 from atoll.core.errors import Permanent, Temporary, ValidationError
-from atoll.core.executors import Home, load
+from atoll.core.executors import PlaneContext, load
 from atoll.core.spec import RendezvousSpec, Resources, Source, TrainingSpec, WorldSize
-from atoll.core.status import Training, Wish
+from atoll.core.status import DesiredState, Training
 from atoll.store.memory import MemoryStore
 from tests.support.sagemaker_stand_in import ROLE, SageMakerStandIn
 
@@ -136,14 +136,14 @@ def test_a_start_that_is_repeated_runs_nothing_twice(
         training = Training(namespace="n", uid="a" * 32, spec=spec, created_at=time.time())
         stand_in.list_lag_s = 1000  # the list has none of them
         for _ in range(3):
-            await backend.apply(training, Wish(version=1, size=2))
+            await backend.apply(training, DesiredState(version=1, size=2))
         assert sorted(stand_in.jobs) == [f"atoll-{'a' * 32}-r{rank}-a0" for rank in (0, 1)]
         asked = stand_in.calls["CreateTrainingJob"]
         stand_in.list_lag_s = 0
         other = make_backend()  # as after a restart of the control plane
-        await other.apply(training, Wish(version=1, size=2))
+        await other.apply(training, DesiredState(version=1, size=2))
         assert stand_in.calls["CreateTrainingJob"] == asked
-        await other.apply(training, Wish(version=2, size=0))
+        await other.apply(training, DesiredState(version=2, size=0))
 
     play(body)
 
@@ -167,11 +167,11 @@ def test_spot_that_starts_a_rank_again_behind_our_back_harms_nothing(
             assert over.status.phase == "succeeded"
             assert (tmp_path / "ran").read_text() == "0 0\n0 1\n"
             (rank,) = over.status.ranks
-            assert rank.previous is not None
-            assert rank.previous.code == 143
+            assert rank.previous_exit is not None
+            assert rank.previous_exit.code == 143
             job.wait()
             if again_s:  # there was time to see it, and to end it for good
-                assert rank.previous.reason == "Preempted"
+                assert rank.previous_exit.reason == "Preempted"
             else:
                 assert job.runs == 2
             assert job.request["EnableManagedSpotTraining"] is True
@@ -308,9 +308,9 @@ def test_scaled_up_and_down_and_followed(stand_in: SageMakerStandIn, uri: str) -
             await here.change(made, world_size=WorldSize(min=1, target=3, max=8))
             await here.until_running(made, 3)
             await here.change(made, world_size=WorldSize(min=1, target=2, max=8))
-            gone = await here.until(made, lambda t: len(t.status.retired) == 1)
-            assert gone.status.retired[0].exit is not None
-            assert gone.status.retired[0].exit.is_stopped
+            gone = await here.until(made, lambda t: len(t.status.removed_ranks) == 1)
+            assert gone.status.removed_ranks[0].exit is not None
+            assert gone.status.removed_ranks[0].exit.is_stopped
             now = await here.store.get(made.key)
             is_over = [False, False, True]
             lines = here.backend.logs(now, ranks=[0, 1], follow=lambda: is_over.pop(0))
@@ -427,7 +427,7 @@ def test_without_credentials_or_a_region_it_is_one_line(monkeypatch: pytest.Monk
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonesuch")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonesuch")
-    kind, home = load("sagemaker"), Home(Path("/tmp"), "plane")
+    kind, home = load("sagemaker"), PlaneContext(Path("/tmp"), "plane")
     for options, words in (
         ({}, "needs a region: the option region, or AWS_REGION$"),
         ({"region": "eu-west-1"}, "needs AWS credentials: aws configure"),

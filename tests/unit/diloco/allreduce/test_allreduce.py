@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from atoll.core.errors import ValidationError
-from atoll.diloco.allreduce import roster, wire
+from atoll.diloco.allreduce import manifest, wire
 from atoll.diloco.allreduce.keys import Keys, parse_attempt, parse_round, parse_upload
 from atoll.diloco.allreduce.layout import (
     Layout,
@@ -45,7 +45,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 def test_a_roster_needs_a_quorum_and_everyone_expected_or_the_end_of_the_grace(
     uploaded: list[int], expected: list[int], least: int, is_over: bool, members: Any
 ) -> None:
-    assert roster.decide(uploaded, expected, least, is_grace_over=is_over).members == members
+    assert manifest.decide(uploaded, expected, least, is_grace_over=is_over).members == members
 
 
 def test_of_two_uploads_of_a_rank_the_newest_unblamed_one_is_taken() -> None:
@@ -56,22 +56,22 @@ def test_of_two_uploads_of_a_rank_the_newest_unblamed_one_is_taken() -> None:
         (key, NOW + timedelta(seconds=age), parse_upload(key))
         for age, key in enumerate([other, old, new])
     ]
-    assert roster.look(listing, 4, [])[1].key == new  # type: ignore[arg-type]
-    assert roster.look(listing, 4, [new])[1].key == old  # type: ignore[arg-type]
-    assert roster.look(listing, 4, [new, old]) == {}  # type: ignore[arg-type]
+    assert manifest.check(listing, 4, [])[1].key == new  # type: ignore[arg-type]
+    assert manifest.check(listing, 4, [new])[1].key == old  # type: ignore[arg-type]
+    assert manifest.check(listing, 4, [new, old]) == {}  # type: ignore[arg-type]
 
 
 def test_members_own_their_shard_and_the_orphans_are_shared_out() -> None:
-    assert roster.owners([0, 1, 2, 3], 4, 9) == [0, 1, 2, 3]
-    assert roster.owners([1, 3], 5, 0) == [1, 1, 3, 3, 1]
-    assert roster.owners([1, 3], 5, 1) == [3, 1, 1, 3, 3]
+    assert manifest.owners([0, 1, 2, 3], 4, 9) == [0, 1, 2, 3]
+    assert manifest.owners([1, 3], 5, 0) == [1, 1, 3, 3, 1]
+    assert manifest.owners([1, 3], 5, 1) == [3, 1, 1, 3, 3]
 
 
 def test_no_member_weighs_beyond_measure() -> None:
-    assert roster.bounded({0: 1.0, 1: 3.0, 2: 1e18}) == {0: 1.0, 1: 3.0, 2: 300.0}
-    assert roster.bounded({0: 5.0, 1: 1e18}) == {0: 5.0, 1: 500.0}
-    assert roster.bounded({0: 1e-30, 1: 1e-30, 2: 7.0}) == {0: 1e-30, 1: 1e-30, 2: 7.0}
-    assert roster.bounded({0: 1e-30}) == {0: 1e-30}
+    assert manifest.bounded({0: 1.0, 1: 3.0, 2: 1e18}) == {0: 1.0, 1: 3.0, 2: 300.0}
+    assert manifest.bounded({0: 5.0, 1: 1e18}) == {0: 5.0, 1: 500.0}
+    assert manifest.bounded({0: 1e-30, 1: 1e-30, 2: 7.0}) == {0: 1e-30, 1: 1e-30, 2: 7.0}
+    assert manifest.bounded({0: 1e-30}) == {0: 1e-30}
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1, 123456.789, 5e-324, 1e300])
@@ -97,20 +97,20 @@ def test_names_nobody_would_choose_are_not_parsed(name: str) -> None:
 @pytest.mark.parametrize("size", [0, 1, 100, wire.FOLD_BYTES, 3 * wire.FOLD_BYTES + 17])
 def test_an_envelope_opens_only_whole_unchanged_and_in_its_place(size: int) -> None:
     body = np.random.default_rng(size).bytes(size)
-    place = wire.fence("here")
-    sealed = wire.seal(wire.SECTION, place, body)
-    assert bytes(wire.unseal(wire.SECTION, place, sealed)) == body
-    bad = [(wire.SHARD, place, sealed), (wire.SECTION, wire.fence("there"), sealed)]
-    bad += [(wire.SECTION, place, sealed[:-1]), (wire.SECTION, place, sealed + b"x")]
+    location = wire.fence("here")
+    sealed = wire.seal(wire.SECTION, location, body)
+    assert bytes(wire.unseal(wire.SECTION, location, sealed)) == body
+    bad = [(wire.SHARD, location, sealed), (wire.SECTION, wire.fence("there"), sealed)]
+    bad += [(wire.SECTION, location, sealed[:-1]), (wire.SECTION, location, sealed + b"x")]
     for at in np.random.default_rng(1).integers(0, len(sealed), 40):
         flipped = bytearray(sealed)
         flipped[at] ^= 1 << int(at) % 8
-        bad.append((wire.SECTION, place, bytes(flipped)))
+        bad.append((wire.SECTION, location, bytes(flipped)))
     if size > 2 * wire.FOLD_BYTES:  # blocks that changed places
         fold, start = wire.FOLD_BYTES, wire.SEAL.size
         blocks = sealed[start : start + fold], sealed[start + fold : start + 2 * fold]
         swapped = sealed[:start] + blocks[1] + blocks[0] + sealed[start + 2 * fold :]
-        bad.append((wire.SECTION, place, swapped))
+        bad.append((wire.SECTION, location, swapped))
     for kind, where, data in bad:
         with pytest.raises(wire.Corrupt):
             wire.unseal(kind, where, data)
@@ -118,26 +118,26 @@ def test_an_envelope_opens_only_whole_unchanged_and_in_its_place(size: int) -> N
 
 @pytest.mark.parametrize("lengths", [[wire.UNIT_BYTES * 2, wire.UNIT_BYTES, 100], [7, 40_000, 0]])
 def test_any_change_of_a_cell_shows(lengths: list[int]) -> None:
-    place, data = wire.fence("here"), np.random.default_rng(0).bytes(sum(lengths))
-    sums = wire.cell_sums(wire.SECTION, place, data, lengths)
+    location, data = wire.fence("here"), np.random.default_rng(0).bytes(sum(lengths))
+    sums = wire.cell_sums(wire.SECTION, location, data, lengths)
     starts = wire.section_offsets(lengths)
     for start, length, total in zip(starts, lengths, sums, strict=False):
         cell = data[start : start + length]
-        assert wire.cell_sums(wire.SECTION, place, cell, [length]) == [total]
+        assert wire.cell_sums(wire.SECTION, location, cell, [length]) == [total]
         for at in np.random.default_rng(1).integers(0, max(length, 1), 40 if length else 0):
             changed = bytearray(cell)
             changed[at] ^= 1 << int(at) % 8
-            assert wire.cell_sums(wire.SECTION, place, changed, [length]) != [total]
+            assert wire.cell_sums(wire.SECTION, location, changed, [length]) != [total]
         if length >= 2 * wire.UNIT_BYTES:
             unit = wire.UNIT_BYTES
             swapped = cell[unit : 2 * unit] + cell[:unit] + cell[2 * unit :]
-            assert wire.cell_sums(wire.SECTION, place, swapped, [length]) != [total]
-    for kind, where in ((wire.SHARD, place), (wire.SECTION, wire.fence("there"))):
+            assert wire.cell_sums(wire.SECTION, location, swapped, [length]) != [total]
+    for kind, where in ((wire.SHARD, location), (wire.SECTION, wire.fence("there"))):
         assert not set(sums) & set(wire.cell_sums(kind, where, data, lengths))
     cells = wire.CellTable(tuple(lengths), tuple(sums))
-    wire.check_cells(wire.SECTION, place, cells, memoryview(data))
+    wire.check_cells(wire.SECTION, location, cells, memoryview(data))
     with pytest.raises(wire.Corrupt, match="bytes instead of"):
-        wire.check_cells(wire.SECTION, place, cells, memoryview(data)[:-1])
+        wire.check_cells(wire.SECTION, location, cells, memoryview(data)[:-1])
 
 
 @pytest.mark.parametrize("cells", [1, 2, 7])
@@ -148,11 +148,11 @@ def test_sums_are_the_same_however_much_is_summed_at_a_time(
     """Others may sum with less memory, or with more."""
     lengths = [units * wire.UNIT_BYTES] * (cells - 1) + [units * wire.UNIT_BYTES + 100]
     data = np.random.default_rng(0).bytes(sum(lengths))
-    seen = set()
+    observed = set()
     for most in (1, 2, 3, 100):
         monkeypatch.setattr(wire, "SUMMED_BYTES", most * wire.UNIT_BYTES)
-        seen.add(tuple(wire.cell_sums(wire.SECTION, wire.fence("here"), data, lengths)))
-    assert len(seen) == 1
+        observed.add(tuple(wire.cell_sums(wire.SECTION, wire.fence("here"), data, lengths)))
+    assert len(observed) == 1
 
 
 def test_a_layout_says_what_differs_first() -> None:
@@ -244,22 +244,22 @@ def test_tensors_of_two_kinds_are_one_vector() -> None:
 
 
 def test_memory_is_one_vector_if_the_tensors_follow_each_other() -> None:
-    whole = np.arange(12, dtype="f4")
-    pieces = [whole[:3], whole[3:9].reshape(2, 3), whole[9:]]
+    complete = np.arange(12, dtype="f4")
+    pieces = [complete[:3], complete[3:9].reshape(2, 3), complete[9:]]
     for cut in (pieces, [torch.from_numpy(piece) for piece in pieces]):
         vector = as_vector(cut)
         assert vector is not None
-        assert vector.tolist() == whole.tolist()
+        assert vector.tolist() == complete.tolist()
         assert not are_apart(vector, cut)
         assert not are_apart(vector[:3], cut)
         assert are_apart(vector[3:9], [cut[0], cut[2]])
         assert as_vector([cut[0], cut[2]]) is None
         assert as_vector([cut[1], cut[0]]) is None
         assert as_vector([cut[0], cut[1], cut[1]]) is None
-    assert as_vector([whole[::2]]) is None
-    assert as_vector([whole.astype("f8")]) is None
+    assert as_vector([complete[::2]]) is None
+    assert as_vector([complete.astype("f8")]) is None
     assert as_vector([]) is None
-    assert are_apart(whole, [np.ones(4, "f8"), np.ones((2, 2), "f4")])
+    assert are_apart(complete, [np.ones(4, "f8"), np.ones((2, 2), "f4")])
 
 
 def test_the_grace_is_learnt_from_the_rounds() -> None:

@@ -103,13 +103,13 @@ def test_a_view_of_a_larger_buffer_decodes(name: str) -> None:
 @pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "int3", "sparse"])
 def test_error_feedback_delivers_everything_in_the_end(name: str) -> None:
     codec, row = get_codec(name), normal(8192)
-    owed = np.zeros_like(row)
+    residuals = np.zeros_like(row)
     sent = np.zeros(row.size)
     rounds = 400
     for _ in range(rounds):
-        wanted = row + owed
+        wanted = row + residuals
         got = codec.decode(codec.encode(wanted), row.size)
-        owed = wanted - got
+        residuals = wanted - got
         sent += got
     error = np.linalg.norm(sent / rounds - row) / np.linalg.norm(row)
     assert error < {"int8": 1e-4, "sparse": 0.2}.get(name, 2e-3)

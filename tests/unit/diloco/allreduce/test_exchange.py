@@ -12,10 +12,10 @@ from obstore.store import MemoryStore
 
 from atoll.core.errors import Permanent
 from atoll.diloco.allreduce import ObjectStoreAllReduce, exchange, wire
-from atoll.diloco.allreduce.exchange import Exchange, MeanPlace
+from atoll.diloco.allreduce.exchange import Exchange, MeanLocation
 from atoll.diloco.allreduce.layout import Layout
+from atoll.diloco.allreduce.manifest import Manifest, Member
 from atoll.diloco.allreduce.pace import History
-from atoll.diloco.allreduce.roster import Member, Roster
 from atoll.diloco.blobs import BlobReader, Blobs
 
 SIZE = 3
@@ -59,26 +59,26 @@ class SlowReader(BlobReader):
         self._blobs.is_over.set()  # type: ignore[attr-defined]
 
 
-def write_roster(replica: ObjectStoreAllReduce, layout: Layout, attempt: int) -> Roster:
+def write_manifest(replica: ObjectStoreAllReduce, layout: Layout, attempt: int) -> Manifest:
     members = [Member(rank, f"upload-{rank}", 1.0) for rank in range(SIZE)]
     owners = list(range(SIZE))
-    roster = Roster("run", 0, attempt, layout.pack(), members, owners, [], [], "somebody")
-    return replica.settler.write(replica.keys.roster(0, attempt), roster)
+    manifest = Manifest("run", 0, attempt, layout.pack(), members, owners, [], [], "somebody")
+    return replica.decider.write(replica.keys.manifest(0, attempt), manifest)
 
 
-def write_mean(replica: ObjectStoreAllReduce, roster: Roster, shard: int, value: float) -> str:
-    key = replica.keys.shard(0, roster.attempt, shard)
+def write_mean(replica: ObjectStoreAllReduce, manifest: Manifest, shard: int, value: float) -> str:
+    key = replica.keys.shard(0, manifest.attempt, shard)
     cells = [np.full(1, value, np.float32).tobytes()]
-    table = wire.seal_table(wire.SHARD, wire.fence(roster.digest, str(shard)), cells)
+    table = wire.seal_table(wire.SHARD, wire.fence(manifest.digest, str(shard)), cells)
     replica.blobs.put(key, [table, *cells])
     return key
 
 
-def write_note(replica: ObjectStoreAllReduce, roster: Roster, shard: int) -> None:
+def write_note(replica: ObjectStoreAllReduce, manifest: Manifest, shard: int) -> None:
     note = b'{"uploads":[],"by":0,"reason":"late"}'
-    place = wire.fence(roster.digest, str(shard))
+    location = wire.fence(manifest.digest, str(shard))
     replica.blobs.put(
-        replica.keys.shard(0, roster.attempt, shard), wire.seal(wire.ABANDONED, place, note)
+        replica.keys.shard(0, manifest.attempt, shard), wire.seal(wire.ABANDONED, location, note)
     )
 
 
@@ -86,7 +86,7 @@ def test_a_slow_read_of_an_attempt_that_was_given_up_does_not_spoil_the_next() -
     blobs = SlowBlobs(MemoryStore())
     with ObjectStoreAllReduce(blobs, 0, SIZE) as replica:
         layout = replica.describe([np.zeros(SIZE, np.float32)])
-        first, second = (write_roster(replica, layout, attempt) for attempt in range(2))
+        first, second = (write_manifest(replica, layout, attempt) for attempt in range(2))
         write_note(replica, first, 0)
         blobs.slow = write_mean(replica, first, 1, 7.0)
         write_mean(replica, first, 2, 7.0)
@@ -105,9 +105,9 @@ def test_memory_is_the_callers_again_once_a_read_has_failed() -> None:
     blobs = SlowBlobs(MemoryStore())
     with ObjectStoreAllReduce(blobs, 0, SIZE) as replica:
         layout = replica.describe([np.zeros(SIZE, np.float32)])
-        roster = write_roster(replica, layout, 0)
+        manifest = write_manifest(replica, layout, 0)
         blobs.refused, blobs.slow, _ = (
-            write_mean(replica, roster, shard, 7.0) for shard in range(SIZE)
+            write_mean(replica, manifest, shard, 7.0) for shard in range(SIZE)
         )
         out = np.zeros(SIZE, np.float32)
         with pytest.raises(Permanent):
@@ -118,7 +118,7 @@ def test_memory_is_the_callers_again_once_a_read_has_failed() -> None:
     assert out.tolist() == [1.0] * SIZE
 
 
-PLACES = [MeanPlace(shard, 0) for shard in range(1, 16)]
+PLACES = [MeanLocation(shard, 0) for shard in range(1, 16)]
 
 
 class Round:
@@ -134,7 +134,7 @@ class Round:
         self.layout = SimpleNamespace(name="")
         self.blobs = SimpleNamespace(is_folder=False)
         self.me = SimpleNamespace(timeout=600.0)
-        self.roster = SimpleNamespace(owners=list(range(16)))
+        self.manifest = SimpleNamespace(owners=list(range(16)))
         self._started = 0.0
 
     def monotonic(self) -> float:
@@ -143,15 +143,15 @@ class Round:
     def sleep(self, seconds: float) -> None:
         self.now += seconds + self._late_s
 
-    def _slowest_first(self, places: list[MeanPlace]) -> list[MeanPlace]:
-        return places
+    def _slowest_first(self, locations: list[MeanLocation]) -> list[MeanLocation]:
+        return locations
 
-    def _fetch(self, places: list[MeanPlace], out: Any) -> list[MeanPlace]:
+    def _fetch(self, locations: list[MeanLocation], out: Any) -> list[MeanLocation]:
         self.now += 0.001
         if self.now >= self._ready_s:
             return []
-        self.vain += len(places)
-        return places
+        self.vain += len(locations)
+        return locations
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.03])

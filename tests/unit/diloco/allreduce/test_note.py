@@ -8,9 +8,9 @@ from atoll.diloco.allreduce.keys import Keys, parse_upload
 from atoll.diloco.allreduce.note import (
     DataNote,
     DataRound,
-    RosterData,
+    ManifestData,
     SaidUpload,
-    Says,
+    UploadHeader,
     UploadNote,
     read_note,
     sift,
@@ -33,8 +33,8 @@ class Clerk:
     def after(self, round: DataRound) -> str:
         return ""
 
-    def data(self) -> RosterData | None:
-        return RosterData(3, BASE, TERMS, 2) if self._has_ledger else None
+    def data(self) -> ManifestData | None:
+        return ManifestData(3, BASE, TERMS, 2) if self._has_ledger else None
 
     def refuses(self, rank: int, data: DataNote) -> str | None:
         return "not held" if data.took and data.took[-1][1] > 100 else None
@@ -43,8 +43,8 @@ class Clerk:
         return None
 
 
-def said(rank: int, note: UploadNote, terms: Terms = TERMS) -> SaidUpload:
-    return SaidUpload(rank, read_note(write_note(note)), lambda: Says(note, terms).full)
+def header(rank: int, note: UploadNote, terms: Terms = TERMS) -> SaidUpload:
+    return SaidUpload(rank, read_note(write_note(note)), lambda: UploadHeader(note, terms).full)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_name_tells_what_an_upload_says(note: UploadNote) -> None:
     name = parse_upload(key)
     assert name is not None
     assert (name.weight, name.processes, name.note) == (0.1, 4, "p1")
-    assert read_note(name.says) == note
+    assert read_note(name.header) == note
 
 
 def test_a_name_is_never_too_long() -> None:
@@ -71,11 +71,11 @@ def test_a_name_is_never_too_long() -> None:
     assert len(key.rpartition("/")[2]) < 245
     name = parse_upload(key)
     assert name is not None
-    cut = read_note(name.says)
+    cut = read_note(name.header)
     assert cut is not None
     assert cut.data is not None
     assert cut.data.took is None
-    good = sift(Clerk(), [said(0, UploadNote(1, 0, DataNote(((0, 1),), 1, BASE)))], 0)
+    good = sift(Clerk(), [header(0, UploadNote(1, 0, DataNote(((0, 1),), 1, BASE)))], 0)
     assert good.notes[0] is not None
 
 
@@ -87,7 +87,7 @@ def test_text_that_is_no_note_is_none(text: str) -> None:
 def test_ranges_that_the_name_has_no_room_for_are_read_from_the_footer() -> None:
     many = tuple((10 * at, 10 * at + 3) for at in range(8))
     note = UploadNote(1, 0.0, DataNote(many, 5, BASE))
-    sifted = sift(Clerk(), [said(1, note)], 0)
+    sifted = sift(Clerk(), [header(1, note)], 0)
     assert sifted.notes == {1: note}
 
 
@@ -96,11 +96,11 @@ def test_a_claim_on_what_is_not_held_is_left_out_and_the_others_go_on() -> None:
     bad = UploadNote(1, 0.0, DataNote(((90, 104),), 5, BASE[:8]))
     stale = UploadNote(1, 0.0, DataNote(((0, 4),), 5, "f" * 8))
     clerk = Clerk()
-    sifted = sift(clerk, [said(0, good), said(1, bad)], 0)
+    sifted = sift(clerk, [header(0, good), header(1, bad)], 0)
     assert set(sifted.notes) == {0}
     assert sifted.refused == {1: "not held"}
     assert not sifted.error
-    assert sift(clerk, [said(0, stale)], 0).error == ""
+    assert sift(clerk, [header(0, stale)], 0).error == ""
 
 
 def test_an_upload_whose_footer_cannot_be_read_is_left_out() -> None:
@@ -112,22 +112,22 @@ def test_an_upload_whose_footer_cannot_be_read_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("terms", "words"),
+    ("terms", "messages"),
     [
         (make_terms(999, period=10, world=2, fragments=1), "length is 999 in rank 1 and 1000"),
         (make_terms(1000, period=10, world=2, fragments=1, seed=4), "seed is 4 in rank 1 and 0"),
         (make_terms(1000, period=10, world=4, fragments=1), "sync_every of ranks 1 and 0 differs"),
     ],
 )
-def test_other_data_is_an_error_for_all(terms: Terms, words: str) -> None:
+def test_other_data_is_an_error_for_all(terms: Terms, messages: str) -> None:
     note = UploadNote(1, 0.0, DataNote((), 5, "f" * 8))
-    assert words in sift(Clerk(), [said(1, note, terms)], 0).error
+    assert messages in sift(Clerk(), [header(1, note, terms)], 0).error
 
 
 def test_who_shares_and_who_does_not_is_named() -> None:
     with_data, without = UploadNote(1, 0.0, DataNote((), 5, BASE)), UploadNote(1)
-    words = "rank {} shares its data by diloco.shard(), rank {} does not"
-    assert sift(Clerk(), [said(1, without)], 0).error == words.format(0, 1)
-    assert sift(Clerk(has_ledger=False), [said(1, with_data)], 0).error == words.format(1, 0)
-    assert sift(None, [said(1, with_data)], 0).error == words.format(1, 0)
-    assert sift(None, [said(1, without)], 0).notes == {1: without}
+    messages = "rank {} shares its data by diloco.shard(), rank {} does not"
+    assert sift(Clerk(), [header(1, without)], 0).error == messages.format(0, 1)
+    assert sift(Clerk(has_ledger=False), [header(1, with_data)], 0).error == messages.format(1, 0)
+    assert sift(None, [header(1, with_data)], 0).error == messages.format(1, 0)
+    assert sift(None, [header(1, without)], 0).notes == {1: without}

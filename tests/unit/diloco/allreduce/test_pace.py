@@ -13,9 +13,9 @@ from atoll.diloco.allreduce import settle
 from atoll.diloco.allreduce.codecs import get_codec
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.layout import describe
+from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.pace import FIRST_OWNER_GRACE_S, MIN_GRACE_S, History, poll_pause
-from atoll.diloco.allreduce.roster import Roster
-from atoll.diloco.allreduce.settle import Ballot, Me, Settler
+from atoll.diloco.allreduce.settle import Decider, Decision, Me
 from atoll.diloco.allreduce.start import Start
 from atoll.diloco.blobs import Blobs
 
@@ -45,8 +45,8 @@ def test_what_a_replica_has_seen_itself_counts_more_than_advice() -> None:
 
 
 def test_advice_is_no_part_of_what_a_roster_is() -> None:
-    roster = Roster("run", 1, 0, b"", [], [], [], [], "me")
-    assert msgspec.structs.replace(roster, owner_grace_s=3.0).digest == roster.digest
+    manifest = Manifest("run", 1, 0, b"", [], [], [], [], "me")
+    assert msgspec.structs.replace(manifest, owner_grace_s=3.0).digest == manifest.digest
 
 
 def test_a_look_that_costs_nothing_comes_soon_and_none_is_ever_skipped() -> None:
@@ -69,13 +69,13 @@ def test_a_rank_whose_upload_took_long_looks_for_the_roster_sooner(
     history, pauses = History(), list[float]()
     blobs, keys = Blobs(MemoryStore(), "memory"), Keys("run")
     layout = describe([np.ones(4)], shards=2, codec="fp32", down_codec="fp32", name="")
-    settler = Settler(
+    decider = Decider(
         blobs, keys, Me(1, 2, 1, "me", 600.0), history, ThreadPoolExecutor(1), Start(1)
     )
-    history.note_wait("roster ", 10.0)
-    settler.write(keys.roster(3, 0), settler.void(3, 0, "decided"))
+    history.note_wait("manifest ", 10.0)
+    decider.write(keys.manifest(3, 0), decider.void(3, 0, "decided"))
     monkeypatch.setattr(settle.time, "sleep", pauses.append)
-    ballot = Ballot(3, 0, 1, {0, 1}, lead_s=lead_s)
-    roster = settler.settle(ballot, layout, get_codec("fp32"))
-    assert isinstance(roster, Roster)
+    decision = Decision(3, 0, 1, {0, 1}, lead_s=lead_s)
+    manifest = decider.settle(decision, layout, get_codec("fp32"))
+    assert isinstance(manifest, Manifest)
     assert pauses == pytest.approx(slept)

@@ -50,5 +50,5 @@ def test_large_models_are_shared_evenly() -> None:
 
 def test_a_place_of_the_row_is_a_place_of_the_vector() -> None:
     share = Share(layout_of(1000, 3, "fp32"), 1, 2)
-    places = [share.place(at) for at in range(share.size)]
-    assert places == [at for start, stop in share.intervals for at in range(start, stop)]
+    locations = [share.location(at) for at in range(share.size)]
+    assert locations == [at for start, stop in share.intervals for at in range(start, stop)]

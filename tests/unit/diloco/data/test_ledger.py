@@ -32,9 +32,9 @@ class Model:
     def check(self) -> None:
         back, holds = parts(self.ledger)
         pieces = [self.used, back, *holds.values()]
-        whole: set[int] = set().union(*pieces)
-        assert sum(map(len, pieces)) == len(whole), "a position is in two places"
-        assert whole == set(range(self.ledger.next)), "a position is nowhere"
+        complete: set[int] = set().union(*pieces)
+        assert sum(map(len, pieces)) == len(complete), "a position is in two places"
+        assert complete == set(range(self.ledger.next)), "a position is nowhere"
         assert self.ledger.used == len(self.used)
         if self.ledger.total is not None:
             assert self.ledger.next <= self.ledger.total
@@ -153,10 +153,10 @@ def test_a_round_in_which_nobody_took_anything_brings_back_what_the_absent_held(
     while ledger.hold_of(0):
         ledger = commit(ledger, [Claim(0, ledger.hold_of(0), 30)], 2)
     assert ledger.holds[1].firm
-    held = ledger.hold_of(1)
-    assert held
+    stored = ledger.hold_of(1)
+    assert stored
     ledger = commit(ledger, [Claim(0, (), 30)], 2)
-    assert ledger.hold_of(0) == held
+    assert ledger.hold_of(0) == stored
     assert ledger.idle == 1
 
 

@@ -29,7 +29,7 @@ class OneOf:
     def __init__(self, process: int, processes: int) -> None:
         self.process, self.processes = process, processes
 
-    def share(self, word: Any) -> list[Any]:
+    def share(self, message: Any) -> list[Any]:
         raise AssertionError("a round came first")
 
 

@@ -44,3 +44,10 @@ def test_every_file_that_is_named_exists() -> None:
     for name in OWN:
         for wanted in re.findall(r'from "\./([\w.]+)"', bundle().plain[name].decode()):
             assert wanted in names
+
+
+def test_no_line_of_a_script_or_style_is_longer_than_a_line_of_python() -> None:
+    """The formatter breaks code, but not strings and comments."""
+    for name in (*OWN, "style.css", SHELL):
+        lines = bundle().plain[name].decode().splitlines()
+        assert [line for line in lines if len(line) > 100] == [], name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atoll.server.ui.cache import KEPT, Reused
+from atoll.server.ui.cache import MAX_ENTRIES, TTLCache
 
 
 class Work:
@@ -29,7 +29,7 @@ def test_an_answer_is_used_for_ten_times_as_long_as_it_took() -> None:
 
 async def _test_an_answer_is_used_for_ten_times_as_long_as_it_took() -> None:
     work = Work()
-    reused = Reused(work.now)
+    reused = TTLCache(work.now)
     assert await reused.body("a", work.make) == b"1"
     work.time += 9.9
     assert await reused.body("a", work.make) == b"1"
@@ -44,12 +44,12 @@ def test_callers_at_once_share_one_answer_and_few_are_kept() -> None:
 
 async def _test_callers_at_once_share_one_answer_and_few_are_kept() -> None:
     work = Work()
-    reused = Reused(work.now)
+    reused = TTLCache(work.now)
     answers = await asyncio.gather(*(reused.body("a", work.make) for _ in range(20)))
     assert set(answers) == {b"1"}
-    for number in range(2 * KEPT):
+    for number in range(2 * MAX_ENTRIES):
         await reused.body(number, work.make)
-    assert len(reused._kept) == KEPT
+    assert len(reused._entries) == MAX_ENTRIES
     assert not reused._locks
 
 
@@ -59,7 +59,7 @@ def test_one_that_fails_is_made_again() -> None:
 
 async def _test_one_that_fails_is_made_again() -> None:
     work = Work()
-    reused = Reused(work.now)
+    reused = TTLCache(work.now)
 
     def fail() -> bytes:
         raise OSError("gone")

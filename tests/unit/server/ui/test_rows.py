@@ -75,7 +75,7 @@ def test_what_needs_a_look_is_on_top_then_what_runs_then_what_has_ended() -> Non
         waiting,
     )
     assert names(rows) == ["bad", "waits", "runs", "done", "old"]
-    assert names(rows, phase="look") == ["bad", "waits"]
+    assert names(rows, phase="attention") == ["bad", "waits"]
 
 
 def test_words_and_typed_filters_are_matched_together() -> None:

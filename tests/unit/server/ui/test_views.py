@@ -7,7 +7,7 @@ import pytest
 from atoll.core.errors import ValidationError
 from atoll.metrics.series import Series, point_of
 from atoll.metrics.store import OneSeries
-from atoll.server.ui.views import MOST_RANKS, chosen_ranks, furthest
+from atoll.server.ui.views import MAX_RANKS, furthest, parse_ranks
 
 
 def one(rank: int, value: object) -> OneSeries:
@@ -17,15 +17,15 @@ def one(rank: int, value: object) -> OneSeries:
 
 
 def test_ranks_are_named_by_ranges() -> None:
-    assert chosen_ranks("3") == {3}
-    assert chosen_ranks("1-3, 7") == {1, 2, 3, 7}
+    assert parse_ranks("3") == {3}
+    assert parse_ranks("1-3, 7") == {1, 2, 3, 7}
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-", "-3", "5-3", "1,,2", "0-1000", "9" * 30, "٣x"])
 def test_what_is_no_range_or_too_many_is_refused(text: str) -> None:
     with pytest.raises(ValidationError):
-        chosen_ranks(text)
-    assert len(chosen_ranks(f"0-{MOST_RANKS - 1}")) == MOST_RANKS
+        parse_ranks(text)
+    assert len(parse_ranks(f"0-{MAX_RANKS - 1}")) == MAX_RANKS
 
 
 def test_the_ranks_furthest_from_the_mean_and_none_if_all_are_alike() -> None:

@@ -65,17 +65,17 @@ class Bf16:
             rounded[magnitude == _INFINITE] = 0x7F80
             rounded[is_nan] = 0x7FC0
         exponent = (rounded >> np.uint32(7)).astype(np.uint8)
-        rest = (rounded & np.uint32(0x7F)) | ((bits >> np.uint32(24)) & np.uint32(0x80))
-        parts = [squeeze(exponent), rest.astype(np.uint8).tobytes()]
+        remainder = (rounded & np.uint32(0x7F)) | ((bits >> np.uint32(24)) & np.uint32(0x80))
+        parts = [squeeze(exponent), remainder.astype(np.uint8).tobytes()]
         return pack(b"bf16", bits.size, parts)
 
     def decode(self, data: Data, size: int) -> Floats:
         coded, plain = unpack(b"bf16", data, size, 2)
         exponent = unsqueeze_exactly(coded, size).astype(np.uint32)
-        rest = np.frombuffer(plain, np.uint8)
-        if rest.size != size:
-            raise ValueError(f"expected {size} mantissas, found {rest.size}")
-        wide = rest.astype(np.uint32)
+        remainder = np.frombuffer(plain, np.uint8)
+        if remainder.size != size:
+            raise ValueError(f"expected {size} mantissas, found {remainder.size}")
+        wide = remainder.astype(np.uint32)
         bits = ((wide & np.uint32(0x80)) << np.uint32(24)) | (exponent << np.uint32(23))
         bits |= (wide & np.uint32(0x7F)) << np.uint32(16)
         return bits.view(np.float32)
@@ -127,7 +127,7 @@ class Int8:
 
 
 UNIFORM_BLOCK = 512
-_MOST = 127
+_MAX_VALUE = 127
 
 
 class Uniform:
@@ -160,7 +160,7 @@ class Uniform:
             # Divided, not multiplied by the inverse: the inverse of a small step overflows.
             np.divide(part, np.where(step > 0, step, np.float32(np.inf))[:, None], out=code)
             np.rint(code, out=code)
-            np.clip(code, -_MOST, _MOST, out=code)
+            np.clip(code, -_MAX_VALUE, _MAX_VALUE, out=code)
             codes[start : start + SLICE] = code.reshape(-1)[: row.size - start]
         halves = scales.astype("<u2").view(np.uint8).reshape(-1, 2)
         parts = [squeeze(halves[:, 0]), squeeze(halves[:, 1]), squeeze(codes.view(np.uint8))]

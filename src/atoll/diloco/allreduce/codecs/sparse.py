@@ -66,9 +66,9 @@ class Sparse:
             _largest(row[start : start + SLICE], self.keep, self.chunk) + start
             for start in range(0, row.size, SLICE)
         ]
-        places = np.concatenate(slices) if slices else np.empty(0, np.int64)
-        largest = row[places]
-        chunk = places // self.chunk
+        locations = np.concatenate(slices) if slices else np.empty(0, np.int64)
+        largest = row[locations]
+        chunk = locations // self.chunk
         chunks = -(-row.size // self.chunk)
         means = _bf16(_means(np.abs(largest), chunk, chunks))
         ratio = np.abs(largest) / np.maximum(means, np.float32(1e-45))[chunk]
@@ -78,7 +78,7 @@ class Sparse:
         parts = [
             levels.tobytes(),
             squeeze((means.view(np.uint32) >> np.uint32(16)).astype("<u2").view(np.uint8)),
-            squeeze(_gaps(places)),
+            squeeze(_gaps(locations)),
             _four_in_a_byte(codes).tobytes(),
         ]
         return pack(b"top1", row.size, parts)
@@ -93,18 +93,18 @@ class Sparse:
         if not all((part >= 0).all() and np.isfinite(part).all() for part in (means, levels)):
             raise ValueError("a scale is not one this codec writes")
         # Each byte names a place or moves on by 255, so there cannot be more than this.
-        places = _places(unsqueeze(coded_gaps, size + size // _FAR + 1))
-        if places.size and places[-1] >= size:
-            raise ValueError(f"place {places[-1]} is outside an array of {size}")
+        locations = _locations(unsqueeze(coded_gaps, size + size // _FAR + 1))
+        if locations.size and locations[-1] >= size:
+            raise ValueError(f"place {locations[-1]} is outside an array of {size}")
         packed = np.frombuffer(plain_codes, np.uint8)
-        if packed.size != (places.size + 3) // 4:
-            raise ValueError(f"{packed.size} bytes of codes do not fit {places.size} values")
-        codes = ((packed[:, None] >> _SHIFTS) & np.uint8(3)).reshape(-1)[: places.size]
+        if packed.size != (locations.size + 3) // 4:
+            raise ValueError(f"{packed.size} bytes of codes do not fit {locations.size} values")
+        codes = ((packed[:, None] >> _SHIFTS) & np.uint8(3)).reshape(-1)[: locations.size]
         # In fp64, and cut: a level times a mean may lie above the largest float.
-        exact = levels.astype(np.float64)[codes & 1] * means[places // self.chunk]
+        exact = levels.astype(np.float64)[codes & 1] * means[locations // self.chunk]
         magnitude = np.minimum(exact, np.finfo(np.float32).max).astype(np.float32)
         out = np.zeros(size, np.float32)
-        out[places] = np.where(codes & 2, -magnitude, magnitude)
+        out[locations] = np.where(codes & 2, -magnitude, magnitude)
         return out
 
 
@@ -118,8 +118,8 @@ def _largest(row: Floats, keep: int, chunk: int) -> NDArray[np.int64]:
     low = np.uint32(chunk - 1)
     keys = (bits & ~low) | (low - np.arange(chunk, dtype=np.uint32))
     top = np.partition(keys, chunk - keep, axis=1)[:, chunk - keep :] if keep < chunk else keys
-    places = np.sort(low - (top & low), axis=1).astype(np.int64)
-    flat = (places + np.arange(len(places))[:, None] * chunk).reshape(-1)
+    locations = np.sort(low - (top & low), axis=1).astype(np.int64)
+    flat = (locations + np.arange(len(locations))[:, None] * chunk).reshape(-1)
     flat = flat[flat < row.size]
     return np.asarray(flat[row[flat] != 0])
 
@@ -142,16 +142,16 @@ def _mean(values: NDArray[Any]) -> float:
     return float(values.mean(dtype=np.float64)) if values.size else 1.0
 
 
-def _gaps(places: NDArray[np.int64]) -> NDArray[np.uint8]:
-    gaps = np.diff(places, prepend=-1) - 1
+def _gaps(locations: NDArray[np.int64]) -> NDArray[np.uint8]:
+    gaps = np.diff(locations, prepend=-1) - 1
     far = gaps // _FAR
     ends = np.cumsum(far + 1) - 1
-    out = np.full(int(ends[-1]) + 1 if places.size else 0, _FAR, np.uint8)
+    out = np.full(int(ends[-1]) + 1 if locations.size else 0, _FAR, np.uint8)
     out[ends] = gaps % _FAR
     return out
 
 
-def _places(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
+def _locations(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
     is_place = gaps != _FAR
     return np.asarray((np.cumsum(gaps, dtype=np.int64) + np.cumsum(is_place))[is_place] - 1)
 

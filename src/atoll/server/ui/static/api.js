@@ -1,8 +1,13 @@
-// Requests with the session's cookie and the word that only our pages know.
+// Requests to the server, with the cookie of the session and its CSRF token.
 
-// Kept by the browser for this host and port alone, unlike the cookie, which it sends to every port; shared by all tabs.
+// In localStorage, which the browser keeps for this host and port alone: the cookie goes to every
+// port of the host. All tabs share it.
 const csrf = () => localStorage.getItem("atoll-csrf") || "";
-export const state = { namespace: localStorage.getItem("atoll-namespace") || "", skew: 0, isLive: false };
+export const state = {
+  namespace: localStorage.getItem("atoll-namespace") || "",
+  skew: 0,
+  isLive: false,
+};
 
 export class Problem extends Error {
   constructor(status, document) {
@@ -12,29 +17,37 @@ export class Problem extends Error {
   }
 }
 
-function keep(answer) {
+function saveSession(answer) {
   state.namespace = answer.namespace;
   localStorage.setItem("atoll-csrf", answer.csrf);
   localStorage.setItem("atoll-namespace", answer.namespace);
 }
 
-async function checked(response) {
+async function requireOk(response) {
   const date = response.headers.get("date");
   if (date) state.skew = Date.now() / 1000 - Date.parse(date) / 1000;
   if (response.ok) return response;
   let document = {};
-  try { document = await response.json(); } catch { /* no problem document */ }
+  try {
+    document = await response.json();
+  } catch {
+    /* the body is not a problem document */
+  }
   throw new Problem(response.status, document);
 }
 
 export async function signIn(body) {
-  const response = await fetch("/ui/session", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
-  keep(await (await checked(response)).json());
+  const response = await fetch("/ui/session", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+  });
+  saveSession(await (await requireOk(response)).json());
 }
 
 export const isSignedIn = () => csrf() !== "";
 
-export function forget() {
+export function clearSession() {
   localStorage.removeItem("atoll-csrf");
 }
 
@@ -42,8 +55,10 @@ export async function send(method, path, body, options = {}) {
   const headers = { "X-Atoll-CSRF": csrf() };
   if (body !== undefined) headers["Content-Type"] = "application/json";
   if (options.key) headers["Idempotency-Key"] = options.key;
-  const response = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal: options.signal });
-  return checked(response);
+  const request = { method, headers, signal: options.signal };
+  if (body !== undefined) request.body = JSON.stringify(body);
+  const response = await fetch(path, request);
+  return requireOk(response);
 }
 
 export async function get(path, signal) {
@@ -51,43 +66,52 @@ export async function get(path, signal) {
 }
 
 export const query = (values) => {
-  const words = new URLSearchParams();
+  const params = new URLSearchParams();
   for (const [name, value] of Object.entries(values)) {
-    if (Array.isArray(value)) for (const each of value) words.append(name, each);
-    else if (value !== "" && value !== null && value !== undefined) words.set(name, value);
+    if (Array.isArray(value)) for (const each of value) params.append(name, each);
+    else if (value !== "" && value !== null && value !== undefined) params.set(name, value);
   }
-  const text = words.toString();
+  const text = params.toString();
   return text ? `?${text}` : "";
 };
 
 export const now = () => Date.now() / 1000 - state.skew;
 
-// Lines of JSON as they come, until the signal ends it or the server does.
+// Yields lines of JSON as they arrive, until the signal aborts or the server ends the response.
 export async function* lines(path, signal) {
   const response = await send("GET", path, undefined, { signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
+  let partial = "";
   while (true) {
     const { value, done } = await reader.read();
     if (done) return;
-    rest += value;
-    const whole = rest.split("\n");
-    rest = whole.pop();
-    for (const line of whole) if (line) yield JSON.parse(line);
+    partial += value;
+    const complete = partial.split("\n");
+    partial = complete.pop();
+    for (const line of complete) if (line) yield JSON.parse(line);
   }
 }
 
-// One stream a tab: calls back with the names that changed, and with whether it is connected.
+// Follows the stream of changes, one for each tab. Calls back with the names of the trainings that
+// changed, and when the connection is lost or comes back.
+const SILENCE_MS = 25000; // the server sends a heartbeat every 10 s: two may be lost
+
 export async function follow(onChange, onState) {
-  let version = 0, pause = 500, since = null;
+  let version = 0,
+    pause = 500,
+    since = null;
   while (true) {
-    if (document.hidden) await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
+    if (document.hidden)
+      await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
     const ended = new AbortController();
-    let silent = setTimeout(() => ended.abort(), 25000);
+    let silence = setTimeout(() => ended.abort(), SILENCE_MS);
     try {
-      for await (const frame of lines(`/ui/stream${query({ after: version || "" })}`, ended.signal)) {
-        clearTimeout(silent);
-        silent = setTimeout(() => ended.abort(), 25000);
+      for await (const frame of lines(
+        `/ui/stream${query({ after: version || "" })}`,
+        ended.signal,
+      )) {
+        clearTimeout(silence);
+        silence = setTimeout(() => ended.abort(), SILENCE_MS);
         if (!state.isLive) {
           state.isLive = true;
           onState(true, null);
@@ -100,9 +124,12 @@ export async function follow(onChange, onState) {
         if (frame.names === null || frame.names.length) onChange(frame.names);
       }
     } catch (error) {
-      if (error.status === 401 || error.status === 403) { onState(false, since, error); return; }
+      if (error.status === 401 || error.status === 403) {
+        onState(false, since, error);
+        return;
+      }
     }
-    clearTimeout(silent);
+    clearTimeout(silence);
     state.isLive = false;
     since = since || now();
     version = 0;

@@ -1,35 +1,94 @@
-// The lines of the ranks: the end first, then followed. What a rank prints is text and nothing else.
+// The logs of the ranks: opens at the end and follows. Lines are only ever inserted as text.
 
 import { lines as stream, query } from "./api.js";
-import { button, h, patch, put, time } from "./dom.js";
+import { button, h, patch, put, timestamp } from "./dom.js";
 
-const HELD = 5000; // lines
-const HELD_CHARACTERS = 2_000_000;
-const DRAWN = 300; // elements, however many lines are held
-const LINE_PX = 19;
+// Budgets of one tab: lines and characters in memory, elements in the document.
+const MAX_LINES = 5000;
+const MAX_CHARACTERS = 2_000_000;
+const MAX_ELEMENTS = 300;
+const LINE_PX = 19; // as in style.css
 const TAIL = 200;
 const COLOURS = /\u001b\[([0-9;]*)m/g;
 const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f]/g;
-const LONG = 4096;
+const MAX_LINE = 4096; // characters of a line that are shown
 
 export class Logs {
   constructor(body, path, signal, rank) {
     this.path = path;
+    this.name = decodeURIComponent(path);
     this.signal = signal;
     this.rank = rank;
-    this.held = [];
+    this.lines = [];
     this.characters = 0;
     this.number = 0;
-    this.found = [];
+    this.matches = [];
     this.isFollowing = true;
-    this.ranks = h("input", { class: "mini rank", type: "number", min: 0, "aria-label": "Rank; empty for all", placeholder: "all ranks", onchange: () => this.choose(this.ranks.value === "" ? null : Number(this.ranks.value)) });
-    this.search = h("input", { class: "mini", type: "search", "aria-label": "Search the logs", placeholder: "Search", oninput: () => { this.all?.ended.abort(); this.all = null; this.find(0); }, onkeydown: (event) => { if (event.key === "Enter") this.searchAll(event.shiftKey ? -1 : 1); } });
+    this.ranks = h("input", {
+      class: "mini rank",
+      type: "number",
+      min: 0,
+      "aria-label": "Rank; empty for all",
+      placeholder: "all ranks",
+      onchange: () => this.choose(this.ranks.value === "" ? null : Number(this.ranks.value)),
+    });
+    this.search = h("input", {
+      class: "mini",
+      type: "search",
+      "aria-label": "Search the logs",
+      placeholder: "Search",
+      oninput: () => {
+        this.all?.ended.abort();
+        this.all = null;
+        this.find(0);
+      },
+      onkeydown: (event) => {
+        if (event.key === "Enter") this.searchAll(event.shiftKey ? -1 : 1);
+      },
+    });
     this.hits = h("span", { class: "small soft num", role: "status" });
-    this.followButton = button("Follow", () => this.follow(), { class: "mini", "aria-pressed": "true" });
+    this.followButton = button("Follow", () => this.follow(), {
+      class: "mini",
+      "aria-pressed": "true",
+    });
     this.list = h("ol", {});
-    this.box = h("div", { class: "logs", tabindex: 0, role: "log", "aria-live": "off", "aria-label": "Log lines", onscroll: () => this.scrolled() }, this.list);
+    this.box = h(
+      "div",
+      {
+        class: "logs",
+        tabindex: 0,
+        role: "log",
+        "aria-live": "off",
+        "aria-label": "Log lines",
+        onscroll: () => this.scrolled(),
+      },
+      this.list,
+    );
     this.note = h("p", { class: "small dim" });
-    put(body, h("div", { class: "row logbar" }, h("label", { class: "small soft" }, "Rank ", this.ranks), this.search, this.hits, button("↑", () => this.searchAll(-1), { class: "mini", "aria-label": "Previous match" }), button("↓", () => this.searchAll(1), { class: "mini", "aria-label": "Next match" }), h("span", { class: "push" }), this.followButton, button("Wrap", (event) => { event.target.setAttribute("aria-pressed", String(this.box.classList.toggle("wrap"))); this.draw(); }, { class: "mini", "aria-pressed": "false" })), this.box, this.note);
+    put(
+      body,
+      h(
+        "div",
+        { class: "row logbar" },
+        h("label", { class: "small soft" }, "Rank ", this.ranks),
+        this.search,
+        this.hits,
+        button("↑", () => this.searchAll(-1), { class: "mini", "aria-label": "Previous match" }),
+        button("↓", () => this.searchAll(1), { class: "mini", "aria-label": "Next match" }),
+        h("span", { class: "push" }),
+        this.followButton,
+        button(
+          "Wrap",
+          (event) => {
+            event.target.setAttribute("aria-pressed", String(this.box.classList.toggle("wrap")));
+            this.draw();
+          },
+          { class: "mini", "aria-pressed": "false" },
+        ),
+      ),
+      this.box,
+      this.note,
+    );
   }
 
   update(page, isFirst) {
@@ -51,39 +110,60 @@ export class Logs {
 
   async open() {
     this.ended?.abort();
-    const ended = this.ended = new AbortController();
+    const ended = (this.ended = new AbortController());
     this.signal.addEventListener("abort", () => ended.abort());
-    this.held = [];
+    this.lines = [];
     this.characters = 0;
-    this.found = [];
+    this.matches = [];
     this.draw();
     const many = this.page.cells.length > 64 && this.rank === null;
-    const wanted = { tail: many ? 2 : TAIL, rank: this.rank === null ? null : this.rank, uid: this.page.row.uid };
-    let pending = [], timer = null;
-    const flush = () => { timer = null; const fresh = pending; pending = []; this.add(fresh); };
+    const params = {
+      tail: many ? 2 : TAIL,
+      rank: this.rank === null ? null : this.rank,
+      uid: this.page.row.uid,
+    };
+    let pending = [],
+      timer = null;
+    const flush = () => {
+      timer = null;
+      const fresh = pending;
+      pending = [];
+      this.add(fresh);
+    };
     try {
       while (!ended.signal.aborted) {
         let isCut = false;
-        for await (const line of stream(`/v1/trainings/${this.path}/logs${query({ ...wanted, follow: "true" })}`, ended.signal)) {
-          if (line.cut) { isCut = true; continue; }
-          if (line.places) continue;
+        for await (const line of stream(
+          `/v1/trainings/${this.path}/logs${query({ ...params, follow: "true" })}`,
+          ended.signal,
+        )) {
+          if (line.cut) {
+            isCut = true;
+            continue;
+          }
+          if (line.offsets) continue;
           pending.push(line);
-          if (pending.length > HELD) pending.splice(0, pending.length - HELD);
+          if (pending.length > MAX_LINES) pending.splice(0, pending.length - MAX_LINES);
           timer ??= setTimeout(flush, 100);
         }
         if (!isCut) break;
         await new Promise((go) => setTimeout(go, 1000));
-        wanted.tail = 0;
+        params.tail = 0;
       }
       clearTimeout(timer);
       flush();
-      this.note.textContent = this.held.length ? "end of the log" : "Nothing was printed.";
+      this.note.textContent = this.lines.length ? "End of the log." : "The ranks printed nothing.";
     } catch (error) {
       if (ended.signal.aborted) return;
       clearTimeout(timer);
       flush();
-      this.note.textContent = error.status === 404 ? "" : `The log broke off (${error.message}); it goes on when the page is connected.`;
-      setTimeout(() => { if (!ended.signal.aborted && error.status !== 404) this.open(); }, 3000);
+      this.note.textContent =
+        error.status === 404
+          ? ""
+          : `The connection to the log was lost (${error.message}); trying again.`;
+      setTimeout(() => {
+        if (!ended.signal.aborted && error.status !== 404) this.open();
+      }, 3000);
     }
   }
 
@@ -92,56 +172,103 @@ export class Logs {
     for (const line of fresh) {
       line.number = this.number++;
       this.characters += line.text.length;
-      this.held.push(line);
+      this.lines.push(line);
     }
     let dropped = 0;
-    while (this.held.length - dropped > HELD || (this.characters > HELD_CHARACTERS && this.held.length - dropped > 1)) this.characters -= this.held[dropped++].text.length;
-    this.held.splice(0, dropped);
+    while (
+      this.lines.length - dropped > MAX_LINES ||
+      (this.characters > MAX_CHARACTERS && this.lines.length - dropped > 1)
+    )
+      this.characters -= this.lines[dropped++].text.length;
+    this.lines.splice(0, dropped);
     this.isCut ||= dropped > 0;
-    this.note.textContent = this.isCut ? `the last ${this.held.length.toLocaleString("en")} lines; the whole log: atoll logs ${decodeURIComponent(this.path)}` : "";
+    this.note.textContent = this.isCut
+      ? `the last ${this.lines.length.toLocaleString("en")} lines; all: atoll logs ${this.name}`
+      : "";
     if (this.search.value && !this.all) this.find(0);
     if (!this.isFollowing && dropped) this.box.scrollTop -= dropped * LINE_PX;
     this.draw();
   }
 
-  // Only what is in view is in the document; the rest is the padding above and below it.
+  // Draws only the lines in view; padding above and below stands for the others.
   draw() {
-    const isWrapped = this.box.classList.contains("wrap"), count = this.held.length;
-    if (this.isFollowing) { this.list.style.paddingBottom = "0px"; this.list.style.paddingTop = `${isWrapped ? 0 : count * LINE_PX}px`; this.box.scrollTop = this.box.scrollHeight; }
-    const shown = Math.ceil(this.box.clientHeight / LINE_PX);
-    let first = this.isFollowing ? count - shown : Math.floor(this.box.scrollTop / LINE_PX);
-    first = Math.max(0, Math.min(first - 40, count - shown - 80));
-    let last = Math.min(count, first + Math.min(DRAWN, shown + 120));
-    if (isWrapped) { last = this.isFollowing || this.place === undefined ? count : Math.min(count, (this.found[this.place] ?? count) + DRAWN / 2); first = Math.max(0, last - DRAWN); }
-    const hits = new Set(this.found), at = this.found[this.place];
-    const lines = this.held.slice(first, last).map((line, index) => ({ line, kind: first + index === at ? "hit at" : hits.has(first + index) ? "hit" : "" }));
-    patch(this.list, lines, ({ line }) => String(line.number), ({ kind }) => kind, ({ line, kind }) => this.row(line, kind));
+    const isWrapped = this.box.classList.contains("wrap"),
+      count = this.lines.length;
+    if (this.isFollowing) {
+      this.list.style.paddingBottom = "0px";
+      this.list.style.paddingTop = `${isWrapped ? 0 : count * LINE_PX}px`;
+      this.box.scrollTop = this.box.scrollHeight;
+    }
+    const visible = Math.ceil(this.box.clientHeight / LINE_PX);
+    let first = this.isFollowing ? count - visible : Math.floor(this.box.scrollTop / LINE_PX);
+    first = Math.max(0, Math.min(first - 40, count - visible - 80));
+    let last = Math.min(count, first + Math.min(MAX_ELEMENTS, visible + 120));
+    if (isWrapped) {
+      last =
+        this.isFollowing || this.current === undefined
+          ? count
+          : Math.min(count, (this.matches[this.current] ?? count) + MAX_ELEMENTS / 2);
+      first = Math.max(0, last - MAX_ELEMENTS);
+    }
+    const hits = new Set(this.matches),
+      at = this.matches[this.current];
+    const lines = this.lines.slice(first, last).map((line, index) => ({
+      line,
+      kind: first + index === at ? "hit at" : hits.has(first + index) ? "hit" : "",
+    }));
+    patch(
+      this.list,
+      lines,
+      ({ line }) => String(line.number),
+      ({ kind }) => kind,
+      ({ line, kind }) => this.row(line, kind),
+    );
     this.list.style.paddingTop = `${isWrapped ? 0 : first * LINE_PX}px`;
     this.list.style.paddingBottom = `${isWrapped ? 0 : (count - last) * LINE_PX}px`;
     if (this.isFollowing) this.box.scrollTop = this.box.scrollHeight;
   }
 
   row(line, kind) {
-    return h("li", { class: kind }, line.time === undefined || line.time === null ? h("time", {}) : time(line.time, line.time), h("span", { class: "rk" }, `[${line.rank}]`), h("span", { class: kindOf(line.text) }, coloured(line.text)));
+    return h(
+      "li",
+      { class: kind },
+      line.time === undefined || line.time === null
+        ? h("time", {})
+        : timestamp(line.time, line.time),
+      h("span", { class: "rk" }, `[${line.rank}]`),
+      h("span", { class: kindOf(line.text) }, coloured(line.text)),
+    );
   }
 
-  // The whole log, on the server; what is shown moves to a hit that is not among the lines held.
+  // Searches the whole log on the server, and loads the lines around a match that is not here.
   async searchAll(step) {
-    const word = this.search.value, key = `${word}\n${this.rank}`;
-    if (!word) return this.find(0);
+    const text = this.search.value,
+      key = `${text}\n${this.rank}`;
+    if (!text) return this.find(0);
     if (this.all?.key !== key) {
       this.all?.ended.abort();
-      const ended = new AbortController(), all = this.all = { key, ended, hits: [], at: -1, isCut: false };
+      const ended = new AbortController(),
+        all = (this.all = { key, ended, hits: [], at: -1, isCut: false });
       this.signal.addEventListener("abort", () => ended.abort());
       this.hits.textContent = "searching…";
       try {
-        for await (const hit of stream(`/v1/trainings/${this.path}/logs/search${query({ q: word, ignoreCase: "true", rank: this.rank, uid: this.page.row.uid })}`, ended.signal)) {
+        const { rank } = this,
+          { uid } = this.page.row;
+        const params = query({ q: text, ignoreCase: "true", rank, uid });
+        const path = `/v1/trainings/${this.path}/logs/search${params}`;
+        for await (const hit of stream(path, ended.signal)) {
           if (hit.done) all.isCut = hit.isCut;
           else if (!hit.cut) {
             all.hits.push(hit);
             if (step < 0) continue;
-            if (all.hits.length === 1) { all.at = 0; await this.show(hit); } // a large log is searched on meanwhile
-            if (this.all === all && performance.now() > (all.due || 0)) { all.due = performance.now() + 1000; this.hits.textContent = `${all.at + 1} of ${all.hits.length} so far`; }
+            if (all.hits.length === 1) {
+              all.at = 0;
+              await this.show(hit);
+            } // the search of a large log goes on meanwhile
+            if (this.all === all && performance.now() > (all.due || 0)) {
+              all.due = performance.now() + 1000;
+              this.hits.textContent = `${all.at + 1} of ${all.hits.length} so far`;
+            }
           }
         }
       } catch (error) {
@@ -152,31 +279,40 @@ export class Logs {
       if (step > 0) step = 0;
       else all.at = 0;
     }
-    const { hits, isCut } = this.all, count = hits.length;
-    if (!count) { this.hits.textContent = "0 in the whole log"; return; }
-    this.all.at = ((this.all.at + step) % count + count) % count;
-    const told = `${this.all.at + 1} of ${count}${isCut ? "+" : ""}`;
+    const { hits, isCut } = this.all,
+      count = hits.length;
+    if (!count) {
+      this.hits.textContent = "0 in the whole log";
+      return;
+    }
+    this.all.at = (((this.all.at + step) % count) + count) % count;
+    const message = `${this.all.at + 1} of ${count}${isCut ? "+" : ""}`;
     if (step) await this.show(hits[this.all.at]);
-    this.hits.textContent = told;
+    this.hits.textContent = message;
   }
 
   async show(hit) {
-    let at = this.held.findIndex((line) => line.rank === hit.rank && line.at !== undefined && line.at === hit.at);
+    let at = this.lines.findIndex(
+      (line) => line.rank === hit.rank && line.at !== undefined && line.at === hit.at,
+    );
     if (at < 0 && hit.start !== undefined) {
       this.ended?.abort();
-      const lines = [];
-      for await (const line of stream(`/v1/trainings/${this.path}/logs${query({ rank: hit.rank, at: hit.start ?? 0, before: 200, after: 300, uid: this.page.row.uid })}`, this.signal)) lines.push(line);
-      this.held = [];
+      const lines = [],
+        { uid } = this.page.row;
+      const around = { rank: hit.rank, at: hit.start ?? 0, before: 200, after: 300, uid };
+      const path = `/v1/trainings/${this.path}/logs${query(around)}`;
+      for await (const line of stream(path, this.signal)) lines.push(line);
+      this.lines = [];
       this.characters = 0;
       this.isPart = true;
       this.isFollowing = false;
       this.add(lines);
-      this.note.textContent = `rank ${hit.rank} around the match; Follow goes back to the end`;
-      at = this.held.findIndex((line) => line.at === hit.at);
+      this.note.textContent = `rank ${hit.rank} around the match; Follow returns to the end`;
+      at = this.lines.findIndex((line) => line.at === hit.at);
     }
     if (at < 0) return;
-    this.found = [at];
-    this.place = 0;
+    this.matches = [at];
+    this.current = 0;
     this.isFollowing = false;
     this.pressed();
     this.draw();
@@ -185,19 +321,26 @@ export class Logs {
   }
 
   find(step) {
-    const word = this.search.value.toLowerCase();
-    this.found = [];
-    if (word) this.held.forEach((line, at) => { if (line.text.toLowerCase().includes(word)) this.found.push(at); });
-    const count = this.found.length;
-    this.hits.textContent = !word ? "" : count ? "" : "0 of the lines shown";
+    const text = this.search.value.toLowerCase();
+    this.matches = [];
+    if (text)
+      this.lines.forEach((line, at) => {
+        if (line.text.toLowerCase().includes(text)) this.matches.push(at);
+      });
+    const count = this.matches.length;
+    this.hits.textContent = !text ? "" : count ? "" : "0 in these lines";
     if (count) {
-      this.place = step === 0 ? count - 1 : (((this.place ?? 0) + step) % count + count) % count;
-      this.hits.textContent = `${this.place + 1} of ${count}`;
+      this.current =
+        step === 0 ? count - 1 : ((((this.current ?? 0) + step) % count) + count) % count;
+      this.hits.textContent = `${this.current + 1} of ${count}`;
       if (step) {
         this.isFollowing = false;
         this.pressed();
         this.draw();
-        this.box.scrollTop = Math.max(0, this.found[this.place] * LINE_PX - this.box.clientHeight / 2);
+        this.box.scrollTop = Math.max(
+          0,
+          this.matches[this.current] * LINE_PX - this.box.clientHeight / 2,
+        );
       }
     }
     this.draw();
@@ -205,33 +348,55 @@ export class Logs {
 
   scrolled() {
     const isAtEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - 24;
-    if (isAtEnd !== this.isFollowing && !this.isPart) { this.isFollowing = isAtEnd; this.pressed(); }
-    this.frame ??= requestAnimationFrame(() => { this.frame = null; if (!this.isFollowing) this.draw(); });
+    if (isAtEnd !== this.isFollowing && !this.isPart) {
+      this.isFollowing = isAtEnd;
+      this.pressed();
+    }
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = null;
+      if (!this.isFollowing) this.draw();
+    });
   }
 
-  pressed() { this.followButton.setAttribute("aria-pressed", String(this.isFollowing)); }
+  pressed() {
+    this.followButton.setAttribute("aria-pressed", String(this.isFollowing));
+  }
 
   follow() {
     this.isFollowing = true;
     this.pressed();
-    if (this.isPart) { this.isPart = false; this.open(); } else this.draw();
+    if (this.isPart) {
+      this.isPart = false;
+      this.open();
+    } else this.draw();
   }
 
-  focus() { this.search.focus(); }
+  focus() {
+    this.search.focus();
+  }
 
-  close() { this.ended?.abort(); }
+  close() {
+    this.ended?.abort();
+  }
 }
 
-const kindOf = (text) => /\b(error|exception|traceback|fatal|killed)\b/i.test(text) ? "e" : /\bwarn(ing)?\b/i.test(text) ? "w" : "";
+const kindOf = (text) =>
+  /\b(error|exception|traceback|fatal|killed)\b/i.test(text)
+    ? "e"
+    : /\bwarn(ing)?\b/i.test(text)
+      ? "w"
+      : "";
 
-// Sixteen colours of ours; every other control is made visible.
+// Draws the sixteen ANSI colours in those of the page, and escapes every other control character.
 function coloured(text) {
   const last = text.slice(text.lastIndexOf("\r", text.length - 2) + 1);
-  const whole = last.length > LONG ? `${last.slice(0, LONG)}… (${last.length} characters)` : last;
+  const line =
+    last.length > MAX_LINE ? `${last.slice(0, MAX_LINE)}… (${last.length} characters)` : last;
   const parts = [];
-  let from = 0, tone = "";
-  for (const match of whole.matchAll(COLOURS)) {
-    parts.push(piece(whole.slice(from, match.index), tone));
+  let from = 0,
+    tone = "";
+  for (const match of line.matchAll(COLOURS)) {
+    parts.push(piece(line.slice(from, match.index), tone));
     from = match.index + match[0].length;
     for (const code of match[1].split(";").map(Number)) {
       if (code === 0) tone = "";
@@ -239,12 +404,14 @@ function coloured(text) {
       else if (code >= 90 && code <= 97) tone = `c${code - 90}`;
     }
   }
-  parts.push(piece(whole.slice(from), tone));
+  parts.push(piece(line.slice(from), tone));
   return parts;
 }
 
 function piece(text, tone) {
-  const safe = text.replace(CONTROLS, (char) => `\\x${char.charCodeAt(0).toString(16).padStart(2, "0")}`);
+  const safe = text.replace(
+    CONTROLS,
+    (char) => `\\x${char.charCodeAt(0).toString(16).padStart(2, "0")}`,
+  );
   return tone ? h("span", { class: tone }, safe) : safe;
 }
-

@@ -1,7 +1,7 @@
-// Before the first paint: the theme that was chosen here, or else the system's.
+// Sets the theme before the first paint: the one chosen in this browser, else the system's.
 "use strict";
 (() => {
-  const chosen = localStorage.getItem("atoll-theme");
+  const saved = localStorage.getItem("atoll-theme");
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = chosen || (dark ? "dark" : "light");
+  document.documentElement.dataset.theme = saved || (dark ? "dark" : "light");
 })();

@@ -1,0 +1,877 @@
+"""The values of one process in the rounds of a run: encode uploads, make means, take outer steps.
+
+`ReplicaValues` performs the effects on values as far as this process carries them, and is the
+machine's local memory. A mean is summed in float64 in the order of the manifest, divided, rounded
+once and encoded; it is a pure function of manifest and uploads, whoever makes it. It goes into the
+outer step cell by cell as it is read.
+
+Memory beside values and state of the outer rule: one row for the pseudo-gradient and what earlier
+rounds left out. With exact codecs the own mean is summed over the own shard of the row; with lossy
+ones the encoded upload and the rounding of the own mean are kept until the round is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from atoll.core.errors import NotFound
+from atoll.diloco.allreduce.codecs import Codec
+from atoll.diloco.allreduce.pool import CORES, each
+from atoll.diloco.data.ranges import Ranges
+from atoll.diloco.round import cells as wire
+from atoll.diloco.round import objects
+from atoll.diloco.round.cells import Buffer, CellReader, Damaged, encode_cell, is_plain
+from atoll.diloco.round.effects import FOREIGN
+from atoll.diloco.round.layout import Share, Vector, offsets, overlap
+from atoll.diloco.round.objects import DIRECT, Manifest, MeanHeader, Member, Outcome, UploadHeader
+from atoll.objectstore import ObjectStore, RangeReader
+
+log = logging.getLogger("atoll.round")
+
+BLOCK = 1 << 16  # values; so many float64 sums stay in the cache
+MAX_HEADER_BYTES = 16 << 20  # of JSON: the sections of a replica of 1,000 processes
+_LENGTH = struct.Struct("<I")
+_TRAILER = struct.Struct("<II")  # behind a header: its length and CRC
+_LARGEST = np.finfo(np.float32).max
+
+
+class OuterStep(Protocol):
+    """What the means of one fragment go into: the outer rule and its rows.
+
+    `rows` by name, each as long as the share: parameters first, then whatever state the rule has.
+    They are what a checkpoint holds. The rule must be elementwise, and give the same bits
+    everywhere: numpy's plain arithmetic does.
+    """
+
+    @property
+    def rows(self) -> Mapping[str, Vector]: ...
+
+    def step(self, round: int, start: int, mean: Vector) -> None:
+        """Step the values of the row from `start` on. `mean` is to be left alone."""
+
+
+class Fragment:
+    """What one process carries of one fragment."""
+
+    def __init__(self, share: Share, outer: OuterStep) -> None:
+        self.share, self.outer = share, outer
+        self._row: Vector = np.empty(share.size, np.float32)
+        self._is_clear = True  # nothing is owed: the row counts as zeros, whatever it holds
+        self.uploads: set[str] = set()  # the keys that hold the row as it is
+        self.sent: dict[int, Buffer] = {}  # by cell, as uploaded; empty where that is the row
+        self.overwritten: set[str] = set()  # means that lie in the row, in place of what was sent
+
+    @property
+    def row(self) -> Vector:
+        """The pseudo-gradient, and what earlier rounds left out."""
+        if self._is_clear:
+            self._row.fill(0)
+            self._is_clear = False
+        return self._row
+
+    def clear(self) -> None:
+        """Nothing is owed any more."""
+        self._is_clear = True
+        self.forget_upload()
+
+    def bring(self, write: Callable[[Vector], None]) -> None:
+        """Add what `write` writes into a whole row, before its upload."""
+        self.forget_upload()
+        if self._is_clear:
+            write(self._row)
+            self._is_clear = False
+        else:
+            values = np.empty_like(self._row)
+            write(values)
+            add_to_row(self._row, values)
+
+    def add(self, start: int, values: Vector) -> None:
+        """Add values to the row from `start` on, before its upload."""
+        if self._is_clear and values.size == self._row.size:
+            self.bring(lambda row: np.copyto(row, values))
+            return
+        self.forget_upload()
+        add_to_row(self.row[start : start + values.size], values)
+
+    def forget_upload(self) -> None:
+        self.uploads.clear()
+        self.sent.clear()
+        self.overwritten.clear()
+
+
+@dataclass
+class _Applied:
+    """How far a stored mean has gone into the outer step."""
+
+    outcome: Outcome
+    count: int = 0  # of this process's cells of it
+
+
+@dataclass
+class _Made:
+    """A mean that this process made. `cells`: their bytes; None: they lie in the row."""
+
+    outcome: Outcome
+    cells: Sequence[Buffer] | None = None
+    is_stored: bool = False
+    rounding: dict[int, Vector] = field(default_factory=dict)  # what its bytes lack, by cell
+
+
+class _BadInput(Exception):
+    """The upload of this rank cannot be used."""
+
+    def __init__(self, rank: int, reason: str, *, is_missing: bool) -> None:
+        super().__init__(reason)
+        self.rank, self.is_missing = rank, is_missing
+
+
+class ReplicaValues:
+    """The fragments that one process carries, and the machine's local memory."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        prefix: str,
+        rank: int,
+        nonce: str,
+        fragments: Sequence[Fragment],
+        codec: Codec,
+        mean_codec: Codec,
+        pool: Executor,
+    ) -> None:
+        """`prefix`: of the run's keys, with a slash at its end, or empty."""
+        self.store, self.prefix = store, prefix
+        self.rank, self.nonce = rank, nonce
+        self.fragments = list(fragments)
+        self.codec, self.mean_codec = codec, mean_codec
+        self.fresh: Ranges = ()
+        self.has_dropped = False  # the training thread goes on from the global values
+        self.pool = pool
+        self._digest = ""  # of the manifest that the next two are of
+        self._applied: dict[str, _Applied] = {}
+        self._made: dict[str, _Made] = {}
+        self._direct: _Direct | None = None
+
+    def fragment(self, round: int) -> Fragment:
+        return self.fragments[round % len(self.fragments)]
+
+    def key(self, key: str) -> str:
+        return f"{self.prefix}{key}"
+
+    # -- Local memory: never waits ----------------------------------------------------------------
+
+    def begin(self, manifest: Manifest) -> None:
+        if self._digest != manifest.digest:
+            self.forget_applied()
+            self._digest = manifest.digest
+
+    def end(self, manifest: Manifest) -> None:
+        self.forget_applied()
+
+    def forget_applied(self) -> None:
+        self._digest, self._direct = "", None
+        self._applied.clear()
+        self._made.clear()
+
+    def drop(self) -> None:
+        for fragment in self.fragments:
+            fragment.clear()
+        self.has_dropped = True
+
+    def settle(self, manifest: Manifest, outcomes: Mapping[str, Outcome]) -> None:
+        fragment, me = self.fragment(manifest.round), manifest.member(self.rank)
+        if me is None or not me.weight:
+            return  # no mean has read the row
+        if self._is_all_committed(outcomes):
+            fragment.clear()
+            return
+        if manifest.plan == DIRECT:
+            if not any(self.rank in outcome.excluded for outcome in outcomes.values()):
+                for cell in fragment.share.cells:
+                    self._subtract_sent(fragment, cell)
+        else:
+            for name, outcome in outcomes.items():
+                self._settle_mean(manifest, me, fragment, name, outcome)
+        fragment.forget_upload()
+
+    def _is_all_committed(self, outcomes: Mapping[str, Outcome]) -> bool:
+        """Whether the means hold every value of the row exactly."""
+        return (
+            bool(outcomes)
+            and self.codec.is_exact
+            and not any(self.rank in outcome.excluded for outcome in outcomes.values())
+            and not any(made.rounding for made in self._made.values())
+        )
+
+    def _settle_mean(
+        self, manifest: Manifest, me: Member, fragment: Fragment, name: str, outcome: Outcome
+    ) -> None:
+        carried = self._carried(manifest, fragment, name)
+        if self.rank not in outcome.excluded:
+            for cell in carried:
+                self._subtract_sent(fragment, cell)
+        made = self._made.get(name)
+        if made is None or made.outcome != outcome:
+            return  # the rounding of another's mean, or of one that is not the stored one
+        factor = manifest.total_weight / me.weight
+        for cell, rounding in made.rounding.items():
+            if cell in carried:
+                _add_scaled(fragment.row[fragment.share.slice_of(cell)], rounding, factor)
+
+    def _subtract_sent(self, fragment: Fragment, cell: int) -> None:
+        part = fragment.row[fragment.share.slice_of(cell)]
+        if self.codec.is_exact:
+            part.fill(0)
+            return
+        sent = self.codec.decode(memoryview(fragment.sent[cell]), part.size)
+        with np.errstate(invalid="ignore", over="ignore"):
+            np.subtract(part, sent, out=part)
+        _zero_infinite(part)
+        if (decay := getattr(self.codec, "decay", 1.0)) != 1:
+            part *= np.float32(decay)
+
+    # -- Upload -----------------------------------------------------------------------------------
+
+    def put_upload(self, key: str, round: int, header: UploadHeader) -> UploadHeader:
+        """Store the upload of a replica of one process; return its header as it is stored."""
+        pieces, sections = self._encode_upload(key, round)
+        self.fragment(round).uploads.add(key)
+        header = _with_sections(header, [sections])
+        self.store.put(self.key(key), [*pieces, pack_header(header)])
+        return header
+
+    def put_part(self, key: str, round: int) -> tuple[int, ...]:
+        """Store the part of this process; return the lengths of its sections."""
+        part = objects.part_key(key, self.fragment(round).share.process)
+        pieces, sections = self._encode_upload(part, round)
+        self.fragment(round).uploads.add(key)
+        self.store.put(self.key(part), pieces)
+        return sections
+
+    def put_header(
+        self, key: str, header: UploadHeader, sections: Sequence[tuple[int, ...]]
+    ) -> UploadHeader:
+        """Store the upload of a replica of several processes, once all parts are stored."""
+        header = _with_sections(header, sections)
+        self.store.put(self.key(key), pack_header(header))
+        return header
+
+    def _encode_upload(self, key: str, round: int) -> tuple[list[Buffer], tuple[int, ...]]:
+        """The table and the cells of each shard, and how long that is; () if the layout tells."""
+        fragment = self.fragment(round)
+        share, shards = fragment.share, range(fragment.share.cut.shards)
+        is_encoded = bool(fragment.sent)  # by an upload that failed, or seemed to
+
+        def encode(shard: int) -> list[Buffer]:
+            numbers = share.cells_of(shard)
+            if not numbers:
+                return []
+            if is_encoded:
+                encoded = [fragment.sent[cell] for cell in numbers]
+            else:
+                rows = (fragment.row[share.slice_of(cell)] for cell in numbers)
+                encoded = [encode_cell(self.codec, row) for row in rows]
+            return [wire.pack_table(wire.place_of(key, str(shard)), encoded), *encoded]
+
+        # What is sent as it is only needs checksums, which take less time than threads do.
+        sealed = each(self.pool, encode, shards, 1 if is_plain(self.codec) else CORES)
+        if not self.codec.is_exact:
+            for shard in shards:
+                fragment.sent.update(zip(share.cells_of(shard), sealed[shard][1:], strict=True))
+        pieces = [piece for section in sealed for piece in section]
+        if is_plain(self.codec):
+            return pieces, ()
+        return pieces, tuple(sum(memoryview(p).nbytes for p in section) for section in sealed)
+
+    # -- Means ------------------------------------------------------------------------------------
+
+    def make_means(
+        self, manifest: Manifest, names: Sequence[str], *, exclude_missing: bool
+    ) -> dict[str, bool | None]:
+        """Make and create these means: True where one is stored now, None where it lacks input."""
+        return {name: self._make_mean(manifest, name, exclude_missing) for name in names}
+
+    def _make_mean(self, manifest: Manifest, name: str, exclude_missing: bool) -> bool | None:
+        made = self._made.get(name)
+        if made is not None and made.is_stored:
+            return True
+        excluded: set[int] = set()
+        suspect: int | None = None
+        while True:
+            try:
+                made = self._sum_mean(manifest, name, excluded)
+                break
+            except _BadInput as problem:
+                if problem.is_missing and not exclude_missing:
+                    return None
+                # Bytes can be damaged on the way, too: a second read decides.
+                if suspect != problem.rank and not problem.is_missing:
+                    suspect = problem.rank
+                    continue
+                log.warning(
+                    "round %d: rank %d is not in mean %s: %s",
+                    *(manifest.round, problem.rank, name, problem),
+                )
+                excluded.add(problem.rank)
+        self._made[name] = made
+        key = objects.mean_key(manifest.round, name)
+        head = objects.encode(MeanHeader(manifest.digest, *made.outcome))
+        encoded = made.cells if made.cells is not None else self._cells_in_row(manifest, name)
+        table = wire.pack_table(_mean_place(key, head), encoded)
+        pieces = [_LENGTH.pack(len(head)), head, table, *encoded]
+        made.is_stored = self.store.create(self.key(key), pieces)
+        if not made.is_stored:
+            made.cells = None  # what is stored counts, and is read
+        return True
+
+    def _cells_in_row(self, manifest: Manifest, name: str) -> list[Buffer]:
+        fragment = self.fragment(manifest.round)
+        numbers = self._cells_of(manifest, name)
+        return [wire.bytes_of(fragment.row[fragment.share.slice_of(cell)]) for cell in numbers]
+
+    def _cells_of(self, manifest: Manifest, name: str) -> range:
+        shard = objects.shard_of(name)
+        return manifest.span(shard, objects.part_of(name), manifest.parts_of(shard))
+
+    def _carried(self, manifest: Manifest, fragment: Fragment, name: str) -> range:
+        """The cells of a mean that this process carries."""
+        ours = fragment.share.cells_of(objects.shard_of(name))
+        return overlap(ours, self._cells_of(manifest, name))
+
+    def _sum_mean(self, manifest: Manifest, name: str, excluded: set[int]) -> _Made:
+        """The mean of a shard, as it will be stored. Raises _BadInput."""
+        fragment = self.fragment(manifest.round)
+        share, numbers = fragment.share, self._cells_of(manifest, name)
+        members = [m for m in manifest.members if m.weight and m.rank not in excluded]
+        made = _Made(Outcome(self.nonce, tuple(sorted(excluded))))
+        carried = self._carried(manifest, fragment, name)
+        me = manifest.member(self.rank)
+        is_own = me in members and me.upload in fragment.uploads
+        # Once it is stored the row has done its work there, unless a stand-in excluded this rank.
+        is_in_row = (
+            is_own and is_plain(self.mean_codec) and self.codec.is_exact and carried == numbers
+        )
+        encoded: list[Buffer] = []
+        mean = WeightedMean([member.weight for member in members])
+        with _Inputs(self, fragment, name, members, numbers) as inputs:
+            if is_in_row:
+                fragment.overwritten.add(name)
+            for cell, parts in inputs.cells():
+                size = share.cut.size_of(cell)
+                if is_in_row:
+                    mean.write(parts, fragment.row[share.slice_of(cell)])
+                    continue
+                out = np.empty(size, np.float32)
+                mean.write(parts, out)
+                encoded.append(encode_cell(self.mean_codec, out))
+                if cell in carried and not self.mean_codec.is_exact:
+                    stored = self.mean_codec.decode(memoryview(encoded[-1]), size)
+                    with np.errstate(invalid="ignore", over="ignore"):
+                        np.subtract(out, stored, out=out)
+                    _zero_infinite(out)
+                    made.rounding[cell] = out
+        made.cells = None if is_in_row else encoded
+        return made
+
+    def own_cell(self, fragment: Fragment, cell: int) -> Vector:
+        """What the upload holds of a carried cell, from memory."""
+        part = fragment.row[fragment.share.slice_of(cell)]
+        if self.codec.is_exact:
+            return part
+        return self.codec.decode(memoryview(fragment.sent[cell]), part.size)
+
+    # -- Outer step -------------------------------------------------------------------------------
+
+    def apply_means(self, manifest: Manifest, names: Sequence[str]) -> dict[str, Outcome | None]:
+        """Take the outer step with these means as far as this process carries them.
+
+        What it carries nothing of is not in the answer.
+        """
+        fragment = self.fragment(manifest.round)
+        wanted = [name for name in names if self._carried(manifest, fragment, name)]
+
+        def apply(name: str) -> Outcome | None:
+            return self._apply_mean(manifest, fragment, name)
+
+        # Files are read by this thread alone: others would mostly wait for each other.
+        lanes = 1 if self.store.is_folder or len(wanted) < 2 else None
+        return dict(zip(wanted, each(self.pool, apply, wanted, lanes), strict=True))
+
+    def _apply_mean(self, manifest: Manifest, fragment: Fragment, name: str) -> Outcome | None:
+        carried = self._carried(manifest, fragment, name)
+        applied = self._applied.get(name)
+        if applied is not None and applied.count == len(carried):
+            return applied.outcome
+        made = self._made.get(name)
+        try:
+            if made is not None and made.is_stored:
+                return self._apply_own(manifest, fragment, name, made)
+            return self._apply_stored(manifest, fragment, name)
+        except NotFound:
+            return None
+        except Damaged as problem:
+            log.warning("%s is damaged: %s", objects.mean_key(manifest.round, name), problem)
+            return None
+
+    def _apply_own(self, manifest: Manifest, fragment: Fragment, name: str, made: _Made) -> Outcome:
+        """A mean that is stored as it lies in memory need not be read."""
+        numbers, encoded = self._cells_of(manifest, name), made.cells
+
+        def read(cell: int, out: Vector) -> Vector:
+            if encoded is None:
+                return fragment.row[fragment.share.slice_of(cell)]
+            return self.mean_codec.decode(memoryview(encoded[numbers.index(cell)]), out.size)
+
+        return self._step_cells(manifest, fragment, name, made.outcome, read)
+
+    def _apply_stored(self, manifest: Manifest, fragment: Fragment, name: str) -> Outcome | None:
+        key = objects.mean_key(manifest.round, name)
+        numbers, carried = self._cells_of(manifest, name), self._carried(manifest, fragment, name)
+        is_all = carried == numbers
+        limit = 256 + 8 * len(manifest.members)  # of a header, with all members excluded
+        end = None if is_all else _LENGTH.size + limit + wire.table_size(len(numbers))
+        reader = self.store.reader(self.key(key), 0, end)
+        try:
+            head, body = _read_mean_head(key, reader, limit)
+            if head.manifest != manifest.digest:
+                return FOREIGN
+            outcome = Outcome(head.made_by, head.excluded)
+            applied = self._applied.get(name)
+            if applied is not None and applied.outcome != outcome:
+                return FOREIGN  # swept and made again since its first cells were applied
+            first = numbers.index(carried.start)
+            cells = CellReader(
+                *(self.store, self.key(key), _mean_place(key, body)),
+                *(len(numbers), slice(first, first + len(carried))),
+                start=_LENGTH.size + len(body),
+                reader=reader,
+            )
+            cells.open()
+            self._restore(manifest, fragment, name, outcome)
+            buffer = np.empty(max(map(fragment.share.cut.size_of, carried)), np.float32)
+            done = 0 if applied is None else applied.count
+
+            def read(cell: int, out: Vector) -> Vector:
+                cells.read(self.mean_codec, out)
+                return out
+
+            try:
+                for cell in carried[:done]:  # applied by a call that failed; its bytes are passed
+                    read(cell, buffer[: fragment.share.cut.size_of(cell)])
+                return self._step_cells(manifest, fragment, name, outcome, read, buffer)
+            finally:
+                cells.close()
+        finally:
+            reader.close()
+
+    def _step_cells(
+        self,
+        manifest: Manifest,
+        fragment: Fragment,
+        name: str,
+        outcome: Outcome,
+        read: Callable[[int, Vector], Vector],
+        buffer: Vector | None = None,
+    ) -> Outcome:
+        """Step each carried cell once, however often a call fails in between."""
+        share, carried = fragment.share, self._carried(manifest, fragment, name)
+        applied = self._applied.setdefault(name, _Applied(outcome))
+        for cell in carried[applied.count :]:
+            at = share.slice_of(cell)
+            size = at.stop - at.start
+            room = np.empty(size, np.float32) if buffer is None else buffer[:size]
+            fragment.outer.step(manifest.round, at.start, read(cell, room))
+            applied.count += 1
+        return outcome
+
+    def _restore(self, manifest: Manifest, fragment: Fragment, name: str, outcome: Outcome) -> None:
+        """Read back what was sent, where the own mean lies in its place but another was stored."""
+        if name not in fragment.overwritten:
+            return
+        me = manifest.member(self.rank)
+        assert me is not None
+        numbers = self._carried(manifest, fragment, name)
+        if self.rank in outcome.excluded:
+            try:
+                with _Inputs(self, fragment, name, [me], numbers) as inputs:
+                    for cell, parts in inputs.cells():
+                        fragment.row[fragment.share.slice_of(cell)] = next(iter(parts))
+            except _BadInput as problem:
+                log.warning("rank %d lost what it sent to mean %s: %s", self.rank, name, problem)
+                for cell in numbers:
+                    fragment.row[fragment.share.slice_of(cell)] = 0
+        fragment.overwritten.discard(name)
+
+    # -- Direct rounds ----------------------------------------------------------------------------
+
+    def read_upload(self, manifest: Manifest, name: str) -> bool | None:
+        """Whether this process can read its cells of a member's upload; None: it is not there.
+
+        Where all members but this one are read, the outer step is taken on the way.
+        """
+        fragment, rank = self.fragment(manifest.round), int(name)
+        member = manifest.member(rank)
+        me = manifest.member(self.rank)
+        assert member is not None
+        counted = [m for m in manifest.members if m.weight]
+        others = [m.rank for m in counted if m.rank != self.rank]
+        is_step = (
+            self._direct is None
+            and others == [rank]
+            and me is not None
+            and me.upload in fragment.uploads
+        )
+        try:
+            if is_step:
+                self._direct = _Direct(frozenset(m.rank for m in counted))
+                self._step_direct(manifest, fragment, counted, self._direct)
+            else:
+                self._check_upload(fragment, member)
+            return True
+        except _BadInput as problem:
+            return None if problem.is_missing else False
+
+    def apply_direct(
+        self, manifest: Manifest, receipts: Mapping[str, Outcome]
+    ) -> dict[str, Outcome | None]:
+        """Take the outer step of a direct round, once all receipts are there."""
+        fragment = self.fragment(manifest.round)
+        bad = {rank for outcome in receipts.values() for rank in outcome.excluded}
+        counted = [m for m in manifest.members if m.weight and m.rank not in bad]
+        ranks = frozenset(member.rank for member in counted)
+        if self._direct is None or not self._direct.count:
+            self._direct = _Direct(ranks)
+        elif self._direct.ranks != ranks:
+            return dict.fromkeys(receipts, FOREIGN)
+        try:
+            self._step_direct(manifest, fragment, counted, self._direct)
+        except _BadInput as problem:
+            log.warning("round %d: rank %d: %s", manifest.round, problem.rank, problem)
+            return dict.fromkeys(receipts, FOREIGN)
+        return dict(receipts)
+
+    def _step_direct(
+        self, manifest: Manifest, fragment: Fragment, members: list[Member], direct: _Direct
+    ) -> None:
+        share = fragment.share
+        if not members or direct.count == len(share.cells):
+            return
+        mean = WeightedMean([member.weight for member in members])
+        for shard in range(share.cut.shards):
+            numbers = share.cells_of(shard)
+            first = min(max(direct.count - direct.at(shard, share), 0), len(numbers))
+            if first == len(numbers):
+                continue
+            with _Inputs(self, fragment, "", members, numbers[first:]) as inputs:
+                for cell, parts in inputs.cells():
+                    at = share.slice_of(cell)
+                    out = np.empty(at.stop - at.start, np.float32)
+                    mean.write(parts, out)
+                    fragment.outer.step(manifest.round, at.start, out)
+                    direct.count += 1
+
+    def _check_upload(self, fragment: Fragment, member: Member) -> None:
+        """Read all cells that this process carries. Raises _BadInput."""
+        for shard in range(fragment.share.cut.shards):
+            numbers = fragment.share.cells_of(shard)
+            with _Inputs(self, fragment, "", [member], numbers, is_memory=False) as inputs:
+                for _, parts in inputs.cells():
+                    for _ in parts:
+                        pass
+
+
+@dataclass
+class _Direct:
+    """How far the outer step of a direct round has gone, shard by shard, and of whose uploads."""
+
+    ranks: frozenset[int]
+    count: int = 0
+
+    def at(self, shard: int, share: Share) -> int:
+        """How many cells come before those of a shard."""
+        return sum(len(share.cells_of(each)) for each in range(shard))
+
+
+class _Inputs:
+    """The values of some members for some cells of a shard, in the members' order."""
+
+    def __init__(
+        self,
+        values: ReplicaValues,
+        fragment: Fragment,
+        name: str,
+        members: Sequence[Member],
+        numbers: range,
+        *,
+        is_memory: bool = True,
+    ) -> None:
+        self._values, self._fragment = values, fragment
+        self._members, self._numbers = members, numbers
+        self._reads: list[Future[None]] = []
+        cut = fragment.share.cut
+        largest = max(map(cut.size_of, numbers), default=0)
+        is_carried = is_memory and all(each in fragment.share.cells for each in numbers)
+        is_here = is_carried and name not in fragment.overwritten
+        self._readers = {
+            member.rank: _MemberReader(values, fragment, member, numbers)
+            for member in members
+            if not (is_here and member.upload in fragment.uploads)
+        }
+        # Over a network all members are asked at once, and the next cell while one is added.
+        self._is_ahead = bool(self._readers) and not values.store.is_folder
+        rows = 2 * len(self._readers) if self._is_ahead else min(1, len(self._readers))
+        self._buffers = [np.empty(largest, np.float32) for _ in range(rows)]
+
+    def __enter__(self) -> _Inputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for read in self._reads:  # one that went on would write into memory that others have
+            read.cancel()
+            if not read.cancelled():
+                read.exception()
+        for reader in self._readers.values():
+            reader.close()
+
+    def cells(self) -> Iterator[tuple[int, Iterator[Vector]]]:
+        """Each cell, and the members' values of it. Raises _BadInput, there or while they come."""
+        return self._cells_ahead() if self._is_ahead else self._cells_in_turn()
+
+    def _own(self, cell: int) -> Vector:
+        return self._values.own_cell(self._fragment, cell)
+
+    def _cells_in_turn(self) -> Iterator[tuple[int, Iterator[Vector]]]:
+        """A file is read when it is added, so it is in the cache, and takes one row of memory."""
+
+        def read(cell: int) -> Iterator[Vector]:
+            size = self._fragment.share.cut.size_of(cell)
+            for member in self._members:
+                reader = self._readers.get(member.rank)
+                if reader is None:
+                    yield self._own(cell)
+                else:
+                    out = self._buffers[0][:size]
+                    reader.read(cell, out)
+                    yield out
+
+        for cell in self._numbers:
+            yield cell, read(cell)
+
+    def _cells_ahead(self) -> Iterator[tuple[int, Iterator[Vector]]]:
+        ranks, cut = list(self._readers), self._fragment.share.cut
+
+        def begin(turn: int) -> dict[int, Vector]:
+            cell, first = self._numbers[turn], turn % 2 * len(ranks)
+            size = cut.size_of(cell)
+            rows = {rank: self._buffers[first + at][:size] for at, rank in enumerate(ranks)}
+            self._reads = [
+                self._values.pool.submit(self._readers[rank].read, cell, rows[rank])
+                for rank in ranks
+            ]
+            return rows
+
+        rows = begin(0) if self._numbers else {}
+        for turn, cell in enumerate(self._numbers):
+            for read in self._reads:
+                read.result()
+            ready = rows
+            if turn + 1 < len(self._numbers):
+                rows = begin(turn + 1)
+            yield (
+                cell,
+                iter(
+                    ready[member.rank] if member.rank in ready else self._own(cell)
+                    for member in self._members
+                ),
+            )
+
+
+class _MemberReader:
+    """The cells of one member's upload, which may lie in the parts of several processes."""
+
+    def __init__(
+        self, values: ReplicaValues, fragment: Fragment, member: Member, numbers: range
+    ) -> None:
+        self._codec, self._rank = values.codec, member.rank
+        self._parts: list[tuple[range, CellReader]] = []
+        if not numbers:
+            return
+        cut = fragment.share.cut
+        shard = numbers[0] % cut.shards
+        for process in range(member.processes):
+            theirs = cut.span(shard, process, member.processes)
+            common = overlap(numbers, theirs)
+            if not common:
+                continue
+            key = member.upload
+            if member.processes > 1:
+                key = objects.part_key(key, process)
+            lengths = _section_lengths(values.codec, fragment.share, member, process)
+            starts = offsets(lengths)
+            first = theirs.index(common.start)
+            self._parts.append(
+                (
+                    common,
+                    CellReader(
+                        *(values.store, values.key(key), wire.place_of(key, str(shard))),
+                        *(len(theirs), slice(first, first + len(common))),
+                        *(starts[shard], starts[shard + 1]),
+                    ),
+                )
+            )
+
+    def read(self, cell: int, out: Vector) -> None:
+        try:
+            for numbers, reader in self._parts:
+                if cell in numbers:
+                    reader.read(self._codec, out)
+                    return
+        except NotFound as problem:
+            raise _BadInput(self._rank, str(problem), is_missing=True) from None
+        except Damaged as problem:
+            raise _BadInput(self._rank, str(problem), is_missing=False) from None
+        raise _BadInput(self._rank, f"no process carries cell {cell}", is_missing=False)
+
+    def close(self) -> None:
+        for _, reader in self._parts:
+            reader.close()
+
+
+def _section_lengths(codec: Codec, share: Share, member: Member, process: int) -> list[int]:
+    """How long the section of each shard is in an upload, or in the part of one process."""
+    cut = share.cut
+    if not is_plain(codec):
+        sections = member.sections[process] if process < len(member.sections) else ()
+        return [*sections, *[0] * (cut.shards - len(sections))][: cut.shards]
+    lengths = []
+    for shard in range(cut.shards):
+        numbers = cut.span(shard, process, member.processes)
+        size = 4 * sum(map(cut.size_of, numbers))
+        lengths.append(wire.table_size(len(numbers)) + size if numbers else 0)
+    return lengths
+
+
+def _mean_place(key: str, head: bytes) -> bytes:
+    """Of a mean's table: it belongs to its header, too, which has no checksum of its own."""
+    return wire.place_of(key, head.decode("latin-1"))
+
+
+def _with_sections(header: UploadHeader, sections: Sequence[tuple[int, ...]]) -> UploadHeader:
+    return msgspec.structs.replace(header, sections=tuple(sections) if any(sections) else ())
+
+
+def pack_header(header: UploadHeader) -> bytes:
+    """The header with its length behind it, so that a reader can find it from the end."""
+    body = objects.encode(header)
+    return body + _TRAILER.pack(len(body), zlib.crc32(body))
+
+
+def read_tail(store: ObjectStore, key: str, size: int, guess: int) -> bytes | None:
+    """The bytes of the header at the end of an upload of `size` bytes; None: there is none."""
+    try:
+        tail = store.get(key, max(0, size - guess), size)
+        if tail.nbytes < _TRAILER.size:
+            return None
+        length, check = _TRAILER.unpack(tail[-_TRAILER.size :])
+        whole = length + _TRAILER.size
+        if length > MAX_HEADER_BYTES or whole > size:
+            return None
+        if whole > tail.nbytes:
+            tail = store.get(key, size - whole, size)
+        body = bytes(tail[len(tail) - whole : -_TRAILER.size])
+        return body if zlib.crc32(body) == check else None
+    except NotFound:
+        return None
+
+
+def _read_mean_head(key: str, reader: RangeReader, limit: int) -> tuple[MeanHeader, bytes]:
+    """The header of a mean, and its bytes. Raises Damaged."""
+    count = memoryview(bytearray(_LENGTH.size))
+    if reader.fill(count) != count.nbytes:
+        raise Damaged("it is too short")
+    (length,) = _LENGTH.unpack(count)
+    if length > limit:
+        raise Damaged(f"a header of {length} bytes")
+    head = memoryview(bytearray(length))
+    body = bytes(head[: reader.fill(head)])
+    try:
+        return objects.read_mean_header(key, body), body
+    except objects.DamagedObject as problem:
+        raise Damaged(str(problem)) from problem
+
+
+class WeightedMean:
+    """The weighted mean, summed in float64 in the order of the parts and rounded once.
+
+    It is within one unit in the last place of the true mean. That of nothing is zero.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        is_alike = all(weight == weights[0] for weight in weights)
+        # Scaled by a power of two, which changes no bits of the mean: the sum of huge weights would
+        # be infinite, that of tiny ones 0.
+        _, exponent = math.frexp(max(weights, default=1.0))
+        self._factors = [1.0 if is_alike else math.ldexp(w, -exponent) for w in weights]
+        self._total = sum(self._factors)
+        self._sums, self._term = (np.empty(0, np.float64) for _ in range(2))
+
+    def write(self, parts: Iterator[Vector], out: Vector) -> None:
+        """`out`, which may be one of the parts, holds their mean; parts are summed as they come."""
+        if not self._factors:
+            out.fill(0)
+            return
+        if self._sums.size < out.size:
+            self._sums = np.empty(out.size, np.float64)
+        sums = self._sums[: out.size]
+        with np.errstate(invalid="ignore", over="ignore"):  # infinity and its opposite make a NaN
+            for index, (part, factor) in enumerate(zip(parts, self._factors, strict=True)):
+                if not index:
+                    np.copyto(sums, part)
+                    np.multiply(sums, factor, out=sums)
+                else:
+                    np.add(sums, part if factor == 1.0 else self._scaled(part, factor), out=sums)
+            np.divide(sums, self._total, out=sums)
+            np.copyto(out, sums, casting="same_kind")
+
+    def _scaled(self, part: Vector, factor: float) -> NDArray[np.float64]:
+        if self._term.size < part.size:
+            self._term = np.empty(part.size, np.float64)
+        return np.multiply(part, factor, out=self._term[: part.size], dtype=np.float64)
+
+
+def add_to_row(row: Vector, values: Vector) -> None:
+    """Add in place. A sum of finite values beyond the largest float is that float."""
+    for start in range(0, row.size, BLOCK):
+        part = row[start : start + BLOCK]
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = part + values[start : start + BLOCK]
+        is_over = np.isinf(total)
+        if is_over.any():
+            is_over &= np.isfinite(part)
+            total[is_over] = np.copysign(_LARGEST, total[is_over])
+        part[:] = total
+
+
+def _add_scaled(row: Vector, rounding: Vector, factor: float) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = rounding * np.float32(factor)
+    _zero_infinite(scaled)
+    add_to_row(row, scaled)
+
+
+def _zero_infinite(residual: Vector) -> None:
+    """Infinity and NaN would stay in a residual for ever."""
+    is_number = np.isfinite(residual)
+    if not is_number.all():
+        residual[~is_number] = 0
