@@ -126,11 +126,11 @@ def test_first_events_are_stored_with_a_training_and_not_by_a_repeated_key(
     on_store: Callable[..., None],
 ) -> None:
     async def check(store: Any) -> None:
-        for reason in ("FieldsIgnored", "Again"):
+        for reason in ("UnsupportedFields", "Again"):
             await store.create(training(), idempotency_key="k", events=[event(reason)])
         with pytest.raises(Conflict):
             await store.create(training(uid="another"), events=[event("Refused")])
-        assert [e.reason for e in await store.events(("default", "a"))] == ["FieldsIgnored"]
+        assert [e.reason for e in await store.events(("default", "a"))] == ["UnsupportedFields"]
 
     on_store(check)
 

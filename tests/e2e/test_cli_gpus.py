@@ -111,5 +111,5 @@ def test_what_is_not_honoured_is_told_in_one_line(lone_atoll: Any) -> None:
     assert "local does not honour image x/y:1, memory 4Gi: ranks are processes of this" in told
     assert "; nor gpu_count 1: this machine has no GPU that is known" in told
     name = lone_atoll.json("ps")[0]["name"]
-    assert "FieldsIgnored" in lone_atoll("events", name).stdout
+    assert "UnsupportedFields" in lone_atoll("events", name).stdout
     assert "honour" not in lone_atoll("run", "--", "true").stderr

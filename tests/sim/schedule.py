@@ -15,8 +15,8 @@ from atoll.core.executors import absence
 from atoll.core.phase import EDGES, Phase
 from atoll.core.plan import STALE_S
 from atoll.core.spec import TrainingSpec, WorldSize
+from atoll.core.stats import usage
 from atoll.core.status import AttemptStatus, Event, Status, Training
-from atoll.core.usage import usage
 from atoll.store.memory import MemoryStore
 from tests.sim.world import Crash, Faults, Machine, SimExecutor, has_exit
 

@@ -35,7 +35,7 @@ from atoll.core.status import (
 from atoll.metrics.store import SeriesKeeper
 from atoll.server.app import create_app
 from atoll.server.http.auth import hashed
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
 from atoll.store.sqlite import SQLiteStore
@@ -215,7 +215,7 @@ def large(ranks: int, *, name: str = "large") -> Training:
             started_at=started + rank * 0.01,
         )  # fmt: skip
         if rank in (5, ranks // 2, ranks - 3):
-            row = replace(row, restarts=1, attempt=1, previous=killed, started_at=now - 590)
+            row = replace(row, restarts=1, attempt=1, previous_exit=killed, started_at=now - 590)
         elif rank in (7, ranks - 2):
             row = RankStatus(rank=rank, node=None, message="waits for a node with 8 H100")
         rows.append(row)

@@ -132,7 +132,8 @@ def _draw(name: str, metric: str, table: MetricTable, axis: str, path: Path | No
     curves = curves_of(table, axis)
     if not curves:
         raise click.ClickException(
-            f"{name} has reported no {escape_control(metric)!r}: 'atoll metrics {name}' lists what it has"
+            f"{name} has reported no {escape_control(metric)!r}: "
+            f"'atoll metrics {name}' lists what it has"
         )
     title = f"{escape_control(metric)} of {name}"
     if path is not None:

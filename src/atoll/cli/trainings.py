@@ -103,8 +103,8 @@ def sort_trainings(
     metrics = {metric.uid: metric for metric in client.run(flows.newest_metrics([name])).items}
     if trainings and not any(training.uid in metrics for training in trainings):
         raise click.ClickException(
-            f"--sort: no training has reported {escape_control(name)!r}: expected {', '.join(SORT_KEYS)} "
-            "or the name of a metric ('atoll metrics NAME' lists them)"
+            f"--sort: no training has reported {escape_control(name)!r}: expected "
+            f"{', '.join(SORT_KEYS)} or the name of a metric ('atoll metrics NAME' lists them)"
         )
     return sort_by_metric(newest_first, metrics, is_reversed=is_reversed), metrics
 

@@ -16,7 +16,7 @@ from atoll.controller.clock import machine_clock
 from atoll.controller.informer import Informer
 from atoll.controller.queue import WorkQueue
 from atoll.controller.reconcile import Quiet, Reconciler, Rounds, no_rounds, unknown
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.errors import Conflict, Denied, NotFound, Permanent, Temporary
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.status import Training
@@ -48,7 +48,7 @@ class Controller:
         executors: Mapping[str, Executor],
         *,
         informer: Informer | None = None,
-        clock: Callable[[], Time] | None = None,
+        clock: Callable[[], Now] | None = None,
         on_pass: Callable[[Pass], None] = lambda done: None,
         quiet_s: Quiet = unknown,
         rounds: Rounds = no_rounds,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec.structs import replace
 
 from atoll.core.absent import left_alone, out_of_reach, rejoined, return_of
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.errors import (
     AtollError,
     BackendError,
@@ -28,12 +28,12 @@ from atoll.core.hindrance import hindered, is_hindered, unhindered
 from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.stall import with_quiet
-from atoll.core.status import RoundsSeen, Seen, Status, Training, sooner
+from atoll.core.status import Observation, ObservedRounds, Status, Training, sooner
 
-Tell = Callable[[], Time]
+Tell = Callable[[], Now]
 # Seconds since ranks of a training moved, by its uid and when the attempts of its ranks began.
 Quiet = Callable[[str, Mapping[int, float | None]], Mapping[int, float]]
-Rounds = Callable[[str], RoundsSeen | None]
+Rounds = Callable[[str], ObservedRounds | None]
 
 LOOKS = 2  # that fail in a row before the status mentions it: one may be a blip
 TRIES, LASTING_S = 3, 10.0  # of an action that fails before the status mentions it
@@ -64,7 +64,7 @@ class Failures:
             memory.pop(key, None)
 
 
-def no_rounds(uid: str) -> RoundsSeen | None:
+def no_rounds(uid: str) -> ObservedRounds | None:
     """Nobody keeps rounds."""
     return None
 
@@ -92,7 +92,7 @@ class Reconciler:
         self._executors = executors
         self._clock = clock
         self._faults: dict[str, str] = {}  # what an executor will never do, by training
-        self._failed_looks = Failures(tries=LOOKS, lasting_s=0.0)
+        self._failed_observations = Failures(tries=LOOKS, lasting_s=0.0)
         self._failed_actions = Failures(tries=TRIES, lasting_s=LASTING_S)
         self._unwritten: dict[str, Status] = {}  # what a store refused to keep, by training
 
@@ -101,12 +101,12 @@ class Reconciler:
         try:
             training = self._as_decided(await self._store.get(key))
         except NotFound:
-            self._failed_looks.clear(key)
+            self._failed_observations.clear(key)
             self._failed_actions.clear(key)
             return None
         self.keys[training.uid] = key
         try:
-            seen, decision = await self._decide(training)
+            observation, decision = await self._decide(training)
         except Conflict:
             return 0.0  # another process has changed it, and the store has that by now
         try:
@@ -114,7 +114,7 @@ class Reconciler:
         except (Conflict, NotFound):
             return 0.0  # changed under us: what was planned is out of date
         try:
-            is_done = await self._do(training, seen, decision.actions)
+            is_done = await self._do(training, observation, decision.actions)
         except AtollError as error:
             report = hindered(training, error, self._clock().wall)
             await self._note_failure(self._failed_actions, training, report)
@@ -122,24 +122,26 @@ class Reconciler:
         self._failed_actions.clear(key)
         if is_hindered(training.status) and Forget() not in decision.actions:
             await self._note_success(training)
-        return sooner(decision.requeue_after_s, seen.again_in_s) if is_done else 0.0
+        return sooner(decision.requeue_after_s, observation.again_in_s) if is_done else 0.0
 
-    async def _decide(self, training: Training) -> tuple[Seen, Plan]:
+    async def _decide(self, training: Training) -> tuple[Observation, Plan]:
         """What is seen of the training, and what is to be done. Without its executor, nothing."""
         if training.executor not in self._executors:
-            return Seen(), left_alone(training, self._clock().wall)
-        seen = await self._look(training)
-        decision = plan(rejoined(training), seen, self._clock())
+            return Observation(), left_alone(training, self._clock().wall)
+        observation = await self._observe_training(training)
+        decision = plan(rejoined(training), observation, self._clock())
         returned = return_of(training, self._clock().wall)
-        return seen, decision._replace(events=(*returned, *decision.events))
+        return observation, decision._replace(events=(*returned, *decision.events))
 
-    async def _do(self, training: Training, seen: Seen, actions: Sequence[Action]) -> bool:
+    async def _do(
+        self, training: Training, observation: Observation, actions: Sequence[Action]
+    ) -> bool:
         """False when an action will never work.
 
         Chores come first: an action may have to wait for one, as for the last pod of a rank to go.
         But one that fails keeps nobody from being stopped: it is raised after the actions.
         """
-        trouble = await self._perform_followups(training, seen)
+        trouble = await self._perform_followups(training, observation)
         for action in actions:
             if not await self._act(training, action):
                 return False
@@ -149,7 +151,7 @@ class Reconciler:
 
     async def _note_failure(self, failures: Failures, training: Training, report: Plan) -> None:
         """Writes the report of a failure that comes again and again, not of one that passes."""
-        now = self._clock().steady
+        now = self._clock().monotonic
         if failures.note(training.key, now) and report.status != training.status:
             with contextlib.suppress(Conflict, NotFound):  # then the next pass tells of it
                 await self._write(training, report)
@@ -159,29 +161,31 @@ class Reconciler:
         with contextlib.suppress(Conflict, NotFound):  # then the next pass tells of it
             await self._write(training, unhindered(training, self._clock().wall))
 
-    async def _look(self, training: Training) -> Seen:
+    async def _observe_training(self, training: Training) -> Observation:
         """One that fails is raised; the status says so if it is not the first in a row."""
         try:
-            seen = await self._observe(training)
+            observation = await self._observe_backend(training)
         except (BackendError, Denied) as error:
             report = out_of_reach(training, error, self._clock().wall)
-            await self._note_failure(self._failed_looks, training, report)
+            await self._note_failure(self._failed_observations, training, report)
             raise
-        self._failed_looks.clear(training.key)
-        return seen
+        self._failed_observations.clear(training.key)
+        return observation
 
-    async def _observe(self, training: Training) -> Seen:
+    async def _observe_backend(self, training: Training) -> Observation:
         rounds = self._rounds(training.uid)
         if training.status.is_released:
-            return Seen(rounds=rounds)
+            return Observation(rounds=rounds)
         executor = self._executors[training.executor]
         if fault := self._faults.get(training.uid):
             return _only_ranks(await executor.observe(training), fault)
-        seen = replace(await executor.observe(training), rounds=rounds)
+        observation = replace(await executor.observe(training), rounds=rounds)
         if training.spec.stall_s is None:
-            return seen
-        started = {look.rank: look.started_at for look in seen.ranks}
-        return with_quiet(training, seen, self._quiet_s(training.uid, started))
+            return observation
+        started = {
+            observed_rank.rank: observed_rank.started_at for observed_rank in observation.ranks
+        }
+        return with_quiet(training, observation, self._quiet_s(training.uid, started))
 
     async def _write(self, training: Training, decision: Plan) -> Training:
         if decision.status == training.status:
@@ -215,10 +219,12 @@ class Reconciler:
             spec = replace(spec, code=code)
         return replace(training, spec=spec)
 
-    async def _perform_followups(self, training: Training, seen: Seen) -> AtollError | None:
+    async def _perform_followups(
+        self, training: Training, observation: Observation
+    ) -> AtollError | None:
         """The first error of a chore; the chores after it are left to the next look."""
         try:
-            for followup in seen.followups:
+            for followup in observation.followups:
                 await self._executors[training.executor].perform(training, followup)
         except AtollError as error:
             return error
@@ -248,17 +254,17 @@ class Reconciler:
         return True
 
 
-def _only_ranks(seen: Seen, fault: str) -> Seen:
+def _only_ranks(observation: Observation, fault: str) -> Observation:
     """What counts of a look at a training that the executor will never run as it is asked to."""
-    return Seen(
-        ranks=seen.ranks,
-        desired=seen.desired,
-        is_supervised=seen.is_supervised,
+    return Observation(
+        ranks=observation.ranks,
+        desired=observation.desired,
+        is_supervised=observation.is_supervised,
         fault=fault,
-        has_gate=seen.has_gate,
-        gate_opened_at=seen.gate_opened_at,
-        unsettled=seen.unsettled,
-        followups=seen.followups,
-        again_in_s=seen.again_in_s,
-        at=seen.at,
+        has_gate=observation.has_gate,
+        gate_opened_at=observation.gate_opened_at,
+        unsettled=observation.unsettled,
+        followups=observation.followups,
+        again_in_s=observation.again_in_s,
+        at=observation.at,
     )

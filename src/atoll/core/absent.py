@@ -15,7 +15,7 @@ from atoll.core.phase import Phase
 from atoll.core.plan import Plan
 from atoll.core.status import Event, Status, Training
 
-LONGEST = 500  # characters of an error that a status repeats
+MAX_ERROR_CHARS = 500  # characters of an error that a status repeats
 
 
 def left_alone(training: Training, now: float) -> Plan:
@@ -23,7 +23,7 @@ def left_alone(training: Training, now: float) -> Plan:
     status = training.status
     if status.is_released and training.deletion_requested_at is None:
         return Plan(status)  # nothing is left to do for any executor
-    message = _missing_in_words(training)
+    message = _describe_missing(training)
     after = _with_condition(status, MISSING, MISSING, message, now)
     if after.phase is Phase.NONE:
         after = replace(after, phase=Phase.PENDING)
@@ -33,7 +33,7 @@ def left_alone(training: Training, now: float) -> Plan:
 
 def out_of_reach(training: Training, error: Exception, now: float) -> Plan:
     """The status says that the executor does not answer. All else in it is as last seen."""
-    words = " ".join(str(error).split())[:LONGEST]
+    words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
     message = f"the executor {training.executor!r} cannot be reached: {words}"
     after = _with_condition(training.status, UNREACHABLE, "Unreachable", message, now)
     event = Event(type="Warning", reason=UNREACHABLE, message=message, at=now)
@@ -63,7 +63,7 @@ def _with_condition(status: Status, kind: str, reason: str, message: str, now: f
     return after if status.phase.is_terminal else replace(after, message=message)
 
 
-def _missing_in_words(training: Training) -> str:
+def _describe_missing(training: Training) -> str:
     waits = "the training is left alone"
     if training.deletion_requested_at is not None:
         waits = "the removal waits"

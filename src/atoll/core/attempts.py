@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from atoll.core.model import Model
 from atoll.core.ranks import explained, in_ms
-from atoll.core.reasons import RankEnd
-from atoll.core.status import AttemptStatus, Exit, RankStatus, Seen, Status
+from atoll.core.reasons import ExitReason
+from atoll.core.status import AttemptStatus, Exit, Observation, RankStatus, Status
 
 KEPT = 20  # of one rank, before its newest
 MESSAGE_CHARS = 300
@@ -26,17 +26,17 @@ class AttemptList(Model, frozen=True):
     items: list[AttemptStatus]
 
 
-def superseded(old: Status, new: Status, seen: Seen) -> tuple[AttemptStatus, ...]:
+def superseded(old: Status, new: Status, observation: Observation) -> tuple[AttemptStatus, ...]:
     """The attempts that have a successor in `new` and had none in `old`."""
     before = {r.rank: r for r in (*old.ranks, *old.removed_ranks)}
-    looks = {look.rank: look for look in seen.ranks}
+    observed_ranks = {observed_rank.rank: observed_rank for observed_rank in observation.ranks}
     ended: list[AttemptStatus] = []
     for rank in (*new.ranks, *new.removed_ranks):
         was = before.get(rank.rank) or RankStatus(rank=rank.rank)
         if rank.attempt <= max(was.attempt, 0):
             continue
-        look = looks.get(rank.rank)
-        earlier = {} if look is None else {a.attempt: a for a in look.earlier}
+        observed_rank = observed_ranks.get(rank.rank)
+        earlier = {} if observed_rank is None else {a.attempt: a for a in observed_rank.attempts}
         if was.attempt >= 0 and was.attempt not in earlier:
             earlier[was.attempt] = attempt_of(was, _end(was, rank))
         ended += (earlier[number] for number in sorted(earlier) if number < rank.attempt)
@@ -47,10 +47,10 @@ def _end(was: RankStatus, rank: RankStatus) -> Exit:
     """How the attempt that `was` shows had ended by the time `rank` was seen."""
     if was.exit is not None:
         return was.exit
-    if rank.attempt == was.attempt + 1 and rank.previous is not None:
-        return rank.previous
+    if rank.attempt == was.attempt + 1 and rank.previous_exit is not None:
+        return rank.previous_exit
     at = rank.started_at or was.started_at or 0.0
-    return Exit(code=None, at=at, reason=RankEnd.VANISHED, message="its end was not seen")
+    return Exit(code=None, at=at, reason=ExitReason.VANISHED, message="its end was not seen")
 
 
 def attempt_of(rank: RankStatus, exit: Exit | None) -> AttemptStatus:

@@ -10,11 +10,11 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 
 from atoll.core.bench import DONE as BENCH_DONE
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
 from atoll.core.rank_ranges import some_spans
-from atoll.core.reasons import RANK_ENDS, PhaseReason, RankEnd, meaning_of, why_ended
+from atoll.core.reasons import EXIT_REASONS, ExitReason, PhaseReason, meaning_of, why_ended
 from atoll.core.status import (
     AttemptStatus,
     Event,
@@ -32,7 +32,7 @@ WAITS_SHOWN = 8  # different things that ranks wait for, in one text
 EACH_NAMED = 100  # failed ranks that an error names one by one
 
 
-def narrate(old: Status, new: Status, now: float) -> tuple[Event, ...]:
+def events_between(old: Status, new: Status, now: float) -> tuple[Event, ...]:
     """The events of one status write, oldest first."""
     changes = _changes(old, new)
     return tuple(Event(type=t, reason=r, message=m, at=now) for t, r, m in changes)
@@ -50,8 +50,8 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     ends: list[tuple[EventType, str, int, Exit]] = []
     for rank in after:
         was = before.get(rank.rank)
-        if rank.previous is not None and rank.previous not in _exits_of(was):
-            ends.append(("Warning", "RankRestarting", rank.rank, rank.previous))
+        if rank.previous_exit is not None and rank.previous_exit not in _exits_of(was):
+            ends.append(("Warning", "RankRestarting", rank.rank, rank.previous_exit))
         if rank.exit is not None and (was is None or was.exit != rank.exit):
             ends.append((*_kind_of_end(rank), rank.rank, rank.exit))
     yield from _folded(ends)
@@ -75,11 +75,11 @@ def _changes(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
         yield "Warning", new.failing, new.message or new.failing_message or "stopping the rest"
     if new.phase is not old.phase:
         kind: EventType = "Warning" if new.phase is Phase.FAILED else "Normal"
-        yield kind, new.phase.capitalize(), status_in_words(new)
+        yield kind, new.phase.capitalize(), describe_status(new)
 
 
 def _exits_of(was: RankStatus | None) -> tuple[Exit | None, ...]:
-    return (None, None) if was is None else (was.exit, was.previous)
+    return (None, None) if was is None else (was.exit, was.previous_exit)
 
 
 def _beside_the_ranks(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
@@ -102,11 +102,11 @@ def _stalls(old: Status, new: Status) -> Iterator[tuple[EventType, str, str]]:
     if stopped := sorted(set(new.stalled) - set(old.stalled)):
         is_one = len(stopped) == 1
         words = f"{'has' if is_one else 'have'} reported nothing, printed nothing and used no CPU"
-        yield "Warning", "RankStalled", f"{ranks_in_words(stopped)} {words} for stall_s"
+        yield "Warning", "RankStalled", f"{describe_ranks(stopped)} {words} for stall_s"
     alive = {r.rank for r in new.ranks if r.is_alive}
     if moving := sorted((set(old.stalled) - set(new.stalled)) & alive):
         verb = "moves" if len(moving) == 1 else "move"
-        yield "Normal", "RankMoves", f"{ranks_in_words(moving)} {verb} again"
+        yield "Normal", "RankMoves", f"{describe_ranks(moving)} {verb} again"
 
 
 def _is_new(was: RankStatus | None, rank: RankStatus) -> bool:
@@ -138,9 +138,9 @@ def exit_lines(ends: Iterable[tuple[int, Exit | RankExit]]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank, ended in ends:
         groups.setdefault(_exit_text(ended), []).append(rank)
-    lines = [f"{ranks_in_words(own)}: {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
+    lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
     if rest := [rank for own in list(groups.values())[LINES_SHOWN:] for rank in own]:
-        lines.append(f"{ranks_in_words(rest)}: in {len(groups) - LINES_SHOWN} other ways")
+        lines.append(f"{describe_ranks(rest)}: in {len(groups) - LINES_SHOWN} other ways")
     return lines
 
 
@@ -149,34 +149,34 @@ def waiting_lines(ranks: Iterable[RankStatus]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.phase == "Pending":
-            groups.setdefault(visible(rank.message) or "starting", []).append(rank.rank)
-    lines = [f"{ranks_in_words(own)}: {text}" for text, own in list(groups.items())[:WAITS_SHOWN]]
+            groups.setdefault(escape_control(rank.message) or "starting", []).append(rank.rank)
+    lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:WAITS_SHOWN]]
     if rest := [rank for own in list(groups.values())[WAITS_SHOWN:] for rank in own]:
         others = len(groups) - WAITS_SHOWN
-        lines.append(f"{ranks_in_words(rest)}: wait for {others} other things")
+        lines.append(f"{describe_ranks(rest)}: wait for {others} other things")
     return lines
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def describe_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {some_spans(ranks)}"
 
 
-def exit_in_words(ended: Exit | RankExit) -> str:
+def describe_exit(ended: Exit | RankExit) -> str:
     """How the rank ended: `was killed by SIGSEGV (segmentation fault), exit code 139`."""
     code, reason = _code_and_reason(ended)
     if code is None:
         text = "ended with an exit code that could not be learned"
     elif ended.signal:
-        text = f"was killed by {_signal_in_words(ended.signal)}, exit code {code}"
+        text = f"was killed by {_describe_signal(ended.signal)}, exit code {code}"
     else:
         text = f"exited with code {code}"
-    why = visible(why_ended(reason, ended.message))
+    why = escape_control(why_ended(reason, ended.message))
     return f"{text}: {why}" if why else text
 
 
-def attempt_in_words(ended: AttemptStatus) -> str:
+def describe_attempt(ended: AttemptStatus) -> str:
     """How an attempt that has ended did."""
-    return exit_in_words(
+    return describe_exit(
         Exit(
             code=ended.exit_code,
             at=ended.ended_at or 0.0,
@@ -187,7 +187,7 @@ def attempt_in_words(ended: AttemptStatus) -> str:
     )
 
 
-def _signal_in_words(name: str) -> str:
+def _describe_signal(name: str) -> str:
     known = signal.Signals.__members__.get(name)
     meaning = None if known is None else signal.strsignal(known)
     return f"{name} ({meaning.lower()})" if meaning else name
@@ -209,19 +209,19 @@ def _exit_text(ended: Exit | RankExit) -> str:
     text = f"exit_code={'unknown' if code is None else code} reason={reason}"
     if ended.signal:
         text += f" signal={ended.signal}"
-    why = why_ended(reason, ended.message) if reason in RANK_ENDS else ended.message
-    return f"{text}: {visible(why)}" if why else text
+    why = why_ended(reason, ended.message) if reason in EXIT_REASONS else ended.message
+    return f"{text}: {escape_control(why)}" if why else text
 
 
-def end_in_words(training: Training) -> str:
+def describe_end(training: Training) -> str:
     """How a training ended, in one sentence."""
     status, name = training.status, training.name
     if status.phase is Phase.SUCCEEDED:
-        return f"{name} succeeded: {phase_in_words(status)}"
+        return f"{name} succeeded: {describe_phase(status)}"
     if status.phase is Phase.CANCELLED:
         is_removed = training.deletion_requested_at is not None and not training.spec.cancel
         return f"{name} was cancelled" + (": it is being removed" if is_removed else "")
-    return f"{name} failed: {describe_cause(status) or phase_in_words(status)}"
+    return f"{name} failed: {describe_cause(status) or describe_phase(status)}"
 
 
 def describe_cause(status: Status) -> str:
@@ -237,7 +237,7 @@ def describe_cause(status: Status) -> str:
     alike = ranks_alike(status)
     if len(alike) == 1:
         after = f" {restarts}" if restarts else ""
-        return f"rank {cause.rank} failed first{after}: it {exit_in_words(cause)}"
+        return f"rank {cause.rank} failed first{after}: it {describe_exit(cause)}"
     first = ", ".join(filter(None, (f"rank {cause.rank} first", restarts)))
     return f"{_who(alike, status)} failed alike: {_failure_text(cause)} ({first})"
 
@@ -264,18 +264,18 @@ def describe_others(status: Status) -> list[str]:
         text = f"failed{after}: {_failure_text(ended)}"
         groups.setdefault("" if is_stopped_by_atoll(ended) else text, []).append(ended.rank)
     stopped = groups.pop("", [])
-    lines = [f"{ranks_in_words(own)} {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
+    lines = [f"{describe_ranks(own)} {text}" for text, own in list(groups.items())[:LINES_SHOWN]]
     if rest := [rank for own in list(groups.values())[LINES_SHOWN:] for rank in own]:
-        lines.append(f"{ranks_in_words(rest)} failed in {len(groups) - LINES_SHOWN} other ways")
+        lines.append(f"{describe_ranks(rest)} failed in {len(groups) - LINES_SHOWN} other ways")
     if stopped:
         verb = "was" if len(stopped) == 1 else "were"
-        lines.append(f"{ranks_in_words(stopped)} {verb} stopped by atoll")
+        lines.append(f"{describe_ranks(stopped)} {verb} stopped by atoll")
     return lines
 
 
 def is_stopped_by_atoll(ended: RankExit) -> bool:
     """Whether the rank ended because atoll told it to; one that fell after another did not."""
-    return ended.termination_reason == RankEnd.STOPPED
+    return ended.termination_reason == ExitReason.STOPPED
 
 
 def _is_alike(ended: RankExit, cause: RankExit) -> bool:
@@ -285,18 +285,18 @@ def _is_alike(ended: RankExit, cause: RankExit) -> bool:
 
 def _failure_text(ended: RankExit) -> str:
     """The exception that ended a rank, or else how it ended."""
-    if ended.termination_reason == RankEnd.ERROR and ended.message:
-        return visible(ended.message)
-    return exit_in_words(ended)
+    if ended.termination_reason == ExitReason.ERROR and ended.message:
+        return escape_control(ended.message)
+    return describe_exit(ended)
 
 
 def _who(ranks: Sequence[int], status: Status) -> str:
     if len(ranks) < len(status.rank_exits):
-        return ranks_in_words(ranks)
+        return describe_ranks(ranks)
     return "both ranks" if len(ranks) == 2 else f"all {len(ranks)} ranks"
 
 
-def failure_in_words(training: Training) -> str:
+def describe_failure(training: Training) -> str:
     """Why a training failed: the cause first, then each failed rank, then its last lines."""
     status, cause = training.status, training.status.root_cause
     bad = [ended for ended in status.rank_exits if ended.is_failure]
@@ -307,23 +307,23 @@ def failure_in_words(training: Training) -> str:
     else:
         reasons = exit_lines((ended.rank, ended) for ended in bad)
     if cause is None and (status.phase is Phase.FAILED or not reasons):
-        reasons.insert(0, phase_in_words(status))  # no rank is to blame
+        reasons.insert(0, describe_phase(status))  # no rank is to blame
     if len(ranks_alike(status)) > 1:
         reasons.insert(0, describe_cause(status))
     text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
     if cause is not None and cause.log_tail:
         text += f"\nlast lines of rank {cause.rank}:"
-        text += "".join(f"\n  {visible(line)}" for line in cause.log_tail[-TAIL_LINES:])
+        text += "".join(f"\n  {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:])
     return text
 
 
-def phase_in_words(status: Status) -> str:
+def describe_phase(status: Status) -> str:
     """Why a training is in its phase: its message, or else the meaning of its reason."""
     why = status.message or meaning_of(status.reason, PhaseReason) or status.phase.value
-    return visible(why)
+    return escape_control(why)
 
 
-def status_in_words(status: Status) -> str:
+def describe_status(status: Status) -> str:
     """A status in one sentence."""
     world = status.world
     if len(ranks_alike(status)) > 1:
@@ -339,7 +339,7 @@ def status_in_words(status: Status) -> str:
     alive = sum(r.is_alive for r in status.ranks)
     if status.failing or status.reason == PhaseReason.CANCELLING:
         return f"stopping: {_count_ranks(alive)} still alive"
-    still = f"; stalled: {ranks_in_words(sorted(status.stalled))}" if status.stalled else ""
+    still = f"; stalled: {describe_ranks(sorted(status.stalled))}" if status.stalled else ""
     return f"{world.ready} of {world.target} ranks ready, min {world.min}{still}"
 
 

@@ -30,7 +30,7 @@ KINDS = {
 EXTRAS = {"kubernetes": "kubernetes", "modal": "modal", "sagemaker": "sagemaker"}
 
 
-class Home(NamedTuple):
+class PlaneContext(NamedTuple):
     """The control plane that an executor works for."""
 
     state_dir: Path

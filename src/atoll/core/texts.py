@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from atoll.core.ranks import explained
-from atoll.core.status import Exit, RankStatus, Seen
+from atoll.core.status import Exit, Observation, RankStatus
 
 TEXTS_BYTES = 64 * 1024  # of the ends of all ranks together, and of what they wait for
 NOT_KEPT = "what it waits for is not kept: too many ranks wait for different things"
@@ -38,10 +38,12 @@ class TextBudget:
 def with_bounded_ends(ranks: Iterable[RankStatus]) -> dict[int, RankStatus]:
     """The ranks by number, with the words and last lines of those that ended first."""
     budget, bounded = TextBudget(), {r.rank: r for r in ranks}
-    ended = [r for r in bounded.values() if r.exit is not None or r.previous is not None]
+    ended = [r for r in bounded.values() if r.exit is not None or r.previous_exit is not None]
     for rank in sorted(ended, key=_order):
         bounded[rank.rank] = replace(
-            rank, exit=_bounded(rank.exit, budget), previous=_bounded(rank.previous, budget)
+            rank,
+            exit=_bounded(rank.exit, budget),
+            previous_exit=_bounded(rank.previous_exit, budget),
         )
     return bounded
 
@@ -55,13 +57,16 @@ def with_bounded_messages(ranks: Iterable[RankStatus]) -> list[RankStatus]:
     ]
 
 
-def with_texts_seen(rank: RankStatus, seen: Seen) -> RankStatus:
+def with_texts_of(rank: RankStatus, observation: Observation) -> RankStatus:
     """The rank, with the words and last lines of its end if the executor still has them."""
     if rank.exit is None or rank.exit.log_tail or rank.exit.message:
         return rank
-    for look in seen.ranks:
-        if look.exit is not None and (look.rank, look.attempt) == (rank.rank, rank.attempt):
-            ended = explained(look.exit)
+    for observed_rank in observation.ranks:
+        if observed_rank.exit is not None and (observed_rank.rank, observed_rank.attempt) == (
+            rank.rank,
+            rank.attempt,
+        ):
+            ended = explained(observed_rank.exit)
             texts = {"message": ended.message, "log_tail": ended.log_tail}
             return replace(rank, exit=replace(rank.exit, **texts))
     return rank
@@ -76,5 +81,5 @@ def _bounded(ended: Exit | None, budget: TextBudget) -> Exit | None:
 
 
 def _order(rank: RankStatus) -> tuple[float, int]:
-    ended = rank.exit or rank.previous
+    ended = rank.exit or rank.previous_exit
     return (ended.order if ended else 0.0), rank.rank

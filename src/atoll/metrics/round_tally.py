@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 
 from atoll.core.rounds import KeptRound, RankRounds
-from atoll.core.status import RoundsSeen
+from atoll.core.status import ObservedRounds
 from atoll.core.warnings import ABSENT_ROUNDS, merge_warnings
 
 
@@ -60,9 +60,9 @@ class RunTally:
         ]
 
     @property
-    def seen(self) -> RoundsSeen:
+    def observed(self) -> ObservedRounds:
         newest = heapq.nlargest(ABSENT_ROUNDS, self._times)
-        return RoundsSeen(
+        return ObservedRounds(
             newest=max(self._last.values(), default=-1),
             recent_since=self._times[newest[-1]] if len(newest) == ABSENT_ROUNDS else None,
             last=dict(self._last),

@@ -27,14 +27,14 @@ from atoll.core.rounds import (
     with_seen,
     with_word,
 )
-from atoll.core.status import RoundsSeen
+from atoll.core.status import ObservedRounds
 from atoll.core.warnings import ABSENT_ROUNDS
 from atoll.metrics.file import SeriesFile
 from atoll.metrics.round_tally import RunTally
 
-MOST_BYTES = 64 * 2**20  # of the rounds of one training
+MAX_BYTES = 64 * 2**20  # of the rounds of one training
 TRIM_EVERY = 256  # rounds, before it is looked again whether there are too many
-MOST_FRAGMENTS = 1000
+MAX_FRAGMENTS = 1000
 
 SCHEMA = """
 create table rounds (
@@ -82,7 +82,7 @@ class RoundKeeper:
         self._untrimmed: dict[str, int] = {}
         self._tallies: dict[tuple[str, str], RunTally] = {}  # by training and run
         # By training. Replaced whole, so that the event loop may read it without a lock.
-        self._seen: dict[str, RoundsSeen] = {}
+        self._seen: dict[str, ObservedRounds] = {}
         self.on_news: Callable[[str], None] = lambda uid: None  # from any thread
         self._finished = finished_in(file, "finished_runs")
         file.on_rollback = self.recount
@@ -95,7 +95,7 @@ class RoundKeeper:
     def _db(self) -> sqlite3.Connection:
         return self._file.db
 
-    def seen(self, uid: str) -> RoundsSeen | None:
+    def observed(self, uid: str) -> ObservedRounds | None:
         """What the rounds since this process began show. Waits for nobody: the event loop asks."""
         return self._seen.get(uid)
 
@@ -109,10 +109,15 @@ class RoundKeeper:
         return tally
 
     def _note(self, uid: str, tally: RunTally) -> None:
-        before, seen = self._seen.get(uid), tally.seen
-        self._seen[uid] = seen
-        is_due = seen.newest // ABSENT_ROUNDS != (before.newest if before else 0) // ABSENT_ROUNDS
-        is_new = before is None or (seen.warnings, seen.bad) != (before.warnings, before.bad)
+        before, observed = self._seen.get(uid), tally.observed
+        self._seen[uid] = observed
+        is_due = (
+            observed.newest // ABSENT_ROUNDS != (before.newest if before else 0) // ABSENT_ROUNDS
+        )
+        is_new = before is None or (observed.warnings, observed.bad) != (
+            before.warnings,
+            before.bad,
+        )
         if is_new or is_due:
             self.on_news(uid)
 
@@ -296,14 +301,14 @@ class RoundKeeper:
         (total,) = self._db.execute(
             "select total(size) from rounds where uid = ?", (uid,)
         ).fetchone()
-        if total <= MOST_BYTES:
+        if total <= MAX_BYTES:
             return
         rows = self._db.execute(
             "select run, fragment, round, tokens, size from rounds where uid = ? order by round",
             (uid,),
         ).fetchall()
         for run, fragment, number, tokens, size in rows:
-            if total <= 0.9 * MOST_BYTES:
+            if total <= 0.9 * MAX_BYTES:
                 return
             total -= size
             self._db.execute(

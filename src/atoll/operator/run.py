@@ -50,8 +50,8 @@ from atoll.server.app import create_app
 from atoll.server.background import CONTROLLER, BackgroundTasks, Work
 from atoll.server.deliver import Deliverer, load_webhooks
 from atoll.server.gauges import Gauges
-from atoll.server.handlers.executors import Setup
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.handlers.admission import Setup
+from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
 
@@ -127,7 +127,7 @@ class Operator:
             setup=Setup(new_token=f"atoll token create --home {self.home} --namespace NAMESPACE"),
             informer=self.informer,
             gauges=self.gauges,
-            clock=lambda: Now(cluster.time()),
+            clock=lambda: Now.at(cluster.time()),
             series=series,
             report_key=bytes.fromhex(key),
             background=background,
@@ -153,7 +153,7 @@ class Operator:
             store,
             executors,
             informer=self.informer,
-            clock=lambda: Now(cluster.time()),
+            clock=lambda: Now.at(cluster.time()),
             on_pass=lambda done: self.gauges.reconciled(done.seconds),
             quiet_s=series.stillness.quiet_s,
             rounds=series.rounds.observed,

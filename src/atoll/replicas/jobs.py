@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.executor import KubernetesBackend
+from atoll.backends.kubernetes.executor import DRY_RUN_UID, KubernetesBackend
 from atoll.backends.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
 from atoll.backends.kubernetes.pod import Pod, when
 from atoll.backends.kubernetes.read import desired_of, finished
-from atoll.backends.kubernetes.render import gang_name, render_job, render_service, render_world
+from atoll.backends.kubernetes.render import gang_name
 from atoll.core.checks import RESULTS_VARIABLE
 from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
 from atoll.core.reasons import PhaseReason
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import DesiredState, LogLine, Seen, Status, Training, sooner
+from atoll.core.status import DesiredState, LogLine, Observation, Status, Training, sooner
 from atoll.replicas.shared import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
@@ -114,11 +114,11 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
             StopCause() if job is None or desired is None else cause_of(job, training.spec, desired)
         )
 
-    async def observe(self, training: Training) -> Seen:
-        seen = await super().observe(training)
+    async def observe(self, training: Training) -> Observation:
+        observation = await super().observe(training)
         if self._jobs.is_live and self._pods.is_live:
-            return seen
-        return replace(seen, again_in_s=sooner(seen.again_in_s, LOOK_S))
+            return observation
+        return replace(observation, again_in_s=sooner(observation.again_in_s, LOOK_S))
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
         status = training.status
@@ -171,22 +171,9 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         await super().release(training)
         await super().purge(training)
 
-    async def _create(self, training: Training, desired: DesiredState) -> None:
-        """Everything is tried first: what the cluster refuses leaves nothing behind."""
-        namespace, name = self._place(training)
-        body = as_launch(render_job(training, desired, self.options), training.spec)
-        world = render_world(training, desired, self.options, None)
-        service = render_service(training, self.options, None)
-        try:
-            for kind, item in (("configmaps", world), ("services", service)):
-                await self.cluster.patch(kind, namespace, name, item, type="apply", is_trial=True)
-            await self.cluster.create("jobs", namespace, body, is_trial=True)
-        except NotFound as error:  # nothing else has to be there for that
-            raise Permanent(f"the namespace {namespace!r} does not exist: {error}") from error
-        try:
-            await self._objects.make(training, desired)
-            job = await self.cluster.create("jobs", namespace, body)
-        except Conflict as error:
-            raise Temporary(f"the Job {name} exists or is still being deleted: {error}") from error
-        self._note_job(training, job)
-        await self._objects.tie(training, job)
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
+        """Raises whatever the cluster refuses a launch for, so that nothing is left behind."""
+        await self.rehearse(Training(namespace=namespace, uid=DRY_RUN_UID, spec=spec))
+
+    def render_job(self, training: Training, desired: DesiredState, owner: Json | None) -> Json:
+        return as_launch(super().render_job(training, desired, owner), training.spec)

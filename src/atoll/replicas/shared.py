@@ -14,14 +14,14 @@ from msgspec.structs import replace
 
 from atoll.core.errors import Conflict
 from atoll.core.ports import Executor, Key, Store
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.status import (
     DesiredState,
     Exit,
     Followup,
     LogLine,
-    Seen,
-    SeenRank,
+    Observation,
+    ObservedRank,
     Status,
     Training,
 )
@@ -80,18 +80,18 @@ class SharedExecutor(Executor):
         self._asked.add(training.uid)
         await self._backend.apply(training, desired)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         if training.status.phase.is_terminal:
-            return Seen(is_supervised=training.uid not in self._concluded)
-        seen = await self._backend.observe(training)
+            return Observation(is_supervised=training.uid not in self._concluded)
+        observation = await self._backend.observe(training)
         self._on_observed(training.key)
-        if seen.desired is not None:
+        if observation.desired is not None:
             self._there.add(training.uid)
-            await self._follow_others(training, seen.desired)
-        elif training.uid in self._there and not seen.is_supervised:
+            await self._follow_others(training, observation.desired)
+        elif training.uid in self._there and not observation.is_supervised:
             await self._note_gone(training)
-            return without_gang(training, seen, time.time())
-        return seen
+            return without_gang(training, observation, time.time())
+        return observation
 
     async def release(self, training: Training) -> None:
         await self._backend.release(training)
@@ -146,15 +146,15 @@ def with_cause(status: Status, cause: StopCause) -> Status:
     return replace(status, failing=cause.reason, failing_message=cause.message)
 
 
-def without_gang(training: Training, seen: Seen, now: float) -> Seen:
+def without_gang(training: Training, observation: Observation, now: float) -> Observation:
     """What is seen of a gang that was deleted: whatever ends or is missing then, was stopped."""
-    ranks = [_stopped(rank) for rank in seen.ranks]
-    visible = {rank.rank for rank in seen.ranks}
+    ranks = [_stopped(rank) for rank in observation.ranks]
+    visible = {rank.rank for rank in observation.ranks}
     missing = [r for r in training.status.ranks if r.is_alive and r.rank not in visible]
     for rank in missing:
-        end = Exit(code=None, at=now, reason=RankEnd.DELETED, is_stopped=True)
+        end = Exit(code=None, at=now, reason=ExitReason.DELETED, is_stopped=True)
         ranks.append(
-            SeenRank(
+            ObservedRank(
                 rank=rank.rank,
                 state="exited",
                 attempt=rank.attempt,
@@ -163,14 +163,14 @@ def without_gang(training: Training, seen: Seen, now: float) -> Seen:
                 exit=end,
             )
         )
-    return replace(seen, ranks=[rank for rank in ranks if rank.state != "waiting"])
+    return replace(observation, ranks=[rank for rank in ranks if rank.state != "waiting"])
 
 
 # Ends of a rank's own, which no deletion of its gang explains.
-OWN_ENDS = frozenset({RankEnd.ERROR, RankEnd.OOM_KILLED, RankEnd.COMMAND_NOT_FOUND})
+OWN_ENDS = frozenset({ExitReason.ERROR, ExitReason.OOM_KILLED, ExitReason.COMMAND_NOT_FOUND})
 
 
-def _stopped(rank: SeenRank) -> SeenRank:
+def _stopped(rank: ObservedRank) -> ObservedRank:
     if rank.exit is None or rank.exit.is_success or rank.exit.reason in OWN_ENDS:
         return rank
     return replace(rank, exit=replace(rank.exit, is_stopped=True))

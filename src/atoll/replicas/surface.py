@@ -40,9 +40,9 @@ from atoll.core.checks import (
     check_timeout,
     is_text,
 )
-from atoll.core.describe import exit_in_words
+from atoll.core.describe import describe_exit
 from atoll.core.errors import NotFound, ValidationError
-from atoll.core.lines import printed
+from atoll.core.lines import without_results
 from atoll.core.phase import TERMINAL, Phase
 from atoll.core.ports import Executor
 from atoll.core.reasons import PhaseReason
@@ -174,7 +174,7 @@ class ReplicaSurface:
         training = self.new_training(n_replicas, entrypoint, entrypoint_args, gpu, timeout)
         spec = replace(training.spec, executor=self._plane.executor.name)
         training = replace(training, namespace=self.namespace, spec=spec)
-        self._plane.call(self._plane.executor.try_out(spec))
+        self._plane.call(self._plane.executor.dry_run(spec, self.namespace))
         gang = self._plane.launch(training)
         self._known[self.job_name(training)] = gang
         self.note_launch(training)
@@ -259,9 +259,9 @@ class ReplicaSurface:
         check_int("n_lines", n_lines, 1, 10_000_000)
         gang = self._gang(handle)
         lines = self._log(gang, handle, n_lines)
-        texts = printed(lines)
+        texts = without_results(lines)
         if len(texts) < len(lines) == n_lines:  # the rest was a result: look above it
-            texts = printed(self._log(gang, handle, None))[-n_lines:]
+            texts = without_results(self._log(gang, handle, None))[-n_lines:]
         return "\n".join(texts) if texts else NOTHING_YET
 
     def cancel(self, handle: ReplicaHandle) -> None:
@@ -523,13 +523,13 @@ def error_of(training: Training, rank: RankStatus, state: ReplicaState) -> str:
     """Why the rank failed or was cancelled, in one line; empty if it ended well."""
     status, ended = training.status, rank.exit
     if state == "cancelled":
-        return f"cancelled: it {exit_in_words(ended)}" if ended else "cancelled before it started"
+        return f"cancelled: it {describe_exit(ended)}" if ended else "cancelled before it started"
     if state != "failed":
         return ""
     why = status.failing_message or status.message
     if ended is None:
         return why or "it was never started"
-    words = exit_in_words(ended)
+    words = describe_exit(ended)
     if ended.is_stopped or is_cut_off(training, ended):
         return f"{why}; it {words}" if why else words
     last = next((line.strip() for line in reversed(ended.log_tail) if line.strip()), "")

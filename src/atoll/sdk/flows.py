@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from atoll.core.attempts import AttemptList
-from atoll.core.describe import failure_in_words, ranks_in_words, waiting_lines
+from atoll.core.describe import describe_failure, describe_ranks, waiting_lines
 from atoll.core.errors import (
     AtollError,
     BelowMinimumWorld,
@@ -27,22 +27,22 @@ from atoll.core.errors import (
     WorldSizeOutOfBounds,
 )
 from atoll.core.executors import MISSING, ExecutorList, absence
-from atoll.core.metrics import NewestFigures, SeriesList
+from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
 from atoll.core.phase import Phase
 from atoll.core.rank_ranges import some_spans
 from atoll.core.rounds import RoundItem, RoundList, ShownTraining
 from atoll.core.spec import TrainingSpec, check_spec_size
-from atoll.core.stats import Metrics
+from atoll.core.stats import TrainingStats
 from atoll.core.status import (
-    FIELDS_IGNORED,
+    UNSUPPORTED_FIELDS,
     AttemptStatus,
     Event,
     Training,
     TrainingList,
     WorldStatus,
 )
-from atoll.core.support import ignorable_fields
+from atoll.core.support import optional_fields
 from atoll.sdk.effects import Flow, NextChange, Pack, Pause, Send
 from atoll.sdk.requests import Clock, answered, new_retry, send
 
@@ -101,13 +101,13 @@ def deploy(
 ) -> Flow[Training]:
     """The stored training, as `_stored` has it; what its executor will not honour is logged."""
     stored = yield from _stored(spec, shared, key, pack)
-    if ignorable_fields(spec):
+    if optional_fields(spec):
         try:
             told = yield from events(Who(stored.name, stored.uid), None)
         except AtollError:  # it is stored all the same
             return stored
         for event in told:
-            if event.reason == FIELDS_IGNORED:
+            if event.reason == UNSUPPORTED_FIELDS:
                 import logging  # imported here: it loads slowly
 
                 logging.getLogger(__name__).warning("atoll: %s: %s", stored.name, event.message)
@@ -239,7 +239,7 @@ def delete(
         return
     if timeout > 0:
         alive = [r.rank for r in training.status.ranks if r.is_alive]
-        ranks = f": still being stopped: {ranks_in_words(alive)}" if alive else ""
+        ranks = f": still being stopped: {describe_ranks(alive)}" if alive else ""
         raise Temporary(f"{who.name!r} is not removed after {timeout:g} s{ranks}; it goes on")
 
 
@@ -284,18 +284,18 @@ def result(who: Who, rank: int, *, allow_pickle: bool = False) -> Flow[Any]:
     return decode_value(Result(answer.encoding, payload), allow_pickle=allow_pickle)
 
 
-def metrics(who: Who, names: Sequence[str], rank: int | None) -> Flow[SeriesList]:
+def metrics(who: Who, names: Sequence[str], rank: int | None) -> Flow[MetricSeriesList]:
     """What the ranks reported under these names, or under all."""
     query = {"name": list(names) or None, "rank": rank, "uid": who.uid}
-    return answered((yield from send(Send("GET", f"{who.path}/metrics", query))), SeriesList)
+    return answered((yield from send(Send("GET", f"{who.path}/metrics", query))), MetricSeriesList)
 
 
 def newest_metrics(
     names: Sequence[str], trainings: Sequence[str] = (), *, ranks: bool = False
-) -> Flow[NewestFigures]:
+) -> Flow[LatestMetricList]:
     """What these trainings, or all, reported last."""
     query = {"name": list(names), "training": list(trainings) or None, "ranks": ranks or None}
-    return answered((yield from send(Send("GET", "/v1/metrics", query))), NewestFigures)
+    return answered((yield from send(Send("GET", "/v1/metrics", query))), LatestMetricList)
 
 
 def rounds(who: Who, first: int, last: int | None, *, has_costs: bool) -> Flow[RoundList]:
@@ -342,9 +342,9 @@ def end_sessions() -> Flow[EndedSessions]:
     return answered((yield from send(Send("DELETE", "/ui/sessions"))), EndedSessions)
 
 
-def stats(who: Who) -> Flow[Metrics]:
+def stats(who: Who) -> Flow[TrainingStats]:
     effect = Send("GET", f"{who.path}/stats", {"uid": who.uid})
-    return answered((yield from send(effect)), Metrics)
+    return answered((yield from send(effect)), TrainingStats)
 
 
 def wait(
@@ -497,7 +497,7 @@ def _raise_if_lost(training: Training, required: int, timeout: float | None) -> 
     if status.phase not in (Phase.FAILED, Phase.CANCELLED):
         return
     raise BelowMinimumWorld(
-        failure_in_words(training),
+        describe_failure(training),
         ready=status.world.ready,
         required_min=required,
         timeout=timeout,

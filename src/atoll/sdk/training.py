@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from atoll.core import html
 from atoll.core.checks import check_as, check_env, check_int, check_name, check_timeout
 from atoll.core.errors import AtollError, NotFound, ValidationError
-from atoll.core.metrics import SeriesList
+from atoll.core.metrics import MetricSeriesList
 from atoll.core.rounds import RoundList
 from atoll.core.spec import LineCount, RankNumber, TrainingSpec, WorldSize
-from atoll.core.stats import Metrics
+from atoll.core.stats import TrainingStats
 from atoll.core.status import (
     AttemptStatus,
     BenchResult,
@@ -34,7 +34,7 @@ from atoll.sdk import flows, logs
 from atoll.sdk.columns import MetricTable, RoundTable
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
-from atoll.sdk.logs import Position
+from atoll.sdk.logs import LogPosition
 from atoll.sdk.options import world_of
 
 if TYPE_CHECKING:
@@ -376,10 +376,10 @@ class DistributedTraining:
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
-        return logs.lines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.lines(self._client.wire, LogPosition(self._who, ranks, None, True))
 
     def stream_logs_async(self, ranks: Sequence[int] | None = None) -> AsyncIterator[LogLine]:
-        return logs.alines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.alines(self._client.wire, LogPosition(self._who, ranks, None, True))
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
         """Newest first; with `since` (a time, or seconds since the epoch) only those after it."""
@@ -396,12 +396,12 @@ class DistributedTraining:
     async def attempts_async(self, rank: int | None = None) -> list[AttemptStatus]:
         return await self._arun(self._attempts(rank))
 
-    def stats(self) -> Metrics:
+    def stats(self) -> TrainingStats:
         """Counters of the training: ranks by phase, restarts, resizes, and the rank-seconds and
         GPU-seconds used so far, which stand still once the ranks have stopped."""
         return self._run(flows.stats(self._who))
 
-    async def stats_async(self) -> Metrics:
+    async def stats_async(self) -> TrainingStats:
         return await self._arun(flows.stats(self._who))
 
     def __enter__(self) -> DistributedTraining:
@@ -499,7 +499,9 @@ class DistributedTraining:
         check_as("rank", rank, RankNumber | None)
         return flows.attempts(self._who, rank)
 
-    def _metrics(self, names: str | Sequence[str] | None, rank: int | None) -> Flow[SeriesList]:
+    def _metrics(
+        self, names: str | Sequence[str] | None, rank: int | None
+    ) -> Flow[MetricSeriesList]:
         check_as("rank", rank, RankNumber | None)
         listed = [names] if isinstance(names, str) else list(names or ())
         return flows.metrics(self._who, listed, rank)
@@ -518,7 +520,7 @@ class DistributedTraining:
         since: float | datetime | None,
         search: str | None,
         ignore_case: bool,
-    ) -> Position:
+    ) -> LogPosition:
         check_as("rank", rank, RankNumber | None)
         check_as("tail", tail, LineCount | None)
         if search is not None and (not isinstance(search, str) or not search or "\n" in search):
@@ -526,7 +528,7 @@ class DistributedTraining:
         chosen: dict[str, Any] = {} if since is None else {"since": _seconds(since)}
         if search is not None:
             chosen |= {"search": search, "ignoreCase": ignore_case or None}
-        return Position(self._who, None if rank is None else [rank], tail, follow, chosen)
+        return LogPosition(self._who, None if rank is None else [rank], tail, follow, chosen)
 
 
 def _seconds(since: float | datetime | None) -> float | None:

@@ -14,13 +14,13 @@ from atoll.core.attempts import AttemptList
 from atoll.core.checks import NAME_PATTERN
 from atoll.core.errors import Temporary
 from atoll.core.executors import ExecutorList
-from atoll.core.metrics import NewestFigures, SeriesList
+from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model
 from atoll.core.problem import Problem
 from atoll.core.rounds import RoundList, ShownTraining
 from atoll.core.spec import TrainingSpec
-from atoll.core.stats import Metrics
-from atoll.core.status import LogHit, PlacedLine, Training, TrainingList
+from atoll.core.stats import TrainingStats
+from atoll.core.status import LogMatch, OffsetLine, Training, TrainingList
 from atoll.server.background import CONTROLLER, TaskFailure
 from atoll.server.handlers import (
     logs,
@@ -107,7 +107,7 @@ _WATCHED = AnswerDoc(
     "The training, and how far its outer rounds are; with `watch`, a stream of its changes.",
     ShownTraining,
 )
-_LOG_LINES = AnswerDoc("Log lines.", PlacedLine, NDJSON, (logs.LogPlaces, logs.LogCut))
+_LOG_LINES = AnswerDoc("Log lines.", OffsetLine, NDJSON, (logs.LogOffsets, logs.LogCut))
 _RESUMED = {
     "Last-Event-ID": HeaderDoc("With `watch`, the version to go on from.", EVENT_ID_PATTERN)
 }
@@ -201,7 +201,7 @@ NATIVE = (
         f"{ONE}/logs",
         logs.logs,
         "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, the first "
-        "line holds the `places` the log lines begin at. The last line is "
+        "line holds the `offsets` the log lines begin at. The last line is "
         '`{"cut":true}` if the server shuts down before the logs end. Lines of several ranks come '
         "in the order of their times. With `at`, the lines of one rank around that place.",
         {200: _LOG_LINES, **_NAMED},
@@ -213,7 +213,7 @@ NATIVE = (
         logs.search,
         "Lines that contain a text, with their places, as line-delimited JSON. The last line says "
         "how many there are, and where to go on if there are more than `limit`.",
-        {200: AnswerDoc("Hits.", LogHit, NDJSON, (logs.SearchEnd, logs.LogCut)), **_NAMED},
+        {200: AnswerDoc("Hits.", LogMatch, NDJSON, (logs.SearchEnd, logs.LogCut)), **_NAMED},
         query=logs.SearchQuery,
     ),
     Operation(
@@ -231,7 +231,7 @@ NATIVE = (
         metrics.metrics,
         "Read the metrics that ranks reported with `atoll.report`, as columns: one series for "
         "each name and rank.",
-        {200: AnswerDoc("One series for each name and rank.", SeriesList), **_NAMED},
+        {200: AnswerDoc("One series for each name and rank.", MetricSeriesList), **_NAMED},
         query=metrics.MetricsQuery,
     ),
     Operation(
@@ -240,7 +240,7 @@ NATIVE = (
         metrics.newest_metrics,
         "Read the newest value of these metrics for every training, as its lowest rank reported "
         "it; with `ranks`, the newest value of each rank too.",
-        {200: AnswerDoc("The newest values.", NewestFigures), **_COMMON},
+        {200: AnswerDoc("The newest values.", LatestMetricList), **_COMMON},
         query=metrics.NewestQuery,
     ),
     Operation(
@@ -290,7 +290,7 @@ NATIVE = (
         reports.stats,
         "Read the counters of a training: ranks by phase, restarts, resizes, and the rank-seconds "
         "and GPU-seconds it has used.",
-        {200: AnswerDoc("The counters.", Metrics), **_NAMED},
+        {200: AnswerDoc("The counters.", TrainingStats), **_NAMED},
         query=reports.ReportQuery,
     ),
     Operation(

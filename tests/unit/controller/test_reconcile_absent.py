@@ -10,13 +10,21 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.controller.reconcile import LASTING_S, QUIET_S, Reconciler
-from atoll.core.clock import Time
+from atoll.core.clock import Now
 from atoll.core.errors import Denied, Temporary
 from atoll.core.hindrance import is_hindered
 from atoll.core.phase import Phase
 from atoll.core.ports import Executor
 from atoll.core.spec import TrainingSpec, WorldSize
-from atoll.core.status import AttemptStatus, DesiredState, Event, Seen, SeenRank, Status, Training
+from atoll.core.status import (
+    AttemptStatus,
+    DesiredState,
+    Event,
+    Observation,
+    ObservedRank,
+    Status,
+    Training,
+)
 from atoll.store.memory import MemoryStore
 
 KEY = ("n", "t")
@@ -37,12 +45,14 @@ class Eu(Executor):
         self.refuses: Exception | None = None
         self.applied: list[int] = []
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         if self.away is not None:
             raise self.away
         ranks = range(self.desired.size if self.desired else 0)
-        seen = [SeenRank(rank=r, state="running", started_at=100.0) for r in ranks]
-        return Seen(ranks=seen, desired=self.desired, is_supervised=self.desired is not None)
+        observation = [ObservedRank(rank=r, state="running", started_at=100.0) for r in ranks]
+        return Observation(
+            ranks=observation, desired=self.desired, is_supervised=self.desired is not None
+        )
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
         if self.refuses is not None:
@@ -81,7 +91,7 @@ class Plane:
         self.restart(eu=self.eu)
 
     def restart(self, **executors: Any) -> None:
-        self.reconciler = Reconciler(self.store, executors, lambda: Time(self.now))
+        self.reconciler = Reconciler(self.store, executors, lambda: Now.at(self.now))
 
     def looks(self, count: int = 1) -> None:
         for _ in range(count):

@@ -6,13 +6,13 @@ import msgspec
 
 from atoll.core.lines import RESULT_MARK
 from atoll.core.model import encode
-from atoll.core.status import Exit, RankStatus, Seen, SeenRank
+from atoll.core.status import Exit, Observation, ObservedRank, RankStatus
 from atoll.core.texts import (
     NOT_KEPT,
     TEXTS_BYTES,
     with_bounded_ends,
     with_bounded_messages,
-    with_texts_seen,
+    with_texts_of,
 )
 
 replace = msgspec.structs.replace
@@ -68,15 +68,15 @@ def test_ranks_that_wait_for_different_things_do_not_fill_the_store() -> None:
 def test_the_root_cause_gets_its_texts_back_from_the_executor() -> None:
     bare = ended(3, 1.0)
     exit = Exit(code=1, at=1.0, reason="Error", message="m", log_tail=["loss is nan"])
-    look = SeenRank(rank=3, state="exited", attempt=0, exit=exit)
-    assert with_texts_seen(bare, Seen(ranks=[look])).exit == exit
-    later = replace(look, attempt=1)
-    assert with_texts_seen(bare, Seen(ranks=[later])) == bare
+    observed_rank = ObservedRank(rank=3, state="exited", attempt=0, exit=exit)
+    assert with_texts_of(bare, Observation(ranks=[observed_rank])).exit == exit
+    later = replace(observed_rank, attempt=1)
+    assert with_texts_of(bare, Observation(ranks=[later])) == bare
 
 
 def test_results_among_the_last_lines_stay_out() -> None:
     exit = Exit(code=1, at=1.0, reason="Error", log_tail=[f"{RESULT_MARK}0 0 json 0 1 NQ=="])
-    look = SeenRank(rank=3, state="exited", attempt=0, exit=exit)
-    seen = with_texts_seen(ended(3, 1.0), Seen(ranks=[look])).exit
+    observed_rank = ObservedRank(rank=3, state="exited", attempt=0, exit=exit)
+    seen = with_texts_of(ended(3, 1.0), Observation(ranks=[observed_rank])).exit
     assert seen is not None
     assert seen.log_tail == []

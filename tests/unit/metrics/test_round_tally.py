@@ -65,16 +65,16 @@ def test_warnings_of_ranks_are_told_once_and_survive_a_restart(tmp_path: Path) -
     for rank in (0, 1):
         with file, file.transaction():
             keeper.rounds.add_words("u", [word(0, rank, "the same batches")])
-    seen = keeper.rounds.seen("u")
-    assert seen is not None
-    assert seen.warnings == ["the same batches"]
+    observed = keeper.rounds.observed("u")
+    assert observed is not None
+    assert observed.warnings == ["the same batches"]
     assert news == ["u"]
     keeper.rounds.add_seen("u", [facts(0, 0, 1, bad=[1])], "r", 1)
     assert news == ["u", "u"]
     keeper.close()
     again = SeriesKeeper(tmp_path / "series.db")
     again.rounds.add_seen("u", [facts(1, 0, 1)], "r", 2)
-    found = again.rounds.seen("u")
+    found = again.rounds.observed("u")
     assert found is not None
     assert (found.warnings, found.bad) == (["the same batches"], {1: 0})
     again.close()

@@ -82,6 +82,14 @@ _KEEPALIVE = [
 ]
 
 
+class Rejected(Permanent):
+    """The API server refuses an object. `causes` are pairs of a field and what is wrong with it."""
+
+    def __init__(self, text: str, causes: list[tuple[str, str]]) -> None:
+        super().__init__(text)
+        self.causes = causes
+
+
 class ObjectList(NamedTuple):
     """The objects of one kind, and the version of the cluster they were read at."""
 
@@ -239,11 +247,15 @@ class Cluster:
         return ObjectList(items, metadata["resourceVersion"], metadata.get("continue") or "")
 
     async def create(
-        self, kind: str, namespace: str | None, body: Json, *, is_trial: bool = False
+        self, kind: str, namespace: str | None, body: Json, *, is_dry_run: bool = False
     ) -> Json:
-        """The object as it was created; with `is_trial` as it would be."""
+        """Creates the object and returns it as stored; with `is_dry_run` as it would be."""
         # Without Strict, the server silently drops fields that it does not know.
-        params = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict", **_trial(is_trial)}
+        params = {
+            "fieldManager": FIELD_MANAGER,
+            "fieldValidation": "Strict",
+            **_dry_run_params(is_dry_run),
+        }
         answer = await self._send("create", kind, _path(kind, namespace), body=body, params=params)
         return _object(answer)
 
@@ -264,9 +276,9 @@ class Cluster:
         *,
         type: PatchType = "merge",
         part: str = "",
-        is_trial: bool = False,
+        is_dry_run: bool = False,
     ) -> Json:
-        params = {"fieldManager": FIELD_MANAGER, **_trial(is_trial)}
+        params = {"fieldManager": FIELD_MANAGER, **_dry_run_params(is_dry_run)}
         if type == "apply":
             params["force"] = "true"
         path = _path(kind, namespace, name, part)
@@ -447,9 +459,9 @@ def _path(kind: str, namespace: str | None, name: str = "", part: str = "") -> s
     return "/" + "/".join(parts)
 
 
-def _trial(is_trial: bool) -> dict[str, str]:
+def _dry_run_params(is_dry_run: bool) -> dict[str, str]:
     """The server checks everything, rights included, and writes nothing."""
-    return {"dryRun": "All"} if is_trial else {}
+    return {"dryRun": "All"} if is_dry_run else {}
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:
@@ -491,8 +503,8 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return NotFound(details.get("kind") or kind, details.get("name", ""))
     if code == 409:
         return Conflict(text)
-    causes = {cause.get("reason") for cause in details.get("causes") or ()}
-    if code == 410 or "ResourceVersionTooLarge" in causes:
+    causes = details.get("causes") or ()
+    if code == 410 or any(cause.get("reason") == "ResourceVersionTooLarge" for cause in causes):
         return Gone(0, 0)
     if code in (401, 403):
         return _hinted(Denied(f"Kubernetes refused: {text}"), MAY_I)
@@ -500,7 +512,8 @@ def _error(status: Json, code: int, kind: str) -> Exception:
         return ObjectTooLarge(f"Kubernetes refused: {text}")
     if code == 429 or code >= 500:
         return Temporary(f"Kubernetes: {text}", float(details.get("retryAfterSeconds") or 1))
-    return Permanent(f"Kubernetes refused: {text}")
+    fields = [(cause.get("field", ""), cause.get("message", "")) for cause in causes]
+    return Rejected(f"Kubernetes refused: {text}", fields)
 
 
 def _hinted(error: ErrorT, hint: str) -> ErrorT:

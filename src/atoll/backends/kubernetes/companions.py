@@ -38,11 +38,11 @@ from atoll.core.model import decode
 from atoll.core.ports import Key
 from atoll.core.status import (
     BenchResult,
-    BenchSeen,
     DesiredState,
     Followup,
     MeshStatus,
-    Seen,
+    Observation,
+    ObservedBench,
     Training,
     sooner,
 )
@@ -234,30 +234,32 @@ class Beside:
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         await self._meshes.sweep(known)
 
-    def look(
+    def observe_gang(
         self,
         training: Training,
         job: Json | None,
         newest: list[Pod],
         pods: list[Pod],
-        seen: Seen,
+        observation: Observation,
         now: float,
-    ) -> Seen:
+    ) -> Observation:
         """`seen`, completed with etcd, mesh and bench; `newest` is the last pod of each rank."""
         etcd = [pod for pod in pods if pod.part == ETCD]
         bench = [pod for pod in pods if pod.part == BENCH]
         if job is not None and is_held(job) and answering(etcd) is not None:
-            seen = _asking(seen, PatchJob(why="its etcd answers", patch=render_unhold(job)))
-        if seen.desired is None or seen.desired.size == 0:
-            return self._look_at_bench(training, newest, bench, seen, now)
+            observation = _asking(
+                observation, PatchJob(why="its etcd answers", patch=render_unhold(job))
+            )
+        if observation.desired is None or observation.desired.size == 0:
+            return self._look_at_bench(training, newest, bench, observation, now)
         is_ending = training.is_cancelling or bool(training.status.failing)
-        is_etcd_wanted = seen.is_supervised and not is_ending
+        is_etcd_wanted = observation.is_supervised and not is_ending
         if self._options.has_own_etcd(training.spec) and is_etcd_wanted:
-            seen = self._look_at_etcd(training, job, etcd, seen, now)
+            observation = self._look_at_etcd(training, job, etcd, observation, now)
         if self._options.has_gate(training.spec):
-            agents = None if seen.desired is None else members(newest, seen.desired)
-            seen = self._look_at_mesh(training, agents, etcd, seen)
-        return self._look_at_bench(training, newest, bench, seen, now)
+            agents = None if observation.desired is None else members(newest, observation.desired)
+            observation = self._look_at_mesh(training, agents, etcd, observation)
+        return self._look_at_bench(training, newest, bench, observation, now)
 
     async def perform(
         self, training: Training, namespace: str, followup: Followup, now: float
@@ -295,23 +297,28 @@ class Beside:
             await self._clear_bench(training, namespace)
 
     def _look_at_etcd(
-        self, training: Training, job: Json | None, pods: list[Pod], seen: Seen, now: float
-    ) -> Seen:
+        self,
+        training: Training,
+        job: Json | None,
+        pods: list[Pod],
+        observation: Observation,
+        now: float,
+    ) -> Observation:
         """An etcd without pods is applied again: somebody may have deleted it."""
         desired_at, trouble = self._etcds.get(training.uid, (now - ASK_AGAIN_S, ""))
         if not pods:
             is_due = now - desired_at >= ASK_AGAIN_S
             followups = (StartEtcd(job=job),) if is_due else ()
-            seen = _asking(seen, *followups, again_in_s=ASK_AGAIN_S)
+            observation = _asking(observation, *followups, again_in_s=ASK_AGAIN_S)
         if not is_held(job):
-            return seen
+            return observation
         limit_s = self._options.image_timeout_s
-        seen = _asking(seen, again_in_s=min(limit_s, HELD_EVERY_S))
+        observation = _asking(observation, again_in_s=min(limit_s, HELD_EVERY_S))
         for pod in pods:
             is_late = now - pod.created_at > limit_s
             if pod.waiting_reason in HOPELESS or (is_late and pod.waiting_reason in BROKEN):
-                return replace(seen, fault=f"its etcd: {pod.waits_for}")
-        return replace(seen, message=etcd_words(pods, trouble))
+                return replace(observation, fault=f"its etcd: {pod.waits_for}")
+        return replace(observation, message=etcd_words(pods, trouble))
 
     async def _start_etcd(
         self, training: Training, namespace: str, job: Json | None, now: float
@@ -324,23 +331,30 @@ class Beside:
         self._etcds[training.uid] = (now, trouble_of(deployment))
 
     def _look_at_mesh(
-        self, training: Training, agents: Members | None, etcd: list[Pod], seen: Seen
-    ) -> Seen:
+        self, training: Training, agents: Members | None, etcd: list[Pod], observation: Observation
+    ) -> Observation:
         pod = answering(etcd)
         endpoint = self._options.etcd_endpoint or (address(pod) if pod else "")
         status = self._meshes.verdict(training.uid, endpoint)
         if status is None and training.status.mesh is None:
             status = MeshStatus(state=MeshState.PENDING, message="its ranks are being placed")
         if not self._meshes.is_followed(training.uid, endpoint, agents):
-            seen = _asking(seen, FollowMesh(endpoint=endpoint, members=agents), again_in_s=0.0)
-        return replace(seen, mesh=status)
+            observation = _asking(
+                observation, FollowMesh(endpoint=endpoint, members=agents), again_in_s=0.0
+            )
+        return replace(observation, mesh=status)
 
     def _look_at_bench(
-        self, training: Training, newest: list[Pod], pods: list[Pod], seen: Seen, now: float
-    ) -> Seen:
+        self,
+        training: Training,
+        newest: list[Pod],
+        pods: list[Pod],
+        observation: Observation,
+        now: float,
+    ) -> Observation:
         if training.spec.bench.mode == "off":
-            return seen
-        agents = None if seen.desired is None else members(newest, seen.desired)
+            return observation
+        agents = None if observation.desired is None else members(newest, observation.desired)
         desired_at = self._benches.get(training.uid)
         bench = read_bench(
             training,
@@ -351,14 +365,14 @@ class Beside:
             made_at=desired_at,
             are_ranks_placed=agents is not None,
         )
-        seen = replace(seen, bench=bench)
+        observation = replace(observation, bench=bench)
         if desired_at is None and all(pod.is_leaving for pod in pods):
-            return seen
-        if self._is_bench_to_go(training, bench, now) and not seen.fault:
-            return _asking(seen, ClearBench())
-        return _asking(seen, again_in_s=BENCH_EVERY_S)
+            return observation
+        if self._is_bench_to_go(training, bench, now) and not observation.fault:
+            return _asking(observation, ClearBench())
+        return _asking(observation, again_in_s=BENCH_EVERY_S)
 
-    def _is_bench_to_go(self, training: Training, bench: BenchSeen, now: float) -> bool:
+    def _is_bench_to_go(self, training: Training, bench: ObservedBench, now: float) -> bool:
         """Whether the result of the bench is stored, or is about to be in this pass."""
         since = training.status.bench.started_at
         is_late = since is not None and now >= since + LIMIT_S
@@ -377,9 +391,13 @@ class Beside:
         return reference_to("batch/v1", "Job", job["metadata"]) if job else None
 
 
-def _asking(seen: Seen, *followups: Followup, again_in_s: float | None = None) -> Seen:
-    again_in_s = sooner(seen.again_in_s, again_in_s)
-    return replace(seen, followups=(*seen.followups, *followups), again_in_s=again_in_s)
+def _asking(
+    observation: Observation, *followups: Followup, again_in_s: float | None = None
+) -> Observation:
+    again_in_s = sooner(observation.again_in_s, again_in_s)
+    return replace(
+        observation, followups=(*observation.followups, *followups), again_in_s=again_in_s
+    )
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:
@@ -601,7 +619,7 @@ def read_bench(
     *,
     made_at: float | None,
     are_ranks_placed: bool,
-) -> BenchSeen:
+) -> ObservedBench:
     """The state of the bench, from its own `pods` and those of the ranks.
 
     `made_at` is when its Job was created; None if it was not.
@@ -611,39 +629,39 @@ def read_bench(
         if made_at is not None:
             return _missing(now - made_at, options)
         if has_floor(training.spec) or are_ranks_placed:
-            return BenchSeen(state="idle", message="about to be measured")
-        return BenchSeen(state="waiting", message="waits until all ranks have nodes")
+            return ObservedBench(state="idle", message="about to be measured")
+        return ObservedBench(state="waiting", message="waits until all ranks have nodes")
     if pair[-1].index == 1 and pair[-1].status.get("phase") == "Succeeded":
         return _result(pair, {p.node for p in ranks if p.node})
     for pod in pair:
         if pod.status.get("phase") == "Failed" or _is_hopeless(pod, options, now):
-            return BenchSeen(state="failed", message=_bench_words(pod, now))
+            return ObservedBench(state="failed", message=_bench_words(pod, now))
     waiting = [p for p in pair if "running" not in p.state and not p.is_over]
     if waiting or len(pair) < 2:
         words = waiting[0].waits_for if waiting else ""
-        return BenchSeen(state="waiting", message=words or "its pods are being started")
+        return ObservedBench(state="waiting", message=words or "its pods are being started")
     a, b = (p.node for p in pair)
-    return BenchSeen(state="running", message=f"measuring {a} with {b}")
+    return ObservedBench(state="running", message=f"measuring {a} with {b}")
 
 
-def _missing(since_s: float, options: KubernetesOptions) -> BenchSeen:
+def _missing(since_s: float, options: KubernetesOptions) -> ObservedBench:
     """The state of a bench whose Job has no pods: a quota refused them, or they were deleted."""
     limit_s = options.image_timeout_s
     if since_s > limit_s:
-        return BenchSeen(state="failed", message=f"its pods are not there after {limit_s:g} s")
-    return BenchSeen(state="waiting", message="its pods are being created")
+        return ObservedBench(state="failed", message=f"its pods are not there after {limit_s:g} s")
+    return ObservedBench(state="waiting", message="its pods are being created")
 
 
-def _result(pair: list[Pod], workers: set[str]) -> BenchSeen:
+def _result(pair: list[Pod], workers: set[str]) -> ObservedBench:
     nodes = {p.index: p.node or "unknown" for p in pair}
     ended: Json = pair[-1].state.get("terminated") or {}
     try:
         result = decode(str(ended.get("message", "")), BenchResult)
     except ValidationError as error:
-        return BenchSeen(state="failed", message=f"its result cannot be read: {error}")
+        return ObservedBench(state="failed", message=f"its result cannot be read: {error}")
     a, b = nodes.get(0, "unknown"), nodes[1]
     result = replace(result, probe_node_a=a, probe_node_b=b, is_worker_pair={a, b} <= workers)
-    return BenchSeen(state="done", result=result)
+    return ObservedBench(state="done", result=result)
 
 
 def _index(pod: Pod) -> int:

@@ -22,7 +22,7 @@ from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.read import finished
 from atoll.core.errors import Denied
 from atoll.core.ports import Key
-from atoll.core.status import Seen, Training, sooner
+from atoll.core.status import Observation, Training, sooner
 
 Json = dict[str, Any]
 
@@ -160,20 +160,22 @@ class Troubles:
         self._pod_errors[training.uid] = (now, text)
         return Trouble(text, TROUBLE_AFTER_S)
 
-    async def explain(self, training: Training, seen: Seen, newest: list[Pod], now: float) -> Seen:
+    async def explain(
+        self, training: Training, observation: Observation, newest: list[Pod], now: float
+    ) -> Observation:
         """`seen`, with the kubelet's message about containers that cannot be created."""
         making = [pod for pod in newest if pod.is_being_made]
         stuck = [pod for pod in making if now - pod.created_at >= STUCK_AFTER_S]
         if not stuck:
             self._stuck.pop(training.uid, None)
             again_in_s = STUCK_AFTER_S if making else None
-            return replace(seen, again_in_s=sooner(seen.again_in_s, again_in_s))
+            return replace(observation, again_in_s=sooner(observation.again_in_s, again_in_s))
         desired_at, text = self._stuck.get(training.uid, (0.0, ""))
         if now - desired_at >= STUCK_EVERY_S:
             text = await self._ask(stuck[0])
             self._stuck[training.uid] = (now, text)
-        seen = replace(seen, again_in_s=sooner(seen.again_in_s, STUCK_EVERY_S))
-        return _with_words(seen, {p.name for p in stuck}, text)
+        observation = replace(observation, again_in_s=sooner(observation.again_in_s, STUCK_EVERY_S))
+        return _with_words(observation, {p.name for p in stuck}, text)
 
     async def _ask(self, pod: Pod) -> str:
         fields = f"involvedObject.uid={pod.metadata['uid']},type=Warning"
@@ -181,11 +183,11 @@ class Troubles:
         return " ".join(events.items[-1].get("message", "").split()) if events.items else ""
 
 
-def _with_words(seen: Seen, pods: set[str], text: str) -> Seen:
+def _with_words(observation: Observation, pods: set[str], text: str) -> Observation:
     if not text:
-        return seen
+        return observation
     ranks = [
         replace(rank, message=f"{rank.message}: {text}") if rank.pod_name in pods else rank
-        for rank in seen.ranks
+        for rank in observation.ranks
     ]
-    return replace(seen, ranks=ranks)
+    return replace(observation, ranks=ranks)

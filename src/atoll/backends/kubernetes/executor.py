@@ -10,29 +10,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import fields, replace
 
-from atoll.backends.kubernetes.client import Cluster
+from atoll.backends.kubernetes.client import Cluster, Rejected
 from atoll.backends.kubernetes.companions import Beside
 from atoll.backends.kubernetes.deleted_pods import DeletedPods
 from atoll.backends.kubernetes.diagnosis import Hosts, Troubles
 from atoll.backends.kubernetes.followups import GangFollowups, GangObjects, PodKeeper
-from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_places
+from atoll.backends.kubernetes.logs import Archive, LogSource, follow_logs, read_logs, tail_offsets
 from atoll.backends.kubernetes.mirror import Mirror
 from atoll.backends.kubernetes.names import CONTAINER, NAMESPACE, PLANE, TRAINING, UID
 from atoll.backends.kubernetes.options import SUPPORTS, ClusterOptions, KubernetesOptions
 from atoll.backends.kubernetes.patch import render_released, render_resize
 from atoll.backends.kubernetes.pod import Pod, part_of
-from atoll.backends.kubernetes.podfields import flaws_of
 from atoll.backends.kubernetes.read import (
     desired_of,
     finished,
     is_unchanged,
-    look,
+    observe_gang,
     unexplained_failures,
 )
 from atoll.backends.kubernetes.render import (
@@ -46,15 +46,18 @@ from atoll.backends.kubernetes.render import (
 from atoll.backends.launch import store_uri_of
 from atoll.backends.metrics_token import key_at
 from atoll.core.config import options_of
-from atoll.core.errors import Conflict, NotFound, Permanent, Temporary, ValidationError
-from atoll.core.executors import Home
+from atoll.core.errors import Conflict, Denied, NotFound, Permanent, Temporary, ValidationError
+from atoll.core.executors import PlaneContext
 from atoll.core.ports import Executor, Key
 from atoll.core.spec import TrainingSpec
-from atoll.core.status import DesiredState, Followup, LogLine, Seen, Training, sooner
+from atoll.core.status import DesiredState, Followup, LogLine, Observation, Training, sooner
 
 Json = dict[str, Any]
 
-UNTRIED = DesiredState(version=1, size=1)
+DRY_RUN_S = 5.0  # the server answers in milliseconds; a deploy must not hang on one that is away
+DRY_RUN_UID = "dry-run"
+# The API server's name for a field of the Job, and the option that it comes from.
+FIELDS = {"spec.template.spec.": "pod.", "spec.template.": "", "metadata.": ""}
 CATCH_UP_S = 1.0  # how long the mirror may take to show this process's own last write
 FEW = 16  # gangs of more ranks are looked at less often than their pods change
 PAUSE_A_RANK_S = 0.002
@@ -113,7 +116,9 @@ class KubernetesBackend(Executor):
         )
 
     @classmethod
-    def configured(cls, name: str, options: dict[str, Any], home: Home) -> KubernetesBackend:
+    def configured(
+        cls, name: str, options: dict[str, Any], home: PlaneContext
+    ) -> KubernetesBackend:
         """Built from `[executors.NAME]`; the default namespace is the kubeconfig context's."""
         table = options_of(ClusterOptions, options)
         file = table.kubeconfig and str(home.directory / Path(table.kubeconfig).expanduser())
@@ -134,9 +139,9 @@ class KubernetesBackend(Executor):
         return rank_place(training, self.options).figures
 
     @classmethod
-    def preview(cls, options: ClusterOptions, home: Home, training: Training) -> str:
+    def preview(cls, options: ClusterOptions, home: PlaneContext, training: Training) -> str:
         """The objects of the ranks, as `kubectl create -f` takes them. No cluster is asked."""
-        check_spec(training.spec, options)
+        options.check(training.spec)
         desired = DesiredState(version=1, size=training.spec.world_size.target)
         objects = [
             render_world(training, desired, options, None),
@@ -152,7 +157,39 @@ class KubernetesBackend(Executor):
 
     def check(self, spec: TrainingSpec) -> None:
         """Raises ValidationError if this training cannot run here with these options."""
-        check_spec(spec, self.options)
+        self.options.check(spec)
+
+    async def dry_run(self, spec: TrainingSpec, namespace: str = "default") -> None:
+        """Asks the API server with `dryRun=All`, which checks everything and writes nothing.
+
+        A quota that is used up or a missing right refuses nothing here: both can change, and the
+        status of the training says what it waits for.
+        """
+        with contextlib.suppress(Denied, Temporary, TimeoutError):
+            async with asyncio.timeout(DRY_RUN_S):
+                await self.rehearse(Training(namespace=namespace, uid=DRY_RUN_UID, spec=spec))
+
+    async def rehearse(self, training: Training) -> None:
+        """Raises ValidationError, naming the field, if the cluster refuses what `apply` would
+        create. Also raises Denied, Temporary. Creates nothing."""
+        namespace, name = self._place(training)
+        desired = DesiredState(version=1, size=training.spec.world_size.target)
+        try:
+            for kind, item in (
+                ("configmaps", render_world(training, desired, self.options, None)),
+                ("services", render_service(training, self.options, None)),
+            ):
+                await self.cluster.patch(kind, namespace, name, item, type="apply", is_dry_run=True)
+            job = self.render_job(training, desired, None)
+            await self.cluster.create("jobs", namespace, job, is_dry_run=True)
+        except NotFound as error:  # nothing else has to exist
+            expected = "expected a namespace that exists in the cluster"
+            raise ValidationError("namespace", namespace, expected) from error
+        except Rejected as error:
+            raise _refusal(error) from error
+
+    def render_job(self, training: Training, desired: DesiredState, owner: Json | None) -> Json:
+        return render_job(training, desired, self.options, owner)
 
     async def close(self) -> None:
         await self.stop()
@@ -185,7 +222,7 @@ class KubernetesBackend(Executor):
             with self._troubles.watch_refusal(training.uid):
                 await self._create(training, desired)
 
-    async def observe(self, training: Training) -> Seen:
+    async def observe(self, training: Training) -> Observation:
         job, pods = await self._job_and_pods(training)
         now = self._clock()
         beside = [Pod(pod) for pod in pods if part_of(pod) != CONTAINER]
@@ -193,11 +230,11 @@ class KubernetesBackend(Executor):
         silent = self._hosts.follow(training.key, pods)
         failed = unexplained_failures(training, job, pods)
         departed = self._deleted.departed(training, pods, self._place(training)[0], failed)
-        view = look(training, job, pods, self.options, now, trouble.text, silent, departed)
-        again_in_s = sooner(view.seen.again_in_s, trouble.again_in_s)
-        seen = replace(view.seen, again_in_s=again_in_s, at=now)
-        seen = await self._troubles.explain(training, seen, view.newest, now)
-        return self._beside.look(training, job, view.newest, beside, seen, now)
+        view = observe_gang(training, job, pods, self.options, now, trouble.text, silent, departed)
+        again_in_s = sooner(view.observation.again_in_s, trouble.again_in_s)
+        observation = replace(view.observation, again_in_s=again_in_s, at=now)
+        observation = await self._troubles.explain(training, observation, view.newest, now)
+        return self._beside.observe_gang(training, job, view.newest, beside, observation, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         await self._followups.perform(training, followup)
@@ -266,21 +303,21 @@ class KubernetesBackend(Executor):
     ) -> AsyncIterator[LogLine]:
         return read_logs(self._log_source(training), ranks=ranks, tail=tail, follow=follow)
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return await tail_places(self._log_source(training), ranks=ranks, tail=tail)
+        return await tail_offsets(self._log_source(training), ranks=ranks, tail=tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         is_over = follow or (lambda: True)
-        return follow_logs(self._log_source(training), places, ranks=ranks, is_over=is_over)
+        return follow_logs(self._log_source(training), offsets, ranks=ranks, is_over=is_over)
 
     def _log_source(self, training: Training) -> LogSource:
         namespace, _ = self._place(training)
@@ -325,7 +362,7 @@ class KubernetesBackend(Executor):
         namespace, name = self._place(training)
         await self._objects.make(training, desired)
         owner = owner_of(training) if self._is_owner else None
-        body = render_job(training, desired, self.options, owner)
+        body = self.render_job(training, desired, owner)
         try:
             job = await self.cluster.create("jobs", namespace, body)
         except Conflict as error:
@@ -415,10 +452,16 @@ def _version(item: Json) -> int:
     return int(item["metadata"]["resourceVersion"])
 
 
-def check_spec(spec: TrainingSpec, options: KubernetesOptions) -> None:
-    """Raises ValidationError if this training cannot run with these options."""
-    options.check(spec)
-    # What only the two together make wrong, such as a request above the training's limit.
-    job = render_job(Training(namespace="x", uid="x", spec=spec), UNTRIED, options)
-    for flaw in flaws_of(job["spec"]["template"]["spec"]):
-        raise flaw.refuse("pod")
+def _refusal(error: Rejected) -> ValidationError:
+    """The first thing that the API server finds wrong, with the field as options name it."""
+    field, reason = error.causes[0] if error.causes else ("", str(error))
+    for path, option in FIELDS.items():
+        if field.startswith(path):
+            field = option + field.removeprefix(path)
+            break
+    # `Invalid value: "x": must be ...`; a required value that is missing has none.
+    match = re.match(r'\w+ value: ("(?:[^"\\]|\\.)*"|[^:]*): (.*)', reason, re.DOTALL)
+    value, expected = match.groups() if match else (None, reason)
+    if value is not None and value.startswith('"'):
+        value = json.loads(value)
+    return ValidationError(field or "pod", value, f"Kubernetes: {expected}")

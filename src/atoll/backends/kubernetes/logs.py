@@ -20,7 +20,7 @@ from atoll.backends.kubernetes.names import INDEX, LOG_OF, MANAGED, UID
 from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import AtollError, NotFound, Permanent, Temporary
 from atoll.core.lines import split_lines
-from atoll.core.status import LogLine, PlacedLine, RankStatus, Training
+from atoll.core.status import LogLine, OffsetLine, RankStatus, Training
 from atoll.logs.files import amerged
 
 Json = dict[str, Any]
@@ -74,12 +74,12 @@ async def read_logs(
             async for line in amerged(group):
                 yield line
         return
-    places = {} if tail is None else await tail_places(source, ranks=ranks, tail=tail)
-    async for line in follow_logs(source, places, ranks=ranks, is_over=follow):
+    offsets = {} if tail is None else await tail_offsets(source, ranks=ranks, tail=tail)
+    async for line in follow_logs(source, offsets, ranks=ranks, is_over=follow):
         yield line
 
 
-async def tail_places(
+async def tail_offsets(
     source: LogSource, *, ranks: Sequence[int] | None, tail: int
 ) -> dict[int, int]:
     """By rank, the nanosecond after which its last `tail` lines were written."""
@@ -102,8 +102,8 @@ async def tail_places(
         return times[-tail:][0] - 1 if tail else times[-1]
 
     by_rank = _by_rank(await source.pods(), ranks)
-    places = await asyncio.gather(*(place(pods) for pods in by_rank.values()))
-    return {rank: at for rank, at in zip(by_rank, places, strict=True) if at is not None}
+    offsets = await asyncio.gather(*(place(pods) for pods in by_rank.values()))
+    return {rank: at for rank, at in zip(by_rank, offsets, strict=True) if at is not None}
 
 
 async def _whole(
@@ -165,12 +165,12 @@ def _was_taken(training: Training, rank: int, pods: list[Pod]) -> bool:
     last = _statuses(training).get(rank)
     if last is None or last.attempt < 0:
         return False
-    return last.previous is not None or all(pod.attempt != last.attempt for pod in pods)
+    return last.previous_exit is not None or all(pod.attempt != last.attempt for pod in pods)
 
 
 async def follow_logs(
     source: LogSource,
-    places: Mapping[int, int],
+    offsets: Mapping[int, int],
     *,
     ranks: Sequence[int] | None,
     is_over: Callable[[], bool],
@@ -181,7 +181,7 @@ async def follow_logs(
     ended: set[str] = set()
 
     async def read(pod: Pod) -> None:
-        after = places.get(pod.rank, 0)
+        after = offsets.get(pod.rank, 0)
         while True:
             is_whole = pod.name in ended  # a pod that has ended adds nothing while it is read
             try:
@@ -189,7 +189,7 @@ async def follow_logs(
                     pod.metadata["namespace"], pod.name, after=after, follow=True
                 ):
                     after = at
-                    await lines.put(PlacedLine(rank=pod.rank, text=text, time=_seconds(at), at=at))
+                    await lines.put(OffsetLine(rank=pod.rank, text=text, time=_seconds(at), at=at))
             except NotFound:
                 return
             except (Permanent, Temporary):  # its container is not there yet, or the server is away
@@ -263,7 +263,7 @@ class Archive:
         self._cluster = cluster
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._opened: dict[str, asyncio.Event] = {}  # whether the stream of a log is open
-        self._seen: set[str] = set()
+        self._observed: set[str] = set()
         self._gate = asyncio.Semaphore(CAPTURES)
 
     async def begin(self, pods: Sequence[Pod], ranks: int) -> None:
@@ -284,10 +284,10 @@ class Archive:
     def capture(self, pod: Pod, ranks: int) -> None:
         """The log is read until the pod ends, then stored. A second call for a pod does nothing."""
         key = pod.metadata["uid"]
-        if key not in self._seen:
-            if len(self._seen) > SEEN_KEPT:
-                self._seen = set(self._tasks)
-            self._seen.add(key)
+        if key not in self._observed:
+            if len(self._observed) > SEEN_KEPT:
+                self._observed = set(self._tasks)
+            self._observed.add(key)
             limit = max(min(PER_RANK, PER_TRAINING // max(ranks, 1)), 1024)
             opened = self._opened[key] = asyncio.Event()
             self._tasks[key] = asyncio.create_task(self._capture(pod, limit, opened))

@@ -21,7 +21,7 @@ def ranks_of(training: Training) -> dict[str, str]:
 
 
 def tolerations(needs: Resources, options: KubernetesOptions) -> list[Json]:
-    own = options.patched({}).get("tolerations")
+    own = options.own_pod.get("tolerations")
     made: list[Json] = list(own or ())
     if own is None and needs.gpu_count:
         made.append({"key": options.gpu_resource_key, "operator": "Exists", "effect": "NoSchedule"})
@@ -75,7 +75,7 @@ def _node_rules(training: Training, options: KubernetesOptions) -> list[Json]:
 
 
 def affinity(training: Training, options: KubernetesOptions) -> Json | None:
-    made: Json = {**options.patched({}).get("affinity", {})}
+    made: Json = {**options.own_pod.get("affinity", {})}
     rules = _node_rules(training, options)
     by_gpu = _gpu_rules(training.spec.resources, options)
     if rules or by_gpu != [[]]:

@@ -26,7 +26,7 @@ from atoll.backends.kubernetes.names import (
     REPORT_DIR,
 )
 from atoll.core.lines import split_lines
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.status import Exit
 
 Json = dict[str, Any]
@@ -38,31 +38,31 @@ LATE_S = 10.0  # a kubelet that answers has ended a pod long before this
 
 # Why the cluster took a pod away, by the reason of its DisruptionTarget condition.
 DISRUPTIONS = {
-    "PreemptionByScheduler": RankEnd.PREEMPTED,
-    "DeletionByTaintManager": RankEnd.EVICTED,
-    "EvictionByEvictionAPI": RankEnd.EVICTED,
-    "DeletionByPodGC": RankEnd.HOST_LOST,
-    "TerminationByKubelet": RankEnd.EVICTED,
+    "PreemptionByScheduler": ExitReason.PREEMPTED,
+    "DeletionByTaintManager": ExitReason.EVICTED,
+    "EvictionByEvictionAPI": ExitReason.EVICTED,
+    "DeletionByPodGC": ExitReason.HOST_LOST,
+    "TerminationByKubelet": ExitReason.EVICTED,
 }
 EXPECTED_WHEN_STOPPED = frozenset(
     {
-        RankEnd.ERROR,
-        RankEnd.SIGNAL,
-        RankEnd.UNKNOWN,
-        RankEnd.EVICTED,
-        RankEnd.DEADLINE_EXCEEDED,
+        ExitReason.ERROR,
+        ExitReason.SIGNAL,
+        ExitReason.UNKNOWN,
+        ExitReason.EVICTED,
+        ExitReason.DEADLINE_EXCEEDED,
     }
 )
 # Reasons of a pod's status that say more than its container's.
 POD_REASONS = {
-    "Evicted": RankEnd.EVICTED,
-    "NodeLost": RankEnd.HOST_LOST,
-    "NodeShutdown": RankEnd.EVICTED,
-    "Terminated": RankEnd.EVICTED,
-    "Preempting": RankEnd.PREEMPTED,
-    "DeadlineExceeded": RankEnd.DEADLINE_EXCEEDED,
-    "NodeAffinity": RankEnd.REJECTED,
-    "UnexpectedAdmissionError": RankEnd.REJECTED,
+    "Evicted": ExitReason.EVICTED,
+    "NodeLost": ExitReason.HOST_LOST,
+    "NodeShutdown": ExitReason.EVICTED,
+    "Terminated": ExitReason.EVICTED,
+    "Preempting": ExitReason.PREEMPTED,
+    "DeadlineExceeded": ExitReason.DEADLINE_EXCEEDED,
+    "NodeAffinity": ExitReason.REJECTED,
+    "UnexpectedAdmissionError": ExitReason.REJECTED,
 }
 # A container that is not there yet, by the reason it waits for.
 WAITING = {
@@ -344,7 +344,7 @@ class Pod:
         scheduled = self.condition("PodScheduled")
         reason = self.waiting_reason
         if reason == "Unschedulable":
-            return f"no room: {scheduled.get('message', '')}"
+            return f"no capacity: {scheduled.get('message', '')}"
         if reason == "SchedulingGated":
             gates = ", ".join(gate["name"] for gate in self.spec.get("schedulingGates") or ())
             return f"held back by the scheduling gate {gates}"
@@ -366,7 +366,7 @@ class Pod:
         code: int | None = ended.get("exitCode")
         if ended.get("reason") == "ContainerStatusUnknown" or is_lost:
             code = None
-        if reason == RankEnd.COMMAND_NOT_FOUND:
+        if reason == ExitReason.COMMAND_NOT_FOUND:
             code = 127  # there was no process; a shell uses this code
         last = ended if self.has_run else ended or self._gate_end
         exit = Exit(
@@ -379,10 +379,12 @@ class Pod:
         )
         if record is not None:
             exit = recorded_exit(exit, record)
-        elif self._is_recorder and reason in (RankEnd.ERROR, RankEnd.SIGNAL) and not is_stopped:
+        elif (
+            self._is_recorder and reason in (ExitReason.ERROR, ExitReason.SIGNAL) and not is_stopped
+        ):
             exit = replace(exit, is_backends_word=True)
         if is_stopped and exit.reason in EXPECTED_WHEN_STOPPED:
-            return replace(exit, is_stopped=True, reason=RankEnd.STOPPED)
+            return replace(exit, is_stopped=True, reason=ExitReason.STOPPED)
         return replace(exit, is_stopped=is_stopped)
 
     @property
@@ -392,37 +394,37 @@ class Pod:
         ranks = (c for c in containers if c.get("name") in (CONTAINER, REPLICA))
         return any(f" {REPORT_DIR}/" in word for c in ranks for word in c.get("command", ())[2:3])
 
-    def _why(self, ended: Json, is_lost: bool) -> tuple[RankEnd, str]:
+    def _why(self, ended: Json, is_lost: bool) -> tuple[ExitReason, str]:
         disruption = self.condition("DisruptionTarget")
         pod_reason = self.status.get("reason", "")
         if is_lost:
-            return RankEnd.HOST_LOST, f"its node {self.node} does not answer"
+            return ExitReason.HOST_LOST, f"its node {self.node} does not answer"
         if pod_reason.startswith("OutOf"):  # the kubelet found less room than the scheduler
-            return RankEnd.REJECTED, str(self.status.get("message", ""))
+            return ExitReason.REJECTED, str(self.status.get("message", ""))
         if pod_reason in POD_REASONS:
             return POD_REASONS[pod_reason], str(self.status.get("message", ""))
         if disruption.get("reason") in DISRUPTIONS:
             return DISRUPTIONS[disruption["reason"]], str(disruption.get("message", ""))
         if not ended and self._gate_code not in (None, 0):
-            return RankEnd.START_GATE_FAILED, self._gate_trouble()
+            return ExitReason.START_GATE_FAILED, self._gate_trouble()
         if not ended and (init := self._failed_init):
-            return RankEnd.INIT_FAILED, init
+            return ExitReason.INIT_FAILED, init
         native = ended.get("reason", "")
         # With exit code 0, a child of the rank was killed, and the rank went on.
         if native == "OOMKilled" and ended.get("exitCode") != 0:
-            return RankEnd.OOM_KILLED, ""
+            return ExitReason.OOM_KILLED, ""
         if native in ("StartError", "ContainerCannotRun"):
             message = " ".join(str(ended.get("message", "")).split())
             if self._is_recorder and '"sh"' in message:
                 message += f" ({NO_SHELL})"
             is_missing = "not found" in message or "no such file" in message
-            return RankEnd.COMMAND_NOT_FOUND if is_missing else RankEnd.CANNOT_RUN, message
+            return ExitReason.COMMAND_NOT_FOUND if is_missing else ExitReason.CANNOT_RUN, message
         if native == "ContainerStatusUnknown" or not ended:
-            return RankEnd.UNKNOWN, str(ended.get("message") or self.status.get("message", ""))
+            return ExitReason.UNKNOWN, str(ended.get("message") or self.status.get("message", ""))
         code = ended.get("exitCode", 0)
         if code == 0:
-            return RankEnd.COMPLETED, ""
-        return RankEnd.SIGNAL if _signal(code) else RankEnd.ERROR, ""
+            return ExitReason.COMPLETED, ""
+        return ExitReason.SIGNAL if _signal(code) else ExitReason.ERROR, ""
 
     @property
     def _failed_init(self) -> str:

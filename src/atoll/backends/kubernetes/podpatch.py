@@ -6,7 +6,6 @@ things by name, other lists whole; null takes a field away. What atoll itself re
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +17,6 @@ from atoll.backends.kubernetes.names import (
     GATE,
     REPORT_VOLUME,
 )
-from atoll.backends.kubernetes.podfields import flaws_of
 from atoll.core.checks import check_choice, check_env, check_name, check_strings
 from atoll.core.errors import ValidationError
 from atoll.core.model import SpecModel
@@ -126,8 +124,6 @@ def check_patch(patch: object, field: str = "pod") -> None:
         _check_rank(f"{field}.containers[{at}]", container)
     for at, container in enumerate(patch.get("initContainers", ())):
         _check_fields(f"{field}.initContainers[{at}]", container, {})
-    for flaw in flaws_of(merge_pod({}, patch)):
-        raise flaw.refuse(field)
 
 
 def _check_fields(where: str, fields: Json, fixed: dict[str, str]) -> None:
@@ -221,8 +217,6 @@ class ShortNames(SpecModel, frozen=True):
             value = getattr(self, name)
             if value is not None and value is not False:
                 _check_kind(name, value, place(value))
-                for flaw in flaws_of(merge_pod({}, place(value))):
-                    raise flaw._replace(path=_short_path(flaw.path, value)).refuse(name)
         check_patch(self.with_short_names({}))
 
     def with_short_names(self, pod: Json) -> Json:
@@ -237,15 +231,6 @@ def _check_kind(name: str, value: object, patch: Json) -> None:
     for field, part in patch.items():
         if field in KINDS and not isinstance(part, KINDS[field]):
             raise ValidationError(name, value, f"expected {WORDS[KINDS[field]]}")
-
-
-def _short_path(path: str, value: object) -> str:
-    """Where in the short name's own value a flaw of the pod's spec is."""
-    if isinstance(value, str):
-        return ""
-    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-        return path[path.rindex("[") : path.rindex("]") + 1]
-    return re.sub(r"^(containers\[0\]\.)?\w+\.?", "", path)
 
 
 def _of_rank(**fields: Any) -> Json:

@@ -44,14 +44,14 @@ from atoll.backends.kubernetes.patch import (
 from atoll.backends.kubernetes.pod import BROKEN, CLOCK_SKEW_S, HOPELESS, LATE_S, Pod, when
 from atoll.backends.kubernetes.render import gang_name, rendezvous_endpoint
 from atoll.core.model import decode
-from atoll.core.reasons import RankEnd
+from atoll.core.reasons import ExitReason
 from atoll.core.status import (
     DesiredState,
     Exit,
     Followup,
+    Observation,
+    ObservedRank,
     RankStatus,
-    Seen,
-    SeenRank,
     Training,
     sooner,
 )
@@ -59,7 +59,7 @@ from atoll.core.status import (
 Json = dict[str, Any]
 
 NOBODY = Departed()
-DELETED = RankEnd.DELETED.meaning
+DELETED = ExitReason.DELETED.meaning
 RECORD_SKEW_S = 0.1  # between clocks of nodes that are kept by NTP
 
 WAITING_EVERY_S = 30.0
@@ -69,7 +69,7 @@ LOST_EVERY_S, LEAVING_EVERY_S = 1.0, 5.0
 class GangView(NamedTuple):
     """What one look learns about a gang."""
 
-    seen: Seen
+    observation: Observation
     may_go: list[Pod]  # being deleted, with nothing to report that is not in `seen`
     leaving: list[Pod]  # being deleted while they run: their logs are lost with them
     lost: list[Pod]  # on nodes that do not answer, given up by the cluster
@@ -104,7 +104,7 @@ def finished(job: Json) -> str:
     return ""
 
 
-def look(
+def observe_gang(
     training: Training,
     job: Json | None,
     manifests: Iterable[Json],
@@ -160,7 +160,7 @@ def look(
             ranks.append(_rank(pod, exit, is_leaving, gate, silent))
         elif pod in unsettled:
             ranks.append(
-                SeenRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
+                ObservedRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
             )
     held = {*unread, *sought, *departed.sought_ranks}
     held |= {r for r, pods in by_rank.items() if any(not is_stored(p, known.get(r)) for p in pods)}
@@ -168,11 +168,11 @@ def look(
     ranks = [rank for rank in ranks if rank.rank not in lost_unseen] + [*lost_unseen.values()]
     for rank in {*range(desired.size if desired else 0)} - lost_unseen.keys():
         if rank not in by_rank and (rank not in known or known[rank].attempt < 0):
-            ranks.append(SeenRank(rank=rank, state="waiting"))
+            ranks.append(ObservedRank(rank=rank, state="waiting"))
     started_at = min((r.started_at for r in ranks if r.started_at is not None), default=None)
     if started_at is None and lost_unseen and job is not None:
         started_at = when(job.get("status", {}).get("startTime")) or now
-    seen = Seen(
+    observation = Observation(
         ranks=ranks,
         desired=desired,
         is_supervised=desired is not None and not (job and finished(job)),
@@ -185,9 +185,9 @@ def look(
         unsettled=len(unsettled),
         again_in_s=LATE_S if unsettled else None,
     )
-    fault = _fault(training, newest, options, now) or _unstarted(training, job, seen)
+    fault = _fault(training, newest, options, now) or _unstarted(training, job, observation)
     view = GangView(
-        seen=replace(seen, fault=fault),
+        observation=replace(observation, fault=fault),
         may_go=may_go,
         leaving=leaving,
         lost=lost,
@@ -196,15 +196,17 @@ def look(
         gate=gate,
         newest=newest,
     )
-    view = view._replace(seen=_giving_way(view.seen, job, options, now))
+    view = view._replace(observation=_giving_way(view.observation, job, options, now))
     followups = (*_followups_of_pods(view), *_followups_of_job(training, job, view, options, now))
-    again_in_s = sooner(view.seen.again_in_s, _again_in_s(view, options))
-    return view._replace(seen=replace(view.seen, followups=followups, again_in_s=again_in_s))
+    again_in_s = sooner(view.observation.again_in_s, _again_in_s(view, options))
+    return view._replace(
+        observation=replace(view.observation, followups=followups, again_in_s=again_in_s)
+    )
 
 
 def _followups_of_pods(view: GangView) -> Iterator[Followup]:
     if view.leaving:
-        yield KeepLogs(pods=tuple(view.leaving), ranks=len(view.seen.ranks))
+        yield KeepLogs(pods=tuple(view.leaving), ranks=len(view.observation.ranks))
     if view.lost:
         yield GiveUp(pods=tuple(view.lost))
     if view.may_go:
@@ -215,7 +217,7 @@ def _followups_of_job(
     training: Training, job: Json | None, view: GangView, options: KubernetesOptions, now: float
 ) -> Iterator[Followup]:
     """The chores for a Job that exists and must go on."""
-    desired = view.seen.desired
+    desired = view.observation.desired
     if job is None or desired is None:
         return
     if view.half and yielded_at(job) is None:
@@ -229,7 +231,7 @@ def _followups_of_job(
         yield OpenGate(pods=tuple(view.gate.held), together=view.gate.together)
     if finished(job):
         return
-    if patch := _deadline(training, job, view.seen.gate_opened_at, options):
+    if patch := _deadline(training, job, view.observation.gate_opened_at, options):
         yield PatchJob(why="its deadline counts from when ranks were let go", patch=patch)
     name = gang_name(training)
     # The source, if there is one, is loaded only while the controller applies a wish.
@@ -246,7 +248,7 @@ def _again_in_s(view: GangView, options: KubernetesOptions) -> float | None:
     times = [view.gate.due_in_s]
     if view.has_more:
         times.append(0.0)
-    if any(rank.state == "waiting" for rank in view.seen.ranks):
+    if any(rank.state == "waiting" for rank in view.observation.ranks):
         limits = (options.image_timeout_s, options.gang_timeout_s or WAITING_EVERY_S)
         times.append(min(*limits, WAITING_EVERY_S))
     if view.lost or view.leaving:
@@ -260,12 +262,14 @@ def _waits_for_room(job: Json | None, options: KubernetesOptions, now: float) ->
     return None if since is None else max(since + options.gang_backoff_s - now, 0.0)
 
 
-def _giving_way(seen: Seen, job: Json | None, options: KubernetesOptions, now: float) -> Seen:
+def _giving_way(
+    observation: Observation, job: Json | None, options: KubernetesOptions, now: float
+) -> Observation:
     left_s = _waits_for_room(job, options, now)
     if not left_s:
-        return seen
+        return observation
     words = f"too few nodes for min ranks at once; gave way, next try in {left_s:.0f} s"
-    return replace(seen, room=0, message=words, again_in_s=left_s)
+    return replace(observation, capacity=0, message=words, again_in_s=left_s)
 
 
 def _deadline(
@@ -280,9 +284,11 @@ def _deadline(
     return render_deadline(job, math.ceil(waited_s + deadline_s) + options.deadline_margin_s)
 
 
-def _unstarted(training: Training, job: Json | None, seen: Seen) -> str:
+def _unstarted(training: Training, job: Json | None, observation: Observation) -> str:
     """The fault of a Job whose deadline passed before a rank was let go; empty if there is none."""
-    was_let_go = seen.gate_opened_at is not None or training.status.gate_opened_at is not None
+    was_let_go = (
+        observation.gate_opened_at is not None or training.status.gate_opened_at is not None
+    )
     if job is None or was_let_go or finished(job) != "DeadlineExceeded":
         return ""
     return f"no rank could start within {job['spec'].get('activeDeadlineSeconds')} s"
@@ -311,7 +317,7 @@ def _rank(
     is_leaving: bool,
     gate: StartGate,
     silent: Collection[str],
-) -> SeenRank:
+) -> ObservedRank:
     """`exit` is None while it is not over."""
     is_over = exit is not None
     is_running = "running" in pod.state and not is_over
@@ -324,7 +330,7 @@ def _rank(
         message = gate.message
     else:
         message = pod.waits_for or ("its container is being created" if pod.node else "")
-    return SeenRank(
+    return ObservedRank(
         rank=pod.rank,
         state="exited" if is_over else "running" if is_running else "waiting",
         attempt=pod.attempt,
@@ -342,7 +348,11 @@ def _rank(
 def _exit(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: float) -> Exit:
     is_stopped = _is_stopped(pod, job, shrinks, now)
     exit = pod.exit(is_stopped=is_stopped, now=now)
-    is_told = is_stopped or exit.reason not in (RankEnd.ERROR, RankEnd.SIGNAL, RankEnd.UNKNOWN)
+    is_told = is_stopped or exit.reason not in (
+        ExitReason.ERROR,
+        ExitReason.SIGNAL,
+        ExitReason.UNKNOWN,
+    )
     is_ours = any(pod.rank >= n and pod.created_at <= at + CLOCK_SKEW_S for n, at in shrinks)
     # A Job whose deadline has passed deletes its pods.
     if is_told or is_ours or not pod.is_leaving or (job is not None and finished(job)):
@@ -351,7 +361,7 @@ def _exit(pod: Pod, job: Json | None, shrinks: list[tuple[int, float]], now: flo
     if (pod.left_at or now) > exit.at + CLOCK_SKEW_S:
         return exit
     message = f"{DELETED}; {exit.message}" if exit.message else DELETED
-    return replace(exit, reason=RankEnd.DELETED, message=message)
+    return replace(exit, reason=ExitReason.DELETED, message=message)
 
 
 def _unread(
@@ -361,15 +371,15 @@ def _unread(
     now: float,
     *,
     is_last: bool,
-) -> SeenRank:
+) -> ObservedRank:
     """A rank whose pod is gone without a trace. Only the Job may know that it exited with 0."""
-    exit = Exit(code=None, at=now, reason=RankEnd.DELETED, message=f"{DELETED} unseen")
+    exit = Exit(code=None, at=now, reason=ExitReason.DELETED, message=f"{DELETED} unseen")
     since = rank.started_at or 0.0
     if is_last and rank.rank in indexes((job or {}).get("status", {}).get("completedIndexes", "")):
-        exit = Exit(code=0, at=now, reason=RankEnd.COMPLETED)
+        exit = Exit(code=0, at=now, reason=ExitReason.COMPLETED)
     elif any(rank.rank >= size and at >= since - CLOCK_SKEW_S for size, at in shrinks):
-        exit = replace(exit, reason=RankEnd.STOPPED, is_stopped=True, message="")
-    return SeenRank(
+        exit = replace(exit, reason=ExitReason.STOPPED, is_stopped=True, message="")
+    return ObservedRank(
         rank=rank.rank,
         state="exited",
         attempt=rank.attempt,
@@ -381,9 +391,9 @@ def _unread(
     )
 
 
-def _sought(rank: RankStatus) -> SeenRank:
+def _sought(rank: RankStatus) -> ObservedRank:
     """A rank whose pod is gone, while it is being read how it ended: as it last was."""
-    return SeenRank(
+    return ObservedRank(
         rank=rank.rank,
         state="running",
         attempt=rank.attempt,
@@ -570,7 +580,7 @@ def vanished_ranks(
     there: Collection[int],
     known: Mapping[int, RankStatus],
     now: float,
-) -> Iterator[SeenRank]:
+) -> Iterator[ObservedRank]:
     """Ranks that the Job counts as completed or failed and whose pods are gone.
 
     `there` are the ranks that have pods to be told of; those are read instead.
@@ -580,11 +590,11 @@ def vanished_ranks(
     for rank in sorted((ended.completed | ended.failed) - set(there)):
         before = known.get(rank) or RankStatus(rank=rank)
         is_failed = rank in ended.failed
-        exit = Exit(code=0, at=at, reason=RankEnd.COMPLETED)
+        exit = Exit(code=0, at=at, reason=ExitReason.COMPLETED)
         if is_failed:
             words = f"{DELETED} before its exit was read"
-            exit = Exit(code=None, at=at, reason=RankEnd.DELETED, message=words)
-        yield SeenRank(
+            exit = Exit(code=None, at=at, reason=ExitReason.DELETED, message=words)
+        yield ObservedRank(
             rank=rank,
             state="exited",
             attempt=before.attempt + 1,

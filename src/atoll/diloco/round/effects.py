@@ -1,4 +1,6 @@
-"""What the machine of a round asks its driver to do, and the answer to each.
+"""What the machine of a round and its driver say to each other.
+
+First the machine's settings, offers, results and errors, then its effects with their answers.
 
 The machine yields an effect and is sent its answer. Where the store fails, the driver throws a
 StoreError in; whether a failed write happened is then unknown, and it may still happen later.
@@ -7,10 +9,11 @@ Nothing here waits, and nothing knows a client, a thread or numpy.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from atoll.core.errors import AtollError
 from atoll.diloco.data.ranges import Ranges
 from atoll.diloco.round.objects import Checkpoint, Manifest, Outcome, UploadHeader
 
@@ -21,7 +24,81 @@ class StoreError(Exception):
     """A request to the store failed for good: the driver has retried what may be retried."""
 
 
-FOREIGN = Outcome("foreign")  # the mean is not one that this replica can go on with
+class StoreIgnoresConditions(AtollError):
+    """The store overwrites an object that was to be created only if it was not there."""
+
+
+class BelowMinimum(AtollError):
+    """Too few replicas came to a round until its timeout. `run(None)` waits on."""
+
+    def __init__(self, round: int, there: int, needs: int, missing: Iterable[int]) -> None:
+        ranks = ", ".join(map(str, missing))
+        super().__init__(f"round {round} has {there} of {needs} replicas; missing: {ranks}")
+        self.there, self.needs = there, needs
+
+
+class Stuck(AtollError):
+    """An object that the run needs did not come, or is damaged, until the timeout."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key} {reason}")
+        self.key = key
+
+
+# -- Calls of the machine -------------------------------------------------------------------------
+
+MEMBER, LATE, DROPPED, LEFT = "member", "late", "dropped", "left"
+
+
+@dataclass(frozen=True)
+class RoundConfig:
+    """`cells` of each fragment. `together`: the ranks that were started with this one.
+
+    `quorum`: so many members a round needs. `has_direct`: rounds of one or two members read each
+    other's uploads and store no mean.
+    """
+
+    rank: int
+    world: int
+    nonce: str
+    layout: str
+    shards: int
+    cells: tuple[int, ...]
+    launch: str = "none"
+    processes: int = 1
+    quorum: int = 1
+    together: tuple[int, ...] = ()
+    timeout_s: float = 600.0
+    has_direct: bool = True
+    keep: int = 2  # rounds whose uploads stay, for those who are a little late
+    checkpoint_every: int = 5  # so that the means of at most ten rounds stay
+    history_block: int = 1000
+
+
+class Offer(NamedTuple):
+    """What a replica brings to a round: the row is in local memory, this is what it says of it."""
+
+    weight: float
+    steps: int
+    tokens: int = 0
+    claim: Ranges = ()
+    want: int = 0
+    end: int | None = None
+    sums: dict[str, str] = {}
+    is_finite: bool = True
+
+
+class RoundResult(NamedTuple):
+    """How a call ended. `rounds` are done, `chain` names their state, `hold` may be trained on.
+
+    member: the offer is in the parameters. late: it goes with the next upload. dropped: it is gone,
+    training goes on from the global values. left: the replica was told to go, and may.
+    """
+
+    fate: str
+    rounds: int
+    chain: str
+    hold: Ranges
 
 
 # -- Effects on small objects: with several processes, the leader performs them alone -------------
@@ -59,6 +136,13 @@ class Get:
     """Read a small object. Answer: bytes, or None if it is not there."""
 
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class GetAll:
+    """Read small objects, several at a time. Answer: {key: bytes or None}."""
+
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +185,8 @@ class Log:
 
 
 # -- Effects on values: with several processes, each performs its share ---------------------------
+
+FOREIGN = Outcome("foreign")  # the mean is not one that this replica can go on with
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +256,7 @@ Effect = (
     | Create
     | Delete
     | Get
+    | GetAll
     | Headers
     | List
     | Sleep
@@ -203,8 +290,9 @@ class LocalMemory(Protocol):
     def settle(self, manifest: Manifest, outcomes: Mapping[str, Outcome]) -> None:
         """This replica is a member: subtract from the row what the upload carried.
 
-        Not where a mean excluded this rank. Add the rounding of means that this start of the
-        replica made (`made_by`), times total weight / own weight. The claim leaves `fresh`.
+        Only the cells of the means in `outcomes`, only if its weight is not 0, and not where a mean
+        excluded this rank. Add the rounding of means that this start of the replica made
+        (`made_by`), times total weight / own weight. The claim leaves `fresh` in any case.
         """
 
     def drop(self) -> None:

@@ -306,12 +306,14 @@ class Receipt(msgspec.Struct, frozen=True):
 class Checkpoint(msgspec.Struct, frozen=True):
     """The state after `round` rounds; its values are in the pieces of `nonce`.
 
-    `last`: the manifest of the round before. `ledger`: packed, where replicas share their data.
+    The pieces are cut by `shards` and `processes` of whoever saved it. `last`: the manifest of the
+    round before. `ledger`: packed, where replicas share their data.
     """
 
     round: Round
     chain: Digest
     layout: Digest
+    shards: Count
     nonce: Nonce
     processes: Processes
     last: Manifest | None = None

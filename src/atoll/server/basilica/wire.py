@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from atoll.core.describe import phase_in_words
+from atoll.core.describe import describe_phase
 from atoll.core.phase import Phase
 from atoll.core.status import BenchStatus, Event, RankStatus, Status, Training, WorldStatus
 
@@ -58,7 +58,7 @@ def deployment(training: Training) -> Json:
 def _message(status: Status) -> str:
     """The status message; for a failure with its reason, which has no field of its own here."""
     if status.phase is Phase.FAILED and status.reason:
-        return f"{status.reason}: {phase_in_words(status)}"
+        return f"{status.reason}: {describe_phase(status)}"
     return status.message
 
 

@@ -6,20 +6,26 @@ import asyncio
 import contextlib
 import math
 
-from atoll.agent.metrics import MOST_BATCH
+from atoll.agent.metrics import MAX_BATCH
 from atoll.backends.metrics_token import read_token
 from atoll.core.errors import Denied, NotFound, ValidationError
-from atoll.core.metrics import Figure, NewestFigure, NewestFigures, SeriesColumns, SeriesList
+from atoll.core.metrics import (
+    LatestMetric,
+    LatestMetricList,
+    MetricSeries,
+    MetricSeriesList,
+    MetricValue,
+)
 from atoll.core.model import Model
 from atoll.core.spec import RankNumber
 from atoll.metrics.bins import band_of
-from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, LARGEST, LEAST, MEAN, STEP, Series
+from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, MAX, MEAN, MIN, STEP, Series
 from atoll.metrics.store import OneSeries, SeriesKeeper
 from atoll.server.http.auth import token_of
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
 SPARK = 24  # points
-MOST_NAMES = 12
+MAX_NAMES = 12
 
 
 class MetricsQuery(Query, frozen=True):
@@ -35,13 +41,13 @@ async def metrics(call: ApiCall) -> Answer:
         raise NotFound("training", call.name)
     keeper = call.plane.series
     if keeper is None:
-        return json_answer(SeriesList(items=[], is_kept=False))
+        return json_answer(MetricSeriesList(items=[], is_kept=False))
     if keeper.catch_up is not None:
         await keeper.catch_up(training)
     chosen = await asyncio.to_thread(keeper.series, training.uid, query.name, query.rank)
 
-    def made() -> SeriesList:
-        return SeriesList(
+    def made() -> MetricSeriesList:
+        return MetricSeriesList(
             items=[columns_of(one) for one in chosen],
             skipped=keeper.skipped(training.uid),
             missed=keeper.missed(training.uid),
@@ -59,12 +65,12 @@ class NewestQuery(Query, frozen=True):
 async def newest_metrics(call: ApiCall) -> Answer:
     """What trainings reported last, for lists of them."""
     query: NewestQuery = call.query
-    if not 1 <= len(query.name) <= MOST_NAMES:
-        expected = f"expected 1 to {MOST_NAMES} names of series"
+    if not 1 <= len(query.name) <= MAX_NAMES:
+        expected = f"expected 1 to {MAX_NAMES} names of series"
         raise ValidationError("name", query.name, expected)
     keeper = call.plane.series
     if keeper is None:
-        return json_answer(NewestFigures(items=[], is_kept=False))
+        return json_answer(LatestMetricList(items=[], is_kept=False))
     wanted = set(query.training)
     uids = [
         (name, uid)
@@ -72,12 +78,12 @@ async def newest_metrics(call: ApiCall) -> Answer:
         if namespace == call.namespace and (not wanted or name in wanted)
     ]
     items = await asyncio.to_thread(_newest, keeper, uids, query)
-    return json_answer(NewestFigures(items=items))
+    return json_answer(LatestMetricList(items=items))
 
 
 def _newest(
     keeper: SeriesKeeper, uids: list[tuple[str, str]], query: NewestQuery
-) -> list[NewestFigure]:
+) -> list[LatestMetric]:
     items = []
     for training, uid in uids:
         lasts = keeper.lasts(uid, query.name) if query.ranks else {}
@@ -92,7 +98,7 @@ def _newest(
                 if each == name:
                     of_ranks[str(rank)] = of_ranks.get(str(rank), 0.0) + value
             items.append(
-                NewestFigure(
+                LatestMetric(
                     training=training,
                     uid=uid,
                     name=name,
@@ -112,24 +118,24 @@ def spark_of(series: Series) -> list[float]:
     return band_of([series], times[0], times[-1], SPARK).mean if len(times) else []
 
 
-def columns_of(one: OneSeries) -> SeriesColumns:
+def columns_of(one: OneSeries) -> MetricSeries:
     columns = one.series.columns
-    return SeriesColumns(
+    return MetricSeries(
         name=one.name,
         rank=one.rank,
         process=one.process,
         attempt=[int(part) for part in columns[ATTEMPT]],
         step=[None if math.isnan(part) else int(part) for part in columns[STEP]],
         at=list(columns[AT]),
-        min=[_figure(part) for part in columns[LEAST]],
+        min=[_figure(part) for part in columns[MIN]],
         mean=[_figure(part) for part in columns[MEAN]],
-        max=[_figure(part) for part in columns[LARGEST]],
+        max=[_figure(part) for part in columns[MAX]],
         count=[int(part) for part in columns[COUNT]],
         bad=[int(part) for part in columns[BAD]],
     )
 
 
-def _figure(value: float) -> Figure:
+def _figure(value: float) -> MetricValue:
     return value if math.isfinite(value) else str(value)
 
 
@@ -169,7 +175,7 @@ async def report_metrics(call: ApiCall) -> Answer:
     async with contextlib.AsyncExitStack() as body_turn:
         # Under a name of its own, so that metrics never delay the large bodies of users.
         body = await plane.bodies.read(
-            call.request, f"metrics of {owner.namespace}", MOST_BATCH, body_turn
+            call.request, f"metrics of {owner.namespace}", MAX_BATCH, body_turn
         )
         lines = [line for line in body.splitlines() if line]
         batches = await asyncio.to_thread(plane.series.take, training.uid, lines)

@@ -11,9 +11,9 @@ from atoll.core.attempts import AttemptList, attempts_of
 from atoll.core.errors import NotFound
 from atoll.core.model import Model
 from atoll.core.spec import RankNumber
-from atoll.core.stats import measured
+from atoll.core.stats import training_stats
 from atoll.core.status import Event, Training
-from atoll.server.handlers.executors import probed
+from atoll.server.handlers.admission import probed
 from atoll.server.http.operations import (
     Answer,
     ApiCall,
@@ -69,4 +69,4 @@ async def events(call: ApiCall) -> Answer:
 
 async def stats(call: ApiCall) -> Answer:
     training = await training_of(call)
-    return json_answer(measured(training, call.plane.clock()))
+    return json_answer(training_stats(training, call.plane.clock()))

@@ -7,10 +7,10 @@ from typing import Any
 
 from atoll.backends.kubernetes.names import DESIRED, FAILURES, FINALIZER, INDEX
 from atoll.backends.kubernetes.options import KubernetesOptions as Options
-from atoll.backends.kubernetes.read import GangView, look
+from atoll.backends.kubernetes.read import GangView, observe_gang
 from atoll.core.model import encode
 from atoll.core.spec import Resources, Source, TrainingSpec, WorldSize
-from atoll.core.status import DesiredState, RankStatus, SeenRank, Status, Training
+from atoll.core.status import DesiredState, ObservedRank, RankStatus, Status, Training
 
 Json = dict[str, Any]
 NOW = 1_800_000_000.0
@@ -136,11 +136,11 @@ def known(rank: int, *, attempt: int, **rest: Any) -> RankStatus:
     return RankStatus(rank=rank, attempt=attempt, **rest)
 
 
-def seen(*pods: Json, gang: Json | None = None, **options: Any) -> GangView:
-    return look(training(), gang or job(), pods, Options(**options), NOW)
+def observation(*pods: Json, gang: Json | None = None, **options: Any) -> GangView:
+    return observe_gang(training(), gang or job(), pods, Options(**options), NOW)
 
 
-def only(found: GangView) -> SeenRank:
+def only(found: GangView) -> ObservedRank:
     """The one rank that has a pod."""
-    (rank,) = [r for r in found.seen.ranks if r.pod_name]
+    (rank,) = [r for r in found.observation.ranks if r.pod_name]
     return rank

@@ -29,11 +29,11 @@ from atoll.backends.kubernetes.names import HELD, PART
 from atoll.backends.kubernetes.patch import is_held, render_unhold
 from atoll.backends.kubernetes.pod import Pod
 from atoll.backends.kubernetes.read import is_unchanged
-from atoll.backends.kubernetes.read import look as look_at_ranks
+from atoll.backends.kubernetes.read import observe_gang as look_at_ranks
 from atoll.backends.kubernetes.render import gang_name, render_job, render_service
 from atoll.core.model import encode
 from atoll.core.spec import BenchSpec, RendezvousSpec
-from atoll.core.status import BenchResult, BenchStatus, DesiredState, Seen, Status
+from atoll.core.status import BenchResult, BenchStatus, DesiredState, Observation, Status
 from atoll.mesh.reach import FABRIC_DIR
 from tests.unit.backends.kubernetes.kube import (
     MADE,
@@ -44,10 +44,10 @@ from tests.unit.backends.kubernetes.kube import (
     Resources,
     ended,
     job,
+    observation,
     only,
     pod,
     running,
-    seen,
     stamp,
     training,
 )
@@ -182,8 +182,10 @@ def etcd(is_ready: bool, ip: str = "10.0.0.9", **more: Any) -> Json:
 def test_pods_beside_the_ranks_are_no_ranks() -> None:
     extra = [beside("bench", 0, running()), beside("bench", 1, ended(1)), etcd(True)]
     ranks = [pod(rank, running()) for rank in range(3)]
-    found = seen(*ranks, *extra)
-    assert [(r.rank, r.state) for r in found.seen.ranks] == [(r, "running") for r in range(3)]
+    found = observation(*ranks, *extra)
+    assert [(r.rank, r.state) for r in found.observation.ranks] == [
+        (r, "running") for r in range(3)
+    ]
     assert is_unchanged(job(), [*ranks, *extra])
     selector = render_service(training(), Options(), None)["spec"]["selector"]
     assert selector[PART] == "rank"
@@ -197,7 +199,7 @@ def test_an_etcd_answers_once_its_pod_is_ready() -> None:
     assert address(found) == "10.0.0.9:2379"
     assert address(Pod(etcd(True, ip="fd00::9"))) == "[fd00::9]:2379"
     assert etcd_words([Pod(beside("etcd", conditions=NO_ROOM, node=None))]).startswith(
-        "waits for its etcd: no room: 0/2 nodes"
+        "waits for its etcd: no capacity: 0/2 nodes"
     )
 
 
@@ -239,9 +241,9 @@ def test_while_places_are_being_decided_there_is_no_mesh_to_check(pods: list[Jso
 
 def test_a_sidecar_that_is_not_ready_is_not_a_silent_node() -> None:
     unready = {"Ready": {"status": "False", "reason": "ContainersNotReady"}}
-    assert only(seen(pod(0, running(), conditions=unready))).message == ""
+    assert only(observation(pod(0, running(), conditions=unready))).message == ""
     silent = {"Ready": {"status": "False"}}
-    assert "does not answer" in only(seen(pod(0, running(), conditions=silent))).message
+    assert "does not answer" in only(observation(pod(0, running(), conditions=silent))).message
 
 
 def test_a_sidecar_whose_image_is_missing_is_what_its_rank_waits_for() -> None:
@@ -253,10 +255,10 @@ def test_a_sidecar_whose_image_is_missing_is_what_its_rank_waits_for() -> None:
         {"name": "atoll-fabric", "state": pull},
         {"name": "start-gate", "state": later},
     ]
-    assert only(seen(made)).message == "the image atoll:9 cannot be pulled: not found"
+    assert only(observation(made)).message == "the image atoll:9 cannot be pulled: not found"
 
 
-def look(*pods: Json, ranks: tuple[str, ...] = ("a", "b"), **more: Any) -> Any:
+def observe_gang(*pods: Json, ranks: tuple[str, ...] = ("a", "b"), **more: Any) -> Any:
     given = {"made_at": NOW - 1, "are_ranks_placed": True} | more
     mine = [Pod(pod(i, running(), node=node)) for i, node in enumerate(ranks)]
     subject = given.pop("subject", BENCHED)
@@ -271,22 +273,22 @@ RESULT = BenchResult(measured_at=NOW, probe_node_a="b", probe_node_b="peer", bus
 
 
 def test_the_link_is_measured_once_ranks_have_their_nodes() -> None:
-    assert look(made_at=None, are_ranks_placed=False).state == "waiting"
-    assert look(made_at=None).state == "idle"
-    assert look().state == "waiting"
-    assert look(made_at=NOW - 301).state == "failed"
+    assert observe_gang(made_at=None, are_ranks_placed=False).state == "waiting"
+    assert observe_gang(made_at=None).state == "idle"
+    assert observe_gang().state == "waiting"
+    assert observe_gang(made_at=NOW - 301).state == "failed"
     floor = training(bench=BenchSpec(mode="on-start", require_gbps=1.0))
-    assert look(subject=floor, made_at=None, are_ranks_placed=False).state == "idle"
+    assert observe_gang(subject=floor, made_at=None, are_ranks_placed=False).state == "idle"
 
 
 def test_the_bench_runs_when_both_of_its_pods_do() -> None:
     one = beside("bench", 0, running(), node="a")
-    assert look(one).state == "waiting"
+    assert observe_gang(one).state == "waiting"
     lost = beside("bench", 1, node=None, conditions=NO_ROOM)
-    found = look(one, lost)
+    found = observe_gang(one, lost)
     assert found.state == "waiting"
-    assert found.message.startswith("no room: 0/2 nodes are available")
-    found = look(one, beside("bench", 1, running(), node="b"))
+    assert found.message.startswith("no capacity: 0/2 nodes are available")
+    found = observe_gang(one, beside("bench", 1, running(), node="b"))
     assert (found.state, found.message) == ("running", "measuring a with b")
 
 
@@ -298,7 +300,7 @@ def test_the_result_names_the_nodes_it_was_measured_on(
 ) -> None:
     a = beside("bench", 0, ended(0, "Completed"), phase="Succeeded", node=nodes[0])
     b = beside("bench", 1, told(RESULT), phase="Succeeded", node=nodes[1])
-    found = look(a, b).result
+    found = observe_gang(a, b).result
     assert (found.probe_node_a, found.probe_node_b) == nodes
     assert found.is_worker_pair is is_own
     assert found.busbw_gbps_p50 == 9.0
@@ -307,24 +309,24 @@ def test_the_result_names_the_nodes_it_was_measured_on(
 def test_before_there_are_ranks_no_node_is_theirs() -> None:
     a = beside("bench", 0, ended(0, "Completed"), phase="Succeeded", node="a")
     b = beside("bench", 1, told(RESULT), phase="Succeeded", node="b")
-    assert look(a, b, ranks=()).result.is_worker_pair is False
+    assert observe_gang(a, b, ranks=()).result.is_worker_pair is False
 
 
 def test_a_bench_that_fails_says_why() -> None:
     a = beside("bench", 0, running(), node="a")
     b = beside("bench", 1, ended(1, "Error", "netbench: no route"), phase="Failed", node="b")
-    found = look(a, b)
+    found = observe_gang(a, b)
     assert found.state == "failed"
     assert found.message == "the pod on b ended with Error: netbench: no route"
     rubbish = beside("bench", 1, ended(0, "Completed", "<html>"), phase="Succeeded", node="b")
-    assert look(a, rubbish).state == "failed"
+    assert observe_gang(a, rubbish).state == "failed"
     never = beside("bench", 1, {"waiting": {"reason": "InvalidImageName"}}, phase="Pending")
-    assert look(a, never).state == "failed"
+    assert observe_gang(a, never).state == "failed"
 
 
 def test_pods_of_a_bench_that_are_leaving_are_not_looked_at() -> None:
     gone = beside("bench", 0, running(), left_at=NOW)
-    assert look(gone, made_at=None).state == "idle"
+    assert observe_gang(gone, made_at=None).state == "idle"
 
 
 def test_two_nodes_are_preferred_to_one_however_many_ranks_are_on_it() -> None:
@@ -355,7 +357,7 @@ def test_what_is_stored_of_a_bench_lets_its_pods_go() -> None:
         assert is_bench_over(done)
 
 
-def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Seen:
+def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Observation:
     """One look beside the ranks; any request would fail."""
     gang = more.pop("gang", job())
     subject = training(**more)
@@ -364,10 +366,10 @@ def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Seen:
     ranks = [p for p in pods if p["metadata"].get("labels", {}).get(PART, "rank") == "rank"]
     others = [Pod(p) for p in pods if p not in ranks]
     found = look_at_ranks(subject, gang, ranks, options, NOW)
-    return parts.look(subject, gang, found.newest, others, found.seen, NOW)
+    return parts.observe_gang(subject, gang, found.newest, others, found.observation, NOW)
 
 
-def kinds(found: Seen) -> list[str]:
+def kinds(found: Observation) -> list[str]:
     return [type(followup).__name__ for followup in found.followups]
 
 

@@ -32,16 +32,19 @@ from tests.unit.backends.kubernetes.kube import (
     Json,
     ended,
     job,
+    observation,
     pod,
     running,
-    seen,
     training,
 )
 
 
 def asked(*pods: Json, gang: Json | None = None, **options: Any) -> list[str]:
     """The names of the chores, with the ranks or the reason in them."""
-    return [_words(followup) for followup in seen(*pods, gang=gang, **options).seen.followups]
+    return [
+        _words(followup)
+        for followup in observation(*pods, gang=gang, **options).observation.followups
+    ]
 
 
 def _words(followup: Followup) -> str:
@@ -129,7 +132,7 @@ LATER: list[tuple[list[Json], Json | None, float | None]] = [
 def test_it_says_when_to_look_again(
     pods: list[Json], gang: Json | None, again_in_s: float | None
 ) -> None:
-    assert seen(*pods, gang=gang).seen.again_in_s == again_in_s
+    assert observation(*pods, gang=gang).observation.again_in_s == again_in_s
 
 
 class Deeds:
@@ -152,7 +155,7 @@ def test_every_chore_has_somebody_who_does_it() -> None:
     deeds: Any = Deeds()
     followups = GangFollowups(deeds, deeds, deeds, deeds.patch_job, lambda: NOW)
     mine = (Pod(GONE),)
-    desired = seen().seen.desired
+    desired = observation().observation.desired
     assert desired is not None
     all_of_them: list[Followup] = [
         KeepLogs(pods=mine, ranks=1),

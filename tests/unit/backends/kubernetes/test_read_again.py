@@ -17,11 +17,11 @@ from tests.unit.backends.kubernetes.kube import (
     Source,
     ended,
     job,
-    look,
+    observation,
+    observe_gang,
     only,
     pod,
     running,
-    seen,
     training,
 )
 
@@ -31,7 +31,7 @@ def everybody_runs() -> list[Json]:
 
 
 def test_a_gang_that_runs_is_not_looked_at_before_something_changes() -> None:
-    assert seen(*everybody_runs()).seen.again_in_s is None
+    assert observation(*everybody_runs()).observation.again_in_s is None
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_a_gang_that_runs_is_not_looked_at_before_something_changes() -> None:
 def test_a_gang_of_which_ranks_wait_is_looked_at_again_for_its_timeouts(
     options: Json, expected: float
 ) -> None:
-    assert seen(*everybody_runs()[:2], **options).seen.again_in_s == expected
+    assert observation(*everybody_runs()[:2], **options).observation.again_in_s == expected
 
 
 def test_a_pod_that_leaves_is_looked_at_again_and_one_that_is_lost_sooner() -> None:
     leaving = pod(2, running(), left_at=NOW - 1, is_held=True)
-    assert seen(*everybody_runs()[:2], leaving).seen.again_in_s == LEAVING_EVERY_S
+    assert observation(*everybody_runs()[:2], leaving).observation.again_in_s == LEAVING_EVERY_S
     lost = pod(2, running(), left_at=NOW - 1, conditions=TAINTED, is_held=True)
-    assert seen(*everybody_runs()[:2], lost).seen.again_in_s == LOST_EVERY_S
+    assert observation(*everybody_runs()[:2], lost).observation.again_in_s == LOST_EVERY_S
 
 
 def stuck(rank: int) -> Json:
@@ -63,21 +63,21 @@ def stuck(rank: int) -> Json:
 
 
 def test_objects_that_a_pod_misses_are_made_again() -> None:
-    followups = seen(*everybody_runs()[:2], stuck(2)).seen.followups
+    followups = observation(*everybody_runs()[:2], stuck(2)).observation.followups
     assert [type(followup) for followup in followups] == [RestoreObjects]
-    assert seen(*everybody_runs()).seen.followups == ()
+    assert observation(*everybody_runs()).observation.followups == ()
 
 
 def test_objects_with_code_are_made_again_only_when_the_code_is_at_hand() -> None:
     """It is loaded while the controller applies a wish."""
     script = Source(kind="script", content=b"pass", filename="t.py")
     shipped = training(source=script, command=None)
-    followups = look(shipped, job(), [stuck(2)], Options(), NOW).seen.followups
+    followups = observe_gang(shipped, job(), [stuck(2)], Options(), NOW).observation.followups
     assert RestoreObjects not in [type(followup) for followup in followups]
 
 
 def test_a_rank_that_runs_on_a_node_that_answers_has_nothing_to_say() -> None:
-    assert {rank.message for rank in seen(*everybody_runs()).seen.ranks} == {""}
+    assert {rank.message for rank in observation(*everybody_runs()).observation.ranks} == {""}
 
 
 SHRUNK = job(2, annotations={SHRINKS: f"[[2, {NOW - 20}]]"})
@@ -97,20 +97,20 @@ def test_an_end_just_before_the_stop_is_the_stops_only_where_a_signal_ended_it(
     code: int, before_s: float, is_stopped: bool
 ) -> None:
     gone = pod(2, ended(code, at=NOW - 20 - before_s), phase="Failed", left_at=NOW - 20)
-    rank = only(seen(gone, gang=SHRUNK))
+    rank = only(observation(gone, gang=SHRUNK))
     assert rank.exit is not None
     assert rank.exit.is_stopped == is_stopped
 
 
 def test_a_rank_that_ended_and_is_not_leaving_was_not_stopped() -> None:
     stays = pod(2, ended(1, at=NOW - 15), phase="Failed")
-    rank = only(seen(stays, gang=SHRUNK))
+    rank = only(observation(stays, gang=SHRUNK))
     assert rank.exit is not None
     assert not rank.exit.is_stopped
 
 
 def test_a_rank_below_the_size_that_somebody_deletes_is_not_excused_by_a_shrink() -> None:
     gone = pod(1, ended(143, at=NOW - 15), phase="Failed", left_at=NOW - 16)
-    rank = only(seen(gone, gang=SHRUNK))
+    rank = only(observation(gone, gang=SHRUNK))
     assert rank.exit is not None
     assert (rank.exit.is_stopped, rank.exit.reason) == (False, "Deleted")
