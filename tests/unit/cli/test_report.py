@@ -156,7 +156,7 @@ def test_a_training_ran_until_its_last_rank_ended_however_late_that_was_seen() -
     ]
     over = ended(Phase.SUCCEEDED, started_at=10.0, ended_at=500.0, rank_exits=exits)
     assert over.status.ran_for(900.0) == 2.0
-    assert training_stats(over, Now(900.0)).running_s == 2.0
+    assert training_stats(over, Now.at(900.0)).running_s == 2.0
     assert ran_cell(over, 900.0) == "2.0s"
     assert ended(Phase.READY, started_at=10.0).status.ran_for(15.0) == 5.0
     assert ended(Phase.CANCELLED, ended_at=20.0).status.ran_for(30.0) is None
