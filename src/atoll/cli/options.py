@@ -261,9 +261,9 @@ def launches(body: Callable[..., None]) -> Callable[..., None]:
             options["command"] = program(options["command"], options)
             body(Launch(chosen, options, options.get("deadline_s")), **mine)
         except ValidationError as error:
-            from atoll.core.fields import renamed
+            from atoll.core.fields import rename_fields
 
-            raise renamed(error, FLAGS) from error
+            raise rename_fields(error, FLAGS) from error
 
     own = [parameter.name for parameter in getattr(body, "__click_params__", ())]
     ranges: dict[Any, Callable[[str], Any]] = {int: WholeNumber, float: Number}

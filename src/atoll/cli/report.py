@@ -12,7 +12,7 @@ from atoll.core.describe import TAIL_LINES, describe_end, describe_others, descr
 from atoll.core.escape import escape_control, keep_colours
 from atoll.core.executors import absence
 from atoll.core.phase import Phase
-from atoll.core.rounds import ShownTraining, describe_counts
+from atoll.core.rounds import TrainingWithRounds, describe_counts
 from atoll.core.status import LogLine, Training
 from atoll.core.warnings import has_replica_per_rank
 
@@ -166,7 +166,7 @@ def _whole(seconds: float) -> str:
 
 def taken_lines(training: Training) -> list[str]:
     """In how many outer rounds each rank took part, if not all were in every one."""
-    summary = training.rounds if isinstance(training, ShownTraining) else None
+    summary = training.rounds if isinstance(training, TrainingWithRounds) else None
     if summary is None or not has_replica_per_rank(training, len(summary.ranks)):
         return []
     counts = dict.fromkeys(range(training.spec.world_size.target), 0)

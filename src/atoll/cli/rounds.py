@@ -46,14 +46,14 @@ def rounds(name: str, is_csv: bool, is_json: bool) -> None:
 def as_text(name: str, table: RoundTable) -> str:
     from atoll.cli.show import clock, shortened
     from atoll.cli.show import table as aligned
-    from atoll.core.rank_ranges import some_spans
+    from atoll.core.rank_ranges import limited_spans
     from atoll.core.rounds import describe_counts
 
     if table.summary is None:
         return f"{name} has had no outer round; they are those of atoll.diloco.DiLoCo"
 
     def ranks(column: str, at: int) -> str:
-        return shortened(some_spans(table[column][at], 8), 40) or "-"
+        return shortened(limited_spans(table[column][at], 8), 40) or "-"
 
     count = len(table["round"])
     is_cut = len({*table["fragment"]}) > 1
@@ -67,7 +67,7 @@ def as_text(name: str, table: RoundTable) -> str:
                 f"{number}.{fragment}" if is_cut else str(number),
                 "-" if when is None else clock(when),
                 ranks("members", at) if table["members"][at] else f"void: {shortened(error, 60)}",
-                shortened(some_spans(out, 8), 40) or "-",
+                shortened(limited_spans(out, 8), 40) or "-",
                 ranks("late", at),
                 ranks("joined", at),
                 ranks("left", at),

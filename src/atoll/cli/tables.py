@@ -11,7 +11,7 @@ from atoll.cli.report import end_report
 from atoll.core.describe import describe_attempt
 from atoll.core.escape import escape_control
 from atoll.core.metrics import LatestMetric
-from atoll.core.rounds import ShownTraining
+from atoll.core.rounds import TrainingWithRounds
 from atoll.core.status import AttemptStatus, Event, RankExit, RankStatus, Training
 from atoll.core.warnings import CONDITION as WARNINGS
 
@@ -58,7 +58,7 @@ def _ps_rows(trainings: list[Training]) -> list[tuple[str, ...]]:
 
 def _rounds(training: Training, now: float) -> list[str]:
     """How far the outer rounds are, and since when nothing moved."""
-    summary = training.rounds if isinstance(training, ShownTraining) else None
+    summary = training.rounds if isinstance(training, TrainingWithRounds) else None
     if summary is None:
         return []
     lines = [summary.words]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from atoll.core.checks import check_name
 from atoll.core.errors import BelowMinimumWorld
 from atoll.core.executors import ExecutorStatus
-from atoll.core.html import ShownList, trainings_html
+from atoll.core.html import HtmlList, trainings_html
 from atoll.core.spec import TrainingSpec
 from atoll.core.status import Training
 from atoll.sdk import flows
@@ -172,7 +172,7 @@ class Client:
 
     def _handles(self, records: Iterable[Training]) -> Trainings:
         handles = (DistributedTraining(self, training) for training in records)
-        return ShownList(handles, trainings_html)
+        return HtmlList(handles, trainings_html)
 
     def executors(self) -> Executors:
         """Executors that trainings can run on, and whether each is reachable now."""

@@ -107,12 +107,12 @@ class DistributedTraining:
 
     @property
     def ranks(self) -> list[RankStatus]:
-        return html.ShownList(self._now().status.ranks, html.ranks_html)
+        return html.HtmlList(self._now().status.ranks, html.ranks_html)
 
     @property
     def rank_exits(self) -> list[RankExit]:
         """One for each rank that ever ran, once the training is over; `[]` before."""
-        return html.ShownList(self._now().status.rank_exits, html.exits_html)
+        return html.HtmlList(self._now().status.rank_exits, html.exits_html)
 
     @property
     def root_cause(self) -> RankExit | None:
@@ -334,7 +334,7 @@ class DistributedTraining:
         """
         position = self._position(rank, tail, follow, since, search, ignore_case)
         lines = logs.lines(self._client.wire, position)
-        return lines if follow else html.ShownList(lines, html.lines_html)
+        return lines if follow else html.HtmlList(lines, html.lines_html)
 
     @overload
     async def logs_async(
@@ -372,7 +372,7 @@ class DistributedTraining:
         lines = logs.alines(self._client.wire, position)
         if follow:
             return lines
-        return html.ShownList([line async for line in lines], html.lines_html)
+        return html.HtmlList([line async for line in lines], html.lines_html)
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""

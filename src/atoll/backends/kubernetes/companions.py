@@ -591,11 +591,15 @@ def _affinity(training: Training, options: KubernetesOptions) -> Json:
     """
     own = affinity(training, options) or {}
     rules = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
-    apart = _term({UID: training.uid, PART: BENCH})
+    own_keys_only = _term({UID: training.uid, PART: BENCH})
     near = _term(ranks_of(training))
     if training.spec.bench.placement == "strict":
-        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [apart]}}
-    rules["podAntiAffinity"] = {PREFERRED: [{"weight": APART, "podAffinityTerm": apart}]}
+        return {
+            **rules,
+            "podAffinity": {REQUIRED: [near]},
+            "podAntiAffinity": {REQUIRED: [own_keys_only]},
+        }
+    rules["podAntiAffinity"] = {PREFERRED: [{"weight": APART, "podAffinityTerm": own_keys_only}]}
     if not has_floor(training.spec):
         rules["podAffinity"] = {PREFERRED: [{"weight": NEAR, "podAffinityTerm": near}]}
     return rules
