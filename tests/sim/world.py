@@ -81,7 +81,7 @@ class Machine:
     openings: list[float] = field(default_factory=list)
     gate_opened_at: float | None = None
     wipes: int = 0
-    is_exit_held: bool = False
+    has_exit_finalizer: bool = False
     gone: set[tuple[int, int]] = field(default_factory=set)  # exits that were let go
     is_touched: bool = False
 
@@ -198,7 +198,11 @@ class Machine:
             return
         for due in self.state.due(self.spec_restarts):
             last = self.state.attempts.get(due.rank)
-            if not self.is_exit_held or last is None or (last.rank, last.attempt) in self.gone:
+            if (
+                not self.has_exit_finalizer
+                or last is None
+                or (last.rank, last.attempt) in self.gone
+            ):
                 yield due
 
     def next_time(self, now: float) -> float | None:
@@ -261,7 +265,7 @@ class Machine:
                 discarded_attempts=dict(self.state.discarded_attempts),
             )
         shown = [a for a in self.state.attempts.values() if (a.rank, a.attempt) not in self.gone]
-        ended = [a for a in shown if a.exit is not None and self.is_exit_held]
+        ended = [a for a in shown if a.exit is not None and self.has_exit_finalizer]
         return Observation(
             ranks=[_seen(a) for a in shown],
             desired=desired,

@@ -109,7 +109,7 @@ class KubernetesOptions(ShortNames, frozen=True, dict=True):
     is_controlled: bool = False
     # Pods stay until their exit is stored, whatever becomes of the controller: a node is not
     # drained without it.
-    is_exit_held: bool = False
+    has_exit_finalizer: bool = False
     is_start_gated: bool = False  # ranks start together; the image needs sh and sleep
     # Ranks write how they ended, by agent/process.py; the image needs sh. Unset: those do that may
     # have peers and a start gate. False: the command runs exactly as given, and the kubelet's
