@@ -21,8 +21,8 @@ from atoll.core.mesh import escaped, key_path, split_endpoint
 KEY_NOT_FOUND, NOT_A_FILE, INDEX_CLEARED = 100, 102, 401
 REQUEST_S = 5.0
 WATCH_S = 30.0
-MOST_BYTES = 64 << 20  # of one answer
-MOST_IDLE = 4  # connections kept open for the next request
+MAX_BYTES = 64 << 20  # of one answer
+MAX_IDLE = 4  # connections kept open for the next request
 
 
 class KeyChange(NamedTuple):
@@ -145,7 +145,7 @@ class EtcdKeys:
         except BaseException:
             line.drop()
             raise
-        if line.is_reusable and len(self._idle) < MOST_IDLE:
+        if line.is_reusable and len(self._idle) < MAX_IDLE:
             self._idle.append(line)
         else:
             line.drop()
@@ -217,7 +217,7 @@ class _Connection:
         if "content-length" in headers:
             return await self._reader.readexactly(_checked(int(headers["content-length"])))
         self.is_reusable = False
-        return await self._reader.read(MOST_BYTES)
+        return await self._reader.read(MAX_BYTES)
 
     async def _chunks(self) -> bytes:
         parts: list[bytes] = []
@@ -234,7 +234,7 @@ class _NothingCame(Temporary):
 
 
 def _checked(size: int) -> int:
-    if not 0 <= size <= MOST_BYTES:
+    if not 0 <= size <= MAX_BYTES:
         raise ValueError(f"an answer of {size} bytes was announced")
     return size
 

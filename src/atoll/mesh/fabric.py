@@ -28,7 +28,7 @@ PATIENCE_S = 1.0  # the limit for all tries of one probe
 COMPANY_S = 0.25  # after which another try joins one that hangs, if the peer was reached before
 RETRY_S = 0.05  # the same if it was not, and the pause after a failed probe
 RETRY_MORE_S = 0.005  # is added to RETRY_S for every peer that is not reached
-LONGEST_RETRY_S = 1.0  # between tries to reach etcd
+MAX_RETRY_S = 1.0  # between tries to reach etcd
 RECHECK_S = 5.0  # between probes of a peer that was reached
 AT_ONCE = 64  # probes in flight
 SETTLE_S = 0.02  # changes this close together make one report
@@ -198,7 +198,7 @@ async def _follow_membership(
     Both are checked again when nothing has come for a while: an etcd that was replaced is empty and
     would report no change.
     """
-    membership, retry = f"{folder}/membership", Retry(RETRY_S, LONGEST_RETRY_S)
+    membership, retry = f"{folder}/membership", Retry(RETRY_S, MAX_RETRY_S)
     while True:
         try:
             if await keys.get(own) != listen_address.decode():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MeshStatus = Literal["ready", "degraded", "timeout"]
 
 REQUEST_S = 2.0  # one request, name lookup included
-LEAST_REQUEST_S = 0.5  # so that `timeout=0` can still get an answer
+MIN_REQUEST_S = 0.5  # so that `timeout=0` can still get an answer
 HOST_NAMES = ("NODE_NAME", "KUBERNETES_NODE_NAME")
 # The first variable that is set counts; one that is set to nothing says that the training has no
 # gate. A c10d training needs that: there the second variable names a TCPStore, not an etcd.
@@ -71,7 +71,7 @@ def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshSt
     while True:
         for outcome, path in outcomes:
             left = deadline - time.monotonic()
-            code, why = http_status(endpoint, path, min(REQUEST_S, max(left, LEAST_REQUEST_S)))
+            code, why = http_status(endpoint, path, min(REQUEST_S, max(left, MIN_REQUEST_S)))
             if code == 200:
                 return outcome, ""
             if code is None or time.monotonic() >= deadline:

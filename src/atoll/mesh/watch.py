@@ -27,7 +27,7 @@ from atoll.mesh.reach import (
     host_of,
 )
 
-AGAIN_S, LONGEST_AGAIN_S = 0.2, 2.0
+AGAIN_S, MAX_AGAIN_S = 0.2, 2.0
 AT_ONCE = 4  # keys written at a time: as many as etcd.MOST_IDLE connections
 
 
@@ -109,10 +109,10 @@ class MeshWatch:
         while True:
             if await self._has_worked(self._settle()):
                 return
-            await asyncio.sleep(LONGEST_AGAIN_S)
+            await asyncio.sleep(MAX_AGAIN_S)
 
     async def _follow(self) -> None:
-        retry = Retry(AGAIN_S, LONGEST_AGAIN_S, growth=1.5)
+        retry = Retry(AGAIN_S, MAX_AGAIN_S, growth=1.5)
         while True:
             if await self._has_worked(self._follow_once()):
                 retry.has_worked()
@@ -121,7 +121,7 @@ class MeshWatch:
 
     async def _guard(self) -> None:
         """Puts the gate's keys right whenever somebody else has changed them, for ever."""
-        retry = Retry(AGAIN_S, LONGEST_AGAIN_S, growth=1.5)
+        retry = Retry(AGAIN_S, MAX_AGAIN_S, growth=1.5)
         while True:
             if await self._has_worked(self._guard_once()):
                 retry.has_worked()

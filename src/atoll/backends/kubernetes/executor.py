@@ -305,7 +305,7 @@ class KubernetesBackend(Executor):
     ) -> AsyncIterator[LogLine]:
         return read_logs(self._log_source(training), ranks=ranks, tail=tail, follow=follow)
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
         return await tail_offsets(self._log_source(training), ranks=ranks, tail=tail)
@@ -313,13 +313,13 @@ class KubernetesBackend(Executor):
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
         is_over = follow or (lambda: True)
-        return follow_logs(self._log_source(training), places, ranks=ranks, is_over=is_over)
+        return follow_logs(self._log_source(training), offsets, ranks=ranks, is_over=is_over)
 
     def _log_source(self, training: Training) -> LogSource:
         namespace, _ = self._object_key(training)

@@ -20,7 +20,7 @@ from atoll.backends.kubernetes.names import INDEX, LOG_OF, MANAGED, UID
 from atoll.backends.kubernetes.pod import Pod
 from atoll.core.errors import AtollError, NotFound, Permanent, Temporary
 from atoll.core.lines import split_lines
-from atoll.core.status import LogLine, PlacedLine, RankStatus, Training
+from atoll.core.status import LogLine, OffsetLine, RankStatus, Training
 from atoll.logs.files import amerged
 
 Json = dict[str, Any]
@@ -189,7 +189,7 @@ async def follow_logs(
                     pod.metadata["namespace"], pod.name, after=after, follow=True
                 ):
                     after = at
-                    await lines.put(PlacedLine(rank=pod.rank, text=text, time=_seconds(at), at=at))
+                    await lines.put(OffsetLine(rank=pod.rank, text=text, time=_seconds(at), at=at))
             except NotFound:
                 return
             except (Permanent, Temporary):  # its container is not there yet, or the server is away

@@ -316,23 +316,23 @@ def lives(rank: int, codes: list[int], is_running: bool, leaving: list[bool]) ->
     """The pods of one rank, one after another; the last one may still run."""
     made = []
     for at, code in enumerate(codes):
-        born = MADE + at * 20
-        ending = ended(code, at=born + 10)
+        start_ticks = MADE + at * 20
+        ending = ended(code, at=start_ticks + 10)
         phase = "Failed" if code else "Succeeded"
-        left = born + 8 if leaving[at % len(leaving)] else None
+        left = start_ticks + 8 if leaving[at % len(leaving)] else None
         made.append(
             pod(
                 *(rank, ending),
                 phase=phase,
                 restarts=at,
-                made_at=born,
+                made_at=start_ticks,
                 left_at=left,
                 has_finalizer=True,
             )
         )
     if is_running:
-        born = MADE + len(codes) * 20
-        made.append(pod(rank, running(born + 1), restarts=len(codes), made_at=born))
+        start_ticks = MADE + len(codes) * 20
+        made.append(pod(rank, running(start_ticks + 1), restarts=len(codes), made_at=start_ticks))
     return made
 
 
