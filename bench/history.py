@@ -24,7 +24,7 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
 from atoll.server.app import create_app
 from atoll.server.http.auth import hashed
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens

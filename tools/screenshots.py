@@ -34,7 +34,7 @@ from atoll.core.status import (
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 QUALITY = 72
-MOST_BYTES = 600_000
+MAX_BYTES = 600_000
 FAILED = "gpt-125m-fineweb"
 # Name, address, what to wait for, width, height, theme.
 SHOTS = (
@@ -310,7 +310,7 @@ def main() -> None:
             (IMAGES / f"{name}.webp").write_bytes(base64.b64decode(shot["data"]))
             context.close()
     total = sum(image.stat().st_size for image in IMAGES.glob("*.webp"))
-    assert total < MOST_BYTES, f"{total} bytes"
+    assert total < MAX_BYTES, f"{total} bytes"
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from atoll.core.config import Config
     from atoll.core.ports import Executor, Key, Tokens
     from atoll.server.background import BackgroundTasks, Work
-    from atoll.server.handlers.executors import Setup
-    from atoll.server.http.serving import GuardedServer
+    from atoll.server.handlers.admission import Setup
+    from atoll.server.http.server import GuardedServer
     from atoll.server.http.streams import Streams
     from atoll.server.ui.sessions import Sessions
     from atoll.store.sqlite import SQLiteStore
@@ -262,7 +262,7 @@ def configured(
     """
     from atoll.core.config import in_file
     from atoll.core.executors import PlaneContext, load
-    from atoll.server.handlers.executors import Setup
+    from atoll.server.handlers.admission import Setup
 
     directory = Path(settings.path).parent if settings.path else where
     home = PlaneContext(where, _identity(where), directory)
@@ -358,7 +358,7 @@ def serve(
     `is_owned`: serves until standard input ends, then removes all trainings.
     """
     from atoll.server.http.log_rate import quiet_log
-    from atoll.server.http.serving import BACKLOG, listen, tls_of
+    from atoll.server.http.server import BACKLOG, listen, tls_of
 
     quiet_log(logging.WARNING)
     where = state_dir(where)
@@ -415,7 +415,7 @@ def _server(
     is_owned: bool,
     is_first: bool,
 ) -> GuardedServer:
-    from atoll.server.http.serving import BACKLOG, GuardedServer
+    from atoll.server.http.server import BACKLOG, GuardedServer
 
     class Server(GuardedServer):
         """A server that announces when it is ready, and ends open streams when it stops."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.support.control_plane import ControlPlane, journal_records, wait_for
 
-from atoll.backends.local.journal import Due
+from atoll.agent.records import Due
 from atoll.backends.local.rank_process import become_rank
 from atoll.core.describe import describe_end
 from atoll.core.status import Training
@@ -336,7 +336,7 @@ def test_child_that_was_never_told_to_run_does_not_end_with_success(tmp_path: Pa
             os.close(go_in)
             gang = {"working_dir": None, "command": ["true"], "env": {}, "rank_variables": []}
             become_rank(
-                tmp_path, gang, Due(0, 0, 0, 0.0), supervisor, (1024, 1024),
+                tmp_path, gang, Due(0, 0, 0, None, 0.0), supervisor, (1024, 1024),
                 umask=0o022, go=go, output=1, failures=2,
             )  # fmt: skip
         finally:

@@ -59,7 +59,7 @@ def marked(mark: str) -> list[int]:
         pid
         for pid in processes.all_pids()
         if processes.environment_of(pid).get(b"TEST_MARK") == mark.encode()
-        and processes.is_running(pid, processes.born(pid))
+        and processes.is_running(pid, processes.start_ticks(pid))
     ]
 
 

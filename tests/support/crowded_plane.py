@@ -35,7 +35,7 @@ from atoll.core.status import (
 from atoll.metrics.store import SeriesKeeper
 from atoll.server.app import create_app
 from atoll.server.http.auth import hashed
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
 from atoll.store.sqlite import SQLiteStore

@@ -13,7 +13,7 @@ from atoll.core.config import parse
 from atoll.core.errors import ValidationError
 from atoll.main import configured
 from atoll.sdk.config import read
-from atoll.server.handlers.executors import probed
+from atoll.server.handlers.admission import probed
 from atoll.store.memory import MemoryStore
 
 EU = '[executors.eu]\nkind = "kubernetes"\nkubeconfig = "kube.yaml"\n'

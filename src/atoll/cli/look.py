@@ -113,7 +113,7 @@ def logs(
     from atoll.cli.report import LinePrinter
     from atoll.cli.show import print_json
     from atoll.sdk.flows import Who
-    from atoll.sdk.logs import Position, lines
+    from atoll.sdk.logs import LogPosition, lines
 
     if ignore_case and grep is None:
         raise ValidationError("--ignore-case", True, "expected only with --grep")
@@ -129,7 +129,7 @@ def logs(
     printer.width = len(str(highest))
     chosen: dict[str, Any] = {"since": after, "search": grep, "ignoreCase": ignore_case or None}
     who = Who(training.name, training.uid)
-    position = Position(who, None if rank is None else [rank], tail, is_followed, chosen)
+    position = LogPosition(who, None if rank is None else [rank], tail, is_followed, chosen)
     for line in lines(client.wire, position):  # one by one: a log may be larger than the memory
         print_json(line) if is_json else printer.print(line)
 

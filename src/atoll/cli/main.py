@@ -16,7 +16,7 @@ import atoll
 from atoll.cli.start import INTERRUPTED, leave
 from atoll.cli.terminal import prepare
 from atoll.core.errors import AtollError, Denied, NotFound, Temporary, ValidationError
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 
 PROFILES = {
     "bash": "~/.bashrc",
@@ -145,7 +145,7 @@ def main() -> None:
         code = 128 + signal.SIGPIPE
     except OSError as error:
         drop_output()
-        print(f"atoll: error: {visible(str(error))}", file=sys.stderr)
+        print(f"atoll: error: {escape_control(str(error))}", file=sys.stderr)
         code = 1
     sys.exit(code)
 
@@ -161,7 +161,7 @@ def misused(error: click.ClickException) -> int:
     text = " ".join(error.format_message().rstrip(".").split())
     if isinstance(error, click.NoSuchOption) and path == "atoll":
         text += f". Options come behind the command: atoll run {error.option_name} …"
-    print(f"atoll: error: {visible(text)}: see '{path} --help'", file=sys.stderr)
+    print(f"atoll: error: {escape_control(text)}: see '{path} --help'", file=sys.stderr)
     return USAGE
 
 
@@ -174,5 +174,5 @@ def refused(error: AtollError) -> int:
         listing = "token list" if error.kind == "token" else "ps"
         hint = f"'atoll {listing}' lists what exists"
     hint = error.hint or hint
-    print(f"atoll: error: {visible(text)}" + (f": {hint}" if hint else ""), file=sys.stderr)
+    print(f"atoll: error: {escape_control(text)}" + (f": {hint}" if hint else ""), file=sys.stderr)
     return USAGE if isinstance(error, ValidationError) else 1

@@ -10,7 +10,7 @@ import click
 
 from atoll.cli.options import json_option, name_argument
 from atoll.core.errors import ValidationError
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 
 _with_default = partial(click.option, show_default=True)
 
@@ -32,7 +32,7 @@ def bench(name: str, plot: Path | None, is_json: bool) -> None:
     if plot is not None and plot.suffix.lower() != ".svg":
         raise ValidationError("--plot", str(plot), "expected a file name that ends in .svg")
     diagnostics = Client().get(name).bench_diagnostics
-    message = visible(diagnostics.message or diagnostics.phase)
+    message = escape_control(diagnostics.message or diagnostics.phase)
     if plot is not None and diagnostics.result is not None:
         plot.write_text(plot_svg(diagnostics.result.points, f"{name}: {diagnostics.message}"))
     if is_json:

@@ -48,7 +48,7 @@ def series(
 
 def _overview(table: MetricTable) -> str:
     from atoll.cli.show import table as aligned
-    from atoll.core.escape import visible
+    from atoll.core.escape import escape_control
 
     rows = []
     names = list(dict.fromkeys(table["name"]))
@@ -62,7 +62,7 @@ def _overview(table: MetricTable) -> str:
         step = table["step"][last]
         rows.append(
             [
-                visible(name),
+                escape_control(name),
                 f"{table['value'][last]:.6g}",
                 "-" if step is None else str(step),
                 f"{low:.6g}",
@@ -99,16 +99,17 @@ def _overview(table: MetricTable) -> str:
 def plot(name: str, series: str, rank: tuple[int, ...], axis: str, svg_path: Path | None) -> None:
     """Draw what the ranks reported as SERIES, such as loss, in the terminal or as SVG."""
     from atoll.cli.plot import draw, svg
-    from atoll.core.escape import visible
+    from atoll.core.escape import escape_control
     from atoll.sdk.client import Client
 
     table = Client().get(name).metrics([series])
     curves = curves_of(table, axis, rank)
     if not curves:
         raise click.ClickException(
-            f"{name} has reported no {visible(series)!r}: 'atoll series {name}' lists what there is"
+            f"{name} has reported no {escape_control(series)!r}: "
+            f"'atoll series {name}' lists what there is"
         )
-    title = f"{visible(series)} of {name}"
+    title = f"{escape_control(series)} of {name}"
     if svg_path is not None:
         svg_path.write_text(svg(curves, title, axis, (960, 540)))
         print(svg_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.metrics import LatestMetric
 from atoll.core.status import Training
 from atoll.sdk import flows
@@ -41,8 +41,8 @@ def ordered(
     }
     if trainings and not any(training.uid in newest_metrics for training in trainings):
         raise click.ClickException(
-            f"--sort: no training has reported {visible(name)!r}: expected {', '.join(FIELDS)} or "
-            "the name of a series ('atoll series NAME' lists them)"
+            f"--sort: no training has reported {escape_control(name)!r}: expected "
+            f"{', '.join(FIELDS)} or the name of a series ('atoll series NAME' lists them)"
         )
     return by_metric(newest_first, newest_metrics, is_down=is_down), newest_metrics
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from atoll.cli.show import counted, duration, print_json, says, training_json, world_json
 from atoll.cli.terminal import RANK_COLOURS, LastLine, can_redraw, last_look, paint, wants_colour
 from atoll.core.describe import TAIL_LINES, describe_end, describe_others, describe_ranks
-from atoll.core.escape import colours_only, visible
+from atoll.core.escape import escape_control, keep_colours
 from atoll.core.executors import absence
 from atoll.core.phase import Phase
 from atoll.core.rounds import ShownTraining, describe_counts
@@ -121,7 +121,7 @@ class LinePrinter:
         self._is_flushed = is_live or self._is_terminal
 
     def print(self, line: LogLine) -> None:
-        text = colours_only(last_look(line.text)) if self._is_terminal else line.text
+        text = keep_colours(last_look(line.text)) if self._is_terminal else line.text
         if self._is_timed:
             text = f"{_stamp(line.time)} {text}"
         if self._is_prefixed:
@@ -154,9 +154,9 @@ def world_text(training: Training) -> str:
     if lost:
         text += f", lost: {describe_ranks(lost)}"
     if absence(training):
-        text += f", {visible(status.message)}"
+        text += f", {escape_control(status.message)}"
     elif waits and not is_stopping and not waits[0].endswith((" ", " starting")):
-        text += f", {visible(waits[0])}"
+        text += f", {escape_control(waits[0])}"
     return text
 
 
@@ -180,14 +180,14 @@ def end_report(training: Training) -> str:
     """How a training ended, and for a failure the other failed ranks and the last lines."""
     cause = training.status.root_cause
     lines = [describe_end(training)]
-    lines += [f"  warning: {visible(words)}" for words in training.status.warnings]
+    lines += [f"  warning: {escape_control(words)}" for words in training.status.warnings]
     lines += [f"  {line}" for line in taken_lines(training)]
     if training.status.phase is not Phase.FAILED or cause is None:
         return "\n".join(lines)
     lines += [f"  {line}" for line in describe_others(training.status)]
     if cause.log_tail:
         lines.append(f"  last lines of rank {cause.rank}:")
-        lines += [f"  | {visible(line)}" for line in cause.log_tail[-TAIL_LINES:]]
+        lines += [f"  | {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:]]
     else:
         lines.append(f"  rank {cause.rank} printed nothing")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from atoll.cli.terminal import PHASE_COLOURS, Painted, paint, wants_colour
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.executors import absence
 from atoll.core.status import Training
 
@@ -84,7 +84,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _safe(cell: str) -> str:
-    return cell if isinstance(cell, Painted) else visible(cell)
+    return cell if isinstance(cell, Painted) else escape_control(cell)
 
 
 def _width(cell: str) -> int:
@@ -136,8 +136,8 @@ def command_text(training: Training) -> str:
 
     spec = training.spec
     if spec.source is not None:
-        return visible(f"<{spec.source.kind} {spec.source.filename}>")
-    return visible(shlex.join([*(spec.command or ()), *spec.args]))
+        return escape_control(f"<{spec.source.kind} {spec.source.filename}>")
+    return escape_control(shlex.join([*(spec.command or ()), *spec.args]))
 
 
 def shortened(text: str, width: int) -> str:
@@ -150,4 +150,4 @@ def counted(number: int, noun: str) -> str:
 
 def says(text: str) -> None:
     """Prints a remark of atoll to stderr, apart from the output of the ranks."""
-    print(f"atoll: {visible(text)}", file=sys.stderr, flush=True)
+    print(f"atoll: {escape_control(text)}", file=sys.stderr, flush=True)

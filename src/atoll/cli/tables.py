@@ -9,7 +9,7 @@ from shutil import get_terminal_size
 from atoll.cli import show
 from atoll.cli.report import end_report
 from atoll.core.describe import describe_attempt
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.metrics import LatestMetric
 from atoll.core.rounds import ShownTraining
 from atoll.core.status import AttemptStatus, Event, RankExit, RankStatus, Training
@@ -29,7 +29,7 @@ def ps_table(
     names = {metric.name for metric in (newest_metrics or {}).values()}
     if len(names) != 1 or newest_metrics is None:
         return show.table(PS, _ps_rows(trainings))
-    header = [*PS[:-1], visible(names.pop()).upper(), PS[-1]]
+    header = [*PS[:-1], escape_control(names.pop()).upper(), PS[-1]]
     rows = [
         (*row[:-1], metric_cell(newest_metrics.get(training.uid)), row[-1])
         for training, row in zip(trainings, _ps_rows(trainings), strict=True)
@@ -81,12 +81,12 @@ def status_text(training: Training) -> str:
         f"  created   {show.clock(training.created_at)}, ran {show.ran_cell(training, now)}",
     ]
     if status.message and not status.phase.is_terminal:
-        lines.append(f"  now       {visible(status.message)}")
+        lines.append(f"  now       {escape_control(status.message)}")
     lines += [f"  rounds    {line}" for line in _rounds(training, now)]
     for condition in status.conditions:
         is_told = condition.type == WARNINGS and status.phase.is_terminal  # by the end report
         if condition.status == "True" and condition.message and not is_told:
-            lines.append(f"  condition {condition.type}: {visible(condition.message)}")
+            lines.append(f"  condition {condition.type}: {escape_control(condition.message)}")
     if status.phase.is_terminal:
         first, *rest = end_report(training).split("\n")
         lines += [f"  end       {first.removeprefix(training.name + ' ')}"]

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 
 from atoll.core.bench import DONE as BENCH_DONE
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.mesh import MeshState
 from atoll.core.phase import Phase
 from atoll.core.rank_ranges import some_spans
@@ -149,7 +149,7 @@ def waiting_lines(ranks: Iterable[RankStatus]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.phase == "Pending":
-            groups.setdefault(visible(rank.message) or "starting", []).append(rank.rank)
+            groups.setdefault(escape_control(rank.message) or "starting", []).append(rank.rank)
     lines = [f"{describe_ranks(own)}: {text}" for text, own in list(groups.items())[:WAITS_SHOWN]]
     if rest := [rank for own in list(groups.values())[WAITS_SHOWN:] for rank in own]:
         others = len(groups) - WAITS_SHOWN
@@ -170,7 +170,7 @@ def describe_exit(ended: Exit | RankExit) -> str:
         text = f"was killed by {_describe_signal(ended.signal)}, exit code {code}"
     else:
         text = f"exited with code {code}"
-    why = visible(why_ended(reason, ended.message))
+    why = escape_control(why_ended(reason, ended.message))
     return f"{text}: {why}" if why else text
 
 
@@ -210,7 +210,7 @@ def _exit_text(ended: Exit | RankExit) -> str:
     if ended.signal:
         text += f" signal={ended.signal}"
     why = why_ended(reason, ended.message) if reason in EXIT_REASONS else ended.message
-    return f"{text}: {visible(why)}" if why else text
+    return f"{text}: {escape_control(why)}" if why else text
 
 
 def describe_end(training: Training) -> str:
@@ -286,7 +286,7 @@ def _is_alike(ended: RankExit, cause: RankExit) -> bool:
 def _failure_text(ended: RankExit) -> str:
     """The exception that ended a rank, or else how it ended."""
     if ended.termination_reason == ExitReason.ERROR and ended.message:
-        return visible(ended.message)
+        return escape_control(ended.message)
     return describe_exit(ended)
 
 
@@ -313,14 +313,14 @@ def describe_failure(training: Training) -> str:
     text = f"training {training.name!r} {status.phase.value}: {'; '.join(reasons)}"
     if cause is not None and cause.log_tail:
         text += f"\nlast lines of rank {cause.rank}:"
-        text += "".join(f"\n  {visible(line)}" for line in cause.log_tail[-TAIL_LINES:])
+        text += "".join(f"\n  {escape_control(line)}" for line in cause.log_tail[-TAIL_LINES:])
     return text
 
 
 def describe_phase(status: Status) -> str:
     """Why a training is in its phase: its message, or else the meaning of its reason."""
     why = status.message or meaning_of(status.reason, PhaseReason) or status.phase.value
-    return visible(why)
+    return escape_control(why)
 
 
 def describe_status(status: Status) -> str:

@@ -12,7 +12,7 @@ from atoll.core.status import Observation, RankStatus, Training, sooner
 
 STALLED = "Stalled"
 CHECKS_PER_LIMIT = 4  # in the time after which a rank is told of
-LEAST_S, LONGEST_S = 0.25, 30.0  # between two looks
+MIN_S, MAX_S = 0.25, 30.0  # between two looks
 
 
 def stalled_ranks(
@@ -61,4 +61,4 @@ def stall_condition(stalled: dict[int, float]) -> tuple[bool, str, str]:
 
 def check_again_s(limit_s: float) -> float:
     """Seconds until the next look at ranks that are told of after `limit_s`."""
-    return min(max(limit_s / CHECKS_PER_LIMIT, LEAST_S), LONGEST_S)
+    return min(max(limit_s / CHECKS_PER_LIMIT, MIN_S), MAX_S)

@@ -442,13 +442,13 @@ class LogLine(Model, frozen=True):
         return html.line_html(self)
 
 
-class PlacedLine(LogLine, frozen=True):
+class OffsetLine(LogLine, frozen=True):
     """As it travels: with the place after it in its rank's log, where an executor has places."""
 
     at: int | None = None
 
 
-class LogHit(PlacedLine, frozen=True):
+class LogMatch(OffsetLine, frozen=True):
     """A line that was searched for: with the place where it starts, too. A long one is cut."""
 
     start: int | None = None

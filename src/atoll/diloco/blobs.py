@@ -37,7 +37,7 @@ SCHEMES = ("file", "memory", "s3", "gs", "az")
 LIST_PAGE = 1000  # keys in one LIST answer, and in one bulk delete
 SINGLE_PUT_BYTES = 1 << 30  # larger objects go up in parts
 PART_BYTES = 256 << 20
-MOST_PIECES = 1024  # of one write to a file
+MAX_PIECES = 1024  # of one write to a file
 CHUNK_BYTES = 1 << 20  # of an answer that is read as it comes
 REQUEST_TIMEOUT = "300s"
 FINAL = (
@@ -410,7 +410,7 @@ def write_file(path: str, pieces: Pieces, *, is_new: bool = False) -> None:
         try:
             rest = [view for piece in pieces if (view := memoryview(piece).cast("B")).nbytes]
             while rest:
-                count = os.writev(file, rest[:MOST_PIECES])
+                count = os.writev(file, rest[:MAX_PIECES])
                 while rest and count >= rest[0].nbytes:
                     count -= rest.pop(0).nbytes
                 if count:

@@ -28,7 +28,7 @@ from atoll.mesh.reach import (
 )
 
 AGAIN_S, MAX_AGAIN_S = 0.2, 2.0
-AT_ONCE = 4  # keys written at a time: as many as etcd.MOST_IDLE connections
+AT_ONCE = 4  # keys written at a time: as many as etcd.MAX_IDLE connections
 
 
 class MeshWatch:

@@ -32,9 +32,9 @@ from atoll.core.warnings import ABSENT_ROUNDS
 from atoll.metrics.file import SeriesFile
 from atoll.metrics.round_tally import RunTally
 
-MOST_BYTES = 64 * 2**20  # of the rounds of one training
+MAX_BYTES = 64 * 2**20  # of the rounds of one training
 TRIM_EVERY = 256  # rounds, before it is looked again whether there are too many
-MOST_FRAGMENTS = 1000
+MAX_FRAGMENTS = 1000
 
 SCHEMA = """
 create table rounds (
@@ -301,14 +301,14 @@ class RoundKeeper:
         (total,) = self._db.execute(
             "select total(size) from rounds where uid = ?", (uid,)
         ).fetchone()
-        if total <= MOST_BYTES:
+        if total <= MAX_BYTES:
             return
         rows = self._db.execute(
             "select run, fragment, round, tokens, size from rounds where uid = ? order by round",
             (uid,),
         ).fetchall()
         for run, fragment, number, tokens, size in rows:
-            if total <= 0.9 * MOST_BYTES:
+            if total <= 0.9 * MAX_BYTES:
                 return
             total -= size
             self._db.execute(

@@ -50,8 +50,8 @@ from atoll.server.app import create_app
 from atoll.server.background import CONTROLLER, BackgroundTasks, Work
 from atoll.server.deliver import Deliverer, load_webhooks
 from atoll.server.gauges import Gauges
-from atoll.server.handlers.executors import Setup
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.handlers.admission import Setup
+from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
 

@@ -274,7 +274,7 @@ def clear_expired(root: Path) -> None:
 def new_root() -> Path:
     """A new directory whose name holds the process that owns it."""
     pid = os.getpid()
-    root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{pid}-{processes.born(pid)}-"))
+    root = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{pid}-{processes.start_ticks(pid)}-"))
     check_directory(root)
     return root
 
@@ -298,10 +298,10 @@ def _start(code: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 def guard(root: str) -> None:
     """Ends what the owner of `root` launched, once the owner is gone."""
-    pid, born = owner_of(Path(root))
+    pid, start_ticks = owner_of(Path(root))
     with contextlib.suppress(ProcessLookupError):
         owner = os.pidfd_open(pid)
-        if processes.is_running(pid, born):
+        if processes.is_running(pid, start_ticks):
             select.select([owner], [], [])
     clear(Path(root))
 
@@ -341,5 +341,5 @@ def clear_abandoned() -> None:
 
 
 def owner_of(root: Path) -> tuple[int, int]:
-    pid, born, _ = root.name.removeprefix(PREFIX).split("-", 2)
-    return int(pid), int(born)
+    pid, start_ticks, _ = root.name.removeprefix(PREFIX).split("-", 2)
+    return int(pid), int(start_ticks)

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.backends.recorded import RecordedBackend
+from atoll.backends.records import desired_of
 from atoll.core.checks import check_as, check_strings
 from atoll.core.errors import Permanent, Temporary, ValidationError
 from atoll.core.model import decode, encode
@@ -119,18 +120,10 @@ class RecordedLaunches(SharedBackend, RecordedBackend):
             training = decode(data, Training)
         except ValidationError as error:
             raise Permanent(f"the launch {job_name} cannot be followed: {error}") from error
-        records = await self._records(training)
-        if records.desired is None:
+        desired = desired_of((await self._refreshed(training)).facts)
+        if desired is None:
             return None
-        document = records.desired
         cause = await self.stop_cause(training)
-        desired = DesiredState(
-            version=document["version"],
-            size=document["size"],
-            discarded_attempts={
-                int(rank): attempt for rank, attempt in document["discarded"].items()
-            },
-        )
         is_cancelled = desired.size == 0 and not cause.reason
         status = replace(
             training.status,

@@ -34,7 +34,7 @@ from atoll.sdk import flows, logs
 from atoll.sdk.columns import MetricTable, RoundTable
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
-from atoll.sdk.logs import Position
+from atoll.sdk.logs import LogPosition
 from atoll.sdk.options import world_of
 
 if TYPE_CHECKING:
@@ -376,10 +376,10 @@ class DistributedTraining:
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
-        return logs.lines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.lines(self._client.wire, LogPosition(self._who, ranks, None, True))
 
     def stream_logs_async(self, ranks: Sequence[int] | None = None) -> AsyncIterator[LogLine]:
-        return logs.alines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.alines(self._client.wire, LogPosition(self._who, ranks, None, True))
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
         """Newest first; with `since` (a time, or seconds since the epoch) only those after it."""
@@ -520,7 +520,7 @@ class DistributedTraining:
         since: float | datetime | None,
         search: str | None,
         ignore_case: bool,
-    ) -> Position:
+    ) -> LogPosition:
         check_as("rank", rank, RankNumber | None)
         check_as("tail", tail, LineCount | None)
         if search is not None and (not isinstance(search, str) or not search or "\n" in search):
@@ -528,7 +528,7 @@ class DistributedTraining:
         chosen: dict[str, Any] = {} if since is None else {"since": _seconds(since)}
         if search is not None:
             chosen |= {"search": search, "ignoreCase": ignore_case or None}
-        return Position(self._who, None if rank is None else [rank], tail, follow, chosen)
+        return LogPosition(self._who, None if rank is None else [rank], tail, follow, chosen)
 
 
 def _seconds(since: float | datetime | None) -> float | None:

@@ -20,7 +20,7 @@ from atoll.core.problem import Problem
 from atoll.core.rounds import RoundList, ShownTraining
 from atoll.core.spec import TrainingSpec
 from atoll.core.stats import TrainingStats
-from atoll.core.status import LogHit, PlacedLine, Training, TrainingList
+from atoll.core.status import LogMatch, OffsetLine, Training, TrainingList
 from atoll.server.background import CONTROLLER, TaskFailure
 from atoll.server.handlers import (
     logs,
@@ -107,7 +107,7 @@ _WATCHED = AnswerDoc(
     "The training, and how far its outer rounds are; with `watch`, a stream of its changes.",
     ShownTraining,
 )
-_LOG_LINES = AnswerDoc("Log lines.", PlacedLine, NDJSON, (logs.LogPlaces, logs.LogCut))
+_LOG_LINES = AnswerDoc("Log lines.", OffsetLine, NDJSON, (logs.LogOffsets, logs.LogCut))
 _RESUMED = {
     "Last-Event-ID": HeaderDoc("With `watch`, the version to go on from.", EVENT_ID_PATTERN)
 }
@@ -201,7 +201,7 @@ NATIVE = (
         f"{ONE}/logs",
         logs.logs,
         "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, the first "
-        "line holds the `places` the log lines begin at. The last line is "
+        "line holds the `offsets` the log lines begin at. The last line is "
         '`{"cut":true}` if the server shuts down before the logs end. Lines of several ranks come '
         "in the order of their times. With `at`, the lines of one rank around that place.",
         {200: _LOG_LINES, **_NAMED},
@@ -213,7 +213,7 @@ NATIVE = (
         logs.search,
         "Lines that contain a text, with their places, as line-delimited JSON. The last line says "
         "how many there are, and where to go on if there are more than `limit`.",
-        {200: AnswerDoc("Hits.", LogHit, NDJSON, (logs.SearchEnd, logs.LogCut)), **_NAMED},
+        {200: AnswerDoc("Hits.", LogMatch, NDJSON, (logs.SearchEnd, logs.LogCut)), **_NAMED},
         query=logs.SearchQuery,
     ),
     Operation(

@@ -18,7 +18,7 @@ LABELS = ["namespace", "training"]
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
-MOST_TRAININGS = 200  # with gauges of their own: the newest that are not over
+MAX_TRAININGS = 200  # with gauges of their own: the newest that are not over
 # Gauges of one training: name, help, and the value at a time.
 OF_TRAINING: tuple[tuple[str, str, Callable[[Training, float], float]], ...] = (
     (
@@ -106,7 +106,7 @@ class Gauges:
 
     def own(self, namespace: str, reported: Reported, now: float) -> Iterator[Any]:
         """Gauges of each training of the namespace that is not over, but of no more than
-        `MOST_TRAININGS`."""
+        `MAX_TRAININGS`."""
         from prometheus_client.core import GaugeMetricFamily
 
         active = [
@@ -115,10 +115,10 @@ class Gauges:
             if training.namespace == namespace and not training.status.phase.is_terminal
         ]
         active.sort(key=lambda training: training.created_at, reverse=True)
-        shown = active[:MOST_TRAININGS]
+        shown = active[:MAX_TRAININGS]
         yield GaugeMetricFamily(
             "atoll_trainings_without_gauges",
-            f"Trainings that are not over, beyond the {MOST_TRAININGS} newest.",
+            f"Trainings that are not over, beyond the {MAX_TRAININGS} newest.",
             len(active) - len(shown),
         )
         for name, text, value_of in OF_TRAINING:

@@ -23,8 +23,7 @@ from atoll.core.status import LogLine, Status, Training, WorldStatus
 from atoll.sdk.embedded import read_token, running, start, start_time
 from atoll.server.app import create_app
 from atoll.server.http.auth import hashed
-from atoll.server.http.connections import Limits
-from atoll.server.http.serving import GuardedServer, listen
+from atoll.server.http.server import GuardedServer, Limits, listen
 from atoll.server.http.streams import Streams
 from atoll.store.sqlite import SQLiteStore
 from atoll.store.tokens import SQLiteTokens

@@ -17,7 +17,7 @@ import pytest
 
 import atoll
 from atoll.sdk.embedded import read_token
-from atoll.server.http.connections import Limits
+from atoll.server.http.server import Limits
 
 from .conftest import Served
 

@@ -23,7 +23,7 @@ import atoll
 from atoll.core.errors import Permanent, ValidationError
 from atoll.sdk import trust
 from atoll.sdk.endpoint import Fixed, PlainToken
-from atoll.server.http.serving import tls_of
+from atoll.server.http.server import tls_of
 
 ATOLL = [sys.executable, "-m", "atoll.cli"]
 

@@ -15,10 +15,10 @@ import pytest
 from msgspec.structs import replace
 
 from atoll.agent.process import record_line
-from atoll.agent.wrapper import CLAIM, DESIRED, EXIT, name_of, write
+from atoll.agent.records import CLAIM, DESIRED, EXIT, desired_record, name_of
+from atoll.agent.wrapper import write
 from atoll.backends.local import processes
-from atoll.backends.observe import BackendJob, OpenStartGate
-from atoll.backends.records import desired_document
+from atoll.backends.records import JobState, OpenStartGate
 from atoll.code.archive import pack
 from atoll.core.errors import Permanent, Temporary
 from atoll.core.phase import Phase
@@ -232,7 +232,7 @@ def test_a_job_that_the_backend_gave_up_is_asked_for_again(
     staged: Callable[[Body], None],
 ) -> None:
     async def body(stage: Stage) -> None:
-        truly, given_up = stage.backend.start_jobs, BackendJob("ended", "Deleted", is_given_up=True)
+        truly, given_up = stage.backend.start_jobs, JobState("ended", "Deleted", is_withdrawn=True)
 
         async def refuse(training: Training, attempt: int, ranks: Any) -> None:
             stage.backend.words = {(rank, attempt): given_up for rank in ranks}
@@ -332,7 +332,7 @@ def test_an_end_that_nobody_saw_is_dated_by_the_last_sign_of_life(
         await stage.running(3)
         place = stage.backend.place_of(stage.training)
         deadline = time.monotonic() + 30
-        while sum(name.endswith(".beat") for name in place.entries()) < 3:
+        while sum(name.endswith(".heartbeat") for name in place.entries()) < 3:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         for process in stage.backend.processes.values():
@@ -358,11 +358,11 @@ def test_the_backend_names_what_it_did(
     async def body(stage: Stage) -> None:
         await stage.backend.apply(stage.training, DesiredState(version=1, size=3))
         await stage.running(3)
-        stage.backend.words = {(rank, 0): BackendJob("running") for rank in range(3)}
+        stage.backend.words = {(rank, 0): JobState("running") for rank in range(3)}
         for pid in stage.rank_pids():
             os.kill(pid, signal.SIGKILL)
         await stage.recorded(3)  # in time: a record that comes late is another matter
-        stage.backend.words = {(r, 0): BackendJob("ended", words, "Slurm: X") for r in range(3)}
+        stage.backend.words = {(r, 0): JobState("ended", words, "Slurm: X") for r in range(3)}
         observation = await stage.until(lambda s: states(s) == ["exited"] * 3)
         assert [r.exit.reason for r in observation.ranks if r.exit] == [reason] * 3
         assert [r.exit.code for r in observation.ranks if r.exit] == [137] * 3
@@ -478,13 +478,13 @@ def test_the_start_gate_does_not_count_an_attempt_that_has_ended(
         spec = replace(stage.training.spec, world_size=world, start_grace_s=600.0)
         training = replace(stage.training, spec=spec)
         place = stage.backend.place_of(training)
-        document = desired_document(DesiredState(version=1, size=2), None, {}, 1.0)
+        document = desired_record(1, 2, {}, None, {}, 1.0)
         await stage.backend._put(training, DESIRED, document)
         killed = {"atollExit": 1, "code": 137, "signal": "SIGKILL", "reason": "Signal", "at": 2.0,
                   "ran": False, "stopped": False, "host": "h"}  # fmt: skip
         for rank in range(2):
             place.create(name_of(rank, 0, CLAIM), write({"token": "t", "host": "h", "at": 1.0}))
-            stage.backend.words[rank, 0] = BackendJob("running")
+            stage.backend.words[rank, 0] = JobState("running")
         place.create(name_of(1, 0, EXIT), record_line(killed, 4096))
         observation = await stage.backend.observe(training)
         assert states(observation) == ["waiting", "waiting"]

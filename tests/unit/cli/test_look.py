@@ -21,7 +21,7 @@ def test_a_line_is_printed_before_the_next_is_read(
     printed: list[str] = []
     asked: list[Any] = []
 
-    def lines(wire: object, position: sdk_logs.Position) -> Iterator[LogLine]:
+    def lines(wire: object, position: sdk_logs.LogPosition) -> Iterator[LogLine]:
         asked.append(position.request["params"])
         for number in range(3):
             assert len(printed) == number, "what was read before is printed"

@@ -27,7 +27,7 @@ def training(**status: object) -> Training:
 def test_text_is_escaped_as_the_standard_library_does_and_has_no_controls(text: str) -> None:
     shown = html.text(text)
     assert not set(shown) & set("<>\"'\x00\x1b\n")
-    assert standard.unescape(shown) == html.visible(text)
+    assert standard.unescape(shown) == html.escape_control(text)
 
 
 def test_nothing_that_a_rank_says_is_markup() -> None:

@@ -44,7 +44,7 @@ def test_the_log_is_folded_and_the_series_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "LOG_BYTES", 2_000)
-    monkeypatch.setattr(store, "MOST_BUCKETS", 50)
+    monkeypatch.setattr(store, "MAX_BUCKETS", 50)
     keeper = SeriesKeeper(tmp_path / "series.db")
     for n in range(1, 200):
         keeper.take("u", [batch(n, points=3)])
@@ -60,7 +60,7 @@ def test_the_log_is_folded_and_the_series_are_the_same(
 def test_many_trainings_are_read_back_from_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MOST_HELD", 3)
+    monkeypatch.setattr(store, "MAX_HELD", 3)
     keeper = SeriesKeeper(tmp_path / "series.db")
     for number in range(10):
         keeper.take(f"u{number}", [batch(1, points=number + 1)])
@@ -70,7 +70,7 @@ def test_many_trainings_are_read_back_from_the_file(
 def test_series_of_a_large_training_share_the_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MOST_OF_TRAINING", 400)
+    monkeypatch.setattr(store, "MAX_OF_TRAINING", 400)
     keeper = SeriesKeeper(tmp_path / "series.db")
     for n in range(1, 6):
         keeper.take("u", [batch(n, rank=rank, points=20, life=str(rank)) for rank in range(20)])
@@ -91,7 +91,7 @@ def test_a_removed_training_leaves_nothing(tmp_path: Path) -> None:
 def test_too_many_names_are_counted_as_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MOST_SERIES", 2)
+    monkeypatch.setattr(store, "MAX_SERIES", 2)
     keeper = SeriesKeeper(tmp_path / "series.db")
     keeper.take("u", [batch(n, name=f"n{n}") for n in range(1, 6)])
     assert [one.name for one in keeper.series("u")] == ["n1", "n2"]
@@ -160,4 +160,4 @@ def test_batches_that_never_came_are_counted_also_after_a_restart(
     again = SeriesKeeper(tmp_path / "series.db")
     assert again.missed("u") == 3
     again.take("u", [batch(10**11)])
-    assert again.missed("u") == store.MOST_MISSED
+    assert again.missed("u") == store.MAX_MISSED

@@ -24,6 +24,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from atoll.agent.metric_sinks import FIGURES
+from atoll.agent.records import Facts
 from atoll.backends.launch import TOGETHER, RankPlace, render_launch, store_uri_of
 from atoll.backends.local import processes
 from atoll.backends.local.adoption import (
@@ -40,14 +41,8 @@ from atoll.backends.local.capacity import Machine
 from atoll.backends.local.devices import Devices, DeviceShare, Held, count_visible, ids_of, present
 from atoll.backends.local.files import GANG
 from atoll.backends.local.idle import Stillness
+from atoll.backends.local.journal import time_of
 from atoll.backends.local.machine_use import UseMeter
-from atoll.backends.local.observe import (
-    EndStalled,
-    desired_of,
-    next_look_s,
-    observed_rank,
-    stalled_followups,
-)
 from atoll.backends.local.options import SUPPORTS, LocalOptions
 from atoll.backends.local.processes import boot_id
 from atoll.backends.local.queue import Capacity, StartQueue, Waiting
@@ -61,12 +56,14 @@ from atoll.backends.local.rendezvous_view import (
 from atoll.backends.local.reserve import Reserve
 from atoll.backends.local.shortage import waiting_words
 from atoll.backends.local.supervisor_client import RESTORED_S, Supervision
+from atoll.backends.records import desired_of
 from atoll.core.config import options_of
 from atoll.core.errors import AtollError, BackendError, Permanent, Temporary, ValidationError
 from atoll.core.executors import PlaneContext
 from atoll.core.metrics import RankUsage
 from atoll.core.ports import Executor, Key, Store
 from atoll.core.spec import TrainingSpec
+from atoll.core.stall import check_again_s
 from atoll.core.status import (
     DesiredState,
     Followup,
@@ -78,7 +75,7 @@ from atoll.core.status import (
 )
 from atoll.core.stores import apart
 from atoll.files.ownership import make_private, private
-from atoll.logs.files import read_lines, tail_places
+from atoll.logs.files import read_lines, tail_offsets
 
 # The control plane's own secrets and addresses are not passed on to ranks, nor, where it runs in a
 # replica, what that one was told of its launch.
@@ -288,7 +285,7 @@ class LocalBackend(Executor):
             if training.status.has_run:
                 if (words := gang.damage()) and gang.restore():
                     raise _being_restored(words)
-                if not gang.state.version:
+                if not gang.facts.version:
                     raise Permanent(f"all record of the ranks in {gang.directory} is gone")
             held = self._held.get(training.uid, 0)
             if self._slots is not None and desired.size > held + self._free_slots():
@@ -353,25 +350,22 @@ class LocalBackend(Executor):
         )
         if not is_asked:
             return observation
-        state = gang.state
+        facts = gang.facts
         quiet = self._quiet_s(training, gang)
         error = read_rendezvous(gang.directory).get("error")
         return replace(
             observation,
             ranks=[
-                replace(
-                    observed_rank(training.name, self._host, attempt, state.past.get(rank, ())),
-                    quiet_s=quiet.get(rank),
-                )
-                for rank, attempt in state.attempts.items()
+                replace(rank, quiet_s=quiet[rank.rank]) if rank.rank in quiet else rank
+                for rank in gang.memory.observe(training, facts, self._host)
             ],
-            followups=stalled_followups(training, state, quiet),
-            again_in_s=sooner(again_in_s, next_look_s(training)),
-            desired=desired_of(state),
+            followups=_stalled(training, facts, quiet),
+            again_in_s=sooner(again_in_s, _next_idle_check_s(training)),
+            desired=desired_of(facts),
             message=gang.shortage or str(error or message),
             rendezvous_endpoint=observed_endpoint(training, gang.directory),
             mesh=observed_mesh(training, gang.directory),
-            at=state.time(boot_id(), time.monotonic()),
+            at=time_of(facts, boot_id(), time.monotonic()),
         )
 
     def _lost(self, training: Training, gang: Supervision) -> str:
@@ -386,16 +380,17 @@ class LocalBackend(Executor):
         """For how long each rank has not moved, if that is asked for."""
         if training.spec.stall_s is None or training.status.phase.is_terminal:
             return {}
-        attempts, now = gang.state.attempts.values(), time.monotonic()
-        return self._stillness.quiet_s(training.uid, gang.directory, attempts, now)
+        running, now = gang.facts.running(), time.monotonic()
+        return self._stillness.quiet_s(training.uid, gang.directory, running, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         """Ends the attempt of a rank that does not move; its supervisor starts the next."""
         assert isinstance(followup, EndStalled)
-        attempt = self._gang(training).state.attempts.get(followup.rank)
-        is_it = attempt is not None and attempt.attempt == followup.attempt and attempt.exit is None
-        if attempt is not None and is_it and processes.born(attempt.pid) == attempt.born:
-            processes.kill_group(attempt.pid, signal.SIGKILL)
+        one = self._gang(training).facts.attempt(followup.rank, followup.attempt)
+        if one is None or not one.is_running:
+            return
+        if processes.start_ticks(one.pid) == one.start_ticks:
+            processes.kill_group(one.pid, signal.SIGKILL)
 
     async def measure(self, training: Training) -> None:
         key = training.key
@@ -438,24 +433,24 @@ class LocalBackend(Executor):
         tail: int | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        places = {} if tail is None else await self.log_places(training, tail, ranks=ranks)
-        async for line in self.logs_after(training, places, ranks=ranks, follow=follow):
+        offsets = {} if tail is None else await self.log_offsets(training, tail, ranks=ranks)
+        async for line in self.logs_after(training, offsets, ranks=ranks, follow=follow):
             yield line
 
-    async def log_places(
+    async def log_offsets(
         self, training: Training, tail: int, *, ranks: Sequence[int] | None = None
     ) -> dict[int, int]:
-        return tail_places(self.log_folder(training), ranks, tail)
+        return tail_offsets(self.log_folder(training), ranks, tail)
 
     def logs_after(
         self,
         training: Training,
-        places: Mapping[int, int],
+        offsets: Mapping[int, int],
         *,
         ranks: Sequence[int] | None = None,
         follow: Callable[[], bool] | None = None,
     ) -> AsyncIterator[LogLine]:
-        return read_lines(self.log_folder(training), places, ranks=ranks, follow=follow)
+        return read_lines(self.log_folder(training), offsets, ranks=ranks, follow=follow)
 
     def store_uri(self, training: Training) -> str:
         return store_uri_of(training.spec, rank_place(self._root / training.uid))
@@ -465,7 +460,7 @@ class LocalBackend(Executor):
 
     async def machine_use(self) -> dict[str, list[RankUsage]]:
         """What the ranks that live use of this machine, by the uid of their training."""
-        living = [(uid, attempt) for uid, gang in self._gangs.items() for attempt in gang.living()]
+        living = [(uid, attempt) for uid, gang in self._gangs.items() for attempt in gang.running()]
         # The thread is given values: journals and their readers belong to the event loop.
         figures = await asyncio.to_thread(self._meter.measure, [attempt for _, attempt in living])
         use: dict[str, list[RankUsage]] = {}
@@ -577,6 +572,32 @@ class LocalBackend(Executor):
         return None if training.spec.bench.mode == "off" else self._bench.observe(training.uid)
 
 
+class EndStalled(Followup, frozen=True):
+    """A rank that does not move has to end, so that its supervisor starts it again."""
+
+    rank: int
+    attempt: int
+
+
+def _stalled(
+    training: Training, facts: Facts, idle_s: Mapping[int, float]
+) -> tuple[EndStalled, ...]:
+    spec = training.spec
+    if not spec.stall_restart or spec.stall_s is None:
+        return ()
+    currents = [(facts.current(rank), seconds) for rank, seconds in idle_s.items()]
+    return tuple(
+        EndStalled(rank=one.rank, attempt=one.attempt)
+        for one, seconds in currents
+        if one is not None and seconds >= spec.stall_s
+    )
+
+
+def _next_idle_check_s(training: Training) -> float | None:
+    stall_s = training.spec.stall_s
+    return None if stall_s is None else check_again_s(stall_s)
+
+
 def _being_restored(words: str) -> Temporary:
     return Temporary(f"{words}; its supervisor writes it again", retry_after_s=RESTORED_S)
 
@@ -584,4 +605,4 @@ def _being_restored(words: str) -> Temporary:
 def _holds(gang: Supervision) -> int:
     """The number of ranks that a gang has, or may have under its wish."""
     wanted: int = gang.gang().get("size", 0)
-    return max([wanted, *(attempt.rank + 1 for attempt in gang.state.alive())])
+    return max([wanted, *(attempt.rank + 1 for attempt in gang.facts.running())])

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from atoll.agent.process import ERROR_VARIABLE, exit_record
+from atoll.agent.process import ERROR_VARIABLE, exit_fields
+from atoll.agent.records import AttemptFacts, Due, exit_record
 from atoll.backends.local import processes
-from atoll.backends.local.journal import Attempt, Due, Record
+from atoll.backends.local.journal import Record
 from atoll.core.reasons import ExitReason
 from atoll.logs.segments import LogWriter
 
@@ -26,7 +27,7 @@ class Process:
 
     def __init__(
         self,
-        attempt: Attempt,
+        attempt: AttemptFacts,
         output: int,
         logs: Path,
         log_bytes: int | None = None,
@@ -102,20 +103,7 @@ def environment_of(directory: Path, gang: dict[str, Any], due: Due) -> dict[str,
     }
 
 
-def start_record(attempt: Attempt) -> Record:
-    return {
-        "t": "start",
-        "rank": attempt.rank,
-        "attempt": attempt.attempt,
-        "restarts": attempt.restarts,
-        "pid": attempt.pid,
-        "born": attempt.born,
-        "at": attempt.started_at,
-        "up": attempt.up,
-    }
-
-
-def lost_record(attempt: Attempt, ended: dict[int, int], at: float) -> Record:
+def lost_record(attempt: AttemptFacts, ended: dict[int, int], at: float) -> Record:
     record = attempt_end(attempt, ended.get(attempt.pid), at)
     if record["code"] in (None, 128 + signal.SIGKILL):
         record["reason"] = ExitReason.SUPERVISOR_LOST
@@ -123,19 +111,13 @@ def lost_record(attempt: Attempt, ended: dict[int, int], at: float) -> Record:
     return record
 
 
-def attempt_end(attempt: Attempt, status: int | None, at: float) -> dict[str, Any]:
-    """The journal record of how an attempt ended."""
-    return {
-        "t": "exit",
-        "rank": attempt.rank,
-        "attempt": attempt.attempt,
-        **exit_record(status, at),
-        "stopped": False,
-    }
+def attempt_end(attempt: AttemptFacts, status: int | None, at: float) -> dict[str, Any]:
+    """Return the record of how an attempt ended."""
+    return exit_record(attempt.rank, attempt.attempt, exit_fields(status, at))
 
 
-def end_key(attempt: Attempt) -> str:
-    return f"{attempt.pid}.{attempt.born}"
+def end_key(attempt: AttemptFacts) -> str:
+    return f"{attempt.pid}.{attempt.start_ticks}"
 
 
 def write_ends(directory: Path, ends: dict[str, float]) -> None:

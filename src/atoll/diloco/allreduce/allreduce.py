@@ -17,8 +17,8 @@ from atoll.core.errors import BackendError, DistributedError, ValidationError
 from atoll.diloco.allreduce import catchup
 from atoll.diloco.allreduce import layout as layouts
 from atoll.diloco.allreduce.arguments import (
-    MOST_REPLICAS,
-    MOST_ROUNDS,
+    MAX_REPLICAS,
+    MAX_ROUNDS,
     as_lists,
     check_seconds,
     read_complete,
@@ -116,7 +116,7 @@ class ObjectStoreAllReduce:
         `team`: the processes that are this replica together, all with the same arguments. Each
         brings its share with `allreduce_share` or `allreduce_parts`.
         """
-        self.world_size = read_complete("world_size", world_size, 1, MOST_REPLICAS)
+        self.world_size = read_complete("world_size", world_size, 1, MAX_REPLICAS)
         self.rank = read_complete("rank", rank, 0, self.world_size - 1)
         least = read_min(min_replicas, self.world_size)
         check_seconds("timeout_s", timeout_s)
@@ -127,7 +127,7 @@ class ObjectStoreAllReduce:
         self.down_codec = self.codec if down_codec is None else get_codec(down_codec, "down_codec")
         self._codecs = (self.codec.name, self.down_codec.name)
         self.keys = Keys(read_run_id(run_id))
-        keep_rounds = read_complete("keep_rounds", keep_rounds, 1, MOST_ROUNDS)
+        keep_rounds = read_complete("keep_rounds", keep_rounds, 1, MAX_ROUNDS)
         self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
         self.last_round: ReduceReport | None = None
         self.carries = not self.codec.is_exact if carries_late_work is None else carries_late_work

@@ -18,7 +18,7 @@ log = logging.getLogger("atoll.allreduce")
 PROBE = "conditional-write-probe"
 KEPT_CHECKPOINTS = 2
 NOTE_BYTES = 8  # of an object tell its kind
-MOST_ATTEMPTS = 10_000
+MAX_ATTEMPTS = 10_000
 
 
 def refuse_unconditional(blobs: Blobs) -> None:
@@ -124,7 +124,7 @@ def _notes(blobs: Blobs, keys: Keys, means: Sequence[str]) -> Iterator[str]:
         last[number] = max(attempt, last.get(number, 0))
     for key, where in attempts.items():
         # After the last attempt of a round there was no other: it was not given up.
-        if where is not None and where[1] < last.get(where[0], MOST_ATTEMPTS):
+        if where is not None and where[1] < last.get(where[0], MAX_ATTEMPTS):
             try:
                 if wire.kind_of(blobs.get(key, 0, NOTE_BYTES)) == wire.ABANDONED:
                     yield key

@@ -25,7 +25,7 @@ from atoll.diloco.blobs import Blobs
 
 RUN = 1 << 17  # values of a shard that are in memory at a time
 ROOM_BYTES = 8 << 20  # of all members together, or little more
-MOST_BYTES_A_VALUE, MOST_EXTRA = 8, 4096  # what no codec exceeds
+MAX_BYTES_A_VALUE, MAX_EXTRA = 8, 4096  # what no codec exceeds
 
 
 class DamagedUpload(Exception):
@@ -279,7 +279,7 @@ class CellReader:
         """The next cell, which holds so many values, as bytes. Raises Corrupt."""
         table = self._next(1)
         (length,) = table.lengths
-        if length > MOST_BYTES_A_VALUE * size + MOST_EXTRA:
+        if length > MAX_BYTES_A_VALUE * size + MAX_EXTRA:
             raise wire.Corrupt(f"{length} bytes for {size} values")
         data = memoryview(np.empty(length, np.uint8))  # type: ignore[arg-type]
         self._fill(table, data)

@@ -86,7 +86,7 @@ def save_piece(
     head = _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
     encoded = [encode(block) for block in _blocks(header)]
     table = wire.pack_table(wire.place_of(key), encoded)
-    store.put(key, [head, table, *encoded], is_durable=True)
+    store.put(key, [head, table, *encoded], is_durable=bool(encoded))
 
 
 def load_pieces(

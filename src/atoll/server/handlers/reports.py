@@ -13,7 +13,7 @@ from atoll.core.model import Model
 from atoll.core.spec import RankNumber
 from atoll.core.stats import training_stats
 from atoll.core.status import Event, Training
-from atoll.server.handlers.executors import probed
+from atoll.server.handlers.admission import probed
 from atoll.server.http.operations import (
     Answer,
     ApiCall,

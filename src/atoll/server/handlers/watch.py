@@ -38,7 +38,7 @@ async def watch(call: ApiCall, name: str | None) -> Answer:
 
     await _check_kept(store, after, key)
     source = _changes(present, store.watch(after, key), is_wanted, plane.encoded)
-    return stream_answer(plane.streams.run(source, beat=BEAT, limit_s=query.timeout), SSE)
+    return stream_answer(plane.streams.run(source, heartbeat=BEAT, limit_s=query.timeout), SSE)
 
 
 async def _start_of(store: Store, after: int, key: Key) -> int:

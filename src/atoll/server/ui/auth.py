@@ -11,7 +11,7 @@ from atoll.core.errors import Denied
 from atoll.core.model import Model
 from atoll.server.http.auth import check_dashboard_host, check_origin, cookie_of, hashed, token_of
 from atoll.server.http.operations import Answer, ApiCall, json_answer
-from atoll.server.ui.sessions import LONGEST_S
+from atoll.server.ui.sessions import MAX_S
 
 SECRET = Annotated[str, Meta(max_length=200)]
 
@@ -79,7 +79,7 @@ async def sign_in(call: ApiCall) -> Answer:
     answer.set_cookie(
         plane.sessions.cookie,
         cookie,
-        max_age=int(LONGEST_S),
+        max_age=int(MAX_S),
         path="/",
         secure=call.request.url.scheme == "https",
         httponly=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.executors import LOCAL
 from atoll.core.spec import BenchSpec, TrainingSpec
 
@@ -129,6 +129,6 @@ def shell_of(spec: TrainingSpec, name: str) -> str:
         argv += [FLAGS[option]] if value is True else [FLAGS[option], str(value)]
     # A terminal would act on pasted control characters instead of passing them on.
     text = "".join([*argv, *command]).replace("\n", "").replace("\t", "")
-    if visible(text) != text:
+    if escape_control(text) != text:
         return ""
     return shlex.join(["atoll", "run", *argv, "--", *command])

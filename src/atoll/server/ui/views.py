@@ -37,9 +37,9 @@ from atoll.server.ui.rows import TrainingRow, with_spark
 FRAMES_S = 0.25  # between two messages of a stream: people do not see more
 LOSS = "loss"
 # What one page draws at most: charts, lines in a chart, lanes of ranks.
-MOST_CURVES = 12
-MOST_LINES = 8
-MOST_RANKS = 64
+MAX_CURVES = 12
+MAX_LINES = 8
+MAX_RANKS = 64
 MIN_SPREAD = 1e-6  # of the mean: ranks that differ less differ by rounding
 
 
@@ -169,7 +169,7 @@ async def ranks(call: ApiCall) -> Answer:
 
 
 def parse_ranks(text: str) -> set[int]:
-    """Parses `400-415,870`, at most `MOST_RANKS` ranks. Raises ValidationError."""
+    """Parses `400-415,870`, at most `MAX_RANKS` ranks. Raises ValidationError."""
     requested: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -177,8 +177,8 @@ def parse_ranks(text: str) -> set[int]:
         if not is_range or len(first) > 7 or len(last) > 7:
             raise ValidationError("ranks", text, "expected ranks such as 400-415,870")
         stop = int(last if dash else first) + 1
-        if stop <= int(first) or len(requested) + stop - int(first) > MOST_RANKS:
-            raise ValidationError("ranks", text, f"expected at most {MOST_RANKS} ranks")
+        if stop <= int(first) or len(requested) + stop - int(first) > MAX_RANKS:
+            raise ValidationError("ranks", text, f"expected at most {MAX_RANKS} ranks")
         requested |= set(range(int(first), stop))
     return requested
 
@@ -220,7 +220,7 @@ def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
     query, keeper = call.query, call.plane.series
     assert keeper is not None
     items = []
-    for name in query.name[:MOST_CURVES]:
+    for name in query.name[:MAX_CURVES]:
         every = [one for one in keeper.series(uid, [name]) if len(one.series)]
         if not every:
             continue
@@ -228,7 +228,7 @@ def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
         end = max(one.series.columns[AT][-1] for one in every)
         start, end = max(start, query.start or start), min(end, query.end or end)
         items.append(_metric_band(name, None, every, start, end, query.bins))
-        for rank in (query.rank or furthest(every, query.furthest))[:MOST_LINES]:
+        for rank in (query.rank or furthest(every, query.furthest))[:MAX_LINES]:
             own = [one for one in every if one.rank == rank]
             if own:
                 items.append(_metric_band(name, rank, own, start, end, query.bins))
@@ -276,7 +276,7 @@ async def stream(call: ApiCall) -> Answer:
                 await asyncio.sleep(FRAMES_S)
 
     beat = b'{"beat":true}\n'
-    return stream_answer(plane.streams.run(frames(), beat=beat), NDJSON)
+    return stream_answer(plane.streams.run(frames(), heartbeat=beat), NDJSON)
 
 
 def _frame(version: int, names: list[str] | None, now: float) -> bytes:

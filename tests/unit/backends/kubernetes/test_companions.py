@@ -258,7 +258,7 @@ def test_a_sidecar_whose_image_is_missing_is_what_its_rank_waits_for() -> None:
 
 
 def observe(*pods: Json, ranks: tuple[str, ...] = ("a", "b"), **more: Any) -> Any:
-    given = {"made_at": NOW - 1, "are_ranks_placed": True} | more
+    given = {"created_at": NOW - 1, "are_ranks_placed": True} | more
     mine = [Pod(pod(i, running(), node=node)) for i, node in enumerate(ranks)]
     subject = given.pop("subject", BENCHED)
     return read_bench(subject, map(Pod, pods), mine, AGENT, NOW, **given)

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from atoll.agent.records import AttemptFacts, start_record
 from atoll.backends.local import idle
 from atoll.backends.local.idle import Stillness
-from atoll.backends.local.journal import Attempt
 from atoll.logs.segments import LogWriter
 
-RANK = Attempt(3, 1, 0, os.getpid(), 7, 0.0)
+START = start_record(3, 1, 0.0, pid=os.getpid(), startTicks=7)
+RANK = AttemptFacts(3, 1, None, START, None)
 
 
 class Cpu:
@@ -21,7 +22,7 @@ class Cpu:
 def cpu(monkeypatch: pytest.MonkeyPatch) -> Cpu:
     found = Cpu()
 
-    def seconds(attempts: list[Attempt]) -> dict[int, float]:
+    def seconds(attempts: list[AttemptFacts]) -> dict[int, float]:
         return {} if found.used is None else {a.pid: found.used for a in attempts}
 
     monkeypatch.setattr(idle, "cpu_seconds", seconds)

@@ -32,7 +32,7 @@ def summary(status: str, second: str) -> dict[str, Any]:
 def test_a_list(status: str, second: str, state: str, reason: str) -> None:
     job = read_summary(summary(status, second))
     assert (job.state, job.reason) == (state, reason)
-    assert job.is_again == (second == "Interrupted")
+    assert job.is_repeated == (second == "Interrupted")
 
 
 def test_every_state_of_the_model_has_a_meaning() -> None:
@@ -59,7 +59,7 @@ def test_every_state_of_the_model_has_a_meaning() -> None:
 def test_why_a_job_ended(job: dict[str, Any], reason: str) -> None:
     end = read_end(summary("Failed", "Failed") | job)
     assert (end.state, end.reason) == ("ended", reason)
-    assert end.words.startswith("SageMaker: ")
+    assert end.message.startswith("SageMaker: ")
 
 
 def test_no_capacity_is_no_failure() -> None:

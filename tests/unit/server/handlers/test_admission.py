@@ -13,8 +13,7 @@ from atoll.core.phase import Phase
 from atoll.core.ports import Executor, Snapshot
 from atoll.core.spec import Code, RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
-from atoll.server.handlers.admission import admitted, check_run
-from atoll.server.handlers.executors import Setup
+from atoll.server.handlers.admission import Setup, admitted, check_run
 
 
 def test_somebody_elses_code_cannot_be_had_by_its_digest() -> None:

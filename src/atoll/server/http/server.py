@@ -1,29 +1,41 @@
-"""Connections: how many there may be, and how long each may keep the server waiting.
+"""The uvicorn server: listening sockets, TLS, and limits on connections.
 
-Nobody needs a token to connect, so a connection counts as a stranger until a request of it shows a
-valid one. Strangers have a share of their own, and the oldest of them is closed for a new one: who
-has a token shows it at once. A request that does not arrive, or an answer that nobody reads, is not
-waited for.
+Anybody may connect, so a connection counts as unauthenticated until one of its requests has a valid
+token. Unauthenticated connections have a share of their own, and a new one replaces the oldest of
+them: clients with a token send it at once. The server does not wait for a request that does not
+arrive, nor for a client that does not read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import socket
+import ssl
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+import atoll
 from atoll.backends.local.plane_socket import peer_uid
-from atoll.core.errors import Temporary
+from atoll.core.errors import Permanent, Temporary, ValidationError
+from atoll.sdk.release import HEADER
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+BACKLOG = 2048
+# Connections that asyncio accepts in a row. It tells of each that finds no file left.
+ACCEPTED_AT_ONCE = 16
 HEAD_BYTES = 2**16
-MOST_FILES = 2**16
+MAX_FILES = 2**16
 SWEEP_S = 1.0
 
 
@@ -58,11 +70,11 @@ def limits_of(files: int, **changes: Any) -> Limits:
 def raise_file_limit() -> int:
     """Raises the soft limit of open files as far as is allowed and useful; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
-    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 class Door:
@@ -237,3 +249,111 @@ class Connection(HttpToolsProtocol):
             b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n" % status
         )
         self.transport.close()
+
+
+class GuardedServer(uvicorn.Server):
+    """A uvicorn server with the limits of `connections.py`; it is run with open sockets."""
+
+    def __init__(
+        self, app: ASGIApp, *, tls: ssl.SSLContext | None = None, limits: Limits | None = None
+    ) -> None:
+        self.door = Door(limits or limits_of(raise_file_limit()))
+        self.tls = tls
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="asyncio",
+                lifespan="on",
+                http="httptools",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                headers=[(HEADER, atoll.__version__)],
+                timeout_keep_alive=int(self.door.limits.idle_s),
+                timeout_graceful_shutdown=3,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise Permanent("the server cannot start; its log says why")
+        self.servers = []
+        for listening in sockets or ():
+            await self.accept_from(listening)
+        self.started = True
+
+    async def accept_from(self, listening: socket.socket) -> None:
+        """Serves who connects to the socket, which is closed when the server stops."""
+
+        def accept() -> asyncio.Protocol:
+            return self.door.protocol(self.config, self.server_state, self.lifespan.state)
+
+        # What does not leave this machine, and is the user's own, needs no certificate.
+        tls = None if listening.family == socket.AF_UNIX else self.tls
+        server = await asyncio.get_running_loop().create_server(
+            accept,
+            sock=listening,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else self.door.limits.head_s,
+            backlog=ACCEPTED_AT_ONCE,
+        )
+        listening.listen(BACKLOG)  # for those that wait to be accepted
+        self.servers.append(server)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises Permanent, naming the option that is wrong."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Named as TCP: only then does asyncio disable the delay that costs 40 ms per answer.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+        return listening
+    except (OSError, OverflowError) as error:
+        listening.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        is_host = isinstance(error, socket.gaierror) or (
+            isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
+        )
+        wrong = "host" if is_host else "port"
+        raise Permanent(
+            f"cannot listen on {host}:{port}: {reason}; choose another --{wrong}"
+        ) from error
+
+
+def tls_of(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    """The TLS of a server, or None for plain HTTP. Raises ValidationError in one line for what is
+    missing, unreadable or no pair."""
+    if certificate is None and key is None:
+        return None
+    for option, path in (("--tls-cert", certificate), ("--tls-key", key)):
+        if path is None:
+            raise ValidationError(option, None, "expected both --tls-cert and --tls-key")
+        try:
+            path.read_bytes()
+        except OSError as error:
+            reason = f"cannot read this file: {error.strerror}"
+            raise ValidationError(option, str(path), reason) from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(str(certificate), str(key), password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        is_pair = "KEY_VALUES_MISMATCH" in str(error)
+        expected = f"expected the key of {certificate}" if is_pair else _reason(error)
+        raise ValidationError("--tls-key", str(key), expected) from error
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted: expected one without a password")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"expected a certificate and its key in PEM ({error.reason or error})"
+    return str(error)

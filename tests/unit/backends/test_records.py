@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from atoll.backends.observe import (
-    BY_BACKEND,
-    BackendJob,
-    Conclude,
+from atoll.agent.records import BY_EXECUTOR, Facts
+from atoll.backends.records import (
+    Ages,
     DueAttempt,
+    Fold,
+    JobState,
     OpenStartGate,
-    Pace,
     StopJobs,
-    View,
-    observe_gang,
+    Timing,
+    WriteExit,
+    fold,
 )
-from atoll.backends.records import AttemptRecord, GangRecords
 from atoll.core.reasons import ExitReason
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import ObservedRank, Training
 
 Json = dict[str, Any]
 NOW = 1000.0
-PACE = Pace()
-PENDING, RUNNING = BackendJob("pending", words="Priority"), BackendJob("running", host="n1")
-ENDED = BackendJob("ended")
+TIMING = Timing()
+PENDING, RUNNING = JobState("pending", message="Priority"), JobState("running", host="n1")
+ENDED = JobState("ended")
 CLAIM = {"at": 900.0, "host": "n1"}
 START = {"at": 910.0, "host": "n1"}
+
+
+class AttemptRecord(NamedTuple):
+    claim: Json | None = None
+    start: Json | None = None
+    exit: Json | None = None
+    quiet_s: float = 0.0
+    beaten_at: float | None = None
 
 
 def training(low: int = 1, target: int = 2, **spec: Any) -> Training:
@@ -38,7 +46,7 @@ def training(low: int = 1, target: int = 2, **spec: Any) -> Training:
 
 
 def desired(size: int = 2, **more: Any) -> Json:
-    return {"version": 3, "size": size, "discarded": {}, "at": 990.0, **more}
+    return {"t": "desired", "version": 3, "size": size, "discarded": {}, "at": 990.0, **more}
 
 
 def ended(code: int | None = 0, signal: str | None = None, **more: Any) -> Json:
@@ -46,29 +54,34 @@ def ended(code: int | None = 0, signal: str | None = None, **more: Any) -> Json:
     return {"code": code, "signal": signal, "reason": reason, "at": 950.0, "host": "n1", **more}
 
 
-def observation(
+def observed(
     attempts: dict[tuple[int, int], AttemptRecord] | None = None,
-    jobs: dict[tuple[int, int], BackendJob] | None = None,
+    jobs: dict[tuple[int, int], JobState] | None = None,
     *,
     document: Json | None = None,
     of: Training | None = None,
     is_away: bool = False,
     ended_for_s: float = 0.0,
     gate: Json | None = None,
-) -> View:
-    records = GangRecords(document or desired(), gate, attempts or {})
-    asked = jobs or {}
-    return observe_gang(
-        of or training(),
-        records,
-        None if is_away else asked,
-        now=NOW,
-        pace=PACE,
-        ended_for_s=dict.fromkeys(asked, ended_for_s),
+) -> Fold:
+    facts = Facts([document or desired()])
+    for (rank, attempt), one in (attempts or {}).items():
+        for kind in ("claim", "start", "exit"):
+            if record := getattr(one, kind):
+                facts.add({**record, "t": kind, "rank": rank, "attempt": attempt})
+    if gate is not None:
+        facts.add({"t": "gate", **gate})
+    known, asked = attempts or {}, jobs or {}
+    ages = Ages(
+        {key: one.quiet_s for key, one in known.items()},
+        dict.fromkeys(asked, ended_for_s),
+        {key: one.beaten_at for key, one in known.items() if one.beaten_at is not None},
     )
+    states = None if is_away else asked
+    return fold(of or training(), facts, states, now=NOW, timing=TIMING, ages=ages)
 
 
-def only(view: View) -> ObservedRank:
+def only(view: Fold) -> ObservedRank:
     (rank,) = view.observation.ranks
     return rank
 
@@ -85,34 +98,36 @@ def over(exit: Json, quiet_s: float = 0.0) -> AttemptRecord:
     return AttemptRecord(CLAIM, START, exit, quiet_s)
 
 
-def concluded(view: View) -> list[Json]:
+def concluded(view: Fold) -> list[Json]:
     return [
-        followup.record for followup in view.observation.followups if isinstance(followup, Conclude)
+        followup.record
+        for followup in view.observation.followups
+        if isinstance(followup, WriteExit)
     ]
 
 
-def stopped(view: View) -> list[tuple[int, int]]:
+def stopped(view: Fold) -> list[tuple[int, int]]:
     return [key for followup in view.observation.followups if isinstance(followup, StopJobs)
             for key in followup.attempts]  # fmt: skip
 
 
 def test_without_a_wish_there_is_nothing() -> None:
-    view = observe_gang(training(), GangRecords(), {}, now=NOW, pace=PACE, ended_for_s={})
+    view = fold(training(), Facts(), {}, now=NOW, timing=TIMING)
     assert (view.observation.desired, view.observation.ranks, view.due) == (None, [], [])
 
 
 def test_an_attempt_goes_from_the_queue_to_the_gate_to_its_run_to_its_end() -> None:
     key = (0, 0)
-    waiting = only(observation(jobs={key: PENDING}))
+    waiting = only(observed(jobs={key: PENDING}))
     assert (waiting.state, waiting.message) == ("waiting", "Priority")
-    at_gate = only(observation({key: claimed()}, {key: RUNNING}))
+    at_gate = only(observed({key: claimed()}, {key: RUNNING}))
     assert (at_gate.state, at_gate.host) == ("waiting", "n1")
     assert "start gate" in at_gate.message
-    runs = only(observation({key: started()}, {key: RUNNING}))
+    runs = only(observed({key: started()}, {key: RUNNING}))
     assert (runs.state, runs.started_at, runs.message, runs.is_stopping) == (
         "running", 910.0, "", False,
     )  # fmt: skip
-    done = only(observation({key: over(ended(3))}, {key: ENDED}))
+    done = only(observed({key: over(ended(3))}, {key: ENDED}))
     assert done.exit is not None
     assert (done.state, done.exit.code, done.exit.at, done.exit.reason) == (
         "exited", 3, 950.0, "Error",
@@ -121,8 +136,8 @@ def test_an_attempt_goes_from_the_queue_to_the_gate_to_its_run_to_its_end() -> N
 
 
 def test_a_paused_rank_is_no_silent_one() -> None:
-    paused = BackendJob("running", is_paused=True)
-    view = observation({(0, 0): started(quiet_s=500.0)}, {(0, 0): paused})
+    paused = JobState("running", is_paused=True)
+    view = observed({(0, 0): started(quiet_s=500.0)}, {(0, 0): paused})
     assert (only(view).state, only(view).message) == ("running", "paused by its backend")
     assert view.observation.followups == ()
 
@@ -130,37 +145,37 @@ def test_a_paused_rank_is_no_silent_one() -> None:
 @pytest.mark.parametrize(
     ("job", "patience_s"),
     [
-        (RUNNING, PACE.silent_s),
-        (ENDED, PACE.settle_s),
-        (BackendJob("ended", reason=ExitReason.HOST_LOST), PACE.silent_s),
-        (None, PACE.silent_s),
+        (RUNNING, TIMING.heartbeat_timeout_s),
+        (ENDED, TIMING.settle_s),
+        (JobState("ended", reason=ExitReason.HOST_LOST), TIMING.heartbeat_timeout_s),
+        (None, TIMING.heartbeat_timeout_s),
     ],
 )
 def test_a_wrapper_that_is_silent_is_concluded_after_its_time(
-    job: BackendJob | None, patience_s: float
+    job: JobState | None, patience_s: float
 ) -> None:
     jobs = {} if job is None else {(0, 0): job}
-    assert concluded(observation({(0, 0): started(patience_s - 0.1)}, jobs)) == []
-    view = observation({(0, 0): started(patience_s)}, jobs)
+    assert concluded(observed({(0, 0): started(patience_s - 0.1)}, jobs)) == []
+    view = observed({(0, 0): started(patience_s)}, jobs)
     (record,) = concluded(view)
     assert (record["code"], record["ran"], record["stopped"]) == (None, True, False)
     assert record["at"] == max(NOW - patience_s, 910.0)
     assert stopped(view) == ([(0, 0)] if job is RUNNING else [])
-    assert concluded(observation({(0, 0): started(patience_s)}, is_away=True)) == []
+    assert concluded(observed({(0, 0): started(patience_s)}, is_away=True)) == []
 
 
 @pytest.mark.parametrize(
     ("job", "reason", "code"),
     [
-        (BackendJob("ended", reason=ExitReason.OOM_KILLED, words="oom"), "OOMKilled", 137),
-        (BackendJob("ended", reason=ExitReason.PREEMPTED, words="oom"), "Preempted", None),
-        (BackendJob("running", reason=ExitReason.PREEMPTED, words="oom"), "SupervisorLost", None),
+        (JobState("ended", reason=ExitReason.OOM_KILLED, message="oom"), "OOMKilled", 137),
+        (JobState("ended", reason=ExitReason.PREEMPTED, message="oom"), "Preempted", None),
+        (JobState("running", reason=ExitReason.PREEMPTED, message="oom"), "SupervisorLost", None),
     ],
 )
 def test_the_backend_names_the_end_of_a_silent_wrapper_once_it_has_ended(
-    job: BackendJob, reason: str, code: int | None
+    job: JobState, reason: str, code: int | None
 ) -> None:
-    (record,) = concluded(observation({(0, 0): claimed(quiet_s=60.0)}, {(0, 0): job}))
+    (record,) = concluded(observed({(0, 0): claimed(quiet_s=60.0)}, {(0, 0): job}))
     assert (record["reason"], record["code"], record["ran"]) == (reason, code, False)
     assert record["message"] == "its wrapper left no record; oom"
 
@@ -173,22 +188,22 @@ def test_a_silence_before_the_first_look_is_dated_by_the_last_beat(
 ) -> None:
     """The clock of the place may be behind the rank's, or ahead of the reader's."""
     silent = started(quiet_s=60.0)._replace(beaten_at=beaten_at)
-    (record,) = concluded(observation({(0, 0): silent}, {(0, 0): ENDED}))
+    (record,) = concluded(observed({(0, 0): silent}, {(0, 0): ENDED}))
     assert record["at"] == at
 
 
 def test_a_job_that_the_backend_ended_before_it_began_is_concluded_after_a_while() -> None:
-    job = BackendJob("ended", words="no such partition", host="n9")
-    view = observation(jobs={(0, 0): job}, ended_for_s=PACE.settle_s - 0.1)
+    job = JobState("ended", message="no such partition", host="n9")
+    view = observed(jobs={(0, 0): job}, ended_for_s=TIMING.settle_s - 0.1)
     assert (only(view).state, concluded(view)) == ("waiting", [])
-    (record,) = concluded(observation(jobs={(0, 0): job}, ended_for_s=PACE.settle_s))
+    (record,) = concluded(observed(jobs={(0, 0): job}, ended_for_s=TIMING.settle_s))
     assert (record["reason"], record["ran"], record["stopped"]) == ("Rejected", False, False)
     assert (record["message"], record["host"]) == ("no such partition", "n9")
-    assert record["at"] == NOW - PACE.settle_s
+    assert record["at"] == NOW - TIMING.settle_s
 
 
 def test_what_the_backend_gave_up_by_itself_is_asked_for_again() -> None:
-    view = observation(jobs={(0, 0): BackendJob("ended", is_given_up=True)}, ended_for_s=60.0)
+    view = observed(jobs={(0, 0): JobState("ended", is_withdrawn=True)}, ended_for_s=60.0)
     assert (view.observation.ranks, concluded(view)) == ([], [])
     assert DueAttempt(0, 0, 0.0) in view.due
 
@@ -196,14 +211,14 @@ def test_what_the_backend_gave_up_by_itself_is_asked_for_again() -> None:
 def test_a_rank_scaled_away_stops_and_is_ended_once_its_grace_is_over() -> None:
     shrunk = desired(1, at=NOW - 15.0)
     patient = training(stop_grace_s=10.1)
-    view = observation({(1, 0): started()}, {(1, 0): RUNNING}, document=shrunk, of=patient)
+    view = observed({(1, 0): started()}, {(1, 0): RUNNING}, document=shrunk, of=patient)
     assert (only(view).is_stopping, stopped(view)) == (True, [])
     prompt = training(stop_grace_s=10.0)
-    view = observation({(1, 0): started()}, {(1, 0): RUNNING}, document=shrunk, of=prompt)
+    view = observed({(1, 0): started()}, {(1, 0): RUNNING}, document=shrunk, of=prompt)
     assert stopped(view) == [(1, 0)]
-    queued = observation(jobs={(1, 0): PENDING}, document=shrunk)
+    queued = observed(jobs={(1, 0): PENDING}, document=shrunk)
     assert (stopped(queued), queued.observation.unsettled) == ([(1, 0)], 1)
-    gone = observation(jobs={(1, 0): ENDED}, document=shrunk, ended_for_s=60.0)
+    gone = observed(jobs={(1, 0): ENDED}, document=shrunk, ended_for_s=60.0)
     assert (gone.observation.ranks, gone.observation.followups, gone.observation.unsettled) == (
         [],
         (),
@@ -212,23 +227,24 @@ def test_a_rank_scaled_away_stops_and_is_ended_once_its_grace_is_over() -> None:
 
 
 def test_the_backends_word_on_an_end_keeps_its_place_until_nothing_runs() -> None:
-    document = ended(None, by=BY_BACKEND)
-    view = observation({(0, 0): over(document)}, {(0, 0): RUNNING})
+    document = ended(None, by=BY_EXECUTOR)
+    view = observed({(0, 0): over(document)}, {(0, 0): RUNNING})
     assert (only(view).state, stopped(view)) == ("running", [(0, 0)])
-    done = only(observation({(0, 0): over(document)}, {(0, 0): ENDED})).exit
+    done = only(observed({(0, 0): over(document)}, {(0, 0): ENDED})).exit
     assert done is not None
     assert done.is_backends_word
 
 
 def test_why_a_rank_was_killed_is_waited_for_and_then_named() -> None:
     killed = ended(137, "SIGKILL")
-    view = observation({(0, 0): over(killed, PACE.name_s - 0.1)}, {(0, 0): RUNNING})
+    view = observed({(0, 0): over(killed, TIMING.cause_wait_s - 0.1)}, {(0, 0): RUNNING})
     assert (only(view).state, only(view).message) == ("running", "it has ended")
     assert (
-        only(observation({(0, 0): over(killed, PACE.name_s)}, {(0, 0): RUNNING})).state == "exited"
+        only(observed({(0, 0): over(killed, TIMING.cause_wait_s)}, {(0, 0): RUNNING})).state
+        == "exited"
     )
-    job = BackendJob("ended", reason=ExitReason.PREEMPTED, words="preempted by 7")
-    named = only(observation({(0, 0): over(killed)}, {(0, 0): job})).exit
+    job = JobState("ended", reason=ExitReason.PREEMPTED, message="preempted by 7")
+    named = only(observed({(0, 0): over(killed)}, {(0, 0): job})).exit
     assert named is not None
     assert (named.reason, named.message, named.code) == ("Preempted", "preempted by 7", 137)
 
@@ -236,19 +252,19 @@ def test_why_a_rank_was_killed_is_waited_for_and_then_named() -> None:
 @pytest.mark.parametrize(
     ("document", "job", "reason"),
     [
-        (ended(1), BackendJob("ended", reason=ExitReason.PREEMPTED), "Error"),  # its own exit
-        (ended(143, "SIGTERM"), BackendJob("ended", reason=ExitReason.OOM_KILLED), "Error"),
-        (ended(137, "SIGKILL"), BackendJob("ended", reason=ExitReason.OOM_KILLED), "OOMKilled"),
-        (ended(143, "SIGTERM"), BackendJob("ended", is_again=True), "Evicted"),
-        (ended(1, signalled=True), BackendJob("ended", reason=ExitReason.PREEMPTED), "Preempted"),
-        (ended(143, "SIGTERM", stopped=True), BackendJob("ended", reason="Preempted"), "Error"),
-        (ended(139, "SIGSEGV"), BackendJob("ended", reason="Preempted"), "Error"),
+        (ended(1), JobState("ended", reason=ExitReason.PREEMPTED), "Error"),  # its own exit
+        (ended(143, "SIGTERM"), JobState("ended", reason=ExitReason.OOM_KILLED), "Error"),
+        (ended(137, "SIGKILL"), JobState("ended", reason=ExitReason.OOM_KILLED), "OOMKilled"),
+        (ended(143, "SIGTERM"), JobState("ended", is_repeated=True), "Evicted"),
+        (ended(1, signalled=True), JobState("ended", reason=ExitReason.PREEMPTED), "Preempted"),
+        (ended(143, "SIGTERM", stopped=True), JobState("ended", reason="Preempted"), "Error"),
+        (ended(139, "SIGSEGV"), JobState("ended", reason="Preempted"), "Error"),
     ],
 )
 def test_the_backend_names_only_what_it_may_have_done(
-    document: Json, job: BackendJob, reason: str
+    document: Json, job: JobState, reason: str
 ) -> None:
-    named = only(observation({(0, 0): over(document)}, {(0, 0): job})).exit
+    named = only(observed({(0, 0): over(document)}, {(0, 0): job})).exit
     assert named is not None
     assert named.reason == reason
 
@@ -256,9 +272,7 @@ def test_the_backend_names_only_what_it_may_have_done(
 def test_the_words_of_a_backend_are_added_once() -> None:
     def message(text: str) -> str:
         document = ended(137, "SIGKILL", message=text)
-        found = only(
-            observation({(0, 0): over(document)}, {(0, 0): BackendJob("ended", words="why")})
-        )
+        found = only(observed({(0, 0): over(document)}, {(0, 0): JobState("ended", message="why")}))
         assert found.exit is not None
         return found.exit.message
 
@@ -267,31 +281,37 @@ def test_the_words_of_a_backend_are_added_once() -> None:
 
 def test_a_job_that_outlives_its_record_or_begins_again_is_ended() -> None:
     def must_stop(quiet_s: float, **job: Any) -> bool:
-        jobs = {(0, 0): BackendJob("running", **job)}
-        return bool(stopped(observation({(0, 0): over(ended(1), quiet_s)}, jobs)))
+        jobs = {(0, 0): JobState("running", **job)}
+        return bool(stopped(observed({(0, 0): over(ended(1), quiet_s)}, jobs)))
 
-    assert [must_stop(PACE.leave_s - 0.1), must_stop(PACE.leave_s)] == [False, True]
-    assert must_stop(0.0, is_again=True)
+    assert [must_stop(TIMING.stop_wait_s - 0.1), must_stop(TIMING.stop_wait_s)] == [False, True]
+    assert must_stop(0.0, is_repeated=True)
 
 
 def test_an_attempt_stopped_before_it_ran_is_none() -> None:
     never = ended(None, ran=False, stopped=True)
-    assert observation({(0, 0): over(never)}, {(0, 0): ENDED}).observation.ranks == []
+    assert observed({(0, 0): over(never)}, {(0, 0): ENDED}).observation.ranks == []
     refused = ended(None, ran=False)
-    assert only(observation({(0, 0): over(refused)}, {(0, 0): ENDED})).state == "exited"
+    assert only(observed({(0, 0): over(refused)}, {(0, 0): ENDED})).state == "exited"
 
 
 def test_the_newest_attempt_tells_of_those_before_it() -> None:
     attempts = {(0, 0): over(ended(1)), (0, 1): over(ended(2)), (0, 2): started()}
-    rank = only(observation(attempts, {(0, 2): RUNNING}))
+    rank = only(observed(attempts, {(0, 2): RUNNING}))
     assert (rank.attempt, rank.restarts, rank.metered_s) == (2, 2, 80.0)
     assert rank.previous_exit is not None
     assert rank.previous_exit.code == 2
     assert [past.attempt for past in rank.attempts] == [0, 1]
     assert (
-        only(observation(attempts, {(0, 2): RUNNING}, document=desired(stops={"0": [1]}))).restarts
+        only(observed(attempts, {(0, 2): RUNNING}, document=desired(stops={"0": [1]}))).restarts
         == 0
     )
+
+
+def test_an_attempt_that_only_the_backend_knows_tells_of_those_before_it() -> None:
+    rank = only(observed({(0, 0): over(ended(1))}, {(0, 1): PENDING}))
+    assert (rank.state, rank.attempt, rank.metered_s) == ("waiting", 1, 40.0)
+    assert [past.attempt for past in rank.attempts] == [0]
 
 
 def due(*codes: int | None, max_restarts: int = 1, quiet_s: float = 0.0, **more: Any) -> list[Any]:
@@ -300,7 +320,7 @@ def due(*codes: int | None, max_restarts: int = 1, quiet_s: float = 0.0, **more:
         (0, number): started() if code is None else over(ended(code), quiet_s)
         for number, code in enumerate(codes)
     }
-    return observation(
+    return observed(
         attempts, document=desired(1, **more), of=training(max_restarts=max_restarts)
     ).due
 
@@ -316,16 +336,16 @@ def test_attempts_are_due_within_the_budget_and_no_sooner() -> None:
 
 
 def test_nothing_is_due_while_the_backend_does_not_answer() -> None:
-    assert observation(is_away=True).due == []
+    assert observed(is_away=True).due == []
 
 
 def test_the_gate_opens_for_all_or_for_the_minimum_after_the_grace() -> None:
-    def at_gate(ranks: int, grace_s: float, **more: Any) -> View:
+    def at_gate(ranks: int, grace_s: float, **more: Any) -> Fold:
         attempts = {(rank, 0): claimed() for rank in range(ranks)}
         jobs = dict.fromkeys(attempts, RUNNING)
-        return observation(attempts, jobs, of=training(start_grace_s=grace_s), **more)
+        return observed(attempts, jobs, of=training(start_grace_s=grace_s), **more)
 
-    def opened(view: View) -> list[int]:
+    def opened(view: Fold) -> list[int]:
         return [c.together for c in view.observation.followups if isinstance(c, OpenStartGate)]
 
     assert opened(at_gate(2, 500.0)) == [2]
@@ -336,27 +356,27 @@ def test_the_gate_opens_for_all_or_for_the_minimum_after_the_grace() -> None:
     assert opened(at_gate(2, 500.0, gate={"at": 905.0})) == []
     assert at_gate(2, 500.0, gate={"at": 905.0}).observation.gate_opened_at == 905.0
     ended_there = {(0, 0): claimed(), (1, 0): AttemptRecord(CLAIM, None, ended(143, "SIGTERM"))}
-    view = observation(
+    view = observed(
         ended_there, dict.fromkeys(ended_there, RUNNING), of=training(start_grace_s=500.0)
     )
     assert opened(view) == []
 
 
 def test_the_host_of_a_rank_is_the_records_before_the_backends() -> None:
-    job = BackendJob("running", host="n2")
-    assert only(observation(jobs={(0, 0): job})).host == "n2"
-    assert only(observation({(0, 0): started()}, {(0, 0): job})).host == "n1"
-    assert only(observation({(0, 0): started()}, is_away=True)).host == "n1"
+    job = JobState("running", host="n2")
+    assert only(observed(jobs={(0, 0): job})).host == "n2"
+    assert only(observed({(0, 0): started()}, {(0, 0): job})).host == "n1"
+    assert only(observed({(0, 0): started()}, is_away=True)).host == "n1"
 
 
 def test_ranks_that_are_scaled_away_do_not_open_the_gate() -> None:
     attempts = {(rank, 0): claimed() for rank in (0, 2)}
-    view = observation(attempts, dict.fromkeys(attempts, RUNNING), of=training(start_grace_s=500.0))
+    view = observed(attempts, dict.fromkeys(attempts, RUNNING), of=training(start_grace_s=500.0))
     assert [c for c in view.observation.followups if isinstance(c, OpenStartGate)] == []
 
 
 def test_a_rank_that_exited_by_itself_has_no_words_of_the_backend() -> None:
-    job = BackendJob("ended", words="NonZeroExitCode")
-    found = only(observation({(0, 0): over(ended(1))}, {(0, 0): job})).exit
+    job = JobState("ended", message="NonZeroExitCode")
+    found = only(observed({(0, 0): over(ended(1))}, {(0, 0): job})).exit
     assert found is not None
     assert found.message == ""
