@@ -75,7 +75,7 @@ SLOW = (
     [
         ("from atoll.cli.main import app; app(['--help'], standalone_mode=False)", HEAVY),
         (
-            "import atoll.cli.launch, atoll.cli.follow, atoll.cli.report, atoll.core.fields\n"
+            "import atoll.cli.run, atoll.cli.follow, atoll.cli.report, atoll.core.fields\n"
             "import atoll.cli.main, atoll.sdk.config, atoll.sdk.embedded, atoll.sdk.options\n"
             "from pathlib import Path; from atoll.sdk.endpoint import Address\n"
             "from atoll.sdk.wire import _blocking; _blocking(Address('', directory=Path('/')))",

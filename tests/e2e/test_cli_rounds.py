@@ -40,7 +40,7 @@ with ObjectStoreAllReduce(
 def test_rounds_equal_the_rosters_through_kills_though_nobody_reports(atoll: Any) -> None:
     (atoll.cwd / "train.py").write_text(SCRIPT)
     made = atoll(
-        "up", "--name", "many", "-n", "3", "--min", "1", "--rendezvous", "none",
+        "run", "-d", "--name", "many", "-n", "3", "--min", "1", "--rendezvous", "none",
         "--max-restarts", "2", "--", sys.executable, "train.py",
     )  # fmt: skip
     assert made.returncode == 0, made.stderr

@@ -1,4 +1,4 @@
-"""`atoll operator`: the controller on custom resources and Indexed Jobs.
+"""`atoll k8s operator`: the controller on custom resources and Indexed Jobs.
 
 Several operators may run; only the holder of the Lease acts and answers. It may be killed at any
 instant: trainings are in the cluster, and the next holder continues from there. Metrics and

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypedDict
 from atoll.core.checks import check_timeout
 from atoll.core.errors import ValidationError
 from atoll.core.executors import LOCAL
+from atoll.core.quantities import parse_duration
 from atoll.core.spec import (
     BenchSpec,
     ProviderFilter,
@@ -68,7 +69,9 @@ class DeployOptions(TypedDict, total=False):
     wait: Wait
 
 
-WAIT_TIMEOUT_S = 600.0
+# Options that take `30s`, `5m` or `2h` beside seconds.
+DURATIONS = ("start_grace_s", "stop_grace_s", "deadline_s", "ttl_seconds", "stall_s")
+WAIT_TIMEOUT_S = 600.0  # pulling a large image takes minutes
 
 
 def wait_of(options: DeployOptions) -> tuple[Wait | None, float]:
@@ -98,6 +101,9 @@ def spec_of(name: str, options: DeployOptions) -> TrainingSpec:
     def take(*names: str) -> dict[str, Any]:
         return {name: remaining.pop(name) for name in names if name in remaining}
 
+    for option in DURATIONS:
+        if isinstance(remaining.get(option), str):
+            remaining[option] = _seconds(option, remaining[option])
     if type(remaining.get("cpu")) in (int, float):
         remaining["cpu"] = f"{remaining['cpu']:g}"
     sections: dict[str, Any] = {
@@ -116,6 +122,11 @@ def spec_of(name: str, options: DeployOptions) -> TrainingSpec:
         **changed,
         **_as_json(_spec_fields(remaining)),
     )
+
+
+def _seconds(option: str, text: str) -> float:
+    seconds = parse_duration(option, text)
+    return int(seconds) if seconds.is_integer() else seconds  # `ttl_seconds` refuses fractions
 
 
 def _check_code(value: object) -> None:

@@ -16,7 +16,7 @@ from atoll.core.spec import BenchSpec, TrainingSpec
 # Flags of `atoll run` by option of `deploy_distributed`; a test holds them to the command itself.
 FLAGS = {
     "max_restarts": "--max-restarts",
-    "deadline_s": "--timeout",
+    "deadline_s": "--deadline",
     "rendezvous_backend": "--rendezvous",
     "rendezvous_uri": "--uri",
     "run_id": "--run-id",
@@ -32,7 +32,7 @@ FLAGS = {
     "start_grace_s": "--start-grace",
     "stop_grace_s": "--stop-grace",
     "ttl_seconds": "--ttl",
-    "stall_s": "--stall-s",
+    "stall_s": "--stall-timeout",
     "stall_restart": "--stall-restart",
     "mesh": "--mesh",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.cli.screen import cut, fitted
+from atoll.cli.terminal import cut, fit
 
 
 def test_colours_take_no_columns_and_are_not_left_on() -> None:
@@ -17,13 +17,13 @@ def test_colours_take_no_columns_and_are_not_left_on() -> None:
 
 def test_what_does_not_fit_is_counted() -> None:
     text = "\n".join(map(str, range(100)))
-    shown = fitted(text, (80, 10)).split("\n")
+    shown = fit(text, (80, 10)).split("\n")
     assert len(shown) == 9
     assert shown[-1] == "… 92 more lines"
 
 
 @given(st.text(alphabet="ab\n", max_size=300), st.integers(1, 40), st.integers(1, 20))
 def test_nothing_is_wider_or_higher_than_the_screen(text: str, width: int, height: int) -> None:
-    lines = fitted(text, (width, height)).split("\n")
+    lines = fit(text, (width, height)).split("\n")
     assert len(lines) <= max(2, height)
     assert all(len(line) <= width for line in lines)

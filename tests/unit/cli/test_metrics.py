@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from xml.etree import ElementTree
 
-from atoll.cli.plot import Curve, draw, svg
+from atoll.cli.metrics import Curve, draw, draw_svg
 
 FALLING = Curve("rank 0", [0.0, 1.0, 2.0, 3.0], [4.0, 3.0, math.nan, 1.0])
 
@@ -29,7 +29,9 @@ def test_one_point_and_none_are_drawn_without_trouble() -> None:
 
 
 def test_svg_is_well_formed_and_names_are_text() -> None:
-    text = svg([FALLING._replace(label="<script>x</script>")], "loss & <b>", "step", (400, 300))
+    text = draw_svg(
+        [FALLING._replace(label="<script>x</script>")], "loss & <b>", "step", (400, 300)
+    )
     root = ElementTree.fromstring(text)
     assert root.tag.endswith("svg")
     assert "<script>" not in text

@@ -28,14 +28,14 @@ atoll.report(step=41, loss=float("nan"), **{"<b>": 1})
 
 
 def rows(atoll: Any, *words: str) -> list[dict[str, str]]:
-    done = atoll("series", *words, "--csv")
+    done = atoll("metrics", *words, "--csv")
     assert done.returncode == 0, done.stderr
     return list(csv.DictReader(io.StringIO(done.stdout)))
 
 
 def test_reports_survive_a_killed_control_plane_and_go_with_the_training(atoll: Any) -> None:
     (atoll.cwd / "train.py").write_text(SCRIPT)
-    made = atoll("up", "--name", "told", "-n", "2", "--", sys.executable, "train.py")
+    made = atoll("run", "-d", "--name", "told", "-n", "2", "--", sys.executable, "train.py")
     assert made.returncode == 0, made.stderr
     until(lambda: all((atoll.cwd / f"half-{rank}").exists() for rank in range(2)))
     os.kill(atoll.server_pid(), signal.SIGKILL)
@@ -52,15 +52,15 @@ def test_reports_survive_a_killed_control_plane_and_go_with_the_training(atoll: 
         assert own[-1]["value"] == "nan"
         assert {row["attempt"] for row in own} == {own[0]["attempt"]}
 
-    table = atoll.json("series", "told", "--rank", "1")
+    table = atoll.json("metrics", "told", "--rank", "1")
     assert set(table["rank"]) == {1}
     assert "<b>" in table["name"]
-    picture = atoll("plot", "told", "loss")
+    picture = atoll("metrics", "told", "loss", "--plot")
     assert picture.returncode == 0
     assert "loss of told" in picture.stdout
-    drawn = atoll("plot", "told", "loss", "--svg", "loss.svg")
+    drawn = atoll("metrics", "told", "loss", "--svg", "loss.svg")
     assert (atoll.cwd / "loss.svg").read_text().startswith("<svg"), drawn.stderr
-    assert "lists what there is" in atoll("plot", "told", "none").stderr
+    assert "lists what it has" in atoll("metrics", "told", "none", "--plot").stderr
 
     assert atoll("rm", "told").returncode == 0
     until(lambda: not _stored(atoll.state / "series.db", uid))
@@ -76,7 +76,7 @@ def _stored(path: Path, uid: str) -> int:
 
 def test_a_rank_shows_what_it_uses(atoll: Any) -> None:
     busy = "import time\nwhile True: sum(range(100_000)); time.sleep(0.01)"
-    made = atoll("up", "--name", "busy", "-n", "1", "--", sys.executable, "-c", busy)
+    made = atoll("run", "-d", "--name", "busy", "-n", "1", "--", sys.executable, "-c", busy)
     assert made.returncode == 0, made.stderr
     until(lambda: any(float(row["value"]) > 0 for row in rows(atoll, "busy", "machine/cpu")))
     used = {row["name"]: float(row["value"]) for row in rows(atoll, "busy")}
@@ -93,7 +93,7 @@ def test_trainings_are_sorted_by_what_they_reported(atoll: Any) -> None:
         until(lambda name=name: rows(atoll, name, "loss"))  # type: ignore[misc]
     listed = atoll.json("ps", "--sort", "loss")
     assert [each["name"] for each in listed][:2] == ["better", "worse"]
-    assert listed[0]["figure"]["value"] == 0.5
+    assert listed[0]["metric"]["value"] == 0.5
     table = atoll("ps", "--sort", "-loss").stdout.splitlines()
     assert "LOSS" in table[0]
     assert [line.split()[0] for line in table[1:3]] == ["worse", "better"]
