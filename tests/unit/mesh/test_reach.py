@@ -43,7 +43,7 @@ def test_ready_is_exactly_when_every_newest_report_misses_nobody(
         newest[host] = missing
         fabric.fold(report(host, n, missing))
     is_ready = len(newest) == n and not any(newest.values())
-    assert fabric.is_integer == is_ready
+    assert fabric.is_complete == is_ready
     state, message = judged(fabric)
     assert (state is MeshState.READY) == is_ready
     assert bool(message) != is_ready

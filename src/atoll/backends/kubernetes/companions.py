@@ -591,17 +591,11 @@ def _affinity(training: Training, options: KubernetesOptions) -> Json:
     """
     own = affinity(training, options) or {}
     rules = {"nodeAffinity": own["nodeAffinity"]} if "nodeAffinity" in own else {}
-    own_keys_only = _term({UID: training.uid, PART: BENCH})
+    spread = _term({UID: training.uid, PART: BENCH})
     near = _term(ranks_of(training))
     if training.spec.bench.placement == "strict":
-        return {
-            **rules,
-            "podAffinity": {REQUIRED: [near]},
-            "podAntiAffinity": {REQUIRED: [own_keys_only]},
-        }
-    rules["podAntiAffinity"] = {
-        PREFERRED: [{"weight": SPREAD_WEIGHT, "podAffinityTerm": own_keys_only}]
-    }
+        return {**rules, "podAffinity": {REQUIRED: [near]}, "podAntiAffinity": {REQUIRED: [spread]}}
+    rules["podAntiAffinity"] = {PREFERRED: [{"weight": SPREAD_WEIGHT, "podAffinityTerm": spread}]}
     if not has_floor(training.spec):
         rules["podAffinity"] = {PREFERRED: [{"weight": NEAR_WEIGHT, "podAffinityTerm": near}]}
     return rules

@@ -26,10 +26,9 @@ from atoll.backends.kubernetes.companions import (
 from atoll.backends.kubernetes.followups import PatchJob
 from atoll.backends.kubernetes.gate import read_gate
 from atoll.backends.kubernetes.names import BLOCKED_BY, PART
-from atoll.backends.kubernetes.patch import has_finalizer, render_unblock
+from atoll.backends.kubernetes.patch import is_blocked, render_unblock
 from atoll.backends.kubernetes.pod import Pod
-from atoll.backends.kubernetes.read import is_unchanged
-from atoll.backends.kubernetes.read import observe as look_at_ranks
+from atoll.backends.kubernetes.read import is_unchanged, observe_gang
 from atoll.backends.kubernetes.render import gang_name, render_job, render_service
 from atoll.core.model import encode
 from atoll.core.spec import BenchSpec, RendezvousSpec
@@ -121,7 +120,7 @@ def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
     options = Options(agent_image="atoll:1", etcd_endpoint="etcd.infra:2379")
     made = render_job(training(mesh=True), DesiredState(version=1, size=3), options)
     assert environment(made)["ATOLL_MESH_ENDPOINT"] == "etcd.infra:2379"
-    assert not has_finalizer(made)
+    assert not is_blocked(made)
     (agent,) = made["spec"]["template"]["spec"]["initContainers"]
     assert "--etcd=etcd.infra:2379" in agent["command"]
     assert f"--folder={FABRIC_DIR}/{training().uid}" in agent["command"]
@@ -130,17 +129,17 @@ def test_an_etcd_that_trainings_share_is_used_as_it_is() -> None:
 def test_a_job_is_held_until_its_etcd_answers() -> None:
     made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=3), Options())
     assert made["spec"]["suspend"] is True
-    assert has_finalizer(made)
+    assert is_blocked(made)
     patch = render_unblock(made)
     assert patch["spec"]["suspend"] is False
-    assert not has_finalizer({"metadata": {"annotations": {}}})
+    assert not is_blocked({"metadata": {"annotations": {}}})
 
 
 def test_a_job_in_a_queue_is_held_at_its_start_gate() -> None:
     """When it runs is the queue's business, and its pods do not start ranks before that."""
     options = Options(kueue_queue="research", is_start_gated=True)
     made = render_job(training(rendezvous=ETCD_V2), DesiredState(version=1, size=1), options)
-    assert has_finalizer(made)
+    assert is_blocked(made)
     assert "spec" not in render_unblock(made)
     made["status"] = {"startTime": stamp(MADE)}
     ranks = [Pod(waiting(rank)) for rank in range(3)]
@@ -259,7 +258,7 @@ def test_a_sidecar_whose_image_is_missing_is_what_its_rank_waits_for() -> None:
 
 
 def observe(*pods: Json, ranks: tuple[str, ...] = ("a", "b"), **more: Any) -> Any:
-    given = {"made_at": NOW - 1, "are_ranks_placed": True} | more
+    given = {"created_at": NOW - 1, "are_ranks_placed": True} | more
     mine = [Pod(pod(i, running(), node=node)) for i, node in enumerate(ranks)]
     subject = given.pop("subject", BENCHED)
     return read_bench(subject, map(Pod, pods), mine, AGENT, NOW, **given)
@@ -365,7 +364,7 @@ def asked_beside(*pods: Json, options: Options = AGENT, **more: Any) -> Observat
     parts = Companions(cluster, options, lambda key: None, is_owner=True)
     ranks = [p for p in pods if p["metadata"].get("labels", {}).get(PART, "rank") == "rank"]
     others = [Pod(p) for p in pods if p not in ranks]
-    found = look_at_ranks(subject, gang, ranks, options, NOW)
+    found = observe_gang(subject, gang, ranks, options, NOW)
     return parts.observe(subject, gang, found.newest, others, found.observation, NOW)
 
 
