@@ -8,7 +8,7 @@ import threading
 import pytest
 from tests.allreduce.world import World, kill_at, run_threads, seed
 
-from atoll.core.rounds import KeptRound, with_seen
+from atoll.core.rounds import StoredRound, with_observed
 from atoll.diloco.allreduce import keys
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.manifest import Manifest
@@ -23,7 +23,7 @@ def follow(rounds: int, number: int) -> None:
     """`rounds` rounds of three replicas, each killed at some request and started again."""
     world = World(SIZE)
     is_over = threading.Event()
-    retained: dict[int, KeptRound] = {}
+    retained: dict[int, StoredRound] = {}
 
     def live(rank: int) -> None:
         chance, is_done = random.Random(seed(number, rank)), False
@@ -42,7 +42,9 @@ def follow(rounds: int, number: int) -> None:
         while not is_all:
             matches = reader.look()
             for facts in matches.rounds:
-                retained[facts.round] = with_seen(retained.get(facts.round, KeptRound()), facts)
+                retained[facts.round] = with_observed(
+                    retained.get(facts.round, StoredRound()), facts
+                )
             is_all = matches.is_all
 
     def watch() -> None:
@@ -68,7 +70,7 @@ def follow(rounds: int, number: int) -> None:
         assert shown(retained[at]) == stored(manifest)
 
 
-def shown(retained: KeptRound) -> tuple[object, ...]:
+def shown(retained: StoredRound) -> tuple[object, ...]:
     facts = retained.facts
     assert facts is not None
     weights = dict(zip(facts.members, facts.weights, strict=True))

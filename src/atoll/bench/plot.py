@@ -71,8 +71,8 @@ def plot_svg(points: Points, title: str = "") -> str:
         for size, rate in points
         if rate > MIN_RATE
     ]
-    places = " ".join(f"{ax},{ay}" for ax, ay, _ in dots)
-    parts.append(f'<polyline class="line" points="{places}"/>')
+    coordinates = " ".join(f"{ax},{ay}" for ax, ay, _ in dots)
+    parts.append(f'<polyline class="line" points="{coordinates}"/>')
     parts += [
         f'<circle class="dot" cx="{ax}" cy="{ay}" r="4"><title>{what}</title></circle>'
         for ax, ay, what in dots

@@ -43,10 +43,10 @@ class EtcdKeys:
     """The keys of one etcd. Safe to share among tasks; close it, or use it with `async with`."""
 
     def __init__(self, endpoint: str, request_s: float = REQUEST_S) -> None:
-        place = split_endpoint(endpoint)
-        if place is None:
+        host_port = split_endpoint(endpoint)
+        if host_port is None:
             raise ValidationError("etcd endpoint", endpoint, "expected host:port")
-        self._place = place
+        self._host_port = host_port
         self._endpoint = endpoint
         self._request_s = request_s
         self._idle: list[_Connection] = []
@@ -104,8 +104,8 @@ class EtcdKeys:
         if answer is None:
             return None
         node = answer["node"]
-        is_gone = answer.get("action") in ("delete", "expire", "compareAndDelete")
-        value = None if is_gone else node.get("value")
+        is_deleted = answer.get("action") in ("delete", "expire", "compareAndDelete")
+        value = None if is_deleted else node.get("value")
         return KeyChange(node["key"].lstrip("/"), value, node["modifiedIndex"])
 
     async def _ask(
@@ -137,7 +137,7 @@ class EtcdKeys:
         while self._idle:
             with contextlib.suppress(OSError, EOFError):
                 return await self._over(self._idle.pop(), method, path, body)
-        return await self._over(await _Connection.open(*self._place), method, path, body)
+        return await self._over(await _Connection.open(*self._host_port), method, path, body)
 
     async def _over(self, line: _Connection, method: str, path: str, body: bytes) -> _Answer:
         try:

@@ -209,7 +209,7 @@ def whose_of(executors: Mapping[str, Executor], kinds: Mapping[str, str]) -> Cal
     return whose
 
 
-def figures_of(executors: Mapping[str, Executor]) -> Callable[[Training], str]:
+def metrics_readers(executors: Mapping[str, Executor]) -> Callable[[Training], str]:
     """Where ranks of a training report to; empty if nowhere."""
 
     def where(training: Training) -> str:

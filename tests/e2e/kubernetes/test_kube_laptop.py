@@ -43,7 +43,7 @@ def laptop(space: Space, line: Proxy, tmp_path: Path) -> Iterator[Shell]:
         kubeconfig = "kube.json"
         namespace = "{space.name}"
         image = "{IMAGE}"
-        is_exit_held = true
+        has_exit_finalizer = true
 
         [defaults]
         stop_grace_s = 2

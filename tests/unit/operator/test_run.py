@@ -36,7 +36,7 @@ class Passing:
         pass
 
     async def run(self) -> None:
-        self._executors["kubernetes"]._hosts.follow(("default", "a"), [NEAR])
+        self._executors["kubernetes"]._node_probes.follow(("default", "a"), [NEAR])
         self._on_pass(Pass(("default", "a"), 0.0, 0.25))
         await asyncio.Event().wait()
 

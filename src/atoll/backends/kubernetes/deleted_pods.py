@@ -34,7 +34,7 @@ SEARCH_S = 60.0  # for one training; a rank is held no longer than this
 SEARCHES = 4  # at once: after a node was drained, many trainings miss a pod
 
 
-class Departed(NamedTuple):
+class DeletedState(NamedTuple):
     """The pods of a gang that are gone: as they last were, and by name those nobody knows of.
 
     `sought` are those whose end is being looked for, and `sought_ranks` ranks that have ended in
@@ -42,9 +42,9 @@ class Departed(NamedTuple):
     """
 
     manifests: list[Json] = []
-    unread: frozenset[str] = frozenset()
-    sought: frozenset[str] = frozenset()
-    sought_ranks: frozenset[int] = frozenset()
+    unknown: frozenset[str] = frozenset()
+    searching: frozenset[str] = frozenset()
+    searching_ranks: frozenset[int] = frozenset()
 
 
 class DeletedPods:
@@ -58,7 +58,7 @@ class DeletedPods:
         self._notify = notify
         self._left: dict[str, dict[str, Json]] = {}
         self._final: set[str] = set()  # uids of pods whose very last state was seen
-        self._in_vain: dict[str, set[str | int]] = {}  # what was looked for, by training
+        self._exhausted: dict[str, set[str | int]] = {}  # what was looked for, by training
         self._searching: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(SEARCHES)
 
@@ -77,7 +77,7 @@ class DeletedPods:
     def forget(self, uid: str) -> None:
         for manifest in self._left.pop(uid, {}).values():
             self._final.discard(_pod_uid(manifest))
-        self._in_vain.pop(uid, None)
+        self._exhausted.pop(uid, None)
         if task := self._searching.pop(uid, None):
             task.cancel()
 
@@ -89,18 +89,18 @@ class DeletedPods:
 
     async def sweep(self, known: Callable[[], Awaitable[set[str]]]) -> None:
         """Trainings that no longer exist are forgotten."""
-        uids = {*self._left, *self._in_vain}
+        uids = {*self._left, *self._exhausted}
         if uids:
             for uid in uids - await known():
                 self.forget(uid)
 
-    def departed(
+    def deleted(
         self,
         training: Training,
         there: Iterable[Json],
         namespace: str,
         failed: Collection[int] = (),
-    ) -> Departed:
+    ) -> DeletedState:
         """The pods that are gone, and whose exits are not stored. `there` are those that exist.
 
         `failed` are ranks that the Job counts as failed, though no pod of theirs tells how.
@@ -109,26 +109,28 @@ class DeletedPods:
         names = {manifest["metadata"]["name"] for manifest in there}
         ranks = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
         left = self._left.get(uid, {})
-        gone = {name: Pod(manifest) for name, manifest in left.items() if name not in names}
-        for name in [name for name, pod in gone.items() if is_stored(pod, ranks.get(pod.rank))]:
+        left_pods = {name: Pod(manifest) for name, manifest in left.items() if name not in names}
+        for name in [
+            name for name, pod in left_pods.items() if is_stored(pod, ranks.get(pod.rank))
+        ]:
             self._final.discard(_pod_uid(left.pop(name)))
-            del gone[name]
-        unfinished = {name for name, pod in gone.items() if not pod.is_over}
+            del left_pods[name]
+        unfinished = {name for name, pod in left_pods.items() if not pod.is_over}
         cut_off = {name for name in unfinished if _pod_uid(left[name]) in self._final}
         running = {r.pod_name for r in ranks.values() if r.is_alive and r.pod_name}
-        targets: set[str | int] = {*(running - names - gone.keys()), *(unfinished - cut_off)}
-        targets |= set(failed) - {pod.rank for pod in gone.values()}
-        in_vain = self._in_vain.get(uid, set()) - (gone.keys() - unfinished)
-        sought = targets - in_vain
-        if sought and uid not in self._searching:
-            search = Search(self._cluster, namespace, f"{UID}={uid}", sought)
+        targets: set[str | int] = {*(running - names - left_pods.keys()), *(unfinished - cut_off)}
+        targets |= set(failed) - {pod.rank for pod in left_pods.values()}
+        exhausted = self._exhausted.get(uid, set()) - (left_pods.keys() - unfinished)
+        searching = targets - exhausted
+        if searching and uid not in self._searching:
+            search = Search(self._cluster, namespace, f"{UID}={uid}", searching)
             self._searching[uid] = asyncio.create_task(self._run(training.key, uid, search))
-        unread = {name for name in in_vain if isinstance(name, str)} | cut_off
-        return Departed(
-            [pod.manifest for name, pod in gone.items() if name not in unread | sought],
-            frozenset(unread - names),
-            frozenset(name for name in sought if isinstance(name, str)),
-            frozenset(rank for rank in sought if isinstance(rank, int)),
+        unknown = {name for name in exhausted if isinstance(name, str)} | cut_off
+        return DeletedState(
+            [pod.manifest for name, pod in left_pods.items() if name not in unknown | searching],
+            frozenset(unknown - names),
+            frozenset(name for name in searching if isinstance(name, str)),
+            frozenset(rank for rank in searching if isinstance(rank, int)),
         )
 
     async def _run(self, key: Key, uid: str, search: Search) -> None:
@@ -147,7 +149,7 @@ class DeletedPods:
                 del self._searching[uid]
         for manifest in search.states.values():
             self.note(manifest, is_final=True)
-        self._in_vain.setdefault(uid, set()).update(search.unknown())
+        self._exhausted.setdefault(uid, set()).update(search.unknown())
         self._notify(key)
 
 
@@ -170,7 +172,7 @@ class Search:
 
     async def run(self) -> None:
         """The targets are among `states` if they are on record. Raises Temporary, Denied."""
-        now = await self._look()
+        now = await self._list_current()
         if self._is_done:
             return
         start = now
@@ -195,7 +197,7 @@ class Search:
     def _is_done(self) -> bool:
         return self._names - self._there <= self.states.keys() and self._ranks <= self._known_ranks
 
-    async def _look(self) -> int:
+    async def _list_current(self) -> int:
         """Notes the pods that exist; the version of now."""
         names: set[str] = set()
         version = 0
@@ -253,7 +255,7 @@ class Search:
 
     async def _at(self, version: int) -> dict[str, Json] | None:
         """The targets among the pods at that version; None if it is too long ago."""
-        found: dict[str, Json] = {}
+        matches: dict[str, Json] = {}
         try:
             pages = self._cluster.pages(
                 "pods", self._namespace, labels=self._labels, version=str(version)
@@ -261,10 +263,10 @@ class Search:
             async with contextlib.aclosing(pages):
                 async for page in pages:
                     targets = filter(self._is_target, page.items)
-                    found |= {item["metadata"]["name"]: item for item in targets}
+                    matches |= {item["metadata"]["name"]: item for item in targets}
         except (Gone, Permanent):
             return None
-        return found
+        return matches
 
     def _is_target(self, manifest: Json) -> bool:
         pod = Pod(manifest)

@@ -26,9 +26,9 @@ from atoll.logs.files import amerged
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+POLL_S = 0.5
 AT_ONCE = 16  # logs read at a time, each over a connection of its own
-GONE = "[the log was deleted with its pod; these are its last lines]"
+DELETED_NOTE = "[the log was deleted with its pod; these are its last lines]"
 
 
 class LogSource(NamedTuple):
@@ -66,10 +66,10 @@ async def read_logs(
     one after another: each is a connection."""
     if follow is None:
         pods = _by_rank(await source.pods(), ranks)
-        chosen = sorted({*pods, *_gone(source.training, ranks)})
-        logs = [_whole(source, rank, pods.get(rank, []), tail) for rank in chosen]
+        chosen = sorted({*pods, *_ended_ranks(source.training, ranks)})
+        logs = [_read_rank(source, rank, pods.get(rank, []), tail) for rank in chosen]
         if len(logs) > 1:  # those of the others are shown
-            logs = [_told(rank, log) for rank, log in zip(chosen, logs, strict=True)]
+            logs = [_with_errors(rank, log) for rank, log in zip(chosen, logs, strict=True)]
         for group in (logs,) if len(logs) <= AT_ONCE else ([log] for log in logs):
             async for line in amerged(group):
                 yield line
@@ -85,7 +85,7 @@ async def tail_offsets(
     """By rank, the nanosecond after which its last `tail` lines were written."""
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def place(pods: list[Pod]) -> int | None:
+    async def offset_of(pods: list[Pod]) -> int | None:
         times: list[int] = []
         async with slots:
             for pod in reversed(pods):
@@ -102,11 +102,11 @@ async def tail_offsets(
         return times[-tail:][0] - 1 if tail else times[-1]
 
     by_rank = _by_rank(await source.pods(), ranks)
-    offsets = await asyncio.gather(*(place(pods) for pods in by_rank.values()))
+    offsets = await asyncio.gather(*(offset_of(pods) for pods in by_rank.values()))
     return {rank: at for rank, at in zip(by_rank, offsets, strict=True) if at is not None}
 
 
-async def _whole(
+async def _read_rank(
     source: LogSource, rank: int, pods: list[Pod], tail: int | None
 ) -> AsyncIterator[LogLine]:
     """The logs of all attempts of a rank that can still be read, or the last lines recorded."""
@@ -119,7 +119,7 @@ async def _whole(
         yield line
 
 
-async def _told(rank: int, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
+async def _with_errors(rank: int, lines: AsyncIterator[LogLine]) -> AsyncIterator[LogLine]:
     """The lines; a line says so if they cannot be read."""
     try:
         async for line in lines:
@@ -150,7 +150,7 @@ async def _all_lines(
             unreadable = error
     last = _statuses(source.training).get(rank)
     if is_empty and last is not None and last.exit is not None and last.exit.log_tail:
-        for text in (GONE, *last.exit.log_tail):
+        for text in (DELETED_NOTE, *last.exit.log_tail):
             yield LogLine(rank=rank, text=text)
     if unreadable is not None:
         raise unreadable
@@ -183,7 +183,7 @@ async def follow_logs(
     async def read(pod: Pod) -> None:
         after = offsets.get(pod.rank, 0)
         while True:
-            is_whole = pod.name in ended  # a pod that has ended adds nothing while it is read
+            is_complete = pod.name in ended  # a pod that has ended adds nothing while it is read
             try:
                 async for at, text in source.cluster.dated_log(
                     pod.metadata["namespace"], pod.name, after=after, follow=True
@@ -193,10 +193,10 @@ async def follow_logs(
             except NotFound:
                 return
             except (Permanent, Temporary):  # its container is not there yet, or the server is away
-                is_whole = False
-            if is_whole:
+                is_complete = False
+            if is_complete:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     try:
         while True:
@@ -210,7 +210,7 @@ async def follow_logs(
             if is_last:
                 await _settle(list(readers.values()))
             try:
-                async with asyncio.timeout(0 if is_last else LOOK_S):
+                async with asyncio.timeout(0 if is_last else POLL_S):
                     while True:
                         yield await lines.get()
             except TimeoutError:
@@ -243,7 +243,7 @@ def _statuses(training: Training) -> dict[int, RankStatus]:
     return {r.rank: r for r in (*training.status.removed_ranks, *training.status.ranks)}
 
 
-def _gone(training: Training, ranks: Sequence[int] | None) -> set[int]:
+def _ended_ranks(training: Training, ranks: Sequence[int] | None) -> set[int]:
     statuses = _statuses(training).values()
     return {r.rank for r in statuses if r.exit and (ranks is None or r.rank in ranks)}
 
@@ -251,7 +251,7 @@ def _gone(training: Training, ranks: Sequence[int] | None) -> set[int]:
 PER_RANK = 64 * 2**10
 PER_TRAINING = 4 * 2**20
 CAPTURES = 50
-SEEN_KEPT = 10_000
+MAX_CAPTURED = 10_000
 OPEN_S = 3.0  # a scale-down waits no longer for the logs of what it stops
 TRIES, AGAIN_S = 3, 0.5
 
@@ -263,7 +263,7 @@ class Archive:
         self._cluster = cluster
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._opened: dict[str, asyncio.Event] = {}  # whether the stream of a log is open
-        self._observed: set[str] = set()
+        self._captured: set[str] = set()
         self._gate = asyncio.Semaphore(CAPTURES)
 
     async def begin(self, pods: Sequence[Pod], ranks: int) -> None:
@@ -284,10 +284,10 @@ class Archive:
     def capture(self, pod: Pod, ranks: int) -> None:
         """The log is read until the pod ends, then stored. A second call for a pod does nothing."""
         key = pod.metadata["uid"]
-        if key not in self._observed:
-            if len(self._observed) > SEEN_KEPT:
-                self._observed = set(self._tasks)
-            self._observed.add(key)
+        if key not in self._captured:
+            if len(self._captured) > MAX_CAPTURED:
+                self._captured = set(self._tasks)
+            self._captured.add(key)
             limit = max(min(PER_RANK, PER_TRAINING // max(ranks, 1)), 1024)
             opened = self._opened[key] = asyncio.Event()
             self._tasks[key] = asyncio.create_task(self._capture(pod, limit, opened))

@@ -70,7 +70,7 @@ THREADS = 8
 
 
 class ObjectStoreAllReduce:
-    """Averages lists of tensors over the replicas of a run; see docs/decisions/007.
+    """Averages lists of tensors over the replicas of a run; see docs/decisions/018.
 
     `allreduce` must be called by every replica, with tensors of the same shapes and types. When
     a replica is missing, the others wait for the grace and go on, as long as `min_replicas` are

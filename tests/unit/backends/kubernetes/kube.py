@@ -84,7 +84,7 @@ def pod(
     conditions: dict[str, Json] | None = None,
     reason: str = "",
     message: str = "",
-    is_held: bool = False,
+    has_finalizer: bool = False,
     gate: Json | None = None,
     annotations: Json | None = None,
 ) -> Json:
@@ -98,7 +98,7 @@ def pod(
         "creationTimestamp": stamp(made_at),
         "annotations": {INDEX: str(rank), FAILURES: str(restarts), **(annotations or {})},
         "ownerReferences": [{"kind": "Job", "name": "tiny-gpt-0"}],
-        "finalizers": [FINALIZER] if is_held else [],
+        "finalizers": [FINALIZER] if has_finalizer else [],
     }
     if left_at is not None:
         metadata |= {"deletionTimestamp": stamp(left_at + 10), "deletionGracePeriodSeconds": 10}

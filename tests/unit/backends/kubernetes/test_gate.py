@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from atoll.backends.kubernetes.deleted_pods import Departed
+from atoll.backends.kubernetes.deleted_pods import DeletedState
 from atoll.backends.kubernetes.followups import OpenGate, PatchJob
 from atoll.backends.kubernetes.gate import StartGate, render_start
 from atoll.backends.kubernetes.names import GATE_COUNT, GATE_OPENED, START, YIELDED
@@ -68,7 +68,7 @@ def observation(gang: Json, *pods: Json, **spec: Any) -> GangView:
 
 
 def ranks(found: GangView) -> list[int]:
-    return [held.rank for held in found.gate.held]
+    return [to_start.rank for to_start in found.gate.to_start]
 
 
 def test_it_opens_when_all_ranks_have_reached_it() -> None:
@@ -339,13 +339,13 @@ def test_the_grace_is_counted_from_when_the_job_could_start() -> None:
 
 
 def test_a_gang_whose_other_pods_a_quota_forbids_gives_its_room_back() -> None:
-    held = waiting(0, made_at=NOW - 700)
+    to_start = waiting(0, made_at=NOW - 700)
     refused = "exceeded quota: pods=1"
     assert [
-        p.rank for p in observe_gang(training(), gated(), [held], Options(), NOW, refused).half
+        p.rank for p in observe_gang(training(), gated(), [to_start], Options(), NOW, refused).half
     ] == [0]
     assert (
-        observe_gang(training(), gated(), [held], Options(), NOW).half == []
+        observe_gang(training(), gated(), [to_start], Options(), NOW).half == []
     )  # they are just being made
     early = waiting(0, made_at=NOW - 100)
     assert observe_gang(training(), gated(), [early], Options(), NOW, refused).half == []
@@ -360,7 +360,7 @@ def test_a_rank_let_through_and_stopped_before_its_kubelet_spoke_may_have_run() 
     assert view.observation.again_in_s is not None
     late = pod(1, INITIALIZING, phase="Pending", gate=passed, left_at=NOW - 60)
     assert observation(opened(), late).observation.unsettled == 0
-    gone = observe_gang(training(), opened(), [], Options(), NOW, departed=Departed([silent]))
+    gone = observe_gang(training(), opened(), [], Options(), NOW, deleted=DeletedState([silent]))
     assert gone.observation.unsettled == 0  # nothing more will be heard of it
 
 

@@ -60,7 +60,7 @@ def test_a_followed_log_goes_on_where_it_broke_off(
     broken: AtollError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every line once, however often the stream breaks, and whether it says so or just ends."""
-    monkeypatch.setattr(logs, "LOOK_S", 0.01)
+    monkeypatch.setattr(logs, "POLL_S", 0.01)
     whole = [(SECOND + n, f"line {n}") for n in range(6)]
     streams = Streams([*whole[:2], broken], [broken], whole[:4], whole)
     states = [running()]

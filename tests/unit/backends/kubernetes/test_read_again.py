@@ -50,9 +50,9 @@ def test_a_gang_of_which_ranks_wait_is_looked_at_again_for_its_timeouts(
 
 
 def test_a_pod_that_leaves_is_looked_at_again_and_one_that_is_lost_sooner() -> None:
-    leaving = pod(2, running(), left_at=NOW - 1, is_held=True)
+    leaving = pod(2, running(), left_at=NOW - 1, has_finalizer=True)
     assert observation(*everybody_runs()[:2], leaving).observation.again_in_s == LEAVING_EVERY_S
-    lost = pod(2, running(), left_at=NOW - 1, conditions=TAINTED, is_held=True)
+    lost = pod(2, running(), left_at=NOW - 1, conditions=TAINTED, has_finalizer=True)
     assert observation(*everybody_runs()[:2], lost).observation.again_in_s == LOST_EVERY_S
 
 
