@@ -377,7 +377,7 @@ class Pod:
         elif (
             self._is_recorder and reason in (ExitReason.ERROR, ExitReason.SIGNAL) and not is_stopped
         ):
-            exit = replace(exit, is_backends_word=True)
+            exit = replace(exit, is_from_backend=True)
         if is_stopped and exit.reason in EXPECTED_WHEN_STOPPED:
             return replace(exit, is_stopped=True, reason=ExitReason.STOPPED)
         return replace(exit, is_stopped=is_stopped)

@@ -331,9 +331,9 @@ def test_pods_of_a_bench_that_are_leaving_are_not_looked_at() -> None:
 
 def test_two_nodes_are_preferred_to_one_however_many_ranks_are_on_it() -> None:
     rules = render_bench(BENCHED, AGENT, None, "t")["spec"]["template"]["spec"]["affinity"]
-    (apart,) = rules["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (own_keys_only,) = rules["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     (near,) = rules["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    assert apart["weight"] >= 100 * near["weight"]
+    assert own_keys_only["weight"] >= 100 * near["weight"]
 
 
 def test_bench_pods_go_where_ranks_may_and_take_no_gpu() -> None:
