@@ -16,7 +16,7 @@ from tests.e2e.browser import open_browser
 from tests.support.crowded_plane import CrowdedPlane, crowded_plane, large, losing, training
 
 from atoll.core.phase import Phase
-from atoll.core.rounds import RoundCost, RoundFacts, RoundWord
+from atoll.core.rounds import ReportedRound, RoundCost, RoundFacts
 from atoll.core.spec import WorldSize
 from atoll.core.status import (
     AttemptStatus,
@@ -244,7 +244,7 @@ def rounds(plane: CrowdedPlane, uid: str, start: float, end: float) -> None:
         for rank in members:
             blocked = 40.0 if number > 41 else 6.0
             cost = RoundCost(rank, 81_000_000, 81_000_000 * 2, 24, 120.0, blocked)
-            words.append(RoundWord(run="run", fragment=0, round=number, cost=cost, facts=facts))
+            words.append(ReportedRound(run="run", fragment=0, round=number, cost=cost, facts=facts))
     plane.series.rounds.add_words(uid, words)
 
 

@@ -57,7 +57,7 @@ NAMESPACE = "default"
 PURGE_S = 60.0
 WATCH_FILES_S = 5.0
 SPACE_BYTES = 2**18  # for SQLite's files and the small ones beside them
-LOOK_FOR_ROOM_S = 1.0
+CHECK_SPACE_S = 1.0
 REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or raise the quota",
@@ -102,7 +102,7 @@ def build(
     from atoll.controller.sweep import keep_swept
     from atoll.metrics.collect import Collector
     from atoll.metrics.store import SeriesKeeper
-    from atoll.rounds.follow import RoundFollower, figures_of, whose_of
+    from atoll.rounds.follow import RoundFollower, metrics_readers, whose_of
     from atoll.server.app import create_app
     from atoll.server.background import CONTROLLER, BackgroundTasks
     from atoll.server.deliver import Deliverer, load_webhooks
@@ -147,7 +147,7 @@ def build(
             informer=informer,
             clock=clock,
             on_pass=lambda done: gauges.reconciled(done.seconds),
-            quiet_s=series.stillness.quiet_s,
+            idle_s=series.idle_tracker.idle_s,
             rounds=series.rounds.observed,
         )
         series.rounds.on_news = controller.wake
@@ -159,7 +159,7 @@ def build(
             await executor.start(store)
         collector = Collector(
             series,
-            figures_of(executors),
+            metrics_readers(executors),
             executors[LOCAL].machine_use,
             # Its files are here: it may be taken up again.
             lambda uid: (where / "ranks" / uid).exists(),
@@ -451,7 +451,7 @@ def _server(
         async def look_for_room(self) -> None:
             is_full = True
             while is_full:
-                await asyncio.sleep(LOOK_FOR_ROOM_S)
+                await asyncio.sleep(CHECK_SPACE_S)
                 is_full = not _can_go_on(plane)
             plane.is_to_go_on = not self.should_exit
             self.should_exit = True

@@ -123,16 +123,6 @@ def test_every_module_says_what_it_is_for() -> None:
     assert silent == []
 
 
-def test_no_two_public_classes_of_a_folder_share_a_name() -> None:
-    """Two packages may have the same natural word, such as `Options` of two backends."""
-    places: dict[tuple[Path, str], list[str]] = {}
-    for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault((path.parent, node.name), []).append(path.name)
-    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
-
-
 def test_every_module_can_be_imported() -> None:
     for path in SOURCES:
         if path.name == "__main__.py":

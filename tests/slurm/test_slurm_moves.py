@@ -39,7 +39,7 @@ def play(cluster: SlurmCluster, folder: Path, body: Callable[[Lab, SeriesKeeper]
         informer = Informer(lab.store)
         reading = asyncio.gather(informer.run(), collector.run(informer))
         try:
-            await lab.play(lambda _: body(lab, keeper), quiet_s=keeper.stillness.quiet_s)
+            await lab.play(lambda _: body(lab, keeper), idle_s=keeper.idle_tracker.idle_s)
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)

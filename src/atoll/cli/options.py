@@ -31,8 +31,8 @@ class Duration(click.ParamType[float]):
         except ValidationError:
             self.fail(f"{value!r} is not a duration: expected {DURATION_EXAMPLES}", param, ctx)
         # Fields that hold whole seconds refuse floats.
-        is_whole = math.isfinite(seconds) and seconds == int(seconds)
-        return int(seconds) if is_whole else seconds
+        is_integer = math.isfinite(seconds) and seconds == int(seconds)
+        return int(seconds) if is_integer else seconds
 
 
 class _BoundedByField:

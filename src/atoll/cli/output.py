@@ -22,7 +22,7 @@ from atoll.core.executors import absence
 from atoll.core.metrics import LatestMetric
 from atoll.core.phase import Phase
 from atoll.core.quantities import format_duration
-from atoll.core.rounds import ShownTraining, describe_counts
+from atoll.core.rounds import TrainingWithRounds, describe_counts
 from atoll.core.status import AttemptStatus, BenchStatus, Event, RankExit, RankStatus, Training
 from atoll.core.warnings import CONDITION as WARNINGS
 from atoll.core.warnings import has_replica_per_rank
@@ -197,7 +197,7 @@ def _ps_rows(trainings: list[Training]) -> list[tuple[str, ...]]:
 
 def _rounds(training: Training, now: float) -> list[str]:
     """How far the outer rounds are, and since when nothing moved."""
-    summary = training.rounds if isinstance(training, ShownTraining) else None
+    summary = training.rounds if isinstance(training, TrainingWithRounds) else None
     if summary is None:
         return []
     lines = [summary.words]
@@ -354,7 +354,7 @@ def world_text(training: Training) -> str:
 
 def participation_lines(training: Training) -> list[str]:
     """In how many outer rounds each rank took part, if not all were in every one."""
-    summary = training.rounds if isinstance(training, ShownTraining) else None
+    summary = training.rounds if isinstance(training, TrainingWithRounds) else None
     if summary is None or not has_replica_per_rank(training, len(summary.ranks)):
         return []
     counts = dict.fromkeys(range(training.spec.world_size.target), 0)

@@ -50,14 +50,14 @@ def rounds(name: str, is_csv: bool, is_json: bool) -> None:
 def as_text(name: str, table: RoundTable) -> str:
     from atoll.cli.output import format_time, shorten
     from atoll.cli.output import table as aligned
-    from atoll.core.rank_ranges import some_spans
+    from atoll.core.rank_ranges import limited_spans
     from atoll.core.rounds import describe_counts
 
     if table.summary is None:
         return f"{name} has had no outer round; they are those of atoll.diloco.DiLoCo"
 
     def ranks(column: str, at: int) -> str:
-        return shorten(some_spans(table[column][at], 8), 40) or "-"
+        return shorten(limited_spans(table[column][at], 8), 40) or "-"
 
     count = len(table["round"])
     is_cut = len({*table["fragment"]}) > 1
@@ -71,7 +71,7 @@ def as_text(name: str, table: RoundTable) -> str:
                 f"{number}.{fragment}" if is_cut else str(number),
                 "-" if when is None else format_time(when),
                 ranks("members", at) if table["members"][at] else f"void: {shorten(error, 60)}",
-                shorten(some_spans(out, 8), 40) or "-",
+                shorten(limited_spans(out, 8), 40) or "-",
                 ranks("late", at),
                 ranks("joined", at),
                 ranks("left", at),

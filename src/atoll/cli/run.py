@@ -343,9 +343,9 @@ def run(
         else:
             _follow(launch, timeout, is_removed=is_removed, is_json=is_json)
     except ValidationError as error:
-        from atoll.core.fields import renamed
+        from atoll.core.fields import rename_fields
 
-        raise renamed(error, FLAGS) from error
+        raise rename_fields(error, FLAGS) from error
 
 
 def read_launch(

@@ -33,7 +33,7 @@ MAX_ROWS = 60
 MAX_LINES = 500
 
 
-class ShownList(list[T]):
+class HtmlList(list[T]):
     """A list that notebooks show as a table."""
 
     def __init__(self, items: Iterable[T], html: Callable[[Sequence[T]], str]) -> None:

@@ -104,8 +104,8 @@ def _attempts(one: Series) -> list[float]:
 
 def _broken(band: Band, begun: set[int], start: float, width: float) -> Band:
     """The band with a row of NaN in each gap. `begun`: bins in which another attempt begins."""
-    apart = sorted(b - a for a, b in zip(band.at, band.at[1:], strict=False))
-    usual = apart[len(apart) // 2] if len(apart) > 2 else math.inf
+    own_keys_only = sorted(b - a for a, b in zip(band.at, band.at[1:], strict=False))
+    usual = own_keys_only[len(own_keys_only) // 2] if len(own_keys_only) > 2 else math.inf
     whole = Band([], [], [], [], [], [], [], band.bad)
     columns = list(zip(*band[:7], strict=True))
     for number, row in enumerate(columns):

@@ -42,7 +42,7 @@ class ReportedStillness:
             if has_report:
                 heard.told_at = self._steady()
 
-    def quiet_s(self, uid: str, started: Mapping[int, float | None]) -> dict[int, float]:
+    def idle_s(self, uid: str, started: Mapping[int, float | None]) -> dict[int, float]:
         """Seconds since each of these ranks moved, by rank, as far as that is known.
 
         `started` is when the present attempt of each began: what came before is of another one.

@@ -17,15 +17,15 @@ import msgspec
 from atoll.core.decoders import json_decoder
 from atoll.core.errors import Temporary
 from atoll.core.rounds import (
-    KeptRound,
     OpenRound,
+    ReportedRound,
     RoundFacts,
     RoundSummary,
-    RoundWord,
+    StoredRound,
     is_bounded,
     summary_of,
-    with_seen,
-    with_word,
+    with_observed,
+    with_report,
 )
 from atoll.core.status import ObservedRounds
 from atoll.core.warnings import ABSENT_ROUNDS
@@ -53,7 +53,7 @@ TABLES = ("rounds", "dropped_rounds", "read_runs", "finished_runs")
 
 log = logging.getLogger(__name__)
 
-_BODY = json_decoder(KeptRound)
+_BODY = json_decoder(StoredRound)
 
 
 class StoreLook(NamedTuple):
@@ -121,13 +121,13 @@ class RoundKeeper:
         if is_new or is_due:
             self.on_news(uid)
 
-    def add_words(self, uid: str, words: Iterable[RoundWord]) -> None:
+    def add_words(self, uid: str, words: Iterable[ReportedRound]) -> None:
         """What replicas tell. Within a transaction of the caller."""
         for word in words:
             self._change(
                 uid,
                 (word.run, word.fragment, word.round),
-                lambda kept, word=word: with_word(kept, word),  # type: ignore[misc]
+                lambda kept, word=word: with_report(kept, word),  # type: ignore[misc]
             )
 
     def add_seen(self, uid: str, rounds: Iterable[RoundFacts], name: str, following: int) -> None:
@@ -140,7 +140,7 @@ class RoundKeeper:
                 self._change(
                     uid,
                     (facts.run, facts.fragment, facts.round),
-                    lambda kept, facts=facts: with_seen(kept, facts),  # type: ignore[misc]
+                    lambda kept, facts=facts: with_observed(kept, facts),  # type: ignore[misc]
                 )
             self._db.execute(
                 "insert or replace into read_runs values (?, ?, ?)", (uid, name, following)
@@ -196,7 +196,7 @@ class RoundKeeper:
 
     def rounds(
         self, uid: str, run: str, first: int = 0, last: int | None = None, limit: int = 100_000
-    ) -> list[KeptRound]:
+    ) -> list[StoredRound]:
         """Rounds `first` to `last` in order, those of a round by fragment; the newest `limit`."""
         with self._file:
             rows = self._db.execute(
@@ -206,7 +206,7 @@ class RoundKeeper:
             ).fetchall()
         return _readable(row[0] for row in reversed(rows))
 
-    def newest(self, uid: str, run: str) -> list[KeptRound]:
+    def newest(self, uid: str, run: str) -> list[StoredRound]:
         """The newest round of each fragment."""
         with self._file:
             tops = self._db.execute(
@@ -271,13 +271,13 @@ class RoundKeeper:
             return {row[0] for row in self._db.execute("select distinct uid from rounds")}
 
     def _change(
-        self, uid: str, key: tuple[str, int, int], change: Callable[[KeptRound], KeptRound]
+        self, uid: str, key: tuple[str, int, int], change: Callable[[StoredRound], StoredRound]
     ) -> None:
         row = self._db.execute(
             "select body from rounds where uid = ? and run = ? and fragment = ? and round = ?",
             (uid, *key),
         ).fetchone()
-        before = next(iter(_readable(row or ())), KeptRound())
+        before = next(iter(_readable(row or ())), StoredRound())
         kept = change(before)
         if kept == before:
             return
@@ -322,7 +322,7 @@ class RoundKeeper:
             )
 
 
-def _readable(bodies: Iterable[bytes]) -> list[KeptRound]:
+def _readable(bodies: Iterable[bytes]) -> list[StoredRound]:
     """One that is damaged hides no other."""
     rounds = []
     for body in bodies:

@@ -26,7 +26,7 @@ from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
 from atoll.core.escape import escape_control
 from atoll.core.metrics import MACHINE, MAX_COUNT, MAX_TIME
-from atoll.core.rounds import RoundWord, is_bounded
+from atoll.core.rounds import ReportedRound, is_bounded
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
 from atoll.core.warnings import MAX_WARNINGS
@@ -83,7 +83,7 @@ class _Wire(msgspec.Struct, frozen=True):
     n: Counted  # 1, 2, …
     figures: dict[str, list[list[float | str | None]]]
     skipped: Counted = 0
-    rounds: list[RoundWord] = []
+    rounds: list[ReportedRound] = []
     still: Annotated[float, Meta(le=MAX_TIME)] | None = None
 
 
@@ -97,7 +97,7 @@ class Batch(NamedTuple):
     number: int
     points: dict[str, list[tuple[float, ...]]]
     skipped: int
-    rounds: list[RoundWord]
+    rounds: list[ReportedRound]
     still_s: float | None  # for how long the rank has printed nothing and used no CPU
 
 
@@ -185,7 +185,7 @@ def decode_batch(line: bytes) -> Batch:
     )
 
 
-def _checked(word: RoundWord, rank: int) -> RoundWord:
+def _checked(word: ReportedRound, rank: int) -> ReportedRound:
     """A rank speaks of itself, and of rounds that can be kept. Raises ValidationError."""
     facts = word.facts
     key = (word.run, word.fragment, word.round)
@@ -217,7 +217,7 @@ class SeriesKeeper:
         self.rounds = RoundKeeper(self._file)
         self._file.on_empty = self._write_all
         self._finished = finished_in(self._file, "finished_reports")
-        self.stillness = ReportedStillness()
+        self.idle_tracker = ReportedStillness()
         self.catch_up: CatchUp | None = None  # of whoever reads what ranks write
 
     @property
@@ -319,7 +319,7 @@ class SeriesKeeper:
 
     def _note_move(self, uid: str, batch: Batch) -> None:
         has_report = any(not name.startswith(MACHINE) for name in batch.points)
-        self.stillness.note(
+        self.idle_tracker.note(
             uid, batch.rank, still_s=batch.still_s, has_report=has_report or bool(batch.rounds)
         )
 
@@ -340,7 +340,7 @@ class SeriesKeeper:
     def remove(self, uid: str) -> None:
         with self._file, self._file.transaction():
             self._held.pop(uid, None)
-            self.stillness.forget(uid)
+            self.idle_tracker.forget(uid)
             self._finished.discard(uid)
             for table in ("series", "batches", "lives", "finished_reports", "losses"):
                 self._db.execute(f"delete from {table} where uid = ?", (uid,))

@@ -45,7 +45,7 @@ from atoll.metrics.collect import Collector
 from atoll.metrics.store import SeriesKeeper
 from atoll.operator.front import LeaderFront
 from atoll.operator.webhooks import WebhookEvents
-from atoll.rounds.follow import RoundFollower, figures_of, whose_of
+from atoll.rounds.follow import RoundFollower, metrics_readers, whose_of
 from atoll.server.app import create_app
 from atoll.server.background import CONTROLLER, BackgroundTasks, Work
 from atoll.server.deliver import Deliverer, load_webhooks
@@ -155,11 +155,11 @@ class Operator:
             informer=self.informer,
             clock=lambda: Now.at(cluster.time()),
             on_pass=lambda done: self.gauges.reconciled(done.seconds),
-            quiet_s=series.stillness.quiet_s,
+            idle_s=series.idle_tracker.idle_s,
             rounds=series.rounds.observed,
         )
         series.rounds.on_news = controller.wake
-        collector = Collector(series, figures_of(executors))
+        collector = Collector(series, metrics_readers(executors))
         follower = RoundFollower(
             series.rounds,
             whose_of(executors, {executor.name: KIND}),

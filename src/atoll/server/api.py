@@ -17,7 +17,7 @@ from atoll.core.executors import ExecutorList
 from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model
 from atoll.core.problem import Problem
-from atoll.core.rounds import RoundList, ShownTraining
+from atoll.core.rounds import RoundList, TrainingWithRounds
 from atoll.core.spec import TrainingSpec
 from atoll.core.stats import TrainingStats
 from atoll.core.status import LogMatch, OffsetLine, Training, TrainingList
@@ -105,7 +105,7 @@ _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
 _WATCHED = AnswerDoc(
     "The training, and how far its outer rounds are; with `watch`, a stream of its changes.",
-    ShownTraining,
+    TrainingWithRounds,
 )
 _LOG_LINES = AnswerDoc("Log lines.", OffsetLine, NDJSON, (logs.LogOffsets, logs.LogCut))
 _RESUMED = {

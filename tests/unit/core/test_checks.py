@@ -13,7 +13,7 @@ from atoll.backends.kubernetes.crd import spec_schema
 from atoll.cli.options import SET, Number, WholeNumber
 from atoll.core.checks import Bounds, bounds_of, check_as, field_bounds
 from atoll.core.errors import ValidationError
-from atoll.core.fields import ON_WIRE, option_bounds, renamed
+from atoll.core.fields import ON_WIRE, option_bounds, rename_fields
 from atoll.core.model import decode
 from atoll.core.spec import BenchSpec, RankCount, Resources, TrainingSpec, WorldSize
 from atoll.server.api import NATIVE, STREAMED
@@ -40,7 +40,7 @@ WORLD = {"min": 1, "target": 1, "max": 10_000}
 
 def outside(field: str) -> list[float]:
     bounds = option_bounds()[field]
-    step = 1 if bounds.is_whole else 0.0005
+    step = 1 if bounds.is_integer else 0.0005
     return [bounds.low - step, bounds.high + 1]
 
 
@@ -80,7 +80,7 @@ def test_just_outside_is_refused_in_python_and_over_http_in_the_same_words(field
         assert (here.value.field, here.value.value) == (field, value)
         assert str(there.value) == str(here.value)
         assert here.value.expected == option_bounds()[field].expected
-        assert renamed(there.value, ON_WIRE).field == ON_WIRE[field]
+        assert rename_fields(there.value, ON_WIRE).field == ON_WIRE[field]
 
 
 @pytest.mark.parametrize("field", TABLE)
@@ -162,8 +162,8 @@ def test_numbers_in_lists_are_named_and_others_have_the_words_of_the_decoder() -
 
 def test_bounds_of_annotations() -> None:
     assert bounds_of(int) is None
-    assert bounds_of(RankCount) == Bounds(1, 10_000, is_whole=True)
-    assert bounds_of(RankCount | None) == Bounds(1, 10_000, is_whole=True, is_optional=True)
+    assert bounds_of(RankCount) == Bounds(1, 10_000, is_integer=True)
+    assert bounds_of(RankCount | None) == Bounds(1, 10_000, is_integer=True, is_optional=True)
     check_as("n", None, RankCount | None)
     for value in (None, True, 1.5, "1", float("nan")):
         with pytest.raises(ValidationError, match="n: .* expected a whole number from 1 to 10000"):

@@ -63,7 +63,7 @@ def test_a_world_and_a_training_say_how_they_are() -> None:
 
 def test_long_logs_show_their_end_and_say_so() -> None:
     lines = [LogLine(rank=0, text=f"line {n}") for n in range(2_000)]
-    shown = html.ShownList(lines, html.lines_html)
+    shown = html.HtmlList(lines, html.lines_html)
     assert shown == lines
     assert pickle.loads(pickle.dumps(shown)) == lines
     page = shown._repr_html_()

@@ -20,36 +20,36 @@ class Clocks:
     def __init__(self) -> None:
         self.now = STARTED + 1.0
 
-    def stillness(self) -> ReportedStillness:
+    def idle_tracker(self) -> ReportedStillness:
         return ReportedStillness(lambda: self.now, lambda: self.now - 500.0)
 
 
 def test_a_rank_is_quiet_for_as_long_as_its_wrapper_says_and_it_reports_nothing() -> None:
     clocks = Clocks()
-    still, started = clocks.stillness(), {0: STARTED, 1: STARTED, 2: STARTED}
+    still, started = clocks.idle_tracker(), {0: STARTED, 1: STARTED, 2: STARTED}
     clocks.now = STARTED + 100
     still.note("u", 0, still_s=40.0, has_report=False)
     still.note("u", 1, still_s=40.0, has_report=True)
     still.note("u", 2, still_s=None, has_report=True)
-    assert still.quiet_s("u", started) == {0: 40.0, 1: 0.0}, "of rank 2 nobody knows"
+    assert still.idle_s("u", started) == {0: 40.0, 1: 0.0}, "of rank 2 nobody knows"
     clocks.now += 30
-    assert still.quiet_s("u", started) == {0: 40.0, 1: 30.0}, "no more than was said"
+    assert still.idle_s("u", started) == {0: 40.0, 1: 30.0}, "no more than was said"
     still.note("u", 0, still_s=0.0, has_report=False)
-    assert still.quiet_s("u", started)[0] == 0.0
+    assert still.idle_s("u", started)[0] == 0.0
     still.forget("u")
-    assert still.quiet_s("u", started) == {}
+    assert still.idle_s("u", started) == {}
 
 
 def test_what_was_said_of_an_attempt_does_not_count_for_the_next() -> None:
     clocks = Clocks()
-    still = clocks.stillness()
+    still = clocks.idle_tracker()
     clocks.now = STARTED + 100
     still.note("u", 0, still_s=90.0, has_report=False)
-    assert still.quiet_s("u", {0: STARTED + 101}) == {}
+    assert still.idle_s("u", {0: STARTED + 101}) == {}
     clocks.now = STARTED + 110
     still.note("u", 0, still_s=90.0, has_report=False)  # however that may be
-    assert still.quiet_s("u", {0: STARTED + 101}) == {0: 9.0}
-    assert still.quiet_s("u", {0: None}) == {}, "it does not run"
+    assert still.idle_s("u", {0: STARTED + 101}) == {0: 9.0}
+    assert still.idle_s("u", {0: None}) == {}, "it does not run"
 
 
 def wrapper_line(n: int, still_s: float | None, rank: int = 0) -> bytes:
@@ -60,7 +60,7 @@ def wrapper_line(n: int, still_s: float | None, rank: int = 0) -> bytes:
 def test_the_keeper_hears_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper, heard = SeriesKeeper(tmp_path / "db"), list[tuple[Any, ...]]()
     monkeypatch.setattr(
-        keeper.stillness,
+        keeper.idle_tracker,
         "note",
         lambda uid, rank, **rest: heard.append((uid, rank, *rest.values())),
     )

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from atoll.backends.kubernetes.names import GROUP, VERSION
-from atoll.core.attempts import newest_kept
+from atoll.core.attempts import newest_attempts
 from atoll.core.conditions import set_condition
 from atoll.core.decoders import convert, json_decoder
 from atoll.core.errors import ValidationError
@@ -137,7 +137,7 @@ def read_attempts(status: Json) -> list[AttemptStatus]:
 
 def with_attempts(status: Json, attempts: Sequence[AttemptStatus]) -> list[Json]:
     """The stored attempts plus these, the newest of them."""
-    newest = newest_kept([*read_attempts(status), *attempts], MAX_ATTEMPTS)
+    newest = newest_attempts([*read_attempts(status), *attempts], MAX_ATTEMPTS)
     return [msgspec.json.decode(encode(attempt)) for attempt in newest]
 
 

@@ -73,7 +73,7 @@ from atoll.core.status import (
     Training,
     sooner,
 )
-from atoll.core.stores import apart
+from atoll.core.stores import own_keys_only
 from atoll.files.ownership import make_private, private
 from atoll.logs.files import read_lines, tail_offsets
 
@@ -117,7 +117,9 @@ def render_gang(
         TOGETHER: spec.env.get(TOGETHER) or started_together or str(desired.size),
     }
     inherited = {
-        name: value for name, value in apart(base, launch.env).items() if name not in launch.later
+        name: value
+        for name, value in own_keys_only(base, launch.env).items()
+        if name not in launch.later
     }
     return {
         "uid": training.uid,
@@ -356,7 +358,7 @@ class LocalBackend(Executor):
         return replace(
             observation,
             ranks=[
-                replace(rank, quiet_s=quiet[rank.rank]) if rank.rank in quiet else rank
+                replace(rank, idle_s=quiet[rank.rank]) if rank.rank in quiet else rank
                 for rank in gang.memory.observe(training, facts, self._host)
             ],
             followups=_stalled(training, facts, quiet),
@@ -381,7 +383,7 @@ class LocalBackend(Executor):
         if training.spec.stall_s is None or training.status.phase.is_terminal:
             return {}
         running, now = gang.facts.running(), time.monotonic()
-        return self._stillness.quiet_s(training.uid, gang.directory, running, now)
+        return self._stillness.idle_s(training.uid, gang.directory, running, now)
 
     async def perform(self, training: Training, followup: Followup) -> None:
         """Ends the attempt of a rank that does not move; its supervisor starts the next."""

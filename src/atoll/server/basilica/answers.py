@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atoll.core.errors import AtollError, ValidationError
-from atoll.core.fields import renamed
+from atoll.core.fields import rename_fields
 from atoll.core.model import encode
 from atoll.server.basilica.request import FIELDS
 from atoll.server.basilica.wire import Json, moment
@@ -80,7 +80,7 @@ def on_error(request: Request, error: Exception) -> Answer:
     if isinstance(error, Unsupported):
         return refused(501, str(error))
     if isinstance(error, ValidationError):
-        return refused(status_of(error), str(renamed(error, FIELDS)))
+        return refused(status_of(error), str(rename_fields(error, FIELDS)))
     if isinstance(error, AtollError):
         return refused(status_of(error), str(error))
     if isinstance(error, HTTPException):

@@ -16,12 +16,12 @@ from atoll.core.describe import (
     describe_exit,
     describe_ranks,
     is_stopped_by_atoll,
-    ranks_alike,
+    ranks_with_same_failure,
     waiting_lines,
 )
 from atoll.core.escape import escape_control
 from atoll.core.model import Model
-from atoll.core.reasons import why_ended
+from atoll.core.reasons import describe_reason
 from atoll.core.stats import usage
 from atoll.core.status import (
     AttemptStatus,
@@ -255,9 +255,9 @@ def cause_card(training: Training) -> CauseCard | None:
     status, cause = training.status, training.status.root_cause
     if cause is None:
         return None
-    why = escape_control(why_ended(cause.termination_reason, cause.message))
+    why = escape_control(describe_reason(cause.termination_reason, cause.message))
     headline = f"Rank {cause.rank}: {why}" if why else f"Rank {cause.rank} {describe_exit(cause)}"
-    if len(ranks_alike(status)) > 1:
+    if len(ranks_with_same_failure(status)) > 1:
         headline = _capital(describe_cause(status))
     code = "unknown" if cause.exit_code is None else str(cause.exit_code)
     parts = [code, cause.signal or "", cause.termination_reason]
@@ -308,7 +308,7 @@ def timeline_of(training: Training) -> list[TimelineEntry]:
         at = min(r.previous_exit.at for r in restarted if r.rank in ranks and r.previous_exit)
         text = f"{_who(ranks, message)}, and {'was' if len(ranks) == 1 else 'were'} started again"
         lines.append(TimelineEntry(at=at, kind="failed", text=text))
-    cause, alike = status.root_cause, set(ranks_alike(status))
+    cause, alike = status.root_cause, set(ranks_with_same_failure(status))
     if cause is not None and cause.ended_at is not None:
         text = f"Rank {cause.rank} {describe_exit(cause)}"
         if len(alike) > 1:

@@ -20,7 +20,7 @@ from atoll.core.executors import absence
 from atoll.core.model import Model
 from atoll.core.phase import Phase
 from atoll.core.ports import Store, Update
-from atoll.core.reasons import why_ended
+from atoll.core.reasons import describe_reason
 from atoll.core.status import Training
 
 RECENT_S = 86_400.0  # a failure needs attention for a day
@@ -118,7 +118,7 @@ def _sentence(training: Training) -> tuple[str, str]:
         cause = status.root_cause
         if cause is None:
             return "", terms.removeprefix(f"{status.phase.value}: ")
-        why = why_ended(cause.termination_reason, cause.message)
+        why = describe_reason(cause.termination_reason, cause.message)
         return escape_control(why), terms.removeprefix("failed: ")
     if where := absence(training):
         return f"Executor {where.removeprefix('Executor').lower()}", escape_control(status.message)

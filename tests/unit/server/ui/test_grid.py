@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.core.rounds import KeptRound, OpenRound, RoundFacts, items_of, summary_of
+from atoll.core.rounds import OpenRound, RoundFacts, StoredRound, items_of, summary_of
 from atoll.server.ui.grid import MAX_ROWS, grid_of
 
 
-def kept(number: int, members: list[int], **more: Any) -> KeptRound:
+def kept(number: int, members: list[int], **more: Any) -> StoredRound:
     weights = [1.0] * len(members)
     facts = RoundFacts(run="r", round=number, members=members, weights=weights, **more)
-    return KeptRound(seen=facts)
+    return StoredRound(observed=facts)
 
 
 def test_each_cell_has_the_letter_of_its_rank_in_its_round() -> None:
