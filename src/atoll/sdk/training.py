@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -40,21 +41,25 @@ from atoll.sdk.options import world_of
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
 
-DELETE_S = 60.0
+DELETE_S = 60.0  # ranks have 10 s to stop by default; a loaded machine takes longer
+# Properties that are read one after the other share a snapshot: they agree and cost one request.
+SNAPSHOT_S = 0.1
 
 
 class DistributedTraining:
     """A training on the control plane: its state, and the operations on it.
 
-    Properties read from the server until the training is over; `last` is what was read last.
-    As a context manager it deletes the training on leaving.
+    Properties come from one snapshot of the training, at most 0.1 s old: several in a row cost one
+    request and agree with each other. `refresh()` reads a new one, and so does every method that
+    asks the server; `last` is the newest, without a request. A training that is over is not read
+    again. As a context manager the handle deletes the training on leaving.
     """
 
     def __init__(self, client: Client, training: Training) -> None:
         self._client = client
         self._who = Who(training.name, training.uid)
         self._is_deleted = False
-        self.last = training
+        self._keep(training)
 
     def __repr__(self) -> str:
         world = self.last.world
@@ -140,14 +145,14 @@ class DistributedTraining:
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with how it trains, in sentences: the same batches in two replicas, a rank
-        that is absent from rounds, and others. Read after the end too: ranks report last then."""
+        """What is wrong with how it trains: the same batches in two replicas, a rank that is absent
+        from rounds, and so on. Read after the end too: ranks report last then."""
         with contextlib.suppress(NotFound):
             self.refresh()
         return list(self.last.status.warnings)
 
     def refresh(self) -> Training:
-        """Reads the training from the server and returns all of it."""
+        """Read the training from the server, for all properties, and return it."""
         return self._keep(self._run(flows.read(self._who)))
 
     async def refresh_async(self) -> Training:
@@ -435,8 +440,8 @@ class DistributedTraining:
         return await self._client.arun(flow)
 
     def _now(self) -> Training:
-        """The newest state; the last one read if the training is over or this handle deleted it."""
-        if self.last.status.phase.is_terminal:
+        """The snapshot of all properties; a new one if it is old and the training is not over."""
+        if self.last.status.phase.is_terminal or time.monotonic() - self._read_at < SNAPSHOT_S:
             return self.last
         try:
             return self.refresh()
@@ -446,7 +451,7 @@ class DistributedTraining:
             raise
 
     def _keep(self, training: Training) -> Training:
-        self.last = training
+        self.last, self._read_at = training, time.monotonic()
         return training
 
     def _watched(self, flow: Any, timeout: float | None) -> Flow[WorldStatus]:
