@@ -12,7 +12,7 @@ import torch
 
 from atoll.core.rounds import ReportedRound, StoredRound, items_of, with_observed, with_report
 from atoll.diloco import DiLoCo, facts
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 from atoll.rounds.manifests import RunReader
 
 pytestmark = pytest.mark.timeout(120)
@@ -60,8 +60,8 @@ def test_what_replicas_tell_equals_the_manifests(
         key = message.fragment, message.round
         retained[key] = with_report(retained.get(key, StoredRound()), message)
     assert len(retained) == 3 * fragments
-    blobs = Blobs.open(uri)
-    for folder in blobs.folders():
+    blobs = ObjectStore.open(uri)
+    for folder in blobs.list_folders():
         for known in RunReader(blobs, folder).look().rounds:
             key = known.fragment, known.round
             is_reported = retained[key].is_reported

@@ -13,7 +13,7 @@ from atoll.diloco.allreduce import keys
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.manifest import Manifest
 from atoll.diloco.allreduce.past import read_manifests
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 from atoll.rounds.manifests import RunReader
 
 SIZE = 3
@@ -49,11 +49,11 @@ def follow(rounds: int, number: int) -> None:
 
     def watch() -> None:
         chance = random.Random(number)
-        reader = RunReader(Blobs(world.store, "reader"), "run")
+        reader = RunReader(ObjectStore(world.store, "reader"), "run")
         while not is_over.wait(chance.random() / 5):
             check(reader)
             if chance.random() < 0.1:  # the control plane is killed
-                reader = RunReader(Blobs(world.store, "reader"), "run", reader.following)
+                reader = RunReader(ObjectStore(world.store, "reader"), "run", reader.following)
         check(reader)
 
     watching = threading.Thread(target=watch)
@@ -63,7 +63,9 @@ def follow(rounds: int, number: int) -> None:
     finally:
         is_over.set()
         watching.join()
-    truth = {each.round: each for each in read_manifests(Blobs(world.store, "judge"), Keys("run"))}
+    truth = {
+        each.round: each for each in read_manifests(ObjectStore(world.store, "judge"), Keys("run"))
+    }
     assert len(truth) > rounds
     assert sorted(retained) == sorted(truth)
     for at, manifest in truth.items():

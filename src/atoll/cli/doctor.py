@@ -24,7 +24,7 @@ from atoll.cli.options import config_option, json_option
 from atoll.core.errors import AtollError
 
 if TYPE_CHECKING:
-    from atoll.diloco.blobs import Blobs
+    from atoll.objectstore import ObjectStore
 
 GOOD, NOTE, BAD = "ok", "note", "bad"
 # A package of each extra that stands for it, and what it is for.
@@ -258,9 +258,9 @@ def store(uri: str | None) -> Iterator[Finding]:
         names = " and ".join(missing)
         yield Finding("store", NOTE, f"{names} not set", "set them, unless the machine has a role")
     try:
-        from atoll.diloco.blobs import Blobs
+        from atoll.objectstore import ObjectStore
 
-        yield from try_store(uri, Blobs.open(uri, patience_s=STORE_S))
+        yield from try_store(uri, ObjectStore.open(uri, patience_s=STORE_S))
     except ModuleNotFoundError:
         yield Finding("store", BAD, f"{uri} cannot be tried", to_install("store"))
     except AtollError as error:
@@ -268,7 +268,7 @@ def store(uri: str | None) -> Iterator[Finding]:
         yield Finding("store", BAD, str(error).replace("\n", " "), todo)
 
 
-def try_store(uri: str, blobs: Blobs) -> Iterator[Finding]:
+def try_store(uri: str, blobs: ObjectStore) -> Iterator[Finding]:
     """Whether the store takes a new object once, and what its clock says."""
     folder = f"atoll-doctor/{os.urandom(8).hex()}"
     key, began = f"{folder}/object", time.monotonic()
@@ -276,7 +276,7 @@ def try_store(uri: str, blobs: Blobs) -> Iterator[Finding]:
         is_first, is_second = blobs.create(key, b"1"), blobs.create(key, b"2")
         took_s = time.monotonic() - began
         content = bytes(blobs.get(key))
-        (listed,) = blobs.find(folder)
+        (listed,) = blobs.list(folder)
     finally:
         blobs.delete([key])
     text = f"{uri} answers ({took_s / 2 * 1000:.0f} ms a write)"

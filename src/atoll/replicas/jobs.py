@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from atoll.backends.kubernetes.executor import DRY_RUN_UID, KubernetesBackend
 from atoll.backends.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
-from atoll.backends.kubernetes.pod import Pod, when
+from atoll.backends.kubernetes.pod import when
 from atoll.backends.kubernetes.read import desired_of, finished
 from atoll.backends.kubernetes.render import gang_name
 from atoll.core.checks import RESULTS_VARIABLE
@@ -157,7 +157,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         if desired is None or desired.size or finished(job):
             return
         _, pods = await self._job_and_pods(training)
-        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+        if any(pod.is_ending(self._clock()) for pod in pods):
             # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound, Conflict):

@@ -61,8 +61,7 @@ from atoll.diloco.allreduce.work import (
     is_counted,
     settle_failed,
 )
-from atoll.diloco.blobs import Blobs
-from atoll.objectstore import Traffic
+from atoll.objectstore import ObjectStore, Traffic
 
 log = logging.getLogger("atoll.allreduce")
 
@@ -85,7 +84,7 @@ class ObjectStoreAllReduce:
 
     def __init__(
         self,
-        uri: str | os.PathLike[str] | Blobs,
+        uri: str | os.PathLike[str] | ObjectStore,
         rank: int,
         world_size: int,
         *,
@@ -128,7 +127,7 @@ class ObjectStoreAllReduce:
         self._codecs = (self.codec.name, self.down_codec.name)
         self.keys = Keys(read_run_id(run_id))
         keep_rounds = read_complete("keep_rounds", keep_rounds, 1, MAX_ROUNDS)
-        self.blobs = uri if isinstance(uri, Blobs) else Blobs.open(uri)
+        self.blobs = uri if isinstance(uri, ObjectStore) else ObjectStore.open(uri)
         self.last_round: ReduceReport | None = None
         self.carries = not self.codec.is_exact if carries_late_work is None else carries_late_work
         self.team: Team = Solo() if team is None else team
@@ -284,7 +283,7 @@ class ObjectStoreAllReduce:
         return payload, feedback
 
     def _allreduce(self, work: Work) -> Exchange:
-        before, started, payload = self.blobs.usage, time.monotonic(), work.payload
+        before, started, payload = self.blobs.traffic, time.monotonic(), work.payload
         try:
             if self.codec.needs_finite or self.down_codec.needs_finite:
                 together(self.team, payload.check_finite)
@@ -554,7 +553,7 @@ class ObjectStoreAllReduce:
             self._history.note_spread(spread if manifest.round else min(spread, MIN_GRACE_S / 4))
         self._decider.last = manifest
         self._beginning.begin(len(manifest.members))
-        used = self.blobs.usage.since(before)
+        used = self.blobs.traffic.since(before)
         work.seconds["total"] = time.monotonic() - started
         self.last_round = ReduceReport(
             round=manifest.round,

@@ -21,7 +21,7 @@ from atoll.diloco.allreduce.layout import Layout, Vector, tensor_at
 from atoll.diloco.allreduce.manifest import Member
 from atoll.diloco.allreduce.pool import CORES, each
 from atoll.diloco.allreduce.share import Cells, Share
-from atoll.diloco.blobs import Blobs
+from atoll.objectstore import ObjectStore
 
 RUN = 1 << 17  # values of a shard that are in memory at a time
 ROOM_BYTES = 8 << 20  # of all members together, or little more
@@ -230,7 +230,7 @@ class CellReader:
 
     def __init__(
         self,
-        blobs: Blobs,
+        blobs: ObjectStore,
         key: str,
         span: tuple[int, int | None],
         kind: bytes,
@@ -309,7 +309,7 @@ class CellReader:
         wire.check_cells(self._kind, self._location, table, data[:count])
 
 
-def read_footer(blobs: Blobs, key: str, size: int, layout: Layout) -> wire.Footer:
+def read_footer(blobs: ObjectStore, key: str, size: int, layout: Layout) -> wire.Footer:
     """The footer of an upload of `size` bytes. Raises Blamed if it is not a good upload."""
     guess = wire.footer_guess(layout.shards, len(layout.tensors))
     try:
@@ -325,7 +325,7 @@ class Section:
     """The own cells of one shard in a member's upload, read run by run, by one thread at a time."""
 
     def __init__(
-        self, blobs: Blobs, member: Member, shard: int, share: Share, codec: Codec
+        self, blobs: ObjectStore, member: Member, shard: int, share: Share, codec: Codec
     ) -> None:
         self._blobs = blobs
         self._member = member
@@ -381,7 +381,9 @@ class Section:
         return CellReader(self._blobs, key, span, wire.SECTION, location, theirs, remainder)
 
 
-def read_section(blobs: Blobs, member: Member, shard: int, share: Share, codec: Codec) -> Vector:
+def read_section(
+    blobs: ObjectStore, member: Member, shard: int, share: Share, codec: Codec
+) -> Vector:
     """The values of the own cells of one shard out of a member's upload. Raises Blamed."""
     out = np.empty(share.section_size(shard), np.float32)
     section = Section(blobs, member, shard, share, codec)
