@@ -146,7 +146,7 @@ def build(
             executors,
             informer=informer,
             clock=clock,
-            on_pass=lambda done: gauges.reconciled(done.seconds),
+            on_pass=lambda done: gauges.record_pass(done.seconds),
             quiet_s=series.stillness.quiet_s,
             rounds=series.rounds.observed,
         )
@@ -357,12 +357,12 @@ def serve(
     One that only reads goes on as a whole one, at the same address, once there is room to write.
     `is_owned`: serves until standard input ends, then removes all trainings.
     """
-    from atoll.server.http.log_rate import quiet_log
-    from atoll.server.http.server import BACKLOG, listen, tls_of
+    from atoll.server.http.log_rate import configure_log
+    from atoll.server.http.server import BACKLOG, listen, load_tls
 
-    quiet_log(logging.WARNING)
+    configure_log(logging.WARNING)
     where = state_dir(where)
-    tls = tls_of(tls_cert, tls_key)
+    tls = load_tls(tls_cert, tls_key)
     listening = [listen(host, port)]
     address = _endpoint(listening[0], is_tls=tls is not None)
     if (limit := slots or read_for_plane(config).executors[LOCAL].options.get("slots")) is not None:
@@ -394,7 +394,7 @@ def serve(
 
 async def ensure_token(tokens: Tokens, where: Path) -> None:
     """Makes sure that the user's own token is in a private file and known to the server."""
-    from atoll.server.http.auth import hashed, new_token
+    from atoll.server.http.auth import hash_token, new_token
 
     path = where / "token"
     try:
@@ -402,8 +402,8 @@ async def ensure_token(tokens: Tokens, where: Path) -> None:
     except FileNotFoundError:
         token = new_token()
         _write_private(path, token + "\n")
-    if await tokens.namespace_of(hashed(token)) is None:
-        await tokens.add(hashed(token), NAMESPACE, "local user", time.time())
+    if await tokens.namespace_of(hash_token(token)) is None:
+        await tokens.add(hash_token(token), NAMESPACE, "local user", time.time())
 
 
 def _server(

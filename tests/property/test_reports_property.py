@@ -21,7 +21,7 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
 from atoll.metrics.store import SeriesKeeper
 from atoll.server.app import create_app
-from atoll.server.http.auth import hashed
+from atoll.server.http.auth import hash_token
 from atoll.store.memory import MemoryStore
 from atoll.store.tokens import SQLiteTokens
 
@@ -89,7 +89,7 @@ class Reading:
 
     async def _open(self) -> httpx2.AsyncClient:
         store, tokens = MemoryStore(), SQLiteTokens(self.where / "db")
-        await tokens.add(hashed("owner"), "n", "owner", 0.0)
+        await tokens.add(hash_token("owner"), "n", "owner", 0.0)
         spec = TrainingSpec(
             name="t", command=["true"], world_size=WorldSize(min=1, target=1, max=1)
         )

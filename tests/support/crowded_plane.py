@@ -34,7 +34,7 @@ from atoll.core.status import (
 )
 from atoll.metrics.store import SeriesKeeper
 from atoll.server.app import create_app
-from atoll.server.http.auth import hashed
+from atoll.server.http.auth import hash_token
 from atoll.server.http.server import GuardedServer, listen
 from atoll.server.http.streams import Streams
 from atoll.server.ui.sessions import Sessions
@@ -94,7 +94,7 @@ class CrowdedPlane:
 
     def start(self) -> None:
         """Begins to serve; what was put before is there at once."""
-        self.run(self.tokens.add(hashed(TOKEN), "default", "", 0.0))
+        self.run(self.tokens.add(hash_token(TOKEN), "default", "", 0.0))
         serving = self._server.serve([self._listening])
         self._serving = asyncio.run_coroutine_threadsafe(serving, self._loop)
         while not self._server.started:

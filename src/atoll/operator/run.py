@@ -154,7 +154,7 @@ class Operator:
             executors,
             informer=self.informer,
             clock=lambda: Now.at(cluster.time()),
-            on_pass=lambda done: self.gauges.reconciled(done.seconds),
+            on_pass=lambda done: self.gauges.record_pass(done.seconds),
             quiet_s=series.stillness.quiet_s,
             rounds=series.rounds.observed,
         )

@@ -24,7 +24,7 @@ from atoll.metrics.store import OneSeries, SeriesKeeper
 from atoll.server.http.auth import token_of
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
-SPARK = 24  # points
+SPARK_POINTS = 24  # points
 MOST_NAMES = 12
 
 
@@ -44,16 +44,16 @@ async def metrics(call: ApiCall) -> Answer:
         return json_answer(MetricSeriesList(items=[], is_kept=False))
     if keeper.catch_up is not None:
         await keeper.catch_up(training)
-    chosen = await asyncio.to_thread(keeper.series, training.uid, query.name, query.rank)
+    selected = await asyncio.to_thread(keeper.series, training.uid, query.name, query.rank)
 
-    def made() -> MetricSeriesList:
+    def build() -> MetricSeriesList:
         return MetricSeriesList(
-            items=[columns_of(one) for one in chosen],
+            items=[columns_of(one) for one in selected],
             skipped=keeper.skipped(training.uid),
             missed=keeper.missed(training.uid),
         )
 
-    return json_answer(await asyncio.to_thread(made))
+    return json_answer(await asyncio.to_thread(build))
 
 
 class NewestQuery(Query, frozen=True):
@@ -71,11 +71,11 @@ async def newest_metrics(call: ApiCall) -> Answer:
     keeper = call.plane.series
     if keeper is None:
         return json_answer(LatestMetricList(items=[], is_kept=False))
-    wanted = set(query.training)
+    trainings = set(query.training)
     uids = [
         (name, uid)
         for uid, (namespace, name) in call.plane.informer.keys()
-        if namespace == call.namespace and (not wanted or name in wanted)
+        if namespace == call.namespace and (not trainings or name in trainings)
     ]
     items = await asyncio.to_thread(_newest, keeper, uids, query)
     return json_answer(LatestMetricList(items=items))
@@ -102,11 +102,11 @@ def _newest(
                     training=training,
                     uid=uid,
                     name=name,
-                    value=_figure(columns[MEAN][-1]),
+                    value=_json_number(columns[MEAN][-1]),
                     step=None if math.isnan(step) else int(step),
                     at=columns[AT][-1],
-                    spark=[_figure(part) for part in spark_of(one)],
-                    ranks={rank: _figure(value) for rank, value in of_ranks.items()},
+                    spark=[_json_number(part) for part in spark_of(one)],
+                    ranks={rank: _json_number(value) for rank, value in of_ranks.items()},
                 )
             )
     return items
@@ -115,7 +115,7 @@ def _newest(
 def spark_of(series: Series) -> list[float]:
     """The series in a few points."""
     times = series.columns[AT]
-    return band_of([series], times[0], times[-1], SPARK).mean if len(times) else []
+    return band_of([series], times[0], times[-1], SPARK_POINTS).mean if len(times) else []
 
 
 def columns_of(one: OneSeries) -> MetricSeries:
@@ -127,15 +127,15 @@ def columns_of(one: OneSeries) -> MetricSeries:
         attempt=[int(part) for part in columns[ATTEMPT]],
         step=[None if math.isnan(part) else int(part) for part in columns[STEP]],
         at=list(columns[AT]),
-        min=[_figure(part) for part in columns[LEAST]],
-        mean=[_figure(part) for part in columns[MEAN]],
-        max=[_figure(part) for part in columns[LARGEST]],
+        min=[_json_number(part) for part in columns[LEAST]],
+        mean=[_json_number(part) for part in columns[MEAN]],
+        max=[_json_number(part) for part in columns[LARGEST]],
         count=[int(part) for part in columns[COUNT]],
         bad=[int(part) for part in columns[BAD]],
     )
 
 
-def _figure(value: float) -> MetricValue:
+def _json_number(value: float) -> MetricValue:
     return value if math.isfinite(value) else str(value)
 
 
@@ -144,15 +144,15 @@ def newest_by_name(plane: Plane, uid: str) -> dict[str, float]:
     keeper = plane.series
     if keeper is None:
         return {}
-    figures: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name in ("loss", "tokens"):
         one = keeper.first(uid, name)
         if one is not None and len(one):
-            figures[name] = one.columns[MEAN][-1]
+            values[name] = one.columns[MEAN][-1]
     summary = keeper.rounds.summary(uid)
     if summary is not None and summary.round is not None:
-        figures["round"] = float(summary.round)
-    return figures
+        values["round"] = float(summary.round)
+    return values
 
 
 class MetricsStored(Model, frozen=True, omit_defaults=False):
@@ -172,10 +172,10 @@ async def report_metrics(call: ApiCall) -> Answer:
     training = await plane.store.get((owner.namespace, call.name))
     if training.uid != owner.uid:
         raise NotFound("training", call.name)
-    async with contextlib.AsyncExitStack() as body_turn:
+    async with contextlib.AsyncExitStack() as turn:
         # Under a name of its own, so that metrics never delay the large bodies of users.
         body = await plane.bodies.read(
-            call.request, f"metrics of {owner.namespace}", MOST_BATCH, body_turn
+            call.request, f"metrics of {owner.namespace}", MOST_BATCH, turn
         )
         lines = [line for line in body.splitlines() if line]
         batches = await asyncio.to_thread(plane.series.take, training.uid, lines)

@@ -43,25 +43,25 @@ async def rounds(call: ApiCall) -> Answer:
 def _rounds(keeper: RoundKeeper, training: Training, query: RoundsQuery) -> RoundList:
     uid = training.uid
     run = query.run or keeper.run_of(uid)
-    why = why_of(keeper.look(uid))
+    why = describe_source(keeper.look(uid))
     if run is None:
         return RoundList(items=[], summary=with_absent(keeper.summary(uid), training), why=why)
     return RoundList(
-        items=chosen(keeper, uid, run, query),
+        items=select_rounds(keeper, uid, run, query),
         summary=with_absent(keeper.summary(uid, run), training),
         why=why,
         dropped=keeper.dropped(uid, run)[0],
     )
 
 
-def why_of(look: StoreLook | None) -> str:
+def describe_source(look: StoreLook | None) -> str:
     """Where rounds come from, in words."""
     if look is None:
         return "reported by the replicas: the store was not looked at yet"
     return f"reported by the replicas: {look.why}" if look.why else FROM_STORE
 
 
-def chosen(keeper: RoundKeeper, uid: str, run: str, query: RoundsQuery) -> list[RoundItem]:
+def select_rounds(keeper: RoundKeeper, uid: str, run: str, query: RoundsQuery) -> list[RoundItem]:
     # What joined and what left shows by the round before, so one more is read of each fragment.
     more = query.limit + len(keeper.newest(uid, run))
     kept = keeper.rounds(uid, run, max(0, query.from_ - 1), query.to, more)

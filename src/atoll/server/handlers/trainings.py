@@ -25,7 +25,7 @@ from atoll.core.spec import ScaleTarget, TrainingSpec
 from atoll.core.status import UNSUPPORTED_FIELDS, Event, Training, TrainingList
 from atoll.core.warnings import find_warnings, merge_warnings
 from atoll.server.handlers.admission import (
-    admitted,
+    admit,
     check_backend,
     check_growth,
     check_run,
@@ -73,7 +73,7 @@ class Removal(Model, frozen=True):
 
 
 async def create(call: ApiCall) -> Answer:
-    spec = admitted(call.body, call.plane, call.namespace)
+    spec = admit(call.body, call.plane, call.namespace)
     _check_default(call, spec)
     await check_run(spec, call.plane, call.namespace)
     await check_backend(spec, call.plane, call.namespace)
@@ -119,7 +119,7 @@ async def read(call: ApiCall) -> Answer:
     last_event_id(call)  # checked also where it is not needed
     if query.watch:
         return await watch(call, call.name)
-    _only_with_watch(query)
+    _check_watch_options(query)
     training = await call.plane.store.get(call.key)
     series = call.plane.series
     if series is not None:
@@ -143,7 +143,7 @@ async def read_many(call: ApiCall) -> Answer:
             value = getattr(query, option, query.continue_)
             raise ValidationError(option, value, "not with watch")
         return await watch(call, None)
-    _only_with_watch(query)
+    _check_watch_options(query)
     version = await call.plane.store.version()
     page = await call.plane.store.page(
         call.namespace,
@@ -157,7 +157,7 @@ async def read_many(call: ApiCall) -> Answer:
     return json_answer(TrainingList(items=items, resource_version=version, continue_=page.more))
 
 
-def _only_with_watch(query: OneQuery) -> None:
+def _check_watch_options(query: OneQuery) -> None:
     for option in ("after", "timeout"):
         if getattr(query, option) is not None:
             raise ValidationError(option, getattr(query, option), "expected only with watch")

@@ -32,7 +32,7 @@ from atoll.metrics.store import SeriesKeeper
 from atoll.server.background import BackgroundTasks
 from atoll.server.gauges import Gauges
 from atoll.server.handlers.admission import Setup
-from atoll.server.http.bodies import Bodies, decoded
+from atoll.server.http.bodies import Bodies, decode_body
 from atoll.server.http.encoded import EncodedChanges
 from atoll.server.http.streams import Streams
 from atoll.server.ui.cache import TTLCache
@@ -134,7 +134,7 @@ class Operation:
     is_open: bool = False
 
     @property
-    def is_named(self) -> bool:
+    def has_name(self) -> bool:
         return "{name}" in self.path
 
 
@@ -201,14 +201,14 @@ def _request_handler(operation: Operation, plane: Plane, guard: Guard) -> Reques
     async def run(request: Request) -> Response:
         namespace = "" if operation.is_open else await guard(plane, request)
         name = request.path_params.get("name", "")
-        if operation.is_named:
+        if operation.has_name:
             check_name("name", name)
         query = read_query(request, operation.query)
-        async with contextlib.AsyncExitStack() as held:
+        async with contextlib.AsyncExitStack() as turn:
             body: Any = None
             if operation.body is not None:
-                data = await plane.bodies.read(request, namespace, operation.max_body, held)
-                body = await decoded(data, operation.body)
+                data = await plane.bodies.read(request, namespace, operation.max_body, turn)
+                body = await decode_body(data, operation.body)
             return await operation.handler(ApiCall(plane, request, namespace, name, query, body))
 
     return run

@@ -28,7 +28,7 @@ from atoll.core.rounds import (
 )
 from atoll.core.status import Training
 from atoll.metrics.rounds import RoundKeeper
-from atoll.server.handlers.rounds import RoundNumber, RoundsQuery, chosen, why_of
+from atoll.server.handlers.rounds import RoundNumber, RoundsQuery, describe_source, select_rounds
 from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
 N = TypeVar("N", int, float)
@@ -90,11 +90,11 @@ async def rounds(call: ApiCall) -> Answer:
 def _grid(keeper: RoundKeeper, training: Training, query: GridQuery) -> RoundGrid:
     uid = training.uid
     run = keeper.run_of(uid)
-    summary, source = with_absent(keeper.summary(uid), training), why_of(keeper.look(uid))
+    summary, source = with_absent(keeper.summary(uid), training), describe_source(keeper.look(uid))
     if run is None:
         return grid_of([], summary, source, query.columns)
     selection = RoundsQuery(from_=query.from_, to=query.to)
-    items = chosen(keeper, uid, run, selection)
+    items = select_rounds(keeper, uid, run, selection)
     return grid_of(items, summary, source, query.columns, keeper.dropped(uid, run)[0])
 
 

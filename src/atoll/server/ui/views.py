@@ -19,7 +19,7 @@ from atoll.core.status import Training
 from atoll.metrics.bins import band_of
 from atoll.metrics.series import AT, MEAN, Series
 from atoll.metrics.store import OneSeries, SeriesKeeper
-from atoll.server.handlers.logs import Moment
+from atoll.server.handlers.logs import Timestamp
 from atoll.server.handlers.metrics import spark_of
 from atoll.server.http.encoded import with_staleness
 from atoll.server.http.operations import (
@@ -70,8 +70,8 @@ class MetricBandsQuery(Query, frozen=True):
     # Without `rank`: how many to draw, those furthest from the mean.
     furthest: Annotated[int, Meta(ge=0, le=8)] = 0
     bins: Annotated[int, Meta(ge=10, le=2_000)] = 600
-    start: Moment | None = None
-    end: Moment | None = None
+    start: Timestamp | None = None
+    end: Timestamp | None = None
     uid: str | None = None
 
 
