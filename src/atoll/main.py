@@ -101,8 +101,8 @@ def build(
     from atoll.controller.loop import Controller
     from atoll.controller.sweep import keep_swept
     from atoll.metrics.collect import Collector
-    from atoll.metrics.store import SeriesKeeper
-    from atoll.rounds.follow import RoundFollower, figures_of, whose_of
+    from atoll.metrics.store import MetricStore
+    from atoll.rounds.follow import RoundFollower, metrics_uri_of, store_access_of
     from atoll.server.app import create_app
     from atoll.server.background import CONTROLLER, BackgroundTasks
     from atoll.server.deliver import Deliverer, load_webhooks
@@ -125,7 +125,7 @@ def build(
         return _build_read_only(where, executors, setup, sessions, refusal)
     store = SQLiteStore(where / "atoll.db")
     tokens = SQLiteTokens(where / "atoll.db")
-    series = SeriesKeeper(where / "series.db")
+    metrics = MetricStore(where / "series.db")
     informer = Informer(store)
     gauges, streams = Gauges(informer), Streams()
     store.outbox.configure(webhooks)
@@ -136,7 +136,7 @@ def build(
 
     def all_notes() -> list[str]:
         failing = [f"{one.name} does not work: {one.error}" for one in background.failures]
-        return [*notes(), *series.notes, *filter(None, [series.trouble]), *failing]
+        return [*notes(), *metrics.notes, *filter(None, [metrics.trouble]), *failing]
 
     setup = replace(setup, notes=all_notes, stale=lambda: store.stale)
 
@@ -147,10 +147,10 @@ def build(
             informer=informer,
             clock=clock,
             on_pass=lambda done: gauges.record_pass(done.seconds),
-            quiet_s=series.stillness.quiet_s,
-            rounds=series.rounds.observed,
+            quiet_s=metrics.idle.idle_s,
+            rounds=metrics.rounds.observed,
         )
-        series.rounds.on_news = controller.wake
+        metrics.rounds.on_news = controller.wake
         return controller.run()
 
     @contextlib.asynccontextmanager
@@ -158,14 +158,17 @@ def build(
         for executor in executors.values():
             await executor.start(store)
         collector = Collector(
-            series,
-            figures_of(executors),
+            metrics,
+            metrics_uri_of(executors),
             executors[LOCAL].machine_use,
             # Its files are here: it may be taken up again.
             lambda uid: (where / "ranks" / uid).exists(),
         )
         follower = RoundFollower(
-            series.rounds, whose_of(executors, setup.kinds), settings.round_stores, NAMESPACE
+            metrics.rounds,
+            store_access_of(executors, setup.kinds),
+            settings.round_stores,
+            NAMESPACE,
         )
         works: dict[str, Work] = {
             INFORMER: informer.run,
@@ -185,7 +188,7 @@ def build(
         for executor in executors.values():
             await executor.close()
         write_mark(clock, where / "clock")
-        series.close()
+        metrics.close()
         tokens.close()
         store.close()
 
@@ -198,7 +201,7 @@ def build(
         informer=informer,
         gauges=gauges,
         clock=clock,
-        series=series,
+        metrics=metrics,
         report_key=key_at(where),
         background=background,
         sessions=sessions,

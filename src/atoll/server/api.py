@@ -70,8 +70,8 @@ async def readyz(call: ApiCall) -> Answer:
     for failure in failing:
         if failure.name in (CONTROLLER, INFORMER):
             raise Temporary(f"no training is looked after now: {failure.error}")
-    if plane.series is not None and plane.series.trouble:
-        failing.append(TaskFailure(name="metrics", error=plane.series.trouble))
+    if plane.metrics is not None and plane.metrics.trouble:
+        failing.append(TaskFailure(name="metrics", error=plane.metrics.trouble))
     if plane.setup.read_only:
         return json_answer(Health(status="read-only", failing=failing))
     return json_answer(Health(status="degraded" if failing else "ok", failing=failing))

@@ -19,7 +19,7 @@ from atoll.controller.informer import INFORMER, Informer
 from atoll.core.clock import Now
 from atoll.core.model import encode
 from atoll.core.ports import Executor, Store, Tokens
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.server import api
 from atoll.server.background import BackgroundTasks, Work
 from atoll.server.basilica import answers, deployments
@@ -44,7 +44,7 @@ def create_app(
     informer: Informer | None = None,
     gauges: Gauges | None = None,
     clock: Callable[[], Now] | None = None,
-    series: SeriesKeeper | None = None,
+    metrics: MetricStore | None = None,
     sessions: Sessions | None = None,
     report_key: bytes = b"",
     background: BackgroundTasks | None = None,
@@ -74,7 +74,7 @@ def create_app(
         Rows(store),
         setup,
         clock,
-        series=series,
+        metrics=metrics,
         report_key=report_key,
         sessions=sessions or Sessions(),
         background=background or BackgroundTasks(),

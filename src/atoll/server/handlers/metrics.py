@@ -20,7 +20,7 @@ from atoll.core.model import Model
 from atoll.core.spec import RankNumber
 from atoll.metrics.bins import band_of
 from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, LARGEST, LEAST, MEAN, STEP, Series
-from atoll.metrics.store import OneSeries, SeriesKeeper
+from atoll.metrics.store import LabeledSeries, MetricStore
 from atoll.server.http.auth import token_of
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
@@ -39,18 +39,18 @@ async def metrics(call: ApiCall) -> Answer:
     training = await call.plane.store.get(call.key)
     if query.uid not in (None, training.uid):
         raise NotFound("training", call.name)
-    keeper = call.plane.series
-    if keeper is None:
+    metric_store = call.plane.metrics
+    if metric_store is None:
         return json_answer(MetricSeriesList(items=[], is_kept=False))
-    if keeper.catch_up is not None:
-        await keeper.catch_up(training)
-    selected = await asyncio.to_thread(keeper.series, training.uid, query.name, query.rank)
+    if metric_store.catch_up is not None:
+        await metric_store.catch_up(training)
+    selected = await asyncio.to_thread(metric_store.series, training.uid, query.name, query.rank)
 
     def build() -> MetricSeriesList:
         return MetricSeriesList(
             items=[columns_of(one) for one in selected],
-            skipped=keeper.skipped(training.uid),
-            missed=keeper.missed(training.uid),
+            skipped=metric_store.skipped(training.uid),
+            missed=metric_store.missed(training.uid),
         )
 
     return json_answer(await asyncio.to_thread(build))
@@ -68,8 +68,8 @@ async def newest_metrics(call: ApiCall) -> Answer:
     if not 1 <= len(query.name) <= MOST_NAMES:
         expected = f"expected 1 to {MOST_NAMES} names of series"
         raise ValidationError("name", query.name, expected)
-    keeper = call.plane.series
-    if keeper is None:
+    metric_store = call.plane.metrics
+    if metric_store is None:
         return json_answer(LatestMetricList(items=[], is_kept=False))
     trainings = set(query.training)
     uids = [
@@ -77,24 +77,24 @@ async def newest_metrics(call: ApiCall) -> Answer:
         for uid, (namespace, name) in call.plane.informer.keys()
         if namespace == call.namespace and (not trainings or name in trainings)
     ]
-    items = await asyncio.to_thread(_newest, keeper, uids, query)
+    items = await asyncio.to_thread(_newest, metric_store, uids, query)
     return json_answer(LatestMetricList(items=items))
 
 
 def _newest(
-    keeper: SeriesKeeper, uids: list[tuple[str, str]], query: NewestQuery
+    metric_store: MetricStore, uids: list[tuple[str, str]], query: NewestQuery
 ) -> list[LatestMetric]:
     items = []
     for training, uid in uids:
-        lasts = keeper.lasts(uid, query.name) if query.ranks else {}
+        newest_values = metric_store.newest_values(uid, query.name) if query.ranks else {}
         for name in query.name:
-            one = keeper.first(uid, name)
+            one = metric_store.first(uid, name)
             if one is None or not len(one):
                 continue
             columns = one.columns
             step = columns[STEP][-1]
             of_ranks: dict[str, float] = {}
-            for (rank, _, each), value in lasts.items():
+            for (rank, _, each), value in newest_values.items():
                 if each == name:
                     of_ranks[str(rank)] = of_ranks.get(str(rank), 0.0) + value
             items.append(
@@ -118,7 +118,7 @@ def spark_of(series: Series) -> list[float]:
     return band_of([series], times[0], times[-1], SPARK_POINTS).mean if len(times) else []
 
 
-def columns_of(one: OneSeries) -> MetricSeries:
+def columns_of(one: LabeledSeries) -> MetricSeries:
     columns = one.series.columns
     return MetricSeries(
         name=one.name,
@@ -141,15 +141,15 @@ def _json_number(value: float) -> MetricValue:
 
 def newest_by_name(plane: Plane, uid: str) -> dict[str, float]:
     """What a training reported last, and its newest round; what is not known is absent."""
-    keeper = plane.series
-    if keeper is None:
+    metric_store = plane.metrics
+    if metric_store is None:
         return {}
     values: dict[str, float] = {}
     for name in ("loss", "tokens"):
-        one = keeper.first(uid, name)
+        one = metric_store.first(uid, name)
         if one is not None and len(one):
             values[name] = one.columns[MEAN][-1]
-    summary = keeper.rounds.summary(uid)
+    summary = metric_store.rounds.summary(uid)
     if summary is not None and summary.round is not None:
         values["round"] = float(summary.round)
     return values
@@ -167,7 +167,7 @@ async def report_metrics(call: ApiCall) -> Answer:
     owner = None
     if plane.report_key:
         owner = read_token(plane.report_key, token_of(call.request))
-    if owner is None or plane.series is None:
+    if owner is None or plane.metrics is None:
         raise Denied("expected the token of a rank of this training")
     training = await plane.store.get((owner.namespace, call.name))
     if training.uid != owner.uid:
@@ -178,5 +178,5 @@ async def report_metrics(call: ApiCall) -> Answer:
             call.request, f"metrics of {owner.namespace}", MOST_BATCH, turn
         )
         lines = [line for line in body.splitlines() if line]
-        batches = await asyncio.to_thread(plane.series.take, training.uid, lines)
+        batches = await asyncio.to_thread(plane.metrics.take, training.uid, lines)
     return json_answer(MetricsStored(batches=batches))

@@ -121,12 +121,14 @@ async def read(call: ApiCall) -> Answer:
         return await watch(call, call.name)
     _check_watch_options(query)
     training = await call.plane.store.get(call.key)
-    series = call.plane.series
-    if series is not None:
-        if series.catch_up and training.status.phase.is_terminal:
-            await series.catch_up(training)  # ranks report last as they end
+    metrics = call.plane.metrics
+    if metrics is not None:
+        if metrics.catch_up and training.status.phase.is_terminal:
+            await metrics.catch_up(training)  # ranks report last as they end
         # The controller writes warnings a moment later.
-        found = find_warnings(training, training.status.ranks, series.rounds.observed(training.uid))
+        found = find_warnings(
+            training, training.status.ranks, metrics.rounds.observed(training.uid)
+        )
         status = replace(training.status, warnings=merge_warnings(training.status.warnings, found))
         training = replace(training, status=status)
     training = with_staleness(training, call.plane.setup.stale())

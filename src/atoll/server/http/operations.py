@@ -28,7 +28,7 @@ from atoll.core.errors import ValidationError
 from atoll.core.model import encode, named
 from atoll.core.ports import Executor, Store, Tokens
 from atoll.core.spec import MAX_SPEC_BYTES
-from atoll.metrics.store import SeriesKeeper
+from atoll.metrics.store import MetricStore
 from atoll.server.background import BackgroundTasks
 from atoll.server.gauges import Gauges
 from atoll.server.handlers.admission import Setup
@@ -72,7 +72,7 @@ class Plane:
     clock: Callable[[], Now] = field(default_factory=machine_clock)
     encoded: EncodedChanges = field(default_factory=EncodedChanges)
     bodies: Bodies = field(default_factory=Bodies)
-    series: SeriesKeeper | None = None  # None: figures of ranks are not kept here
+    metrics: MetricStore | None = None  # None: figures of ranks are not kept here
     report_key: bytes = b""  # signs the tokens of ranks; empty: none report by HTTP
     searches: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(SEARCHES))
     sessions: Sessions = field(default_factory=Sessions)
