@@ -57,7 +57,7 @@ NAMESPACE = "default"
 PURGE_S = 60.0
 WATCH_FILES_S = 5.0
 SPACE_BYTES = 2**18  # for SQLite's files and the small ones beside them
-LOOK_FOR_ROOM_S = 1.0
+CHECK_SPACE_S = 1.0
 REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or raise the quota",
@@ -147,7 +147,7 @@ def build(
             informer=informer,
             clock=clock,
             on_pass=lambda done: gauges.record_pass(done.seconds),
-            quiet_s=metrics.idle.idle_s,
+            idle_s=metrics.idle.idle_s,
             rounds=metrics.rounds.observed,
         )
         metrics.rounds.on_news = controller.wake
@@ -454,7 +454,7 @@ def _server(
         async def look_for_room(self) -> None:
             is_full = True
             while is_full:
-                await asyncio.sleep(LOOK_FOR_ROOM_S)
+                await asyncio.sleep(CHECK_SPACE_S)
                 is_full = not _can_go_on(plane)
             plane.is_to_go_on = not self.should_exit
             self.should_exit = True

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, LARGEST, LEAST, MEAN, Series
+from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, MAX, MEAN, MIN, Series
 
-LEAST_BINS = 20
+MIN_BINS = 20
 POINTS_A_BIN = 2  # of a rank, where there are several
 PAUSE = 8  # times as long as usual without a point is a gap
 
@@ -35,7 +35,7 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
     for long, and in a lone series where the next attempt begins.
     """
     if len(series) > 1:
-        count = min(count, max(LEAST_BINS, int((end - start) / _usual_spacing(series))))
+        count = min(count, max(MIN_BINS, int((end - start) / _usual_spacing(series))))
     width = max(end - start, 1e-9) / count
     by_bin: dict[int, list[tuple[float, float, float]]] = {}  # least, mean, largest of each rank
     bad = 0
@@ -44,7 +44,7 @@ def band_of(series: Sequence[Series], start: float, end: float, count: int) -> B
         times, numbers, wrong = columns[AT], columns[COUNT], columns[BAD]
         last = count - 1
         bins = [min(last, int((at - start) / width)) for at in times]
-        rows = zip(bins, columns[LEAST], columns[MEAN], columns[LARGEST], strict=True)
+        rows = zip(bins, columns[MIN], columns[MEAN], columns[MAX], strict=True)
         is_inside = len(times) and start <= min(times) and max(times) <= end
         if is_inside and 0.0 not in numbers and len(set(bins)) == len(bins):
             bad += int(sum(wrong))

@@ -27,7 +27,7 @@ from atoll.metrics.store import MetricStore
 EVERY_S = 1.0
 OBJECTS_EVERY_S = 15.0
 USE_EVERY_S = 5.0
-MOST_AT_ONCE = 8 * 2**20  # bytes read of one folder in one round
+MAX_AT_ONCE = 8 * 2**20  # bytes read of one folder in one round
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +74,13 @@ class FolderReader:
             start = self._offsets.get(name, 0)
             if size <= start:
                 continue
-            if total >= MOST_AT_ONCE:
+            if total >= MAX_AT_ONCE:
                 break
             with open(self._folder / name, "rb") as file:
                 file.seek(start)
-                data = file.read(MOST_AT_ONCE)
+                data = file.read(MAX_AT_ONCE)
             end = data.rfind(b"\n") + 1  # the rest is not whole yet
-            if not end and len(data) == MOST_AT_ONCE:
+            if not end and len(data) == MAX_AT_ONCE:
                 end = len(data)  # of a line that is too long to be a report: it is refused
             lines += data[:end].splitlines()
             offsets[name] = start + end
@@ -89,7 +89,7 @@ class FolderReader:
             store_lines(self.uid, lines, metric_store)
             self._offsets |= offsets
         self._clear([name for name, _ in entries])
-        return total >= MOST_AT_ONCE
+        return total >= MAX_AT_ONCE
 
     def remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -134,13 +134,13 @@ class ObjectReader:
         for name in names:
             done.append(name)
             try:
-                data = self._store.get(name, MOST_AT_ONCE) or b""
+                data = self._store.get(name, MAX_AT_ONCE) or b""
             except ValidationError as error:
                 log_refused(self.uid, error)
                 continue
             total += len(data)
             store_lines(self.uid, data.splitlines(), metric_store)
-            if total >= MOST_AT_ONCE:
+            if total >= MAX_AT_ONCE:
                 break
         self._store.delete(done)  # a batch that is read again counts once
         return len(done) < len(names)

@@ -17,24 +17,24 @@ import msgspec
 from atoll.core.decoders import json_decoder
 from atoll.core.errors import Temporary
 from atoll.core.rounds import (
-    KeptRound,
     OpenRound,
+    ReportedRound,
     RoundFacts,
     RoundSummary,
-    RoundWord,
+    StoredRound,
     is_bounded,
     summary_of,
-    with_seen,
-    with_word,
+    with_observed,
+    with_report,
 )
 from atoll.core.status import ObservedRounds
 from atoll.core.warnings import ABSENT_ROUNDS
 from atoll.metrics.file import MetricFile
 from atoll.metrics.round_tally import RunTally
 
-MOST_BYTES = 64 * 2**20  # of the rounds of one training
+MAX_BYTES = 64 * 2**20  # of the rounds of one training
 TRIM_EVERY = 256  # rounds, before it is looked again whether there are too many
-MOST_FRAGMENTS = 1000
+MAX_FRAGMENTS = 1000
 
 SCHEMA = """
 create table rounds (
@@ -53,7 +53,7 @@ TABLES = ("rounds", "dropped_rounds", "read_runs", "finished_runs")
 
 log = logging.getLogger(__name__)
 
-_BODY = json_decoder(KeptRound)
+_BODY = json_decoder(StoredRound)
 
 
 class StoreObservation(NamedTuple):
@@ -121,13 +121,13 @@ class RoundTable:
         if is_new or is_due:
             self.on_news(uid)
 
-    def add_reports(self, uid: str, reports: Iterable[RoundWord]) -> None:
+    def add_reports(self, uid: str, reports: Iterable[ReportedRound]) -> None:
         """What replicas tell. Within a transaction of the caller."""
         for report in reports:
             self._change(
                 uid,
                 (report.run, report.fragment, report.round),
-                lambda stored, report=report: with_word(stored, report),  # type: ignore[misc]
+                lambda stored, report=report: with_report(stored, report),  # type: ignore[misc]
             )
 
     def add_manifests(
@@ -142,7 +142,7 @@ class RoundTable:
                 self._change(
                     uid,
                     (facts.run, facts.fragment, facts.round),
-                    lambda stored, facts=facts: with_seen(stored, facts),  # type: ignore[misc]
+                    lambda stored, facts=facts: with_observed(stored, facts),  # type: ignore[misc]
                 )
             self._db.execute(
                 "insert or replace into read_runs values (?, ?, ?)", (uid, name, following)
@@ -198,7 +198,7 @@ class RoundTable:
 
     def rounds(
         self, uid: str, run: str, first: int = 0, last: int | None = None, limit: int = 100_000
-    ) -> list[KeptRound]:
+    ) -> list[StoredRound]:
         """Rounds `first` to `last` in order, those of a round by fragment; the newest `limit`."""
         with self._file:
             rows = self._db.execute(
@@ -208,7 +208,7 @@ class RoundTable:
             ).fetchall()
         return _readable(row[0] for row in reversed(rows))
 
-    def newest(self, uid: str, run: str) -> list[KeptRound]:
+    def newest(self, uid: str, run: str) -> list[StoredRound]:
         """The newest round of each fragment."""
         with self._file:
             tops = self._db.execute(
@@ -273,13 +273,13 @@ class RoundTable:
             return {row[0] for row in self._db.execute("select distinct uid from rounds")}
 
     def _change(
-        self, uid: str, key: tuple[str, int, int], change: Callable[[KeptRound], KeptRound]
+        self, uid: str, key: tuple[str, int, int], change: Callable[[StoredRound], StoredRound]
     ) -> None:
         row = self._db.execute(
             "select body from rounds where uid = ? and run = ? and fragment = ? and round = ?",
             (uid, *key),
         ).fetchone()
-        before = next(iter(_readable(row or ())), KeptRound())
+        before = next(iter(_readable(row or ())), StoredRound())
         stored = change(before)
         if stored == before:
             return
@@ -303,14 +303,14 @@ class RoundTable:
         (total,) = self._db.execute(
             "select total(size) from rounds where uid = ?", (uid,)
         ).fetchone()
-        if total <= MOST_BYTES:
+        if total <= MAX_BYTES:
             return
         rows = self._db.execute(
             "select run, fragment, round, tokens, size from rounds where uid = ? order by round",
             (uid,),
         ).fetchall()
         for run, fragment, number, tokens, size in rows:
-            if total <= 0.9 * MOST_BYTES:
+            if total <= 0.9 * MAX_BYTES:
                 return
             total -= size
             self._db.execute(
@@ -324,7 +324,7 @@ class RoundTable:
             )
 
 
-def _readable(bodies: Iterable[bytes]) -> list[KeptRound]:
+def _readable(bodies: Iterable[bytes]) -> list[StoredRound]:
     """One that is damaged hides no other."""
     rounds = []
     for body in bodies:

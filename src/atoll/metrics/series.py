@@ -17,8 +17,8 @@ from typing import Any
 from atoll.core.metrics import MAX_COUNT, MAX_TIME
 
 FIELDS = ("at", "step", "min", "mean", "max", "count", "bad", "attempt")
-AT, STEP, LEAST, MEAN, LARGEST, COUNT, BAD, ATTEMPT = range(len(FIELDS))
-LEAST_BUCKETS = 16
+AT, STEP, MIN, MEAN, MAX, COUNT, BAD, ATTEMPT = range(len(FIELDS))
+MIN_BUCKETS = 16
 _HEADER = 8  # bytes: the width
 
 
@@ -66,13 +66,13 @@ class Series:
             return
         bucket_count = columns[COUNT][at]
         if not bucket_count:
-            for field in (LEAST, MEAN, LARGEST, COUNT):
+            for field in (MIN, MEAN, MAX, COUNT):
                 columns[field][at] = point[field]
             return
         total = bucket_count + count
         columns[COUNT][at] = total
-        columns[LEAST][at] = min(columns[LEAST][at], point[LEAST])
-        columns[LARGEST][at] = max(columns[LARGEST][at], point[LARGEST])
+        columns[MIN][at] = min(columns[MIN][at], point[MIN])
+        columns[MAX][at] = max(columns[MAX][at], point[MAX])
         # In two parts: a sum could overflow where the mean does not.
         columns[MEAN][at] = columns[MEAN][at] * (bucket_count / total) + point[MEAN] * (
             count / total

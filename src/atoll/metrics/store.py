@@ -21,29 +21,29 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from atoll.agent.metrics import MAX_NAME, MOST_BATCH
+from atoll.agent.metrics import MAX_BATCH, MAX_NAME
 from atoll.core.decoders import json_decoder
 from atoll.core.errors import ValidationError
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 from atoll.core.metrics import MACHINE, MAX_COUNT, MAX_TIME
-from atoll.core.rounds import RoundWord, is_bounded
+from atoll.core.rounds import ReportedRound, is_bounded
 from atoll.core.spec import RankNumber
 from atoll.core.status import Training
 from atoll.core.warnings import MAX_WARNINGS
 from atoll.metrics.file import MetricFile
 from atoll.metrics.idle import ReportedIdle
-from atoll.metrics.rounds import MOST_FRAGMENTS, RoundTable, read_finished
+from atoll.metrics.rounds import MAX_FRAGMENTS, RoundTable, read_finished
 from atoll.metrics.rounds import SCHEMA as ROUNDS
-from atoll.metrics.series import LEAST_BUCKETS, MEAN, Series, point_of
+from atoll.metrics.series import MEAN, MIN_BUCKETS, Series, point_of
 
-MOST_BUCKETS = 2_000  # of one series
-MOST_OF_TRAINING = 1_000_000  # buckets of all series of a training
-MOST_SERIES = 20_000  # of a training
-MOST_HELD = 64  # trainings in memory
-MOST_ROUNDS = 10**9
-MOST_MISSED = 10**9  # batches that are counted
-MOST_ERROR = 500  # characters
-MOST_ID = 200  # characters
+MAX_BUCKETS = 2_000  # of one series
+MAX_OF_TRAINING = 1_000_000  # buckets of all series of a training
+MAX_SERIES = 20_000  # of a training
+MAX_HELD = 64  # trainings in memory
+MAX_ROUNDS = 10**9
+MAX_MISSED = 10**9  # batches that are counted
+MAX_ERROR = 500  # characters
+MAX_ID = 200  # characters
 LOG_BYTES = 4 * 2**20  # of one training, before it is folded into its series
 
 _SCHEMA = """
@@ -79,11 +79,11 @@ class _WireBatch(msgspec.Struct, frozen=True):
     rank: RankNumber
     attempt: Counted
     process: Counted
-    id: Annotated[str, Meta(max_length=MOST_ID)]  # of the process
+    id: Annotated[str, Meta(max_length=MAX_ID)]  # of the process
     n: Counted  # 1, 2, …
     figures: dict[str, list[list[float | str | None]]]
     skipped: Counted = 0
-    rounds: list[RoundWord] = []
+    rounds: list[ReportedRound] = []
     still: Annotated[float, Meta(le=MAX_TIME)] | None = None
 
 
@@ -97,7 +97,7 @@ class Batch(NamedTuple):
     number: int
     points: dict[str, list[tuple[float, ...]]]
     skipped: int
-    rounds: list[RoundWord]
+    rounds: list[ReportedRound]
     idle_s: float | None  # for how long the rank has printed nothing and used no CPU
 
 
@@ -123,8 +123,8 @@ class _TrainingMetrics:
         self.missed = 0  # batches
 
     def most(self) -> int:
-        share = MOST_OF_TRAINING // max(1, len(self.series))
-        return max(LEAST_BUCKETS, min(MOST_BUCKETS, share))
+        share = MAX_OF_TRAINING // max(1, len(self.series))
+        return max(MIN_BUCKETS, min(MAX_BUCKETS, share))
 
     def is_new(self, batch: Batch) -> bool:
         return batch.number > self.numbers.get(batch.source, 0)
@@ -135,13 +135,13 @@ class _TrainingMetrics:
     def fold(self, batch: Batch) -> None:
         # They are counted one by one: what is between was told, and did not get here.
         lost = batch.number - self.numbers.get(batch.source, 0) - 1
-        self.missed = min(self.missed + lost, MOST_MISSED)
+        self.missed = min(self.missed + lost, MAX_MISSED)
         self.numbers[batch.source] = batch.number
         self.skip(batch.skipped)
         for name, points in batch.points.items():
             key = (batch.rank, batch.process, name)
             if key not in self.series:
-                if len(self.series) >= MOST_SERIES:
+                if len(self.series) >= MAX_SERIES:
                     self.skip(len(points))
                     continue
                 self.series[key] = Series()
@@ -156,8 +156,8 @@ _DECODER = json_decoder(_WireBatch)
 
 def decode_batch(line: bytes) -> Batch:
     """Raises ValidationError."""
-    if len(line) > MOST_BATCH:
-        raise ValidationError("report", f"{len(line)} bytes", f"expected {MOST_BATCH} at most")
+    if len(line) > MAX_BATCH:
+        raise ValidationError("report", f"{len(line)} bytes", f"expected {MAX_BATCH} at most")
     try:
         wire = _DECODER.decode(line)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -166,7 +166,7 @@ def decode_batch(line: bytes) -> Batch:
     skipped = wire.skipped
     names: dict[str, list[tuple[float, ...]]] = {}
     for name, points_sent in wire.figures.items():
-        points = names.setdefault(visible(name)[:MAX_NAME], [])
+        points = names.setdefault(escape_control(name)[:MAX_NAME], [])
         for parts in points_sent:
             try:
                 points.append(point_of(parts))
@@ -185,14 +185,14 @@ def decode_batch(line: bytes) -> Batch:
     )
 
 
-def _checked(word: RoundWord, rank: int) -> RoundWord:
+def _checked(word: ReportedRound, rank: int) -> ReportedRound:
     """A rank speaks of itself, and of rounds that can be kept. Raises ValidationError."""
     facts = word.facts
     key = (word.run, word.fragment, word.round)
     is_good = (
         _RUN.fullmatch(word.run)
-        and 0 <= word.fragment < MOST_FRAGMENTS
-        and 0 <= word.round < MOST_ROUNDS
+        and 0 <= word.fragment < MAX_FRAGMENTS
+        and 0 <= word.round < MAX_ROUNDS
         and word.cost.rank == rank
         and (facts is None or (facts.run, facts.fragment, facts.round) == key)
         and is_bounded(word)
@@ -200,8 +200,8 @@ def _checked(word: RoundWord, rank: int) -> RoundWord:
     if not is_good:
         raise ValidationError("report", str(word)[:60], "not a report: no such round")
     if facts is not None and facts.error:
-        facts = replace(facts, error=visible(facts.error)[:MOST_ERROR])
-    warnings = [visible(words)[:MOST_ERROR] for words in word.warnings[:MAX_WARNINGS]]
+        facts = replace(facts, error=escape_control(facts.error)[:MAX_ERROR])
+    warnings = [escape_control(words)[:MAX_ERROR] for words in word.warnings[:MAX_WARNINGS]]
     return replace(word, facts=facts, warnings=warnings)
 
 
@@ -367,7 +367,7 @@ class MetricStore:
         cached = self._cache.get(uid)
         if cached is None:
             cached = self._cache[uid] = self._read(uid)
-            while len(self._cache) > MOST_HELD:
+            while len(self._cache) > MAX_HELD:
                 oldest, left = next(iter(self._cache.items()))
                 self._write(oldest, left)
                 del self._cache[oldest]

@@ -155,7 +155,7 @@ class Operator:
             informer=self.informer,
             clock=lambda: Now.at(cluster.time()),
             on_pass=lambda done: self.gauges.record_pass(done.seconds),
-            quiet_s=metrics.idle.idle_s,
+            idle_s=metrics.idle.idle_s,
             rounds=metrics.rounds.observed,
         )
         metrics.rounds.on_news = controller.wake

@@ -31,7 +31,7 @@ RETRY_S = 1.0
 LISTED = 50
 # Events are made by leaders alone, so those that the last one did not read are about as old as the
 # change of the lead: a lease of 15 s, and a pod that has to be started on another node.
-LOOK_BACK_S = 600.0
+EVENTS_BACK_S = 600.0
 NOTED = """;
     create table noted (
         uid text primary key, event integer not null, count integer not null) without rowid
@@ -52,7 +52,7 @@ class WebhookEvents:
         with self._file:
             rows = self._file.db.execute("select uid, event, count from noted").fetchall()
         self._noted: dict[str, Mark] = {uid: (event, count) for uid, event, count in rows}
-        self._since = cluster.time() - LOOK_BACK_S
+        self._since = cluster.time() - EVENTS_BACK_S
         self._version = ""  # of the trainings that were read; empty: none yet
 
     def close(self) -> None:

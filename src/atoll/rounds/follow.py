@@ -31,7 +31,7 @@ IDLE_EVERY_S = 60.0  # of a training that has shown no round yet, in the end
 MISSED_EVERY_S = 1.0
 PATIENCE_S = 10.0  # with a store that does not answer
 CONCURRENT = 4  # trainings that are looked at at the same time
-MOST_RUNS = 16  # in one store
+MAX_RUNS = 16  # in one store
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class RoundFollower:
             if fragments > 1:
                 names = [f"{run}.{at}-of-{fragments}" for at in range(fragments)]
             for name in names:
-                if name not in followed.readers and len(followed.readers) < MOST_RUNS * fragments:
+                if name not in followed.readers and len(followed.readers) < MAX_RUNS * fragments:
                     first = self._table.following(training.uid, name)
                     followed.readers[name] = RunReader(blobs, name, first)
 

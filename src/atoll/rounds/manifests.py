@@ -25,8 +25,8 @@ from atoll.diloco.allreduce.past import read_dated_manifests
 from atoll.diloco.blobs import Blob, Blobs
 from atoll.diloco.facts import facts_of, fragment_of
 
-MOST_AT_ONCE = 500  # manifests in one look
-MOST_ROSTER = 64 * 2**20  # bytes
+MAX_AT_ONCE = 500  # manifests in one look
+MAX_ROSTER = 64 * 2**20  # bytes
 CHANGING_ROUNDS = 3  # rounds whose uploads may still arrive
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class RunReader:
             self._keys.uploads(), self._keys.uploads(since) if since else None
         )
         ahead = max((name.round for _, name in _names(listing)), default=-1)
-        manifests = islice(self._new_manifests(ahead), MOST_AT_ONCE)
+        manifests = islice(self._new_manifests(ahead), MAX_AT_ONCE)
         number = 0
         for manifest, at in manifests:
             number += 1
@@ -70,7 +70,7 @@ class RunReader:
             changed[manifest.round] = self._recent[manifest.round] = facts
             self._uploads[manifest.round] = {member.upload for member in manifest.members}
             self.following = max(self.following, manifest.round + 1)
-        is_all = number < MOST_AT_ONCE
+        is_all = number < MAX_AT_ONCE
         self._is_behind = not is_all
         for number in [n for n in self._recent if n < self.following - CHANGING_ROUNDS]:
             del self._recent[number], self._uploads[number]
@@ -117,7 +117,7 @@ class RunReader:
     def _read(self, number: int, attempt: int) -> tuple[Manifest, datetime] | None:
         key = self._keys.manifest(number, attempt)
         try:
-            data, at = self._blobs.get_dated(key, MOST_ROSTER)
+            data, at = self._blobs.get_dated(key, MAX_ROSTER)
             body = wire.unseal(wire.MANIFEST, wire.fence(key), data)
             return MANIFEST.decode(body), at
         except NotFound:

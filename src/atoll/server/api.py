@@ -17,10 +17,10 @@ from atoll.core.executors import ExecutorList
 from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model
 from atoll.core.problem import Problem
-from atoll.core.rounds import RoundList, ShownTraining
+from atoll.core.rounds import RoundList, TrainingWithRounds
 from atoll.core.spec import TrainingSpec
 from atoll.core.stats import TrainingStats
-from atoll.core.status import LogHit, PlacedLine, Training, TrainingList
+from atoll.core.status import LogMatch, OffsetLine, Training, TrainingList
 from atoll.server.background import CONTROLLER, TaskFailure
 from atoll.server.handlers import (
     logs,
@@ -107,9 +107,9 @@ _YES = AnswerDoc("Yes.", Health)
 _NO = AnswerDoc("No.", Problem, MEDIA_TYPE)
 _TRAINING_OR_CHANGES = AnswerDoc(
     "The training, and how far its outer rounds are; with `watch`, a stream of its changes.",
-    ShownTraining,
+    TrainingWithRounds,
 )
-_LOG_LINES = AnswerDoc("Log lines.", PlacedLine, NDJSON, (logs.LogPlaces, logs.LogCut))
+_LOG_LINES = AnswerDoc("Log lines.", OffsetLine, NDJSON, (logs.LogOffsets, logs.LogCut))
 _RESUME_HEADER = {
     "Last-Event-ID": HeaderDoc("With `watch`, the version to go on from.", EVENT_ID_PATTERN)
 }
@@ -215,7 +215,10 @@ NATIVE = (
         logs.search,
         "Lines that contain a text, with their places, as line-delimited JSON. The last line says "
         "how many there are, and where to go on if there are more than `limit`.",
-        {200: AnswerDoc("Hits.", LogHit, NDJSON, (logs.SearchEnd, logs.LogCut)), **_NAME_PROBLEMS},
+        {
+            200: AnswerDoc("Hits.", LogMatch, NDJSON, (logs.SearchEnd, logs.LogCut)),
+            **_NAME_PROBLEMS,
+        },
         query=logs.SearchQuery,
     ),
     Operation(

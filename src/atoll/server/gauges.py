@@ -18,7 +18,7 @@ LABELS = ["namespace", "training"]
 BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
-MOST_TRAININGS = 200  # with gauges of their own: the newest that are not over
+MAX_TRAININGS = 200  # with gauges of their own: the newest that are not over
 # Gauges of one training: name, help, and the value at a time.
 TRAINING_GAUGES: tuple[tuple[str, str, Callable[[Training, float], float]], ...] = (
     (
@@ -122,10 +122,10 @@ class Gauges:
             if training.namespace == namespace and not training.status.phase.is_terminal
         ]
         active.sort(key=lambda training: training.created_at, reverse=True)
-        newest = active[:MOST_TRAININGS]
+        newest = active[:MAX_TRAININGS]
         yield GaugeMetricFamily(
             "atoll_trainings_without_gauges",
-            f"Trainings that are not over, beyond the {MOST_TRAININGS} newest.",
+            f"Trainings that are not over, beyond the {MAX_TRAININGS} newest.",
             len(active) - len(newest),
         )
         for name, text, value_of in TRAINING_GAUGES:

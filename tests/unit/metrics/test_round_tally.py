@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from atoll.core.rounds import RoundCost, RoundFacts, RoundWord
+from atoll.core.rounds import ReportedRound, RoundCost, RoundFacts
 from atoll.metrics.file import MetricFile
 from atoll.metrics.store import MetricStore
 
@@ -22,9 +22,9 @@ def counts(metric_store: MetricStore) -> dict[int, int]:
     return {each.rank: each.rounds for each in summary.ranks}
 
 
-def word(number: int, rank: int, *warnings: str) -> RoundWord:
+def word(number: int, rank: int, *warnings: str) -> ReportedRound:
     cost = RoundCost(rank, 0, 0, 0, 0.0, 0.0)
-    return RoundWord("r", 0, number, cost, warnings=list(warnings))
+    return ReportedRound("r", 0, number, cost, warnings=list(warnings))
 
 
 def test_rounds_of_each_rank_are_counted_however_often_they_are_told(tmp_path: Path) -> None:

@@ -166,4 +166,4 @@ def test_batches_that_never_came_are_counted_also_after_a_restart(
     again = MetricStore(tmp_path / "series.db")
     assert again.missed("u") == 3
     again.take("u", [batch(10**11)])
-    assert again.missed("u") == store.MOST_MISSED
+    assert again.missed("u") == store.MAX_MISSED

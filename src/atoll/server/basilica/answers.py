@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atoll.core.errors import AtollError, ValidationError
-from atoll.core.fields import renamed
+from atoll.core.fields import rename_fields
 from atoll.core.model import encode
 from atoll.server.basilica.request import FIELDS
 from atoll.server.basilica.wire import Json, timestamp
@@ -80,7 +80,7 @@ def on_error(request: Request, error: Exception) -> Answer:
     if isinstance(error, Unsupported):
         return error_answer(501, str(error))
     if isinstance(error, ValidationError):
-        return error_answer(status_of(error), str(renamed(error, FIELDS)))
+        return error_answer(status_of(error), str(rename_fields(error, FIELDS)))
     if isinstance(error, AtollError):
         return error_answer(status_of(error), str(error))
     if isinstance(error, HTTPException):

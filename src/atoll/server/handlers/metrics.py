@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 
-from atoll.agent.metrics import MOST_BATCH
+from atoll.agent.metrics import MAX_BATCH
 from atoll.backends.metrics_token import read_token
 from atoll.core.errors import Denied, NotFound, ValidationError
 from atoll.core.metrics import (
@@ -19,13 +19,13 @@ from atoll.core.metrics import (
 from atoll.core.model import Model
 from atoll.core.spec import RankNumber
 from atoll.metrics.bins import band_of
-from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, LARGEST, LEAST, MEAN, STEP, Series
+from atoll.metrics.series import AT, ATTEMPT, BAD, COUNT, MAX, MEAN, MIN, STEP, Series
 from atoll.metrics.store import LabeledSeries, MetricStore
 from atoll.server.http.auth import token_of
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
 SPARK_POINTS = 24  # points
-MOST_NAMES = 12
+MAX_NAMES = 12
 
 
 class MetricsQuery(Query, frozen=True):
@@ -65,8 +65,8 @@ class NewestQuery(Query, frozen=True):
 async def newest_metrics(call: ApiCall) -> Answer:
     """What trainings reported last, for lists of them."""
     query: NewestQuery = call.query
-    if not 1 <= len(query.name) <= MOST_NAMES:
-        expected = f"expected 1 to {MOST_NAMES} names of series"
+    if not 1 <= len(query.name) <= MAX_NAMES:
+        expected = f"expected 1 to {MAX_NAMES} names of series"
         raise ValidationError("name", query.name, expected)
     metric_store = call.plane.metrics
     if metric_store is None:
@@ -127,9 +127,9 @@ def columns_of(one: LabeledSeries) -> MetricSeries:
         attempt=[int(part) for part in columns[ATTEMPT]],
         step=[None if math.isnan(part) else int(part) for part in columns[STEP]],
         at=list(columns[AT]),
-        min=[_json_number(part) for part in columns[LEAST]],
+        min=[_json_number(part) for part in columns[MIN]],
         mean=[_json_number(part) for part in columns[MEAN]],
-        max=[_json_number(part) for part in columns[LARGEST]],
+        max=[_json_number(part) for part in columns[MAX]],
         count=[int(part) for part in columns[COUNT]],
         bad=[int(part) for part in columns[BAD]],
     )
@@ -175,7 +175,7 @@ async def report_metrics(call: ApiCall) -> Answer:
     async with contextlib.AsyncExitStack() as turn:
         # Under a name of its own, so that metrics never delay the large bodies of users.
         body = await plane.bodies.read(
-            call.request, f"metrics of {owner.namespace}", MOST_BATCH, turn
+            call.request, f"metrics of {owner.namespace}", MAX_BATCH, turn
         )
         lines = [line for line in body.splitlines() if line]
         batches = await asyncio.to_thread(plane.metrics.take, training.uid, lines)

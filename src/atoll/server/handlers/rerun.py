@@ -17,11 +17,11 @@ from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import Training
 from atoll.server.handlers.admission import admit, check_backend, check_run
 from atoll.server.handlers.trainings import idempotency_key
-from atoll.server.http.encoded import shown
+from atoll.server.http.encoded import redact
 from atoll.server.http.operations import Answer, ApiCall, json_answer
 
-LONGEST = 63  # characters of a name
-MOST_NAMES = 1000
+MAX_NAME_CHARS = 63  # characters of a name
+MAX_NAMES = 1000
 _RERUN = re.compile(r"-r([0-9]{1,3})$")
 
 
@@ -63,8 +63,8 @@ async def rerun(call: ApiCall) -> Answer:
             if changes.name is not None:
                 raise
             continue
-        return json_answer(shown(stored), 201 if stored.uid == new.uid else 200)
-    raise Conflict(f"{old.name!r} was run again {MOST_NAMES} times: give the new one a name")
+        return json_answer(redact(stored), 201 if stored.uid == new.uid else 200)
+    raise Conflict(f"{old.name!r} was run again {MAX_NAMES} times: give the new one a name")
 
 
 def apply_changes(spec: TrainingSpec, changes: Rerun) -> TrainingSpec:
@@ -82,9 +82,9 @@ def names_after(name: str) -> Iterator[str]:
     """Names for runs after `name`: `a-r2`, `a-r3`, …"""
     match = _RERUN.search(name)
     base, first = (name, 2) if match is None else (name[: match.start()], int(match[1]) + 1)
-    for number in range(first, first + MOST_NAMES):
+    for number in range(first, first + MAX_NAMES):
         end = f"-r{number}"
-        yield base[: LONGEST - len(end)].rstrip("-") + end
+        yield base[: MAX_NAME_CHARS - len(end)].rstrip("-") + end
 
 
 async def _with_source(store: Store, old: Training) -> TrainingSpec:

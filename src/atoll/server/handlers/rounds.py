@@ -14,7 +14,7 @@ from atoll.core.status import Training
 from atoll.metrics.rounds import RoundTable, StoreObservation
 from atoll.server.http.operations import Answer, ApiCall, Plane, Query, json_answer
 
-MOST_ITEMS = 10_000
+MAX_ITEMS = 10_000
 FROM_STORE = "read from the manifests in the store"
 
 RoundNumber = Annotated[int, Meta(ge=0, le=10**9)]
@@ -23,7 +23,7 @@ RoundNumber = Annotated[int, Meta(ge=0, le=10**9)]
 class RoundsQuery(Query, frozen=True, rename={"from_": "from"}):
     from_: RoundNumber = 0
     to: RoundNumber | None = None
-    limit: Annotated[int, Meta(ge=1, le=MOST_ITEMS)] = MOST_ITEMS
+    limit: Annotated[int, Meta(ge=1, le=MAX_ITEMS)] = MAX_ITEMS
     run: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
     costs: bool = False
     uid: str | None = None

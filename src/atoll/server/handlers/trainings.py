@@ -34,7 +34,7 @@ from atoll.server.handlers.admission import (
 )
 from atoll.server.handlers.rounds import summary_of_training
 from atoll.server.handlers.watch import last_event_id, watch
-from atoll.server.http.encoded import shown, with_staleness
+from atoll.server.http.encoded import redact, with_staleness
 from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
 WRITE_ATTEMPTS = 50
@@ -93,7 +93,7 @@ async def create(call: ApiCall) -> Answer:
         and stored.spec.by_digest() != training.spec.by_digest()
     ):
         raise Conflict(f"this idempotency key belongs to {stored.name!r}, which has another spec")
-    return json_answer(shown(stored), 201 if is_new else 200)
+    return json_answer(redact(stored), 201 if is_new else 200)
 
 
 def _check_default(call: ApiCall, spec: TrainingSpec) -> None:
@@ -133,7 +133,7 @@ async def read(call: ApiCall) -> Answer:
         training = replace(training, status=status)
     training = with_staleness(training, call.plane.setup.stale())
     summary = await summary_of_training(call.plane, training.uid)
-    return json_answer(with_rounds(shown(training), summary))
+    return json_answer(with_rounds(redact(training), summary))
 
 
 async def read_many(call: ApiCall) -> Answer:
@@ -155,7 +155,7 @@ async def read_many(call: ApiCall) -> Answer:
         prefix=query.prefix,
     )
     stale = call.plane.setup.stale()
-    items = [shown(with_staleness(training, stale)) for training in page.items]
+    items = [redact(with_staleness(training, stale)) for training in page.items]
     return json_answer(TrainingList(items=items, resource_version=version, continue_=page.more))
 
 
@@ -181,7 +181,7 @@ async def scale(call: ApiCall) -> Answer:
         return replace(training, spec=spec)
 
     try:
-        return json_answer(shown(await _change(call, edit)))
+        return json_answer(redact(await _change(call, edit)))
     except UDTerminalState as error:
         event = Event(
             type="Warning", reason="UDTerminalState", message=f"scale: {error}", at=time.time()
@@ -196,7 +196,7 @@ async def cancel(call: ApiCall) -> Answer:
             return training
         return replace(training, spec=replace(training.spec, cancel=True))
 
-    return json_answer(shown(await _change(call, edit)))
+    return json_answer(redact(await _change(call, edit)))
 
 
 async def delete(call: ApiCall) -> Answer:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 64 * 2**20
 LARGE_BYTES = MAX_SPEC_BYTES
 DIRECT_BYTES = 2**16  # smaller ones are decoded faster than a thread is asked
-MOST_LARGE = 4  # in memory at once, and one of each namespace
+MAX_LARGE = 4  # in memory at once, and one of each namespace
 
 _MARKS = (b'"', b",", b":", b"[", b"{")
 _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)"\s*(:?)|[\[\]{}]')
@@ -35,7 +35,7 @@ class Bodies:
     """The large bodies that are held in memory now."""
 
     def __init__(self) -> None:
-        self._slots = asyncio.Semaphore(MOST_LARGE)
+        self._slots = asyncio.Semaphore(MAX_LARGE)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 

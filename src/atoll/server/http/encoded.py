@@ -38,7 +38,7 @@ class EncodedChanges:
 def event_bytes(change: Change) -> bytes:
     """One change as a server-sent event; its id is the version to resume from."""
     kind = b"removed" if change.is_removed else b"changed"
-    data = encode(shown(change.training))
+    data = encode(redact(change.training))
     return b"event: %b\nid: %d\ndata: %b\n\n" % (kind, change.version, data)
 
 
@@ -54,7 +54,7 @@ def with_staleness(training: Training, stale: tuple[float, str] | None) -> Train
     return replace(training, status=status)
 
 
-def shown(training: Training) -> Training:
+def redact(training: Training) -> Training:
     """The training as anybody sees it: code by its digest, and no value of a variable."""
     spec = training.spec.by_digest()
     env, nccl_env = dict.fromkeys(spec.env, MASK), dict.fromkeys(spec.nccl_env, MASK)

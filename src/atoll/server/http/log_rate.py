@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 WINDOW_S = 10.0
-MOST = 50  # equal messages in a window
-MOST_TRACED = 5  # those with a traceback
+MAX_EQUAL = 50  # equal messages in a window
+MAX_TRACED = 5  # those with a traceback
 MAX_KEYS = 1000
 
 
@@ -23,7 +23,7 @@ class RateLimitFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         key, now = (record.name, str(record.msg)[:200]), self._clock()
         since, count = self._counts.get(key, (now, 0))
-        most = MOST_TRACED if record.exc_info else MOST
+        most = MAX_TRACED if record.exc_info else MAX_EQUAL
         if now - since >= WINDOW_S:
             if count > most:
                 text = record.getMessage()

@@ -35,7 +35,7 @@ BACKLOG = 2048
 # Connections that asyncio accepts in a row. It tells of each that finds no file left.
 ACCEPT_BATCH = 16
 HEAD_BYTES = 2**16
-MOST_FILES = 2**16
+MAX_FILES = 2**16
 SWEEP_S = 1.0
 
 
@@ -70,11 +70,11 @@ def limits_for(files: int, **changes: Any) -> Limits:
 def raise_file_limit() -> int:
     """Raises the soft limit of open files as far as is allowed and useful; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    target = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < target:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
         return target
-    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 class ConnectionLimiter:

@@ -17,7 +17,7 @@ from atoll.server.http.auth import (
     token_of,
 )
 from atoll.server.http.operations import Answer, ApiCall, json_answer
-from atoll.server.ui.sessions import LONGEST_S
+from atoll.server.ui.sessions import MAX_S
 
 SECRET = Annotated[str, Meta(max_length=200)]
 
@@ -85,7 +85,7 @@ async def sign_in(call: ApiCall) -> Answer:
     answer.set_cookie(
         plane.sessions.cookie,
         cookie,
-        max_age=int(LONGEST_S),
+        max_age=int(MAX_S),
         path="/",
         secure=call.request.url.scheme == "https",
         httponly=True,

@@ -33,8 +33,8 @@ from atoll.server.http.operations import Answer, ApiCall, Query, json_answer
 
 N = TypeVar("N", int, float)
 
-MOST_COLUMNS = 400  # 5 px each on a screen of 2,000 px
-MOST_ROWS = 128  # 7 px each on a screen of 900 px
+MAX_COLUMNS = 400  # 5 px each on a screen of 2,000 px
+MAX_ROWS = 128  # 7 px each on a screen of 900 px
 # The worst state of all cells that share one.
 WORST = (BAD, MISSING, LATE, LEFT, JOINED, WAITED_FOR, HANDED_IN, IN, ABSENT)
 
@@ -42,7 +42,7 @@ WORST = (BAD, MISSING, LATE, LEFT, JOINED, WAITED_FOR, HANDED_IN, IN, ABSENT)
 class GridQuery(Query, frozen=True, rename={"from_": "from"}):
     from_: RoundNumber = 0
     to: RoundNumber | None = None
-    columns: Annotated[int, Meta(ge=10, le=MOST_COLUMNS)] = MOST_COLUMNS
+    columns: Annotated[int, Meta(ge=10, le=MAX_COLUMNS)] = MAX_COLUMNS
     uid: str | None = None
 
 
@@ -81,7 +81,7 @@ async def rounds(call: ApiCall) -> Answer:
         raise NotFound("training", call.name)
     if call.plane.metrics is None:
         return json_answer(
-            grid_of([], None, "this control plane does not store rounds", MOST_COLUMNS)
+            grid_of([], None, "this control plane does not store rounds", MAX_COLUMNS)
         )
     table = call.plane.metrics.rounds
     return json_answer(await asyncio.to_thread(_grid, table, training, query))
@@ -120,7 +120,7 @@ def grid_of(
             | dict.fromkeys(summary.uploaded, HANDED_IN)
         )
     ranks = sorted({rank for each in merged for rank in each})
-    tall = -(-len(ranks) // MOST_ROWS) if ranks else 1
+    tall = -(-len(ranks) // MAX_ROWS) if ranks else 1
     groups = [ranks[at : at + tall] for at in range(0, len(ranks), tall)]
     cells = [
         "".join(_worst(each.get(rank, ABSENT) for rank in group) for each in merged)

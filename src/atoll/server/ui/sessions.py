@@ -16,8 +16,8 @@ from atoll.core.errors import Denied
 
 CODE_S = 60.0  # `atoll ui` opens the browser at once
 IDLE_S = 12 * 3600.0  # a night: sign in once a working day
-LONGEST_S = 7 * 86_400.0  # a week, however busy the tab is
-MOST = 1_000  # sessions, unused codes and used codes: some 300 kB
+MAX_S = 7 * 86_400.0  # a week, however busy the tab is
+MAX_ENTRIES = 1_000  # sessions, unused codes and used codes: some 300 kB
 
 
 class BrowserSession(NamedTuple):
@@ -98,7 +98,7 @@ class Sessions:
     def begin(self, namespace: str, token: str) -> str:
         now = self._now()
         self._sessions = {h: s for h, s in self._sessions.items() if self._is_valid(s)}
-        while len(self._sessions) >= MOST:
+        while len(self._sessions) >= MAX_ENTRIES:
             del self._sessions[min(self._sessions, key=lambda h: self._sessions[h].used_at)]
         cookie, csrf = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self._sessions[_hash(cookie)] = BrowserSession(namespace, token, csrf, now, now)
@@ -125,11 +125,11 @@ class Sessions:
 
     def _is_valid(self, session: BrowserSession) -> bool:
         now = self._now()
-        return now - session.used_at < IDLE_S and now - session.began_at < LONGEST_S
+        return now - session.used_at < IDLE_S and now - session.began_at < MAX_S
 
 
 def _evict_oldest(remaining: dict[str, UnusedCode] | dict[str, float]) -> None:
-    while len(remaining) >= MOST:
+    while len(remaining) >= MAX_ENTRIES:
         del remaining[next(iter(remaining))]
 
 

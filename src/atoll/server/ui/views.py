@@ -37,9 +37,9 @@ from atoll.server.ui.rows import TrainingRow, with_spark
 FRAMES_S = 0.25  # between two messages of a stream: people do not see more
 LOSS = "loss"
 # What one page draws at most: charts, lines in a chart, lanes of ranks.
-MOST_CURVES = 12
-MOST_LINES = 8
-MOST_RANKS = 64
+MAX_CURVES = 12
+MAX_LINES = 8
+MAX_RANKS = 64
 MIN_SPREAD = 1e-6  # of the mean: ranks that differ less differ by rounding
 
 
@@ -178,8 +178,8 @@ def parse_ranks(text: str) -> set[int]:
         if not is_range or len(first) > 7 or len(last) > 7:
             raise ValidationError("ranks", text, "expected ranks such as 400-415,870")
         stop = int(last if dash else first) + 1
-        if stop <= int(first) or len(requested) + stop - int(first) > MOST_RANKS:
-            raise ValidationError("ranks", text, f"expected at most {MOST_RANKS} ranks")
+        if stop <= int(first) or len(requested) + stop - int(first) > MAX_RANKS:
+            raise ValidationError("ranks", text, f"expected at most {MAX_RANKS} ranks")
         requested |= set(range(int(first), stop))
     return requested
 
@@ -221,7 +221,7 @@ def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
     query, metric_store = call.query, call.plane.metrics
     assert metric_store is not None
     items = []
-    for name in query.name[:MOST_CURVES]:
+    for name in query.name[:MAX_CURVES]:
         every = [one for one in metric_store.series(uid, [name]) if len(one.series)]
         if not every:
             continue
@@ -229,7 +229,7 @@ def _metric_bands(call: ApiCall, uid: str) -> MetricBandList:
         end = max(one.series.columns[AT][-1] for one in every)
         start, end = max(start, query.start or start), min(end, query.end or end)
         items.append(_metric_band(name, None, every, start, end, query.bins))
-        for rank in (query.rank or furthest(every, query.furthest))[:MOST_LINES]:
+        for rank in (query.rank or furthest(every, query.furthest))[:MAX_LINES]:
             own = [one for one in every if one.rank == rank]
             if own:
                 items.append(_metric_band(name, rank, own, start, end, query.bins))
