@@ -147,7 +147,7 @@ def build(
             informer=informer,
             clock=clock,
             on_pass=lambda done: gauges.record_pass(done.seconds),
-            idle_s=metrics.idle.idle_s,
+            idle_s=metrics.idle_tracker.idle_s,
             rounds=metrics.rounds.observed,
         )
         metrics.rounds.on_news = controller.wake

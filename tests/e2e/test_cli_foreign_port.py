@@ -35,7 +35,7 @@ def test_nothing_is_sent_to_another_user_who_took_the_port(
     monkeypatch.setenv("ATOLL_STATE_DIR", str(lone_atoll.state))
     monkeypatch.delenv("ATOLL_URL", raising=False)
     monkeypatch.delenv("ATOLL_TOKEN", raising=False)
-    assert lone_atoll("up", "--name", "besieged", "-n", "2", "--", *script).returncode == 0
+    assert lone_atoll("run", "-d", "--name", "besieged", "-n", "2", "--", *script).returncode == 0
 
     async def last_world() -> WorldStatus:
         async with atoll.Client() as own:

@@ -39,7 +39,9 @@ def play(cluster: SlurmCluster, folder: Path, body: Callable[[Lab, MetricStore],
         informer = Informer(lab.store)
         reading = asyncio.gather(informer.run(), collector.run(informer))
         try:
-            await lab.play(lambda _: body(lab, metric_store), idle_s=metric_store.idle.idle_s)
+            await lab.play(
+                lambda _: body(lab, metric_store), idle_s=metric_store.idle_tracker.idle_s
+            )
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)

@@ -25,19 +25,19 @@ from atoll.core.errors import (
     StatusRefused,
 )
 from atoll.core.hindrance import hindered, is_hindered, unhindered
-from atoll.core.plan import Action, Apply, Forget, Measure, Plan, Release, plan
+from atoll.core.plan import Action, Apply, Delete, Measure, Plan, Stop, plan
 from atoll.core.ports import Executor, Key, Store
-from atoll.core.stall import with_quiet
+from atoll.core.stall import with_idle_times
 from atoll.core.status import Observation, ObservedRounds, Status, Training, sooner
 
-Tell = Callable[[], Now]
+ReadClock = Callable[[], Now]
 # Seconds since ranks of a training moved, by its uid and when the attempts of its ranks began.
-Quiet = Callable[[str, Mapping[int, float | None]], Mapping[int, float]]
+IdleTimes = Callable[[str, Mapping[int, float | None]], Mapping[int, float]]
 Rounds = Callable[[str], ObservedRounds | None]
 
-LOOKS = 2  # that fail in a row before the status mentions it: one may be a blip
-TRIES, LASTING_S = 3, 10.0  # of an action that fails before the status mentions it
-QUIET_S = 30.0  # an error whose words change with every look is written no more often
+MAX_FAILED_OBSERVATIONS = 2  # that fail in a row before the status mentions it: one may be a blip
+MAX_FAILED_ACTIONS, LASTING_S = 3, 10.0  # of an action that fails before the status mentions it
+REPORT_AGAIN_S = 30.0  # an error whose words change with every look is written no more often
 
 
 class Failures:
@@ -53,7 +53,7 @@ class Failures:
         """Whether it lasts, and was not written lately."""
         self._number[key] += 1
         is_lasting = now >= self._since.setdefault(key, now) + self._lasting_s
-        is_due = now >= self._written_at.get(key, float("-inf")) + QUIET_S
+        is_due = now >= self._written_at.get(key, float("-inf")) + REPORT_AGAIN_S
         return self._number[key] >= self._tries and is_lasting and is_due
 
     def note_written(self, key: Key, now: float) -> None:
@@ -79,27 +79,27 @@ class Reconciler:
         self,
         store: Store,
         executors: Mapping[str, Executor],
-        clock: Tell,
-        quiet_s: Quiet = unknown,
+        clock: ReadClock,
+        idle_s: IdleTimes = unknown,
         rounds: Rounds = no_rounds,
     ) -> None:
         """`quiet_s`: for how long ranks have not moved, as far as what they report tells; `rounds`:
         what is known of a training's outer rounds."""
-        self._quiet_s = quiet_s
+        self._idle_s = idle_s
         self._rounds = rounds
         self.keys: dict[str, Key] = {}  # by uid, of all trainings looked at
         self._store = store
         self._executors = executors
         self._clock = clock
         self._faults: dict[str, str] = {}  # what an executor will never do, by training
-        self._failed_observations = Failures(tries=LOOKS, lasting_s=0.0)
-        self._failed_actions = Failures(tries=TRIES, lasting_s=LASTING_S)
+        self._failed_observations = Failures(tries=MAX_FAILED_OBSERVATIONS, lasting_s=0.0)
+        self._failed_actions = Failures(tries=MAX_FAILED_ACTIONS, lasting_s=LASTING_S)
         self._unwritten: dict[str, Status] = {}  # what a store refused to keep, by training
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the next look, or None: not until something changes."""
         try:
-            training = self._as_decided(await self._store.get(key))
+            training = self._with_unwritten_status(await self._store.get(key))
         except NotFound:
             self._failed_observations.clear(key)
             self._failed_actions.clear(key)
@@ -120,7 +120,7 @@ class Reconciler:
             await self._note_failure(self._failed_actions, training, report)
             raise
         self._failed_actions.clear(key)
-        if is_hindered(training.status) and Forget() not in decision.actions:
+        if is_hindered(training.status) and Delete() not in decision.actions:
             await self._note_success(training)
         return sooner(decision.requeue_after_s, observation.again_in_s) if is_done else 0.0
 
@@ -185,7 +185,7 @@ class Reconciler:
         started = {
             observed_rank.rank: observed_rank.started_at for observed_rank in observation.ranks
         }
-        return with_quiet(training, observation, self._quiet_s(training.uid, started))
+        return with_idle_times(training, observation, self._idle_s(training.uid, started))
 
     async def _write(self, training: Training, decision: Plan) -> Training:
         if decision.status == training.status:
@@ -203,12 +203,12 @@ class Reconciler:
         self._unwritten.pop(training.uid, None)
         return stored
 
-    def _as_decided(self, training: Training) -> Training:
+    def _with_unwritten_status(self, training: Training) -> Training:
         """The training that is being removed, with the status that its store refused to keep."""
         status = self._unwritten.get(training.uid)
         return training if status is None else replace(training, status=status)
 
-    async def _whole(self, training: Training) -> Training:
+    async def _with_code(self, training: Training) -> Training:
         """With the code itself, where the store shows only its digest."""
         spec = training.spec
         if spec.source is not None and spec.source.is_digest:
@@ -236,12 +236,12 @@ class Reconciler:
         try:
             match action:
                 case Apply(desired):
-                    await executor.apply(await self._whole(training), desired)
+                    await executor.apply(await self._with_code(training), desired)
                 case Measure():
                     await executor.measure(training)
-                case Release():
+                case Stop():
                     await executor.release(training)
-                case Forget():
+                case Delete():
                     await executor.purge(training)
                     await self._store.remove(training)
                     for memory in (self._faults, self._unwritten, self.keys):

@@ -15,7 +15,7 @@ from atoll.core.phase import Phase
 from atoll.core.plan import Plan
 from atoll.core.status import Event, Status, Training
 
-LONGEST = 500  # characters of an error that a status repeats
+MAX_ERROR_CHARS = 500  # characters of an error that a status repeats
 
 
 def left_alone(training: Training, now: float) -> Plan:
@@ -33,7 +33,7 @@ def left_alone(training: Training, now: float) -> Plan:
 
 def out_of_reach(training: Training, error: Exception, now: float) -> Plan:
     """The status says that the executor does not answer. All else in it is as last seen."""
-    words = " ".join(str(error).split())[:LONGEST]
+    words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
     message = f"the executor {training.executor!r} cannot be reached: {words}"
     after = _with_condition(training.status, UNREACHABLE, "Unreachable", message, now)
     event = Event(type="Warning", reason=UNREACHABLE, message=message, at=now)

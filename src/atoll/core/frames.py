@@ -5,10 +5,10 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from atoll.core.escape import visible
+from atoll.core.escape import escape_control
 
 OWN = str(Path(__file__).parents[1])
-MOST_FRAMES = 5
+MAX_FRAMES = 5
 ALL_FRAMES = "(all frames: import sys, traceback; traceback.print_exception(sys.last_value))"
 
 
@@ -21,9 +21,9 @@ def short_traceback(error: BaseException) -> list[str]:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_inner(f.filename)]
     where = [
         f"  {_place(frame.filename)}, line {frame.lineno}: {(frame.line or '').strip()}"
-        for frame in frames[-MOST_FRAMES:]
+        for frame in frames[-MAX_FRAMES:]
     ]
-    return [*map(visible, words), *map(visible, where), ALL_FRAMES]
+    return [*map(escape_control, words), *map(escape_control, where), ALL_FRAMES]
 
 
 def _is_inner(filename: str) -> bool:

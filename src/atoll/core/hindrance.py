@@ -12,7 +12,7 @@ from atoll.core.plan import Plan
 from atoll.core.status import Event, Status, Training
 
 HINDERED = "ActionFailing"
-LONGEST = 500  # characters of an error that a status repeats
+MAX_ERROR_CHARS = 500  # characters of an error that a status repeats
 
 
 def is_hindered(status: Status) -> bool:
@@ -21,7 +21,7 @@ def is_hindered(status: Status) -> bool:
 
 def hindered(training: Training, error: Exception, now: float) -> Plan:
     """The status says what fails, and since when. All else in it is as it was."""
-    words = " ".join(str(error).split())[:LONGEST]
+    words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
     message = f"the executor {training.executor!r} fails, and is asked again: {words}"
     status = training.status
     conditions = set_condition(status.conditions, HINDERED, "ExecutorError", message, now)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from atoll.core.describe import describe_exit
 from atoll.core.exceptions import exception_in
-from atoll.core.lines import printed
+from atoll.core.lines import without_results
 from atoll.core.reasons import ExitReason, PhaseReason
 from atoll.core.spec import TrainingSpec, WorldSize
 from atoll.core.status import (
@@ -86,7 +86,7 @@ def _merge(before: RankStatus | None, observed_rank: ObservedRank, now: float) -
 
 def _previous(before: RankStatus, observed_rank: ObservedRank) -> Exit | None:
     if observed_rank.previous_exit is not None:
-        return explained(_dated_in_ms(observed_rank.previous_exit))
+        return with_explanation(_dated_in_ms(observed_rank.previous_exit))
     return before.exit if observed_rank.attempt > before.attempt else before.previous_exit
 
 
@@ -94,7 +94,7 @@ def _ended(rank: RankStatus, exit: Exit) -> RankStatus:
     metered_s = in_ms(rank.metered_s + metered_for(rank.started_at, exit))
     return replace(
         rank,
-        exit=explained(_dated_in_ms(exit)),
+        exit=with_explanation(_dated_in_ms(exit)),
         metered_s=metered_s,
         missing_since=None,
         is_stopping=False,
@@ -118,9 +118,9 @@ def _dated_in_ms(exit: Exit) -> Exit:
     return replace(exit, at=in_ms(exit.at), failed_at=failed_at)
 
 
-def explained(exit: Exit) -> Exit:
+def with_explanation(exit: Exit) -> Exit:
     """The exit with its last lines as printed; with the exception in them if it says nothing."""
-    tail = printed(exit.log_tail)
+    tail = without_results(exit.log_tail)
     # An uncaught exception of Python ends with code 1; another code was chosen by the program.
     is_silent = exit.code == 1 and exit.reason == ExitReason.ERROR and not exit.message
     return replace(exit, log_tail=tail, message=exception_in(tail) if is_silent else exit.message)

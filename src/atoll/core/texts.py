@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from atoll.core.ranks import explained
+from atoll.core.ranks import with_explanation
 from atoll.core.status import Exit, Observation, RankStatus
 
 TEXTS_BYTES = 64 * 1024  # of the ends of all ranks together, and of what they wait for
-NOT_KEPT = "what it waits for is not kept: too many ranks wait for different things"
+OMITTED = "what it waits for is not kept: too many ranks wait for different things"
 
 
 class TextBudget:
@@ -52,7 +52,7 @@ def with_bounded_messages(ranks: Iterable[RankStatus]) -> list[RankStatus]:
     """The ranks, with what those wait for that have the lowest numbers."""
     budget = TextBudget()
     return [
-        r if r.exit is not None or budget.takes(r.message) else replace(r, message=NOT_KEPT)
+        r if r.exit is not None or budget.takes(r.message) else replace(r, message=OMITTED)
         for r in ranks
     ]
 
@@ -66,7 +66,7 @@ def with_texts_of(rank: RankStatus, observation: Observation) -> RankStatus:
             rank.rank,
             rank.attempt,
         ):
-            ended = explained(observed_rank.exit)
+            ended = with_explanation(observed_rank.exit)
             texts = {"message": ended.message, "log_tail": ended.log_tail}
             return replace(rank, exit=replace(rank.exit, **texts))
     return rank

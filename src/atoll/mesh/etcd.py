@@ -21,8 +21,8 @@ from atoll.core.mesh import escaped, key_path, split_endpoint
 KEY_NOT_FOUND, NOT_A_FILE, INDEX_CLEARED = 100, 102, 401
 REQUEST_S = 5.0
 WATCH_S = 30.0
-MOST_BYTES = 64 << 20  # of one answer
-MOST_IDLE = 4  # connections kept open for the next request
+MAX_BYTES = 64 << 20  # of one answer
+MAX_IDLE = 4  # connections kept open for the next request
 
 
 class KeyChange(NamedTuple):
@@ -43,10 +43,10 @@ class EtcdKeys:
     """The keys of one etcd. Safe to share among tasks; close it, or use it with `async with`."""
 
     def __init__(self, endpoint: str, request_s: float = REQUEST_S) -> None:
-        place = split_endpoint(endpoint)
-        if place is None:
+        host_port = split_endpoint(endpoint)
+        if host_port is None:
             raise ValidationError("etcd endpoint", endpoint, "expected host:port")
-        self._place = place
+        self._host_port = host_port
         self._endpoint = endpoint
         self._request_s = request_s
         self._idle: list[_Connection] = []
@@ -104,8 +104,8 @@ class EtcdKeys:
         if answer is None:
             return None
         node = answer["node"]
-        is_gone = answer.get("action") in ("delete", "expire", "compareAndDelete")
-        value = None if is_gone else node.get("value")
+        is_deleted = answer.get("action") in ("delete", "expire", "compareAndDelete")
+        value = None if is_deleted else node.get("value")
         return KeyChange(node["key"].lstrip("/"), value, node["modifiedIndex"])
 
     async def _ask(
@@ -137,7 +137,7 @@ class EtcdKeys:
         while self._idle:
             with contextlib.suppress(OSError, EOFError):
                 return await self._over(self._idle.pop(), method, path, body)
-        return await self._over(await _Connection.open(*self._place), method, path, body)
+        return await self._over(await _Connection.open(*self._host_port), method, path, body)
 
     async def _over(self, line: _Connection, method: str, path: str, body: bytes) -> _Answer:
         try:
@@ -145,7 +145,7 @@ class EtcdKeys:
         except BaseException:
             line.drop()
             raise
-        if line.is_reusable and len(self._idle) < MOST_IDLE:
+        if line.is_reusable and len(self._idle) < MAX_IDLE:
             self._idle.append(line)
         else:
             line.drop()
@@ -217,7 +217,7 @@ class _Connection:
         if "content-length" in headers:
             return await self._reader.readexactly(_checked(int(headers["content-length"])))
         self.is_reusable = False
-        return await self._reader.read(MOST_BYTES)
+        return await self._reader.read(MAX_BYTES)
 
     async def _chunks(self) -> bytes:
         parts: list[bytes] = []
@@ -234,7 +234,7 @@ class _NothingCame(Temporary):
 
 
 def _checked(size: int) -> int:
-    if not 0 <= size <= MOST_BYTES:
+    if not 0 <= size <= MAX_BYTES:
         raise ValueError(f"an answer of {size} bytes was announced")
     return size
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MeshStatus = Literal["ready", "degraded", "timeout"]
 
 REQUEST_S = 2.0  # one request, name lookup included
-LEAST_REQUEST_S = 0.5  # so that `timeout=0` can still get an answer
+MIN_REQUEST_S = 0.5  # so that `timeout=0` can still get an answer
 HOST_NAMES = ("NODE_NAME", "KUBERNETES_NODE_NAME")
 # The first variable that is set counts; one that is set to nothing says that the training has no
 # gate. A c10d training needs that: there the second variable names a TCPStore, not an etcd.
@@ -49,15 +49,15 @@ def mesh_wait(timeout: float = 60) -> None:
         return
     limit = _seconds(timeout)
     _say(f"BEGIN host={host!r} endpoint={endpoint!r} timeout={limit:g}s")
-    place = split_endpoint(endpoint)
-    if place is None:
+    host_port = split_endpoint(endpoint)
+    if host_port is None:
         _last = "timeout"  # waiting would not make it right
         _say(f"TIMEOUT after=0s bad endpoint {endpoint!r}, expected host:port")
         return
     started = time.monotonic()
-    _last, why = _poll(place, host, started + limit)
-    word = {"ready": "OK", "degraded": "DEGRADED", "timeout": "TIMEOUT"}[_last]
-    _say(f"{word} after={time.monotonic() - started:.0f}s host={host!r}{why}")
+    _last, why = _poll(host_port, host, started + limit)
+    label = {"ready": "OK", "degraded": "DEGRADED", "timeout": "TIMEOUT"}[_last]
+    _say(f"{label} after={time.monotonic() - started:.0f}s host={host!r}{why}")
 
 
 def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshStatus, str]:
@@ -71,7 +71,7 @@ def _poll(endpoint: tuple[str, int], host: str, deadline: float) -> tuple[MeshSt
     while True:
         for outcome, path in outcomes:
             left = deadline - time.monotonic()
-            code, why = http_status(endpoint, path, min(REQUEST_S, max(left, LEAST_REQUEST_S)))
+            code, why = http_status(endpoint, path, min(REQUEST_S, max(left, MIN_REQUEST_S)))
             if code == 200:
                 return outcome, ""
             if code is None or time.monotonic() >= deadline:
@@ -126,15 +126,15 @@ def _addresses(name: str, port: int, deadline: float) -> list[tuple[int, int, in
 
     addresses: list[tuple] = []  # type: ignore[type-arg]
 
-    def look(flags: int = 0) -> None:
+    def resolve(flags: int = 0) -> None:
         try:
             addresses.extend(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=flags))
         except (OSError, ValueError):
             pass
 
-    look(socket.AI_NUMERICHOST)
+    resolve(socket.AI_NUMERICHOST)
     if not addresses:
-        thread = threading.Thread(target=look, daemon=True)
+        thread = threading.Thread(target=resolve, daemon=True)
         thread.start()
         thread.join(_left(deadline))
     return list(addresses)

@@ -217,7 +217,7 @@ class MetricStore:
         self.rounds = RoundTable(self._file)
         self._file.on_empty = self._write_all
         self._finished = read_finished(self._file, "finished_reports")
-        self.idle = ReportedIdle()
+        self.idle_tracker = ReportedIdle()
         self.catch_up: CatchUp | None = None  # of whoever reads what ranks write
 
     @property
@@ -319,7 +319,7 @@ class MetricStore:
 
     def _note_activity(self, uid: str, batch: Batch) -> None:
         has_report = any(not name.startswith(MACHINE) for name in batch.points)
-        self.idle.note(
+        self.idle_tracker.note(
             uid, batch.rank, idle_s=batch.idle_s, has_report=has_report or bool(batch.rounds)
         )
 
@@ -340,7 +340,7 @@ class MetricStore:
     def remove(self, uid: str) -> None:
         with self._file, self._file.transaction():
             self._cache.pop(uid, None)
-            self.idle.forget(uid)
+            self.idle_tracker.forget(uid)
             self._finished.discard(uid)
             for table in ("series", "batches", "lives", "finished_reports", "losses"):
                 self._db.execute(f"delete from {table} where uid = ?", (uid,))

@@ -1,7 +1,7 @@
 """`python -m atoll.operator run | token | manifests`: what the operator's image starts.
 
-`atoll operator` and `atoll k8s` are the same commands. Only their bodies import the packages of
-`atoll[kubernetes]`.
+`atoll k8s operator` and `atoll k8s manifests` are the same commands. Only their bodies import the
+packages of `atoll[kubernetes]`.
 """
 
 from __future__ import annotations
@@ -217,4 +217,4 @@ if __name__ == "__main__":
     try:
         app(prog_name="python -m atoll.operator")
     except AtollError as error:
-        sys.exit(f"atoll operator: {error}" + (f": {error.hint}" if error.hint else ""))
+        sys.exit(f"atoll k8s operator: {error}" + (f": {error.hint}" if error.hint else ""))

@@ -1,4 +1,4 @@
-"""`atoll operator`: the controller on custom resources and Indexed Jobs.
+"""`atoll k8s operator`: the controller on custom resources and Indexed Jobs.
 
 Several operators may run; only the holder of the Lease acts and answers. It may be killed at any
 instant: trainings are in the cluster, and the next holder continues from there. Metrics and
@@ -155,7 +155,7 @@ class Operator:
             informer=self.informer,
             clock=lambda: Now.at(cluster.time()),
             on_pass=lambda done: self.gauges.record_pass(done.seconds),
-            idle_s=metrics.idle.idle_s,
+            idle_s=metrics.idle_tracker.idle_s,
             rounds=metrics.rounds.observed,
         )
         metrics.rounds.on_news = controller.wake

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from atoll.backends.kubernetes.executor import DRY_RUN_UID, KubernetesBackend
 from atoll.backends.kubernetes.names import LAUNCH, NAMESPACE, REPLICA, STOP_CAUSE, UID
-from atoll.backends.kubernetes.pod import Pod, when
+from atoll.backends.kubernetes.pod import when
 from atoll.backends.kubernetes.read import desired_of, finished
 from atoll.backends.kubernetes.render import gang_name
 from atoll.core.checks import RESULTS_VARIABLE
@@ -28,7 +28,7 @@ from atoll.replicas.shared import SharedBackend, StopCause, with_cause
 
 Json = dict[str, Any]
 
-LOOK_S = 2.0  # how often a gang is looked at while its pods cannot be watched
+POLL_S = 2.0  # how often a gang is looked at while its pods cannot be watched
 
 
 def as_launch(job: Json, spec: TrainingSpec) -> Json:
@@ -118,7 +118,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         observation = await super().observe(training)
         if self._jobs.is_live and self._pods.is_live:
             return observation
-        return replace(observation, again_in_s=sooner(observation.again_in_s, LOOK_S))
+        return replace(observation, again_in_s=sooner(observation.again_in_s, POLL_S))
 
     async def apply(self, training: Training, desired: DesiredState) -> None:
         status = training.status
@@ -142,13 +142,13 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
             heard.add(line.rank)
             yield line
         for rank in sorted(set(ranks or ()) - heard):
-            lines = await self._archive.lines(self._place(training)[0], training.uid, rank)
+            lines = await self._archive.lines(self._object_key(training)[0], training.uid, rank)
             for text in lines if tail is None else lines[max(len(lines) - tail, 0) :]:
                 yield LogLine(rank=rank, text=text)
 
     async def release(self, training: Training) -> None:
         """Ends a Job that was stopped, as it would not end by itself. Nothing is removed."""
-        namespace, name = self._place(training)
+        namespace, name = self._object_key(training)
         try:
             job = await self.cluster.get("jobs", namespace, name)
         except NotFound:
@@ -157,7 +157,7 @@ class ScriptJobs(SharedBackend, KubernetesBackend):
         if desired is None or desired.size or finished(job):
             return
         _, pods = await self._job_and_pods(training)
-        if any(pod.is_ending(self._clock()) for pod in map(Pod, pods)):
+        if any(pod.is_ending(self._clock()) for pod in pods):
             # The Job would count it as running, and delete it with its log.
             raise Temporary("the last pods are about to end", retry_after_s=0.2)
         with contextlib.suppress(NotFound, Conflict):

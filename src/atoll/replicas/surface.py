@@ -42,7 +42,7 @@ from atoll.core.checks import (
 )
 from atoll.core.describe import describe_exit
 from atoll.core.errors import NotFound, ValidationError
-from atoll.core.lines import printed
+from atoll.core.lines import without_results
 from atoll.core.phase import TERMINAL, Phase
 from atoll.core.ports import Executor
 from atoll.core.reasons import PhaseReason
@@ -259,9 +259,9 @@ class ReplicaSurface:
         check_int("n_lines", n_lines, 1, 10_000_000)
         gang = self._gang(handle)
         lines = self._log(gang, handle, n_lines)
-        texts = printed(lines)
+        texts = without_results(lines)
         if len(texts) < len(lines) == n_lines:  # the rest was a result: look above it
-            texts = printed(self._log(gang, handle, None))[-n_lines:]
+            texts = without_results(self._log(gang, handle, None))[-n_lines:]
         return "\n".join(texts) if texts else NOTHING_YET
 
     def cancel(self, handle: ReplicaHandle) -> None:

@@ -21,7 +21,7 @@ from atoll.metrics.rounds import RoundTable, StoreObservation
 from atoll.rounds.permit import StoreAccess, refusal_reason, uri_of
 
 if TYPE_CHECKING:
-    from atoll.diloco.blobs import Blobs
+    from atoll.objectstore import ObjectStore
     from atoll.rounds.manifests import RunReader
 
 TICK_S = 0.5
@@ -44,7 +44,7 @@ class FollowedTraining:
         self.due_at = 0.0  # of the monotonic clock
         self.pause_s = FILES_EVERY_S
         self.readers: dict[str, RunReader] = {}
-        self.blobs: Blobs | None = None
+        self.blobs: ObjectStore | None = None
 
 
 class RoundFollower:
@@ -146,9 +146,9 @@ class RoundFollower:
             followed.pause_s = every_s
             return ""
         if followed.blobs is None:
-            from atoll.diloco.blobs import Blobs
+            from atoll.objectstore import ObjectStore
 
-            followed.blobs = Blobs.open(uri, patience_s=PATIENCE_S)
+            followed.blobs = ObjectStore.open(uri, patience_s=PATIENCE_S)
         if is_file or not followed.readers:
             self._discover(followed, followed.blobs, is_exclusive=access.is_exclusive)
         if not followed.readers:  # it may be no DiLoCo training at all
@@ -175,7 +175,9 @@ class RoundFollower:
         followed.pause_s = every_s if is_all else 0.0
         return ""
 
-    def _discover(self, followed: FollowedTraining, blobs: Blobs, *, is_exclusive: bool) -> None:
+    def _discover(
+        self, followed: FollowedTraining, blobs: ObjectStore, *, is_exclusive: bool
+    ) -> None:
         """Finds the runs of the training in its store: in one of its own, all that there are."""
         from atoll.diloco.facts import fragment_of
         from atoll.rounds.manifests import RunReader
@@ -185,7 +187,7 @@ class RoundFollower:
         run_ids = {spec.run_id or spec.env.get("ATOLL_RUN_ID") or training.uid}
         if training.namespace == self._own_namespace:  # others could name a run that is not theirs
             run_ids |= set(self._table.runs(training.uid))
-        for folder in blobs.folders():
+        for folder in blobs.list_folders():
             run, _, fragments = fragment_of(folder)
             if run not in run_ids and not is_exclusive:
                 continue

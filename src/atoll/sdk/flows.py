@@ -30,8 +30,8 @@ from atoll.core.executors import MISSING, ExecutorList, absence
 from atoll.core.metrics import LatestMetricList, MetricSeriesList
 from atoll.core.model import Model, encode
 from atoll.core.phase import Phase
-from atoll.core.rank_ranges import some_spans
-from atoll.core.rounds import RoundItem, RoundList, ShownTraining
+from atoll.core.rank_ranges import limited_spans
+from atoll.core.rounds import RoundItem, RoundList, TrainingWithRounds
 from atoll.core.spec import TrainingSpec, check_spec_size
 from atoll.core.stats import TrainingStats
 from atoll.core.status import (
@@ -147,7 +147,9 @@ def _stored(
 
 
 def get(name: str) -> Flow[Training]:
-    return answered((yield from send(Send("GET", f"{ALL}/{name}", timeout=READ_S))), ShownTraining)
+    return answered(
+        (yield from send(Send("GET", f"{ALL}/{name}", timeout=READ_S))), TrainingWithRounds
+    )
 
 
 def read(
@@ -160,7 +162,7 @@ def read(
     """The training as it is now. `answer_s` limits one answer, `patience_s` all attempts."""
     effect = Send("GET", who.path, timeout=answer_s)
     answer = yield from send(effect, patience_s=patience_s, clock=clock)
-    training = answered(answer, ShownTraining)
+    training = answered(answer, TrainingWithRounds)
     if training.uid != who.uid:
         raise NotFound("training", who.name)
     return training
@@ -439,7 +441,7 @@ def _late(training: Training, timeout: float) -> str:
     text += f"phase {status.phase.value or 'not seen yet'})"
     if training.has_surplus:
         surplus = [r.rank for r in status.ranks if r.rank >= size.target]
-        text += f"; above the target and still alive: {some_spans(surplus)}"
+        text += f"; above the target and still alive: {limited_spans(surplus)}"
     return "; ".join([text, *waiting_lines(status.ranks)])
 
 

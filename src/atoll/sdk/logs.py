@@ -21,7 +21,7 @@ RETRY_S = 0.2
 PATIENCE_S = 60.0
 
 
-class Position:
+class LogPosition:
     """How far each rank's log was given out, so that a second reading goes on from there.
 
     By the places that lines have; where they have none, by counting lines, all of them again.
@@ -42,7 +42,7 @@ class Position:
         self._tail = tail
         self._follow = follow
         self._chosen = dict(chosen or {})  # further options: since, search
-        self._places: dict[int, int] | None = None
+        self._offsets: dict[int, int] | None = None
         self._given: Counter[int] = Counter()
         self._passed: Counter[int] = Counter()
         self._lost_at: float | None = None
@@ -55,10 +55,10 @@ class Position:
             "uid": self._uid,
             **self._chosen,
         }
-        if self._places is None:
+        if self._offsets is None:
             query["tail"] = self._tail
-        elif self._places:
-            query["places"] = ",".join(f"{rank}:{at}" for rank, at in self._places.items())
+        elif self._offsets:
+            query["offsets"] = ",".join(f"{rank}:{at}" for rank, at in self._offsets.items())
         return stream_request(Send("GET", self._path, query))
 
     def new(self, raw: str) -> LogLine | None:
@@ -69,13 +69,13 @@ class Position:
         found: dict[str, Any] = msgspec.json.decode(raw)
         if found.get("cut"):
             raise Temporary("the server went away while its log was read")
-        if "places" in found:
-            self._places = {int(rank): at for rank, at in found["places"].items()}
+        if "offsets" in found:
+            self._offsets = {int(rank): at for rank, at in found["offsets"].items()}
             return None
         line = LogLine(rank=found["rank"], text=found["text"], time=found.get("time"))
         if "at" in found:
-            self._places = {} if self._places is None else self._places
-            self._places[line.rank] = found["at"]
+            self._offsets = {} if self._offsets is None else self._offsets
+            self._offsets[line.rank] = found["at"]
             return line
         self._passed[line.rank] += 1
         if self._passed[line.rank] <= self._given[line.rank]:
@@ -89,12 +89,12 @@ class Position:
         now = time.monotonic()
         self._lost_at = self._lost_at or now
         # Counted lines say nothing of where a tail began.
-        is_placed = self._tail is None or self._places is not None or not self._given
+        is_placed = self._tail is None or self._offsets is not None or not self._given
         if not self._follow or not is_placed or now - self._lost_at > PATIENCE_S:
             raise error
 
 
-def lines(wire: Wire, position: Position) -> Iterator[LogLine]:
+def lines(wire: Wire, position: LogPosition) -> Iterator[LogLine]:
     while not position.is_empty:
         try:
             with translated(wire.endpoint):
@@ -111,7 +111,7 @@ def lines(wire: Wire, position: Position) -> Iterator[LogLine]:
             time.sleep(RETRY_S)
 
 
-async def alines(wire: Wire, position: Position) -> AsyncIterator[LogLine]:
+async def alines(wire: Wire, position: LogPosition) -> AsyncIterator[LogLine]:
     import asyncio
 
     while not position.is_empty:

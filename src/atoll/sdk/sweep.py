@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from atoll.sdk.client import Client
     from atoll.sdk.training import DistributedTraining
 
-MOST = 100_000
-MOST_AT_ONCE = 10_000
+MAX_TRAININGS = 100_000
+MAX_AT_ONCE = 10_000
 LOOK_AGAIN_S = 0.5
 DELETE_S = 60.0
 _DIGEST = 10  # characters of it in a name
-MOST_IN_NAME = 63 - 1 - _DIGEST
+MAX_IN_NAME = 63 - 1 - _DIGEST
 _PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
 
 
@@ -136,11 +136,11 @@ def jobs_of(
     if not callable(function):
         raise ValidationError("function", function, "expected a function")
     listed = [settings] if isinstance(settings, Mapping) else list(settings)
-    check_int("the number of settings", len(listed), 0, MOST)
+    check_int("the number of settings", len(listed), 0, MAX_TRAININGS)
     if name is not None:
         check_name("name", name)
-        if len(name) > MOST_IN_NAME:
-            raise ValidationError("name", name, f"expected at most {MOST_IN_NAME} characters")
+        if len(name) > MAX_IN_NAME:
+            raise ValidationError("name", name, f"expected at most {MAX_IN_NAME} characters")
     stem, code = name or label_of(function), _code(function)
     jobs, names = [], set()
     for at, given in enumerate(listed):
@@ -160,7 +160,7 @@ def label_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     text = getattr(function, "__name__", "") or type(function).__name__
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MOST_IN_NAME].rstrip("-") or "map"
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MAX_IN_NAME].rstrip("-") or "map"
 
 
 def _digest(code: str, arguments: Mapping[str, Any], again: int) -> str:
@@ -224,7 +224,7 @@ class SweepRun:
         allow_pickle: bool = False,
     ) -> None:
         at_once = min(len(jobs) or 1, os.cpu_count() or 1) if concurrency is None else concurrency
-        check_int("concurrency", at_once, 1, MOST_AT_ONCE)
+        check_int("concurrency", at_once, 1, MAX_AT_ONCE)
         self._client = client
         self._shared = shared
         self._function = function

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -34,27 +35,31 @@ from atoll.sdk import flows, logs
 from atoll.sdk.columns import MetricTable, RoundTable
 from atoll.sdk.effects import Flow, T
 from atoll.sdk.flows import Who
-from atoll.sdk.logs import Position
+from atoll.sdk.logs import LogPosition
 from atoll.sdk.options import world_of
 
 if TYPE_CHECKING:
     from atoll.sdk.client import Client
 
-DELETE_S = 60.0
+DELETE_S = 60.0  # ranks have 10 s to stop by default; a loaded machine takes longer
+# Properties that are read one after the other share a snapshot: they agree and cost one request.
+SNAPSHOT_S = 0.1
 
 
 class DistributedTraining:
     """A training on the control plane: its state, and the operations on it.
 
-    Properties read from the server until the training is over; `last` is what was read last.
-    As a context manager it deletes the training on leaving.
+    Properties come from one snapshot of the training, at most 0.1 s old: several in a row cost one
+    request and agree with each other. `refresh()` reads a new one, and so does every method that
+    asks the server; `last` is the newest, without a request. A training that is over is not read
+    again. As a context manager the handle deletes the training on leaving.
     """
 
     def __init__(self, client: Client, training: Training) -> None:
         self._client = client
         self._who = Who(training.name, training.uid)
         self._is_deleted = False
-        self.last = training
+        self._keep(training)
 
     def __repr__(self) -> str:
         world = self.last.world
@@ -107,12 +112,12 @@ class DistributedTraining:
 
     @property
     def ranks(self) -> list[RankStatus]:
-        return html.ShownList(self._now().status.ranks, html.ranks_html)
+        return html.HtmlList(self._now().status.ranks, html.ranks_html)
 
     @property
     def rank_exits(self) -> list[RankExit]:
         """One for each rank that ever ran, once the training is over; `[]` before."""
-        return html.ShownList(self._now().status.rank_exits, html.exits_html)
+        return html.HtmlList(self._now().status.rank_exits, html.exits_html)
 
     @property
     def root_cause(self) -> RankExit | None:
@@ -140,14 +145,14 @@ class DistributedTraining:
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with how it trains, in sentences: the same batches in two replicas, a rank
-        that is absent from rounds, and others. Read after the end too: ranks report last then."""
+        """What is wrong with how it trains: the same batches in two replicas, a rank that is absent
+        from rounds, and so on. Read after the end too: ranks report last then."""
         with contextlib.suppress(NotFound):
             self.refresh()
         return list(self.last.status.warnings)
 
     def refresh(self) -> Training:
-        """Reads the training from the server and returns all of it."""
+        """Read the training from the server, for all properties, and return it."""
         return self._keep(self._run(flows.read(self._who)))
 
     async def refresh_async(self) -> Training:
@@ -334,7 +339,7 @@ class DistributedTraining:
         """
         position = self._position(rank, tail, follow, since, search, ignore_case)
         lines = logs.lines(self._client.wire, position)
-        return lines if follow else html.ShownList(lines, html.lines_html)
+        return lines if follow else html.HtmlList(lines, html.lines_html)
 
     @overload
     async def logs_async(
@@ -372,14 +377,14 @@ class DistributedTraining:
         lines = logs.alines(self._client.wire, position)
         if follow:
             return lines
-        return html.ShownList([line async for line in lines], html.lines_html)
+        return html.HtmlList([line async for line in lines], html.lines_html)
 
     def stream_logs(self, ranks: Sequence[int] | None = None) -> Iterator[LogLine]:
         """Every line of these ranks, old ones first, until the training ends."""
-        return logs.lines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.lines(self._client.wire, LogPosition(self._who, ranks, None, True))
 
     def stream_logs_async(self, ranks: Sequence[int] | None = None) -> AsyncIterator[LogLine]:
-        return logs.alines(self._client.wire, Position(self._who, ranks, None, True))
+        return logs.alines(self._client.wire, LogPosition(self._who, ranks, None, True))
 
     def events(self, since: float | datetime | None = None) -> list[Event]:
         """Newest first; with `since` (a time, or seconds since the epoch) only those after it."""
@@ -435,8 +440,8 @@ class DistributedTraining:
         return await self._client.arun(flow)
 
     def _now(self) -> Training:
-        """The newest state; the last one read if the training is over or this handle deleted it."""
-        if self.last.status.phase.is_terminal:
+        """The snapshot of all properties; a new one if it is old and the training is not over."""
+        if self.last.status.phase.is_terminal or time.monotonic() - self._read_at < SNAPSHOT_S:
             return self.last
         try:
             return self.refresh()
@@ -446,7 +451,7 @@ class DistributedTraining:
             raise
 
     def _keep(self, training: Training) -> Training:
-        self.last = training
+        self.last, self._read_at = training, time.monotonic()
         return training
 
     def _watched(self, flow: Any, timeout: float | None) -> Flow[WorldStatus]:
@@ -520,7 +525,7 @@ class DistributedTraining:
         since: float | datetime | None,
         search: str | None,
         ignore_case: bool,
-    ) -> Position:
+    ) -> LogPosition:
         check_as("rank", rank, RankNumber | None)
         check_as("tail", tail, LineCount | None)
         if search is not None and (not isinstance(search, str) or not search or "\n" in search):
@@ -528,7 +533,7 @@ class DistributedTraining:
         chosen: dict[str, Any] = {} if since is None else {"since": _seconds(since)}
         if search is not None:
             chosen |= {"search": search, "ignoreCase": ignore_case or None}
-        return Position(self._who, None if rank is None else [rank], tail, follow, chosen)
+        return LogPosition(self._who, None if rank is None else [rank], tail, follow, chosen)
 
 
 def _seconds(since: float | datetime | None) -> float | None:

@@ -203,7 +203,7 @@ NATIVE = (
         f"{ONE}/logs",
         logs.logs,
         "Log lines with their rank, as line-delimited JSON. With `follow` and `tail`, the first "
-        "line holds the `places` the log lines begin at. The last line is "
+        "line holds the `offsets` the log lines begin at. The last line is "
         '`{"cut":true}` if the server shuts down before the logs end. Lines of several ranks come '
         "in the order of their times. With `at`, the lines of one rank around that place.",
         {200: _LOG_LINES, **_NAME_PROBLEMS},

@@ -113,7 +113,7 @@ class Gauges:
         self, namespace: str, newest_metrics: NewestMetrics, now: float
     ) -> Iterator[Any]:
         """Gauges of each training of the namespace that is not over, but of no more than
-        `MOST_TRAININGS`."""
+        `MAX_TRAININGS`."""
         from prometheus_client.core import GaugeMetricFamily
 
         active = [

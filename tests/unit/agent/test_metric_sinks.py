@@ -90,7 +90,7 @@ def test_what_is_refused_is_left_out_and_told_once(
 def test_rounds_that_are_too_large_together_go_one_by_one(
     reporter: Reporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "MOST_BATCH", 1000)
+    monkeypatch.setattr(metrics, "MAX_BATCH", 1000)
     batches: list[bytes] = []
 
     class Kept:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from atoll.controller.reconcile import LASTING_S, QUIET_S, Reconciler
+from atoll.controller.reconcile import LASTING_S, REPORT_AGAIN_S, Reconciler
 from atoll.core.clock import Now
 from atoll.core.errors import Denied, Temporary
 from atoll.core.hindrance import is_hindered
@@ -143,7 +143,7 @@ def test_words_that_change_with_every_look_are_not_written_with_every_look() -> 
         plane.eu.away = Temporary(f"request {number} was not answered")
         plane.fails()
     assert plane.store.writes == 1
-    plane.now += QUIET_S
+    plane.now += REPORT_AGAIN_S
     plane.fails(2)
     assert plane.store.writes == 2
     assert "request 9" in plane.training.status.message

@@ -8,7 +8,7 @@ from atoll.core.lines import RESULT_MARK
 from atoll.core.model import encode
 from atoll.core.status import Exit, Observation, ObservedRank, RankStatus
 from atoll.core.texts import (
-    NOT_KEPT,
+    OMITTED,
     TEXTS_BYTES,
     with_bounded_ends,
     with_bounded_messages,
@@ -61,7 +61,7 @@ def test_ranks_that_wait_for_different_things_do_not_fill_the_store() -> None:
     waiting = [RankStatus(rank=n, message=f"{n}: " + "no room " * 30) for n in range(10_000)]
     bounded = with_bounded_messages(waiting)
     assert bounded[0].message == waiting[0].message
-    assert bounded[-1].message == NOT_KEPT
+    assert bounded[-1].message == OMITTED
     assert len(encode([r.message for r in bounded[:300]])) < 2 * TEXTS_BYTES
 
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from atoll.core.phase import Phase
 from atoll.core.spec import RendezvousSpec, TrainingSpec, WorldSize
 from atoll.core.status import Status, Training
-from atoll.diloco.blobs import Blobs
 from atoll.metrics.store import MetricStore
+from atoll.objectstore import ObjectStore
 from atoll.rounds import follow
 from atoll.rounds.follow import FollowedTraining, RoundFollower
 from atoll.rounds.permit import StoreAccess
@@ -33,7 +33,7 @@ def training(
 
 
 def round_in(folder: Path, number: int) -> None:
-    blobs = Blobs.open(folder)
+    blobs = ObjectStore.open(folder)
     decide(blobs, number, {0: upload(blobs, number, 0)}, [])
 
 
@@ -77,7 +77,7 @@ def test_a_store_that_is_not_allowed_is_not_opened_and_that_is_said(
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was opened")
 
-    monkeypatch.setattr(Blobs, "open", never)
+    monkeypatch.setattr(ObjectStore, "open", never)
     it = follower(tmp_path, StoreAccess("local", ""))
     looked(it, training(store.as_uri(), namespace="team-b"))
     assert it._table.runs("u") == []

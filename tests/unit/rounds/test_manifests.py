@@ -14,36 +14,36 @@ from atoll.core.rounds import RoundFacts
 from atoll.diloco.allreduce import keys, past, wire
 from atoll.diloco.allreduce.keys import Keys
 from atoll.diloco.allreduce.manifest import Manifest, Member
-from atoll.diloco.blobs import Blob, Blobs
+from atoll.objectstore import ObjectInfo, ObjectStore
 from atoll.rounds.manifests import RunReader
 
 KEYS = Keys("run")
 
 
-class CountedBlobs(Blobs):
+class CountedStore(ObjectStore):
     """Counts its LISTs and its reads."""
 
     def __init__(self, store: Any) -> None:
         super().__init__(store, "memory")
         self.lists = self.gets = 0
 
-    def find(self, prefix: str, after: str | None = None) -> list[Blob]:
+    def list(self, prefix: str, after: str | None = None) -> list[ObjectInfo]:
         self.lists += 1
-        return super().find(prefix, after)
+        return super().list(prefix, after)
 
-    def get_dated(self, key: str, most: int) -> Any:
+    def get_with_time(self, key: str, *, max_bytes: int) -> Any:
         self.gets += 1
-        return super().get_dated(key, most)
+        return super().get_with_time(key, max_bytes=max_bytes)
 
 
-def upload(blobs: Blobs, number: int, rank: int, weight: float = 1.0, note: str = "") -> str:
+def upload(blobs: ObjectStore, number: int, rank: int, weight: float = 1.0, note: str = "") -> str:
     key = KEYS.upload(number, rank, f"{number * 100 + rank:016x}", weight, "0" * 16, note=note)
     blobs.put(key, b"x" * 10)
     return key
 
 
 def decide(
-    blobs: Blobs, number: int, uploads: dict[int, str], missing: list[int], attempt: int = 0
+    blobs: ObjectStore, number: int, uploads: dict[int, str], missing: list[int], attempt: int = 0
 ) -> Manifest:
     members = [Member(rank, key, float(rank + 1)) for rank, key in sorted(uploads.items())]
     manifest = Manifest("run", number, attempt, b"", members, [], [], missing, "me")
@@ -67,7 +67,7 @@ def test_what_is_shown_is_what_the_rosters_hold(seed: int, monkeypatch: pytest.M
     """1,000 rounds with ranks that die, come late and join; looks, restarts and folds between."""
     monkeypatch.setattr(keys, "BLOCK", 50)
     chance, store = random.Random(seed), MemoryStore()
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     truth: dict[int, Manifest] = {}
     kept: dict[int, RoundFacts] = {}
     reader = RunReader(blobs, "run")
@@ -101,7 +101,7 @@ def test_what_is_shown_is_what_the_rosters_hold(seed: int, monkeypatch: pytest.M
         if chance.random() < 0.1:
             old = [
                 blob.key
-                for blob in blobs.find(KEYS.uploads())
+                for blob in blobs.list(KEYS.uploads())
                 if f"/{number - 1:08d}/" not in blob.key
             ]
             blobs.delete(old)
@@ -112,7 +112,7 @@ def test_what_is_shown_is_what_the_rosters_hold(seed: int, monkeypatch: pytest.M
 
 def test_a_look_asks_for_one_list_and_few_objects() -> None:
     store: Any = MemoryStore()
-    blobs = CountedBlobs(store)
+    blobs = CountedStore(store)
     for number in range(20):
         decide(blobs, number, {0: upload(blobs, number, 0)}, [])
     reader = RunReader(blobs, "run")
@@ -129,7 +129,7 @@ def test_a_look_asks_for_one_list_and_few_objects() -> None:
 
 def test_late_and_missing_are_told_apart_by_what_arrives() -> None:
     store: Any = MemoryStore()
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     reader = RunReader(blobs, "run")
     decide(blobs, 0, {rank: upload(blobs, 0, rank) for rank in range(4)}, [])
     decide(blobs, 1, {0: upload(blobs, 1, 0), 1: upload(blobs, 1, 1)}, [2, 3])
@@ -143,10 +143,10 @@ def test_late_and_missing_are_told_apart_by_what_arrives() -> None:
 
 def test_who_is_waited_for_and_who_has_left_shows() -> None:
     store: Any = MemoryStore()
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     decide(blobs, 0, {rank: upload(blobs, 0, rank) for rank in range(3)}, [])
     upload(blobs, 1, 0)
-    blobs.put(KEYS.left("launch", 2, "left"), b"left")
+    blobs.put(KEYS.departures("launch", 2, "left"), b"left")
     observation = RunReader(blobs, "run").observe()
     assert observation.waiting is not None
     assert (observation.waiting.round, observation.waiting.uploaded) == (1, [0])
@@ -155,7 +155,7 @@ def test_who_is_waited_for_and_who_has_left_shows() -> None:
 
 def test_an_object_that_is_no_roster_is_told_of() -> None:
     store: Any = MemoryStore()
-    blobs = Blobs(store, "memory")
+    blobs = ObjectStore(store, "memory")
     decide(blobs, 0, {0: upload(blobs, 0, 0)}, [])
     reader = RunReader(blobs, "run")
     reader.observe()

@@ -170,7 +170,7 @@ async def ranks(call: ApiCall) -> Answer:
 
 
 def parse_ranks(text: str) -> set[int]:
-    """Parses `400-415,870`, at most `MOST_RANKS` ranks. Raises ValidationError."""
+    """Parses `400-415,870`, at most `MAX_RANKS` ranks. Raises ValidationError."""
     requested: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
