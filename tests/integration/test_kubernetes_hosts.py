@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import Any
 
 import pytest
 
 from atoll.backends.kubernetes import diagnosis
 from atoll.backends.kubernetes.diagnosis import NodeProbes
+from atoll.backends.kubernetes.pod import Pod
 
 KEY = ("team", "tiny")
 
 
-def pod_at(address: str) -> dict[str, Any]:
+def pod_at(address: str) -> Pod:
     running = {"name": "rank", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
-    return {
-        "metadata": {"name": "p", "annotations": {}},
-        "status": {"hostIP": address, "containerStatuses": [running]},
-    }
+    status = {"hostIP": address, "containerStatuses": [running]}
+    return Pod({"metadata": {"name": "p", "annotations": {}}, "status": status})
 
 
 def fill(address: tuple[str, int]) -> list[socket.socket]:

@@ -15,7 +15,7 @@ import pytest
 from atoll.controller.informer import Informer
 from atoll.metrics.collect import Collector
 from atoll.metrics.store import SeriesKeeper
-from atoll.rounds.follow import figures_of
+from atoll.rounds.follow import metrics_readers
 from tests.slurm.conftest import Lab
 from tests.support.slurm_cluster import SlurmCluster, needs_slurm
 
@@ -35,7 +35,7 @@ def play(cluster: SlurmCluster, folder: Path, body: Callable[[Lab, SeriesKeeper]
 
     async def story() -> None:
         lab, keeper = Lab(cluster, folder), SeriesKeeper(folder / "series.db")
-        collector = Collector(keeper, figures_of({"slurm": lab.executor}))
+        collector = Collector(keeper, metrics_readers({"slurm": lab.executor}))
         informer = Informer(lab.store)
         reading = asyncio.gather(informer.run(), collector.run(informer))
         try:

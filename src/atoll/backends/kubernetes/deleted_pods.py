@@ -35,48 +35,46 @@ SEARCHES = 4  # at once: after a node was drained, many trainings miss a pod
 
 
 class DeletedState(NamedTuple):
-    """The pods of a gang that are gone: as they last were, and by name those nobody knows of.
+    """The deleted pods of a gang whose exits are not stored yet."""
 
-    `sought` are those whose end is being looked for, and `sought_ranks` ranks that have ended in
-    pods of unknown names.
-    """
-
-    manifests: list[Json] = []
-    unknown: frozenset[str] = frozenset()
-    searching: frozenset[str] = frozenset()
-    searching_ranks: frozenset[int] = frozenset()
+    pods: list[Pod] = []  # as they last were
+    unknown: frozenset[str] = frozenset()  # names of those whose end nobody can tell any more
+    searching: frozenset[str] = frozenset()  # names of those whose end is being searched for
+    searching_ranks: frozenset[int] = frozenset()  # ranks that ended in pods of unknown names
 
 
 class DeletedPods:
-    """Pods that left and whose exits are not stored yet, by training and name.
+    """Tells how each pod ended that no longer exists, until its exit is stored.
 
-    `notify` gets the trainings of which more is known now.
+    The last state of a pod comes from the watch (`note`), or from a search through the cluster's
+    past that begins when a training misses a pod. `notify` gets the trainings of which more is
+    known now.
     """
 
     def __init__(self, cluster: Cluster, notify: Callable[[Key], None] = lambda key: None) -> None:
         self._cluster = cluster
         self._notify = notify
-        self._left: dict[str, dict[str, Json]] = {}
+        self._left: dict[str, dict[str, Pod]] = {}  # by training and name
         self._final: set[str] = set()  # uids of pods whose very last state was seen
         self._exhausted: dict[str, set[str | int]] = {}  # what was looked for, by training
         self._searching: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(SEARCHES)
 
-    def note(self, manifest: Json, *, is_final: bool) -> None:
-        """A pod has left. `is_final`: this is its last state; it may have changed since if not."""
-        pod, uid = Pod(manifest), _training_uid(manifest)
+    def note(self, pod: Pod, *, is_final: bool) -> None:
+        """Remembers a pod that was deleted; with `is_final`, this is its very last state."""
+        uid = _training_uid(pod)
         has_run = pod.is_over or pod.has_run or (pod.node is not None and not is_final)
         before = self._left.get(uid, {}).get(pod.name)
-        is_older = before is not None and _version(before) > _version(manifest)
+        is_older = before is not None and _version(before) > _version(pod)
         if pod.rank < 0 or not has_run or is_older:
             return
-        self._left.setdefault(uid, {})[pod.name] = manifest
+        self._left.setdefault(uid, {})[pod.name] = pod
         if is_final:
-            self._final.add(_pod_uid(manifest))
+            self._final.add(_pod_uid(pod))
 
     def forget(self, uid: str) -> None:
-        for manifest in self._left.pop(uid, {}).values():
-            self._final.discard(_pod_uid(manifest))
+        for pod in self._left.pop(uid, {}).values():
+            self._final.discard(_pod_uid(pod))
         self._exhausted.pop(uid, None)
         if task := self._searching.pop(uid, None):
             task.cancel()
@@ -97,19 +95,19 @@ class DeletedPods:
     def deleted(
         self,
         training: Training,
-        there: Iterable[Json],
+        there: Iterable[Pod],
         namespace: str,
         failed: Collection[int] = (),
     ) -> DeletedState:
-        """The pods that are gone, and whose exits are not stored. `there` are those that exist.
+        """Returns the deleted pods whose exits are not stored; `there` are the pods that exist.
 
-        `failed` are ranks that the Job counts as failed, though no pod of theirs tells how.
+        `failed` are ranks that the Job counts as failed though no pod of theirs tells how.
         """
         uid = training.uid
-        names = {manifest["metadata"]["name"] for manifest in there}
+        names = {pod.name for pod in there}
         ranks = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
         left = self._left.get(uid, {})
-        left_pods = {name: Pod(manifest) for name, manifest in left.items() if name not in names}
+        left_pods = {name: pod for name, pod in left.items() if name not in names}
         for name in [
             name for name, pod in left_pods.items() if is_stored(pod, ranks.get(pod.rank))
         ]:
@@ -127,7 +125,7 @@ class DeletedPods:
             self._searching[uid] = asyncio.create_task(self._run(training.key, uid, search))
         unknown = {name for name in exhausted if isinstance(name, str)} | cut_off
         return DeletedState(
-            [pod.manifest for name, pod in left_pods.items() if name not in unknown | searching],
+            [pod for name, pod in left_pods.items() if name not in unknown | searching],
             frozenset(unknown - names),
             frozenset(name for name in searching if isinstance(name, str)),
             frozenset(rank for rank in searching if isinstance(rank, int)),
@@ -139,7 +137,7 @@ class DeletedPods:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SEARCH_S):
                         await search.run()
-        except Temporary as error:  # the next look begins it again
+        except Temporary as error:  # the next observation begins it again
             log.info("cannot read how pods ended that are gone: %s; trying again", error)
             return
         except (Denied, Permanent, NotFound) as error:
@@ -147,8 +145,8 @@ class DeletedPods:
         finally:
             if self._searching.get(uid) is asyncio.current_task():
                 del self._searching[uid]
-        for manifest in search.states.values():
-            self.note(manifest, is_final=True)
+        for pod in search.states.values():
+            self.note(pod, is_final=True)
         self._exhausted.setdefault(uid, set()).update(search.unknown())
         self._notify(key)
 
@@ -168,7 +166,7 @@ class Search:
         self._names = {target for target in targets if isinstance(target, str)}
         self._ranks = {target for target in targets if isinstance(target, int)}
         self._there: frozenset[str] = frozenset()
-        self.states: dict[str, Json] = {}  # of pods that are gone, as they last were
+        self.states: dict[str, Pod] = {}  # deleted pods, as they last were
 
     async def run(self) -> None:
         """The targets are among `states` if they are on record. Raises Temporary, Denied."""
@@ -186,12 +184,12 @@ class Search:
     def unknown(self) -> set[str | int]:
         """The targets whose end is not on record. A pod that exists is not gone: the mirror that
         misses it is behind."""
-        ended = {name for name, manifest in self.states.items() if Pod(manifest).is_over}
+        ended = {name for name, pod in self.states.items() if pod.is_over}
         return {*(self._names - self._there - ended), *(self._ranks - self._known_ranks)}
 
     @property
     def _known_ranks(self) -> set[int]:
-        return {Pod(manifest).rank for manifest in self.states.values()}
+        return {pod.rank for pod in self.states.values()}
 
     @property
     def _is_done(self) -> bool:
@@ -221,7 +219,7 @@ class Search:
                     if start > now:
                         break
                     if event.type == "DELETED":
-                        self.states[event.object["metadata"]["name"]] = event.object
+                        self.states[event.object["metadata"]["name"]] = Pod(event.object)
 
     async def _walk(self, top: int) -> None:
         """The last states of targets that are gone at `top`, from ever earlier lists."""
@@ -239,10 +237,10 @@ class Search:
             await self._narrow(version, above, pods.keys() - self.states.keys(), pods)
             above, step = version, step * STEP_GROWTH
 
-    async def _narrow(self, low: int, high: int, names: set[str], pods: dict[str, Json]) -> None:
+    async def _narrow(self, low: int, high: int, names: set[str], pods: dict[str, Pod]) -> None:
         """`names` existed at `low`, as `pods` shows them, and not at `high`."""
         self.states.update({name: pods[name] for name in names})
-        names = {name for name in names if not Pod(pods[name]).is_over}  # an end does not change
+        names = {name for name in names if not pods[name].is_over}  # an end does not change
         if not names or high - low <= 1:
             return
         middle = (low + high) // 2
@@ -253,23 +251,22 @@ class Search:
         await self._narrow(middle, high, alive, later)
         await self._narrow(low, middle, names - alive, pods)
 
-    async def _at(self, version: int) -> dict[str, Json] | None:
+    async def _at(self, version: int) -> dict[str, Pod] | None:
         """The targets among the pods at that version; None if it is too long ago."""
-        matches: dict[str, Json] = {}
+        matches: dict[str, Pod] = {}
         try:
             pages = self._cluster.pages(
                 "pods", self._namespace, labels=self._labels, version=str(version)
             )
             async with contextlib.aclosing(pages):
                 async for page in pages:
-                    targets = filter(self._is_target, page.items)
-                    matches |= {item["metadata"]["name"]: item for item in targets}
+                    targets = filter(self._is_target, map(Pod, page.items))
+                    matches |= {pod.name: pod for pod in targets}
         except (Gone, Permanent):
             return None
         return matches
 
-    def _is_target(self, manifest: Json) -> bool:
-        pod = Pod(manifest)
+    def _is_target(self, pod: Pod) -> bool:
         is_sought = pod.name in self._names or pod.rank in self._ranks
         return is_sought and pod.name not in self._there
 
@@ -289,13 +286,13 @@ def is_stored(pod: Pod, known: RankStatus | None) -> bool:
     return known.attempt > pod.attempt or known.exit is not None
 
 
-def _training_uid(manifest: Json) -> str:
-    return str((manifest["metadata"].get("labels") or {}).get(UID, ""))
+def _training_uid(pod: Pod) -> str:
+    return str((pod.metadata.get("labels") or {}).get(UID, ""))
 
 
-def _pod_uid(manifest: Json) -> str:
-    return str(manifest["metadata"].get("uid"))
+def _pod_uid(pod: Pod) -> str:
+    return str(pod.metadata.get("uid"))
 
 
-def _version(manifest: Json) -> int:
-    return int(manifest["metadata"].get("resourceVersion") or 0)
+def _version(pod: Pod) -> int:
+    return int(pod.metadata.get("resourceVersion") or 0)

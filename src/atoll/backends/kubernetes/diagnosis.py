@@ -54,11 +54,12 @@ class NodeProbes:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._silent: set[str] = set()
 
-    def follow(self, key: Key, pods: Iterable[Json]) -> Collection[str]:
+    def follow(self, key: Key, pods: Iterable[Pod]) -> Collection[str]:
         """Watches the nodes of the training's pods; returns the addresses of silent nodes."""
-        running = (p for p in map(Pod, pods) if "running" in p.state)
-        addresses = frozenset(p.address for p in running if p.address)
-        if self._port is None or self._addresses.get(key, frozenset()) == addresses:
+        if self._port is None:
+            return self._silent
+        addresses = frozenset(p.address for p in pods if p.is_running and p.address)
+        if self._addresses.get(key, frozenset()) == addresses:
             return self._silent
         self._addresses[key] = addresses
         if not addresses:

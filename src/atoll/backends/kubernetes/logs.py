@@ -36,18 +36,23 @@ class LogSource(NamedTuple):
 
     cluster: Cluster
     training: Training
-    pods: Callable[[], Awaitable[list[Json]]]
+    pods: Callable[[], Awaitable[list[Pod]]]
     archived: Callable[[int], Awaitable[list[str]]]
 
     @classmethod
     def of(
-        cls, training: Training, namespace: str, cluster: Cluster, mirror: Mirror, archive: Archive
+        cls,
+        training: Training,
+        namespace: str,
+        cluster: Cluster,
+        mirror: Mirror[Pod],
+        archive: Archive,
     ) -> LogSource:
-        async def pods() -> list[Json]:
+        async def pods() -> list[Pod]:
             if mirror.is_live:
                 return list(mirror.of(training.uid).values())
-            labels = f"{UID}={training.uid}"
-            return (await cluster.list("pods", namespace, labels=labels)).items
+            listed = await cluster.list("pods", namespace, labels=f"{UID}={training.uid}")
+            return [Pod(manifest) for manifest in listed.items]
 
         async def archived(rank: int) -> list[str]:
             return await archive.lines(namespace, training.uid, rank)
@@ -205,7 +210,7 @@ async def follow_logs(
                 for pod in pods:
                     if pod.is_over:
                         ended.add(pod.name)
-                    if pod.name not in readers and ("running" in pod.state or pod.is_over):
+                    if pod.name not in readers and (pod.is_running or pod.is_over):
                         readers[pod.name] = asyncio.create_task(read(pod))
             if is_last:
                 await _settle(list(readers.values()))
@@ -231,9 +236,9 @@ async def _settle(readers: list[asyncio.Task[None]]) -> None:
         await asyncio.wait(readers, timeout=5.0)
 
 
-def _by_rank(manifests: list[Json], ranks: Sequence[int] | None) -> dict[int, list[Pod]]:
+def _by_rank(pods: list[Pod], ranks: Sequence[int] | None) -> dict[int, list[Pod]]:
     by_rank: dict[int, list[Pod]] = {}
-    for pod in sorted(map(Pod, manifests), key=lambda p: p.created_at):
+    for pod in sorted(pods, key=lambda p: p.created_at):
         if pod.rank >= 0 and (ranks is None or pod.rank in ranks):
             by_rank.setdefault(pod.rank, []).append(pod)
     return by_rank

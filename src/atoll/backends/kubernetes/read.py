@@ -87,12 +87,12 @@ def desired_of(job: Json | None) -> DesiredState | None:
     return decode(text, DesiredState) if text else None
 
 
-def is_unchanged(job: Json, manifests: Iterable[Json]) -> bool:
+def is_unchanged(job: Json, pods: Iterable[Pod]) -> bool:
     """Whether a Job read earlier is still the same, as its pods show: each rank has exactly one."""
     desired = desired_of(job)
     if desired is None or job["spec"].get("suspend") or is_grace_unknown(job):
         return False
-    there = [p.rank for p in map(Pod, manifests) if not p.is_leaving and p.rank >= 0]
+    there = [p.rank for p in pods if not p.is_leaving and p.rank >= 0]
     return set(there) == set(range(desired.size))
 
 
@@ -107,37 +107,44 @@ def finished(job: Json) -> str:
 def observe_gang(
     training: Training,
     job: Json | None,
-    manifests: Iterable[Json],
+    pods: Iterable[Pod],
     options: KubernetesOptions,
     now: float,
     pod_error: str = "",
     silent: Collection[str] = (),
     deleted: DeletedState = NOBODY,
 ) -> GangView:
-    """`trouble` is what the Job controller says when it cannot make pods.
+    """Observes the ranks of a training from its Job and its pods.
 
-    `silent` are addresses of nodes that have stopped answering, `departed` pods that are gone.
+    `pod_error` is the Job controller's message when it cannot create pods. `silent` are addresses
+    of nodes that have stopped answering. `deleted` is what is known of pods that no longer exist.
     """
     by_rank: defaultdict[int, list[Pod]] = defaultdict(list)
-    deleted_pods = [p for p in map(Pod, deleted.manifests) if not _is_unreportable(p, now)]
-    for pod in () if is_released(job) else (*map(Pod, manifests), *deleted_pods):
+    deleted_pods = [p for p in deleted.pods if not _is_unreportable(p, now)]
+    for pod in () if is_released(job) else (*pods, *deleted_pods):
         if pod.rank >= 0:
             by_rank[pod.rank].append(pod)
     known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
     desired = desired_of(job)
     shrinks = _shrinks(job)
     newest = [
-        _newest(pods) for rank, pods in by_rank.items() if desired is None or rank < desired.size
+        own[0] if len(own) == 1 else max(own, key=_age)
+        for rank, own in by_rank.items()
+        if desired is None or rank < desired.size
     ]
     gate = read_gate(training, job, desired, newest, now)
     ranks, may_go, leaving, lost, has_more = [], [], [], [], False
     unsettled: list[Pod] = []
-    unknown = {n: r for n, r in known.items() if r.is_alive and r.pod_name in deleted.unknown}
-    searching = {n: r for n, r in known.items() if r.is_alive and r.pod_name in deleted.searching}
+    unknown = _alive(known, deleted.unknown)
+    searching = _alive(known, deleted.searching)
     deleted_names = {p.name for p in deleted_pods}
-    for rank, pods in sorted({**dict.fromkeys((*unknown, *searching), []), **by_rank}.items()):
-        pods.sort(key=_age)
-        there = [p for p in pods if p.name not in deleted_names]
+    for rank, own in sorted({**dict.fromkeys((*unknown, *searching), []), **by_rank}.items()):
+        if len(own) == 1 and own[0].is_steady and rank not in unknown and rank not in searching:
+            is_beyond = desired is not None and rank >= desired.size
+            ranks.append(_running_rank(own[0], is_beyond, silent))
+            continue
+        own.sort(key=_age)
+        there = [p for p in own if p.name not in deleted_names]
         unsettled += [p for p in there if _is_unsettled(p, gate, desired, now)]
         if rank in unknown:
             ranks.append(_unknown_end(unknown[rank], job, shrinks, now, is_last=not there))
@@ -146,7 +153,7 @@ def observe_gang(
         if rank in searching:
             ranks.append(_searched_rank(searching[rank]))
             continue
-        pod, later = _pod_to_report(pods, known.get(rank), now)
+        pod, later = _pod_to_report(own, known.get(rank), now)
         is_done = [p for p in there if p not in later and p not in unsettled]
         may_go += [p for p in there if p.has_finalizer and not options.has_exit_finalizer]
         may_go += [p for p in is_done if options.has_exit_finalizer and _may_go(p, now)]
@@ -163,9 +170,7 @@ def observe_gang(
                 ObservedRank(rank=rank, state="waiting", attempt=pod.attempt, is_stopping=True)
             )
     covered = {*unknown, *searching, *deleted.searching_ranks}
-    covered |= {
-        r for r, pods in by_rank.items() if any(not is_stored(p, known.get(r)) for p in pods)
-    }
+    covered |= {r for r, own in by_rank.items() if any(not is_stored(p, known.get(r)) for p in own)}
     lost_unseen = {r.rank: r for r in vanished_ranks(training, job, covered, known, now)}
     ranks = [rank for rank in ranks if rank.rank not in lost_unseen] + [*lost_unseen.values()]
     for rank in {*range(desired.size if desired else 0)} - lost_unseen.keys():
@@ -309,8 +314,20 @@ def _age(pod: Pod) -> tuple[float, int]:
     return pod.created_at, pod.restarts
 
 
-def _newest(pods: list[Pod]) -> Pod:
-    return max(pods, key=_age)
+def _alive(known: Mapping[int, RankStatus], pods: Collection[str]) -> dict[int, RankStatus]:
+    """The ranks that were alive when they were last seen, in one of these pods."""
+    if not pods:
+        return {}
+    return {n: rank for n, rank in known.items() if rank.is_alive and rank.pod_name in pods}
+
+
+def _running_rank(pod: Pod, is_beyond: bool, silent: Collection[str]) -> ObservedRank:
+    """The rank of a steady pod: the same in every observation while nothing changes."""
+    if pod.observed is None:
+        pod.observed = _rank(pod, None, False, StartGate(), ())
+    if not is_beyond and pod.address not in silent:
+        return pod.observed
+    return _rank(pod, None, is_beyond, StartGate(), silent)
 
 
 def _rank(
@@ -322,7 +339,7 @@ def _rank(
 ) -> ObservedRank:
     """`exit` is None while it is not over."""
     is_over = exit is not None
-    is_running = "running" in pod.state and not is_over
+    is_running = pod.is_running and not is_over
     if is_over:
         message = ""
     elif is_running:
@@ -522,9 +539,9 @@ def _half(
     since: float | None,
 ) -> list[Pod]:
     """Pods of an incomplete gang that hold nodes for too long: a Job is not gang-scheduled."""
-    holding = [p for p in newest if p.node is not None and not p.is_over]
     if options.gang_timeout_s is None or since is None:
         return []
+    holding = [p for p in newest if p.node is not None and not p.is_over]
     if len(holding) >= training.spec.world_size.min:
         return []
     return holding if now - since > options.gang_timeout_s else []
@@ -555,6 +572,8 @@ def ended_ranks(job: Json | None, known: Mapping[int, RankStatus]) -> JobIndexes
     sizes = (desired.size or job["spec"]["completions"], desired.size)
     status = job.get("status", {})
     texts = (status.get("completedIndexes") or "", status.get("failedIndexes") or "")
+    if not any(texts):
+        return JobIndexes(set(), set())
     settled = {
         rank
         for rank, before in known.items()
@@ -567,15 +586,13 @@ def ended_ranks(job: Json | None, known: Mapping[int, RankStatus]) -> JobIndexes
     return JobIndexes(completed, failed)
 
 
-def unexplained_failures(
-    training: Training, job: Json | None, manifests: Iterable[Json]
-) -> set[int]:
+def unexplained_failures(training: Training, job: Json | None, pods: Iterable[Pod]) -> set[int]:
     """Ranks that the Job counts as failed, though neither the status nor a pod tells how."""
     known = {r.rank: r for r in (*training.status.ranks, *training.status.removed_ranks)}
     failed = ended_ranks(job, known).failed
     if not failed:
         return set()
-    return failed - {p.rank for p in map(Pod, manifests) if not is_stored(p, known.get(p.rank))}
+    return failed - {p.rank for p in pods if not is_stored(p, known.get(p.rank))}
 
 
 def vanished_ranks(

@@ -28,7 +28,7 @@ from atoll.backends.kubernetes.gate import read_gate
 from atoll.backends.kubernetes.names import BLOCKED_BY, PART
 from atoll.backends.kubernetes.patch import is_blocked, render_unblock
 from atoll.backends.kubernetes.pod import Pod
-from atoll.backends.kubernetes.read import is_unchanged, observe_gang
+from atoll.backends.kubernetes.read import is_unchanged
 from atoll.backends.kubernetes.render import gang_name, render_job, render_service
 from atoll.core.model import encode
 from atoll.core.spec import BenchSpec, RendezvousSpec
@@ -44,6 +44,7 @@ from tests.unit.backends.kubernetes.kube import (
     ended,
     job,
     observation,
+    observe_gang,
     only,
     pod,
     running,
@@ -185,7 +186,7 @@ def test_pods_beside_the_ranks_are_no_ranks() -> None:
     assert [(r.rank, r.state) for r in found.observation.ranks] == [
         (r, "running") for r in range(3)
     ]
-    assert is_unchanged(job(), [*ranks, *extra])
+    assert is_unchanged(job(), map(Pod, [*ranks, *extra]))
     selector = render_service(training(), Options(), None)["spec"]["selector"]
     assert selector[PART] == "rank"
 

@@ -11,7 +11,8 @@ from atoll.backends.kubernetes.deleted_pods import DeletedState
 from atoll.backends.kubernetes.followups import OpenGate, PatchJob
 from atoll.backends.kubernetes.gate import StartGate, render_start
 from atoll.backends.kubernetes.names import GATE_COUNT, GATE_OPENED, START, YIELDED
-from atoll.backends.kubernetes.read import GangView, is_unchanged, observe_gang
+from atoll.backends.kubernetes.pod import Pod
+from atoll.backends.kubernetes.read import GangView, is_unchanged
 from atoll.backends.kubernetes.render import render_job
 from atoll.core.clock import Now
 from atoll.core.phase import Phase
@@ -27,6 +28,7 @@ from tests.unit.backends.kubernetes.kube import (
     Resources,
     ended,
     job,
+    observe_gang,
     only,
     pod,
     running,
@@ -313,9 +315,9 @@ def test_an_image_that_cannot_be_pulled_is_told_before_the_gate_too() -> None:
 
 def test_a_job_read_before_it_could_start_is_read_again() -> None:
     pods = [waiting(0), waiting(1), waiting(2)]
-    assert not is_unchanged(gated(started_at=None), pods)
-    assert is_unchanged(gated(), pods)
-    assert is_unchanged(job(), pods)
+    assert not is_unchanged(gated(started_at=None), map(Pod, pods))
+    assert is_unchanged(gated(), map(Pod, pods))
+    assert is_unchanged(job(), map(Pod, pods))
 
 
 def test_the_gate_asks_for_no_more_than_the_rank_and_keeps_its_class_of_service() -> None:

@@ -18,7 +18,7 @@ from atoll.backends.kubernetes.patch import (
     render_yield,
 )
 from atoll.backends.kubernetes.pod import WAITING, Pod
-from atoll.backends.kubernetes.read import desired_of, finished, indexes, observe_gang
+from atoll.backends.kubernetes.read import desired_of, finished, indexes
 from atoll.core.clock import Now
 from atoll.core.plan import plan
 from atoll.core.spec import WorldSize
@@ -34,6 +34,7 @@ from tests.unit.backends.kubernetes.kube import (
     job,
     known,
     observation,
+    observe_gang,
     only,
     pod,
     running,
